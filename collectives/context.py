@@ -1,0 +1,107 @@
+"""Contexts: the devices replicas live on, and the words that name them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+_ONE = re.compile(r"(cpu|gpu)(?:\((\d+)\))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A device that holds a replica: ``cpu(i)`` or ``gpu(i)``.
+
+    All ``cpu(i)`` are the host's memory, yet distinct contexts: ``[cpu(0), cpu(1)]`` makes two replicas.
+    """
+
+    device_type: str
+    device_id: int = 0
+
+    def __post_init__(self) -> None:
+        if self.device_type not in ("cpu", "gpu"):
+            raise ValueError(f"device_type is {self.device_type!r}; expected 'cpu' or 'gpu'")
+        if isinstance(self.device_id, bool) or not isinstance(self.device_id, int):
+            raise TypeError(f"device_id is {self.device_id!r}; expected an int")
+        if self.device_id < 0:
+            raise ValueError(f"device_id is {self.device_id}; expected 0 or more")
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The torch device tensors of this context live on."""
+        return torch.device("cpu") if self.device_type == "cpu" else torch.device("cuda", self.device_id)
+
+    def __str__(self) -> str:
+        return f"{self.device_type}({self.device_id})"
+
+    __repr__ = __str__
+
+
+def cpu(device_id: int = 0) -> Context:
+    """The host as a context."""
+    return Context("cpu", device_id)
+
+
+def gpu(device_id: int = 0) -> Context:
+    """The GPU that torch numbers ``device_id``."""
+    return Context("gpu", device_id)
+
+
+def num_gpus() -> int:
+    """How many GPUs this process can see."""
+    return torch.cuda.device_count()
+
+
+def contexts(spec: str | Context | Sequence[Context] = "auto") -> list[Context]:
+    """The contexts that ``spec`` names, each of them present on this machine.
+
+    Args:
+        spec: a context, a sequence of them, or words: ``"0,2"`` (GPUs), ``"gpu(0),cpu(0)"``, ``"multi-gpu"``
+            (every GPU) or ``"auto"`` (in a job the GPU numbered LOCAL_RANK, else ``gpu(0)``, else ``cpu(0)``).
+
+    Raises:
+        ValueError: the words make no sense, the list is empty, or a GPU is not there.
+        TypeError: ``spec`` is of another type.
+    """
+    found = _parse(spec) if isinstance(spec, str) else [spec] if isinstance(spec, Context) else spec
+    if not isinstance(found, (list, tuple)) or not all(isinstance(one, Context) for one in found):
+        raise TypeError(f"context is {spec!r}; expected a Context, a list of them, or words such as 'gpu(0),gpu(2)'")
+    if not found:
+        raise ValueError("context is empty; expected at least one, such as [cpu(0)]")
+    _check_present(found)
+    return list(found)
+
+
+def _parse(words: str) -> list[Context]:
+    if words == "auto":
+        available = num_gpus()
+        return [gpu(int(os.environ.get("LOCAL_RANK", "0")) % available)] if available else [cpu()]
+    if words == "multi-gpu":
+        if not num_gpus():
+            raise ValueError("context is 'multi-gpu', but this machine has no GPU; expected 'auto' or 'cpu(0),cpu(1)'")
+        return [gpu(index) for index in range(num_gpus())]
+    found = []
+    for word in words.split(","):
+        name = word.strip()
+        match = _ONE.fullmatch(f"gpu({name})" if name.isdecimal() else name)
+        if match is None:
+            raise ValueError(
+                f"context is {words!r}, of which {name!r} names no device; expected '0,2', "
+                "'gpu(0),gpu(2)', 'cpu(0),cpu(1)', 'auto' or 'multi-gpu'"
+            )
+        found.append(Context(match[1], int(match[2] or 0)))
+    return found
+
+
+def _check_present(wanted: Sequence[Context]) -> None:
+    if not any(one.device_type == "gpu" for one in wanted):
+        return
+    available = num_gpus()
+    missing = [str(one) for one in wanted if one.device_type == "gpu" and one.device_id >= available]
+    if missing:
+        there = ", ".join(str(gpu(index)) for index in range(available)) or "none"
+        raise ValueError(f"{', '.join(missing)} is not on this machine; the GPUs here: {there}")

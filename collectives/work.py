@@ -1,0 +1,157 @@
+"""Work that goes on while its caller does something else: the handle, and the queue that runs it."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+_log = logging.getLogger("gangline")
+
+
+class Work:
+    """A running or finished operation; its tensors belong to it until `wait` returns."""
+
+    def __init__(self, name: str, join: Callable[[], None] = lambda: None) -> None:
+        """Name the operation; ``join`` orders the waiter's GPU streams behind it."""
+        self._name = name
+        self._join = join
+        self._future: Future[None] = Future()
+
+    @classmethod
+    def finished(cls, name: str) -> Work:
+        """The handle of an operation that is over."""
+        work = cls(name)
+        work._future.set_result(None)
+        return work
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the operation is done; on GPUs, when the current streams are ordered behind it.
+
+        Args:
+            timeout: seconds to wait; None waits as long as it takes.
+
+        Raises:
+            TimeoutError: still running after ``timeout``; the operation goes on.
+            Exception: whatever the operation raised.
+        """
+        try:
+            self._future.result(timeout)
+        except TimeoutError:
+            if self._future.done():  # the operation's own TimeoutError
+                raise
+            raise TimeoutError(f"{self._name} is still running after {timeout} s") from None
+        self._join()
+
+    def is_completed(self) -> bool:
+        """Whether the operation is over, well or not."""
+        return self._future.done()
+
+    def exception(self) -> BaseException | None:
+        """What the operation raised, or None while it runs and after it went well."""
+        return self._future.exception() if self._future.done() else None
+
+    def _run(self, operation: Callable[[], None]) -> None:
+        try:
+            operation()
+        except BaseException as error:  # noqa: BLE001  whatever it is, it belongs to the waiter
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(None)
+
+    def __repr__(self) -> str:
+        state = "running" if not self._future.done() else "failed" if self._future.exception() else "done"
+        return f"<Work {self._name}: {state}>"
+
+
+@dataclass(eq=False)
+class _Job:
+    operation: Callable[[], None]
+    work: Work
+    keys: tuple[Hashable, ...]
+    order: tuple[int, int]  # (-priority, sequence): the smallest goes first
+    blockers: int = 0
+    followers: list[_Job] = field(default_factory=list)
+
+    def __lt__(self, other: _Job) -> bool:
+        return self.order < other.order
+
+
+class WorkQueue:
+    """Runs operations one at a time.
+
+    Operations that share a key run in the order they were given; among the others the larger priority
+    goes first. A thread is started by the first operation that is not waited for.
+    """
+
+    def __init__(self) -> None:
+        self._running = threading.RLock()  # held while an operation runs, by whichever thread runs it
+        self._changed = threading.Condition()
+        self._ready: list[_Job] = []
+        self._last: dict[Hashable, _Job] = {}
+        self._unfinished = 0
+        self._sequence = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def run(self, operation: Callable[[], None], work: Work, keys: Iterable[Hashable], priority: int) -> None:
+        """Run the operation and return when it is done, behind all that was submitted for its keys."""
+        if self._thread is not None and threading.current_thread() is not self._thread and self._unfinished:
+            self.submit(operation, work, keys, priority)
+        else:
+            with self._running:
+                work._run(operation)
+        work.wait()
+
+    def submit(self, operation: Callable[[], None], work: Work, keys: Iterable[Hashable], priority: int) -> None:
+        """Have the operation run in the queue's thread."""
+        with self._changed:
+            job = _Job(operation, work, tuple(dict.fromkeys(keys)), (-priority, next(self._sequence)))
+            for before in {id(self._last[key]): self._last[key] for key in job.keys if key in self._last}.values():
+                before.followers.append(job)
+                job.blockers += 1
+            self._last.update(dict.fromkeys(job.keys, job))
+            self._unfinished += 1
+            if not job.blockers:
+                heapq.heappush(self._ready, job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="gangline-store", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Finish what was submitted and end the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                while not self._ready:
+                    if self._closed and not self._unfinished:
+                        return
+                    self._changed.wait()
+                job = heapq.heappop(self._ready)
+            with self._running:
+                job.work._run(job.operation)
+            if job.work.exception() is not None:
+                _log.debug("%r", job.work, exc_info=job.work.exception())
+            self._finish(job)
+
+    def _finish(self, job: _Job) -> None:
+        with self._changed:
+            self._unfinished -= 1
+            for key in job.keys:
+                if self._last.get(key) is job:
+                    del self._last[key]
+            for follower in job.followers:
+                follower.blockers -= 1
+                if not follower.blockers:
+                    heapq.heappush(self._ready, follower)

@@ -1,0 +1,83 @@
+"""How a batch is shared out: how many samples each context, worker or rank gets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+
+def check_work_load_list(work_load_list: Sequence[float] | None, count: int) -> list[float]:
+    """The loads of ``count`` contexts, checked; equal ones for None.
+
+    Raises:
+        TypeError: not a sequence of numbers.
+        ValueError: a wrong length, a load that is negative or not finite, or only zeros.
+    """
+    if work_load_list is None:
+        return [1] * count
+    if isinstance(work_load_list, (str, bytes)) or not isinstance(work_load_list, Sequence):
+        raise TypeError(f"work_load_list is {work_load_list!r}; expected one number a context, such as [3, 1]")
+    loads = list(work_load_list)
+    if len(loads) != count:
+        raise ValueError(f"work_load_list has {len(loads)} entries for {count} contexts")
+    for index, load in enumerate(loads):
+        if isinstance(load, bool) or not isinstance(load, (int, float)):
+            raise TypeError(f"work_load_list[{index}] is {load!r}; expected a number")
+        if not math.isfinite(load) or load < 0:
+            raise ValueError(f"work_load_list[{index}] is {load!r}; expected a finite number, 0 or more")
+    if not any(loads):
+        raise ValueError(f"work_load_list is {loads}; expected at least one load above 0")
+    return loads
+
+
+def split_batch(batch_size: int, work_load_list: Sequence[float]) -> list[slice]:
+    """Which samples of a batch each context gets, in order and without gaps.
+
+    Quotas are exact fractions of the loads as printed, rounded by largest remainder (ties to the larger
+    load, then the lower index). Then contexts that have a load but no sample get one each from the fullest
+    context, as long as that one has two. An idle context (load 0) gets an empty slice.
+
+    Args:
+        batch_size: samples in the batch, at least 1.
+        work_load_list: one load a context, as `check_work_load_list` accepts them.
+
+    Raises:
+        ValueError: ``batch_size`` below 1, or bad loads.
+        TypeError: wrong types.
+    """
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int):
+        raise TypeError(f"batch_size is {batch_size!r}; expected an int")
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; expected 1 or more")
+    loads = [_exact(load) for load in check_work_load_list(work_load_list, len(work_load_list))]
+    counts = _largest_remainder(batch_size, loads)
+    _give_to_the_empty(counts, loads)
+    ends = [sum(counts[: index + 1]) for index in range(len(counts))]
+    return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def _exact(load: float) -> Fraction:
+    """The load as printed: 0.1 is a tenth, not the nearest binary fraction."""
+    return Fraction(load) if isinstance(load, int) else Fraction(repr(float(load)))
+
+
+def _largest_remainder(total: int, loads: list[Fraction]) -> list[int]:
+    whole = sum(loads)
+    quotas = [total * load / whole for load in loads]
+    counts = [math.floor(quota) for quota in quotas]
+    by_remainder = sorted(range(len(loads)), key=lambda i: (counts[i] - quotas[i], -loads[i], i))
+    for index in by_remainder[: total - sum(counts)]:
+        counts[index] += 1
+    return counts
+
+
+def _give_to_the_empty(counts: list[int], loads: list[Fraction]) -> None:
+    contexts = range(len(counts))
+    while True:
+        empty = [i for i in contexts if loads[i] and not counts[i]]
+        giver = max(contexts, key=lambda i: (counts[i], -loads[i], i))
+        if not empty or counts[giver] < 2:
+            return
+        counts[giver] -= 1
+        counts[max(empty, key=lambda i: (loads[i], -i))] += 1

@@ -1,0 +1,204 @@
+"""The torch.optim that runs an optimizer spec key by key, wherever the weights live."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvstore.optimizer_spec import Key, OptimizerSpec, check_learning_rate
+
+
+class KeyedOptimizer:
+    """One torch optimizer over the weights of many keys, of which each update names a few.
+
+    A parameter group holds the keys that share (lr_mult, wd_mult). An update puts only its own keys into the
+    groups, so it costs by the keys it names. State is torch's, per tensor, and never moves between keys.
+    """
+
+    def __init__(self, spec: OptimizerSpec) -> None:
+        self.spec = spec
+        self._learning_rate = float(spec.arguments["lr"])
+        self._weights: dict[Key, torch.Tensor] = {}
+        self._groups: dict[tuple[float, float], dict[str, Any]] = {}
+        self._optimizer: torch.optim.Optimizer | None = None  # torch wants a tensor to make one
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate that lr_mult multiplies."""
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        check_learning_rate(value)
+        self._learning_rate = float(value)
+        for (lr_mult, _), group in self._groups.items():
+            group["lr"] = self._learning_rate * lr_mult
+
+    def add(self, key: Key, weight: torch.Tensor) -> None:
+        """Make ``weight`` the tensor that updates of ``key`` change; state there was for the key goes along.
+
+        Raises:
+            ValueError: the optimizer does not take such a tensor (Muon wants two axes, say).
+        """
+        before = self._weights.get(key)
+        if before is weight:
+            return
+        factors = self.spec.factors(key)
+        arguments = dict(self.spec.arguments)
+        try:
+            probe = self.spec.optimizer_class([weight], **arguments)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"key {key!r} does not fit optimizer {self.spec.name!r}: {error}") from error
+        if self._optimizer is None:
+            self._optimizer = probe
+        if factors not in self._groups:
+            group = self._groups[factors] = probe.param_groups[0]
+            group["lr"] = self._learning_rate * factors[0]
+            if "weight_decay" in group:
+                group["weight_decay"] *= factors[1]
+        self._weights[key] = weight
+        if before is not None:
+            self._restore(key, self._optimizer.state.pop(before, {}))
+
+    def update(self, gradients: Sequence[tuple[Key, torch.Tensor]]) -> None:
+        """Run the optimizer once over these keys; every other key is left alone.
+
+        Args:
+            gradients: keys that were added, each with its summed gradient (the weight's shape, dtype and device).
+                Where rescale_grad or clip_gradient is set, `modifies_gradient`, they are changed in place.
+        """
+        if not gradients:
+            return
+        optimizer = self._optimizer
+        assert optimizer is not None, "keys are added before they are updated"
+        before = []
+        for group in self._groups.values():
+            group["params"] = []
+        for key, gradient in gradients:
+            self._prepare(gradient)
+            weight = self._weights[key]
+            before.append((weight, weight.grad))
+            weight.grad = gradient
+            self._groups[self.spec.factors(key)]["params"].append(weight)
+        optimizer.param_groups = [group for group in self._groups.values() if group["params"]]
+        try:
+            optimizer.step()
+        finally:
+            for weight, gradient_before in before:
+                weight.grad = gradient_before
+
+    @property
+    def modifies_gradient(self) -> bool:
+        """Whether `update` changes the gradients it is given."""
+        return self.spec.rescale_grad != 1.0 or self.spec.clip_gradient is not None
+
+    def _prepare(self, gradient: torch.Tensor) -> None:
+        if self.spec.rescale_grad != 1.0:
+            gradient.mul_(self.spec.rescale_grad)
+        if self.spec.clip_gradient is not None:
+            gradient.clamp_(-self.spec.clip_gradient, self.spec.clip_gradient)
+
+    def state(self) -> OptimizerState:
+        """A copy of all state, on the host."""
+        tensors: dict[str, torch.Tensor] = {}
+        plain: dict[str, Any] = {}
+        for key, weight in self._weights.items():
+            of_key = self._optimizer.state.get(weight, {}) if self._optimizer else {}
+            for name, value in of_key.items():
+                place = f"{json.dumps(key)}/{name}"
+                if isinstance(value, torch.Tensor):
+                    tensors[place] = value.detach().cpu().clone().contiguous()
+                else:
+                    plain[place] = value
+        return OptimizerState(self.spec.name, float(self.spec.arguments["lr"]), self._learning_rate, tensors, plain)
+
+    def load_state(self, state: OptimizerState) -> None:
+        """Replace all state by ``state``; the learning rate stays as it is set here.
+
+        Raises:
+            ValueError: it belongs to another optimizer, to a key unknown here, or to a tensor of another shape.
+        """
+        if state.name != self.spec.name:
+            raise ValueError(f"the state is of optimizer {state.name!r}, but {self.spec.name!r} is set here")
+        of_keys: dict[Key, dict[str, Any]] = {key: {} for key in self._weights}
+        for place, value in [*state.tensors.items(), *state.plain.items()]:
+            encoded, _, name = place.rpartition("/")
+            key = json.loads(encoded)
+            if key not in of_keys:
+                raise ValueError(f"the state has key {key!r}, which is unknown here; known are {list(self._weights)}")
+            shape = self._weights[key].shape
+            if isinstance(value, torch.Tensor) and value.dim() and name in _AS_WEIGHT and value.shape != shape:
+                raise ValueError(
+                    f"the state of key {key!r}, {name}, has shape {tuple(value.shape)}; expected {tuple(shape)}"
+                )
+            of_keys[key][name] = value
+        for key, of_key in of_keys.items():
+            self._restore(key, of_key)
+
+    def _restore(self, key: Key, state: dict[str, Any]) -> None:
+        assert self._optimizer is not None
+        weight = self._weights[key]
+        group = self._groups[self.spec.factors(key)]
+        step_stays = not (group.get("capturable") or group.get("fused"))  # torch keeps the step on the host then
+        restored = {
+            name: value.to(weight.device, copy=True)
+            if isinstance(value, torch.Tensor) and not (name == "step" and step_stays)
+            else value
+            for name, value in state.items()
+        }
+        if restored:
+            self._optimizer.state[weight] = restored
+        else:
+            self._optimizer.state.pop(weight, None)
+
+
+# Names torch gives to state that has the weight's shape.
+_AS_WEIGHT = frozenset(
+    {
+        "momentum_buffer",
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "sum",
+        "square_avg",
+        "acc_delta",
+        "exp_inf",
+        "ax",
+        "prev",
+    }
+)
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What an optimizer remembers: tensors and plain values by ``<key as JSON>/<name>``, and its learning rate."""
+
+    name: str
+    initial_learning_rate: float
+    learning_rate: float
+    tensors: dict[str, torch.Tensor]
+    plain: dict[str, Any]
+
+    def header(self) -> dict[str, Any]:
+        """All but the tensors, as JSON takes it."""
+        return {
+            "optimizer": self.name,
+            "initial_learning_rate": self.initial_learning_rate,
+            "learning_rate": self.learning_rate,
+            "plain": self.plain,
+        }
+
+    @classmethod
+    def from_parts(cls, header: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> OptimizerState:
+        """The state that `header` and its tensors describe."""
+        return cls(
+            header["optimizer"],
+            header["initial_learning_rate"],
+            header["learning_rate"],
+            tensors,
+            header["plain"],
+        )
