@@ -87,6 +87,11 @@ class OptimizerSpec:
             raise ValueError(f"optimizer {name!r} with {arguments} is refused by torch: {error}") from error
         return cls(name, optimizer_class, arguments, **ours)
 
+    @property
+    def optional_arguments(self) -> set[str]:
+        """What else torch's class could be told."""
+        return set(_defaults(self.optimizer_class))
+
     def factors(self, key: Key) -> tuple[float, float]:
         """By what the learning rate and the weight decay of ``key`` are multiplied."""
         if self.wd_mult == "mxnet":

@@ -1,0 +1,145 @@
+"""Callbacks for `fit`: speed, a progress bar, checkpoints.
+
+A batch callback gets a `BatchEndParam`. An epoch callback gets (epoch, network, params, buffers), as MXNet's do.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from models.metric import EvalMetric
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from models.module import Module
+
+_log = logging.getLogger("gangline")
+
+
+@dataclass(frozen=True)
+class BatchEndParam:
+    """Where a loop stands after a batch."""
+
+    epoch: int
+    nbatch: int
+    """The batch's number in its epoch, from 0."""
+    eval_metric: EvalMetric
+    locals: dict[str, Any] = field(default_factory=dict)
+    """``module``, ``data``, ``label``, and ``num_batches`` of an epoch (None where unknown)."""
+
+
+BatchCallback = Callable[[BatchEndParam], None]
+EpochCallback = Callable[[int, nn.Module, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], None]
+
+
+class Speedometer:
+    """Logs samples per second and the metric every ``frequent`` batches, in MXNet's words."""
+
+    def __init__(self, batch_size: int, frequent: int = 50, auto_reset: bool = True) -> None:
+        """Say how to count.
+
+        Args:
+            batch_size: samples in a batch.
+            frequent: log every so many batches.
+            auto_reset: begin the metric anew after each line, so that a line tells of its own batches.
+        """
+        if frequent < 1:
+            raise ValueError(f"frequent is {frequent}; expected 1 or more")
+        self.batch_size, self.frequent, self.auto_reset = batch_size, frequent, auto_reset
+        self._since: float | None = None
+        self._last = -1
+
+    def __call__(self, param: BatchEndParam) -> None:
+        """Count a batch."""
+        count = param.nbatch
+        if self._since is None or count < self._last:
+            self._since = time.perf_counter()
+        self._last = count
+        if count % self.frequent or not count:
+            return
+        now = time.perf_counter()
+        speed = self.frequent * self.batch_size / max(now - self._since, 1e-9)
+        values = "".join(f"\t{name}={value:f}" for name, value in param.eval_metric.get_name_value())
+        begin = count - self.frequent if self.auto_reset else 0
+        _log.info("Epoch[%d] Batch [%d-%d]\tSpeed: %.2f samples/sec%s", param.epoch, begin, count, speed, values)
+        if self.auto_reset:
+            param.eval_metric.reset()
+        self._since = time.perf_counter()
+
+
+class ProgressBar:
+    """A tqdm bar for each epoch, with the metric beside it."""
+
+    def __init__(self, total: int | None = None) -> None:
+        """``total`` batches make an epoch; None asks the data."""
+        self._total = total
+        self._bar: tqdm[Any] | None = None
+
+    def __call__(self, param: BatchEndParam) -> None:
+        """Count a batch."""
+        from tqdm import tqdm
+
+        total = self._total or param.locals.get("num_batches")
+        if self._bar is None or param.nbatch + 1 < self._bar.n:
+            self._finish()
+            self._bar = tqdm(total=total, initial=param.nbatch, desc=f"Epoch {param.epoch}", unit="batch", leave=False)
+        self._bar.set_postfix(dict(param.eval_metric.get_name_value()), refresh=False)
+        self._bar.update(param.nbatch + 1 - self._bar.n)
+        if total is not None and param.nbatch + 1 >= total:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class Checkpoint:
+    """Saves the module's checkpoint, optimizer state and all, every so many epochs or batches.
+
+    Serves as both kinds of callback. An epoch's end is saved under the number of epochs completed; so is the
+    middle of the epoch after it, which replaces it until that epoch ends.
+    """
+
+    def __init__(self, module: Module, prefix: str | Path, period: int = 1, save_optimizer_states: bool = True) -> None:
+        """Say where and how often.
+
+        Args:
+            module: whose checkpoint it is.
+            prefix: as for `Module.save_checkpoint`.
+            period: every so many epochs (or batches, as a batch callback).
+            save_optimizer_states: whether a run can go on from it.
+        """
+        if period < 1:
+            raise ValueError(f"period is {period}; expected 1 or more")
+        self.module, self.prefix, self.period, self.save_optimizer_states = (
+            module,
+            Path(prefix),
+            period,
+            save_optimizer_states,
+        )
+
+    def __call__(self, when: int | BatchEndParam, *_: Any) -> None:
+        """Save if it is time."""
+        if isinstance(when, BatchEndParam):
+            due, completed = (when.nbatch + 1) % self.period == 0, when.epoch
+        else:
+            due, completed = (when + 1) % self.period == 0, when + 1
+        if due:
+            self.module.save_checkpoint(self.prefix, completed, self.save_optimizer_states)
+
+
+def module_checkpoint(
+    module: Module, prefix: str | Path, period: int = 1, save_optimizer_states: bool = False
+) -> Checkpoint:
+    """MXNet's name for an epoch callback that saves."""
+    return Checkpoint(module, prefix, period, save_optimizer_states)

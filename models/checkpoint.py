@@ -1,0 +1,254 @@
+"""Checkpoints: what they hold, and writing them so that a killed run always leaves a whole one.
+
+``PREFIX-0003.safetensors`` holds parameters and buffers by state_dict name, ``PREFIX-0003.state.safetensors``
+the optimizer's state and each replica's own buffers, ``PREFIX-0003.json`` the rest: where training stood, the
+learning rate, the random states. The number is that of epochs completed.
+
+All three carry one id. The tensors are written aside first; renaming the JSON into place is the moment at which
+the checkpoint exists, and only then the tensors are renamed. Whoever reads a JSON whose tensors still lie aside
+renames them first. So at every moment a reader finds the old checkpoint or the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from kvstore import files
+from kvstore.optimizer import OptimizerState
+from models.random_streams import host_states
+
+if TYPE_CHECKING:
+    from models.module import Module
+
+_FORMAT = 1
+_OPTIMIZER, _REPLICA = "optimizer/", "replica/"
+
+
+@dataclass
+class Checkpoint:
+    """What was read."""
+
+    path: Path
+    """The JSON file."""
+    params: dict[str, torch.Tensor]
+    position: dict[str, Any]
+    step: int
+    optimizer_state: OptimizerState | None
+    replica_buffers: dict[str, list[torch.Tensor]]
+    samples_seen: list[int]
+    random: dict[str, Any]
+    """The host's random states when it was written."""
+
+    def needed_optimizer_state(self) -> OptimizerState:
+        """The optimizer's state; ValueError where the checkpoint has none."""
+        if self.optimizer_state is None:
+            raise ValueError(f"{self.path} has no optimizer state; save with save_optimizer_states=True")
+        return self.optimizer_state
+
+
+def save(module: Module, prefix: str | Path, epoch: int, save_optimizer_states: bool) -> None:
+    """Write the checkpoint ``prefix``-``epoch`` of a module.
+
+    Args:
+        module: its replicas may stand in mid-epoch.
+        prefix: a path without the number; its folder is made.
+        epoch: epochs completed, 0 or more.
+        save_optimizer_states: without them the checkpoint serves prediction and a fresh start, not `resume`.
+
+    Raises:
+        RuntimeError: states are asked for before ``init_optimizer``.
+    """
+    weights, state, description = _paths(prefix, epoch)
+    save_id = uuid.uuid4().hex
+    optimizer = module.optimizer_state() if save_optimizer_states else None
+    tensors = {f"{_OPTIMIZER}{place}": tensor for place, tensor in optimizer.tensors.items()} if optimizer else {}
+    buffers, samples_seen = module.replica_buffers()
+    for name, of_replicas in buffers.items():
+        tensors |= {f"{_REPLICA}{index}/{name}": tensor for index, tensor in enumerate(of_replicas)}
+    content = {
+        "format": _FORMAT,
+        "id": save_id,
+        "epoch": epoch,
+        "position": asdict(module.position),
+        "step": module.step,
+        "optimizer": optimizer.header() if optimizer else None,
+        "samples_seen": samples_seen,
+        "random": host_states(module.data_generator),
+    }
+    description.parent.mkdir(parents=True, exist_ok=True)
+    _finish_or_clean(prefix, epoch)
+    files.write_aside(_aside(weights, save_id), module.get_params(), {"id": save_id, "epoch": epoch})
+    files.write_aside(_aside(state, save_id), tensors, {"id": save_id})
+    aside = _aside(description, save_id)
+    with aside.open("w") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(description)  # from here on it is the checkpoint
+    _finish_or_clean(prefix, epoch)
+
+
+def read(prefix: str | Path, epoch: int) -> Checkpoint:
+    """Read a checkpoint.
+
+    Raises:
+        FileNotFoundError: there is none; the message lists those there are.
+        ValueError: a torn or foreign file, by name.
+    """
+    weights, state, description = _paths(prefix, epoch)
+    if not description.is_file():
+        there = epochs(prefix)
+        raise FileNotFoundError(f"{description} is not there; checkpoints of that prefix: {there or 'none'}")
+    content = _content(description)
+    _finish_or_clean(prefix, epoch)
+    params, weights_header = files.load(weights)
+    tensors, state_header = files.load(state)
+    for path, header in ((weights, weights_header), (state, state_header)):
+        if header.get("id") != content["id"]:
+            raise ValueError(f"{path} is not of the checkpoint that {description} describes")
+    optimizer = None
+    if content["optimizer"] is not None:
+        of_optimizer = {n.removeprefix(_OPTIMIZER): t for n, t in tensors.items() if n.startswith(_OPTIMIZER)}
+        optimizer = OptimizerState.from_parts(content["optimizer"], of_optimizer)
+    buffers: dict[str, list[torch.Tensor]] = {}
+    for index in range(len(content["samples_seen"])):
+        start = f"{_REPLICA}{index}/"
+        for name in (n for n in tensors if n.startswith(start)):
+            buffers.setdefault(name.removeprefix(start), []).append(tensors[name])
+    return Checkpoint(
+        path=description,
+        params=params,
+        position=content["position"],
+        step=content["step"],
+        optimizer_state=optimizer,
+        replica_buffers=buffers,
+        samples_seen=content["samples_seen"],
+        random=content["random"],
+    )
+
+
+def epochs(prefix: str | Path) -> list[int]:
+    """The numbers of the checkpoints of a prefix, in order."""
+    prefix = Path(prefix)
+    pattern = re.compile(re.escape(prefix.name) + r"-(\d{4,})\.json")
+    names = [path.name for path in prefix.parent.iterdir()] if prefix.parent.is_dir() else []
+    return sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))
+
+
+def matched(
+    network: nn.Module, params: Mapping[str, Any], allow_missing: bool, allow_extra: bool
+) -> dict[str, torch.Tensor]:
+    """Those of ``params`` that the network has, checked.
+
+    Args:
+        network: whose state_dict names and shapes count; ``num_batches_tracked`` may always be missing.
+        params: tensors by name; where all names begin with ``module.``, as DDP writes them, that is dropped.
+        allow_missing: let the network have names that ``params`` lacks.
+        allow_extra: let ``params`` have names that the network lacks.
+
+    Raises:
+        RuntimeError: names are missing.
+        ValueError: there are extra ones, or a tensor has another shape.
+        TypeError: a value is no tensor.
+    """
+    own = {name: value for name, value in network.state_dict().items() if isinstance(value, torch.Tensor)}
+    given = dict(params)
+    if given and all(name.startswith("module.") for name in given) and not all(n.startswith("module.") for n in own):
+        given = {name.removeprefix("module."): value for name, value in given.items()}
+    missing = [name for name in own if name not in given and not name.endswith("num_batches_tracked")]
+    if missing and not allow_missing:
+        raise RuntimeError(f"parameters {missing} are missing; give them, or pass allow_missing=True")
+    extra = [name for name in given if name not in own]
+    if extra and not allow_extra:
+        raise ValueError(f"parameters {extra} are not the network's; drop them, or pass allow_extra=True")
+    found = {name: value for name, value in given.items() if name in own}
+    for name, value in found.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"parameter {name!r} is a {type(value).__name__}; expected a tensor")
+        if value.shape != own[name].shape:
+            raise ValueError(
+                f"parameter {name!r} has shape {tuple(value.shape)}; the network's has {tuple(own[name].shape)}"
+            )
+    return found
+
+
+def load_weights(network: nn.Module, path: str | Path) -> None:
+    """Fill a network from a ``.safetensors`` file, or from a ``.pth`` or ``.pt`` file of plain tensors.
+
+    Raises:
+        FileNotFoundError: no such file.
+        RuntimeError: names are missing from it.
+        ValueError: it is torn, of another kind, or has other names or shapes.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"weights {path} is not there")
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            params = load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"weights {path} is torn or no safetensors file: {error}") from error
+    elif path.suffix in (".pth", ".pt"):
+        try:
+            params = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises whatever its reader meets
+            raise ValueError(f"weights {path} is torn, or holds more than plain tensors: {error}") from error
+    else:
+        raise ValueError(f"weights {path} ends in {path.suffix!r}; expected .safetensors, .pth or .pt")
+    if not isinstance(params, Mapping) or not all(isinstance(value, torch.Tensor) for value in params.values()):
+        raise ValueError(f"weights {path} holds no state dict; expected names with tensors")
+    network.load_state_dict(matched(network, params, False, False), strict=False)
+
+
+def _content(description: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(description.read_text())
+        known = content["format"] == _FORMAT and isinstance(content["id"], str)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{description} is torn, or no checkpoint of gangline's") from error
+    if not known:
+        raise ValueError(f"{description} has format {content['format']!r}; expected {_FORMAT}")
+    return dict(content)
+
+
+def _paths(prefix: str | Path, epoch: int) -> tuple[Path, Path, Path]:
+    if isinstance(epoch, bool) or not isinstance(epoch, int):
+        raise TypeError(f"epoch is {epoch!r}; expected an int")
+    if epoch < 0:
+        raise ValueError(f"epoch is {epoch}; expected 0 or more")
+    stem = f"{Path(prefix).name}-{epoch:04d}"
+    folder = Path(prefix).parent
+    return folder / f"{stem}.safetensors", folder / f"{stem}.state.safetensors", folder / f"{stem}.json"
+
+
+def _aside(path: Path, save_id: str) -> Path:
+    return path.with_name(f"{path.name}.{save_id}.aside")
+
+
+def _finish_or_clean(prefix: str | Path, epoch: int) -> None:
+    """Rename the tensors of a checkpoint that exists into place; remove those of one that never came to be."""
+    paths = _paths(prefix, epoch)
+    current = _content(paths[2])["id"] if paths[2].is_file() else None
+    for path in paths:
+        for aside in path.parent.glob(f"{_escaped(path.name)}.*.aside"):
+            if current is not None and aside == _aside(path, current):
+                aside.replace(path)
+            else:
+                aside.unlink(missing_ok=True)
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([\[\]*?])", r"[\1]", name)

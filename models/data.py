@@ -1,0 +1,356 @@
+"""Where batches come from: arrays, datasets, DataLoaders, any iterable; digits and image folders by name."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from models.batch import Batch, as_batch, num_samples, take
+from models.random_streams import mixed_seed
+
+Item = tuple[Batch, Batch]
+
+
+def _nothing() -> None:
+    pass
+
+
+IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+
+
+class Source(abc.ABC):
+    """Batches of (data, label), epoch by epoch."""
+
+    can_skip = True
+    """Whether an epoch can begin in its middle and give what it would have given."""
+    generator: torch.Generator | None = None
+    """A generator of the source's own, whose state belongs to a checkpoint."""
+
+    @abc.abstractmethod
+    def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _nothing) -> Iterator[Item]:
+        """The batches of an epoch, without its first ``skip``; ``skipped`` is called when those are passed over."""
+
+    @abc.abstractmethod
+    def plan(self) -> dict[str, Any]:
+        """What must be equal for a run to go on in mid-epoch, as plain data."""
+
+    def num_batches(self) -> int | None:
+        """Batches in an epoch, where that is known."""
+        return None
+
+
+def source(
+    data: Any, batch_size: int | None, *, shuffle: bool, seed: int, what: str = "train_data", labels: bool = True
+) -> Source:
+    """The source that ``data`` is.
+
+    Args:
+        data: a tuple of two (tensors, arrays, or dicts of them), data and labels; a map-style Dataset; a DataLoader;
+            or any iterable of (data, label) batches. Without ``labels`` also a tensor, array or dict: data alone.
+        batch_size: needed for arrays and datasets; the others have batches already.
+        shuffle: arrays and datasets: a permutation by (seed, epoch) each epoch.
+        seed: see ``shuffle``.
+        what: how messages name it.
+        labels: whether labels are needed.
+
+    Raises:
+        TypeError: no such thing.
+        ValueError: a missing or needless batch size, or data and labels of different lengths.
+    """
+    if isinstance(data, tuple) or (not labels and isinstance(data, (torch.Tensor, np.ndarray, dict))):
+        arrays = data if isinstance(data, tuple) else (data, None)
+        if len(arrays) != 2:
+            raise ValueError(f"{what} is a tuple of {len(arrays)}; expected (data, labels)")
+        pair = as_batch(arrays[0], f"{what}[0]"), None if arrays[1] is None else as_batch(arrays[1], f"{what}[1]")
+        return _Arrays(*pair, _checked_batch_size(batch_size, what), shuffle, seed, what)
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        return _Samples(data, _checked_batch_size(batch_size, what), shuffle, seed)
+    if isinstance(data, (torch.Tensor, np.ndarray, dict, str)) or not isinstance(data, Iterable):
+        raise TypeError(
+            f"{what} is a {type(data).__name__}; expected (data, labels), a Dataset, a DataLoader, "
+            "or an iterable of (data, label) batches"
+        )
+    if batch_size is not None:
+        raise ValueError(f"batch_size is {batch_size}, but {what} has batches already; drop one of them")
+    if isinstance(data, DataLoader) and data.batch_sampler is not None:
+        return _Loader(data)
+    return _Iterable(data, what)
+
+
+def _checked_batch_size(batch_size: int | None, what: str) -> int:
+    if batch_size is None:
+        raise ValueError(f"{what} holds samples, so batch_size is needed; expected a number such as 64")
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int):
+        raise TypeError(f"batch_size is {batch_size!r}; expected an int")
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; expected 1 or more")
+    return batch_size
+
+
+@dataclass
+class _Order:
+    """Which samples the batches of an epoch have."""
+
+    samples: int
+    batch_size: int
+    shuffle: bool
+    seed: int
+
+    def __call__(self, epoch: int) -> list[torch.Tensor]:
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
+            order = torch.randperm(self.samples, generator=generator)
+        else:
+            order = torch.arange(self.samples)
+        return list(torch.split(order, self.batch_size))
+
+    def plan(self) -> dict[str, Any]:
+        return {
+            "samples": self.samples,
+            "batch_size": self.batch_size,
+            "shuffle": self.shuffle,
+            "seed": self.seed if self.shuffle else None,
+        }
+
+    def __len__(self) -> int:
+        return -(-self.samples // self.batch_size)
+
+
+class _Arrays(Source):
+    def __init__(self, data: Batch, label: Batch | None, batch_size: int, shuffle: bool, seed: int, what: str) -> None:
+        samples = num_samples(data, f"{what}[0]")
+        if label is not None and num_samples(label, f"{what}[1]") != samples:
+            raise ValueError(f"{what} has {samples} samples, but {num_samples(label, f'{what}[1]')} labels")
+        self._data, self._label = data, label
+        self._order = _Order(samples, batch_size, shuffle, seed)
+
+    def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _nothing) -> Iterator[Item]:
+        skipped()
+        for indices in self._order(epoch)[skip:]:
+            where: Any = indices if self._order.shuffle else slice(int(indices[0]), int(indices[-1]) + 1)
+            yield take(self._data, where), None if self._label is None else take(self._label, where)
+
+    def plan(self) -> dict[str, Any]:
+        return self._order.plan()
+
+    def num_batches(self) -> int:
+        return len(self._order)
+
+
+class _Samples(Source):
+    """A map-style Dataset."""
+
+    def __init__(self, dataset: Any, batch_size: int, shuffle: bool, seed: int) -> None:
+        if not len(dataset):
+            raise ValueError("the dataset has no samples; expected at least one")
+        self._dataset = dataset
+        self._order = _Order(len(dataset), batch_size, shuffle, seed)
+
+    def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _nothing) -> Iterator[Item]:
+        batches = [indices.tolist() for indices in self._order(epoch)]
+        for item in DataLoader(self._dataset, batch_sampler=_Skipping(batches, skip, skipped)):
+            yield _pair(item, "a batch of the dataset")
+
+    def plan(self) -> dict[str, Any]:
+        return self._order.plan()
+
+    def num_batches(self) -> int:
+        return len(self._order)
+
+
+class _Loader(Source):
+    """A map-style DataLoader: it shuffles by torch's generator or its own, whose state belongs to a checkpoint."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self.generator = loader.generator
+
+    def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _nothing) -> Iterator[Item]:
+        sampler: Any = self._loader.sampler
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        for item in self._skipping(skip, skipped) if skip else self._loader:
+            yield _pair(item, "a batch of the DataLoader")
+
+    def _skipping(self, skip: int, skipped: Callable[[], None]) -> DataLoader[Any]:
+        """The same loader over the same sampler, which draws its first batches and does not have them read."""
+        loader = self._loader
+        return DataLoader(
+            loader.dataset,
+            batch_sampler=_Skipping(loader.batch_sampler, skip, skipped),
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            prefetch_factor=loader.prefetch_factor,
+        )
+
+    def plan(self) -> dict[str, Any]:
+        return {"batches": len(self._loader), "batch_size": self._loader.batch_size}
+
+    def num_batches(self) -> int:
+        return len(self._loader)
+
+
+class _Skipping:
+    """A batch sampler without its first batches, which are drawn and passed over."""
+
+    def __init__(self, sampler: Any, skip: int, skipped: Callable[[], None]) -> None:
+        self._sampler, self._skip, self._skipped = sampler, skip, skipped
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = iter(self._sampler)
+        for _ in range(self._skip):
+            next(batches, None)
+        self._skipped()
+        yield from batches
+
+
+class _Iterable(Source):
+    """Any other iterable: it has no epochs of ours, and no middle to begin in."""
+
+    can_skip = False
+
+    def __init__(self, batches: Iterable[Any], what: str) -> None:
+        self._batches, self._what = batches, what
+        self._one_pass = iter(batches) is batches
+        self._read = False
+
+    def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _nothing) -> Iterator[Item]:  # noqa: ARG002
+        if self._read and self._one_pass:
+            raise ValueError(
+                f"{self._what} is an iterator, which gives its batches once; expected an iterable such as a list"
+            )
+        self._read = True
+        for item in self._batches:
+            yield _pair(item, f"a batch of {self._what}")
+
+    def plan(self) -> dict[str, Any]:
+        return {}
+
+    def num_batches(self) -> int | None:
+        try:
+            return len(self._batches)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+
+def _pair(item: Any, what: str) -> Item:
+    if isinstance(item, (tuple, list)) and len(item) == 2:
+        return as_batch(item[0], f"{what}, data,"), as_batch(item[1], f"{what}, label,")
+    if isinstance(item, (torch.Tensor, np.ndarray, dict)):
+        return as_batch(item, what), None
+    raise TypeError(f"{what} is a {type(item).__name__}; expected (data, label)")
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Training and held-out data for a command."""
+
+    train: Any
+    validation: Any
+    num_classes: int
+
+
+def digits(image_shape: Sequence[int], dtype: torch.dtype, seed: int) -> Splits:
+    """The UCI handwritten digits that ship inside scikit-learn: 1,797 real images of 8x8, 10 classes.
+
+    Args:
+        image_shape: (1, height, width) to resize to, bilinearly; pixels are scaled to [0, 1].
+        dtype: of the images.
+        seed: which fifth, stratified by class, is held out.
+    """
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    channels, height, width = image_shape
+    bunch = load_digits()
+    images = torch.from_numpy(bunch.images).unsqueeze(1) / 16
+    images = torch.nn.functional.interpolate(images, (height, width), mode="bilinear", align_corners=False)
+    images = images.expand(-1, channels, -1, -1).to(dtype).contiguous()
+    labels = torch.from_numpy(bunch.target).long()
+    train, held_out = train_test_split(np.arange(len(labels)), test_size=0.2, stratify=bunch.target, random_state=seed)
+    return Splits((images[train], labels[train]), (images[held_out], labels[held_out]), 10)
+
+
+def synthetic(image_shape: Sequence[int], dtype: torch.dtype, seed: int, samples: int, num_classes: int) -> Splits:
+    """Random images and labels, for measuring speed alone."""
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.rand(samples, *image_shape, generator=generator, dtype=dtype)
+    labels = torch.randint(num_classes, (samples,), generator=generator)
+    return Splits((images, labels), (images[: max(1, samples // 5)], labels[: max(1, samples // 5)]), num_classes)
+
+
+class ImageFolder(Dataset[tuple[torch.Tensor, int]]):
+    """The images of a folder, one sub-folder a class, read when they are asked for.
+
+    Items are (image, label): a tensor of ``image_shape`` scaled to [0, 1], and the number of the sub-folder in
+    alphabetical order.
+    """
+
+    def __init__(self, root: str | Path, image_shape: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
+        """List the files.
+
+        Raises:
+            FileNotFoundError: no such folder.
+            ValueError: it has no sub-folders, or a class has no images.
+        """
+        self.root = Path(root)
+        if not self.root.is_dir():
+            raise FileNotFoundError(f"image folder {self.root} is not there")
+        self.classes = sorted(path.name for path in self.root.iterdir() if path.is_dir())
+        if not self.classes:
+            raise ValueError(f"image folder {self.root} has no sub-folders; expected one for each class")
+        self._shape, self._dtype = tuple(image_shape), dtype
+        self.files: list[Path] = []
+        self.labels: list[int] = []
+        for label, name in enumerate(self.classes):
+            found = sorted(path for path in (self.root / name).rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+            if not found:
+                raise ValueError(f"class folder {self.root / name} has no images ({', '.join(IMAGE_SUFFIXES)})")
+            self.files += found
+            self.labels += [label] * len(found)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        from PIL import Image
+
+        channels, height, width = self._shape
+        path = self.files[index]
+        try:
+            with Image.open(path) as file:
+                image = file.convert("L" if channels == 1 else "RGB").resize((width, height), Image.Resampling.BILINEAR)
+        except OSError as error:
+            raise ValueError(f"image {path} cannot be read: {error}") from error
+        pixels = torch.from_numpy(np.array(image)).to(self._dtype) / 255
+        return (pixels.unsqueeze(0) if channels == 1 else pixels.permute(2, 0, 1).contiguous()), self.labels[index]
+
+
+def image_folder(root: str | Path, image_shape: Sequence[int], dtype: torch.dtype, seed: int) -> Splits:
+    """An `ImageFolder` with a stratified fifth held out by seed."""
+    from sklearn.model_selection import train_test_split
+
+    dataset = ImageFolder(root, image_shape, dtype)
+    try:
+        train, held_out = train_test_split(
+            np.arange(len(dataset)), test_size=0.2, stratify=dataset.labels, random_state=seed
+        )
+    except ValueError as error:
+        raise ValueError(f"image folder {root} cannot be split into four fifths and one: {error}") from error
+    return Splits(Subset(dataset, train.tolist()), Subset(dataset, held_out.tolist()), len(dataset.classes))
+
+
+DATASETS: dict[str, Callable[[Sequence[int], torch.dtype, int], Splits]] = {"digits": digits}
+"""What ``--dataset`` can name."""

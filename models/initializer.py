@@ -1,0 +1,120 @@
+"""Initialisers by MXNet's names, over torch.nn.init."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+from torch import nn
+
+Fill = Callable[[torch.Tensor], Any]
+InitializerSpec = str | tuple[str, dict[str, Any]] | Fill
+
+_NORMALISATIONS = (
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.PReLU,
+)
+
+
+def initialise(network: nn.Module, spec: InitializerSpec, skip: Container[str] = ()) -> None:
+    """Fill the network's parameters, except those ``skip`` names.
+
+    Normalisation layers (and PReLU) begin as torch has them, parameters named ``bias`` (or ending in it) at 0, all
+    others as ``spec`` says: a name, (name, arguments), or a function that fills a tensor in place. Random numbers
+    come from torch's generator, so ``torch.manual_seed`` makes them repeat.
+
+    Raises:
+        ValueError: an unknown name or argument, or a parameter that the initialiser cannot fill.
+        TypeError: ``spec`` is something else.
+    """
+    fill = _fill(spec)
+    with torch.no_grad():
+        for path, module in network.named_modules():
+            own = {f"{path}.{name}".lstrip("."): p for name, p in module.named_parameters(recurse=False)}
+            if isinstance(module, _NORMALISATIONS):
+                if not any(name in skip for name in own):
+                    module.reset_parameters()
+                continue
+            for name, parameter in own.items():
+                if name in skip:
+                    continue
+                if "bias" in name.rpartition(".")[2]:
+                    nn.init.zeros_(parameter)
+                    continue
+                try:
+                    fill(parameter)
+                except ValueError as error:
+                    raise ValueError(f"initializer {spec!r} cannot fill parameter {name!r}: {error}") from error
+
+
+def _fill(spec: InitializerSpec) -> Fill:
+    if callable(spec):
+        return spec
+    name, arguments = spec if isinstance(spec, tuple) else (spec, {})
+    if not isinstance(name, str):
+        raise TypeError(f"initializer is {spec!r}; expected a name, (name, arguments), or a function")
+    if name.lower() not in _BY_NAME:
+        raise ValueError(f"initializer {name!r} is unknown; expected one of {sorted(_BY_NAME)}, or a function")
+    try:
+        return _BY_NAME[name.lower()](**arguments)
+    except TypeError as error:
+        raise ValueError(f"initializer {name!r} with {arguments}: {error}") from error
+
+
+def _constant(value: float = 0.0) -> Fill:
+    return lambda tensor: nn.init.constant_(tensor, value)
+
+
+def _uniform(scale: float = 0.07) -> Fill:
+    return lambda tensor: nn.init.uniform_(tensor, -scale, scale)
+
+
+def _normal(sigma: float = 0.01) -> Fill:
+    return lambda tensor: nn.init.normal_(tensor, 0.0, sigma)
+
+
+def _orthogonal(scale: float = 1.414) -> Fill:
+    return lambda tensor: nn.init.orthogonal_(tensor, gain=scale)
+
+
+def _xavier(rnd_type: str = "uniform", factor_type: str = "avg", magnitude: float = 3.0) -> Fill:
+    """Glorot and Bengio 2010, as MXNet writes it: scale sqrt(magnitude / factor)."""
+    if rnd_type not in ("uniform", "gaussian"):
+        raise ValueError(f"rnd_type is {rnd_type!r}; expected 'uniform' or 'gaussian'")
+    if factor_type not in ("avg", "in", "out"):
+        raise ValueError(f"factor_type is {factor_type!r}; expected 'avg', 'in' or 'out'")
+
+    def fill(tensor: torch.Tensor) -> None:
+        fan_in, fan_out = nn.init._calculate_fan_in_and_fan_out(tensor)
+        factor = {"avg": (fan_in + fan_out) / 2, "in": fan_in, "out": fan_out}[factor_type]
+        scale = math.sqrt(magnitude / factor)
+        if rnd_type == "uniform":
+            nn.init.uniform_(tensor, -scale, scale)
+        else:
+            nn.init.normal_(tensor, 0.0, scale)
+
+    return fill
+
+
+def _msra_prelu(factor_type: str = "avg", slope: float = 0.25) -> Fill:
+    """He et al. 2015."""
+    return _xavier("gaussian", factor_type, 2.0 / (1 + slope**2))
+
+
+_BY_NAME: dict[str, Callable[..., Fill]] = {
+    "constant": _constant,
+    "msraprelu": _msra_prelu,
+    "normal": _normal,
+    "one": lambda: _constant(1.0),
+    "ones": lambda: _constant(1.0),
+    "orthogonal": _orthogonal,
+    "uniform": _uniform,
+    "xavier": _xavier,
+    "zero": lambda: _constant(0.0),
+    "zeros": lambda: _constant(0.0),
+}

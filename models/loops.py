@@ -1,0 +1,285 @@
+"""fit, score and predict, written on Module's verbs alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from models import checkpoint
+from models.batch import concat, map_tensors
+from models.callbacks import BatchCallback, BatchEndParam, Checkpoint, EpochCallback
+from models.data import Source, source
+from models.metric import EvalMetric, create
+from models.random_streams import host_states, set_host_states
+
+if TYPE_CHECKING:
+    from kvstore import KVStore
+    from models.module import Module
+
+Resume = str | Path | tuple[str | Path, int]
+_DEFAULT_REQUEST: tuple[str, str, dict[str, Any]] = ("local", "sgd", {})
+
+
+def fit(
+    module: Module,
+    train_data: Any,
+    eval_data: Any = None,
+    eval_metric: Any = "acc",
+    *,
+    num_epoch: int,
+    batch_size: int | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    begin_epoch: int = 0,
+    kvstore: str | KVStore | None = "local",
+    optimizer: Any = "sgd",
+    optimizer_params: dict[str, Any] | None = None,
+    batch_end_callback: BatchCallback | Iterable[BatchCallback] | None = None,
+    epoch_end_callback: EpochCallback | Iterable[EpochCallback] | None = None,
+    eval_end_callback: BatchCallback | Iterable[BatchCallback] | None = None,
+    validation_metric: Any = None,
+    resume: Resume | None = None,
+) -> None:
+    """Train from ``begin_epoch`` to ``num_epoch``.
+
+    Args:
+        module: what is trained. An optimizer that `init_optimizer` set stays, unless another is asked for here.
+        train_data: a TUPLE of two (tensors, arrays or dicts of them) or a Dataset, which need ``batch_size``; or a
+            DataLoader or another iterable of (data, label) batches, iterable anew each epoch.
+        eval_data: likewise, scored after each epoch.
+        eval_metric: as `models.metric.create` takes it.
+        num_epoch: the epoch to end before; with ``resume`` too it counts from the first run's beginning.
+        batch_size: samples in a batch over all contexts.
+        shuffle: read arrays and datasets by a permutation of (seed, epoch).
+        seed: of the permutations and of the contexts' random streams.
+        begin_epoch: the number of the first epoch.
+        kvstore: as `Module.init_optimizer` takes it.
+        optimizer: likewise.
+        optimizer_params: likewise; None: torch's own defaults.
+        batch_end_callback: one or several, called after each batch.
+        epoch_end_callback: one or several, called after each epoch with (epoch, network, params, buffers).
+        eval_end_callback: one or several, called after each scoring.
+        validation_metric: None: as ``eval_metric``.
+        resume: a checkpoint prefix (its newest), (prefix, epoch), or "auto": the newest of a `Checkpoint` callback
+            given here, or a fresh start if there is none yet.
+
+    Raises:
+        TypeError: a wrong type.
+        ValueError: anything that makes no sense, or a checkpoint of another run.
+        FileNotFoundError: no such checkpoint.
+    """
+    _check_epochs(begin_epoch, num_epoch)
+    train = source(train_data, batch_size, shuffle=shuffle, seed=seed)
+    metric = create(eval_metric, module.loss.loss)
+    validation = create(validation_metric if validation_metric is not None else eval_metric, module.loss.loss)
+    batch_callbacks, epoch_callbacks = _many(batch_end_callback), _many(epoch_end_callback)
+    saved = _checkpoint(resume, [*batch_callbacks, *epoch_callbacks])
+    module.seed, module.data_generator = seed, train.generator
+    request = (kvstore, optimizer, dict(optimizer_params or {}))
+    if not module.optimizer_initialized or request not in (_DEFAULT_REQUEST, module.optimizer_request):
+        if module.has_lazy_parameters:
+            states = host_states(train.generator)
+            module.bind_to(next(train.epoch(begin_epoch))[0])
+            set_host_states(states, train.generator)
+        module.init_optimizer(*request)
+    skip = 0
+    if saved is not None:
+        module.resume(saved)
+        begin_epoch, skip = _resumed_position(module, train)
+    else:
+        module.position.epoch = begin_epoch
+    for epoch in range(begin_epoch, num_epoch):
+        began = time.perf_counter()
+        metric.reset()
+        batches = _begin_epoch(module, train, epoch, skip, saved)
+        for nbatch, (data, label) in enumerate(batches, skip):
+            module.forward_backward_update(data, label)
+            metric.update(label, module.get_outputs(), module)
+            module.position.batch = nbatch + 1
+            if batch_callbacks:
+                context = {"module": module, "data": data, "label": label, "num_batches": train.num_batches()}
+                _call(batch_callbacks, BatchEndParam(epoch, nbatch, metric, context))
+        skip = 0
+        module.average_statistics()
+        module.position = type(module.position)(epoch + 1)
+        for name, value in metric.get_name_value():
+            module.logger.info("Epoch[%d] Train-%s=%f", epoch, name, value)
+        module.logger.info("Epoch[%d] Time cost=%.3f", epoch, time.perf_counter() - began)
+        if epoch_callbacks:
+            _end_epoch(module, epoch, epoch_callbacks)
+        if eval_data is not None:
+            size = batch_size if _needs_batch_size(eval_data) else None
+            for name, value in score(
+                module, eval_data, validation, batch_size=size, score_end_callback=eval_end_callback, epoch=epoch
+            ):
+                module.logger.info("Epoch[%d] Validation-%s=%f", epoch, name, value)
+
+
+def score(
+    module: Module,
+    eval_data: Any,
+    eval_metric: Any = "acc",
+    *,
+    batch_size: int | None = None,
+    num_batch: int | None = None,
+    batch_end_callback: BatchCallback | Iterable[BatchCallback] | None = None,
+    score_end_callback: BatchCallback | Iterable[BatchCallback] | None = None,
+    epoch: int = 0,
+) -> list[tuple[str, float]]:
+    """The metric over ``eval_data``, each sample counted once, as a list of (name, value).
+
+    Args:
+        module: what is scored, in evaluation mode.
+        eval_data: as `fit` takes it.
+        eval_metric: as `models.metric.create` takes it.
+        batch_size: samples in a batch over all contexts, for arrays and datasets.
+        num_batch: stop after so many batches.
+        batch_end_callback: one or several, called after each batch.
+        score_end_callback: one or several, called at the end.
+        epoch: what callbacks are told.
+    """
+    metric = eval_metric if isinstance(eval_metric, EvalMetric) else create(eval_metric, module.loss.loss)
+    metric.reset()
+    after_batch = _many(batch_end_callback)
+    nbatch = -1
+    data_source = source(eval_data, batch_size, shuffle=False, seed=0, what="eval_data")
+    for nbatch, (data, label) in enumerate(_first(data_source, num_batch)):
+        module.forward(data, label, is_train=False)
+        metric.update(label, module.get_outputs(), module)
+        if after_batch:
+            _call(after_batch, BatchEndParam(epoch, nbatch, metric, {"module": module, "data": data, "label": label}))
+    _call(_many(score_end_callback), BatchEndParam(epoch, nbatch, metric, {"module": module}))
+    return metric.get_name_value()
+
+
+def iter_predict(
+    module: Module, data: Any, *, batch_size: int | None = None, num_batch: int | None = None
+) -> Iterator[tuple[Any, int, Any]]:
+    """Yield (outputs, number, data) for each batch, in order; outputs lie on the first context."""
+    data_source = source(data, batch_size, shuffle=False, seed=0, what="data", labels=False)
+    for number, (batch, _) in enumerate(_first(data_source, num_batch)):
+        module.forward(batch, is_train=False)
+        yield module.get_outputs(), number, batch
+
+
+def predict(module: Module, data: Any, *, batch_size: int | None = None, num_batch: int | None = None) -> Any:
+    """The outputs for all samples, in order, on the host.
+
+    Args:
+        module: what predicts, in evaluation mode.
+        data: a tensor, array or dict of them, or what `fit` takes; labels are not looked at.
+        batch_size: samples in a batch over all contexts, for arrays and datasets.
+        num_batch: stop after so many batches.
+
+    Raises:
+        ValueError: there is no batch.
+    """
+    host = torch.device("cpu")
+    parts = [
+        map_tensors(lambda tensor: tensor.to(host), outputs)
+        for outputs, _, _ in iter_predict(module, data, batch_size=batch_size, num_batch=num_batch)
+    ]
+    if not parts:
+        raise ValueError("predict() got data without batches; expected at least one")
+    return concat(parts, host)
+
+
+def _check_epochs(begin_epoch: int, num_epoch: int) -> None:
+    for name, value in (("num_epoch", num_epoch), ("begin_epoch", begin_epoch)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} is {value!r}; expected an int")
+        if value < 0:
+            raise ValueError(f"{name} is {value}; expected 0 or more")
+
+
+def _begin_epoch(
+    module: Module, train: Source, epoch: int, skip: int, saved: checkpoint.Checkpoint | None
+) -> Iterator[Any]:
+    """The epoch's batches; what a checkpoint in its middle must know is noted first."""
+    if saved is not None and skip:
+        # The sampler draws again what it drew as the epoch began; then random states are those of the checkpoint.
+        random = saved.random
+        set_host_states(module.position.random, train.generator)
+        return train.epoch(epoch, skip, lambda: set_host_states(random, train.generator))
+    if saved is not None and epoch == saved.position["epoch"]:
+        set_host_states(saved.random, train.generator)
+    module.position = type(module.position)(epoch, 0, train.plan(), host_states(train.generator))
+    return train.epoch(epoch)
+
+
+def _end_epoch(module: Module, epoch: int, callbacks: list[EpochCallback]) -> None:
+    params = module.get_params()
+    names = {name for name, _ in module.network.named_parameters(remove_duplicate=False)}
+    arg_params = {name: value for name, value in params.items() if name in names}
+    buffers = {name: value for name, value in params.items() if name not in names}
+    for callback in callbacks:
+        callback(epoch, module.network, arg_params, buffers)
+
+
+def _checkpoint(resume: Resume | None, callbacks: list[Any]) -> checkpoint.Checkpoint | None:
+    if resume is None:
+        return None
+    if isinstance(resume, tuple):
+        return checkpoint.read(*resume)
+    prefix = resume
+    if resume == "auto":
+        prefixes = [callback.prefix for callback in callbacks if isinstance(callback, Checkpoint)]
+        if not prefixes:
+            raise ValueError("resume is 'auto', but no Checkpoint callback says where checkpoints are; give one")
+        prefix = prefixes[0]
+    there = checkpoint.epochs(prefix)
+    if not there:
+        if resume == "auto":
+            return None
+        raise FileNotFoundError(f"there is no checkpoint {prefix}-*.json to resume from")
+    return checkpoint.read(prefix, there[-1])
+
+
+def _resumed_position(module: Module, train: Source) -> tuple[int, int]:
+    position = module.position
+    if not position.batch:
+        return position.epoch, 0
+    if not train.can_skip:
+        module.logger.warning(
+            "the checkpoint stands %d batches into epoch %d, but train_data is a plain iterable: the epoch begins anew",
+            position.batch,
+            position.epoch,
+        )
+        return position.epoch, 0
+    plan = train.plan()
+    if plan != position.plan:
+        raise ValueError(
+            f"the checkpoint stands in the middle of an epoch read by {position.plan}, but this run reads by {plan}; "
+            "give the same data, batch_size, shuffle and seed"
+        )
+    return position.epoch, position.batch
+
+
+def _needs_batch_size(data: Any) -> bool:
+    return isinstance(data, (tuple, torch.utils.data.Dataset))
+
+
+def _first(data_source: Source, num_batch: int | None) -> Iterator[Any]:
+    for number, item in enumerate(data_source.epoch(0)):
+        if num_batch is not None and number >= num_batch:
+            return
+        yield item
+
+
+def _many(callbacks: Any) -> list[Any]:
+    if callbacks is None:
+        return []
+    found = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+    for callback in found:
+        if not callable(callback):
+            raise TypeError(f"callback is {callback!r}; expected a function")
+    return found
+
+
+def _call(callbacks: list[Callable[[BatchEndParam], None]], param: BatchEndParam) -> None:
+    for callback in callbacks:
+        callback(param)

@@ -1,0 +1,301 @@
+"""Metrics by MXNet's short names, computed by torchmetrics."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    import torchmetrics
+
+    from models.module import Module
+
+
+class EvalMetric(abc.ABC):
+    """A metric with MXNet's verbs: update, get, reset."""
+
+    @abc.abstractmethod
+    def update(self, label: Any, output: Any, module: Module) -> None:
+        """Count one batch: its labels, the outputs for it, and the module that made them."""
+
+    @abc.abstractmethod
+    def get_name_value(self) -> list[tuple[str, float]]:
+        """(name, value) of all that was counted since `reset`; NaN if nothing was."""
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Begin anew."""
+
+
+def create(metric: Any, loss: Any = None) -> EvalMetric:
+    """The metric of a name, (name, arguments), torchmetrics object, function of (label, output), or a list of these.
+
+    Args:
+        metric: names are MXNet's: acc, top_k_accuracy (top_k), ce, nll_loss, perplexity, mae, mse, rmse, f1, mcc,
+            pcc, pearsonr, loss.
+        loss: what the network is trained with. ce and perplexity take the outputs as it does: logits for
+            CrossEntropyLoss, log-probabilities for NLLLoss, else probabilities. Labels it ignores are not counted.
+
+    Raises:
+        ValueError: an unknown name or argument.
+        TypeError: something else.
+    """
+    import torchmetrics
+
+    if isinstance(metric, EvalMetric):
+        return metric
+    if isinstance(metric, list):
+        return _Composite([create(one, loss) for one in metric])
+    if isinstance(metric, torchmetrics.Metric):
+        return _Torchmetric(metric)
+    name, arguments = metric if isinstance(metric, tuple) and len(metric) == 2 else (metric, {})
+    if isinstance(name, str):
+        known = _BY_NAME.get(name.lower())
+        if known is None:
+            raise ValueError(
+                f"metric {name!r} is unknown; expected one of {sorted(_BY_NAME)}, or a torchmetrics object"
+            )
+        try:
+            return known(loss, **arguments)
+        except TypeError as error:
+            raise ValueError(f"metric {name!r} with {arguments}: {error}") from error
+    if callable(name):
+        return _Mean(getattr(name, "__name__", "custom"), lambda label, output: (float(name(label, output)), 1))
+    raise TypeError(f"metric is {metric!r}; expected a name, a torchmetrics object, a function, or a list of these")
+
+
+class _Composite(EvalMetric):
+    def __init__(self, metrics: Sequence[EvalMetric]) -> None:
+        self._metrics = metrics
+
+    def update(self, label: Any, output: Any, module: Module) -> None:
+        for metric in self._metrics:
+            metric.update(label, output, module)
+
+    def get_name_value(self) -> list[tuple[str, float]]:
+        return [pair for metric in self._metrics for pair in metric.get_name_value()]
+
+    def reset(self) -> None:
+        for metric in self._metrics:
+            metric.reset()
+
+
+class _Torchmetric(EvalMetric):
+    """A torchmetrics object, given (outputs, labels)."""
+
+    def __init__(self, metric: torchmetrics.Metric) -> None:
+        self._metric = metric
+
+    def update(self, label: Any, output: Any, module: Module) -> None:  # noqa: ARG002
+        self._metric.to(output.device).update(output, label.to(output.device))
+
+    def get_name_value(self) -> list[tuple[str, float]]:
+        return [(type(self._metric).__name__, float(self._metric.compute()))]
+
+    def reset(self) -> None:
+        self._metric.reset()
+
+
+class _Named(EvalMetric):
+    """A torchmetrics object made at the first batch, which tells how many classes there are."""
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[int], torchmetrics.Metric],
+        prepare: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        self._name, self._make, self._prepare = name, make, prepare
+        self._metric: torchmetrics.Metric | None = None
+
+    def update(self, label: Any, output: Any, module: Module) -> None:  # noqa: ARG002
+        output, label = _tensors(self._name, output, label)
+        if self._metric is None:
+            self._metric = self._make(output.shape[1] if output.dim() > 1 else 2).to(output.device)
+        self._metric.update(*self._prepare(output, label))
+
+    def get_name_value(self) -> list[tuple[str, float]]:
+        counted = self._metric is not None and self._metric.update_called
+        return [(self._name, float(self._metric.compute()) if counted and self._metric is not None else float("nan"))]
+
+    def reset(self) -> None:
+        if self._metric is not None:
+            self._metric.reset()
+
+
+class _Mean(EvalMetric):
+    """A mean over what each batch gives as (value, weight); ``finish`` turns it into the metric."""
+
+    def __init__(
+        self, name: str, batch: Callable[[Any, Any], tuple[Any, float]], finish: Callable[[float], float] = float
+    ) -> None:
+        from torchmetrics.aggregation import MeanMetric
+
+        self._name, self._batch, self._finish = name, batch, finish
+        self._mean = MeanMetric(nan_strategy="ignore").set_dtype(torch.float64)
+
+    def update(self, label: Any, output: Any, module: Module) -> None:  # noqa: ARG002
+        value, weight = self._batch(label, output)
+        if weight:
+            self._mean.update(float(value), weight)
+
+    def get_name_value(self) -> list[tuple[str, float]]:
+        return [(self._name, self._finish(float(self._mean.compute())) if self._mean.update_called else float("nan"))]
+
+    def reset(self) -> None:
+        self._mean.reset()
+
+
+class _LossMetric(_Mean):
+    """The loss itself, over all that its normaliser counts."""
+
+    def __init__(self, loss: Any) -> None:  # noqa: ARG002  as all named metrics
+        super().__init__("loss", lambda *_: (0.0, 0.0))
+
+    def update(self, label: Any, output: Any, module: Module) -> None:  # noqa: ARG002
+        if module.normalizer:
+            self._mean.update(float(module.get_loss()), module.normalizer)
+
+
+def _tensors(name: str, output: Any, label: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    for what, value in (("outputs", output), ("labels", label)):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"metric {name!r} got {what} of type {type(value).__name__}; expected a tensor (or pass a function)"
+            )
+    return output, label.to(output.device)
+
+
+def _accuracy(loss: Any, top_k: int = 1) -> EvalMetric:
+    from torchmetrics.classification import MulticlassAccuracy
+
+    ignored = _ignored(loss)
+    logits = isinstance(loss, nn.BCEWithLogitsLoss)
+
+    def prepare(output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if output.shape == label.shape:  # one number a sample: the class itself, or how sure it is of class 1
+            sure = (output > (0 if logits else 0.5)) if output.is_floating_point() else output
+            return sure.long(), label.long()
+        return output, label.long()
+
+    return _Named(
+        "accuracy" if top_k == 1 else f"top_k_accuracy_{top_k}",
+        lambda classes: MulticlassAccuracy(
+            max(classes, 2), top_k=top_k, average="micro", ignore_index=ignored, validate_args=False
+        ),
+        prepare,
+    )
+
+
+def _top_k_accuracy(loss: Any, top_k: int = 5) -> EvalMetric:
+    return _accuracy(loss, top_k)
+
+
+def _log_likelihood(loss: Any) -> Callable[[Any, Any], tuple[torch.Tensor, int]]:
+    """A batch's mean negative log-likelihood, and the labels counted."""
+    ignored = _ignored(loss)
+
+    def batch(label: Any, output: Any) -> tuple[torch.Tensor, int]:
+        output, label = _tensors("cross-entropy", output, label)
+        if isinstance(loss, nn.CrossEntropyLoss):
+            output = output.double().log_softmax(1)
+        elif not isinstance(loss, nn.NLLLoss):
+            output = output.double().clamp_min(1e-12).log()
+        target = label.long()
+        keep = -100 if ignored is None else ignored
+        counted = int((target != keep).sum())
+        total = nn.functional.nll_loss(output, target, ignore_index=keep, reduction="sum")
+        return total / max(counted, 1), counted
+
+    return batch
+
+
+def _cross_entropy(loss: Any) -> EvalMetric:
+    return _Mean("cross-entropy", _log_likelihood(loss))
+
+
+def _nll(loss: Any) -> EvalMetric:
+    return _Mean("nll-loss", _log_likelihood(loss))
+
+
+def _perplexity(loss: Any) -> EvalMetric:
+    import math
+
+    return _Mean("perplexity", _log_likelihood(loss), math.exp)
+
+
+def _regression(name: str, torchmetrics_name: str, **options: Any) -> Callable[[Any], EvalMetric]:
+    def make(loss: Any) -> EvalMetric:  # noqa: ARG001  as all named metrics
+        import torchmetrics.regression as regression
+
+        return _Named(name, lambda _: getattr(regression, torchmetrics_name)(**options), _same_shape(name))
+
+    return make
+
+
+def _same_shape(name: str) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    def prepare(output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if output.numel() != label.numel():
+            raise ValueError(f"metric {name!r} got outputs {tuple(output.shape)} for labels {tuple(label.shape)}")
+        return output.reshape(-1), label.reshape(-1).to(output.dtype)
+
+    return prepare
+
+
+def _binary(name: str, torchmetrics_name: str) -> Callable[[Any], EvalMetric]:
+    def make(loss: Any) -> EvalMetric:
+        import torchmetrics.classification as classification
+
+        logits = isinstance(loss, nn.BCEWithLogitsLoss)
+
+        def prepare(output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if output.dim() == 2 and output.shape[1] == 2:
+                sure = output.argmax(1)
+            elif output.numel() == label.numel():
+                sure = (output.reshape(-1) > (0 if logits else 0.5)).long()
+            else:
+                raise ValueError(f"metric {name!r} is for two classes, but the outputs are {tuple(output.shape)}")
+            return sure, label.reshape(-1).long()
+
+        return _Named(name, lambda _: getattr(classification, torchmetrics_name)(validate_args=False), prepare)
+
+    return make
+
+
+def _pcc(loss: Any) -> EvalMetric:
+    from torchmetrics.classification import MulticlassMatthewsCorrCoef
+
+    ignored = _ignored(loss)
+    return _Named(
+        "pcc",
+        lambda classes: MulticlassMatthewsCorrCoef(classes, ignore_index=ignored, validate_args=False),
+        lambda output, label: (output, label.long()),
+    )
+
+
+def _ignored(loss: Any) -> int | None:
+    return loss.ignore_index if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) else None
+
+
+_BY_NAME: dict[str, Callable[..., EvalMetric]] = {
+    "acc": _accuracy,
+    "accuracy": _accuracy,
+    "ce": _cross_entropy,
+    "cross-entropy": _cross_entropy,
+    "f1": _binary("f1", "BinaryF1Score"),
+    "loss": _LossMetric,
+    "mae": _regression("mae", "MeanAbsoluteError"),
+    "mcc": _binary("mcc", "BinaryMatthewsCorrCoef"),
+    "mse": _regression("mse", "MeanSquaredError"),
+    "nll_loss": _nll,
+    "pcc": _pcc,
+    "pearsonr": _regression("pearsonr", "PearsonCorrCoef"),
+    "perplexity": _perplexity,
+    "rmse": _regression("rmse", "MeanSquaredError", squared=False),
+    "top_k_acc": _top_k_accuracy,
+    "top_k_accuracy": _top_k_accuracy,
+}

@@ -1,0 +1,70 @@
+"""Random numbers that repeat: a stream of its own for each context and step, and the states a checkpoint keeps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def mixed_seed(*parts: int) -> int:
+    """A 64-bit seed that depends on all parts, through numpy's SeedSequence."""
+    return int(np.random.SeedSequence([part % 2**64 for part in parts]).generate_state(1, np.uint64)[0])
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The generator that layers on ``device`` draw from."""
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+
+
+@contextmanager
+def stream(device: torch.device, *seed: int) -> Iterator[list[bool]]:
+    """A section whose random numbers on ``device`` depend on ``seed`` alone; the generator is put back after it.
+
+    Yields a list that holds, after the section, whether anything was drawn in it.
+    """
+    generator = generator_of(device)
+    before = generator.get_state()
+    generator.manual_seed(mixed_seed(*seed))
+    begin = generator.get_state()
+    drew: list[bool] = []
+    try:
+        yield drew
+    finally:
+        drew.append(not torch.equal(begin, generator.get_state()))
+        generator.set_state(before)
+
+
+def host_states(loader_generator: torch.Generator | None) -> dict[str, Any]:
+    """The states of torch's, Python's and numpy's generators, and a loader's own, as plain data."""
+    version, internal, gauss = random.getstate()
+    legacy: Any = np.random.get_state(legacy=False)
+    return {
+        "torch": _hex(torch.get_rng_state()),
+        "loader": _hex(loader_generator.get_state()) if loader_generator is not None else None,
+        "python": [version, list(internal), gauss],
+        "numpy": {**legacy, "state": {"key": legacy["state"]["key"].tolist(), "pos": legacy["state"]["pos"]}},
+    }
+
+
+def set_host_states(states: dict[str, Any], loader_generator: torch.Generator | None) -> None:
+    """Put back what `host_states` returned."""
+    torch.set_rng_state(_tensor(states["torch"]))
+    if loader_generator is not None and states["loader"] is not None:
+        loader_generator.set_state(_tensor(states["loader"]))
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    state = states["numpy"]["state"]
+    np.random.set_state({**states["numpy"], "state": {"key": np.array(state["key"], np.uint32), "pos": state["pos"]}})
+
+
+def _hex(state: torch.Tensor) -> str:
+    return bytes(state.numpy()).hex()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8).clone()

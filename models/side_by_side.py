@@ -1,0 +1,76 @@
+"""Functions run side by side, one a context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from collectives.context import Context
+
+Result = TypeVar("Result")
+
+
+class SideBySide:
+    """Runs calls for several contexts at once.
+
+    CPU contexts, and a GPU that stands twice, get a long-lived thread each, with their share of torch's threads.
+    Distinct GPUs need none: what is launched on them runs side by side anyway. One context runs in the caller.
+    """
+
+    def __init__(self, contexts: Sequence[Context]) -> None:
+        gpus = [context for context in contexts if context.device_type == "gpu"]
+        self.uses_threads = len(contexts) > 1 and not len(set(gpus)) == len(gpus) == len(contexts)
+        self._contexts = list(contexts)
+        self._threads: list[ThreadPoolExecutor] = []
+        if self.uses_threads:
+            self._start_threads()
+
+    def _start_threads(self) -> None:
+        # Setting torch's threads in a thread also changes what later threads begin with: set it first in each,
+        # and give the caller's value back when all have begun.
+        callers = torch.get_num_threads()
+        share = max(1, callers // len(self._contexts))
+        for context in self._contexts:
+            thread = ThreadPoolExecutor(1, f"gangline-{context}", torch.set_num_threads, (share,))
+            thread.submit(lambda: None).result()
+            self._threads.append(thread)
+        torch.set_num_threads(callers)
+
+    def run(
+        self, calls: Sequence[tuple[int, Callable[[], Result]]], *, one_after_another: bool = False
+    ) -> list[Result]:
+        """Run each (context number, function) and return the results, in order, when all are over.
+
+        Args:
+            calls: at most one a context.
+            one_after_another: the next begins when the last is over; each still runs in its own thread.
+
+        Raises:
+            Exception: the first that a call raised, with a note that names its context.
+        """
+        if not self.uses_threads:
+            return [self._named(number, function) for number, function in calls]
+        if one_after_another:
+            return [self._threads[number].submit(self._named, number, function).result() for number, function in calls]
+        futures = [self._threads[number].submit(self._named, number, function) for number, function in calls]
+        errors = [future.exception() for future in futures]  # waits for all, so that none is left running
+        for error in errors:
+            if error is not None:
+                raise error
+        return [future.result() for future in futures]
+
+    def _named(self, number: int, function: Callable[[], Result]) -> Result:
+        try:
+            return function()
+        except Exception as error:
+            if len(self._contexts) > 1:
+                error.add_note(f"in the replica on {self._contexts[number]}")
+            raise
+
+    def close(self) -> None:
+        """End the threads."""
+        for thread in self._threads:
+            thread.shutdown()
