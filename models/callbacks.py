@@ -72,7 +72,7 @@ class Speedometer:
         begin = count - self.frequent if self.auto_reset else 0
         _log.info("Epoch[%d] Batch [%d-%d]\tSpeed: %.2f samples/sec%s", param.epoch, begin, count, speed, values)
         if self.auto_reset:
-            param.eval_metric.reset()
+            param.eval_metric.reset_local()
         self._since = time.perf_counter()
 
 

@@ -106,7 +106,7 @@ def fit(
         skip = 0
         module.average_statistics()
         module.position = type(module.position)(epoch + 1)
-        for name, value in metric.get_name_value():
+        for name, value in metric.get_global_name_value():
             module.logger.info("Epoch[%d] Train-%s=%f", epoch, name, value)
         module.logger.info("Epoch[%d] Time cost=%.3f", epoch, time.perf_counter() - began)
         if epoch_callbacks:
@@ -153,7 +153,7 @@ def score(
         if after_batch:
             _call(after_batch, BatchEndParam(epoch, nbatch, metric, {"module": module, "data": data, "label": label}))
     _call(_many(score_end_callback), BatchEndParam(epoch, nbatch, metric, {"module": module}))
-    return metric.get_name_value()
+    return metric.get_global_name_value()
 
 
 def iter_predict(

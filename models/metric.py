@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class EvalMetric(abc.ABC):
-    """A metric with MXNet's verbs: update, get, reset."""
+    """A metric with MXNet's verbs: update, get, reset.
+
+    It counts twice once `reset_local` was called: since `reset`, and since `reset_local`.
+    """
 
     @abc.abstractmethod
     def update(self, label: Any, output: Any, module: Module) -> None:
@@ -24,11 +27,19 @@ class EvalMetric(abc.ABC):
 
     @abc.abstractmethod
     def get_name_value(self) -> list[tuple[str, float]]:
-        """(name, value) of all that was counted since `reset`; NaN if nothing was."""
+        """(name, value) of all that was counted since `reset_local`; NaN if nothing was."""
+
+    @abc.abstractmethod
+    def get_global_name_value(self) -> list[tuple[str, float]]:
+        """(name, value) of all that was counted since `reset`."""
 
     @abc.abstractmethod
     def reset(self) -> None:
         """Begin anew."""
+
+    @abc.abstractmethod
+    def reset_local(self) -> None:
+        """Begin anew for `get_name_value` alone."""
 
 
 def create(metric: Any, loss: Any = None) -> EvalMetric:
@@ -79,29 +90,83 @@ class _Composite(EvalMetric):
     def get_name_value(self) -> list[tuple[str, float]]:
         return [pair for metric in self._metrics for pair in metric.get_name_value()]
 
+    def get_global_name_value(self) -> list[tuple[str, float]]:
+        return [pair for metric in self._metrics for pair in metric.get_global_name_value()]
+
     def reset(self) -> None:
         for metric in self._metrics:
             metric.reset()
 
+    def reset_local(self) -> None:
+        for metric in self._metrics:
+            metric.reset_local()
 
-class _Torchmetric(EvalMetric):
-    """A torchmetrics object, given (outputs, labels)."""
 
-    def __init__(self, metric: torchmetrics.Metric) -> None:
-        self._metric = metric
+class _One(EvalMetric):
+    """One value, held by a torchmetrics object; a second one appears when recent batches are asked for alone."""
 
-    def update(self, label: Any, output: Any, module: Module) -> None:  # noqa: ARG002
-        self._metric.to(output.device).update(output, label.to(output.device))
+    def __init__(self, name: str, finish: Callable[[float], float] = float) -> None:
+        self._name, self._finish = name, finish
+        self._whole: torchmetrics.Metric | None = None
+        self._recent: torchmetrics.Metric | None = None
+
+    @abc.abstractmethod
+    def _arguments(self, label: Any, output: Any, module: Module) -> tuple[Any, ...] | None:
+        """What the torchmetrics object is told of a batch; None if there is nothing to tell."""
+
+    @abc.abstractmethod
+    def _make(self, output: Any) -> torchmetrics.Metric:
+        """The object, once the first outputs tell what it must know."""
+
+    def update(self, label: Any, output: Any, module: Module) -> None:
+        arguments = self._arguments(label, output, module)
+        if arguments is None:
+            return
+        if self._whole is None:
+            self._whole = self._make(output)
+        for metric in (self._whole, self._recent):
+            if metric is not None:
+                metric.update(*arguments)
 
     def get_name_value(self) -> list[tuple[str, float]]:
-        return [(type(self._metric).__name__, float(self._metric.compute()))]
+        return self._value(self._whole if self._recent is None else self._recent)
+
+    def get_global_name_value(self) -> list[tuple[str, float]]:
+        return self._value(self._whole)
+
+    def _value(self, metric: torchmetrics.Metric | None) -> list[tuple[str, float]]:
+        if metric is None or not metric.update_called:
+            return [(self._name, float("nan"))]
+        return [(self._name, self._finish(float(metric.compute())))]
 
     def reset(self) -> None:
-        self._metric.reset()
+        self._recent = None
+        if self._whole is not None:
+            self._whole.reset()
+
+    def reset_local(self) -> None:
+        if self._whole is not None and self._recent is None:
+            self._recent = self._whole.clone()
+        if self._recent is not None:
+            self._recent.reset()
 
 
-class _Named(EvalMetric):
-    """A torchmetrics object made at the first batch, which tells how many classes there are."""
+class _Torchmetric(_One):
+    """A torchmetrics object of the user's, given (outputs, labels)."""
+
+    def __init__(self, metric: torchmetrics.Metric) -> None:
+        super().__init__(type(metric).__name__)
+        self._given = metric
+
+    def _arguments(self, label: Any, output: Any, module: Module) -> tuple[Any, ...]:  # noqa: ARG002
+        return _tensors(self._name, output, label)
+
+    def _make(self, output: Any) -> torchmetrics.Metric:
+        return self._given.to(output.device)
+
+
+class _Named(_One):
+    """A metric of classes or numbers; the outputs' second axis tells how many classes there are."""
 
     def __init__(
         self,
@@ -109,45 +174,33 @@ class _Named(EvalMetric):
         make: Callable[[int], torchmetrics.Metric],
         prepare: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
-        self._name, self._make, self._prepare = name, make, prepare
-        self._metric: torchmetrics.Metric | None = None
+        super().__init__(name)
+        self._of_classes, self._prepare = make, prepare
 
-    def update(self, label: Any, output: Any, module: Module) -> None:  # noqa: ARG002
-        output, label = _tensors(self._name, output, label)
-        if self._metric is None:
-            self._metric = self._make(output.shape[1] if output.dim() > 1 else 2).to(output.device)
-        self._metric.update(*self._prepare(output, label))
+    def _arguments(self, label: Any, output: Any, module: Module) -> tuple[Any, ...]:  # noqa: ARG002
+        return self._prepare(*_tensors(self._name, output, label))
 
-    def get_name_value(self) -> list[tuple[str, float]]:
-        counted = self._metric is not None and self._metric.update_called
-        return [(self._name, float(self._metric.compute()) if counted and self._metric is not None else float("nan"))]
-
-    def reset(self) -> None:
-        if self._metric is not None:
-            self._metric.reset()
+    def _make(self, output: Any) -> torchmetrics.Metric:
+        return self._of_classes(output.shape[1] if output.dim() > 1 else 2).to(output.device)
 
 
-class _Mean(EvalMetric):
+class _Mean(_One):
     """A mean over what each batch gives as (value, weight); ``finish`` turns it into the metric."""
 
     def __init__(
         self, name: str, batch: Callable[[Any, Any], tuple[Any, float]], finish: Callable[[float], float] = float
     ) -> None:
+        super().__init__(name, finish)
+        self._batch = batch
+
+    def _arguments(self, label: Any, output: Any, module: Module) -> tuple[Any, ...] | None:  # noqa: ARG002
+        value, weight = self._batch(label, output)
+        return (float(value), weight) if weight else None
+
+    def _make(self, output: Any) -> torchmetrics.Metric:  # noqa: ARG002
         from torchmetrics.aggregation import MeanMetric
 
-        self._name, self._batch, self._finish = name, batch, finish
-        self._mean = MeanMetric(nan_strategy="ignore").set_dtype(torch.float64)
-
-    def update(self, label: Any, output: Any, module: Module) -> None:  # noqa: ARG002
-        value, weight = self._batch(label, output)
-        if weight:
-            self._mean.update(float(value), weight)
-
-    def get_name_value(self) -> list[tuple[str, float]]:
-        return [(self._name, self._finish(float(self._mean.compute())) if self._mean.update_called else float("nan"))]
-
-    def reset(self) -> None:
-        self._mean.reset()
+        return MeanMetric().set_dtype(torch.float64)
 
 
 class _LossMetric(_Mean):
@@ -156,9 +209,8 @@ class _LossMetric(_Mean):
     def __init__(self, loss: Any) -> None:  # noqa: ARG002  as all named metrics
         super().__init__("loss", lambda *_: (0.0, 0.0))
 
-    def update(self, label: Any, output: Any, module: Module) -> None:  # noqa: ARG002
-        if module.normalizer:
-            self._mean.update(float(module.get_loss()), module.normalizer)
+    def _arguments(self, label: Any, output: Any, module: Module) -> tuple[Any, ...] | None:  # noqa: ARG002
+        return (float(module.get_loss()), module.normalizer) if module.normalizer else None
 
 
 def _tensors(name: str, output: Any, label: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,12 +29,11 @@ class SideBySide:
             self._start_threads()
 
     def _start_threads(self) -> None:
-        # Setting torch's threads in a thread also changes what later threads begin with: set it first in each,
-        # and give the caller's value back when all have begun.
+        # torch's count for later threads changes too, so it is given back when all have begun.
         callers = torch.get_num_threads()
         share = max(1, callers // len(self._contexts))
         for context in self._contexts:
-            thread = ThreadPoolExecutor(1, f"gangline-{context}", torch.set_num_threads, (share,))
+            thread = ThreadPoolExecutor(1, f"gangline-{context}", _use_threads, (share,))
             thread.submit(lambda: None).result()
             self._threads.append(thread)
         torch.set_num_threads(callers)
@@ -74,3 +73,13 @@ class SideBySide:
         """End the threads."""
         for thread in self._threads:
             thread.shutdown()
+
+
+def _use_threads(count: int) -> None:
+    """Have this thread's operations use so many of torch's threads, for good.
+
+    A thread takes torch's latest count when its first parallel operation runs, even after a count was set in it; asking
+    for the count settles that now, before anybody sets another (backward was 1.5 times slower without).
+    """
+    torch.set_num_threads(count)
+    torch.get_num_threads()

@@ -35,7 +35,7 @@ def train(
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Samples in a batch, over all contexts.", min=1)] = 64,
     num_epochs: Annotated[int, typer.Option(help="The epoch to end before.", min=0)] = 10,
-    lr: Annotated[float, typer.Option(help="The learning rate to begin with.")] = 0.1,
+    lr: Annotated[float, typer.Option(help="The learning rate to begin with.")] = 0.05,
     lr_factor: Annotated[float, typer.Option(help="What the rate is multiplied by at each of --lr-step-epochs.")] = 0.1,
     lr_step_epochs: Annotated[str | None, typer.Option(help="Epochs at which the rate steps, such as 5,8.")] = None,
     mom: Annotated[float, typer.Option(help="Momentum, for optimizers that have it.")] = 0.9,
