@@ -85,8 +85,10 @@ class SummedLoss:
             self._summed.reduction = "sum"  # type: ignore[union-attr]
         self._on_device: dict[torch.device, Any] = {}
 
-    def sum_and_count(self, output: Batch, label: Batch, host_label: Batch, samples: int) -> tuple[torch.Tensor, float]:
-        """The share's loss as a sum, and its part of the batch's normaliser.
+    def sum_and_count(
+        self, output: Batch, label: Batch, host_label: Batch, samples: int
+    ) -> tuple[torch.Tensor | None, float]:
+        """The share's loss as a sum, and its part of the batch's normaliser; (None, 0) where there is no loss.
 
         Args:
             output: the network's output for the share.
@@ -95,7 +97,8 @@ class SummedLoss:
             samples: how many samples the share has.
         """
         if self.loss is None:
-            _check_tensor(output, "with loss=None the network's output")
+            if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+                return None, 0.0
             if output.dim():
                 return output.sum(), output.numel()
             return output * samples, samples
@@ -103,7 +106,8 @@ class SummedLoss:
             return self._placed(output)(output, label), 1.0
         if self._counts_as_torch:
             _check_tensor(output, f"the output that {type(self.loss).__name__} gets")
-            return self._placed(output)(output, label), self._torch_count(output, host_label)
+            count = self._torch_count(output, host_label)
+            return self._placed(output)(output, label), count
         count = float(samples if self.normalizer is None else self.normalizer(host_label))
         if not count:
             return torch.zeros((), device=_device(output)), 0.0

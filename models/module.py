@@ -331,7 +331,10 @@ class Module:
                 raise ValueError(f"out_grads has {num_samples(grads, 'out_grads')} samples, but the batch has {size}")
             replicas.backward_from(self._shares, grads)
         elif self._shares[0].loss is None:
-            raise RuntimeError("backward() has no loss: forward() got no label; give one, or call backward(out_grads)")
+            raise RuntimeError(
+                "backward() has no loss: forward() got no label, or loss=None and outputs that are no loss; "
+                "give a label, or call backward(out_grads)"
+            )
         else:
             replicas.backward(self._shares, self._normalizer)
         self._gradients_used = False

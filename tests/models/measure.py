@@ -1,0 +1,16 @@
+"""How far two sets of weights are apart, as the promise is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+
+def distance(ours: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> float:
+    """The largest, over tensors, of ||a-b|| / max(||b||, 1e-12), norms in float64."""
+    assert ours.keys() == reference.keys()
+    return max(
+        float((ours[name].double() - value.double()).norm()) / max(float(value.double().norm()), 1e-12)
+        for name, value in reference.items()
+    )

@@ -1,0 +1,581 @@
+"""Module's verbs: their results, their order, and what they say of wrong input."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from measure import distance
+from torch import nn
+
+from gangline import Context, Module, cpu
+from kvstore import create
+
+
+def linear() -> nn.Linear:
+    """Two inputs, three outputs; weight i*10+j."""
+    network = nn.Linear(2, 3)
+    with torch.no_grad():
+        network.weight.copy_(torch.tensor([[0.0, 1.0], [10.0, 11.0], [20.0, 21.0]]))
+        network.bias.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    return network
+
+
+def counted(samples: int, columns: int) -> torch.Tensor:
+    """Sample i, column j holds i + j / 10."""
+    return torch.arange(samples).unsqueeze(1) + torch.arange(columns) / 10
+
+
+CONTEXTS = [cpu(0), cpu(1), cpu(2)]
+
+
+# -- forward, backward, update, step by step ------------------------------------------------------------------------
+
+
+def test_outputs_are_those_of_the_network_in_order() -> None:
+    data = counted(7, 2)
+    with Module(linear(), context=CONTEXTS, work_load_list=[3, 0, 1]) as module:
+        module.forward(data, is_train=False)
+        assert torch.allclose(module.get_outputs(), linear()(data))
+        parts = module.get_outputs(merge=False)
+        assert [len(part) for part in parts] == [5, 2]
+        assert not module.get_outputs().requires_grad
+
+
+def test_numpy_tuples_and_dicts_are_data_too() -> None:
+    class Two(nn.Module):
+        def forward(self, left: torch.Tensor, right: torch.Tensor) -> dict[str, Any]:
+            return {"sum": left + right, "parts": (left, right * 2)}
+
+    left, right = counted(5, 2).numpy(), counted(5, 2) * 3
+    with Module(Two(), context=CONTEXTS[:2]) as module:
+        for data in ((left, right), {"right": right, "left": left}):
+            module.forward(data, is_train=False)
+            outputs = module.get_outputs()
+            assert torch.equal(outputs["sum"], torch.from_numpy(left) + right)
+            assert torch.equal(outputs["parts"][1], right * 2)
+
+
+def test_step_by_step_is_torchs_step() -> None:
+    data, label = counted(6, 2), counted(6, 3)
+    reference = linear()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.01, momentum=0.9)
+    with Module(linear(), nn.MSELoss(), CONTEXTS[:2], [2, 1]) as module:
+        module.bind((6, 2), (6, 3))
+        module.init_params()
+        module.init_optimizer("device", "sgd", {"learning_rate": 0.01, "momentum": 0.9})
+        for _ in range(3):
+            module.forward(data, label)
+            module.backward()
+            module.update()
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(reference(data), label)
+            loss.backward()
+            optimizer.step()
+            assert float(module.get_loss()) == pytest.approx(loss.item(), rel=1e-6)
+        assert distance(module.get_params(), reference.state_dict()) < 1e-6
+
+
+def test_a_second_backward_before_update_adds_and_the_one_after_begins_anew() -> None:
+    data, label = counted(4, 2), counted(4, 3)
+    reference = linear()
+    with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module:
+        module.init_optimizer("local", "sgd", {"lr": 0.01})
+        for times in (2, 1):
+            for _ in range(times):
+                module.forward_backward(data, label)
+            module.update()
+            reference.zero_grad()
+            (nn.functional.mse_loss(reference(data), label) * times).backward()
+            with torch.no_grad():
+                for parameter in reference.parameters():
+                    parameter -= 0.01 * parameter.grad  # type: ignore[operator]
+        assert distance(module.get_params(), reference.state_dict()) < 1e-6
+
+
+def test_backward_from_given_gradients_of_the_outputs() -> None:
+    data, out_grads = counted(5, 2), counted(5, 3)
+    reference = linear()
+    reference(data).backward(out_grads)
+    with Module(linear(), context=CONTEXTS[:2], work_load_list=[3, 2]) as module:
+        module.bind((5, 2), inputs_need_grad=True)
+        module.init_optimizer("local", "sgd", {"lr": 1.0})
+        module.forward(data)
+        module.backward(out_grads)
+        assert torch.allclose(module.get_input_grads(), out_grads @ linear().weight)
+        assert [len(part) for part in module.get_input_grads(merge=False)] == [3, 2]
+        module.update()
+        assert torch.allclose(module.get_params()["weight"], linear().weight - reference.weight.grad)  # type: ignore[operator]
+        module.forward(data)
+        with pytest.raises(ValueError, match="out_grads has 4 samples, but the batch has 5"):
+            module.backward(out_grads[:4])
+
+
+def test_parameters_that_got_no_gradient_are_left_alone() -> None:
+    class Branch(nn.Module):
+        """Which layer runs depends on the data."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.low, self.high, self.never = (nn.Linear(1, 1) for _ in range(3))
+
+        def forward(self, data: torch.Tensor) -> Any:
+            return self.low(data) if float(data[0]) < 2 else self.high(data)
+
+    network = Branch()
+    before = copy.deepcopy(network.state_dict())
+    data, label = torch.tensor([[0.0], [1.0], [2.0], [3.0]]), torch.ones(4, 1)
+    with Module(network, nn.MSELoss(), CONTEXTS[:2]) as module:
+        module.init_optimizer("device", "sgd", {"lr": 0.1, "wd": 0.5, "momentum": 0.9})
+        module.forward_backward_update(data, label)  # each layer ran on one of the two replicas
+        after = module.get_params()
+        assert all(not torch.equal(after[name], before[name]) for name in ("low.weight", "high.weight"))
+        module.forward_backward_update(data[:2], label[:2])  # low alone
+        last = module.get_params()
+        assert not torch.equal(last["low.weight"], after["low.weight"])
+        assert torch.equal(last["high.weight"], after["high.weight"])
+        assert torch.equal(last["never.weight"], before["never.weight"])
+
+
+def test_fixed_parameters_stay() -> None:
+    with Module(linear(), nn.MSELoss(), CONTEXTS[:2], fixed_param_names=["bias"]) as module:
+        module.init_optimizer("local", "sgd", {"lr": 0.1, "wd": 0.1})
+        module.forward_backward_update(counted(4, 2), counted(4, 3))
+        assert torch.equal(module.get_params()["bias"], linear().bias)
+        assert not torch.equal(module.get_params()["weight"], linear().weight)
+
+
+def test_an_idle_context_holds_no_replica() -> None:
+    with Module(linear(), nn.MSELoss(), CONTEXTS, [0, 2, 0]) as module:
+        module.init_optimizer("device", "sgd")
+        module.forward_backward_update(counted(3, 2), counted(3, 3))
+        assert module._replicas is not None
+        assert [str(replica.context) for replica in module._replicas.all] == ["cpu(1)"]
+        assert module._store is None  # one replica needs no store
+
+
+def test_lazy_layers_learn_their_shape_from_the_first_batch_or_from_bind() -> None:
+    for bind in (True, False):
+        network = nn.Sequential(nn.LazyLinear(3), nn.BatchNorm1d(3))
+        with Module(network, nn.MSELoss(), CONTEXTS[:2]) as module:
+            if bind:
+                module.bind((8, 2))
+                module.init_optimizer("local", "sgd", {"lr": 0.1})
+                module.forward_backward_update(counted(8, 2), counted(8, 3))
+            else:
+                module.fit((counted(8, 2), counted(8, 3)), num_epoch=1, batch_size=8, eval_metric="mse")
+            assert module.get_params()["0.weight"].shape == (3, 2)
+    with (
+        Module(nn.LazyLinear(3), nn.MSELoss(), cpu()) as module,
+        pytest.raises(RuntimeError, match=r"parameters \['weight', 'bias'\] have no shape yet; call bind"),
+    ):
+        module.init_optimizer()
+
+
+# -- parameters -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", ["local", "device"])
+def test_set_params_reaches_the_store_and_every_replica(store: str) -> None:
+    with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module:
+        module.init_optimizer(store, "sgd", {"lr": 0.0})
+        module.set_params({"weight": torch.full((3, 2), 7.0), "bias": torch.zeros(3)})
+        module.forward_backward_update(counted(4, 2), counted(4, 3))  # a rate of 0: what the store holds comes back
+        assert torch.equal(module.get_params()["weight"], torch.full((3, 2), 7.0))
+        assert module._replicas is not None
+        assert all(bool((r.parameters["weight"] == 7).all()) for r in module._replicas.all)
+
+
+def test_params_must_fit() -> None:
+    weight, bias = torch.zeros(3, 2), torch.zeros(3)
+    with Module(linear(), context=cpu()) as module:
+        with pytest.raises(RuntimeError, match=r"parameters \['bias'\] are missing"):
+            module.set_params({"weight": weight})
+        with pytest.raises(ValueError, match=r"parameters \['gain'\] are not the network's"):
+            module.set_params({"weight": weight, "bias": bias, "gain": bias})
+        with pytest.raises(ValueError, match=r"'weight' has shape \(2, 3\); the network's has \(3, 2\)"):
+            module.set_params({"weight": weight.T, "bias": bias})
+        with pytest.raises(TypeError, match="'bias' is a list"):
+            module.set_params({"weight": weight, "bias": [0.0]})  # type: ignore[dict-item]
+        assert torch.equal(module.get_params()["weight"], linear().weight)
+        module.set_params({"weight": weight, "gain": bias}, allow_missing=True, allow_extra=True)
+        assert torch.equal(module.get_params()["bias"], linear().bias)
+        module.set_params({"module.weight": weight, "module.bias": bias})  # as DDP names them
+        assert not module.get_params()["bias"].any()
+
+
+def test_init_params_takes_values_then_the_initializer_then_the_networks_own(caplog: pytest.LogCaptureFixture) -> None:
+    with Module(linear(), context=CONTEXTS[:2]) as module:
+        module.init_params("one", arg_params={"bias": torch.full((3,), 5.0)}, allow_missing=True)
+        assert torch.equal(module.get_params()["weight"], torch.ones(3, 2))
+        assert torch.equal(module.get_params()["bias"], torch.full((3,), 5.0))
+        module.init_params("zeros")
+        assert "init_params() is ignored" in caplog.text
+        assert module.get_params()["weight"].any()
+        module.init_params("zeros", force_init=True)
+        assert not module.get_params()["weight"].any()
+
+
+# -- batch statistics, random layers, modes -------------------------------------------------------------------------
+
+
+def test_running_statistics_are_averaged_by_samples_seen() -> None:
+    network = nn.Sequential(nn.BatchNorm1d(1, momentum=1.0))
+    data = torch.tensor([[0.0], [2.0], [4.0], [10.0], [20.0]])
+    with Module(network, context=CONTEXTS[:2], work_load_list=[3, 2]) as module:
+        module.forward(data, is_train=True)
+        averaged = module.get_params()
+        assert averaged["0.running_mean"].tolist() == pytest.approx([(3 * 2.0 + 2 * 15.0) / 5])
+        assert averaged["0.running_var"].tolist() == pytest.approx([(3 * 4.0 + 2 * 50.0) / 5])
+        assert module._replicas is not None
+        means = [float(replica.network[0].running_mean) for replica in module._replicas.all]  # type: ignore[index]
+        assert means == [2.0, 15.0]  # asking changed no replica
+        module.average_statistics()
+        means = [float(replica.network[0].running_mean) for replica in module._replicas.all]  # type: ignore[index]
+        assert means == [pytest.approx(7.2)] * 2
+        assert int(averaged["0.num_batches_tracked"]) == 1
+
+
+@pytest.mark.parametrize("loads", [[1], [3, 1], [1, 1, 1]])
+def test_random_layers_repeat_bit_for_bit_and_differ_between_contexts(loads: list[float]) -> None:
+    def masks() -> list[torch.Tensor]:
+        torch.manual_seed(torch.seed() % 1000)  # the caller's generator must not matter
+        found = []
+        with Module(nn.Dropout(0.5), context=CONTEXTS[: len(loads)], work_load_list=loads) as module:
+            for _ in range(4):
+                module.forward(torch.ones(6, 50), is_train=True)
+                found.append(module.get_outputs())
+        return found
+
+    first, second = masks(), masks()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(first[0], first[1])
+    if loads == [1, 1, 1]:
+        assert not torch.equal(first[0][:2], first[0][2:4])
+
+
+def test_training_leaves_the_callers_random_numbers_alone() -> None:
+    network = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    with Module(network, nn.MSELoss(), CONTEXTS[:2]) as module:
+        module.fit((counted(8, 2), counted(8, 2)), num_epoch=1, batch_size=4, eval_metric="mse")
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_network_that_begins_to_draw_late_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    class Late(nn.Module):
+        draws = False
+
+        def forward(self, data: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(data) if Late.draws else data
+
+    with Module(Late(), context=CONTEXTS[:2]) as module:
+        module.forward(torch.ones(4, 9), is_train=True)
+        Late.draws = True
+        module.forward(torch.ones(4, 9), is_train=True)
+        assert "the network began to draw random numbers" in caplog.text
+        module._step = 7
+        module.forward(torch.ones(4, 9), is_train=True)
+        first = module.get_outputs()
+        module._step = 7
+        module.forward(torch.ones(4, 9), is_train=True)
+        assert torch.equal(first, module.get_outputs())
+
+
+def test_parts_frozen_in_evaluation_mode_stay_so_after_scoring() -> None:
+    network = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())
+    network[0].eval()
+    with Module(network, nn.MSELoss(), CONTEXTS[:2]) as module:
+        for _ in range(2):
+            module.forward(counted(4, 2), counted(4, 2), is_train=True)
+            module.forward(counted(4, 2), is_train=False)
+            assert torch.allclose(module.get_outputs(), counted(4, 2))  # as torch begins, and no dropout
+        module.forward(counted(4, 2), is_train=True)
+        assert module._replicas is not None
+        for replica in module._replicas.all:
+            assert [part.training for part in replica.network.modules()] == [True, False, True]
+
+
+# -- loops ----------------------------------------------------------------------------------------------------------
+
+
+def test_fit_logs_mxnets_lines(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "gangline")
+    data, label = torch.eye(3).repeat(4, 1), torch.arange(3).repeat(4)
+    with Module(nn.Linear(3, 3), nn.CrossEntropyLoss(), CONTEXTS[:2]) as module:
+        module.fit((data, label), (data, label), ["acc", "ce"], num_epoch=2, batch_size=5, optimizer_params={"lr": 1.0})
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.split("=")[0] for line in lines] == [
+        f"Epoch[{epoch}] {what}"
+        for epoch in range(2)
+        for what in (
+            "Train-accuracy",
+            "Train-cross-entropy",
+            "Time cost",
+            "Validation-accuracy",
+            "Validation-cross-entropy",
+        )
+    ]
+
+
+def test_scores_count_each_sample_once_and_predictions_keep_the_order() -> None:
+    data = counted(11, 2)
+    label = torch.tensor([2] * 7 + [0] * 4)  # the network always says 2
+    with Module(linear(), nn.CrossEntropyLoss(), CONTEXTS, [3, 1, 1]) as module:
+        assert module.score((data, label), "acc", batch_size=4) == [("accuracy", pytest.approx(7 / 11))]
+        expected = nn.functional.cross_entropy(linear()(data), label).item()
+        assert module.score((data, label), "ce", batch_size=3) == [("cross-entropy", pytest.approx(expected))]
+        assert module.score((data, label), "loss", batch_size=3) == [("loss", pytest.approx(expected))]
+        assert torch.allclose(module.predict(data, batch_size=4), linear()(data))
+        assert torch.allclose(module.predict((data, label), batch_size=4), linear()(data))
+        assert len(module.predict(data.numpy(), batch_size=4, num_batch=2)) == 8
+        assert [(number, len(out)) for out, number, _ in module.iter_predict(data, batch_size=4)] == [
+            (0, 4),
+            (1, 4),
+            (2, 3),
+        ]
+
+
+def test_a_second_fit_goes_on_and_another_request_begins_anew() -> None:
+    data = (counted(8, 2), counted(8, 3))
+    options: dict[str, Any] = {"batch_size": 4, "eval_metric": "mse", "optimizer": "sgd"}
+    with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module:
+        module.fit(data, num_epoch=1, optimizer_params={"lr": 1e-3, "momentum": 0.9}, **options)
+        store = module._store
+        module.fit(data, num_epoch=2, begin_epoch=1, optimizer_params={"lr": 1e-3, "momentum": 0.9}, **options)
+        assert module._store is store
+        module.fit(data, num_epoch=3, begin_epoch=2, optimizer_params={"lr": 1e-4}, **options)
+        assert module.learning_rate == 1e-4
+    with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module:
+        module.init_optimizer("device", "adam", {"lr": 1e-3})
+        module.fit(data, num_epoch=1, batch_size=4, eval_metric="mse")  # nothing else is asked for: adam stays
+        assert module.optimizer_state().name == "adam"
+
+
+def test_a_store_of_ones_own_is_used_and_left_open() -> None:
+    with create("device") as store:
+        with Module(linear(), nn.MSELoss(), cpu()) as module:
+            module.init_optimizer(store, "sgd", {"lr": 0.1})
+            module.forward_backward_update(counted(4, 2), counted(4, 3))
+            out = torch.empty(3, 2)
+            store.pull("weight", out)
+            assert torch.equal(out, module.get_params()["weight"])
+            module.set_learning_rate(0.5)
+            assert store.learning_rate == 0.5
+        store.push("weight", torch.zeros(3, 2))  # still open
+
+
+def test_the_summary_names_layers_and_counts_parameters() -> None:
+    with Module(nn.Sequential(linear(), nn.ReLU()), context=CONTEXTS[:2]) as module:
+        text = module.summary((4, 2))
+    assert "Linear" in text
+    assert "Total params: 9" in text
+    assert "[4, 3]" in text
+
+
+# -- memory ---------------------------------------------------------------------------------------------------------
+
+
+def live_bytes() -> int:
+    gc.collect()
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in gc.get_objects()
+        if issubclass(type(tensor), torch.Tensor)
+    }
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(
+    ("contexts", "copies"),
+    [
+        (1, 1 + 1),  # gradients, momentum: what a plain torch loop holds
+        (2, (1 + 2) + (1 + 1 + 1)),  # a replica, its gradients and the first's; weights, sums and momentum of the store
+    ],
+)
+@pytest.mark.parametrize("store", ["local", "device"])
+def test_what_a_training_module_holds(contexts: int, copies: int, store: str) -> None:
+    network = nn.Linear(500, 400, bias=False)
+    weights = 500 * 400 * 4
+    data, label = torch.ones(4, 500), torch.ones(4, 400)
+    before = live_bytes()
+    with Module(network, nn.MSELoss(), CONTEXTS[:contexts]) as module:
+        module.init_optimizer(store, "sgd", {"lr": 0.1, "momentum": 0.9})
+        for _ in range(2):
+            module.forward_backward_update(data, label)
+        assert (live_bytes() - before) // weights == copies
+        module._replicas.clear_gradients()  # type: ignore[union-attr]
+        assert (live_bytes() - before) // weights == copies - contexts
+
+
+# -- wrong input ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"network": lambda x: x}, TypeError, "network is a function; expected a torch.nn.Module"),
+        ({"context": []}, ValueError, "context is empty"),
+        ({"context": "tpu(0)"}, ValueError, "'tpu\\(0\\)' names no device"),
+        ({"context": 3}, TypeError, "context is 3"),
+        ({"work_load_list": [3, 1, 1]}, ValueError, "work_load_list has 3 entries for 2 contexts"),
+        ({"work_load_list": [0, 0]}, ValueError, "at least one load above 0"),
+        ({"work_load_list": [1, -1]}, ValueError, r"work_load_list\[1\] is -1"),
+        ({"work_load_list": [1, float("nan")]}, ValueError, r"work_load_list\[1\] is nan"),
+        ({"work_load_list": [float("inf"), 1]}, ValueError, r"work_load_list\[0\] is inf"),
+        ({"work_load_list": [True, 1]}, TypeError, r"work_load_list\[0\] is True"),
+        ({"work_load_list": "31"}, TypeError, "work_load_list is '31'"),
+        ({"fixed_param_names": ["gain"]}, ValueError, r"\['gain'\], which are no parameters; they are \['weight'"),
+        ({"fixed_param_names": "bias"}, TypeError, "expected a list of names"),
+        ({"loss": 3}, TypeError, "loss is 3"),
+        ({"loss": nn.MSELoss(reduction="none")}, ValueError, "reduction='none'"),
+        ({"loss": nn.Bilinear(3, 3, 1)}, ValueError, "has parameters, which nothing would train"),
+        ({"loss_normalizer": 3}, TypeError, "loss_normalizer is 3"),
+        ({"sync_batchnorm": True}, TypeError, "sync_batchnorm"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Module(**{"network": linear(), "context": CONTEXTS[:2], **arguments})
+
+
+def test_calls_in_a_wrong_order_are_refused_and_lose_nothing() -> None:
+    data, label = counted(4, 2), counted(4, 3)
+    with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module:
+        for call, message in (
+            (module.backward, r"backward\(\) came before forward\(\)"),
+            (module.get_outputs, r"get_outputs\(\) came before forward\(\)"),
+            (module.update, r"update\(\) came before init_optimizer\(\)"),
+            (module.optimizer_state, "no optimizer state before init_optimizer"),
+            (lambda: module.set_learning_rate(0.1), r"set_learning_rate\(\) came before init_optimizer\(\)"),
+            (lambda: module.learning_rate, "learning_rate is not known before"),
+        ):
+            with pytest.raises(RuntimeError, match=message):
+                call()
+        module.init_optimizer("local", "sgd", {"lr": 0.0})
+        with pytest.raises(RuntimeError, match=r"update\(\) came before backward\(\)"):
+            module.update()
+        module.forward(data, label, is_train=False)
+        with pytest.raises(RuntimeError, match=r"needs a forward\(\) in training mode"):
+            module.backward()
+        module.forward(data, is_train=True)
+        with pytest.raises(RuntimeError, match=r"got no label.*call backward\(out_grads\)"):
+            module.backward()
+        with pytest.raises(RuntimeError, match="inputs_need_grad=True"):
+            module.get_input_grads()
+        with pytest.raises(RuntimeError, match=r"get_loss\(\) has no loss"):
+            module.get_loss()
+        module.forward_backward_update(data, label)
+        with pytest.raises(RuntimeError, match=r"update\(\) came before backward\(\)"):
+            module.update()
+        assert torch.equal(module.get_params()["weight"], linear().weight)
+
+
+@pytest.mark.parametrize(
+    ("data", "label", "error", "message"),
+    [
+        (counted(4, 2), counted(3, 3), ValueError, "data has 4 samples, but label has 3"),
+        (counted(0, 2), None, ValueError, "data has no samples"),
+        (torch.tensor(1.0), None, ValueError, "without axes"),
+        ({"a": counted(4, 2), "b": counted(3, 2)}, None, ValueError, "one batch size"),
+        ("words", None, TypeError, "data is a str"),
+        ((), None, TypeError, "data is a tuple; expected .* non-empty"),
+        ((counted(4, 2), None), None, TypeError, r"data\[1\] is a NoneType"),
+        (counted(4, 2), counted(4, 3).squeeze().unsqueeze(2), ValueError, "would mix samples"),
+    ],
+)
+def test_wrong_batches_are_named_and_training_goes_on(
+    data: Any, label: Any, error: type[Exception], message: str
+) -> None:
+    with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module:
+        module.init_optimizer("device", "sgd", {"lr": 0.0})
+        with pytest.raises(error, match=message):
+            module.forward_backward(data, label)
+        module.forward_backward_update(counted(4, 2), counted(4, 3))
+        assert torch.equal(module.get_params()["weight"], linear().weight)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("nosuch",), ValueError, "no store named 'nosuch'; expected one of .*'device'"),
+        ((3,), TypeError, "kvstore is 3"),
+        ((None,), ValueError, "kvstore is None, but gradients of 2 contexts"),
+        (("local", "sdg"), ValueError, "optimizer 'sdg' is unknown"),
+        (("local", "sgd", {"speed": 1}), ValueError, "no argument 'speed'"),
+        (("local", "sgd", {"lr": -1.0}), ValueError, "Invalid learning rate"),
+        (("local", "sgd", {"lr_mult": {"wieght": 2}}), ValueError, r"lr_mult names \['wieght'\], which are no"),
+    ],
+)
+def test_wrong_optimizers_and_stores_are_named(arguments: Any, error: type[Exception], message: str) -> None:
+    with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module:
+        with pytest.raises(error, match=message):
+            module.init_optimizer(*arguments)
+        module.init_optimizer()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_epoch": -1}, ValueError, "num_epoch is -1"),
+        ({"num_epoch": 1.5}, TypeError, "num_epoch is 1.5"),
+        ({"batch_size": None}, ValueError, "batch_size is needed"),
+        ({"batch_size": 0}, ValueError, "batch_size is 0"),
+        ({"batch_size": 2.0}, TypeError, "batch_size is 2.0"),
+        ({"train_data": counted(4, 2)}, TypeError, "train_data is a Tensor"),
+        ({"train_data": (counted(4, 2),)}, ValueError, "train_data is a tuple of 1"),
+        ({"train_data": (counted(4, 2), counted(3, 2))}, ValueError, "4 samples, but 3 labels"),
+        ({"train_data": [(counted(4, 2), counted(4, 3))]}, ValueError, "train_data has batches already"),
+        ({"eval_metric": "accurracy"}, ValueError, "metric 'accurracy' is unknown"),
+        ({"resume": "auto"}, ValueError, "no Checkpoint callback"),
+        ({"resume": "nowhere/net"}, FileNotFoundError, "no checkpoint nowhere/net"),
+        ({"batch_end_callback": 3}, TypeError, "callback is 3"),
+        ({"begin_epoch": True}, TypeError, "begin_epoch is True"),
+    ],
+)
+def test_wrong_options_of_fit_are_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    good: dict[str, Any] = {"train_data": (counted(4, 2), counted(4, 3)), "num_epoch": 1, "batch_size": 2}
+    with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module, pytest.raises(error, match=message):
+        module.fit(**{**good, "eval_metric": "mse", **options})
+
+
+def test_an_error_in_a_replica_names_its_context() -> None:
+    class Fails(nn.Module):
+        def forward(self, data: torch.Tensor) -> torch.Tensor:
+            if float(data[0]) > 1:
+                raise ArithmeticError("too large")
+            return data
+
+    with Module(Fails(), context=CONTEXTS[:2]) as module:
+        with pytest.raises(ArithmeticError, match="too large") as raised:
+            module.forward(torch.tensor([[0.0], [5.0]]))
+        assert raised.value.__notes__ == ["in the replica on cpu(1)"]
+
+
+def test_shapes_of_bind_must_agree(caplog: pytest.LogCaptureFixture) -> None:
+    with Module(linear(), nn.MSELoss(), cpu()) as module:
+        with pytest.raises(ValueError, match="data_shapes have a batch of 4, but label_shapes one of 3"):
+            module.bind((4, 2), (3, 3))
+        with pytest.raises(TypeError, match="data_shapes is 'four'"):
+            module.bind("four")
+        assert not module.binded
+        module.bind({"input": (4, 2)}, (4, 3), for_training=False)
+        module.bind((4, 2))
+        assert "bind() is ignored" in caplog.text
+        module.forward(counted(4, 2))
+        with pytest.raises(RuntimeError, match="training mode"):
+            module.backward()
+
+
+def test_contexts_by_words_and_numpy_labels() -> None:
+    with Module(linear(), nn.MSELoss(), "cpu(0),cpu(1)") as module:
+        assert module.contexts == [Context("cpu", 0), Context("cpu", 1)]
+        module.init_optimizer()
+        module.forward_backward_update(np.ones((4, 2), np.float32), np.ones((4, 3), np.float32))

@@ -1,0 +1,281 @@
+"""The promise: k contexts, equal or not, train as one device does.
+
+The reference is a plain torch loop over the whole batches, with none of gangline's code in it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from measure import distance
+from torch import nn
+
+from gangline import Module, cpu
+
+FEATURES, CLASSES = 6, 4
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+def convolution() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, FEATURES)),
+        nn.Conv1d(1, 5, 3),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.LayerNorm(20),
+        nn.Linear(20, CLASSES),
+    )
+
+
+class TiedWithUnused(nn.Module):
+    """Two layers share a weight, a third is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES, bias=False)
+        self.second = nn.Linear(FEATURES, FEATURES)
+        self.second.weight = self.first.weight
+        self.unused = nn.Linear(3, 3)
+        self.last = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, data: torch.Tensor) -> Any:
+        return self.last(self.second(self.first(data).sigmoid()).tanh())
+
+
+def labels(samples: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(CLASSES, (samples,), generator=generator)
+
+
+def labels_some_ignored(samples: int, generator: torch.Generator) -> torch.Tensor:
+    found = labels(samples, generator)
+    found[torch.rand(samples, generator=generator) < 0.4] = -1
+    found[0] = 1  # a whole batch without labels has no loss
+    return found
+
+
+def numbers(samples: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(samples, CLASSES, generator=generator, dtype=torch.float64)
+
+
+def probabilities(samples: int, generator: torch.Generator) -> torch.Tensor:
+    return numbers(samples, generator).softmax(1)
+
+
+def own_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return (output - label).abs().pow(1.5).sum(1).mean()
+
+
+CLASS_WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)
+LOSSES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[int, torch.Generator], torch.Tensor]]] = {
+    "cross-entropy": (nn.CrossEntropyLoss(), labels),
+    "function": (nn.functional.cross_entropy, labels),
+    "class-weighted": (nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), labels),
+    "ignored": (nn.CrossEntropyLoss(ignore_index=-1), labels_some_ignored),
+    "weighted-ignored-smoothed": (
+        nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=-1, label_smoothing=0.1),
+        labels_some_ignored,
+    ),
+    "smoothed": (nn.CrossEntropyLoss(label_smoothing=0.2, ignore_index=-1), labels_some_ignored),
+    "probabilities": (nn.CrossEntropyLoss(), probabilities),
+    "summed": (nn.CrossEntropyLoss(reduction="sum"), labels),
+    "squares": (nn.MSELoss(), numbers),
+    "squares-summed": (nn.MSELoss(reduction="sum"), numbers),
+    "logits": (nn.BCEWithLogitsLoss(), probabilities),
+    "margin": (nn.MultiMarginLoss(), labels),
+    "divergence": (nn.KLDivLoss(reduction="batchmean"), probabilities),
+    "own": (own_loss, numbers),
+}
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}),
+    "nag": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-3}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-3}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "eps": 1e-3, "momentum": 0.5}),
+}
+
+
+@dataclass
+class Job:
+    """A training job that gangline and plain torch both do."""
+
+    network: Callable[[], nn.Module]
+    loss: str
+    optimizer: str
+    samples: int
+    batch_size: int
+    epochs: int
+    dtype: torch.dtype
+    seed: int
+
+    def make(self) -> tuple[nn.Module, Any, list[tuple[torch.Tensor, torch.Tensor]]]:
+        torch.manual_seed(self.seed)
+        network = self.network().to(self.dtype)
+        generator = torch.Generator().manual_seed(self.seed)
+        loss, make_labels = LOSSES[self.loss]
+        batches = []
+        for start in range(0, self.samples, self.batch_size):
+            size = min(self.batch_size, self.samples - start)
+            data = torch.randn(size, FEATURES, generator=generator, dtype=torch.float64).to(self.dtype)
+            label = make_labels(size, generator)
+            batches.append((data, label.to(self.dtype) if label.is_floating_point() else label))
+        loss = copy.deepcopy(loss).to(self.dtype) if isinstance(loss, nn.Module) else loss
+        return network, loss, batches * self.epochs
+
+    def plainly(self) -> dict[str, torch.Tensor]:
+        network, loss, batches = self.make()
+        kind, arguments = OPTIMIZERS[self.optimizer]
+        optimizer = kind(network.parameters(), **arguments)
+        for data, label in batches:
+            optimizer.zero_grad()
+            loss(network(data), label).backward()
+            optimizer.step()
+        return network.state_dict()
+
+    def by_module(self, loads: list[float], store: str) -> dict[str, torch.Tensor]:
+        network, loss, batches = self.make()
+        contexts = [cpu(index) for index in range(len(loads))]
+        with Module(network, loss, contexts, loads) as module:
+            module.init_optimizer(store, self.optimizer, dict(OPTIMIZERS[self.optimizer][1]))
+            for data, label in batches:
+                module.forward_backward_update(data, label)
+            replicas_are_equal(module)
+            return module.get_params()
+
+
+def replicas_are_equal(module: Module) -> None:
+    assert module._replicas is not None
+    first, *others = [dict(replica.network.named_parameters()) for replica in module._replicas.all]
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+loads = st.lists(
+    st.one_of(st.integers(0, 5), st.floats(0, 10, allow_subnormal=False).map(lambda x: round(x, 3))),
+    min_size=1,
+    max_size=4,
+).filter(any)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    loads=loads,
+    store=st.sampled_from(["local", "device"]),
+    network=st.sampled_from([perceptron, convolution, TiedWithUnused]),
+    loss=st.sampled_from(sorted(LOSSES)),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    batch_size=st.integers(1, 13),
+    last=st.integers(1, 13),
+    seed=st.integers(0, 1000),
+)
+def test_float64_weights_after_20_steps_are_those_of_one_device(
+    loads: list[float],
+    store: str,
+    network: Callable[[], nn.Module],
+    loss: str,
+    optimizer: str,
+    batch_size: int,
+    last: int,
+    seed: int,
+) -> None:
+    samples = 3 * batch_size + min(last, batch_size)  # four batches, the last one often partial
+    job = Job(network, loss, optimizer, samples, batch_size, epochs=5, dtype=torch.float64, seed=seed)
+    assert distance(job.by_module(loads, store), job.plainly()) <= 1e-11
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_float32_weights_after_one_step_are_those_of_one_device(loss: str, optimizer: str) -> None:
+    job = Job(perceptron, loss, optimizer, samples=11, batch_size=11, epochs=1, dtype=torch.float32, seed=3)
+    for store in ("local", "device"):
+        assert distance(job.by_module([3, 1, 2], store), job.plainly()) <= 1e-5
+
+
+def test_one_context_gives_the_same_bits_with_and_without_a_store() -> None:
+    from kvstore import create
+
+    job = Job(perceptron, "cross-entropy", "sgd", 20, 6, epochs=3, dtype=torch.float32, seed=5)
+    bare = job.by_module([1], "device")
+    network, loss, batches = job.make()
+    with create("device") as store, Module(network, loss, cpu()) as module:
+        module.init_optimizer(store, "sgd", dict(OPTIMIZERS["sgd"][1]))
+        for data, label in batches:
+            module.forward_backward_update(data, label)
+        assert all(torch.equal(bare[name], value) for name, value in module.get_params().items())
+
+
+def test_a_share_whose_labels_are_all_ignored_adds_exactly_nothing() -> None:
+    torch.manual_seed(0)
+    network = perceptron().double()
+    data = torch.randn(4, FEATURES, dtype=torch.float64)
+    label = torch.tensor([2, 1, -100, -100])
+    with Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
+        module.init_optimizer("device", "sgd", {"lr": 0.1})
+        module.forward_backward(data, label)
+        assert torch.equal(module.get_loss(), nn.functional.cross_entropy(network(data), label))
+        second = module._replicas.all[1].parameters if module._replicas else {}
+        assert all(p.grad is not None and not p.grad.any() for p in second.values())
+
+
+def test_a_batch_whose_labels_are_all_ignored_has_a_nan_loss_and_torchs_gradient() -> None:
+    torch.manual_seed(0)
+    network = perceptron().double()
+    before = copy.deepcopy(network.state_dict())
+    with Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
+        module.init_optimizer("local", "sgd", {"lr": 0.1})
+        module.forward_backward_update(torch.randn(4, FEATURES, dtype=torch.float64), torch.full((4,), -100))
+        assert module.get_loss().isnan()
+        assert distance(module.get_params(), before) == 0  # torch's gradient is zero here
+
+
+def test_an_own_loss_with_a_normalizer_is_weighted_by_it_and_skips_empty_shares() -> None:
+    def masked(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        keep = label >= 0
+        return (output[keep, 0] - label[keep]).square().mean()
+
+    torch.manual_seed(0)
+    network = nn.Linear(3, 1).double()
+    reference = copy.deepcopy(network)
+    data, label = torch.randn(6, 3).double(), torch.tensor([1.0, 2.0, -1.0, -1.0, 3.0, -1.0]).double()
+    masked(reference(data), label).backward()
+    with Module(
+        network, masked, [cpu(0), cpu(1), cpu(2)], loss_normalizer=lambda label: float((label >= 0).sum())
+    ) as module:
+        module.init_optimizer("local", "sgd", {"lr": 0.1})
+        module.forward_backward(data, label)
+        gradients = {name: sum(shares) for name, shares in module._replicas.gradients().items()}  # type: ignore[union-attr]
+    expected = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    assert distance(gradients, expected) <= 1e-14  # type: ignore[arg-type]
+
+
+def test_with_no_loss_the_output_is_the_loss_as_a_mean_over_samples() -> None:
+    class Loss(nn.Module):
+        def __init__(self, scalar: bool) -> None:
+            super().__init__()
+            self.linear, self.scalar = nn.Linear(3, 1).double(), scalar
+
+        def forward(self, data: torch.Tensor) -> torch.Tensor:
+            losses: torch.Tensor = self.linear(data).square().squeeze(1)
+            return losses.mean() if self.scalar else losses
+
+    data = torch.randn(7, 3, generator=torch.Generator().manual_seed(1)).double()
+    for scalar in (True, False):
+        torch.manual_seed(0)
+        network = Loss(scalar)
+        reference = copy.deepcopy(network)
+        reference(data).mean().backward()
+        with Module(network, None, [cpu(0), cpu(1)], [3, 1]) as module:
+            module.init_optimizer("device", "sgd", {"lr": 1.0})
+            module.forward_backward(data)
+            got = {name: sum(shares) for name, shares in module._replicas.gradients().items()}  # type: ignore[union-attr]
+        expected = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+        assert distance(got, expected) <= 1e-13  # type: ignore[arg-type]

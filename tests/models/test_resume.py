@@ -1,0 +1,306 @@
+"""A run that was cut off anywhere and resumed ends with the bits of one that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from gangline import Checkpoint, Module, cpu
+from models import checkpoint
+
+SAMPLES, FEATURES = 23, 5
+
+
+class Cut(BaseException):
+    """Ends a run as a kill does: nothing of ours catches it."""
+
+
+class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Adds noise from all three of the host's generators when a sample is read."""
+
+    def __init__(self) -> None:
+        self.data, self.label = arrays()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        noise = torch.rand(FEATURES) + random.random() + float(np.random.rand())
+        return self.data[index] + noise, self.label[index]
+
+
+def arrays() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(SAMPLES, FEATURES, generator=generator), torch.randint(3, (SAMPLES,), generator=generator)
+
+
+def dropout_and_statistics() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
+
+
+DATA: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "arrays": (arrays, {"batch_size": 6}),
+    "dataset": (Augmented, {"batch_size": 6}),
+    "loader": (lambda: DataLoader(Augmented(), batch_size=6, shuffle=True), {}),
+    "loader-own-generator": (
+        lambda: DataLoader(Augmented(), batch_size=6, shuffle=True, generator=torch.Generator().manual_seed(3)),
+        {},
+    ),
+}
+
+
+def run(data: str, loads: list[float], optimizer: str, prefix: Path | None, resume: Any = None, cut: int = -1) -> Any:
+    """Train 3 epochs, with a checkpoint every 2 batches and each epoch; cut off after batch ``cut`` of all."""
+    torch.manual_seed(11)
+    random.seed(11)
+    np.random.seed(11)
+    make, options = DATA[data]
+    batches = 0
+
+    def count(_: Any) -> None:
+        nonlocal batches
+        if batches == cut:
+            raise Cut
+        batches += 1
+
+    with Module(dropout_and_statistics(), nn.CrossEntropyLoss(), [cpu(i) for i in range(len(loads))], loads) as module:
+        saves = Checkpoint(module, prefix, period=2) if prefix else None
+        rate = lambda epoch, *_: module.set_learning_rate(0.1 / (epoch + 2))  # noqa: E731
+        try:
+            module.fit(
+                make(),
+                num_epoch=3,
+                seed=5,
+                kvstore="device",
+                optimizer=optimizer,
+                optimizer_params={"learning_rate": 0.1},
+                batch_end_callback=[saves, count] if saves else count,
+                epoch_end_callback=[rate, Checkpoint(module, prefix)] if prefix else rate,
+                resume=resume,
+                **options,
+            )
+        except Cut:
+            return None
+        return module.get_params(), module.optimizer_state()
+
+
+@pytest.mark.parametrize("data", sorted(DATA))
+@pytest.mark.parametrize(("loads", "optimizer"), [([1], "sgd"), ([2, 1, 0], "adam")])
+def test_a_run_cut_off_after_any_batch_resumes_to_the_same_bits(
+    tmp_path: Path, data: str, loads: list[float], optimizer: str
+) -> None:
+    weights, state = run(data, loads, optimizer, tmp_path / "whole" / "net")
+    for cut in (0, 1, 4, 7, 10):  # before the first checkpoint, in each epoch, and where an epoch ends
+        prefix = tmp_path / f"cut{cut}" / "net"
+        assert run(data, loads, optimizer, prefix, cut=cut) is None
+        resumed_weights, resumed_state = run(data, loads, optimizer, prefix, resume="auto")
+        assert all(torch.equal(weights[name], value) for name, value in resumed_weights.items()), cut
+        assert all(torch.equal(state.tensors[name], value) for name, value in resumed_state.tensors.items()), cut
+        assert state.learning_rate == resumed_state.learning_rate
+
+
+def test_saving_changes_nothing_of_the_run(tmp_path: Path) -> None:
+    with_checkpoints, _ = run("arrays", [2, 1], "sgd", tmp_path / "net")
+    without, _ = run("arrays", [2, 1], "sgd", None)
+    assert all(torch.equal(with_checkpoints[name], value) for name, value in without.items())
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from torch import nn
+from gangline import Checkpoint, Module, cpu
+from models.data import digits
+prefix, kill_after, resume = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "resume"
+torch.manual_seed(0)
+network = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Dropout(0.2), nn.Tanh(), nn.Linear(32, 10))
+module = Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)], [3, 1])
+seen = 0
+def kill(param):
+    global seen
+    seen += 1
+    if seen == kill_after:
+        os.kill(os.getpid(), signal.SIGKILL)
+module.fit(digits((1, 8, 8), torch.float32, 0).train, num_epoch=2, batch_size=64, kvstore="device",
+           optimizer_params={"learning_rate": 0.1, "momentum": 0.9},
+           batch_end_callback=[Checkpoint(module, prefix, period=5), kill], resume="auto" if resume else None)
+module.save_checkpoint(prefix + "-final", 0, save_optimizer_states=True)
+"""
+
+
+def test_a_process_killed_in_mid_epoch_on_digits_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    def start(folder: str, kill_after: int, resume: str) -> int:
+        arguments = [sys.executable, "-c", KILLED, str(tmp_path / folder / "net"), str(kill_after), resume]
+        return subprocess.run(arguments, env={**os.environ, "OMP_NUM_THREADS": "2"}, check=False).returncode
+
+    assert start("whole", -1, "fresh") == 0
+    assert start("killed", 33, "fresh") == -signal.SIGKILL  # in the second epoch of 23 batches
+    assert checkpoint.read(tmp_path / "killed" / "net", 1).position["batch"] == 10
+    assert start("killed", -1, "resume") == 0
+    whole, resumed = (checkpoint.read(tmp_path / folder / "net-final", 0) for folder in ("whole", "killed"))
+    assert all(torch.equal(whole.params[name], value) for name, value in resumed.params.items())
+    states = whole.needed_optimizer_state().tensors, resumed.needed_optimizer_state().tensors
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
+
+
+@pytest.mark.parametrize("step", range(12))
+def test_a_save_cut_off_at_any_step_leaves_the_old_checkpoint_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    prefix = tmp_path / "net"
+    module = Module(nn.Linear(2, 2), nn.MSELoss(), cpu())
+    module.init_optimizer("local", "sgd", {"lr": 0.1, "momentum": 0.9})
+    values = []
+    for value in (1.0, 2.0):
+        module.forward_backward_update(torch.ones(1, 2), torch.full((1, 2), value))
+        values.append(module.get_params()["weight"])
+        if value == 1.0:
+            module.save_checkpoint(prefix, 0, save_optimizer_states=True)
+
+    calls = 0
+
+    def cut_at_step(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            if calls == step:
+                raise Cut
+            calls += 1
+            return original(*arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", cut_at_step(Path.replace))
+        patched.setattr(os, "fsync", cut_at_step(os.fsync))
+        patched.setattr(json, "dump", cut_at_step(json.dump))
+        patched.setattr("kvstore.files.save_file", cut_at_step(checkpoint.files.save_file))
+        try:
+            module.save_checkpoint(prefix, 0, save_optimizer_states=True)
+            whole = True
+        except Cut:
+            whole = False
+    saved = checkpoint.read(prefix, 0)
+    committed = torch.equal(saved.params["weight"], values[1])
+    assert committed or torch.equal(saved.params["weight"], values[0])
+    assert committed or not whole
+    momentum = saved.needed_optimizer_state().tensors['"weight"/momentum_buffer']
+    module.save_checkpoint(prefix, 1, save_optimizer_states=True)
+    newest = checkpoint.read(prefix, 1).needed_optimizer_state().tensors['"weight"/momentum_buffer']
+    assert torch.equal(momentum, newest) == committed  # state and weights are of one moment
+    assert not [path for path in tmp_path.iterdir() if "0000" in path.name and path.name.endswith(".aside")]
+
+
+def saved_module(tmp_path: Path, **states: bool) -> Path:
+    prefix = tmp_path / "net"
+    with Module(nn.Linear(2, 2), nn.MSELoss(), cpu()) as module:
+        module.init_optimizer("local", "sgd", {"lr": 0.1, "momentum": 0.9})
+        module.forward_backward_update(torch.ones(1, 2), torch.ones(1, 2))
+        module.save_checkpoint(prefix, 3, **states)
+    return prefix
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".state.safetensors", ".json"])
+@pytest.mark.parametrize("damage", ["torn", "foreign"])
+def test_a_torn_or_foreign_file_is_refused_by_name(tmp_path: Path, suffix: str, damage: str) -> None:
+    prefix = saved_module(tmp_path, save_optimizer_states=True)
+    path = tmp_path / f"net-0003{suffix}"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2] if damage == "torn" else b'{"a": 1}' * 9)
+    with pytest.raises(ValueError, match=f"net-0003{suffix}".replace(".", r"\.")):
+        checkpoint.read(prefix, 3)
+
+
+def test_a_file_of_another_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    prefix = saved_module(tmp_path / "a", save_optimizer_states=True)
+    other = saved_module(tmp_path / "b", save_optimizer_states=True)
+    os.replace(other.with_name("net-0003.state.safetensors"), prefix.with_name("net-0003.state.safetensors"))
+    with pytest.raises(ValueError, match=r"net-0003\.state\.safetensors is not of the checkpoint"):
+        checkpoint.read(prefix, 3)
+
+
+def test_a_missing_checkpoint_names_those_there_are(tmp_path: Path) -> None:
+    prefix = saved_module(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"net-0004\.json is not there.*\[3\]"):
+        Module.load(prefix, 4, network=nn.Linear(2, 2))
+
+
+def test_load_gives_the_weights_and_the_optimizer_state(tmp_path: Path) -> None:
+    prefix = saved_module(tmp_path, save_optimizer_states=True)
+    saved = checkpoint.read(prefix, 3)
+    module = Module.load(
+        prefix, 3, network=nn.Linear(2, 2), load_optimizer_states=True, loss=nn.MSELoss(), context=[cpu(0), cpu(1)]
+    )
+    assert all(torch.equal(saved.params[name], value) for name, value in module.get_params().items())
+    module.init_optimizer("device", "sgd", {"lr": 0.1, "momentum": 0.9})
+    loaded = module.optimizer_state().tensors
+    assert all(torch.equal(value, loaded[name]) for name, value in saved.needed_optimizer_state().tensors.items())
+    module.close()
+
+
+def test_a_checkpoint_without_states_says_so_when_they_are_needed(tmp_path: Path) -> None:
+    prefix = saved_module(tmp_path)
+    with pytest.raises(ValueError, match="no optimizer state; save with save_optimizer_states=True"):
+        Module.load(prefix, 3, network=nn.Linear(2, 2), load_optimizer_states=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"batch_size": 5}, "batch_size"), ({"seed": 6}, "seed"), ({"shuffle": False}, "shuffle")],
+)
+def test_resuming_in_mid_epoch_by_another_plan_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    run("arrays", [1], "sgd", tmp_path / "net", cut=7)
+    with (
+        Module(dropout_and_statistics(), nn.CrossEntropyLoss(), cpu()) as module,
+        pytest.raises(ValueError, match=f"middle of an epoch.*{message}"),
+    ):
+        module.fit(
+            arrays(),
+            num_epoch=3,
+            resume=tmp_path / "net",
+            **{"batch_size": 6, "seed": 5, "shuffle": True, **change},
+        )
+
+
+def test_a_plain_iterable_resumes_at_the_epochs_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    batches = [(torch.ones(2, 2) * i, torch.ones(2, 2)) for i in range(5)]
+    seen: list[int] = []
+    with Module(nn.Linear(2, 2), nn.MSELoss(), cpu()) as module:
+
+        def cut(param: Any) -> None:
+            if param.nbatch == 2:
+                raise Cut
+
+        with pytest.raises(Cut):
+            module.fit(batches, num_epoch=1, batch_end_callback=[Checkpoint(module, tmp_path / "net"), cut])
+    with Module(nn.Linear(2, 2), nn.MSELoss(), cpu()) as module:
+        module.fit(
+            batches, num_epoch=1, resume=tmp_path / "net", batch_end_callback=lambda param: seen.append(param.nbatch)
+        )
+    assert seen == [0, 1, 2, 3, 4]
+    assert "3 batches into epoch 0, but train_data is a plain iterable" in caplog.text
+
+
+def test_resume_takes_a_new_learning_rate_where_one_is_asked_for(tmp_path: Path) -> None:
+    prefix = tmp_path / "net"
+    for first, second, expected in ((0.1, 0.1, 0.01), (0.1, 0.5, 0.5)):
+        with Module(nn.Linear(2, 2), nn.MSELoss(), cpu()) as module:
+            module.init_optimizer("local", "sgd", {"lr": first})
+            module.set_learning_rate(0.01)
+            module.save_checkpoint(prefix, 0, save_optimizer_states=True)
+        with Module(nn.Linear(2, 2), nn.MSELoss(), cpu()) as module:
+            module.init_optimizer("local", "sgd", {"lr": second})
+            module.resume(checkpoint.read(prefix, 0))
+            assert module.learning_rate == expected
