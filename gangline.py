@@ -70,15 +70,16 @@ def main() -> None:
     app = typer.Typer(
         help="Data-parallel training for PyTorch on unequal devices.",
         no_args_is_help=True,
+        add_completion=False,
         pretty_exceptions_enable=False,
     )
-    app.command()(train)
-    app.command()(devices)
+    for command in (train, devices):
+        app.command()(command)
     try:
         app()
-    except (ValueError, TypeError, KeyError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError) as error:
         print(f"gangline: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(1) from error
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -253,9 +253,8 @@ def _pair(item: Any, what: str) -> Item:
     raise TypeError(f"{what} is a {type(item).__name__}; expected (data, label)")
 
 
-@dataclass(frozen=True)
-class Splits:
-    """Training and held-out data for a command."""
+class Splits(NamedTuple):
+    """Training and held-out data, each as `fit` takes it, and how many classes there are."""
 
     train: Any
     validation: Any

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from models.module import Module
 
 _DTYPES = ("float32", "float64")
-_BENCHMARK_SAMPLES = 1280
+_BENCHMARK_BATCHES = 100
 
 
 def train(
@@ -50,18 +52,24 @@ def train(
 ) -> None:
     """Train a network; the last line of stdout is Validation-accuracy=<float>."""
     job = dict(locals())  # all options, by name
-    _log_to_stderr()
-    accuracy = _run(**job)
+    with _log_to_stderr():
+        accuracy = _run(**job)
     print(f"Validation-accuracy={accuracy}")
 
 
-def _log_to_stderr() -> None:
+@contextmanager
+def _log_to_stderr() -> Iterator[None]:
     log = logging.getLogger("gangline")
+    level = log.level
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    log.addHandler(handler)
     log.setLevel(logging.INFO)
-    if not log.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-        log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 def _run(**job: Any) -> float:
@@ -87,6 +95,7 @@ def _run(**job: Any) -> float:
     module = Module(network, torch.nn.CrossEntropyLoss(), contexts, loads)
     checkpoint, resume = _checkpoints(module, job["model_prefix"], job["load_epoch"])
     rate = _StepRate(module, job["lr"], job["lr_factor"], steps)
+    job["lr"] = rate.of_epoch(job["load_epoch"] or 0)
     module.logger.info("%s", _description(job, contexts, module.work_load_list, data))
     module.fit(
         data.train,
@@ -115,8 +124,10 @@ class _StepRate:
         self._module, self._rate, self._factor, self._steps = module, rate, factor, steps
 
     def __call__(self, epoch: int, *_: Any) -> None:
-        passed = sum(step <= epoch + 1 for step in self._steps)
-        self._module.set_learning_rate(self._rate * self._factor**passed)
+        self._module.set_learning_rate(self.of_epoch(epoch + 1))
+
+    def of_epoch(self, epoch: int) -> float:
+        return self._rate * self._factor ** sum(step <= epoch for step in self._steps)
 
 
 def _contexts(gpus: str | None, cpus: int | None) -> list[Context]:
@@ -140,7 +151,7 @@ def _data(job: dict[str, Any], image_shape: tuple[int, int, int], dtype: torch.d
     from models import data
 
     if job["benchmark"]:
-        return data.synthetic(image_shape, dtype, job["seed"], _BENCHMARK_SAMPLES, 10)
+        return data.synthetic(image_shape, dtype, job["seed"], _BENCHMARK_BATCHES * job["batch_size"], 10)
     if job["data_dir"] is not None:
         return data.image_folder(job["data_dir"], image_shape, dtype, job["seed"])
     if job["dataset"] not in data.DATASETS:

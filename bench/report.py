@@ -1,0 +1,71 @@
+"""What every bench prints and writes: a table, and JSON with the machine beside the rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def in_turn(sides: Mapping[str, Callable[[], float]], runs: int) -> dict[str, list[float]]:
+    """What each side measures, the sides one after another, ``runs`` times over: A B A B."""
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(runs):
+        for name, measure in sides.items():
+            found[name].append(measure())
+    return found
+
+
+def spread(values: Sequence[float]) -> Row:
+    """Median, 99th percentile and maximum of a measurement, and how often it ran."""
+    ordered = sorted(values)
+    return {
+        "p50": statistics.median(ordered),
+        "p99": ordered[min(len(ordered) - 1, round(0.99 * (len(ordered) - 1)))],
+        "max": ordered[-1],
+        "runs": len(ordered),
+    }
+
+
+def publish(command: str, rows: Sequence[Row], path: Path | None) -> None:
+    """Print the rows as a table; write them, with the machine, as JSON where a path is given."""
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    table = Table(*columns, title=command)
+    for row in rows:
+        table.add_row(*(_shown(row.get(name)) for name in columns))
+    Console(width=max(100, 12 * len(columns))).print(table)
+    if path is not None:
+        path.write_text(json.dumps({"command": command, "machine": machine(), "rows": list(rows)}, indent=1) + "\n")
+
+
+def machine() -> Row:
+    """What the figures were measured on."""
+    import platform
+
+    import torch
+
+    from collectives.devices import device_table
+
+    host, *gpus = device_table()
+    return {
+        "cpu": host.name,
+        "cores": os.cpu_count(),
+        "memory_gb": round(host.memory_total / 1e9, 1),
+        "gpu": ", ".join(gpu.name for gpu in gpus) or None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "gangline": version("gangline"),
+    }
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)

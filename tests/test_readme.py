@@ -1,0 +1,54 @@
+"""The README's code runs as printed, and its commands exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+CONSOLE = "".join(re.findall(r"```console\n(.*?)```", README, re.DOTALL)).splitlines()
+
+
+@pytest.mark.parametrize("code", PYTHON, ids=[f"block{number}" for number in range(len(PYTHON))])
+def test_code_blocks_run_as_printed(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {})
+    if "print" in code:
+        printed = capsys.readouterr().out
+        accuracy = re.fullmatch(r"\[\('accuracy', (0\.\d+)\)\]\n", printed)
+        assert float(accuracy[1]) > 0.9 if accuracy else printed == "tensor([-2., -2., -2.])\n"
+
+
+def test_the_first_block_is_ten_lines() -> None:
+    assert len([line for line in PYTHON[0].splitlines() if line.strip()]) == 10
+
+
+def test_the_two_commands_come_first_and_are_the_makefiles() -> None:
+    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    assert [line.split()[:2] for line in CONSOLE[:2]] == [["make", "train"], ["make", "test"]]
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in ("train", "test", "test-all"))
+
+
+def test_the_flags_it_names_are_those_of_the_command() -> None:
+    import typer.main
+
+    from models.train import train
+
+    application = typer.Typer()
+    application.command()(train)
+    known = {flag for parameter in typer.main.get_command(application).params for flag in parameter.opts}
+    named = [shlex.split(line, comments=True) for line in CONSOLE if line.startswith("gangline train")]
+    flags = {word for words in named for word in words if word.startswith("--")}
+    assert flags
+    assert flags <= known
+
+
+def test_linked_files_exist() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (Path(__file__).parent.parent / target).exists(), target
