@@ -6,7 +6,7 @@ a lane waits for the events of the streams that made its inputs, and its users w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 
@@ -21,18 +21,20 @@ class Lanes:
 
     def behind_caller(self, tensors: Iterable[torch.Tensor]) -> Ordered:
         """A section that runs behind what the caller's streams hold now, on the lanes of the tensors' GPUs."""
+        tensors = list(tensors)
         devices = sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)
         for device in devices:
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return Ordered([(device, self._streams[device]) for device in devices])
+        return Ordered([(device, self._streams[device]) for device in devices], tensors)
 
 
 class Ordered:
     """A ``with`` section whose GPU work runs on lanes; enter it once, in any thread."""
 
-    def __init__(self, lanes: list[tuple[torch.device, torch.cuda.Stream]]) -> None:
+    def __init__(self, lanes: list[tuple[torch.device, torch.cuda.Stream]], tensors: Sequence[torch.Tensor]) -> None:
         self._lanes = lanes
+        self._tensors = tensors if lanes else ()  # kept until the caller's streams wait for what uses them
         self._before = [torch.cuda.current_stream(device).record_event() for device, _ in lanes]
         self._after: list[torch.cuda.Event] = []
         self._streams = ExitStack()
@@ -52,3 +54,4 @@ class Ordered:
         """Have the caller's current streams wait for the section's work."""
         for (device, _), event in zip(self._lanes, self._after, strict=True):
             torch.cuda.current_stream(device).wait_event(event)
+        self._tensors = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,7 @@ class LocalStore(KVStore):
         self._updater: Updater | None = None
         self._optimizer: KeyedOptimizer | None = None
         self._queue = WorkQueue()
+        weakref.finalize(self, self._queue.close)
         self._lanes = Lanes()
 
     def set_updater(self, updater: Updater) -> None:  # noqa: D102  inherited

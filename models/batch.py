@@ -74,7 +74,7 @@ def take(batch: Batch, index: slice | torch.Tensor) -> Batch:
 
 def move(batch: Batch, device: torch.device) -> Batch:
     """The batch on ``device``; what lies there already is not copied."""
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"), batch)
 
 
 def concat(parts: Sequence[Batch], device: torch.device) -> Batch:

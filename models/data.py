@@ -176,8 +176,17 @@ class _Loader(Source):
         sampler: Any = self._loader.sampler
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        for item in self._skipping(skip, skipped) if skip else self._loader:
+        for item in self._without(skip, skipped) if skip else self._loader:
             yield _pair(item, "a batch of the DataLoader")
+
+    def _without(self, skip: int, skipped: Callable[[], None]) -> Iterator[Any]:
+        if not self._loader.num_workers:
+            return iter(self._skipping(skip, skipped))
+        batches = iter(self._loader)  # worker processes draw as they read: they must read the first batches again
+        for _ in range(skip):
+            next(batches, None)
+        skipped()
+        return batches
 
     def _skipping(self, skip: int, skipped: Callable[[], None]) -> DataLoader[Any]:
         """The same loader over the same sampler, which draws its first batches and does not have them read."""
@@ -185,14 +194,9 @@ class _Loader(Source):
         return DataLoader(
             loader.dataset,
             batch_sampler=_Skipping(loader.batch_sampler, skip, skipped),
-            num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,
             pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
             generator=loader.generator,
-            prefetch_factor=loader.prefetch_factor,
         )
 
     def plan(self) -> dict[str, Any]:

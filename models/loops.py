@@ -113,10 +113,12 @@ def fit(
             _end_epoch(module, epoch, epoch_callbacks)
         if eval_data is not None:
             size = batch_size if _needs_batch_size(eval_data) else None
+            states = host_states(None)  # a loader that scoring iterates draws; training must not see it
             for name, value in score(
                 module, eval_data, validation, batch_size=size, score_end_callback=eval_end_callback, epoch=epoch
             ):
                 module.logger.info("Epoch[%d] Validation-%s=%f", epoch, name, value)
+            set_host_states(states, None)
 
 
 def score(

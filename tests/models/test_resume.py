@@ -55,6 +55,7 @@ DATA: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "arrays": (arrays, {"batch_size": 6}),
     "dataset": (Augmented, {"batch_size": 6}),
     "loader": (lambda: DataLoader(Augmented(), batch_size=6, shuffle=True), {}),
+    "loader-workers": (lambda: DataLoader(Augmented(), batch_size=6, shuffle=True, num_workers=2), {}),
     "loader-own-generator": (
         lambda: DataLoader(Augmented(), batch_size=6, shuffle=True, generator=torch.Generator().manual_seed(3)),
         {},
@@ -82,6 +83,7 @@ def run(data: str, loads: list[float], optimizer: str, prefix: Path | None, resu
         try:
             module.fit(
                 make(),
+                DataLoader(Augmented(), batch_size=9) if data == "loader" else None,  # which draws, too
                 num_epoch=3,
                 seed=5,
                 kvstore="device",
