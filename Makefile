@@ -12,7 +12,7 @@ test: lint
 	$(BIN)/pytest -m "not slow"
 
 test-all: lint
-	$(BIN)/pytest
+	$(BIN)/pytest --hypothesis-profile=explore
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ from torch import nn
 if TYPE_CHECKING:
     import torchmetrics
 
-    from models.module import Module
+    from models.steps import Steps
 
 
 class EvalMetric(abc.ABC):
@@ -22,7 +22,7 @@ class EvalMetric(abc.ABC):
     """
 
     @abc.abstractmethod
-    def update(self, label: Any, output: Any, module: Module) -> None:
+    def update(self, label: Any, output: Any, module: Steps) -> None:
         """Count one batch: its labels, the outputs for it, and the module that made them."""
 
     @abc.abstractmethod
@@ -83,7 +83,7 @@ class _Composite(EvalMetric):
     def __init__(self, metrics: Sequence[EvalMetric]) -> None:
         self._metrics = metrics
 
-    def update(self, label: Any, output: Any, module: Module) -> None:
+    def update(self, label: Any, output: Any, module: Steps) -> None:
         for metric in self._metrics:
             metric.update(label, output, module)
 
@@ -111,14 +111,14 @@ class _One(EvalMetric):
         self._recent: torchmetrics.Metric | None = None
 
     @abc.abstractmethod
-    def _arguments(self, label: Any, output: Any, module: Module) -> tuple[Any, ...] | None:
+    def _arguments(self, label: Any, output: Any, module: Steps) -> tuple[Any, ...] | None:
         """What the torchmetrics object is told of a batch; None if there is nothing to tell."""
 
     @abc.abstractmethod
     def _make(self, output: Any) -> torchmetrics.Metric:
         """The object, once the first outputs tell what it must know."""
 
-    def update(self, label: Any, output: Any, module: Module) -> None:
+    def update(self, label: Any, output: Any, module: Steps) -> None:
         arguments = self._arguments(label, output, module)
         if arguments is None:
             return
@@ -158,7 +158,7 @@ class _Torchmetric(_One):
         super().__init__(type(metric).__name__)
         self._given = metric
 
-    def _arguments(self, label: Any, output: Any, module: Module) -> tuple[Any, ...]:  # noqa: ARG002
+    def _arguments(self, label: Any, output: Any, module: Steps) -> tuple[Any, ...]:  # noqa: ARG002
         return _tensors(self._name, output, label)
 
     def _make(self, output: Any) -> torchmetrics.Metric:
@@ -177,7 +177,7 @@ class _Named(_One):
         super().__init__(name)
         self._of_classes, self._prepare = make, prepare
 
-    def _arguments(self, label: Any, output: Any, module: Module) -> tuple[Any, ...]:  # noqa: ARG002
+    def _arguments(self, label: Any, output: Any, module: Steps) -> tuple[Any, ...]:  # noqa: ARG002
         return self._prepare(*_tensors(self._name, output, label))
 
     def _make(self, output: Any) -> torchmetrics.Metric:
@@ -193,7 +193,7 @@ class _Mean(_One):
         super().__init__(name, finish)
         self._batch = batch
 
-    def _arguments(self, label: Any, output: Any, module: Module) -> tuple[Any, ...] | None:  # noqa: ARG002
+    def _arguments(self, label: Any, output: Any, module: Steps) -> tuple[Any, ...] | None:  # noqa: ARG002
         value, weight = self._batch(label, output)
         return (float(value), weight) if weight else None
 
@@ -209,7 +209,7 @@ class _LossMetric(_Mean):
     def __init__(self, loss: Any) -> None:  # noqa: ARG002  as all named metrics
         super().__init__("loss", lambda *_: (0.0, 0.0))
 
-    def _arguments(self, label: Any, output: Any, module: Module) -> tuple[Any, ...] | None:  # noqa: ARG002
+    def _arguments(self, label: Any, output: Any, module: Steps) -> tuple[Any, ...] | None:  # noqa: ARG002
         return (float(module.get_loss()), module.normalizer) if module.normalizer else None
 
 

@@ -151,7 +151,7 @@ class Replicas:
             inputs = map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), inputs)
         seeded = train and self._draws is not False
         with torch.set_grad_enabled(train), self._stream(replica, seed) if seeded else contextlib.nullcontext():
-            output = _call(replica.network, inputs)
+            output = call_network(replica.network, inputs)
             loss, count = None, 0.0
             if label is not None or self._loss.loss is None:
                 loss, count = self._loss.sum_and_count(
@@ -298,7 +298,7 @@ class Replicas:
         self._side_by_side.close()
 
 
-def _call(network: nn.Module, inputs: Batch) -> Any:
+def call_network(network: nn.Module, inputs: Batch) -> Any:
     """Positional arguments from a tuple, keywords from a dict."""
     if isinstance(inputs, dict):
         return network(**inputs)

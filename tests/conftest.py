@@ -6,6 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("repeatable", max_examples=120, deadline=None, derandomize=True)
+settings.register_profile("explore", max_examples=600, deadline=None)  # what `make test-all` uses
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)

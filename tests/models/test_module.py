@@ -156,7 +156,8 @@ def test_an_idle_context_holds_no_replica() -> None:
         module.forward_backward_update(counted(3, 2), counted(3, 3))
         assert module._replicas is not None
         assert [str(replica.context) for replica in module._replicas.all] == ["cpu(1)"]
-        assert module._store is None  # one replica needs no store
+        assert module._updates is not None
+        assert module._updates.store is None  # one replica needs no store
 
 
 def test_lazy_layers_learn_their_shape_from_the_first_batch_or_from_bind() -> None:
@@ -348,9 +349,9 @@ def test_a_second_fit_goes_on_and_another_request_begins_anew() -> None:
     options: dict[str, Any] = {"batch_size": 4, "eval_metric": "mse", "optimizer": "sgd"}
     with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module:
         module.fit(data, num_epoch=1, optimizer_params={"lr": 1e-3, "momentum": 0.9}, **options)
-        store = module._store
+        updates = module._updates
         module.fit(data, num_epoch=2, begin_epoch=1, optimizer_params={"lr": 1e-3, "momentum": 0.9}, **options)
-        assert module._store is store
+        assert module._updates is updates
         module.fit(data, num_epoch=3, begin_epoch=2, optimizer_params={"lr": 1e-4}, **options)
         assert module.learning_rate == 1e-4
     with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module:
@@ -453,9 +454,9 @@ def test_calls_in_a_wrong_order_are_refused_and_lose_nothing() -> None:
             (module.backward, r"backward\(\) came before forward\(\)"),
             (module.get_outputs, r"get_outputs\(\) came before forward\(\)"),
             (module.update, r"update\(\) came before init_optimizer\(\)"),
-            (module.optimizer_state, "no optimizer state before init_optimizer"),
+            (module.optimizer_state, r"optimizer_state\(\) came before init_optimizer\(\)"),
             (lambda: module.set_learning_rate(0.1), r"set_learning_rate\(\) came before init_optimizer\(\)"),
-            (lambda: module.learning_rate, "learning_rate is not known before"),
+            (lambda: module.learning_rate, r"learning_rate came before init_optimizer\(\)"),
         ):
             with pytest.raises(RuntimeError, match=message):
                 call()

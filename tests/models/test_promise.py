@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from measure import distance
 from torch import nn
@@ -96,8 +96,8 @@ LOSSES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[int, torch.Genera
     "own": (own_loss, numbers),
 }
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}),
-    "nag": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "sgd": (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9, "weight_decay": 1e-3}),
+    "nag": (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9, "nesterov": True}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-3}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-3}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "eps": 1e-3, "momentum": 0.5}),
@@ -117,6 +117,13 @@ class Job:
     dtype: torch.dtype
     seed: int
 
+    def arguments(self) -> dict[str, Any]:
+        """The optimizer's; a summed loss wants a smaller step, or training runs away and shows nothing."""
+        arguments = dict(OPTIMIZERS[self.optimizer][1])
+        if self.loss.endswith("summed"):
+            arguments["lr"] /= 50
+        return arguments
+
     def make(self) -> tuple[nn.Module, Any, list[tuple[torch.Tensor, torch.Tensor]]]:
         torch.manual_seed(self.seed)
         network = self.network().to(self.dtype)
@@ -133,8 +140,7 @@ class Job:
 
     def plainly(self) -> dict[str, torch.Tensor]:
         network, loss, batches = self.make()
-        kind, arguments = OPTIMIZERS[self.optimizer]
-        optimizer = kind(network.parameters(), **arguments)
+        optimizer = OPTIMIZERS[self.optimizer][0](network.parameters(), **self.arguments())
         for data, label in batches:
             optimizer.zero_grad()
             loss(network(data), label).backward()
@@ -145,7 +151,7 @@ class Job:
         network, loss, batches = self.make()
         contexts = [cpu(index) for index in range(len(loads))]
         with Module(network, loss, contexts, loads) as module:
-            module.init_optimizer(store, self.optimizer, dict(OPTIMIZERS[self.optimizer][1]))
+            module.init_optimizer(store, self.optimizer, self.arguments())
             for data, label in batches:
                 module.forward_backward_update(data, label)
             replicas_are_equal(module)
@@ -166,7 +172,6 @@ loads = st.lists(
 ).filter(any)
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     loads=loads,
     store=st.sampled_from(["local", "device"]),
@@ -189,7 +194,8 @@ def test_float64_weights_after_20_steps_are_those_of_one_device(
 ) -> None:
     samples = 3 * batch_size + min(last, batch_size)  # four batches, the last one often partial
     job = Job(network, loss, optimizer, samples, batch_size, epochs=5, dtype=torch.float64, seed=seed)
-    assert distance(job.by_module(loads, store), job.plainly()) <= 1e-11
+    apart = distance(job.by_module(loads, store), job.plainly())
+    assert apart <= 1e-11
 
 
 @pytest.mark.parametrize("loss", sorted(LOSSES))
@@ -207,7 +213,7 @@ def test_one_context_gives_the_same_bits_with_and_without_a_store() -> None:
     bare = job.by_module([1], "device")
     network, loss, batches = job.make()
     with create("device") as store, Module(network, loss, cpu()) as module:
-        module.init_optimizer(store, "sgd", dict(OPTIMIZERS["sgd"][1]))
+        module.init_optimizer(store, "sgd", job.arguments())
         for data, label in batches:
             module.forward_backward_update(data, label)
         assert all(torch.equal(bare[name], value) for name, value in module.get_params().items())
