@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from models import checkpoint, loops
-from models.batch import map_tensors
+from models.batch import move
 from models.initializer import InitializerSpec, initialise
 from models.steps import Steps, zeros_of
 
@@ -80,19 +80,19 @@ class Module(Steps):
         if self._params_given and not force_init:
             self.logger.warning("the parameters are initialised already; init_params() is ignored (force_init=True)")
             return
-        replicas = self._make_replicas(None)
+        network = self.replicas.first.network
         state = {}
         if arg_params is not None:
-            state = checkpoint.matched(replicas.first.network, arg_params, allow_missing, allow_extra)
+            state = checkpoint.matched(network, arg_params, allow_missing, allow_extra)
         if initializer is not None:
-            initialise(replicas.first.network, initializer, skip=set(state))
-            state = replicas.first.network.state_dict() | state
+            initialise(network, initializer, skip=set(state))
+            state = network.state_dict() | state
         self._params_given = True
         self._load_state(state)
 
     def get_params(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers on the host, by state_dict name; running statistics averaged over replicas."""
-        return self._make_replicas(None).state_dict()
+        return self.replicas.state_dict()
 
     def set_params(self, params: Params, allow_missing: bool = False, allow_extra: bool = False) -> None:
         """Replace parameters and buffers everywhere, in the store too.
@@ -101,14 +101,11 @@ class Module(Steps):
             RuntimeError: names are missing.
             ValueError: extra ones, or a tensor of another shape.
         """
-        replicas = self._make_replicas(None)
-        self._load_state(checkpoint.matched(replicas.first.network, params, allow_missing, allow_extra))
+        self._load_state(checkpoint.matched(self.replicas.first.network, params, allow_missing, allow_extra))
 
     def _load_state(self, state: Params) -> None:
-        replicas = self._make_replicas(None)
-        replicas.load_state_dict(dict(state))
-        for replica in replicas.all:
-            replica.samples_seen = 0
+        self.replicas.average_buffers()
+        self.replicas.load_state_dict(dict(state))
         if self._updates is not None:
             self._updates.take_over_weights()
 
@@ -120,31 +117,20 @@ class Module(Steps):
         """
         import torchinfo
 
-        data = map_tensors(lambda t: t.to(self.contexts[0].torch_device), zeros_of(data_shapes, "data_shapes"))
-        network = self._make_replicas(data).first.network
-        return str(torchinfo.summary(network, input_data=data, verbose=0))
+        data = zeros_of(data_shapes, "data_shapes")
+        first = self._make_replicas(data).first
+        return str(torchinfo.summary(first.network, input_data=move(data, first.context.torch_device), verbose=0))
 
     def average_statistics(self) -> None:
         """Give every replica the average of running statistics, by samples seen; `fit` does it after each epoch."""
-        self._make_replicas(None).average_buffers()
+        self.replicas.average_buffers()
 
     # -- whole loops, written on the verbs ----------------------------------------------------------------------
 
-    def fit(self, train_data: Any, eval_data: Any = None, eval_metric: Any = "acc", **options: Any) -> None:
-        """Train; see `models.loops.fit` for all options."""
-        loops.fit(self, train_data, eval_data, eval_metric, **options)
-
-    def score(self, eval_data: Any, eval_metric: Any = "acc", **options: Any) -> list[tuple[str, float]]:
-        """Evaluate metrics; see `models.loops.score`."""
-        return loops.score(self, eval_data, eval_metric, **options)
-
-    def predict(self, data: Any, **options: Any) -> Any:
-        """The network's outputs for all samples, in order, on the host; see `models.loops.predict`."""
-        return loops.predict(self, data, **options)
-
-    def iter_predict(self, data: Any, **options: Any) -> Iterator[tuple[Any, int, Any]]:
-        """Outputs batch by batch; see `models.loops.iter_predict`."""
-        return loops.iter_predict(self, data, **options)
+    fit = loops.fit
+    score = loops.score
+    predict = loops.predict
+    iter_predict = loops.iter_predict
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -200,12 +186,10 @@ class Module(Steps):
             self.set_learning_rate(state.learning_rate)
         self._step = saved.step
         self.position = Position(**saved.position)
-        replicas = self._make_replicas(None)
-        if len(saved.samples_seen) == len(replicas.all):
-            replicas.set_own_buffers(saved.replica_buffers, saved.samples_seen)
+        if len(saved.samples_seen) == len(self.replicas.all):
+            self.replicas.set_own_buffers(saved.replica_buffers, saved.samples_seen)
 
     def replica_buffers(self) -> tuple[dict[str, list[torch.Tensor]], list[int]]:
         """Each replica's buffers where they may differ, by name, and the samples it has seen since they were equal."""
-        replicas = self._make_replicas(None)
-        seen = [replica.samples_seen for replica in replicas.all]
-        return (replicas.own_buffers() if len(seen) > 1 and any(seen) else {}), seen
+        seen = [replica.samples_seen for replica in self.replicas.all]
+        return (self.replicas.own_buffers() if len(seen) > 1 and any(seen) else {}), seen

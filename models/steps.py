@@ -21,7 +21,7 @@ from models.updates import Request, Updates
 
 
 class Steps:
-    """Describes the job, and does it step by step."""
+    """A training job's replicas, loss and optimizer, stepped from outside; `Module` builds the rest on it."""
 
     def __init__(
         self,
@@ -130,6 +130,11 @@ class Steps:
             if isinstance(parameter, nn.parameter.UninitializedParameter)
         ]
 
+    @property
+    def replicas(self) -> Replicas:
+        """The replicas, made when they are first asked for."""
+        return self._make_replicas(None)
+
     def _make_replicas(self, data: Batch | None) -> Replicas:
         if self._replicas is None:
             self._materialise(data)
@@ -165,7 +170,7 @@ class Steps:
             TypeError: a wrong type.
         """
         spec = OptimizerSpec.parse((optimizer, dict(optimizer_params or {})))
-        replicas = self._make_replicas(None)
+        replicas = self.replicas
         spec.check_keys(name for name, _ in self.network.named_parameters())
         if not replicas.first.parameters:
             raise ValueError("the network has no parameter that is trained")
