@@ -16,10 +16,14 @@ def check_work_load_list(work_load_list: Sequence[float] | None, count: int) -> 
     """
     if work_load_list is None:
         return [1] * count
+    return _checked(work_load_list, count)
+
+
+def _checked(work_load_list: Sequence[float], count: int | None = None) -> list[float]:
     if isinstance(work_load_list, (str, bytes)) or not isinstance(work_load_list, Sequence):
         raise TypeError(f"work_load_list is {work_load_list!r}; expected one number a context, such as [3, 1]")
     loads = list(work_load_list)
-    if len(loads) != count:
+    if count is not None and len(loads) != count:
         raise ValueError(f"work_load_list has {len(loads)} entries for {count} contexts")
     for index, load in enumerate(loads):
         if isinstance(load, bool) or not isinstance(load, (int, float)):
@@ -50,7 +54,7 @@ def split_batch(batch_size: int, work_load_list: Sequence[float]) -> list[slice]
         raise TypeError(f"batch_size is {batch_size!r}; expected an int")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; expected 1 or more")
-    loads = [_exact(load) for load in check_work_load_list(work_load_list, len(work_load_list))]
+    loads = [_exact(load) for load in _checked(work_load_list)]
     counts = _largest_remainder(batch_size, loads)
     _give_to_the_empty(counts, loads)
     ends = [sum(counts[: index + 1]) for index in range(len(counts))]

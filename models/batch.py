@@ -37,10 +37,14 @@ def as_batch(value: Any, what: str) -> Batch:
         TypeError: it holds something else; ``what`` names it in the message.
     """
     if isinstance(value, np.ndarray):
-        return torch.from_numpy(value if value.flags.writeable else value.copy())
+        shareable = value.flags.writeable and all(stride >= 0 for stride in value.strides)
+        try:
+            return torch.from_numpy(value if shareable else value.copy())
+        except TypeError as error:
+            raise TypeError(f"{what} is an array of {value.dtype}, which torch does not have: {error}") from None
     if isinstance(value, torch.Tensor):
         return value
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and value:
         return {name: as_batch(part, f"{what}[{name!r}]") for name, part in value.items()}
     if isinstance(value, (tuple, list)) and value:
         return tuple(as_batch(part, f"{what}[{index}]") for index, part in enumerate(value))

@@ -55,25 +55,24 @@ class Speedometer:
         if frequent < 1:
             raise ValueError(f"frequent is {frequent}; expected 1 or more")
         self.batch_size, self.frequent, self.auto_reset = batch_size, frequent, auto_reset
-        self._since: float | None = None
-        self._last = -1
+        self._since = 0.0
+        self._begin: tuple[int, int] | None = None  # epoch and batch from which on is counted
 
     def __call__(self, param: BatchEndParam) -> None:
         """Count a batch."""
         count = param.nbatch
-        if self._since is None or count < self._last:
-            self._since = time.perf_counter()
-        self._last = count
-        if count % self.frequent or not count:
+        if self._begin is None or self._begin[0] != param.epoch or count <= self._begin[1]:
+            self._begin, self._since = (param.epoch, count), time.perf_counter()
+        if count % self.frequent or count == self._begin[1]:
             return
-        now = time.perf_counter()
-        speed = self.frequent * self.batch_size / max(now - self._since, 1e-9)
+        batches = count - self._begin[1]
+        speed = batches * self.batch_size / max(time.perf_counter() - self._since, 1e-9)
         values = "".join(f"\t{name}={value:f}" for name, value in param.eval_metric.get_name_value())
-        begin = count - self.frequent if self.auto_reset else 0
+        begin = self._begin[1] if self.auto_reset else 0
         _log.info("Epoch[%d] Batch [%d-%d]\tSpeed: %.2f samples/sec%s", param.epoch, begin, count, speed, values)
         if self.auto_reset:
             param.eval_metric.reset_local()
-        self._since = time.perf_counter()
+        self._begin, self._since = (param.epoch, count), time.perf_counter()
 
 
 class ProgressBar:
@@ -83,21 +82,24 @@ class ProgressBar:
         """``total`` batches make an epoch; None asks the data."""
         self._total = total
         self._bar: tqdm[Any] | None = None
+        self._epoch = -1
 
     def __call__(self, param: BatchEndParam) -> None:
         """Count a batch."""
         from tqdm import tqdm
 
         total = self._total or param.locals.get("num_batches")
-        if self._bar is None or param.nbatch + 1 < self._bar.n:
-            self._finish()
+        if self._bar is None or param.epoch != self._epoch or param.nbatch < self._bar.n:
+            self.close()
+            self._epoch = param.epoch
             self._bar = tqdm(total=total, initial=param.nbatch, desc=f"Epoch {param.epoch}", unit="batch", leave=False)
         self._bar.set_postfix(dict(param.eval_metric.get_name_value()), refresh=False)
         self._bar.update(param.nbatch + 1 - self._bar.n)
         if total is not None and param.nbatch + 1 >= total:
-            self._finish()
+            self.close()
 
-    def _finish(self) -> None:
+    def close(self) -> None:
+        """Take the bar away; `fit` does it when it ends."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

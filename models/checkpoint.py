@@ -208,7 +208,8 @@ def load_weights(network: nn.Module, path: str | Path) -> None:
             raise ValueError(f"weights {path} is torn, or holds more than plain tensors: {error}") from error
     else:
         raise ValueError(f"weights {path} ends in {path.suffix!r}; expected .safetensors, .pth or .pt")
-    if not isinstance(params, Mapping) or not all(isinstance(value, torch.Tensor) for value in params.values()):
+    named = isinstance(params, Mapping) and all(isinstance(name, str) for name in params)
+    if not named or not all(isinstance(value, torch.Tensor) for value in params.values()):
         raise ValueError(f"weights {path} holds no state dict; expected names with tensors")
     network.load_state_dict(matched(network, params, False, False), strict=False)
 

@@ -41,6 +41,10 @@ class Source(abc.ABC):
     def plan(self) -> dict[str, Any]:
         """What must be equal for a run to go on in mid-epoch, as plain data."""
 
+    def first(self) -> Item:
+        """A batch to learn shapes from; the epochs give it all the same."""
+        return next(self.epoch(0))
+
     def num_batches(self) -> int | None:
         """Batches in an epoch, where that is known."""
         return None
@@ -79,7 +83,11 @@ def source(
         )
     if batch_size is not None:
         raise ValueError(f"batch_size is {batch_size}, but {what} has batches already; drop one of them")
-    if isinstance(data, DataLoader) and data.batch_sampler is not None:
+    if (
+        isinstance(data, DataLoader)
+        and data.batch_sampler is not None
+        and not isinstance(data.dataset, IterableDataset)
+    ):
         return _Loader(data)
     return _Iterable(data, what)
 
@@ -173,9 +181,10 @@ class _Loader(Source):
         self.generator = loader.generator
 
     def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _nothing) -> Iterator[Item]:
-        sampler: Any = self._loader.sampler
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
+        samplers: tuple[Any, ...] = (self._loader.sampler, self._loader.batch_sampler)
+        for sampler in samplers:
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
         for item in self._without(skip, skipped) if skip else self._loader:
             yield _pair(item, "a batch of the DataLoader")
 
@@ -227,17 +236,28 @@ class _Iterable(Source):
 
     def __init__(self, batches: Iterable[Any], what: str) -> None:
         self._batches, self._what = batches, what
-        self._one_pass = iter(batches) is batches
-        self._read = False
+        self._iterator = batches if isinstance(batches, Iterator) else None  # gives its batches once
+        self._ahead: list[Item] = []
+        self._epochs = 0
+
+    def first(self) -> Item:
+        if self._iterator is None:
+            return super().first()
+        self._ahead.append(self._item(next(self._iterator)))
+        return self._ahead[0]
 
     def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _nothing) -> Iterator[Item]:  # noqa: ARG002
-        if self._read and self._one_pass:
+        if self._iterator is not None and self._epochs:
             raise ValueError(
                 f"{self._what} is an iterator, which gives its batches once; expected an iterable such as a list"
             )
-        self._read = True
+        self._epochs += 1
+        yield from self._ahead
         for item in self._batches:
-            yield _pair(item, f"a batch of {self._what}")
+            yield self._item(item)
+
+    def _item(self, item: Any) -> Item:
+        return _pair(item, f"a batch of {self._what}")
 
     def plan(self) -> dict[str, Any]:
         return {}
@@ -334,8 +354,12 @@ class ImageFolder(Dataset[tuple[torch.Tensor, int]]):
         path = self.files[index]
         try:
             with Image.open(path) as file:
-                image = file.convert("L" if channels == 1 else "RGB").resize((width, height), Image.Resampling.BILINEAR)
-        except OSError as error:
+                image: Image.Image = file
+                if file.mode.startswith("I"):  # 16 bits a pixel, which convert() would cut off at 255
+                    image = Image.fromarray((np.asarray(file, np.float32) / 257).round().astype(np.uint8))
+                image = image.convert("L" if channels == 1 else "RGB")
+                image = image.resize((width, height), Image.Resampling.BILINEAR)
+        except Exception as error:
             raise ValueError(f"image {path} cannot be read: {error}") from error
         pixels = torch.from_numpy(np.array(image)).to(self._dtype) / 255
         return (pixels.unsqueeze(0) if channels == 1 else pixels.permute(2, 0, 1).contiguous()), self.labels[index]

@@ -48,15 +48,15 @@ def initialise(network: nn.Module, spec: InitializerSpec, skip: Container[str] =
                     continue
                 try:
                     fill(parameter)
-                except ValueError as error:
+                except (ValueError, RuntimeError) as error:
                     raise ValueError(f"initializer {spec!r} cannot fill parameter {name!r}: {error}") from error
 
 
 def _fill(spec: InitializerSpec) -> Fill:
     if callable(spec):
         return spec
-    name, arguments = spec if isinstance(spec, tuple) else (spec, {})
-    if not isinstance(name, str):
+    name, arguments = spec if isinstance(spec, tuple) and len(spec) == 2 else (spec, {})
+    if not isinstance(name, str) or not isinstance(arguments, dict):
         raise TypeError(f"initializer is {spec!r}; expected a name, (name, arguments), or a function")
     if name.lower() not in _BY_NAME:
         raise ValueError(f"initializer {name!r} is unknown; expected one of {sorted(_BY_NAME)}, or a function")

@@ -60,7 +60,7 @@ def fit(
         kvstore: as `Module.init_optimizer` takes it.
         optimizer: likewise.
         optimizer_params: likewise; None: torch's own defaults.
-        batch_end_callback: one or several, called after each batch.
+        batch_end_callback: one or several, called after each batch; those that have a ``close`` are closed at the end.
         epoch_end_callback: one or several, called after each epoch with (epoch, network, params, buffers).
         eval_end_callback: one or several, called after each scoring.
         validation_metric: None: as ``eval_metric``.
@@ -77,13 +77,14 @@ def fit(
     metric = create(eval_metric, module.loss.loss)
     validation = create(validation_metric if validation_metric is not None else eval_metric, module.loss.loss)
     batch_callbacks, epoch_callbacks = _many(batch_end_callback), _many(epoch_end_callback)
+    eval_callbacks = _many(eval_end_callback)
     saved = _checkpoint(resume, [*batch_callbacks, *epoch_callbacks])
     module.seed, module.data_generator = seed, train.generator
     request = (kvstore, optimizer, dict(optimizer_params or {}))
     if not module.optimizer_initialized or request not in (_DEFAULT_REQUEST, module.optimizer_request):
         if module.has_lazy_parameters:
             states = host_states(train.generator)
-            module.bind_to(next(train.epoch(begin_epoch))[0])
+            module.bind_to(train.first()[0])
             set_host_states(states, train.generator)
         module.init_optimizer(*request)
     skip = 0
@@ -92,33 +93,53 @@ def fit(
         begin_epoch, skip = _resumed_position(module, train)
     else:
         module.position.epoch = begin_epoch
-    for epoch in range(begin_epoch, num_epoch):
-        began = time.perf_counter()
-        metric.reset()
-        batches = _begin_epoch(module, train, epoch, skip, saved)
-        for nbatch, (data, label) in enumerate(batches, skip):
-            module.forward_backward_update(data, label)
-            metric.update(label, module.get_outputs(), module)
-            module.position.batch = nbatch + 1
-            if batch_callbacks:
-                context = {"module": module, "data": data, "label": label, "num_batches": train.num_batches()}
-                _call(batch_callbacks, BatchEndParam(epoch, nbatch, metric, context))
-        skip = 0
-        module.average_statistics()
-        module.position = type(module.position)(epoch + 1)
-        for name, value in metric.get_global_name_value():
-            module.logger.info("Epoch[%d] Train-%s=%f", epoch, name, value)
-        module.logger.info("Epoch[%d] Time cost=%.3f", epoch, time.perf_counter() - began)
-        if epoch_callbacks:
-            _end_epoch(module, epoch, epoch_callbacks)
-        if eval_data is not None:
-            size = batch_size if _needs_batch_size(eval_data) else None
-            states = host_states(None)  # a loader that scoring iterates draws; training must not see it
-            for name, value in score(
-                module, eval_data, validation, batch_size=size, score_end_callback=eval_end_callback, epoch=epoch
-            ):
-                module.logger.info("Epoch[%d] Validation-%s=%f", epoch, name, value)
-            set_host_states(states, None)
+    try:
+        for epoch in range(begin_epoch, num_epoch):
+            began = time.perf_counter()
+            metric.reset()
+            batches = _begin_epoch(module, train, epoch, skip, saved)
+            _train(module, train, enumerate(batches, skip), epoch, metric, batch_callbacks)
+            skip = 0
+            module.average_statistics()
+            module.position = type(module.position)(epoch + 1)
+            for name, value in metric.get_global_name_value():
+                module.logger.info("Epoch[%d] Train-%s=%f", epoch, name, value)
+            module.logger.info("Epoch[%d] Time cost=%.3f", epoch, time.perf_counter() - began)
+            if epoch_callbacks:
+                _end_epoch(module, epoch, epoch_callbacks)
+            if eval_data is not None:
+                size = batch_size if _needs_batch_size(eval_data) else None
+                _validate(module, eval_data, validation, size, epoch, eval_callbacks)
+    finally:
+        for callback in batch_callbacks:
+            if hasattr(callback, "close"):
+                callback.close()
+
+
+def _train(
+    module: Module,
+    train: Source,
+    batches: Iterable[tuple[int, Any]],
+    epoch: int,
+    metric: EvalMetric,
+    callbacks: list[BatchCallback],
+) -> None:
+    for nbatch, (data, label) in batches:
+        module.forward_backward_update(data, label)
+        metric.update(label, module.get_outputs(), module)
+        module.position.batch = nbatch + 1
+        if callbacks:
+            _call(callbacks, _after_batch(module, train, metric, epoch, nbatch, data, label))
+
+
+def _validate(
+    module: Module, data: Any, metric: EvalMetric, batch_size: int | None, epoch: int, callbacks: list[BatchCallback]
+) -> None:
+    states = host_states(None)  # a loader that scoring iterates draws; training must not see it
+    values = score(module, data, metric, batch_size=batch_size, score_end_callback=callbacks, epoch=epoch)
+    set_host_states(states, None)
+    for name, value in values:
+        module.logger.info("Epoch[%d] Validation-%s=%f", epoch, name, value)
 
 
 def score(
@@ -146,15 +167,15 @@ def score(
     """
     metric = eval_metric if isinstance(eval_metric, EvalMetric) else create(eval_metric, module.loss.loss)
     metric.reset()
-    after_batch = _many(batch_end_callback)
+    after_batch, at_end = _many(batch_end_callback), _many(score_end_callback)
     nbatch = -1
     data_source = source(eval_data, batch_size, shuffle=False, seed=0, what="eval_data")
     for nbatch, (data, label) in enumerate(_first(data_source, num_batch)):
         module.forward(data, label, is_train=False)
         metric.update(label, module.get_outputs(), module)
         if after_batch:
-            _call(after_batch, BatchEndParam(epoch, nbatch, metric, {"module": module, "data": data, "label": label}))
-    _call(_many(score_end_callback), BatchEndParam(epoch, nbatch, metric, {"module": module}))
+            _call(after_batch, _after_batch(module, data_source, metric, epoch, nbatch, data, label))
+    _call(at_end, BatchEndParam(epoch, nbatch, metric, {"module": module, "num_batches": data_source.num_batches()}))
     return metric.get_global_name_value()
 
 
@@ -261,8 +282,16 @@ def _resumed_position(module: Module, train: Source) -> tuple[int, int]:
     return position.epoch, position.batch
 
 
+def _after_batch(
+    module: Module, data_source: Source, metric: EvalMetric, epoch: int, nbatch: int, data: Any, label: Any
+) -> BatchEndParam:
+    context = {"module": module, "data": data, "label": label, "num_batches": data_source.num_batches()}
+    return BatchEndParam(epoch, nbatch, metric, context)
+
+
 def _needs_batch_size(data: Any) -> bool:
-    return isinstance(data, (tuple, torch.utils.data.Dataset))
+    is_iterable = isinstance(data, torch.utils.data.IterableDataset)
+    return isinstance(data, (tuple, torch.utils.data.Dataset)) and not is_iterable
 
 
 def _first(data_source: Source, num_batch: int | None) -> Iterator[Any]:

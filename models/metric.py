@@ -152,7 +152,7 @@ class _One(EvalMetric):
 
 
 class _Torchmetric(_One):
-    """A torchmetrics object of the user's, given (outputs, labels)."""
+    """A torchmetrics object of the user's, given (outputs, labels); it is cloned, so that uses do not mix."""
 
     def __init__(self, metric: torchmetrics.Metric) -> None:
         super().__init__(type(metric).__name__)
@@ -162,26 +162,39 @@ class _Torchmetric(_One):
         return _tensors(self._name, output, label)
 
     def _make(self, output: Any) -> torchmetrics.Metric:
-        return self._given.to(output.device)
+        metric = self._given.clone().to(output.device)
+        metric.reset()
+        return metric
 
 
 class _Named(_One):
-    """A metric of classes or numbers; the outputs' second axis tells how many classes there are."""
+    """A metric of torchmetrics by its MXNet name."""
 
     def __init__(
         self,
         name: str,
-        make: Callable[[int], torchmetrics.Metric],
+        make: Callable[[torch.Tensor], torchmetrics.Metric],
         prepare: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
-        super().__init__(name)
-        self._of_classes, self._prepare = make, prepare
+        """Say how.
 
-    def _arguments(self, label: Any, output: Any, module: Steps) -> tuple[Any, ...]:  # noqa: ARG002
-        return self._prepare(*_tensors(self._name, output, label))
+        Args:
+            name: MXNet's.
+            make: the torchmetrics object, from the first batch's prepared outputs.
+            prepare: what it is told of (outputs, labels); nothing to count leaves no labels.
+        """
+        super().__init__(name)
+        self._of, self._prepare = make, prepare
+        self._first: torch.Tensor | None = None
+
+    def _arguments(self, label: Any, output: Any, module: Steps) -> tuple[Any, ...] | None:  # noqa: ARG002
+        prepared = self._prepare(*_tensors(self._name, output, label))
+        self._first = prepared[0]
+        return prepared if prepared[1].numel() else None
 
     def _make(self, output: Any) -> torchmetrics.Metric:
-        return self._of_classes(output.shape[1] if output.dim() > 1 else 2).to(output.device)
+        assert self._first is not None
+        return self._of(self._first).to(output.device)
 
 
 class _Mean(_One):
@@ -200,7 +213,7 @@ class _Mean(_One):
     def _make(self, output: Any) -> torchmetrics.Metric:  # noqa: ARG002
         from torchmetrics.aggregation import MeanMetric
 
-        return MeanMetric().set_dtype(torch.float64)
+        return MeanMetric(nan_strategy=float("nan")).set_dtype(torch.float64)  # "disable" forgets the weights
 
 
 class _LossMetric(_Mean):
@@ -222,37 +235,63 @@ def _tensors(name: str, output: Any, label: Any) -> tuple[torch.Tensor, torch.Te
     return output, label.to(output.device)
 
 
+def _by_class(name: str, loss: Any, two: bool = False) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """What class metrics are told: (M, C) scores or (M,) classes, and (M,) labels, without those the loss ignores.
+
+    Outputs are (N, C, ...) scores for (N, ...) labels, or one number a label: a class, or how sure class 1 is.
+    """
+    ignored = _ignored(loss)
+    threshold = 0.0 if isinstance(loss, nn.BCEWithLogitsLoss) else 0.5
+
+    def prepare(output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if output.numel() == label.numel():
+            found = (output > threshold if output.is_floating_point() else output).reshape(-1).long()
+        elif output.dim() > 1 and output.numel() == label.numel() * output.shape[1]:
+            found = output.movedim(1, -1).reshape(-1, output.shape[1])
+            if two and output.shape[1] == 2:
+                found = found.argmax(1)
+        else:
+            raise ValueError(f"metric {name!r} got outputs {tuple(output.shape)} for labels {tuple(label.shape)}")
+        if two and found.dim() > 1:
+            raise ValueError(f"metric {name!r} is for two classes, but the outputs are {tuple(output.shape)}")
+        target = label.reshape(-1).long()
+        if ignored is None:
+            return found, target
+        keep = target != ignored
+        return found[keep], target[keep]
+
+    return prepare
+
+
+def _classes(prepared: torch.Tensor) -> int:
+    return prepared.shape[1] if prepared.dim() > 1 else 2
+
+
 def _accuracy(loss: Any, top_k: int = 1) -> EvalMetric:
     from torchmetrics.classification import MulticlassAccuracy
 
-    ignored = _ignored(loss)
-    logits = isinstance(loss, nn.BCEWithLogitsLoss)
+    if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
+        raise ValueError(f"top_k is {top_k!r}; expected an int, 1 or more")
+    name = "accuracy" if top_k == 1 else f"top_k_accuracy_{top_k}"
 
-    def prepare(output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if output.shape == label.shape:  # one number a sample: the class itself, or how sure it is of class 1
-            sure = (output > (0 if logits else 0.5)) if output.is_floating_point() else output
-            return sure.long(), label.long()
-        return output, label.long()
+    def make(prepared: torch.Tensor) -> torchmetrics.Metric:
+        classes = max(_classes(prepared), 2)
+        k = min(top_k, classes) if prepared.dim() > 1 else 1
+        return MulticlassAccuracy(classes, top_k=k, average="micro", validate_args=False)
 
-    return _Named(
-        "accuracy" if top_k == 1 else f"top_k_accuracy_{top_k}",
-        lambda classes: MulticlassAccuracy(
-            max(classes, 2), top_k=top_k, average="micro", ignore_index=ignored, validate_args=False
-        ),
-        prepare,
-    )
+    return _Named(name, make, _by_class(name, loss))
 
 
 def _top_k_accuracy(loss: Any, top_k: int = 5) -> EvalMetric:
     return _accuracy(loss, top_k)
 
 
-def _log_likelihood(loss: Any) -> Callable[[Any, Any], tuple[torch.Tensor, int]]:
+def _log_likelihood(name: str, loss: Any) -> Callable[[Any, Any], tuple[torch.Tensor, int]]:
     """A batch's mean negative log-likelihood, and the labels counted."""
     ignored = _ignored(loss)
 
     def batch(label: Any, output: Any) -> tuple[torch.Tensor, int]:
-        output, label = _tensors("cross-entropy", output, label)
+        output, label = _tensors(name, output, label)
         if isinstance(loss, nn.CrossEntropyLoss):
             output = output.double().log_softmax(1)
         elif not isinstance(loss, nn.NLLLoss):
@@ -267,66 +306,54 @@ def _log_likelihood(loss: Any) -> Callable[[Any, Any], tuple[torch.Tensor, int]]
 
 
 def _cross_entropy(loss: Any) -> EvalMetric:
-    return _Mean("cross-entropy", _log_likelihood(loss))
+    return _Mean("cross-entropy", _log_likelihood("cross-entropy", loss))
 
 
 def _nll(loss: Any) -> EvalMetric:
-    return _Mean("nll-loss", _log_likelihood(loss))
+    return _Mean("nll-loss", _log_likelihood("nll-loss", loss))
 
 
 def _perplexity(loss: Any) -> EvalMetric:
-    import math
+    return _Mean("perplexity", _log_likelihood("perplexity", loss), _exp)
 
-    return _Mean("perplexity", _log_likelihood(loss), math.exp)
+
+def _exp(mean: float) -> float:
+    return float(torch.tensor(mean, dtype=torch.float64).exp())  # infinite where math.exp raises
 
 
 def _regression(name: str, torchmetrics_name: str, **options: Any) -> Callable[[Any], EvalMetric]:
     def make(loss: Any) -> EvalMetric:  # noqa: ARG001  as all named metrics
         import torchmetrics.regression as regression
 
-        return _Named(name, lambda _: getattr(regression, torchmetrics_name)(**options), _same_shape(name))
+        return _Named(name, lambda _: getattr(regression, torchmetrics_name)(**options), _by_number(name))
 
     return make
 
 
-def _same_shape(name: str) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+def _by_number(name: str) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """What metrics of numbers are told: both flat, in float32 at least."""
+
     def prepare(output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if output.numel() != label.numel():
             raise ValueError(f"metric {name!r} got outputs {tuple(output.shape)} for labels {tuple(label.shape)}")
-        return output.reshape(-1), label.reshape(-1).to(output.dtype)
+        dtype = torch.promote_types(torch.promote_types(output.dtype, label.dtype), torch.float32)
+        return output.reshape(-1).to(dtype), label.reshape(-1).to(dtype)
 
     return prepare
 
 
-def _binary(name: str, torchmetrics_name: str) -> Callable[[Any], EvalMetric]:
+def _of_classes(name: str, torchmetrics_name: str, *, two: bool) -> Callable[[Any], EvalMetric]:
     def make(loss: Any) -> EvalMetric:
         import torchmetrics.classification as classification
 
-        logits = isinstance(loss, nn.BCEWithLogitsLoss)
+        kind = getattr(classification, torchmetrics_name)
 
-        def prepare(output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            if output.dim() == 2 and output.shape[1] == 2:
-                sure = output.argmax(1)
-            elif output.numel() == label.numel():
-                sure = (output.reshape(-1) > (0 if logits else 0.5)).long()
-            else:
-                raise ValueError(f"metric {name!r} is for two classes, but the outputs are {tuple(output.shape)}")
-            return sure, label.reshape(-1).long()
+        def of(prepared: torch.Tensor) -> Any:
+            return kind(validate_args=False) if two else kind(_classes(prepared), validate_args=False)
 
-        return _Named(name, lambda _: getattr(classification, torchmetrics_name)(validate_args=False), prepare)
+        return _Named(name, of, _by_class(name, loss, two))
 
     return make
-
-
-def _pcc(loss: Any) -> EvalMetric:
-    from torchmetrics.classification import MulticlassMatthewsCorrCoef
-
-    ignored = _ignored(loss)
-    return _Named(
-        "pcc",
-        lambda classes: MulticlassMatthewsCorrCoef(classes, ignore_index=ignored, validate_args=False),
-        lambda output, label: (output, label.long()),
-    )
 
 
 def _ignored(loss: Any) -> int | None:
@@ -338,13 +365,13 @@ _BY_NAME: dict[str, Callable[..., EvalMetric]] = {
     "accuracy": _accuracy,
     "ce": _cross_entropy,
     "cross-entropy": _cross_entropy,
-    "f1": _binary("f1", "BinaryF1Score"),
+    "f1": _of_classes("f1", "BinaryF1Score", two=True),
     "loss": _LossMetric,
     "mae": _regression("mae", "MeanAbsoluteError"),
-    "mcc": _binary("mcc", "BinaryMatthewsCorrCoef"),
+    "mcc": _of_classes("mcc", "BinaryMatthewsCorrCoef", two=True),
     "mse": _regression("mse", "MeanSquaredError"),
     "nll_loss": _nll,
-    "pcc": _pcc,
+    "pcc": _of_classes("pcc", "MulticlassMatthewsCorrCoef", two=False),
     "pearsonr": _regression("pearsonr", "PearsonCorrCoef"),
     "perplexity": _perplexity,
     "rmse": _regression("rmse", "MeanSquaredError", squared=False),
