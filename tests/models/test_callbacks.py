@@ -1,0 +1,506 @@
+"""Callbacks: what they print and save, when, and what they are told."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from gangline import Checkpoint, Module, ProgressBar, Speedometer, cpu, module_checkpoint
+from models import checkpoint
+from models.callbacks import BatchEndParam
+from models.metric import EvalMetric, create
+
+LINE = re.compile(
+    r"Epoch\[(?P<epoch>\d+)\] Batch \[(?P<begin>\d+)-(?P<end>\d+)\]\t"
+    r"Speed: (?P<speed>\d+\.\d\d) samples/sec\taccuracy=(?P<accuracy>\d\.\d{6})"
+)
+
+
+def arrays(samples: int = 10) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(samples * 2.0).reshape(samples, 2) / 10, torch.arange(samples) % 3
+
+
+def classifier() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+
+def count(metric: EvalMetric, right: int, wrong: int) -> None:
+    """Have an accuracy count so many samples."""
+    label = torch.zeros(right + wrong).long()
+    output = torch.eye(2)[torch.arange(right + wrong).ge(right).long()]
+    metric.update(label, output, None)
+
+
+def spin(seconds: float) -> None:
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
+    """The speedometer's lines so far, each matched against MXNet's form."""
+    caplog.set_level(logging.INFO, "gangline")
+
+    def matched() -> list[re.Match[str]]:
+        found = []
+        for record in caplog.records:
+            assert (record.name, record.levelno) == ("gangline", logging.INFO)
+            if "Speed" in record.getMessage():
+                match = LINE.fullmatch(record.getMessage())
+                assert match is not None, record.getMessage()
+                found.append(match)
+        return found
+
+    return matched
+
+
+def ranges(matches: list[re.Match[str]]) -> list[tuple[int, int, int, float]]:
+    """(epoch, begin, end, accuracy) of each line."""
+    return [(int(one["epoch"]), int(one["begin"]), int(one["end"]), float(one["accuracy"])) for one in matches]
+
+
+# -- Speedometer ----------------------------------------------------------------------------------------------------
+
+
+def test_a_line_has_mxnets_form(lines: Any) -> None:
+    metric, speedometer = create("acc"), Speedometer(10, frequent=50)
+    for batch in range(51):
+        count(metric, 9, 1)
+        speedometer(BatchEndParam(0, batch, metric))
+    assert ranges(lines()) == [(0, 0, 50, 0.9)]
+
+
+def test_every_value_of_a_list_is_in_the_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "gangline")
+    metric, speedometer = create(["acc", "ce"]), Speedometer(4, frequent=1)
+    for batch in range(2):
+        metric.update(torch.tensor([0, 1]), torch.tensor([[0.5, 0.5], [0.5, 0.5]]), None)
+        speedometer(BatchEndParam(3, batch, metric))
+    (line,) = caplog.messages
+    assert re.fullmatch(
+        r"Epoch\[3\] Batch \[0-1\]\tSpeed: \d+\.\d\d samples/sec\taccuracy=0\.500000\tcross-entropy=0\.693147", line
+    )
+
+
+def test_with_auto_reset_a_line_tells_of_its_own_batches(lines: Any) -> None:
+    metric, speedometer = create("acc"), Speedometer(10, frequent=4)
+    for batch in range(13):
+        count(metric, *((10, 0) if batch <= 4 else (0, 10) if batch <= 8 else (5, 5)))
+        speedometer(BatchEndParam(2, batch, metric))
+    assert ranges(lines()) == [(2, 0, 4, 1.0), (2, 4, 8, 0.0), (2, 8, 12, 0.5)]
+    ((_, whole),) = metric.get_global_name_value()
+    assert whole == pytest.approx((5 + 4 / 2) / 13)
+
+
+def test_without_auto_reset_a_line_tells_of_the_epoch_so_far(lines: Any) -> None:
+    metric, speedometer = create("acc"), Speedometer(10, frequent=4, auto_reset=False)
+    for batch in range(9):
+        count(metric, *((10, 0) if batch <= 4 else (0, 10)))
+        speedometer(BatchEndParam(0, batch, metric))
+    assert ranges(lines()) == [(0, 0, 4, 1.0), (0, 0, 8, pytest.approx(5 / 9, abs=1e-6))]
+
+
+def test_no_line_comes_between(lines: Any) -> None:
+    metric, speedometer = create("acc"), Speedometer(10, frequent=5)
+    for batch in range(5):
+        count(metric, 1, 1)
+        speedometer(BatchEndParam(0, batch, metric))
+    assert lines() == []
+
+
+def test_speed_is_samples_by_the_time_since_the_last_line(lines: Any) -> None:
+    metric, speedometer = create("acc"), Speedometer(32, frequent=3)
+    began = time.perf_counter()
+    for batch in range(7):
+        count(metric, 1, 0)
+        speedometer(BatchEndParam(0, batch, metric))
+        spin(0.01)
+    at_most = 3 * 32 / (3 * 0.01)
+    at_least = 3 * 32 / (time.perf_counter() - began)
+    speeds = [float(one["speed"]) for one in lines()]
+    assert len(speeds) == 2
+    assert all(at_least - 0.01 <= speed <= at_most + 0.01 for speed in speeds)
+
+
+def test_speed_of_an_epoch_that_begins_in_its_middle_counts_the_batches_since(lines: Any) -> None:
+    metric, speedometer = create("acc"), Speedometer(32, frequent=10)
+    for batch in (7, 8, 9, 10):
+        count(metric, 1, 0)
+        speedometer(BatchEndParam(0, batch, metric))
+        spin(0.01)
+    (line,) = lines()
+    assert float(line["speed"]) <= 3 * 32 / (3 * 0.01) + 0.01  # three batches since the first call
+
+
+def test_a_new_epoch_starts_anew(lines: Any) -> None:
+    metric, speedometer = create("acc"), Speedometer(10, frequent=2)
+    for batch in range(4):
+        count(metric, 0, 10)
+        speedometer(BatchEndParam(0, batch, metric))
+    metric.reset()
+    spin(0.05)  # validation, say
+    began = time.perf_counter()
+    for batch in range(3):
+        count(metric, 10, 0)
+        speedometer(BatchEndParam(1, batch, metric))
+    at_least = 2 * 10 / (time.perf_counter() - began)
+    assert ranges(lines()) == [(0, 0, 2, 0.0), (1, 0, 2, 1.0)]
+    assert float(lines()[1]["speed"]) >= at_least - 0.01
+
+
+def test_a_speedometer_leaves_the_epochs_own_value_whole(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "gangline")
+    found = []
+    for callback in (None, Speedometer(2, frequent=2)):
+        torch.manual_seed(0)
+        caplog.clear()
+        with Module(classifier(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
+            module.fit(arrays(20), batch_size=4, num_epoch=2, batch_end_callback=callback)
+        found.append([line for line in caplog.messages if "Train-accuracy" in line])
+        assert sum("Speed" in line for line in caplog.messages) == (4 if callback else 0)
+    assert len(found[0]) == 2
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("frequent", [0, -5])
+def test_a_speedometer_that_never_speaks_is_refused(frequent: int) -> None:
+    with pytest.raises(ValueError, match=f"frequent is {frequent}; expected 1 or more"):
+        Speedometer(10, frequent)
+
+
+# -- ProgressBar ----------------------------------------------------------------------------------------------------
+
+
+def written(text: str) -> list[str]:
+    """Each state of the line that the bar wrote over and over."""
+    return [state.strip() for state in text.split("\r") if state.strip()]
+
+
+def left_over(text: str) -> str:
+    """What a terminal still shows."""
+    line = ""
+    for state in text.split("\r"):
+        line = state + line[len(state) :]
+    return line.strip()
+
+
+def open_bars() -> list[tqdm[Any]]:
+    return list(getattr(tqdm, "_instances", ()))
+
+
+@pytest.fixture
+def bar(request: pytest.FixtureRequest) -> Iterator[ProgressBar]:
+    """A bar; what a test leaves open is closed after it."""
+    yield ProgressBar(getattr(request, "param", None))
+    for one in open_bars():
+        one.close()
+
+
+def show(bar: ProgressBar, batches: Any, epoch: int = 0, **places: Any) -> None:
+    """Call the bar for batches that take long enough to be drawn."""
+    metric = create("acc")
+    for batch in batches:
+        spin(0.11)
+        count(metric, 3, 1)
+        bar(BatchEndParam(epoch, batch, metric, places))
+
+
+@pytest.mark.parametrize("bar", [3], indirect=True)
+def test_a_bar_shows_batches_and_the_metric_and_goes_at_the_epochs_end(
+    capsys: pytest.CaptureFixture[str], bar: ProgressBar
+) -> None:
+    show(bar, range(2))
+    text = capsys.readouterr().err
+    assert all(state.startswith("Epoch 0: ") for state in written(text))
+    assert "2/3" in left_over(text)
+    assert "accuracy=0.75" in left_over(text)
+    assert len(open_bars()) == 1
+    show(bar, [2])
+    assert left_over(text + capsys.readouterr().err) == ""
+    assert open_bars() == []
+
+
+def test_a_bar_asks_the_data_for_its_total(capsys: pytest.CaptureFixture[str], bar: ProgressBar) -> None:
+    show(bar, range(2), num_batches=3)
+    text = capsys.readouterr().err
+    assert "2/3" in left_over(text)
+    show(bar, [2], num_batches=3)
+    assert left_over(text + capsys.readouterr().err) == ""
+    assert open_bars() == []
+
+
+@pytest.mark.parametrize("bar", [1, 2], indirect=True)
+def test_each_epoch_has_a_bar_of_its_own(capsys: pytest.CaptureFixture[str], bar: ProgressBar) -> None:
+    for epoch in range(3):
+        show(bar, range(2), epoch)
+        text = capsys.readouterr().err
+        assert written(text)
+        assert all(state.startswith(f"Epoch {epoch}: ") for state in written(text))
+        assert left_over(text) == ""
+        assert open_bars() == []
+
+
+@pytest.mark.parametrize("bar", [8], indirect=True)
+def test_a_bar_begins_where_a_resumed_epoch_does(capsys: pytest.CaptureFixture[str], bar: ProgressBar) -> None:
+    show(bar, [5, 6])
+    states = written(capsys.readouterr().err)
+    assert "5/8" in states[0]
+    assert "7/8" in states[-1]
+    show(bar, [7])
+    assert open_bars() == []
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_without_a_total_the_next_epoch_closes_the_bar(
+    capsys: pytest.CaptureFixture[str], bar: ProgressBar, batches: int
+) -> None:
+    text = ""
+    for epoch in range(2):
+        show(bar, range(batches), epoch)
+        text += capsys.readouterr().err
+        assert left_over(text).startswith(f"Epoch {epoch}: ")
+        assert batches == 1 or "2batch" in left_over(text)
+        assert len(open_bars()) == 1
+
+
+class Unsized:
+    """Batches, anew each epoch, without a length."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        data, label = arrays()
+        yield from zip(data.split(5), label.split(5), strict=True)
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_nothing_is_left_of_the_bar_when_fit_is_over(
+    capsys: pytest.CaptureFixture[str], bar: ProgressBar, sized: bool
+) -> None:
+    data, size = (arrays(), 5) if sized else (Unsized(), None)
+    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit(data, batch_size=size, num_epoch=2, batch_end_callback=[bar, lambda _: spin(0.11)])
+    text = capsys.readouterr().err
+    assert any(state.startswith("Epoch 0: ") for state in written(text))
+    assert any(state.startswith("Epoch 1: ") for state in written(text))
+    assert left_over(text) == ""
+    assert open_bars() == []
+
+
+# -- Checkpoint -----------------------------------------------------------------------------------------------------
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def names(number: int) -> list[str]:
+    return [f"net-{number:04d}.json", f"net-{number:04d}.safetensors", f"net-{number:04d}.state.safetensors"]
+
+
+@pytest.mark.parametrize(("period", "numbers"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4]), (5, [5]), (6, [])])
+def test_epochs_are_saved_every_period_under_how_many_are_completed(
+    tmp_path: Path, period: int, numbers: list[int]
+) -> None:
+    (tmp_path / "out").mkdir()
+    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
+        saves = Checkpoint(module, tmp_path / "out" / "net", period)
+        module.fit(arrays(), batch_size=5, num_epoch=5, epoch_end_callback=saves)
+        assert saved(tmp_path / "out") == [name for number in numbers for name in names(number)]
+        assert checkpoint.epochs(tmp_path / "out" / "net") == numbers
+        if 5 in numbers:
+            params = checkpoint.read(tmp_path / "out" / "net", 5).params
+            assert all(torch.equal(params[name], value) for name, value in module.get_params().items())
+
+
+def test_batches_are_saved_every_period_under_the_epochs_completed(tmp_path: Path) -> None:
+    prefix, positions = tmp_path / "deep" / "net", []
+
+    def look(param: BatchEndParam) -> None:
+        there = checkpoint.epochs(prefix)
+        positions.append([checkpoint.read(prefix, number).position["batch"] for number in there])
+
+    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
+        saves = Checkpoint(module, prefix, period=2)
+        module.fit(arrays(), batch_size=2, num_epoch=2, batch_end_callback=[saves, look])
+    assert positions == [[], [2], [2], [4], [4], [4], [4, 2], [4, 2], [4, 4], [4, 4]]
+    assert saved(tmp_path / "deep") == names(0) + names(1)
+
+
+def test_a_checkpoint_of_the_callback_holds_what_a_run_needs_to_go_on(tmp_path: Path) -> None:
+    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit(arrays(), batch_size=5, num_epoch=1, epoch_end_callback=Checkpoint(module, str(tmp_path / "net")))
+    assert checkpoint.read(tmp_path / "net", 1).optimizer_state is not None
+
+
+@pytest.mark.parametrize("states", [None, False, True])
+def test_mxnets_module_checkpoint_saves_states_where_asked(tmp_path: Path, states: bool | None) -> None:
+    options = {} if states is None else {"save_optimizer_states": states}
+    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
+        saves = module_checkpoint(module, tmp_path / "net", 2, **options)
+        module.fit(arrays(), batch_size=5, num_epoch=3, epoch_end_callback=saves)
+    assert saved(tmp_path) == names(2)
+    assert (checkpoint.read(tmp_path / "net", 2).optimizer_state is not None) == bool(states)
+
+
+@pytest.mark.parametrize("make", [Checkpoint, module_checkpoint])
+@pytest.mark.parametrize("period", [0, -1])
+def test_a_period_below_one_is_refused(tmp_path: Path, make: Any, period: int) -> None:
+    with (
+        Module(classifier(), context=cpu()) as module,
+        pytest.raises(ValueError, match=f"period is {period}; expected 1 or more"),
+    ):
+        make(module, tmp_path / "net", period)
+
+
+# -- what callbacks are told ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("contexts", [[cpu()], [cpu(0), cpu(1)]])
+def test_a_batch_callback_is_told_where_the_loop_stands(contexts: list[Any]) -> None:
+    data, label = arrays()
+    seen: list[tuple[int, int]] = []
+    values: list[float] = []
+    outputs: list[torch.Tensor] = []
+
+    def look(param: BatchEndParam) -> None:
+        seen.append((param.epoch, param.nbatch))
+        assert param.locals["module"] is module
+        assert param.locals["num_batches"] == 3
+        where = slice(4 * param.nbatch, 4 * param.nbatch + 4)
+        assert torch.equal(param.locals["data"], data[where])
+        assert torch.equal(param.locals["label"], label[where])
+        outputs.append(module.get_outputs())
+        ((name, value),) = param.eval_metric.get_name_value()
+        assert name == "accuracy"
+        values.append(value)
+
+    with Module(nn.Linear(2, 3), nn.CrossEntropyLoss(), contexts) as module:
+        module.fit((data, label), batch_size=4, shuffle=False, num_epoch=4, begin_epoch=2, batch_end_callback=look)
+    assert seen == [(epoch, batch) for epoch in (2, 3) for batch in range(3)]
+    for first in (0, 3):  # each epoch's running accuracy
+        right = torch.cat(outputs[first : first + 3]).argmax(1) == label
+        for batch, samples in enumerate((4, 8, 10)):
+            assert values[first + batch] == pytest.approx(right[:samples].double().mean().item(), rel=1e-6)
+
+
+def test_a_number_of_batches_that_nobody_knows_is_none() -> None:
+    seen = []
+    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit(Unsized(), num_epoch=1, batch_end_callback=lambda param: seen.append(param.locals["num_batches"]))
+    assert seen == [None, None]
+
+
+def test_what_a_callback_is_told_cannot_be_changed() -> None:
+    param = BatchEndParam(0, 0, create("acc"))
+    assert param.locals == {}
+    with pytest.raises(AttributeError):
+        param.epoch = 1
+
+
+def test_an_epoch_callback_gets_the_network_its_parameters_and_its_buffers() -> None:
+    seen = []
+
+    def look(epoch: int, network: nn.Module, params: Any, buffers: Any) -> None:
+        assert network is module.network
+        assert set(params) == {name for name, _ in network.named_parameters()}
+        assert set(buffers) == {name for name, _ in network.named_buffers()}
+        assert all(torch.equal(value, module.get_params()[name]) for name, value in {**params, **buffers}.items())
+        assert buffers["1.num_batches_tracked"] == 3 * (epoch + 1)
+        seen.append(epoch)
+
+    with Module(classifier(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
+        module.fit(arrays(12), batch_size=4, num_epoch=2, epoch_end_callback=look)
+    assert seen == [0, 1]
+
+
+def test_what_an_epoch_callback_got_is_a_copy() -> None:
+    kept: list[torch.Tensor] = []
+    with Module(nn.Linear(2, 3), nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit(
+            arrays(),
+            batch_size=4,
+            num_epoch=2,
+            epoch_end_callback=lambda _, __, params, ___: kept.append(params["bias"]),
+        )
+    assert not torch.equal(kept[0], kept[1])
+
+
+def test_several_callbacks_are_called_in_order() -> None:
+    calls: list[str] = []
+
+    def named(name: str) -> Any:
+        return lambda *_: calls.append(name)
+
+    with Module(nn.Linear(2, 3), nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit(
+            arrays(),
+            arrays(5),
+            batch_size=5,
+            num_epoch=1,
+            batch_end_callback=[named("batch a"), named("batch b")],
+            epoch_end_callback=(named("epoch a"), named("epoch b")),
+            eval_end_callback=[named("eval a"), named("eval b")],
+        )
+    assert calls == ["batch a", "batch b"] * 2 + ["epoch a", "epoch b", "eval a", "eval b"]
+
+
+def test_the_end_of_a_scoring_is_told_with_its_metric() -> None:
+    data, label = arrays()
+    seen = []
+
+    def look(param: BatchEndParam) -> None:
+        assert param.locals["module"] is module
+        seen.append((param.epoch, param.nbatch, dict(param.eval_metric.get_name_value())))
+
+    with Module(nn.Linear(2, 3), nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit((data, label), (data, label), batch_size=4, num_epoch=2, eval_end_callback=look)
+        ((name, value),) = module.score((data, label), batch_size=3)
+    assert [(epoch, batch) for epoch, batch, _ in seen] == [(0, 2), (1, 2)]
+    assert seen[1][2] == {name: value}
+
+
+def test_a_batch_callback_of_a_scoring_is_told_where_it_stands() -> None:
+    seen = []
+
+    def look(param: BatchEndParam) -> None:
+        seen.append((param.epoch, param.nbatch, param.locals["num_batches"], len(param.locals["data"])))
+        assert param.locals["module"] is module
+        assert len(param.locals["label"]) == len(param.locals["data"])
+
+    with Module(nn.Linear(2, 3), nn.CrossEntropyLoss(), cpu()) as module:
+        module.score(arrays(), batch_size=4, batch_end_callback=look, epoch=7)
+    assert seen == [(7, 0, 3, 4), (7, 1, 3, 4), (7, 2, 3, 2)]
+
+
+@pytest.mark.parametrize("option", ["batch_end_callback", "epoch_end_callback", "eval_end_callback"])
+@pytest.mark.parametrize("callback", [3, "speedometer", [print, None]])
+def test_what_is_no_function_is_refused_before_anything_is_trained(option: str, callback: Any) -> None:
+    network = nn.Linear(2, 3)
+    before = network.weight.detach().clone()
+    with Module(network, nn.CrossEntropyLoss(), cpu()) as module:
+        with pytest.raises(TypeError, match=r"callback is .*; expected a function"):
+            module.fit(arrays(), arrays(), batch_size=5, num_epoch=1, **{option: callback})
+        assert torch.equal(network.weight, before)
+
+
+@pytest.mark.parametrize("option", ["batch_end_callback", "score_end_callback"])
+def test_score_refuses_what_is_no_function_before_it_begins(option: str) -> None:
+    asked: list[int] = []
+
+    def watched() -> Iterator[Any]:
+        asked.append(1)
+        yield arrays()
+
+    with Module(nn.Linear(2, 3), nn.CrossEntropyLoss(), cpu()) as module:
+        with pytest.raises(TypeError, match="callback is 3; expected a function"):
+            module.score(watched(), **{option: 3})
+        assert asked == []

@@ -1,0 +1,727 @@
+"""Where batches come from: every kind of source, its order, its middle; digits and folders of images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from gangline import Module, cpu
+from models.data import DATASETS, ImageFolder, Source, digits, image_folder, source, synthetic
+
+SAMPLES = 10
+Items = list[tuple[Any, Any]]
+
+
+def arrays(samples: int = SAMPLES) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample i holds (i, i / 10) and the label i."""
+    return torch.stack([torch.arange(samples) * 1.0, torch.arange(samples) / 10], 1), torch.arange(samples)
+
+
+class Counted(Dataset[tuple[torch.Tensor, int]]):
+    """The same samples as `arrays`; it notes which were read."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.samples = samples
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.read.append(index)
+        return torch.tensor([index * 1.0, index / 10]), index
+
+
+class Stream(IterableDataset[Any]):
+    """The same samples, one by one, or in batches of ``batch``; it has no length."""
+
+    def __init__(self, batch: int | None = None) -> None:
+        self.batch = batch
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        data, label = arrays()
+        step = self.batch or 1
+        for start in range(0, SAMPLES, step):
+            where = slice(start, start + step) if self.batch else start
+            yield data[where], label[where]
+
+
+def in_order(batch_size: int = 4) -> Items:
+    data, label = arrays()
+    return list(zip(data.split(batch_size), label.split(batch_size), strict=True))
+
+
+def labels_of(items: Iterator[tuple[Any, Any]] | Items) -> list[list[int]]:
+    """The labels, batch by batch; each sample's data must belong to its label."""
+    found = []
+    for data, label in items:
+        assert torch.equal(data, torch.stack([label * 1.0, label / 10], 1))
+        found.append(label.tolist())
+    return found
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return [label for batch in batches for label in batch]
+
+
+ORDERED = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+# -- arrays and datasets --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", [arrays, Counted])
+def test_without_shuffle_samples_keep_their_order_and_the_last_batch_is_what_is_left(data: Callable[[], Any]) -> None:
+    batches = source(data(), 4, shuffle=False, seed=0)
+    assert labels_of(batches.epoch(0)) == ORDERED
+    assert labels_of(batches.epoch(7)) == ORDERED
+    assert batches.num_batches() == 3
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 5, 10, 11])
+@pytest.mark.parametrize("data", [arrays, Counted])
+def test_batches_have_the_size_asked_for_but_the_last(data: Callable[[], Any], batch_size: int) -> None:
+    batches = source(data(), batch_size, shuffle=True, seed=0)
+    sizes = [len(batch) for batch in labels_of(batches.epoch(0))]
+    whole, rest = divmod(SAMPLES, batch_size)
+    assert sizes == [batch_size] * whole + [rest] * (rest > 0)
+    assert batches.num_batches() == len(sizes)
+
+
+@pytest.mark.parametrize("data", [arrays, Counted])
+def test_an_epoch_is_a_permutation_by_seed_and_epoch_alone(data: Callable[[], Any]) -> None:
+    seen = {}
+    for seed in (0, 1):
+        for epoch in (0, 1, 2):
+            order = flat(labels_of(source(data(), 4, shuffle=True, seed=seed).epoch(epoch)))
+            assert sorted(order) == list(range(SAMPLES))
+            seen[seed, epoch] = order
+            torch.manual_seed(123)
+            np.random.seed(5)
+            again = source(data(), 3, shuffle=True, seed=seed)
+            labels_of(again.epoch(9))
+            assert flat(labels_of(again.epoch(epoch))) == order
+    assert len({tuple(order) for order in seen.values()}) == 6
+
+
+def test_arrays_and_datasets_are_permuted_alike() -> None:
+    for epoch in (0, 3):
+        of_arrays = labels_of(source(arrays(), 4, shuffle=True, seed=5).epoch(epoch))
+        assert labels_of(source(Counted(), 4, shuffle=True, seed=5).epoch(epoch)) == of_arrays
+
+
+def test_arrays_draw_nothing_from_torchs_generator() -> None:
+    before = torch.get_rng_state()
+    labels_of(source(arrays(), 4, shuffle=True, seed=5).epoch(0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_numpy_arrays_keep_their_types() -> None:
+    data, label = arrays()
+    ((first_data, first_label), *_) = source(
+        (data.double().numpy(), label.int().numpy()), 4, shuffle=False, seed=0
+    ).epoch(0)
+    assert torch.equal(first_data, data[:4].double())
+    assert first_data.dtype == torch.float64
+    assert first_label.dtype == torch.int32
+
+
+def test_dicts_of_arrays_are_cut_together() -> None:
+    data, label = arrays()
+    nested = {"left": data.numpy(), "right": {"deep": data * 2}}
+    for epoch in (0, 1):
+        for batch, target in source((nested, {"y": label}), 4, shuffle=True, seed=1).epoch(epoch):
+            assert torch.equal(batch["left"][:, 0].long(), target["y"])
+            assert torch.equal(batch["right"]["deep"], batch["left"] * 2)
+
+
+def test_arrays_in_order_are_not_copied() -> None:
+    data, label = arrays()
+    for batch, _ in source((data, label), 4, shuffle=False, seed=0).epoch(0):
+        batch.zero_()
+    assert not data.any()
+
+
+def test_data_alone_serves_where_no_labels_are_needed() -> None:
+    data, _ = arrays()
+    for given in (data, data.numpy(), (data, None)):
+        found = list(source(given, 4, shuffle=False, seed=0, labels=False).epoch(0))
+        assert [label for _, label in found] == [None] * 3
+        assert torch.equal(torch.cat([batch for batch, _ in found]), data)
+    ((first, _), *_) = source({"x": data}, 4, shuffle=False, seed=0, labels=False).epoch(0)
+    assert torch.equal(first["x"], data[:4])
+
+
+def test_a_dataset_is_read_batch_by_batch() -> None:
+    dataset = Counted()
+    epoch = source(dataset, 4, shuffle=False, seed=0).epoch(0)
+    assert dataset.read == []
+    next(epoch)
+    assert dataset.read == [0, 1, 2, 3]
+
+
+def test_what_must_be_equal_to_go_on_is_told() -> None:
+    plan = source(arrays(), 4, shuffle=True, seed=3).plan()
+    assert plan == source(Counted(), 4, shuffle=True, seed=3).plan()
+    others = [
+        source(arrays(9), 4, shuffle=True, seed=3),
+        source(arrays(), 5, shuffle=True, seed=3),
+        source(arrays(), 4, shuffle=False, seed=3),
+        source(arrays(), 4, shuffle=True, seed=4),
+    ]
+    assert all(plan != other.plan() for other in others)
+    in_order_of_any_seed = [source(arrays(), 4, shuffle=False, seed=seed).plan() for seed in (0, 1)]
+    assert in_order_of_any_seed[0] == in_order_of_any_seed[1]
+
+
+# -- batches that are made elsewhere --------------------------------------------------------------------------------
+
+
+def test_a_loader_gives_its_own_batches() -> None:
+    loader = DataLoader(Counted(), batch_size=4, drop_last=True)
+    batches = source(loader, None, shuffle=True, seed=0)
+    assert labels_of(batches.epoch(0)) == ORDERED[:2]
+    assert batches.num_batches() == 2
+    assert batches.generator is None
+
+
+def test_a_loaders_own_generator_is_known() -> None:
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(Counted(), batch_size=4, shuffle=True, generator=generator)
+    batches = source(loader, None, shuffle=False, seed=0)
+    assert batches.generator is generator
+    epochs = [flat(labels_of(batches.epoch(epoch))) for epoch in range(2)]
+    generator.manual_seed(3)
+    assert [flat(batch.tolist() for _, batch in loader) for _ in range(2)] == epochs
+    assert all(sorted(order) == list(range(SAMPLES)) for order in epochs)
+
+
+def test_a_list_of_batches_serves_every_epoch() -> None:
+    batches = source(in_order(), None, shuffle=True, seed=0)
+    assert [labels_of(batches.epoch(epoch)) for epoch in (0, 1)] == [ORDERED, ORDERED]
+    assert batches.num_batches() == 3
+    assert not batches.can_skip
+
+
+def test_batches_may_be_numpy_and_of_any_size() -> None:
+    data, label = arrays()
+    given = [[data[:7].numpy(), label[:7].numpy()], (data[7:], label[7:])]
+    assert labels_of(source(given, None, shuffle=False, seed=0).epoch(0)) == [list(range(7)), [7, 8, 9]]
+
+
+def test_a_generator_serves_one_epoch_and_a_second_is_refused() -> None:
+    batches = source((item for item in in_order()), None, shuffle=False, seed=0)
+    assert batches.num_batches() is None
+    assert labels_of(batches.epoch(0)) == ORDERED
+    with pytest.raises(ValueError, match="train_data is an iterator, which gives its batches once"):
+        next(batches.epoch(1))
+
+
+def test_fit_trains_one_epoch_by_a_generator_and_refuses_the_next() -> None:
+    given = [(data, label % 3) for data, label in in_order()]
+    for epochs in (1, 2):
+        with Module(nn.Linear(2, 3), nn.CrossEntropyLoss(), cpu()) as module:
+            if epochs == 1:
+                module.fit(iter(given), num_epoch=1)
+                continue
+            with pytest.raises(ValueError, match="expected an iterable such as a list"):
+                module.fit(iter(given), num_epoch=2)
+            assert module.position.epoch == 1
+
+
+def test_a_generator_serves_a_network_that_learns_its_shapes_from_data() -> None:
+    given = ((data, label % 3) for data, label in in_order())
+    seen: list[int] = []
+    with Module(nn.LazyLinear(3), nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit(given, num_epoch=1, batch_end_callback=lambda param: seen.append(len(param.locals["label"])))
+    assert seen == [4, 4, 2]
+
+
+def test_an_iterable_dataset_of_batches_serves_every_epoch() -> None:
+    batches = source(Stream(4), None, shuffle=False, seed=0)
+    assert [labels_of(batches.epoch(epoch)) for epoch in (0, 1)] == [ORDERED, ORDERED]
+    assert batches.num_batches() is None
+    assert not batches.can_skip
+
+
+def test_a_loader_over_an_iterable_dataset_serves_every_epoch() -> None:
+    batches = source(DataLoader(Stream(), batch_size=4), None, shuffle=False, seed=0)
+    assert [labels_of(batches.epoch(epoch)) for epoch in (0, 1)] == [ORDERED, ORDERED]
+    assert batches.num_batches() is None
+    assert not batches.can_skip
+
+
+def test_fit_trains_by_a_loader_over_an_iterable_dataset() -> None:
+    seen: list[int] = []
+    with Module(nn.Linear(2, SAMPLES), nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit(
+            DataLoader(Stream(), batch_size=4),
+            num_epoch=2,
+            batch_end_callback=lambda param: seen.append(len(param.locals["label"])),
+        )
+    assert seen == [4, 4, 2] * 2
+
+
+def test_a_loader_without_batching_gives_its_items_as_batches() -> None:
+    batches = source(DataLoader(Stream(4), batch_size=None), None, shuffle=False, seed=0)
+    assert labels_of(batches.epoch(0)) == ORDERED
+
+
+def test_fit_validates_by_an_iterable_dataset_beside_arrays() -> None:
+    data, label = arrays()
+    scores: list[float] = []
+    with Module(nn.Linear(2, SAMPLES), nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit(
+            (data, label),
+            Stream(4),
+            num_epoch=1,
+            batch_size=4,
+            eval_end_callback=lambda param: scores.append(param.eval_metric.get_name_value()[0][1]),
+        )
+        assert scores == [module.score(in_order())[0][1]]
+
+
+def test_batches_without_labels_have_none() -> None:
+    data, _ = arrays()
+    found = list(source([data[:4], {"x": data[4:]}], None, shuffle=False, seed=0).epoch(0))
+    assert torch.equal(found[0][0], data[:4])
+    assert torch.equal(found[1][0]["x"], data[4:])
+    assert [label for _, label in found] == [None, None]
+
+
+# -- samplers that want to know the epoch ---------------------------------------------------------------------------
+
+
+class ByEpoch(BatchSampler):
+    """A batch sampler that begins epoch e with sample e."""
+
+    def __init__(self) -> None:
+        super().__init__(range(SAMPLES), 4, False)
+        self.first = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.first = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = [(self.first + i) % SAMPLES for i in range(SAMPLES)]
+        yield from (order[:4], order[4:8], order[8:])
+
+
+def test_a_sampler_is_told_the_epoch() -> None:
+    dataset = Counted()
+    sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=1)
+    batches = source(DataLoader(dataset, batch_size=4, sampler=sampler), None, shuffle=False, seed=0)
+    orders = {epoch: labels_of(batches.epoch(epoch)) for epoch in (0, 1, 2)}
+    assert len({tuple(flat(order)) for order in orders.values()}) == 3
+    for epoch in (1, 0, 2):
+        assert labels_of(batches.epoch(epoch, skip=1)) == orders[epoch][1:]
+        assert sampler.epoch == epoch
+
+
+def test_a_batch_sampler_is_told_the_epoch() -> None:
+    batches = source(DataLoader(Counted(), batch_sampler=ByEpoch()), None, shuffle=False, seed=0)
+    assert labels_of(batches.epoch(3)) == [[3, 4, 5, 6], [7, 8, 9, 0], [1, 2]]
+    assert labels_of(batches.epoch(5, skip=2)) == [[3, 4]]
+
+
+# -- the middle of an epoch -----------------------------------------------------------------------------------------
+
+
+def shuffled_loader(**options: Any) -> DataLoader[Any]:
+    return DataLoader(Counted(), batch_size=3, shuffle=True, **options)
+
+
+SKIPPING: dict[str, Callable[[], Source]] = {
+    "arrays": lambda: source(arrays(), 3, shuffle=True, seed=2),
+    "arrays in order": lambda: source(arrays(), 3, shuffle=False, seed=2),
+    "dataset": lambda: source(Counted(), 3, shuffle=True, seed=2),
+    "loader": lambda: source(shuffled_loader(), None, shuffle=False, seed=0),
+    "loader in order": lambda: source(DataLoader(Counted(), batch_size=3), None, shuffle=False, seed=0),
+    "loader that drops the last": lambda: source(shuffled_loader(drop_last=True), None, shuffle=False, seed=0),
+    "loader with its own generator": lambda: source(
+        shuffled_loader(generator=torch.Generator()), None, shuffle=False, seed=0
+    ),
+    "loader with a batch sampler": lambda: source(
+        DataLoader(Counted(), batch_sampler=BatchSampler(RandomSampler(range(SAMPLES)), 3, False)),
+        None,
+        shuffle=False,
+        seed=0,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(SKIPPING))
+def test_skipping_gives_exactly_the_rest_of_the_epoch(kind: str) -> None:
+    batches = SKIPPING[kind]()
+    assert batches.can_skip
+
+    def begin() -> None:
+        torch.manual_seed(17)
+        if batches.generator is not None:
+            batches.generator.manual_seed(17)
+
+    begin()
+    whole = labels_of(batches.epoch(1))
+    for skip in range(len(whole) + 2):
+        called: list[int] = []
+        begin()
+        rest = batches.epoch(1, skip, lambda called=called: called.append(1))
+        assert labels_of(rest) == whole[skip:]
+        assert called == [1] or not skip
+
+
+@pytest.mark.parametrize("kind", ["dataset", "loader"])
+def test_skipped_samples_are_not_read(kind: str) -> None:
+    dataset = Counted()
+    given, size = (dataset, 3) if kind == "dataset" else (DataLoader(dataset, batch_size=3, shuffle=True), None)
+    read_before: list[list[int]] = []
+    epoch = source(given, size, shuffle=True, seed=2).epoch(0, 2, lambda: read_before.append(list(dataset.read)))
+    assert dataset.read == flat(labels_of(epoch))
+    assert read_before == [[]]
+    assert len(dataset.read) == 4
+
+
+# -- wrong input ----------------------------------------------------------------------------------------------------
+
+DATA, LABEL = arrays()
+
+
+@pytest.mark.parametrize(
+    "data", [DATA, DATA.numpy(), {"x": DATA}, "digits", 3, None], ids=["tensor", "array", "dict", "text", "int", "None"]
+)
+def test_what_is_no_data_is_refused_by_its_type(data: Any) -> None:
+    with pytest.raises(
+        TypeError, match=rf"train_data is a {type(data).__name__}; expected \(data, labels\), a Dataset"
+    ):
+        source(data, 4, shuffle=False, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        ((DATA,), ValueError, r"train_data is a tuple of 1; expected \(data, labels\)"),
+        ((DATA, LABEL, LABEL), ValueError, "train_data is a tuple of 3"),
+        ((DATA, LABEL[:9]), ValueError, "train_data has 10 samples, but 9 labels"),
+        (({"a": DATA, "b": DATA[:7]}, LABEL), ValueError, r"train_data\[0\] has tensors of shapes"),
+        ((DATA, (LABEL, LABEL[:3])), ValueError, r"train_data\[1\] has tensors of shapes"),
+        ((DATA[:0], LABEL[:0]), ValueError, r"train_data\[0\] has no samples"),
+        ((torch.tensor(1.0), LABEL), ValueError, r"train_data\[0\] has a tensor without axes"),
+        ((DATA, list(range(10))), TypeError, r"train_data\[1\]\[0\] is a int"),
+        (([[1.0, 2.0]], LABEL), TypeError, r"train_data\[0\]\[0\]\[0\] is a float"),
+        ((DATA, "labels"), TypeError, r"train_data\[1\] is a str"),
+        ((None, LABEL), TypeError, r"train_data\[0\] is a NoneType"),
+        (Counted(0), ValueError, "the dataset has no samples"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(data: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        source(data, 4, shuffle=False, seed=0)
+
+
+@pytest.mark.parametrize("data", [arrays(), Counted(), TensorDataset(DATA, LABEL)])
+def test_samples_need_a_batch_size(data: Any) -> None:
+    with pytest.raises(ValueError, match="eval_data holds samples, so batch_size is needed"):
+        source(data, None, shuffle=False, seed=0, what="eval_data")
+
+
+@pytest.mark.parametrize("data", [arrays(), Counted()])
+@pytest.mark.parametrize(
+    ("batch_size", "error"), [(0, ValueError), (-3, ValueError), (True, TypeError), (2.0, TypeError), ("4", TypeError)]
+)
+def test_a_batch_size_that_makes_no_sense_is_refused(data: Any, batch_size: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"batch_size is {batch_size!r}"):
+        source(data, batch_size, shuffle=False, seed=0)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [in_order(), iter(in_order()), Stream(4), DataLoader(Counted(), batch_size=4), DataLoader(Stream(), batch_size=4)],
+    ids=["list", "iterator", "iterable dataset", "loader", "loader of an iterable dataset"],
+)
+def test_batches_need_no_batch_size(data: Any) -> None:
+    with pytest.raises(ValueError, match="batch_size is 4, but train_data has batches already"):
+        source(data, 4, shuffle=False, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (3, r"a batch of train_data is a int; expected \(data, label\)"),
+        ((DATA, LABEL, LABEL), r"a batch of train_data is a tuple; expected \(data, label\)"),
+        ((DATA, 3), "a batch of train_data, label, is a int"),
+        (("text", LABEL), "a batch of train_data, data, is a str"),
+        (({"x": None}, LABEL), r"a batch of train_data, data,\['x'\] is a NoneType"),
+    ],
+)
+def test_a_batch_that_is_none_is_refused(item: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        next(source([item], None, shuffle=False, seed=0).epoch(0))
+
+
+# -- digits ---------------------------------------------------------------------------------------------------------
+
+
+def rows(images: torch.Tensor) -> set[bytes]:
+    return {image.numpy().tobytes() for image in images}
+
+
+def test_digits_are_the_real_images_with_a_stratified_fifth_held_out() -> None:
+    splits = digits((1, 28, 28), torch.float64, seed=0)
+    (train, train_labels), (held_out, held_out_labels), classes = splits
+    assert classes == splits.num_classes == 10
+    assert train.shape == (1437, 1, 28, 28)
+    assert held_out.shape == (360, 1, 28, 28)
+    assert train_labels.shape == (1437,)
+    assert held_out_labels.shape == (360,)
+    for images, labels in (splits.train, splits.validation):
+        assert images.dtype == torch.float64
+        assert labels.dtype == torch.int64
+        assert images.min() == 0
+        assert images.max() <= 1
+    of_class = np.bincount(load_digits().target)
+    held = torch.bincount(held_out_labels, minlength=10).numpy()
+    assert np.array_equal(held + torch.bincount(train_labels, minlength=10).numpy(), of_class)
+    assert np.abs(held - of_class * 360 / 1797).max() < 1
+
+
+def test_digits_of_their_own_size_are_the_pixels_of_scikit_learn() -> None:
+    splits = digits((1, 8, 8), torch.float64, seed=3)
+    everything = torch.cat([splits.train[0], splits.validation[0]])
+    originals = torch.from_numpy(load_digits().images).unsqueeze(1) / 16
+    assert rows(everything) == rows(originals)
+    assert everything.max() == 1
+    labels = dict(zip((image.numpy().tobytes() for image in originals), load_digits().target, strict=True))
+    for images, targets in (splits.train, splits.validation):
+        assert [labels[image.numpy().tobytes()] for image in images] == targets.tolist()
+
+
+def test_digits_are_split_by_the_seed() -> None:
+    first, again, other = (digits((1, 8, 8), torch.float32, seed) for seed in (0, 0, 1))
+    for left, right in zip((*first.train, *first.validation), (*again.train, *again.validation), strict=True):
+        assert torch.equal(left, right)
+    assert rows(first.validation[0]) != rows(other.validation[0])
+    assert not rows(first.train[0]) & rows(first.validation[0])
+
+
+def test_digits_repeat_their_grey_in_more_channels() -> None:
+    images, _ = digits((3, 12, 10), torch.float32, seed=0).validation
+    assert images.shape == (360, 3, 12, 10)
+    assert images.dtype == torch.float32
+    assert torch.equal(images[:, 0], images[:, 1])
+    assert torch.equal(images[:, 0], images[:, 2])
+    assert images.is_contiguous()
+
+
+def test_the_datasets_by_name_hold_digits() -> None:
+    assert DATASETS["digits"] is digits
+
+
+def test_synthetic_data_repeat_by_seed() -> None:
+    splits = synthetic((3, 4, 5), torch.float32, 0, samples=50, num_classes=7)
+    images, labels = splits.train
+    assert images.shape == (50, 3, 4, 5)
+    assert set(labels.tolist()) <= set(range(7))
+    assert len(splits.validation[0]) == 10
+    assert torch.equal(images, synthetic((3, 4, 5), torch.float32, 0, 50, 7).train[0])
+    assert not torch.equal(images, synthetic((3, 4, 5), torch.float32, 1, 50, 7).train[0])
+
+
+# -- folders of images ----------------------------------------------------------------------------------------------
+
+PER_CLASS = 10
+CLASS_NAMES = ("zero", "one", "two")  # in alphabetical order: one, two, zero
+
+
+def write(path: Path, pixels: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Ten real 8x8 digits of each of three classes, as grey PNG files in sub-folders named in words."""
+    bunch = load_digits()
+    for digit, name in enumerate(CLASS_NAMES):
+        for number, index in enumerate(np.flatnonzero(bunch.target == digit)[:PER_CLASS]):
+            write(tmp_path / name / f"{number}.png", (bunch.images[index] * 15).astype(np.uint8))
+    return tmp_path
+
+
+def digit_pixels(digit: int, number: int) -> torch.Tensor:
+    bunch = load_digits()
+    image = bunch.images[np.flatnonzero(bunch.target == digit)[number]]
+    return torch.from_numpy((image * 15).astype(np.uint8)).unsqueeze(0)
+
+
+def test_sub_folders_are_classes_in_alphabetical_order(folder: Path) -> None:
+    dataset = ImageFolder(folder, (1, 8, 8))
+    assert dataset.classes == ["one", "two", "zero"]
+    assert len(dataset) == 3 * PER_CLASS
+    assert [dataset[index][1] for index in range(len(dataset))] == [0] * 10 + [1] * 10 + [2] * 10
+    assert [path.parent.name for path in dataset.files] == ["one"] * 10 + ["two"] * 10 + ["zero"] * 10
+
+
+def test_labels_do_not_depend_on_the_order_in_which_folders_were_made(tmp_path: Path) -> None:
+    names = [str(number * 7 % 13) for number in range(13)]
+    for name in names:
+        write(tmp_path / name / "b.png", np.full((2, 2), int(name), np.uint8))
+        write(tmp_path / name / "a.png", np.full((2, 2), int(name) + 100, np.uint8))
+    dataset = ImageFolder(tmp_path, (1, 2, 2))
+    assert dataset.classes == ["0", "1", "10", "11", "12", "2", "3", "4", "5", "6", "7", "8", "9"]
+    assert [path.name for path in dataset.files] == ["a.png", "b.png"] * 13
+    for index in range(26):
+        image, label = dataset[index]
+        assert round(float(image[0, 0, 0]) * 255) == int(dataset.classes[label]) + 100 * (index % 2 == 0)
+
+
+def test_pixels_are_those_of_the_file_scaled_to_one(folder: Path) -> None:
+    dataset = ImageFolder(folder, (1, 8, 8))
+    for number in range(PER_CLASS):
+        image, _ = dataset[20 + number]
+        assert image.dtype == torch.float32
+        assert torch.equal(image, digit_pixels(0, number) / 255)
+
+
+def test_grey_and_colour_have_the_shape_and_type_asked_for(folder: Path) -> None:
+    grey, _ = ImageFolder(folder, (1, 28, 20), torch.float64)[0]
+    assert grey.shape == (1, 28, 20)
+    assert grey.dtype == torch.float64
+    assert 0 <= grey.min() < grey.max() <= 1
+    colour, _ = ImageFolder(folder, (3, 8, 8))[0]
+    assert colour.shape == (3, 8, 8)
+    assert colour.is_contiguous()
+    assert torch.equal(colour, (digit_pixels(1, 0) / 255).expand(3, 8, 8))
+
+
+def test_colours_keep_their_channels_and_places(tmp_path: Path) -> None:
+    pixels = np.arange(2 * 4 * 3, dtype=np.uint8).reshape(2, 4, 3) * 10
+    write(tmp_path / "a" / "colour.png", pixels)
+    image, _ = ImageFolder(tmp_path, (3, 2, 4))[0]
+    assert torch.equal(image, torch.from_numpy(pixels).permute(2, 0, 1) / 255)
+
+
+def test_one_colour_stays_that_colour_when_resized(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "flat.png", np.full((5, 7, 3), (51, 102, 204), np.uint8))
+    image, _ = ImageFolder(tmp_path, (3, 16, 12))[0]
+    assert torch.equal(image, (torch.tensor([51, 102, 204]) / 255).reshape(3, 1, 1).expand(3, 16, 12))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_grey_of_sixteen_bits_is_scaled_to_one_too(tmp_path: Path, channels: int) -> None:
+    write(tmp_path / "a" / "deep.png", np.array([[0, 16384], [32768, 65535]], np.uint16))
+    image, _ = ImageFolder(tmp_path, (channels, 2, 2))[0]
+    assert torch.allclose(image, torch.tensor([[0.0, 0.25], [0.5, 1.0]]).expand(channels, 2, 2), atol=0.005)
+
+
+def test_images_lie_at_any_depth_under_any_known_ending_and_other_files_do_not_count(tmp_path: Path) -> None:
+    pixels = np.zeros((2, 2), np.uint8)
+    for name in ("b.png", "deep/er/a.JPG", "c.bmp", "d.PNG"):
+        write(tmp_path / "class" / name, pixels)
+    (tmp_path / "class" / "notes.txt").write_text("no image")
+    (tmp_path / "readme.txt").write_text("no class")
+    dataset = ImageFolder(tmp_path, (1, 2, 2))
+    assert dataset.classes == ["class"]
+    assert {path.name for path in dataset.files} == {"a.JPG", "b.png", "c.bmp", "d.PNG"}
+    assert all(dataset[index][0].shape == (1, 2, 2) for index in range(4))
+
+
+def test_an_image_is_read_when_it_is_asked_for(folder: Path) -> None:
+    dataset = ImageFolder(folder, (1, 8, 8))
+    gone = dataset.files[7]
+    gone.unlink()
+    assert dataset[6][1] == dataset[8][1] == 0
+    with pytest.raises(ValueError, match="cannot be read") as caught:
+        dataset[7]
+    assert str(gone) in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # what Pillow says of a TIFF before it gives up
+@pytest.mark.parametrize("ending", [".png", ".jpg", ".bmp", ".gif", ".tiff", ".webp", ".ppm"])
+def test_a_torn_image_is_refused_by_its_file(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / "class" / f"torn{ending}"
+    write(path, np.random.default_rng(0).integers(0, 255, (16, 16), dtype=np.uint8))
+    content = path.read_bytes()
+    dataset = ImageFolder(tmp_path, (1, 16, 16))
+    assert dataset[0][0].shape == (1, 16, 16)
+    for length in (0, 1, 10, len(content) // 2, len(content) * 9 // 10):
+        path.write_bytes(content[:length])
+        with pytest.raises(ValueError, match="cannot be read") as caught:
+            dataset[0]
+        assert str(path) in str(caught.value)
+
+
+def test_an_image_that_claims_a_size_beyond_reason_is_refused_by_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "class" / "large.bmp"
+    write(path, np.zeros((16, 16), np.uint8))
+    content = bytearray(path.read_bytes())
+    content[18:22] = (2**24).to_bytes(4, "little")  # the width in the header
+    path.write_bytes(bytes(content))
+    with pytest.raises(ValueError, match="cannot be read") as caught:
+        ImageFolder(tmp_path, (1, 16, 16))[0]
+    assert str(path) in str(caught.value)
+
+
+def test_a_class_without_images_is_refused_by_its_folder(folder: Path) -> None:
+    (folder / "three").mkdir()
+    (folder / "three" / "notes.txt").write_text("no image")
+    with pytest.raises(ValueError, match="has no images") as caught:
+        ImageFolder(folder, (1, 8, 8))
+    assert str(folder / "three") in str(caught.value)
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    for missing in (tmp_path / "nowhere", tmp_path / "file"):
+        (tmp_path / "file").write_text("no folder")
+        with pytest.raises(FileNotFoundError, match="is not there") as caught:
+            ImageFolder(missing, (1, 8, 8))
+        assert str(missing) in str(caught.value)
+
+
+def test_a_folder_without_sub_folders_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "image.png", np.zeros((2, 2), np.uint8))
+    with pytest.raises(ValueError, match="has no sub-folders; expected one for each class") as caught:
+        ImageFolder(tmp_path, (1, 8, 8))
+    assert str(tmp_path) in str(caught.value)
+
+
+def files_of(part: Subset[Any]) -> set[Path]:
+    assert isinstance(part.dataset, ImageFolder)
+    return {part.dataset.files[index] for index in part.indices}
+
+
+def test_a_folder_is_split_by_class_and_seed(folder: Path) -> None:
+    splits = image_folder(folder, (1, 8, 8), torch.float32, seed=0)
+    assert splits.num_classes == 3
+    assert len(splits.train) == 24
+    assert sorted(label for _, label in splits.validation) == [0, 0, 1, 1, 2, 2]
+    assert not files_of(splits.train) & files_of(splits.validation)
+    assert len(files_of(splits.train) | files_of(splits.validation)) == 30
+    again, other = (image_folder(folder, (1, 8, 8), torch.float32, seed) for seed in (0, 1))
+    assert files_of(again.validation) == files_of(splits.validation)
+    assert files_of(other.validation) != files_of(splits.validation)
+
+
+def test_a_folder_too_small_to_be_split_is_refused_by_name(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / name / "only.png", np.zeros((2, 2), np.uint8))
+    with pytest.raises(ValueError, match="cannot be split into four fifths and one") as caught:
+        image_folder(tmp_path, (1, 2, 2), torch.float32, seed=0)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_folder_is_read_in_batches(folder: Path) -> None:
+    splits = image_folder(folder, (3, 8, 8), torch.float64, seed=0)
+    found = list(source(splits.train, 10, shuffle=True, seed=0).epoch(0))
+    assert [tuple(images.shape) for images, _ in found] == [(10, 3, 8, 8), (10, 3, 8, 8), (4, 3, 8, 8)]
+    assert torch.bincount(torch.cat([labels for _, labels in found])).tolist() == [8, 8, 8]
+    assert found[0][0].dtype == torch.float64

@@ -1,0 +1,327 @@
+"""Initialisers: what each name fills parameters with, and what it leaves alone."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gangline import Module, cpu
+from models.initializer import initialise
+
+ROWS, COLUMNS = 200, 300  # fan out and fan in of a Linear
+NAMES = (
+    "constant",
+    "msraprelu",
+    "normal",
+    "one",
+    "ones",
+    "orthogonal",
+    "uniform",
+    "xavier",
+    "zero",
+    "zeros",
+)
+
+
+def weight(spec: Any) -> torch.Tensor:
+    """A Linear's weight, filled."""
+    network = nn.Linear(COLUMNS, ROWS, dtype=torch.float64)
+    initialise(network, spec)
+    assert not network.bias.any()
+    return network.weight.detach()
+
+
+def is_uniform(values: torch.Tensor, bound: float) -> bool:
+    """Within the bound, near it at both ends, and with a uniform distribution's mean and deviation within 2 %."""
+    return bool(
+        values.abs().max() <= bound
+        and values.max() > 0.999 * bound
+        and values.min() < -0.999 * bound
+        and values.mean().abs() < 0.02 * bound
+        and values.std().sub(bound / math.sqrt(3)).abs() < 0.02 * bound
+    )
+
+
+def is_normal(values: torch.Tensor, sigma: float) -> bool:
+    """Mean and deviation within 2 % of sigma; 68.3, 95.4 and 99.7 % within one, two and three of it, to 1 %."""
+    shares = [float((values.abs() < n * sigma).double().mean()) for n in (1, 2, 3)]
+    return bool(
+        values.mean().abs() < 0.02 * sigma
+        and values.std().sub(sigma).abs() < 0.02 * sigma
+        and all(abs(share - math.erf(n / math.sqrt(2))) < 0.01 for n, share in enumerate(shares, 1))
+    )
+
+
+# -- each name ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("zero", 0.0),
+        ("zeros", 0.0),
+        ("one", 1.0),
+        ("ones", 1.0),
+        ("constant", 0.0),
+        (("constant", {"value": -2.5}), -2.5),
+        ("ONES", 1.0),
+    ],
+)
+def test_constants_fill_every_weight(spec: Any, expected: float) -> None:
+    assert torch.equal(weight(spec), torch.full((ROWS, COLUMNS), expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("spec", "scale"), [("uniform", 0.07), (("uniform", {"scale": 2.0}), 2.0)])
+def test_uniform_fills_between_minus_and_plus_its_scale(spec: Any, scale: float) -> None:
+    assert is_uniform(weight(spec), scale)
+
+
+@pytest.mark.parametrize(("spec", "sigma"), [("normal", 0.01), (("normal", {"sigma": 3.0}), 3.0)])
+def test_normal_fills_with_its_sigma(spec: Any, sigma: float) -> None:
+    assert is_normal(weight(spec), sigma)
+
+
+FACTORS = {"avg": (ROWS + COLUMNS) / 2, "in": COLUMNS, "out": ROWS}
+
+
+@pytest.mark.parametrize("factor_type", sorted(FACTORS))
+@pytest.mark.parametrize("magnitude", [3.0, 2.34])
+def test_xavier_is_bounded_by_the_root_of_magnitude_over_fan(factor_type: str, magnitude: float) -> None:
+    scale = math.sqrt(magnitude / FACTORS[factor_type])
+    arguments = {"factor_type": factor_type, "magnitude": magnitude}
+    assert is_uniform(weight(("xavier", arguments)), scale)
+    assert is_normal(weight(("xavier", arguments | {"rnd_type": "gaussian"})), scale)
+
+
+def test_xavier_alone_is_uniform_over_the_average_fan_as_torchs() -> None:
+    assert is_uniform(weight("xavier"), math.sqrt(3 / 250))
+    torch.manual_seed(4)
+    ours = weight("xavier")
+    torch.manual_seed(4)
+    theirs = nn.Linear(COLUMNS, ROWS, dtype=torch.float64)  # draws its own begin first, as ours did
+    nn.init.xavier_uniform_(theirs.weight)
+    assert torch.allclose(ours, theirs.weight)
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(30, 40, (3, 5)), nn.ConvTranspose2d(40, 30, (3, 5))])
+def test_fans_of_a_convolution_count_its_places(layer: nn.Module) -> None:
+    initialise(layer, "xavier")
+    assert is_uniform(layer.weight.detach(), math.sqrt(3 / ((30 + 40) / 2 * 15)))
+    initialise(layer, ("xavier", {"factor_type": "in"}))
+    assert is_uniform(layer.weight.detach(), math.sqrt(3 / (30 * 15)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sigma"),
+    [
+        ({}, math.sqrt(2 / (1 + 0.25**2) / 250)),
+        ({"slope": 0.0}, math.sqrt(2 / 250)),
+        ({"slope": 1.0, "factor_type": "in"}, math.sqrt(1 / COLUMNS)),
+        ({"slope": 0.5, "factor_type": "out"}, math.sqrt(2 / 1.25 / ROWS)),
+    ],
+)
+def test_msraprelu_is_normal_with_the_gain_of_its_slope(arguments: dict[str, Any], sigma: float) -> None:
+    assert is_normal(weight(("msraprelu", arguments)), sigma)
+
+
+@pytest.mark.parametrize(("spec", "scale"), [("orthogonal", 1.414), (("orthogonal", {"scale": 0.5}), 0.5)])
+def test_orthogonal_has_orthogonal_rows_of_its_scale(spec: Any, scale: float) -> None:
+    rows = weight(spec)  # fewer rows than columns
+    assert torch.allclose(rows @ rows.T, scale**2 * torch.eye(ROWS, dtype=torch.float64), atol=1e-12)
+
+
+def test_orthogonal_has_orthogonal_columns_where_there_are_fewer_and_flattens_kernels() -> None:
+    network = nn.Conv2d(2, 30, 3, dtype=torch.float64)
+    initialise(network, ("orthogonal", {"scale": 1.0}))
+    flat = network.weight.detach().reshape(30, 18)
+    assert torch.allclose(flat.T @ flat, torch.eye(18, dtype=torch.float64), atol=1e-12)
+
+
+@pytest.mark.parametrize("function", [nn.init.kaiming_normal_, nn.init.xavier_uniform_, nn.init.eye_])
+def test_a_function_of_torchs_fills_as_it_does_alone(function: Any) -> None:
+    network, reference = nn.Linear(6, 4), torch.empty(4, 6)
+    torch.manual_seed(9)
+    initialise(network, function)
+    torch.manual_seed(9)
+    function(reference)
+    assert torch.equal(network.weight, reference)
+
+
+def test_a_function_of_ones_own_gets_the_weights_alone() -> None:
+    network = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 4))
+    shapes = []
+
+    def fill(tensor: torch.Tensor) -> None:
+        assert not torch.is_grad_enabled()
+        shapes.append(tuple(tensor.shape))
+
+    initialise(network, fill)
+    assert shapes == [(3, 2), (4, 3)]
+
+
+# -- what is not filled ---------------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Parameters of other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale_bias = nn.Parameter(torch.ones(3))
+        self.table = nn.Parameter(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    "network", [nn.Linear(3, 2), nn.Conv1d(3, 2, 2), nn.LSTM(3, 2, 2), nn.MultiheadAttention(4, 2), Odd()]
+)
+def test_biases_are_zero(network: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.fill_(5.0)
+    initialise(network, "one")
+    for name, parameter in network.named_parameters():
+        expected = 0.0 if "bias" in name else 1.0
+        assert torch.equal(parameter, torch.full_like(parameter, expected)), name
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.BatchNorm2d(4),
+        nn.InstanceNorm1d(4, affine=True),
+        nn.LayerNorm(4),
+        nn.GroupNorm(2, 4),
+        nn.RMSNorm(4),
+        nn.PReLU(4),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_normalisation_begins_as_torch_begins(layer: nn.Module) -> None:
+    begin = {name: value.clone() for name, value in layer.state_dict().items()}
+    with torch.no_grad():
+        for value in layer.state_dict().values():
+            value.fill_(3)
+    initialise(nn.Sequential(layer), ("constant", {"value": 7.0}))
+    assert all(torch.equal(value, begin[name]) for name, value in layer.state_dict().items())
+
+
+def test_names_to_skip_keep_their_values() -> None:
+    network = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 4))
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.fill_(5.0)
+    initialise(network, "one", skip={"0.weight", "1.weight", "1.bias", "2.bias"})
+    filled = {name: float(parameter.detach().unique()) for name, parameter in network.named_parameters()}
+    assert filled == {"0.weight": 5, "0.bias": 0, "1.weight": 5, "1.bias": 5, "2.weight": 1, "2.bias": 5}
+
+
+def test_buffers_and_gradients_stay() -> None:
+    network = nn.Linear(2, 2)
+    network.register_buffer("count", torch.tensor(3.0))
+    network(torch.ones(1, 2)).sum().backward()
+    initialise(network, "xavier")
+    assert network.count == 3
+    assert torch.equal(network.weight.grad, torch.ones(2, 2))
+    assert network.weight.requires_grad
+
+
+@pytest.mark.parametrize("spec", ["uniform", "normal", "xavier", "msraprelu", "orthogonal", nn.init.kaiming_normal_])
+def test_torchs_seed_makes_values_repeat(spec: Any) -> None:
+    def filled(seed: int) -> torch.Tensor:
+        network = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+        torch.manual_seed(seed)
+        initialise(network, spec)
+        return torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
+
+    assert torch.equal(filled(1), filled(1))
+    assert not torch.equal(filled(1), filled(2))
+
+
+# -- wrong input ----------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_name_is_refused_with_the_list() -> None:
+    with pytest.raises(ValueError, match="initializer 'xavierr' is unknown") as caught:
+        initialise(nn.Linear(2, 2), "xavierr")
+    assert all(f"'{name}'" in str(caught.value) for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ("uniform", {"sigma": 1.0}),
+        ("zeros", {"value": 1.0}),
+        ("xavier", {"scale": 1.0}),
+        ("xavier", {"rnd_type": "normal"}),
+        ("xavier", {"factor_type": "both"}),
+        ("msraprelu", {"factor_type": "both"}),
+        ("uniform", {"scale": -1.0}),
+        ("normal", {"sigma": -1.0}),
+        ("xavier", {"magnitude": -1.0}),
+    ],
+)
+def test_a_wrong_argument_is_refused(spec: Any) -> None:
+    with pytest.raises(ValueError, match=r"initializer|rnd_type is 'normal'|factor_type is 'both'"):
+        initialise(nn.Linear(2, 2), spec)
+
+
+@pytest.mark.parametrize("spec", [3, None, ["uniform", {}], (3, {}), ("uniform",), ("uniform", 3), ("uniform", {}, 1)])
+def test_something_else_is_refused(spec: Any) -> None:
+    with pytest.raises(TypeError, match="initializer is"):
+        initialise(nn.Linear(2, 2), spec)
+
+
+@pytest.mark.parametrize("spec", ["xavier", "msraprelu", "orthogonal", nn.init.kaiming_normal_])
+def test_a_weight_of_one_axis_is_refused_by_name_where_fans_are_needed(spec: Any) -> None:
+    class Gain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(3))
+
+    with pytest.raises(ValueError, match=r"cannot fill parameter '1\.gain'"):
+        initialise(nn.Sequential(nn.Linear(2, 3), Gain()), spec)
+
+
+# -- through Module -------------------------------------------------------------------------------------------------
+
+
+def test_every_replica_gets_the_same_values() -> None:
+    network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    reference = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    torch.manual_seed(6)
+    initialise(reference, "xavier")
+    with Module(network, nn.MSELoss(), [cpu(0), cpu(1)]) as module:
+        torch.manual_seed(6)
+        module.init_params("xavier")
+        params = module.get_params()
+        assert all(torch.equal(params[name], value) for name, value in reference.state_dict().items())
+        row = torch.randn(1, 4)
+        module.forward(row.repeat(2, 1), is_train=False)
+        left, right = module.get_outputs(merge=False)
+        assert torch.equal(left, right)
+        assert torch.equal(left, reference.eval()(row))
+
+
+def test_given_values_go_before_the_initializers() -> None:
+    given = {"weight": torch.tensor([[1.0, 2.0]])}
+    with Module(nn.Linear(2, 1), context=[cpu(0), cpu(1)]) as module:
+        module.init_params(("constant", {"value": 9.0}), given, allow_missing=True)
+        params = module.get_params()
+    assert torch.equal(params["weight"], given["weight"])
+    assert torch.equal(params["bias"], torch.zeros(1))
+
+
+def test_a_second_time_is_ignored_with_a_warning_unless_forced(caplog: pytest.LogCaptureFixture) -> None:
+    with Module(nn.Linear(2, 1), context=[cpu(0), cpu(1)]) as module:
+        module.init_params("one")
+        with caplog.at_level(logging.WARNING, "gangline"):
+            module.init_params("zero")
+        assert "force_init=True" in caplog.text
+        assert module.get_params()["weight"].tolist() == [[1.0, 1.0]]
+        module.init_params("zero", force_init=True)
+        assert module.get_params()["weight"].tolist() == [[0.0, 0.0]]

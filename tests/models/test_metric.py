@@ -1,0 +1,482 @@
+"""Metrics: MXNet's names, and the values that a plain formula gives over batches of unequal size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from gangline import Module, cpu
+from models.metric import EvalMetric, create
+
+SIZES = (5, 1, 7, 3)
+CLASSES = 5
+NAMES = {
+    "acc": "accuracy",
+    "accuracy": "accuracy",
+    "ce": "cross-entropy",
+    "cross-entropy": "cross-entropy",
+    "f1": "f1",
+    "loss": "loss",
+    "mae": "mae",
+    "mcc": "mcc",
+    "mse": "mse",
+    "nll_loss": "nll-loss",
+    "pcc": "pcc",
+    "pearsonr": "pearsonr",
+    "perplexity": "perplexity",
+    "rmse": "rmse",
+    "top_k_acc": "top_k_accuracy_5",
+    "top_k_accuracy": "top_k_accuracy_5",
+}
+
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def of_classes(classes: int, *axes: int) -> Batches:
+    """Batches of (logits, labels) of unequal size; ``axes`` follow the classes' one."""
+    return [(torch.randn(size, classes, *axes) * 2, torch.randint(classes, (size, *axes))) for size in SIZES]
+
+
+def of_numbers(*axes: int) -> Batches:
+    """Batches of (outputs, labels) of unequal size that are numbers, correlated in part."""
+    labels = [torch.randn(size, *axes) * 3 + 1 for size in SIZES]
+    return [(label * 0.7 + torch.randn_like(label), label) for label in labels]
+
+
+def counted(metric: EvalMetric, batches: Iterable[tuple[Any, Any]]) -> EvalMetric:
+    for output, label in batches:
+        metric.update(label, output, None)
+    return metric
+
+
+def value(spec: Any, batches: Iterable[tuple[Any, Any]], loss: Any = None) -> float:
+    ((_, found),) = counted(create(spec, loss), batches).get_name_value()
+    return found
+
+
+def whole(batches: Batches) -> tuple[np.ndarray, np.ndarray]:
+    """All outputs and labels as numpy has them; a classes' axis goes last, so that each row is a prediction."""
+    outputs, labels = [], []
+    for output, label in batches:
+        if output.dim() == label.dim() + 1:
+            outputs.append(output.double().movedim(1, -1).reshape(-1, output.shape[1]).numpy())
+        else:
+            outputs.append(output.double().reshape(-1).numpy())
+        labels.append(label.reshape(-1).numpy())
+    return np.concatenate(outputs), np.concatenate(labels)
+
+
+# -- the formulas, in numpy -----------------------------------------------------------------------------------------
+
+
+def accuracy(outputs: np.ndarray, labels: np.ndarray, top_k: int = 1) -> float:
+    best = np.argsort(-outputs, axis=1)[:, :top_k]
+    return float(np.mean([label in row for row, label in zip(best, labels, strict=True)]))
+
+
+def cross_entropy(logits: np.ndarray, labels: np.ndarray) -> float:
+    log_sums = np.log(np.exp(logits).sum(1))
+    return float(np.mean(log_sums - logits[np.arange(len(labels)), labels]))
+
+
+def binary_counts(sure: np.ndarray, labels: np.ndarray) -> tuple[int, int, int, int]:
+    """True and false positives, false and true negatives."""
+    true_positive, false_positive = np.sum((sure == 1) & (labels == 1)), np.sum((sure == 1) & (labels == 0))
+    false_negative, true_negative = np.sum((sure == 0) & (labels == 1)), np.sum((sure == 0) & (labels == 0))
+    return int(true_positive), int(false_positive), int(false_negative), int(true_negative)
+
+
+def f1(sure: np.ndarray, labels: np.ndarray) -> float:
+    tp, fp, fn, _ = binary_counts(sure, labels)
+    precision, recall = tp / (tp + fp), tp / (tp + fn)
+    return 2 * precision * recall / (precision + recall)
+
+
+def mcc(sure: np.ndarray, labels: np.ndarray) -> float:
+    tp, fp, fn, tn = binary_counts(sure, labels)
+    return (tp * tn - fp * fn) / math.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn))
+
+
+def pcc(sure: np.ndarray, labels: np.ndarray) -> float:
+    """As MXNet computes it, from the confusion matrix."""
+    size = max(sure.max(), labels.max()) + 1
+    matrix = np.zeros((size, size))
+    np.add.at(matrix, (sure, labels), 1)
+    total, rows, columns = matrix.sum(), matrix.sum(1), matrix.sum(0)
+    covariance = np.sum(matrix.diagonal() * total - rows * columns)
+    return float(covariance / math.sqrt(np.sum(rows * (total - rows)) * np.sum(columns * (total - columns))))
+
+
+BY_CLASS: dict[str, tuple[Any, int, Callable[[np.ndarray, np.ndarray], float]]] = {
+    "acc": ("acc", CLASSES, accuracy),
+    "top_k_accuracy": (("top_k_accuracy", {"top_k": 3}), CLASSES, lambda o, y: accuracy(o, y, 3)),
+    "ce": ("ce", CLASSES, cross_entropy),
+    "nll_loss": ("nll_loss", CLASSES, cross_entropy),
+    "perplexity": ("perplexity", CLASSES, lambda o, y: math.exp(cross_entropy(o, y))),
+    "f1": ("f1", 2, lambda o, y: f1(o.argmax(1), y)),
+    "mcc": ("mcc", 2, lambda o, y: mcc(o.argmax(1), y)),
+    "pcc": ("pcc", CLASSES, lambda o, y: pcc(o.argmax(1), y)),
+}
+BY_NUMBER: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
+    "mae": lambda o, y: float(np.abs(o - y).mean()),
+    "mse": lambda o, y: float(((o - y) ** 2).mean()),
+    "rmse": lambda o, y: math.sqrt(((o - y) ** 2).mean()),
+    "pearsonr": lambda o, y: float(np.corrcoef(o, y)[0, 1]),
+}
+
+
+# -- names and values -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_a_short_name_reports_mxnets_name_and_nan_before_anything_was_counted(name: str) -> None:
+    metric = create(name, nn.CrossEntropyLoss())
+    for pairs in (metric.get_name_value(), metric.get_global_name_value()):
+        ((reported, nothing),) = pairs
+        assert reported == NAMES[name]
+        assert math.isnan(nothing)
+
+
+def test_names_may_be_written_in_capitals() -> None:
+    assert create("ACC").get_name_value()[0][0] == "accuracy"
+
+
+@pytest.mark.parametrize("top_k", [2, 3])
+def test_top_k_accuracy_reports_its_k(top_k: int) -> None:
+    assert create(("top_k_accuracy", {"top_k": top_k})).get_name_value()[0][0] == f"top_k_accuracy_{top_k}"
+
+
+@pytest.mark.parametrize("name", sorted(BY_CLASS))
+def test_a_metric_of_classes_is_the_formula_over_all_samples(name: str) -> None:
+    spec, classes, formula = BY_CLASS[name]
+    batches = of_classes(classes)
+    assert value(spec, batches, nn.CrossEntropyLoss()) == pytest.approx(formula(*whole(batches)), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(BY_NUMBER))
+@pytest.mark.parametrize("axes", [(), (1,), (2, 3)])
+def test_a_metric_of_numbers_is_the_formula_over_all_elements(name: str, axes: tuple[int, ...]) -> None:
+    batches = of_numbers(*axes)
+    assert value(name, batches) == pytest.approx(BY_NUMBER[name](*whole(batches)), rel=1e-5)
+
+
+def test_numbers_in_a_column_meet_labels_without_one() -> None:
+    batches = [(output.unsqueeze(1), label) for output, label in of_numbers()]
+    expected = np.concatenate([(output.squeeze(1) - label).numpy() ** 2 for output, label in batches]).mean()
+    assert value("mse", batches) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("mae", 100.0), ("mse", 10000.0), ("rmse", 100.0)])
+def test_half_precision_outputs_do_not_overflow_the_sum(name: str, expected: float) -> None:
+    batches = [(torch.full((1000,), 100.0, dtype=torch.float16), torch.zeros(1000))] * 2
+    assert value(name, batches) == pytest.approx(expected, rel=1e-5)
+
+
+def test_whole_numbers_as_outputs_meet_fractions_as_labels() -> None:
+    assert value("mae", [(torch.tensor([1, 2]), torch.tensor([1.5, 2.25]))]) == pytest.approx(0.375)
+
+
+@pytest.mark.parametrize("name", ["acc", "ce", "nll_loss", "pcc", "perplexity", "top_k_accuracy"])
+def test_dense_predictions_count_each_place(name: str) -> None:
+    spec, classes, formula = BY_CLASS[name]
+    batches = of_classes(classes, 4)
+    assert value(spec, batches, nn.CrossEntropyLoss()) == pytest.approx(formula(*whole(batches)), rel=1e-6)
+
+
+def test_class_numbers_as_outputs_are_compared_as_they_are() -> None:
+    batches = [(torch.tensor([7, 8, 9]), torch.tensor([7, 8, 8])), (torch.tensor([1]), torch.tensor([2]))]
+    assert value("acc", batches) == 0.5
+
+
+def test_a_k_beyond_the_classes_finds_every_label_as_mxnet_does() -> None:
+    assert value("top_k_accuracy", of_classes(3), nn.CrossEntropyLoss()) == 1.0
+
+
+# -- what the loss says of the outputs ------------------------------------------------------------------------------
+
+
+def own_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return -output[torch.arange(len(label)), label].log().mean()
+
+
+@pytest.mark.parametrize("name", ["ce", "nll_loss", "perplexity"])
+@pytest.mark.parametrize(
+    ("loss", "outputs"),
+    [
+        (nn.CrossEntropyLoss(), lambda logits: logits),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), lambda logits: logits),
+        (nn.NLLLoss(), lambda logits: logits.log_softmax(1)),
+        (own_loss, lambda logits: logits.softmax(1)),
+        (None, lambda logits: logits.softmax(1)),
+    ],
+)
+def test_likelihoods_take_outputs_as_the_loss_does(
+    name: str, loss: Any, outputs: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    batches = of_classes(CLASSES)
+    found = value(name, [(outputs(logits), label) for logits, label in batches], loss)
+    assert found == pytest.approx(BY_CLASS[name][2](*whole(batches)), rel=1e-5)
+
+
+def test_a_probability_of_zero_costs_what_mxnet_says() -> None:
+    certain = torch.tensor([[1.0, 0.0]])
+    assert value("ce", [(certain, torch.tensor([1]))]) == pytest.approx(-math.log(1e-12))
+    assert value("ce", [(certain, torch.tensor([0]))]) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
+@pytest.mark.parametrize(
+    ("name", "ignored"),
+    [(name, ignored) for name in sorted(BY_CLASS) for ignored in (-100, 1) if ignored < 0 or BY_CLASS[name][1] > 2],
+)
+def test_labels_that_the_loss_ignores_are_not_counted(name: str, ignored: int, kind: type[nn.Module]) -> None:
+    spec, classes, formula = BY_CLASS[name]
+    batches = [(logits.log_softmax(1), label) for logits, label in of_classes(classes)]
+    batches[0][1][:3] = ignored
+    batches[2][1][-2:] = ignored
+    outputs, labels = whole(batches)
+    keep = labels != ignored
+    found = value(spec, batches, kind(ignore_index=ignored))
+    assert found == pytest.approx(formula(outputs[keep], labels[keep]), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(BY_CLASS))
+def test_nothing_but_ignored_labels_is_nan(name: str) -> None:
+    spec, classes, _ = BY_CLASS[name]
+    batches = [(torch.randn(4, classes), torch.full((4,), -100))]
+    assert math.isnan(value(spec, batches, nn.CrossEntropyLoss()))
+
+
+@pytest.mark.parametrize("name", ["acc", "f1", "mcc", "pcc"])
+@pytest.mark.parametrize("shape", [(-1,), (-1, 1)])
+def test_logits_of_a_yes_are_cut_at_zero_and_probabilities_at_a_half(name: str, shape: tuple[int, ...]) -> None:
+    batches = [(torch.randn(size), torch.randint(2, (size,)).float()) for size in SIZES]
+    logits, labels = whole(batches)
+    sure = (logits > 0).astype(int)
+    formula = {"acc": lambda o, y: float((o == y).mean()), "f1": f1, "mcc": mcc, "pcc": mcc}[name]
+    expected = formula(sure, labels.astype(int))
+    shaped = [(output.reshape(shape), label.reshape(shape)) for output, label in batches]
+    assert value(name, shaped, nn.BCEWithLogitsLoss()) == pytest.approx(expected, rel=1e-6)
+    certain = [(output.sigmoid(), label) for output, label in shaped]
+    assert value(name, certain, nn.BCELoss()) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["acc", "f1", "mcc"])
+@pytest.mark.parametrize("questions", [1, 2, 3])
+def test_several_yes_or_no_questions_a_sample_each_count(name: str, questions: int) -> None:
+    batches = [(torch.randn(size, questions), torch.randint(2, (size, questions)).float()) for size in SIZES]
+    logits, labels = whole(batches)
+    formula = {"acc": lambda o, y: float((o == y).mean()), "f1": f1, "mcc": mcc}[name]
+    expected = formula((logits > 0).astype(int), labels.astype(int))
+    assert value(name, batches, nn.BCEWithLogitsLoss()) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["acc", "f1", "mcc"])
+def test_a_column_of_probabilities_meets_labels_without_one(name: str) -> None:
+    outputs, labels = torch.tensor([[0.9], [0.8], [0.2], [0.7]]), torch.tensor([1, 1, 0, 0])
+    expected = {"acc": 0.75, "f1": 0.8, "mcc": 2 / math.sqrt(3 * 2 * 2 * 1)}[name]
+    assert value(name, [(outputs, labels)]) == pytest.approx(expected, rel=1e-6)
+
+
+# -- the loss itself ------------------------------------------------------------------------------------------------
+
+
+def test_loss_is_the_mean_over_all_samples_whatever_the_batches() -> None:
+    logits, label = torch.randn(10, CLASSES), torch.randint(CLASSES, (10,))
+    weight = torch.arange(1.0, CLASSES + 1)
+    for loss in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=weight)):
+        with Module(nn.Identity(), loss, [cpu(0), cpu(1)], [2, 1]) as module:
+            ((name, found),) = module.score((logits, label), "loss", batch_size=4)
+        assert name == "loss"
+        assert found == pytest.approx(loss(logits, label).item(), rel=1e-6)
+
+
+def test_loss_with_ignored_labels_counts_the_others() -> None:
+    logits, label = torch.randn(8, CLASSES), torch.randint(CLASSES, (8,))
+    label[:5] = -100  # a whole batch, and a part of the next
+    with Module(nn.Identity(), nn.CrossEntropyLoss(), cpu()) as module:
+        ((_, found),) = module.score((logits, label), "loss", batch_size=4)
+        assert found == pytest.approx(nn.functional.cross_entropy(logits[5:], label[5:]).item(), rel=1e-6)
+        assert math.isnan(module.score((logits[:4], label[:4]), "loss", batch_size=4)[0][1])
+
+
+# -- numbers that are no numbers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ce", "nll_loss", "perplexity", "mae", "mse", "rmse"])
+def test_nan_outputs_of_one_batch_are_seen(name: str) -> None:
+    batches = of_classes(CLASSES) if name in BY_CLASS else of_numbers()
+    batches[1] = (batches[1][0] * float("nan"), batches[1][1])
+    assert math.isnan(value(name, batches, nn.CrossEntropyLoss()))
+
+
+def test_a_loss_that_became_nan_is_seen() -> None:
+    data, label = torch.tensor([[1.0], [2.0], [float("nan")], [4.0]]), torch.zeros(4, 1)
+    with Module(nn.Identity(), nn.MSELoss(), cpu()) as module:
+        assert math.isnan(module.score((data, label), "loss", batch_size=2)[0][1])
+
+
+def test_a_perplexity_beyond_all_floats_is_infinite() -> None:
+    assert value("perplexity", [(torch.tensor([[1e4, 0.0]]), torch.tensor([1]))], nn.CrossEntropyLoss()) == math.inf
+
+
+# -- lists, torchmetrics' objects, functions ------------------------------------------------------------------------
+
+
+def test_a_list_reports_each_in_order() -> None:
+    batches = of_classes(CLASSES)
+    metric = counted(create(["ce", ["acc", ("top_k_accuracy", {"top_k": 3})]], nn.CrossEntropyLoss()), batches)
+    expected = [BY_CLASS[name][2](*whole(batches)) for name in ("ce", "acc", "top_k_accuracy")]
+    for pairs in (metric.get_name_value(), metric.get_global_name_value()):
+        assert [name for name, _ in pairs] == ["cross-entropy", "accuracy", "top_k_accuracy_3"]
+        assert [found for _, found in pairs] == pytest.approx(expected, rel=1e-6)
+    metric.reset_local()
+    assert all(math.isnan(found) for _, found in metric.get_name_value())
+    assert [found for _, found in metric.get_global_name_value()] == pytest.approx(expected, rel=1e-6)
+    metric.reset()
+    assert all(math.isnan(found) for _, found in metric.get_global_name_value())
+
+
+def test_a_metric_of_ours_is_taken_as_it_is() -> None:
+    metric = create("acc")
+    assert create(metric) is metric
+
+
+def test_an_object_of_torchmetrics_counts_outputs_and_labels() -> None:
+    batches = of_classes(CLASSES)
+    metric = counted(create(MulticlassAccuracy(CLASSES, average="macro")), batches)
+    outputs, labels = whole(batches)
+    recalls = [np.mean(outputs.argmax(1)[labels == one] == one) for one in np.unique(labels)]
+    ((name, found),) = metric.get_name_value()
+    assert name == "MulticlassAccuracy"
+    assert found == pytest.approx(float(np.mean(recalls)), rel=1e-6)
+
+
+def test_an_object_of_torchmetrics_counts_anew_each_time_it_scores() -> None:
+    data, label = torch.eye(4), torch.arange(4)
+    given = MulticlassAccuracy(4, average="micro")
+    with Module(nn.Identity(), nn.CrossEntropyLoss(), cpu()) as module:
+        assert module.score((data, label), given, batch_size=4) == [("MulticlassAccuracy", 1.0)]
+        assert module.score((data, label.flip(0)), given, batch_size=4) == [("MulticlassAccuracy", 0.0)]
+
+
+def test_an_object_of_torchmetrics_tells_training_from_validation(caplog: pytest.LogCaptureFixture) -> None:
+    data, label = torch.eye(4), torch.arange(4)
+    network = nn.Linear(4, 4)
+    nn.init.eye_(network.weight)
+    nn.init.zeros_(network.bias)
+    caplog.set_level("INFO", "gangline")
+    with Module(network, nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit(
+            (data, label),
+            (data, label.flip(0)),
+            MulticlassAccuracy(4, average="micro"),
+            num_epoch=2,
+            batch_size=2,
+            optimizer_params={"learning_rate": 1e-3},
+        )
+    lines = [line for line in caplog.messages if "MulticlassAccuracy" in line]
+    assert lines == [
+        f"Epoch[{epoch}] {part}-MulticlassAccuracy={value}"
+        for epoch in (0, 1)
+        for part, value in (("Train", "1.000000"), ("Validation", "0.000000"))
+    ]
+
+
+def test_a_function_of_label_and_output_is_averaged_over_batches() -> None:
+    def largest_error(label: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        return (label - output).abs().max()
+
+    batches = of_numbers()
+    ((name, found),) = counted(create(largest_error), batches).get_name_value()
+    assert name == "largest_error"
+    expected = np.mean([np.abs((label - output).numpy()).max() for output, label in batches])
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_function_gets_outputs_of_any_nesting() -> None:
+    metric = create(lambda label, output: len(output["parts"]) + len(label))
+    metric.update((torch.zeros(2), torch.zeros(2)), {"parts": (1, 2, 3)}, None)
+    assert metric.get_name_value()[0][1] == 5
+
+
+# -- the two counts -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*sorted(BY_CLASS), *sorted(BY_NUMBER)])
+def test_reset_local_begins_the_recent_count_alone_and_reset_both(name: str) -> None:
+    if name in BY_CLASS:
+        spec, classes, formula = BY_CLASS[name]
+        batches = [(torch.randn(8, classes), torch.arange(8) % classes) for _ in range(4)]
+    else:
+        spec, formula, batches = name, BY_NUMBER[name], of_numbers()
+    metric = create(spec, nn.CrossEntropyLoss())
+    metric.reset_local()  # nothing was counted yet
+
+    def both(recent: Batches, all_of_it: Batches) -> None:
+        assert metric.get_name_value()[0][1] == pytest.approx(formula(*whole(recent)), rel=1e-5)
+        assert metric.get_global_name_value()[0][1] == pytest.approx(formula(*whole(all_of_it)), rel=1e-5)
+
+    counted(metric, batches[:2])
+    both(batches[:2], batches[:2])
+    metric.reset_local()
+    assert math.isnan(metric.get_name_value()[0][1])
+    counted(metric, batches[2:3])
+    both(batches[2:3], batches[:3])
+    metric.reset_local()
+    counted(metric, batches[3:])
+    both(batches[3:], batches)
+    metric.reset()
+    assert math.isnan(metric.get_name_value()[0][1])
+    assert math.isnan(metric.get_global_name_value()[0][1])
+    counted(metric, batches[2:])
+    both(batches[2:], batches[2:])
+
+
+# -- wrong input ----------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_name_is_refused_with_the_list() -> None:
+    with pytest.raises(ValueError, match="'accuracyy' is unknown") as caught:
+        create("accuracyy")
+    assert all(f"'{name}'" in str(caught.value) for name in NAMES)
+
+
+@pytest.mark.parametrize("spec", [("acc", {"k": 3}), ("mse", {"top_k": 3}), ("ce", {"eps": 1}), ("acc", 3)])
+def test_a_wrong_argument_is_refused_by_name(spec: Any) -> None:
+    with pytest.raises(ValueError, match=rf"metric '{spec[0]}'"):
+        create(spec)
+
+
+@pytest.mark.parametrize("spec", [3, None, {"acc": 1}, ("acc", {}, 1), (3, {}), b"acc"])
+def test_something_else_is_refused(spec: Any) -> None:
+    with pytest.raises(TypeError, match="metric is"):
+        create(spec)
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"loss"}))
+@pytest.mark.parametrize("what", ["outputs", "labels"])
+def test_what_is_no_tensor_is_refused_by_the_metrics_name(name: str, what: str) -> None:
+    tensor = torch.zeros(2, 2)
+    output, label = ((tensor,), tensor) if what == "outputs" else (tensor, {"label": tensor})
+    with pytest.raises(TypeError, match=f"'{NAMES[name]}' got {what} of type (tuple|dict)"):
+        create(name).update(label, output, None)
+
+
+@pytest.mark.parametrize("name", sorted(BY_NUMBER))
+def test_numbers_of_other_counts_are_refused_with_both_shapes(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"'{name}' got outputs \(4, 2\) for labels \(4,\)"):
+        create(name).update(torch.zeros(4), torch.zeros(4, 2), None)
+
+
+@pytest.mark.parametrize("name", ["f1", "mcc"])
+def test_more_than_two_classes_are_refused_where_two_are_meant(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"'{name}' is for two classes, but the outputs are \(4, 3\)"):
+        create(name).update(torch.zeros(4), torch.zeros(4, 3), None)

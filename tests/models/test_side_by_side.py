@@ -1,0 +1,228 @@
+"""Functions side by side: whose thread they run in, when, and with how many of torch's threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from gangline import Context, cpu
+from models.side_by_side import SideBySide
+
+CONTEXTS = [cpu(0), cpu(1)]
+CALLERS = 6
+
+
+@pytest.fixture(autouse=True)
+def _threads_to_share() -> Iterator[None]:
+    """Give the caller a count of torch threads that shares can be told from; then give back what was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(CALLERS)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def pair() -> Iterator[SideBySide]:
+    side_by_side = SideBySide(CONTEXTS)
+    yield side_by_side
+    side_by_side.close()
+
+
+def both(function: Callable[[], object]) -> list[tuple[int, Callable[[], object]]]:
+    return [(0, function), (1, function)]
+
+
+def spin(seconds: float) -> None:
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+
+# -- threads --------------------------------------------------------------------------------------------------------
+
+
+def test_each_context_keeps_its_own_thread(pair: SideBySide) -> None:
+    first = pair.run(both(threading.get_ident))
+    assert len({*first, threading.get_ident()}) == 3
+    for _ in range(5):
+        assert pair.run(both(threading.get_ident)) == first
+    assert pair.run([(1, threading.get_ident)]) == first[1:]
+    assert pair.run([(1, threading.get_ident), (0, threading.get_ident)]) == first[::-1]
+    assert pair.run(both(threading.get_ident), one_after_another=True) == first
+
+
+def test_a_context_that_stands_twice_has_two_threads() -> None:
+    side_by_side = SideBySide([cpu(), cpu()])
+    assert len(set(side_by_side.run(both(threading.get_ident)))) == 2
+    side_by_side.close()
+
+
+def test_threads_are_named_after_their_contexts(pair: SideBySide) -> None:
+    names = pair.run(both(lambda: threading.current_thread().name))
+    assert [name.startswith(f"gangline-{context}") for name, context in zip(names, CONTEXTS, strict=True)] == [True] * 2
+
+
+def test_one_context_runs_in_the_callers_thread() -> None:
+    before = threading.active_count()
+    alone = SideBySide([cpu()])
+    assert alone.run([(0, threading.get_ident)]) == [threading.get_ident()]
+    assert alone.run([(0, torch.get_num_threads)]) == [CALLERS]
+    assert threading.active_count() == before
+    assert not alone.uses_threads
+    alone.close()
+
+
+def test_close_ends_the_threads() -> None:
+    side_by_side = SideBySide([cpu(0), cpu(1), cpu(2)])
+    threads = side_by_side.run([(number, threading.current_thread) for number in range(3)])
+    assert all(thread.is_alive() for thread in threads)
+    side_by_side.close()
+    assert not any(thread.is_alive() for thread in threads)
+
+
+# -- when -----------------------------------------------------------------------------------------------------------
+
+
+def test_calls_of_one_run_overlap(pair: SideBySide) -> None:
+    meeting = threading.Barrier(2)
+    arrived = pair.run(both(partial(meeting.wait, timeout=30)))
+    assert sorted(arrived) == [0, 1]
+
+
+def test_results_come_in_the_order_of_the_calls(pair: SideBySide) -> None:
+    assert pair.run([(1, lambda: "second"), (0, lambda: "first")]) == ["second", "first"]
+    assert pair.run([]) == []
+
+
+def test_one_after_another_does_not_overlap(pair: SideBySide) -> None:
+    events: list[str] = []
+
+    def call(name: str) -> None:
+        events.append(f"{name} begins")
+        spin(0.01)
+        events.append(f"{name} ends")
+
+    calls = [(1, partial(call, "b")), (0, partial(call, "a"))]
+    for _ in range(3):
+        events.clear()
+        pair.run(calls, one_after_another=True)
+        assert events == ["b begins", "b ends", "a begins", "a ends"]
+
+
+# -- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("one_after_another", [False, True])
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_error_names_its_context(pair: SideBySide, number: int, one_after_another: bool) -> None:
+    def fail() -> None:
+        raise KeyError("what went wrong")
+
+    calls = [(other, fail if other == number else list) for other in (0, 1)]
+    with pytest.raises(KeyError, match="what went wrong") as caught:
+        pair.run(calls, one_after_another=one_after_another)
+    assert caught.value.__notes__ == [f"in the replica on cpu({number})"]
+
+
+def test_all_calls_are_over_before_an_error_is_raised(pair: SideBySide) -> None:
+    meeting = threading.Barrier(2)
+    ended = []
+
+    def fail() -> None:
+        meeting.wait(30)
+        raise ValueError("at once")
+
+    def go_on() -> None:
+        meeting.wait(30)
+        spin(0.05)
+        ended.append(True)
+
+    for calls in ([(0, fail), (1, go_on)], [(0, go_on), (1, fail)]):
+        ended.clear()
+        with pytest.raises(ValueError, match="at once"):
+            pair.run(calls)
+        assert ended == [True]
+
+
+def test_of_several_errors_that_of_the_first_call_is_raised(pair: SideBySide) -> None:
+    def fail(name: str) -> None:
+        raise ValueError(name)
+
+    with pytest.raises(ValueError, match="second context") as caught:
+        pair.run([(1, partial(fail, "second context")), (0, partial(fail, "first context"))])
+    assert caught.value.__notes__ == ["in the replica on cpu(1)"]
+
+
+def test_the_threads_serve_on_after_an_error(pair: SideBySide) -> None:
+    threads = pair.run(both(threading.get_ident))
+    with pytest.raises(ZeroDivisionError):
+        pair.run(both(lambda: 1 // 0))
+    assert pair.run(both(threading.get_ident)) == threads
+
+
+def test_an_error_of_the_only_context_needs_no_note() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        SideBySide([cpu()]).run([(0, lambda: 1 // 0)])
+    assert not hasattr(caught.value, "__notes__")
+
+
+# -- torch's threads ------------------------------------------------------------------------------------------------
+
+
+def large_sum() -> None:
+    torch.ones(2_000_000).add(1.0)
+
+
+def backward_of_a_convolution() -> None:
+    network = torch.nn.Conv2d(4, 8, 3)
+    network(torch.randn(8, 4, 24, 24)).square().mean().backward()
+    assert network.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("contexts", "share"), [(CONTEXTS, 3), ([cpu(0), cpu(1), cpu(2), cpu(3)], 1), ([cpu(i) for i in range(8)], 1)]
+)
+def test_a_thread_uses_its_contexts_share_for_good(contexts: list[Context], share: int) -> None:
+    side_by_side = SideBySide(contexts)
+    calls = lambda function: [(number, function) for number in range(len(contexts))]  # noqa: E731
+    expected = [share] * len(contexts)
+    try:
+        assert side_by_side.run(calls(torch.get_num_threads)) == expected
+        for function in (large_sum, backward_of_a_convolution):
+            side_by_side.run(calls(function))
+            assert side_by_side.run(calls(torch.get_num_threads)) == expected
+        for count in (2, 5):
+            torch.set_num_threads(count)
+            for function in (torch.get_num_threads, large_sum, backward_of_a_convolution):
+                side_by_side.run(calls(function))
+                assert side_by_side.run(calls(torch.get_num_threads)) == expected
+            assert torch.get_num_threads() == count
+    finally:
+        side_by_side.close()
+
+
+def test_a_thread_that_never_worked_keeps_its_share_when_the_caller_sets_another(pair: SideBySide) -> None:
+    torch.set_num_threads(2)
+    assert pair.run(both(torch.get_num_threads)) == [3, 3]
+
+
+def test_the_callers_own_count_is_unchanged(pair: SideBySide) -> None:
+    assert torch.get_num_threads() == CALLERS
+    for function in (large_sum, backward_of_a_convolution):
+        pair.run(both(function))
+        assert torch.get_num_threads() == CALLERS
+    pair.close()
+    assert torch.get_num_threads() == CALLERS
+
+
+def test_a_thread_started_later_by_the_caller_uses_the_callers_count(pair: SideBySide) -> None:
+    found: list[int] = []
+    later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert found == [CALLERS]

@@ -1,0 +1,276 @@
+"""Networks by name, and filling them from files."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from models import zoo
+from models.checkpoint import load_weights
+from models.zoo import registry
+
+
+@pytest.fixture(autouse=True)
+def _registry_as_it_was() -> Iterator[None]:
+    """Forget the networks that a test registers."""
+    before = dict(registry._networks)
+    yield
+    registry._networks.clear()
+    registry._networks.update(before)
+
+
+def count(network: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+# -- the networks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("classes", [10, 3])
+def test_lenet_has_mxnets_layers(classes: int) -> None:
+    network = zoo.create("lenet", classes)
+    convolutions = (20 * 1 * 5 * 5 + 20) + (50 * 20 * 5 * 5 + 50)
+    assert count(network) == convolutions + (50 * 4 * 4 * 500 + 500) + (500 * classes + classes)
+    assert classes != 10 or count(network) == 431_080
+    assert network(torch.zeros(2, 1, 28, 28)).shape == (2, classes)
+    kinds = [type(layer).__name__ for layer in network]
+    assert kinds == ["Conv2d", "Tanh", "MaxPool2d"] * 2 + ["Flatten", "Linear", "Tanh", "Linear"]
+
+
+@pytest.mark.parametrize("classes", [10, 3])
+@pytest.mark.parametrize("inputs", [784, 64])
+def test_mlp_has_128_and_64_hidden_units(classes: int, inputs: int) -> None:
+    network = zoo.create("mlp", classes, num_inputs=inputs)
+    assert count(network) == (inputs * 128 + 128) + (128 * 64 + 64) + (64 * classes + classes)
+    assert network(torch.zeros(2, 1, 8, inputs // 8)).shape == (2, classes)
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_every_network_takes_the_images_it_says_and_gives_ten_classes(name: str) -> None:
+    shape = zoo.find(name).image_shape
+    assert zoo.create(name).eval()(torch.zeros(1, *shape)).shape == (1, 10)
+
+
+def test_each_call_builds_a_network_of_its_own() -> None:
+    first, second = zoo.create("mlp"), zoo.create("mlp")
+    assert not {id(parameter) for parameter in first.parameters()} & {id(one) for one in second.parameters()}
+
+
+# -- the registry ---------------------------------------------------------------------------------------------------
+
+
+def test_a_network_of_ones_own_is_known_by_its_name() -> None:
+    @zoo.register("test-linear", image_shape=(1, 2, 3))
+    def build(num_classes: int = 10, bias: bool = True) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(6, num_classes, bias))
+
+    assert build(2)[1].out_features == 2  # the decorator leaves the function what it was
+    assert zoo.find("test-linear").image_shape == (1, 2, 3)
+    assert zoo.find("test-linear").build is build
+    assert zoo.create("test-linear", 4, bias=False)(torch.zeros(5, 1, 2, 3)).shape == (5, 4)
+    assert {"lenet", "mlp", "test-linear"} <= set(zoo.names())
+    assert zoo.names() == sorted(zoo.names())
+
+
+@pytest.mark.parametrize("name", ["lenet", "test-mine"])
+def test_a_name_that_is_taken_is_refused(name: str) -> None:
+    if name == "test-mine":
+        zoo.register(name)(nn.Identity)
+    before = zoo.find(name)
+    with pytest.raises(ValueError, match=f"a network named '{name}' is registered already"):
+        zoo.register(name)(nn.Identity)
+    assert zoo.find(name) is before
+
+
+def test_an_unknown_name_is_refused_with_the_list() -> None:
+    for ask in (zoo.create, zoo.find):
+        with pytest.raises(ValueError, match="network 'nowhere' is unknown; expected one of") as caught:
+            ask("nowhere")
+        assert str(zoo.names()) in str(caught.value)
+
+
+# -- weights --------------------------------------------------------------------------------------------------------
+
+
+def small() -> nn.Module:
+    """Two parameters, and the buffers of a BatchNorm."""
+    return nn.Sequential(OrderedDict(fc=nn.Linear(3, 2), norm=nn.BatchNorm1d(2)))
+
+
+def state(prefix: str = "") -> dict[str, torch.Tensor]:
+    """Values by name that no fresh network has."""
+    return {
+        f"{prefix}{name}": torch.full_like(value, 3 + i) for i, (name, value) in enumerate(small().state_dict().items())
+    }
+
+
+def write(params: dict[str, torch.Tensor], path: Path) -> None:
+    if path.suffix == ".safetensors":
+        save_file(params, path)
+    else:
+        torch.save(params, path)
+
+
+def is_untouched(network: nn.Module, before: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+
+
+SUFFIXES = [".safetensors", ".pth", ".pt"]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_weights_fill_the_network_whether_ddp_wrote_them_or_not(tmp_path: Path, suffix: str, prefix: str) -> None:
+    path = tmp_path / f"weights{suffix}"
+    write(state(prefix), path)
+    for where in (path, str(path)):
+        network = small()
+        load_weights(network, where)
+        assert is_untouched(network, state())
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_create_fills_from_weights(tmp_path: Path, suffix: str) -> None:
+    torch.manual_seed(1)
+    trained = zoo.create("lenet", 3)
+    path = tmp_path / f"lenet{suffix}"
+    write({f"module.{name}": value for name, value in trained.state_dict().items()}, path)
+    torch.manual_seed(2)
+    images = torch.randn(2, 1, 28, 28)
+    assert torch.equal(zoo.create("lenet", 3, weights=path)(images), trained(images))
+
+
+def test_weights_of_another_precision_are_converted(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pth"
+    write({name: value.double() if value.is_floating_point() else value for name, value in state().items()}, path)
+    network = small()
+    load_weights(network, path)
+    assert is_untouched(network, state())
+    assert network.fc.weight.dtype == torch.float32
+
+
+def test_older_weights_may_lack_the_count_of_batches(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pth"
+    write({name: value for name, value in state().items() if not name.endswith("num_batches_tracked")}, path)
+    network = small()
+    load_weights(network, path)
+    assert torch.equal(network.norm.running_mean, state()["norm.running_mean"])
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_weights_that_are_not_there_are_refused(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"weights{suffix}"
+    with pytest.raises(FileNotFoundError, match="is not there") as caught:
+        zoo.create("mlp", weights=path)
+    assert str(path) in str(caught.value)
+    path.mkdir()
+    with pytest.raises(FileNotFoundError, match="is not there"):
+        zoo.create("mlp", weights=path)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_torn_weights_are_refused_by_their_file(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"weights{suffix}"
+    write(state(), path)
+    content = path.read_bytes()
+    for length in (0, 1, 8, 100, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        network = small()
+        before = {name: value.clone() for name, value in network.state_dict().items()}
+        with pytest.raises(ValueError, match="is torn") as caught:
+            load_weights(network, path)
+        assert str(path) in str(caught.value)
+        assert is_untouched(network, before)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".params", ""])
+def test_another_ending_is_refused(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"weights{suffix}"
+    path.write_bytes(b"anything")
+    with pytest.raises(ValueError, match=rf"ends in '{suffix}'; expected \.safetensors, \.pth or \.pt"):
+        load_weights(small(), path)
+
+
+class RunsCode:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("writer", ["torch", "torch of old", "pickle"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_code_in_a_pickle_is_refused_and_not_run(tmp_path: Path, writer: str, inside: bool) -> None:
+    marker, path = tmp_path / "ran", tmp_path / "weights.pth"
+    content: Any = RunsCode(marker)
+    if inside:
+        content = {**state(), "more": content}
+    if writer == "pickle":
+        path.write_bytes(pickle.dumps(content))
+    else:
+        torch.save(content, path, _use_new_zipfile_serialization=writer == "torch")
+    with pytest.raises(ValueError, match="holds more than plain tensors") as caught:
+        load_weights(small(), path)
+    assert str(path) in str(caught.value)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_weights_that_lack_names_are_refused_with_them(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"weights{suffix}"
+    write({name: value for name, value in state().items() if name not in ("fc.bias", "norm.running_var")}, path)
+    with pytest.raises(RuntimeError, match=r"\['fc\.bias', 'norm\.running_var'\] are missing"):
+        load_weights(small(), path)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_weights_with_other_names_are_refused_with_them(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"weights{suffix}"
+    write(state() | {"head.weight": torch.ones(2), "head.bias": torch.ones(2)}, path)
+    with pytest.raises(ValueError, match="are not the network's") as caught:
+        load_weights(small(), path)
+    assert "'head.weight'" in str(caught.value)
+    assert "'head.bias'" in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_weights_of_other_shapes_are_refused_with_both(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"weights{suffix}"
+    write(state() | {"fc.weight": torch.ones(2, 4)}, path)
+    network = small()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    with pytest.raises(ValueError, match=r"'fc\.weight' has shape \(2, 4\); the network's has \(2, 3\)"):
+        load_weights(network, path)
+    assert is_untouched(network, before)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        torch.ones(3),
+        [torch.ones(3)],
+        {"state_dict": {"fc.weight": torch.ones(2, 3)}},
+        {"fc.weight": [1.0]},
+        {0: torch.ones(3)},
+        3,
+    ],
+    ids=["tensor", "list", "nested", "list inside", "numbers for names", "number"],
+)
+def test_what_is_no_state_dict_is_refused(tmp_path: Path, content: Any) -> None:
+    path = tmp_path / "weights.pth"
+    torch.save(content, path)
+    with pytest.raises(ValueError, match="holds no state dict; expected names with tensors") as caught:
+        load_weights(small(), path)
+    assert str(path) in str(caught.value)
