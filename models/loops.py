@@ -12,9 +12,9 @@ import torch
 from models import checkpoint
 from models.batch import concat, map_tensors
 from models.callbacks import BatchCallback, BatchEndParam, Checkpoint, EpochCallback
-from models.data import Source, source
 from models.metric import EvalMetric, create
 from models.random_streams import host_states, set_host_states
+from models.sources import Source, source
 
 if TYPE_CHECKING:
     from kvstore import KVStore
