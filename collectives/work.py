@@ -144,6 +144,7 @@ class WorkQueue:
             if job.work.exception() is not None:
                 _log.debug("%r", job.work, exc_info=job.work.exception())
             self._finish(job)
+            del job  # or this thread would hold the last operation's tensors while it waits
 
     def _finish(self, job: _Job) -> None:
         with self._changed:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from collectives.arrays import readable, shared
 from collectives.work import Work
 from kvstore.optimizer import OptimizerState
 from kvstore.optimizer_spec import Key, OptimizerSpec
@@ -87,7 +88,7 @@ class KVStore(abc.ABC):
         self._check_open()
         pairs = self._grouped(key, value)
         self._check(pairs)
-        return self._push(_merged(pairs), _checked_priority(priority), async_op)
+        return self._push(pairs, _checked_priority(priority), async_op)
 
     def pull(self, key: Any, out: Any, priority: int = 0, *, async_op: bool = False) -> Work:
         """Copy the stored value into each tensor of ``out``."""
@@ -103,17 +104,18 @@ class KVStore(abc.ABC):
         outs = values if out is None else self._grouped(key, out, writable=True)
         self._check(values)
         self._check(outs)
-        return self._pushpull(_merged(values), outs, _checked_priority(priority), async_op)
+        return self._pushpull(values, outs, _checked_priority(priority), async_op)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0, *, async_op: bool = False) -> Work:
         """`init` with ``value`` and `pull` into ``out``."""
         self._check_open()
+        priority = _checked_priority(priority)
         values, outs = self._single(key, value), self._grouped(key, out, writable=True)
         for (one, (tensor,)), (_, targets) in zip(values, outs, strict=True):
             for target in targets:
                 _check_like(one, target, tensor.shape, tensor.dtype)
-        self.init(key, value, async_op=True).wait()
-        return self._pull(outs, _checked_priority(priority), async_op)
+        self.init(key, value, async_op=async_op)
+        return self._pull(outs, priority, async_op)
 
     def assign(self, key: Any, value: Any) -> None:
         """Replace the stored value without an update; optimizer state stays."""
@@ -257,15 +259,15 @@ def _checked_priority(priority: Any) -> int:
 
 def _tensor(key: Any, value: Any, *, writable: bool = False) -> torch.Tensor:
     if isinstance(value, np.ndarray):
-        if writable and not value.flags.writeable:
-            raise ValueError(f"key {key!r}: the numpy array to write into is read-only")
-        value = torch.from_numpy(value if value.flags.writeable else value.copy())
+        value = (shared if writable else readable)(value, f"the value of key {key!r}")
     if not isinstance(value, torch.Tensor):
         raise TypeError(
             f"key {key!r} has a value of type {type(value).__name__}; expected a torch tensor or a numpy array"
         )
     if value.layout != torch.strided:
         raise ValueError(f"key {key!r} has a value of layout {value.layout}; expected a dense tensor")
+    if writable and any(not stride and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
+        raise ValueError(f"key {key!r} is to be written into a tensor that holds an element many times; clone it first")
     return value.detach()
 
 
@@ -278,7 +280,7 @@ def _check_like(key: Key, tensor: torch.Tensor, shape: torch.Size, dtype: torch.
         raise ValueError(f"key {key!r} has dtype {dtype}, but a tensor of {tensor.dtype} came for it")
 
 
-def _merged(pairs: Pairs) -> Pairs:
+def merged(pairs: Pairs) -> Pairs:
     """One entry a key, with all tensors that came for it."""
     merged: dict[Key, list[torch.Tensor]] = {}
     for key, tensors in pairs:

@@ -33,8 +33,11 @@ class DeviceStore(LocalStore):
         return value.device
 
     def _place(self, pairs: Pairs) -> None:
-        new = [(key, tensors) for key, tensors in pairs if key not in self._owners]
-        for key, tensors in sorted(new, key=lambda pair: -pair[1][0].nbytes):
+        new = {key: tensors for key, tensors in pairs if key not in self._owners}
+        for key, tensors in sorted(new.items(), key=lambda pair: -pair[1][0].nbytes):
+            if len(tensors) == 1:  # a bare tensor: the key goes where it is, and its owner stays open
+                self._move(key, tensors[0].device)
+                continue
             self._owned_bytes += [0] * (len(tensors) - len(self._owned_bytes))
             owner = min(range(len(tensors)), key=lambda place: self._owned_bytes[place])
             self._owners[key] = owner

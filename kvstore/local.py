@@ -12,7 +12,7 @@ import torch
 from collectives.device_group import broadcast, reduce
 from collectives.lanes import Lanes
 from collectives.work import Work, WorkQueue
-from kvstore.base import KVStore, Pairs, Updater, register
+from kvstore.base import KVStore, Pairs, Updater, merged, register
 from kvstore.optimizer import KeyedOptimizer, OptimizerState
 from kvstore.optimizer_spec import Key, OptimizerSpec, check_learning_rate
 
@@ -147,6 +147,7 @@ class LocalStore(KVStore):
 
     def _merge(self, pairs: Pairs) -> None:
         self._place(pairs)
+        pairs = merged(pairs)
         if self._updater is None and self._optimizer is None:
             for key, values in pairs:
                 reduce(values, out=self._entries[key].stored)

@@ -47,6 +47,8 @@ class KeyedOptimizer:
         before = self._weights.get(key)
         if before is weight:
             return
+        if not weight.is_floating_point():
+            raise ValueError(f"key {key!r} does not fit optimizer {self.spec.name!r}: it holds {weight.dtype}")
         factors = self.spec.factors(key)
         arguments = dict(self.spec.arguments)
         try:
@@ -69,7 +71,7 @@ class KeyedOptimizer:
 
         Args:
             gradients: keys that were added, each with its summed gradient (the weight's shape, dtype and device).
-                Where rescale_grad or clip_gradient is set, `modifies_gradient`, they are changed in place.
+                Where `modifies_gradient` says so they are changed in place.
         """
         if not gradients:
             return
@@ -93,8 +95,8 @@ class KeyedOptimizer:
 
     @property
     def modifies_gradient(self) -> bool:
-        """Whether `update` changes the gradients it is given."""
-        return self.spec.rescale_grad != 1.0 or self.spec.clip_gradient is not None
+        """Whether `update` changes, or may change, the gradients it is given."""
+        return self.spec.rescale_grad != 1.0 or self.spec.clip_gradient is not None or not self.spec.is_torchs
 
     def _prepare(self, gradient: torch.Tensor) -> None:
         if self.spec.rescale_grad != 1.0:
@@ -106,6 +108,7 @@ class KeyedOptimizer:
         """A copy of all state, on the host."""
         tensors: dict[str, torch.Tensor] = {}
         plain: dict[str, Any] = {}
+        shapes = {json.dumps(key): list(weight.shape) for key, weight in self._weights.items()}
         for key, weight in self._weights.items():
             of_key = self._optimizer.state.get(weight, {}) if self._optimizer else {}
             for name, value in of_key.items():
@@ -114,7 +117,14 @@ class KeyedOptimizer:
                     tensors[place] = value.detach().cpu().clone().contiguous()
                 else:
                     plain[place] = value
-        return OptimizerState(self.spec.name, float(self.spec.arguments["lr"]), self._learning_rate, tensors, plain)
+        return OptimizerState(
+            name=self.spec.name,
+            initial_learning_rate=float(self.spec.arguments["lr"]),
+            learning_rate=self._learning_rate,
+            shapes=shapes,
+            tensors=tensors,
+            plain=plain,
+        )
 
     def load_state(self, state: OptimizerState) -> None:
         """Replace all state by ``state``; the learning rate stays as it is set here.
@@ -124,18 +134,18 @@ class KeyedOptimizer:
         """
         if state.name != self.spec.name:
             raise ValueError(f"the state is of optimizer {state.name!r}, but {self.spec.name!r} is set here")
+        for encoded, shape in state.shapes.items():
+            key = json.loads(encoded)
+            if key not in self._weights:
+                raise ValueError(f"the state has key {key!r}, which is unknown here; known are {list(self._weights)}")
+            if shape != list(self._weights[key].shape):
+                raise ValueError(
+                    f"the state of key {key!r} is for shape {tuple(shape)}; expected {tuple(self._weights[key].shape)}"
+                )
         of_keys: dict[Key, dict[str, Any]] = {key: {} for key in self._weights}
         for place, value in [*state.tensors.items(), *state.plain.items()]:
             encoded, _, name = place.rpartition("/")
-            key = json.loads(encoded)
-            if key not in of_keys:
-                raise ValueError(f"the state has key {key!r}, which is unknown here; known are {list(self._weights)}")
-            shape = self._weights[key].shape
-            if isinstance(value, torch.Tensor) and value.dim() and name in _AS_WEIGHT and value.shape != shape:
-                raise ValueError(
-                    f"the state of key {key!r}, {name}, has shape {tuple(value.shape)}; expected {tuple(shape)}"
-                )
-            of_keys[key][name] = value
+            of_keys[json.loads(encoded)][name] = value
         for key, of_key in of_keys.items():
             self._restore(key, of_key)
 
@@ -144,33 +154,16 @@ class KeyedOptimizer:
         weight = self._weights[key]
         group = self._groups[self.spec.factors(key)]
         step_stays = not (group.get("capturable") or group.get("fused"))  # torch keeps the step on the host then
-        restored = {
-            name: value.to(weight.device, copy=True)
-            if isinstance(value, torch.Tensor) and not (name == "step" and step_stays)
-            else value
-            for name, value in state.items()
-        }
+        restored = {}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                device = value.device if name == "step" and step_stays else weight.device
+                value = value.to(device, copy=True)
+            restored[name] = value
         if restored:
             self._optimizer.state[weight] = restored
         else:
             self._optimizer.state.pop(weight, None)
-
-
-# Names torch gives to state that has the weight's shape.
-_AS_WEIGHT = frozenset(
-    {
-        "momentum_buffer",
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "sum",
-        "square_avg",
-        "acc_delta",
-        "exp_inf",
-        "ax",
-        "prev",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -180,6 +173,8 @@ class OptimizerState:
     name: str
     initial_learning_rate: float
     learning_rate: float
+    shapes: dict[str, list[int]]
+    """The weights' shapes by key as JSON."""
     tensors: dict[str, torch.Tensor]
     plain: dict[str, Any]
 
@@ -189,6 +184,7 @@ class OptimizerState:
             "optimizer": self.name,
             "initial_learning_rate": self.initial_learning_rate,
             "learning_rate": self.learning_rate,
+            "shapes": self.shapes,
             "plain": self.plain,
         }
 
@@ -196,9 +192,10 @@ class OptimizerState:
     def from_parts(cls, header: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> OptimizerState:
         """The state that `header` and its tensors describe."""
         return cls(
-            header["optimizer"],
-            header["initial_learning_rate"],
-            header["learning_rate"],
-            tensors,
-            header["plain"],
+            name=header["optimizer"],
+            initial_learning_rate=header["initial_learning_rate"],
+            learning_rate=header["learning_rate"],
+            shapes=header["shapes"],
+            tensors=tensors,
+            plain=header["plain"],
         )

@@ -69,7 +69,9 @@ class OptimizerSpec:
             return spec
         kind, given = spec if isinstance(spec, (tuple, list)) and len(spec) == 2 else (spec, {})
         name, optimizer_class = _find_class(kind)
-        given = dict(given or {})
+        if not isinstance(given, dict):
+            raise TypeError(f"the arguments of optimizer {name!r} are {given!r}; expected a dict")
+        given = dict(given)
         for argument, value in given.items():
             _check_plain(f"optimizer argument {argument!r}", value)
         ours = {argument: given.pop(argument) for argument in _OURS if argument in given}
@@ -85,7 +87,13 @@ class OptimizerSpec:
             optimizer_class([torch.zeros(1, 1)], **arguments)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"optimizer {name!r} with {arguments} is refused by torch: {error}") from error
+        check_learning_rate(arguments["lr"])  # torch lets NaN and infinity pass
         return cls(name, optimizer_class, arguments, **ours)
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether the class is torch's own, and leaves the gradients it is given as they are."""
+        return self.optimizer_class in _CLASSES.values()
 
     @property
     def optional_arguments(self) -> set[str]:

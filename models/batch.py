@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from collectives.arrays import readable
+
 Batch = Any
 """A tensor, a tuple or list of batches, or a dict of them."""
 
@@ -37,11 +39,7 @@ def as_batch(value: Any, what: str) -> Batch:
         TypeError: it holds something else; ``what`` names it in the message.
     """
     if isinstance(value, np.ndarray):
-        shareable = value.flags.writeable and all(stride >= 0 for stride in value.strides)
-        try:
-            return torch.from_numpy(value if shareable else value.copy())
-        except TypeError as error:
-            raise TypeError(f"{what} is an array of {value.dtype}, which torch does not have: {error}") from None
+        return readable(value, what)
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, Mapping) and value:

@@ -389,7 +389,7 @@ def live_bytes() -> int:
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in gc.get_objects()
-        if issubclass(type(tensor), torch.Tensor)
+        if issubclass(type(tensor), torch.Tensor) and tensor.layout == torch.strided
     }
     return sum(storages.values())
 
