@@ -1,0 +1,188 @@
+"""Contexts: what they are, and the words that name them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+import torch
+
+from collectives import Context, contexts, cpu, gpu, num_gpus
+
+ABSENT = num_gpus()
+"""The number of the first GPU that is not there."""
+
+
+# -- Context ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("make", "kind"), [(cpu, "cpu"), (gpu, "gpu")])
+def test_a_context_knows_its_type_and_number(make: Callable[..., Context], kind: str) -> None:
+    assert (make().device_type, make().device_id) == (kind, 0)
+    assert (make(2).device_type, make(2).device_id) == (kind, 2)
+    assert make(2) == Context(kind, 2)
+
+
+@pytest.mark.parametrize(("make", "kind"), [(cpu, "cpu"), (gpu, "gpu")])
+def test_a_context_prints_as_it_is_written(make: Callable[..., Context], kind: str) -> None:
+    assert str(make(2)) == repr(make(2)) == f"{kind}(2)"
+    assert f"{make()}" == f"{kind}(0)"
+
+
+def test_every_cpu_is_the_host_and_a_gpu_is_torchs_of_the_same_number() -> None:
+    assert [cpu(index).torch_device for index in (0, 1, 7)] == [torch.device("cpu")] * 3
+    assert [gpu(index).torch_device for index in (0, 3)] == [torch.device("cuda", 0), torch.device("cuda", 3)]
+
+
+def test_equal_contexts_are_one_key_and_distinct_ones_are_several() -> None:
+    assert hash(cpu(1)) == hash(Context("cpu", 1))
+    assert {cpu(0), cpu(1), gpu(0), gpu(1), cpu(0), gpu(1)} == {gpu(1), gpu(0), cpu(1), cpu(0)}
+    assert len({cpu(0): 0, cpu(1): 1, gpu(0): 2, gpu(1): 3}) == 4
+    assert cpu(0) != cpu(1)
+    assert cpu(0) != gpu(0)
+
+
+def test_a_context_is_frozen() -> None:
+    context = cpu(1)
+    with pytest.raises(FrozenInstanceError):
+        context.device_id = 2  # type: ignore[misc]
+    assert context == cpu(1)
+
+
+@pytest.mark.parametrize("make", [cpu, gpu])
+@pytest.mark.parametrize("number", [True, False, 1.0, "1", None])
+def test_a_number_that_is_no_int_is_refused(make: Callable[..., Context], number: Any) -> None:
+    with pytest.raises(TypeError, match=f"device_id is {number!r}; expected an int"):
+        make(number)
+
+
+@pytest.mark.parametrize("make", [cpu, gpu])
+def test_a_negative_number_is_refused(make: Callable[..., Context]) -> None:
+    with pytest.raises(ValueError, match="device_id is -1; expected 0 or more"):
+        make(-1)
+
+
+@pytest.mark.parametrize("kind", ["tpu", "CPU", "cuda", "", None])
+def test_an_unknown_type_of_device_is_refused(kind: Any) -> None:
+    with pytest.raises(ValueError, match=f"device_type is {kind!r}; expected 'cpu' or 'gpu'"):
+        Context(kind, 0)
+
+
+# -- the words of contexts() ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("cpu(0)", [cpu(0)]),
+        ("cpu", [cpu(0)]),
+        ("cpu(0),cpu(1)", [cpu(0), cpu(1)]),
+        ("cpu(3),cpu(1),cpu(2)", [cpu(3), cpu(1), cpu(2)]),
+        ("cpu(0), cpu(1) ,cpu(0)", [cpu(0), cpu(1), cpu(0)]),
+        ("cpu(12)", [cpu(12)]),
+    ],
+)
+def test_words_name_contexts_in_their_order(words: str, expected: list[Context]) -> None:
+    assert contexts(words) == expected
+
+
+def test_contexts_come_as_a_list_of_the_callers_own() -> None:
+    given = [cpu(1), cpu(0), cpu(1)]
+    found = contexts(given)
+    found.append(cpu(9))
+    assert given == [cpu(1), cpu(0), cpu(1)]
+    assert contexts((cpu(2), cpu(1))) == [cpu(2), cpu(1)]
+    assert contexts(cpu(4)) == [cpu(4)]
+
+
+def test_auto_is_the_first_gpu_or_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    expected = [gpu(0)] if num_gpus() else [cpu(0)]
+    assert contexts("auto") == expected
+    assert contexts() == expected
+
+
+def test_auto_in_a_job_is_the_workers_own_gpu_or_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in range(3):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert contexts("auto") == ([gpu(rank % num_gpus())] if num_gpus() else [cpu(0)])
+
+
+def test_numbers_and_gpu_words_name_the_gpus_that_are_there() -> None:
+    there = [gpu(index) for index in range(num_gpus())]
+    for words in (",".join(str(one.device_id) for one in there), ",".join(str(one) for one in there)):
+        assert contexts(f"cpu(5),{words}".rstrip(",")) == [cpu(5), *there]
+
+
+def test_multi_gpu_is_every_gpu_and_an_error_without_one() -> None:
+    if num_gpus():
+        assert contexts("multi-gpu") == [gpu(index) for index in range(num_gpus())]
+    else:
+        with pytest.raises(ValueError, match=r"'multi-gpu'.*no GPU"):
+            contexts("multi-gpu")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [f"{ABSENT}", f"gpu({ABSENT})", f"cpu(0),gpu({ABSENT}),cpu(1)", f"cpu(0), {ABSENT}", gpu(ABSENT), [gpu(ABSENT)]],
+    ids=str,
+)
+def test_a_gpu_that_is_not_there_is_named_beside_those_that_are(spec: Any) -> None:
+    there = ", ".join(f"gpu({index})" for index in range(ABSENT)) or "none"
+    with pytest.raises(ValueError, match="gpu") as caught:
+        contexts(spec)
+    assert f"gpu({ABSENT}) is not on this machine" in str(caught.value)
+    assert str(caught.value).endswith(f": {there}")
+    assert "cpu(0)" not in str(caught.value)
+
+
+def test_every_missing_gpu_is_named() -> None:
+    with pytest.raises(ValueError, match="not on this machine") as caught:
+        contexts(f"{ABSENT + 2},cpu(0),gpu({ABSENT})")
+    assert str(caught.value).startswith(f"gpu({ABSENT + 2}), gpu({ABSENT}) is")
+
+
+@pytest.mark.parametrize(
+    ("words", "culprit"),
+    [
+        ("", ""),
+        ("tpu(0)", "tpu(0)"),
+        ("cpu(0),cuda:1", "cuda:1"),
+        ("cpu(0),", ""),
+        (",cpu(0)", ""),
+        ("cpu(-1)", "cpu(-1)"),
+        ("-1", "-1"),
+        ("cpu(0) cpu(1)", "cpu(0) cpu(1)"),
+        ("cpu()", "cpu()"),
+        ("cpu(1.0)", "cpu(1.0)"),
+        ("1.5", "1.5"),
+        ("CPU(0)", "CPU(0)"),
+        ("Auto", "Auto"),
+        ("cpu(0),auto", "auto"),
+        ("cpu(0)x", "cpu(0)x"),
+    ],
+)
+def test_words_that_name_no_device_are_refused(words: str, culprit: str) -> None:
+    with pytest.raises(ValueError, match="names no device") as caught:
+        contexts(words)
+    assert f"{words!r}, of which {culprit!r} names no device" in str(caught.value)
+    assert "'cpu(0),cpu(1)'" in str(caught.value)
+
+
+@pytest.mark.parametrize("spec", [[], ()])
+def test_an_empty_list_is_refused(spec: Any) -> None:
+    with pytest.raises(ValueError, match="context is empty; expected at least one"):
+        contexts(spec)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [3, None, True, 1.0, [0], ["cpu(0)"], [cpu(0), "cpu(1)"], [[cpu(0)]], {cpu(0)}, torch.device("cpu")],
+    ids=repr,
+)
+def test_what_is_no_context_is_refused_by_type(spec: Any) -> None:
+    with pytest.raises(TypeError, match="expected a Context") as caught:
+        contexts(spec)
+    assert repr(spec) in str(caught.value)

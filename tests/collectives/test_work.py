@@ -1,0 +1,373 @@
+"""Work and the queue that runs it: order, errors, time limits, the end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collectives.work import Work, WorkQueue
+
+LIMIT = 20.0
+"""Seconds after which a test that waits has failed."""
+
+
+@pytest.fixture
+def queue() -> Iterator[WorkQueue]:
+    made = WorkQueue()
+    yield made
+    made.close()
+
+
+@contextmanager
+def blocked(queue: WorkQueue) -> Iterator[None]:
+    """A section in which the queue's thread is busy with an operation of the key "blocker"."""
+    started, release = threading.Event(), threading.Event()
+
+    def block() -> None:
+        started.set()
+        assert release.wait(LIMIT)
+
+    work = Work("blocker")
+    queue.submit(block, work, ["blocker"], 0)
+    assert started.wait(LIMIT)
+    try:
+        yield
+    finally:
+        release.set()
+    work.wait(LIMIT)
+
+
+def appending(order: list[str], name: str) -> Callable[[], None]:
+    return lambda: order.append(name)
+
+
+def failing(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+# -- the handle -------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_work_is_over() -> None:
+    work = Work.finished("push of key 'w'")
+    assert work.is_completed()
+    assert work.exception() is None
+    work.wait()
+    work.wait(0)
+    assert "push of key 'w'" in repr(work)
+    assert "done" in repr(work)
+
+
+def test_work_is_running_until_its_operation_is_done(queue: WorkQueue) -> None:
+    work = Work("push of key 'w'")
+    with blocked(queue):
+        queue.submit(lambda: None, work, ["w"], 0)
+        assert not work.is_completed()
+        assert work.exception() is None
+        assert "running" in repr(work)
+    work.wait(LIMIT)
+    assert work.is_completed()
+    assert "done" in repr(work)
+
+
+def test_wait_gives_up_after_its_timeout_and_the_operation_goes_on(queue: WorkQueue) -> None:
+    order: list[str] = []
+    work = Work("pull of key 'w'")
+    with blocked(queue):
+        queue.submit(appending(order, "w"), work, ["w"], 0)
+        for timeout in (0, 0.01):
+            with pytest.raises(TimeoutError, match=f"pull of key 'w' is still running after {timeout} s"):
+                work.wait(timeout)
+        assert order == []
+    work.wait(LIMIT)
+    assert order == ["w"]
+
+
+def test_an_exception_reaches_each_wait_and_exception(queue: WorkQueue) -> None:
+    error = KeyError("lost")
+    work = Work("push of key 'w'")
+    queue.submit(failing(error), work, ["w"], 0)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="lost") as caught:
+            work.wait(LIMIT)
+        assert caught.value is error
+    assert work.is_completed()
+    assert work.exception() is error
+    assert "failed" in repr(work)
+
+
+def test_the_operations_own_timeout_error_is_not_taken_for_waits(queue: WorkQueue) -> None:
+    error = TimeoutError("the peer said nothing")
+    work = Work("push of key 'w'")
+    queue.submit(failing(error), work, ["w"], 0)
+    with pytest.raises(TimeoutError, match="the peer said nothing") as caught:
+        work.wait(LIMIT)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=["SystemExit", "KeyboardInterrupt"])
+def test_what_would_end_a_thread_reaches_the_waiter_and_the_queue_lives_on(
+    queue: WorkQueue, error: BaseException
+) -> None:
+    work, after = Work("first"), Work("second")
+    queue.submit(failing(error), work, ["w"], 0)
+    queue.submit(lambda: None, after, ["w"], 0)
+    with pytest.raises(type(error)):
+        work.wait(LIMIT)
+    after.wait(LIMIT)
+    assert work.exception() is error
+    assert after.exception() is None
+
+
+def test_wait_orders_the_waiter_behind_what_went_well_only(queue: WorkQueue) -> None:
+    joined: list[str] = []
+    good, bad = Work("good", appending(joined, "good")), Work("bad", appending(joined, "bad"))
+    with blocked(queue):
+        queue.submit(lambda: None, good, ["a"], 0)
+        queue.submit(failing(ValueError("no")), bad, ["b"], 0)
+        with pytest.raises(TimeoutError, match="good is still running"):
+            good.wait(0)
+        assert joined == []
+    good.wait(LIMIT)
+    with pytest.raises(ValueError, match="no"):
+        bad.wait(LIMIT)
+    assert joined == ["good"]
+
+
+# -- the order --------------------------------------------------------------------------------------------------------
+
+
+def submit_all(queue: WorkQueue, jobs: list[tuple[str, list[str], int]]) -> list[str]:
+    """Submit jobs of (name, keys, priority) while the queue is busy; the order in which they ran."""
+    order: list[str] = []
+    works = []
+    with blocked(queue):
+        for name, keys, priority in jobs:
+            works.append(Work(name))
+            queue.submit(appending(order, name), works[-1], keys, priority)
+    for work in works:
+        work.wait(LIMIT)
+    return order
+
+
+def test_a_larger_priority_goes_first_among_independent_jobs(queue: WorkQueue) -> None:
+    jobs = [(f"p{priority}", [f"key {priority}"], priority) for priority in (0, -3, 7, 2, -1)]
+    assert submit_all(queue, jobs) == ["p7", "p2", "p0", "p-1", "p-3"]
+
+
+def test_equal_priorities_go_in_the_order_given(queue: WorkQueue) -> None:
+    names = [f"job {index}" for index in range(12)]
+    assert submit_all(queue, [(name, [name], 5) for name in names]) == names
+
+
+def test_jobs_of_one_key_go_in_the_order_given_whatever_their_priority(queue: WorkQueue) -> None:
+    jobs = [(f"job {index}", ["w"], index) for index in range(12)]
+    assert submit_all(queue, jobs) == [name for name, _, _ in jobs]
+
+
+def test_a_job_of_many_keys_waits_for_all_of_them(queue: WorkQueue) -> None:
+    jobs = [("a", ["a"], 0), ("b", ["b"], -1), ("ab", ["a", "b"], 9), ("c", ["c"], 1), ("b again", ["b"], 99)]
+    assert submit_all(queue, jobs) == ["c", "a", "b", "ab", "b again"]
+
+
+def test_a_key_named_twice_by_a_job_is_one_key(queue: WorkQueue) -> None:
+    assert submit_all(queue, [("first", ["w", "w"], 0), ("second", ["w", "w"], 3)]) == ["first", "second"]
+
+
+def test_jobs_without_keys_are_independent(queue: WorkQueue) -> None:
+    assert submit_all(queue, [("low", [], 0), ("w", ["w"], 1), ("high", [], 2)]) == ["high", "w", "low"]
+
+
+def test_a_failed_job_holds_up_nothing_behind_it(queue: WorkQueue) -> None:
+    order: list[str] = []
+    bad, good = Work("bad"), Work("good")
+    with blocked(queue):
+        queue.submit(failing(ValueError("no")), bad, ["a", "b"], 0)
+        queue.submit(appending(order, "good"), good, ["b", "a"], 0)
+    good.wait(LIMIT)
+    assert order == ["good"]
+    assert isinstance(bad.exception(), ValueError)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.sets(st.sampled_from("abcd"), max_size=3), st.integers(-3, 3)), max_size=10))
+def test_the_order_is_the_priorities_among_jobs_no_earlier_one_holds_back(
+    drawn: list[tuple[set[str], int]],
+) -> None:
+    jobs = [(str(index), sorted(keys), priority) for index, (keys, priority) in enumerate(drawn)]
+    waiting, expected = list(jobs), []
+    while waiting:
+        free = [job for at, job in enumerate(waiting) if not any(set(job[1]) & set(b[1]) for b in waiting[:at])]
+        expected.append(max(free, key=lambda job: (job[2], -int(job[0]))))
+        waiting.remove(expected[-1])
+    queue = WorkQueue()
+    assert submit_all(queue, jobs) == [name for name, _, _ in expected]
+    queue.close()
+
+
+def test_one_operation_runs_at_a_time(queue: WorkQueue) -> None:
+    alone = threading.Lock()
+    overlaps: list[str] = []
+
+    def operate() -> None:
+        if not alone.acquire(blocking=False):
+            overlaps.append("two at once")
+            return
+        for _ in range(100):
+            assert alone.locked()
+        alone.release()
+
+    def use(thread: int) -> None:
+        for index in range(20):
+            work = Work(f"{thread} {index}")
+            if index % 2:
+                queue.run(operate, work, [thread], 0)
+            else:
+                queue.submit(operate, work, [thread], index)
+
+    threads = [threading.Thread(target=use, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    queue.close()
+    assert overlaps == []
+
+
+# -- run --------------------------------------------------------------------------------------------------------------
+
+
+def test_run_uses_the_callers_thread_while_nothing_is_under_way(queue: WorkQueue) -> None:
+    threads: list[threading.Thread] = []
+    work = Work("pull")
+    queue.run(lambda: threads.append(threading.current_thread()), work, ["w"], 0)
+    assert threads == [threading.current_thread()]
+    assert work.is_completed()
+
+
+def test_run_raises_what_the_operation_raised(queue: WorkQueue) -> None:
+    work = Work("pull")
+    with pytest.raises(ZeroDivisionError, match="by nothing"):
+        queue.run(failing(ZeroDivisionError("by nothing")), work, ["w"], 0)
+    assert isinstance(work.exception(), ZeroDivisionError)
+    again = Work("pull")
+    queue.run(lambda: None, again, ["w"], 0)
+    assert again.exception() is None
+
+
+def test_run_goes_behind_work_under_way_on_the_same_key(queue: WorkQueue) -> None:
+    order: list[str] = []
+    release = threading.Event()
+
+    def block() -> None:
+        assert release.wait(LIMIT)
+
+    def keys_seen() -> Iterator[str]:
+        """The key, and the moment the queue looks at it: the operation is being given, so the queue may go on."""
+        release.set()
+        yield "w"
+
+    queue.submit(block, Work("blocker"), ["blocker"], 0)
+    queue.submit(appending(order, "async 1"), Work("async 1"), ["w"], -5)
+    queue.submit(appending(order, "async 2"), Work("async 2"), ["w"], -5)
+    queue.run(appending(order, "run"), Work("run"), keys_seen(), 99)
+    assert order == ["async 1", "async 2", "run"]
+
+
+def test_run_overtakes_independent_work_of_a_lower_priority(queue: WorkQueue) -> None:
+    order: list[str] = []
+    started, release = threading.Event(), threading.Event()
+
+    def block() -> None:
+        started.set()
+        assert release.wait(LIMIT)
+
+    def keys_seen() -> Iterator[str]:
+        release.set()
+        yield "w"
+
+    queue.submit(block, Work("blocker"), ["blocker"], 0)
+    assert started.wait(LIMIT)
+    other = Work("other")
+    queue.submit(appending(order, "other"), other, ["other"], 1)
+    queue.run(appending(order, "run"), Work("run"), keys_seen(), 2)
+    other.wait(LIMIT)
+    assert order == ["run", "other"]
+
+
+def test_run_raises_behind_work_under_way_too(queue: WorkQueue) -> None:
+    release = threading.Event()
+
+    def keys_seen() -> Iterator[str]:
+        release.set()
+        yield "w"
+
+    def block() -> None:
+        assert release.wait(LIMIT)
+
+    queue.submit(block, Work("blocker"), ["w"], 0)
+    with pytest.raises(ValueError, match="no"):
+        queue.run(failing(ValueError("no")), Work("run"), keys_seen(), 0)
+
+
+def test_an_operation_may_run_another(queue: WorkQueue) -> None:
+    order: list[str] = []
+
+    def outer() -> None:
+        queue.run(appending(order, "inner"), Work("inner"), ["v"], 0)
+        order.append("outer")
+
+    queue.run(outer, Work("outer"), ["w"], 0)
+    work = Work("outer")
+    queue.submit(outer, work, ["w"], 0)
+    work.wait(LIMIT)
+    assert order == ["inner", "outer"] * 2
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_close_finishes_what_was_submitted() -> None:
+    queue = WorkQueue()
+    order: list[str] = []
+    works = [Work(f"{index}") for index in range(50)]
+    for index, work in enumerate(works):
+        queue.submit(appending(order, str(index)), work, ["even" if index % 2 else "odd"], 0)
+    queue.close()
+    assert all(work.is_completed() for work in works)
+    assert order == [str(index) for index in range(50)]
+
+
+def test_close_ends_the_thread() -> None:
+    before = set(threading.enumerate())
+    queue = WorkQueue()
+    queue.submit(lambda: None, Work("only"), ["w"], 0)
+    started = set(threading.enumerate()) - before
+    assert len(started) == 1
+    queue.close()
+    assert not any(thread.is_alive() for thread in started)
+
+
+def test_no_thread_is_started_while_every_operation_is_waited_for(queue: WorkQueue) -> None:
+    before = set(threading.enumerate())
+    for index in range(5):
+        queue.run(lambda: None, Work(str(index)), [index % 2], 0)
+    assert set(threading.enumerate()) <= before
+
+
+def test_closing_an_unused_or_closed_queue_does_nothing() -> None:
+    queue = WorkQueue()
+    queue.close()
+    queue.close()
+    used = WorkQueue()
+    used.submit(lambda: None, Work("only"), ["w"], 0)
+    used.close()
+    used.close()

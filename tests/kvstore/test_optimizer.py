@@ -1,0 +1,952 @@
+"""Optimizers in a store: torch's to the bit, under torch's names and MXNet's, saved, resumed and refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kvstore import KVStore, OptimizerSpec, create
+from kvstore.optimizer import KeyedOptimizer
+
+STORES = ["local", "device"]
+Tensors = dict[Any, torch.Tensor]
+
+# Every name with arguments that make its arithmetic matter, and the class that is to be matched.
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adadelta": (torch.optim.Adadelta, {"lr": 0.7, "rho": 0.8, "weight_decay": 0.01}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.05, "beta2_decay": -0.7, "weight_decay": 0.01}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+    "adam": (torch.optim.Adam, {"lr": 0.05, "betas": (0.8, 0.95), "amsgrad": True, "weight_decay": 0.01}),
+    "adamax": (torch.optim.Adamax, {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.01}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.1}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.05, "t0": 2.0, "weight_decay": 0.01}),
+    "muon": (torch.optim.Muon, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.01}),
+    "nag": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
+    "radam": (torch.optim.RAdam, {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.01}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.05, "alpha": 0.9, "momentum": 0.5, "centered": True}),
+    "rprop": (torch.optim.Rprop, {"lr": 0.05, "etas": (0.4, 1.3)}),
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
+}
+SHAPES = {"fc.weight": (4, 6), 3: (2, 5), "3": (3, 3), "a/b.gamma": (1, 4)}
+LR = 0.05
+
+
+@pytest.fixture(params=STORES)
+def kv(request: pytest.FixtureRequest) -> Iterator[KVStore]:
+    with create(request.param) as made:
+        yield made
+
+
+def weights() -> Tensors:
+    """Element j of key i holds (j - 3) / 4 + i."""
+    return {
+        key: (torch.arange(rows * cols).reshape(rows, cols) - 3) / 4 + i
+        for i, (key, (rows, cols)) in enumerate(SHAPES.items())
+    }
+
+
+def gradient(key: Any, step: int, device: int = 0) -> torch.Tensor:
+    """Quarters between -5/4 and 5/4, which differ by element, key, step and device."""
+    rows, cols = SHAPES[key]
+    number = list(SHAPES).index(key)
+    return ((torch.arange(rows * cols).reshape(rows, cols) * 7 + step * 3 + device * 5 + number) % 11 - 5) / 4
+
+
+def torch_run(
+    make: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
+    steps: Sequence[int] = range(5),
+    devices: int = 2,
+    change: Callable[[int, torch.optim.Optimizer, dict[Any, torch.Tensor]], None] = lambda step, optimizer, grads: None,
+) -> Tensors:
+    """What torch alone makes of the weights; ``change`` may change rates and gradients before a step."""
+    found = weights()
+    optimizer = make(list(found.values()))
+    for step in steps:
+        grads = {key: sum_of([gradient(key, step, device) for device in range(devices)]) for key in found}
+        change(step, optimizer, grads)
+        for key, weight in found.items():
+            weight.grad = grads.get(key)
+        optimizer.step()
+    return {key: weight.detach() for key, weight in found.items()}
+
+
+def sum_of(values: list[torch.Tensor]) -> torch.Tensor:
+    total = values[0].clone()
+    for value in values[1:]:
+        total += value
+    return total
+
+
+def start(kv: KVStore, spec: Any, values: Tensors | None = None) -> None:
+    values = weights() if values is None else values
+    kv.init(list(values), list(values.values()))
+    kv.set_optimizer(spec)
+
+
+def push(kv: KVStore, step: int, keys: Sequence[Any] = tuple(SHAPES), devices: int = 2) -> None:
+    kv.push(list(keys), [[gradient(key, step, device) for device in range(devices)] for key in keys])
+
+
+def pulled(kv: KVStore) -> Tensors:
+    outs = {key: torch.empty(shape) for key, shape in SHAPES.items()}
+    kv.pull(list(outs), list(outs.values()))
+    return outs
+
+
+def check_equal(found: Tensors, expected: Tensors) -> None:
+    assert list(found) == list(expected)
+    different = [key for key in expected if not torch.equal(found[key], expected[key])]
+    assert different == []
+
+
+def reference(name: str, **kwargs: Any) -> Tensors:
+    """`torch_run` of the class and arguments that stand for ``name``."""
+    optimizer_class, arguments = OPTIMIZERS[name]
+    extra = {"nesterov": True} if name == "nag" else {}
+    return torch_run(lambda values: optimizer_class(values, **arguments, **extra), **kwargs)
+
+
+# -- torch's arithmetic -----------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_these_tests_has_every_optimizer() -> None:
+    with pytest.raises(ValueError, match=re.escape(f"expected one of {sorted(OPTIMIZERS)}")):
+        OptimizerSpec.parse("no_such_optimizer")
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_five_steps_are_torchs_to_the_bit(kv: KVStore, name: str, devices: int) -> None:
+    start(kv, (name, OPTIMIZERS[name][1]))
+    for step in range(5):
+        push(kv, step, devices=devices)
+    check_equal(pulled(kv), reference(name, devices=devices))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_pushpull_gives_each_device_the_new_weights(kv: KVStore, name: str) -> None:
+    start(kv, (name, OPTIMIZERS[name][1]))
+    for step in range(5):
+        values = [[gradient(key, step, device) for device in range(2)] for key in SHAPES]
+        kv.pushpull(list(SHAPES), values)
+    for device in range(2):
+        of_device = {key: both[device] for key, both in zip(SHAPES, values, strict=True)}
+        check_equal(of_device, reference(name))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updating_key_by_key_is_updating_all_at_once(kv: KVStore, name: str) -> None:
+    start(kv, (name, OPTIMIZERS[name][1]))
+    for step in range(5):
+        for key in SHAPES if step % 2 else reversed(SHAPES):
+            push(kv, step, [key])
+    check_equal(pulled(kv), reference(name))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_async_pushes_of_keys_are_updates_of_all_at_once(kv: KVStore, name: str) -> None:
+    start(kv, (name, OPTIMIZERS[name][1]))
+    works = []
+    for step in range(5):
+        for priority, key in enumerate(SHAPES):
+            values = [gradient(key, step, device) for device in range(2)]
+            works.append(kv.push(key, values, priority, async_op=True))
+    for work in works:
+        work.wait(20)
+    check_equal(pulled(kv), reference(name))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_keys_without_a_gradient_are_left_alone(kv: KVStore, name: str) -> None:
+    def without(step: int, optimizer: torch.optim.Optimizer, grads: Tensors) -> None:
+        del grads["3"]
+        if step in (1, 2):
+            del grads[3]
+
+    start(kv, (name, OPTIMIZERS[name][1]))
+    for step in range(5):
+        push(kv, step, [key for key in SHAPES if key != "3" and (key != 3 or step not in (1, 2))])
+    found = pulled(kv)
+    assert torch.equal(found["3"], weights()["3"])
+    check_equal(found, reference(name, change=without))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("extra", [{}, {"maximize": True}, {"foreach": True}, {"weight_decay": 0.1}], ids=str)
+def test_no_optimizer_changes_the_gradient_it_is_pushed(kv: KVStore, name: str, extra: dict[str, Any]) -> None:
+    if name == "muon":
+        extra = {argument: value for argument, value in extra.items() if argument == "weight_decay"}
+    elif name == "rprop":
+        extra = {argument: value for argument, value in extra.items() if argument != "weight_decay"}
+    start(kv, (name, OPTIMIZERS[name][1] | extra))
+    pushed = gradient(3, 0)
+    for _ in range(3):
+        kv.push(3, pushed)
+    assert torch.equal(pushed, gradient(3, 0))
+    assert pushed.grad is None
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bare_names_take_torchs_defaults(kv: KVStore, name: str) -> None:
+    optimizer_class = OPTIMIZERS[name][0]
+    extra = {"momentum": 0.9, "nesterov": True} if name == "nag" else {}
+    start(kv, (name, {"momentum": 0.9}) if name == "nag" else name)
+    for step in range(3):
+        push(kv, step)
+    check_equal(pulled(kv), torch_run(lambda values: optimizer_class(values, **extra), range(3)))
+    assert kv.learning_rate == optimizer_class([torch.zeros(1, 1)], **extra).defaults["lr"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weights_of_other_types_are_torchs_too(kv: KVStore, dtype: torch.dtype) -> None:
+    weight = weights()[3].to(dtype)
+    start(kv, ("adam", {"lr": LR}), {3: weight})
+    optimizer = torch.optim.Adam([weight], lr=LR)
+    for step in range(5):
+        kv.push(3, [gradient(3, step, device).to(dtype) for device in range(2)])
+        weight.grad = gradient(3, step).to(dtype) + gradient(3, step, 1).to(dtype)
+        optimizer.step()
+    out = torch.empty_like(weight)
+    kv.pull(3, out)
+    assert torch.equal(out, weight)
+
+
+def test_names_are_read_without_their_case(kv: KVStore) -> None:
+    start(kv, ("AdamW", OPTIMIZERS["adamw"][1]))
+    for step in range(5):
+        push(kv, step)
+    check_equal(pulled(kv), reference("adamw"))
+
+
+def test_nag_is_sgd_with_nesterov(kv: KVStore) -> None:
+    start(kv, ("nag", {"learning_rate": LR, "momentum": 0.9, "wd": 0.01}))
+    for step in range(5):
+        push(kv, step)
+    expected = torch_run(lambda values: torch.optim.SGD(values, LR, 0.9, 0, 0.01, nesterov=True))
+    check_equal(pulled(kv), expected)
+    plain = torch_run(lambda values: torch.optim.SGD(values, LR, 0.9, 0, 0.01))
+    assert not torch.equal(plain[3], expected[3])
+
+
+# -- the spec ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "optimizer_class", "arguments"),
+    [
+        ("sgd", {"learning_rate": 0.1}, torch.optim.SGD, {"lr": 0.1}),
+        ("sgd", {"wd": 0.02, "momentum": 0.8}, torch.optim.SGD, {"weight_decay": 0.02, "momentum": 0.8}),
+        ("adam", {"beta1": 0.7, "beta2": 0.8, "epsilon": 0.01}, torch.optim.Adam, {"betas": (0.7, 0.8), "eps": 0.01}),
+        ("adam", {"beta1": 0.7}, torch.optim.Adam, {"betas": (0.7, 0.999)}),
+        ("adam", {"beta2": 0.7}, torch.optim.Adam, {"betas": (0.9, 0.7)}),
+        ("adamax", {"learning_rate": 0.1, "beta2": 0.7}, torch.optim.Adamax, {"lr": 0.1, "betas": (0.9, 0.7)}),
+        ("nadam", {"beta1": 0.7, "wd": 0.1}, torch.optim.NAdam, {"betas": (0.7, 0.999), "weight_decay": 0.1}),
+        ("adam", {"betas": [0.7, 0.8]}, torch.optim.Adam, {"betas": (0.7, 0.8)}),
+        ("rmsprop", {"gamma1": 0.8, "gamma2": 0.5}, torch.optim.RMSprop, {"alpha": 0.8, "momentum": 0.5}),
+        ("rmsprop", {"gamma1": 0.8, "momentum": 0.5}, torch.optim.RMSprop, {"alpha": 0.8, "momentum": 0.5}),
+        ("rmsprop", {"epsilon": 0.01, "centered": True}, torch.optim.RMSprop, {"eps": 0.01, "centered": True}),
+        ("adagrad", {"eps": 0.01, "wd": 0.1}, torch.optim.Adagrad, {"eps": 0.01, "weight_decay": 0.1}),
+        ("adadelta", {"rho": 0.5, "epsilon": 0.01}, torch.optim.Adadelta, {"rho": 0.5, "eps": 0.01}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_mxnets_names_of_arguments_mean_torchs(
+    kv: KVStore,
+    name: str,
+    given: dict[str, Any],
+    optimizer_class: type[torch.optim.Optimizer],
+    arguments: dict[str, Any],
+) -> None:
+    start(kv, (name, given))
+    for step in range(5):
+        push(kv, step)
+    check_equal(pulled(kv), torch_run(lambda values: optimizer_class(values, **arguments)))
+
+
+def test_a_torch_class_is_a_spec(kv: KVStore) -> None:
+    start(kv, (torch.optim.AdamW, {"learning_rate": LR, "wd": 0.1}))
+    for step in range(5):
+        push(kv, step)
+    check_equal(pulled(kv), torch_run(lambda values: torch.optim.AdamW(values, lr=LR, weight_decay=0.1)))
+
+
+def test_a_bare_torch_class_and_a_list_are_specs_too(kv: KVStore) -> None:
+    start(kv, torch.optim.SGD)
+    push(kv, 0)
+    kv.set_optimizer(["sgd", {"lr": LR}])
+    push(kv, 1)
+    by_hand = weights()
+    for step, lr in ((0, 1e-3), (1, LR)):
+        for key, weight in by_hand.items():
+            weight.add_(gradient(key, step) + gradient(key, step, 1), alpha=-lr)
+    check_equal(pulled(kv), by_hand)
+
+
+def test_a_parsed_spec_is_a_spec(kv: KVStore) -> None:
+    spec = OptimizerSpec.parse(("adam", {"learning_rate": LR, "wd": 0.1}))
+    assert spec.name == "adam"
+    assert spec.arguments == {"lr": LR, "weight_decay": 0.1}
+    start(kv, spec)
+    for step in range(5):
+        push(kv, step)
+    check_equal(pulled(kv), torch_run(lambda values: torch.optim.Adam(values, lr=LR, weight_decay=0.1)))
+
+
+class Heavy(torch.optim.Optimizer):
+    """A heavy ball with a counter, of nobody's library."""
+
+    def __init__(self, params: Any, lr: float, weight: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "weight": weight})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                ball = state.setdefault("ball", torch.zeros_like(p))
+                ball.mul_(group["weight"]).add_(p.grad, alpha=1 / state["count"])
+                p.add_(ball, alpha=-group["lr"])
+
+
+class Careless(torch.optim.Optimizer):
+    """Adds the decay into the gradient itself, as many an optimizer of old does."""
+
+    def __init__(self, params: Any, lr: float = 0.1, weight_decay: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.add_(p, alpha=group["weight_decay"])
+                    p.add_(p.grad, alpha=-group["lr"])
+
+
+def test_a_class_nobody_knows_is_an_optimizer_too(kv: KVStore, tmp_path: Path) -> None:
+    start(kv, (Heavy, {"lr": LR, "weight": 0.25}))
+    for step in range(3):
+        push(kv, step)
+    kv.save_optimizer_states(tmp_path / "states")
+    with create(kv.type) as resumed:
+        start(resumed, (Heavy, {"lr": LR, "weight": 0.25}), pulled(kv))
+        resumed.load_optimizer_states(tmp_path / "states")
+        for step in (3, 4):
+            push(resumed, step)
+        check_equal(pulled(resumed), torch_run(lambda values: Heavy(values, LR, 0.25)))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_class_that_changes_its_gradient_leaves_the_pushed_one_alone(kv: KVStore, devices: int) -> None:
+    start(kv, Careless)
+    values = [gradient(3, 0, device) for device in range(devices)]
+    for _ in range(3):
+        kv.push(3, values)
+    assert all(torch.equal(value, gradient(3, 0, device)) for device, value in enumerate(values))
+
+
+# -- factors, rates, rescaling and clipping ---------------------------------------------------------------------------
+
+
+def grouped(
+    optimizer_class: type[torch.optim.Optimizer],
+    factors: dict[Any, tuple[float, float]],
+    lr: float,
+    wd: float,
+    **more: Any,
+) -> Callable[[list[torch.Tensor]], torch.optim.Optimizer]:
+    """Torch's optimizer with a group a key: (lr_mult, wd_mult)."""
+
+    def make(values: list[torch.Tensor]) -> torch.optim.Optimizer:
+        groups = []
+        for key, value in zip(SHAPES, values, strict=True):
+            lr_mult, wd_mult = factors.get(key, (1.0, 1.0))
+            groups.append({"params": [value], "lr": lr * lr_mult, "weight_decay": wd * wd_mult})
+        return optimizer_class(groups, lr=lr, weight_decay=wd, **more)
+
+    return make
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "key by key"])
+@pytest.mark.parametrize(("name", "more"), [("sgd", {"momentum": 0.9}), ("adam", {}), ("adamw", {}), ("muon", {})])
+def test_factors_are_torchs_parameter_groups(kv: KVStore, name: str, more: dict[str, Any], at_once: bool) -> None:
+    arguments = {"lr": LR, "wd": 0.1, "lr_mult": {"fc.weight": 10, 3: 0.5}, "wd_mult": {3: 2.0, "3": 0}}
+    start(kv, (name, arguments | more))
+    for step in range(5):
+        if at_once:
+            push(kv, step)
+        else:
+            for key in SHAPES:
+                push(kv, step, [key])
+    factors = {"fc.weight": (10.0, 1.0), 3: (0.5, 2.0), "3": (1.0, 0.0)}
+    check_equal(pulled(kv), torch_run(grouped(OPTIMIZERS[name][0], factors, LR, 0.1, **more)))
+
+
+def test_a_factor_of_zero_holds_a_key_still(kv: KVStore) -> None:
+    start(kv, ("sgd", {"lr": LR, "wd": 0.1, "lr_mult": {3: 0}}))
+    for step in range(3):
+        push(kv, step)
+    found = pulled(kv)
+    assert torch.equal(found[3], weights()[3])
+    assert not torch.equal(found["3"], weights()["3"])
+
+
+def test_mxnets_decay_is_for_names_in_weight_and_gamma_only(kv: KVStore) -> None:
+    start(kv, ("sgd", {"lr": LR, "wd": 0.1, "wd_mult": "mxnet"}))
+    for step in range(5):
+        push(kv, step)
+    check_equal(pulled(kv), torch_run(grouped(torch.optim.SGD, {3: (1, 0), "3": (1, 0)}, LR, 0.1)))
+
+
+def test_decay_is_for_every_key_unless_told_otherwise(kv: KVStore) -> None:
+    start(kv, ("sgd", {"lr": LR, "wd": 0.1}))
+    push(kv, 0)
+    check_equal(pulled(kv), torch_run(lambda values: torch.optim.SGD(values, LR, weight_decay=0.1), [0]))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_rescale_grad_multiplies_the_sum(kv: KVStore, devices: int) -> None:
+    def rescale(step: int, optimizer: torch.optim.Optimizer, grads: Tensors) -> None:
+        for grad in grads.values():
+            grad *= 0.3
+
+    start(kv, ("sgd", {"lr": LR, "momentum": 0.9, "rescale_grad": 0.3}))
+    for step in range(5):
+        push(kv, step, devices=devices)
+    expected = torch_run(lambda values: torch.optim.SGD(values, LR, 0.9), devices=devices, change=rescale)
+    check_equal(pulled(kv), expected)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_clipping_comes_after_rescaling_and_before_the_decay(kv: KVStore, devices: int) -> None:
+    clipped: list[bool] = []
+
+    def change(step: int, optimizer: torch.optim.Optimizer, grads: Tensors) -> None:
+        for grad in grads.values():
+            grad *= 0.5
+            clipped.extend((grad.abs() > 0.4).flatten().tolist())
+            grad.clamp_(-0.4, 0.4)
+
+    start(kv, ("sgd", {"lr": LR, "wd": 0.1, "rescale_grad": 0.5, "clip_gradient": 0.4}))
+    for step in range(5):
+        push(kv, step, devices=devices)
+    make = lambda values: torch.optim.SGD(values, LR, weight_decay=0.1)  # noqa: E731
+    check_equal(pulled(kv), torch_run(make, devices=devices, change=change))
+    assert any(clipped)
+    assert not all(clipped)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_rescaling_and_clipping_leave_the_pushed_gradients_alone(kv: KVStore, devices: int) -> None:
+    start(kv, ("sgd", {"lr": LR, "rescale_grad": 0.5, "clip_gradient": 0.4}))
+    values = [gradient(3, 0, device) for device in range(devices)]
+    kv.push(3, values)
+    kv.push(3, values, async_op=True).wait(20)
+    assert all(torch.equal(value, gradient(3, 0, device)) for device, value in enumerate(values))
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "rprop"])
+def test_a_new_learning_rate_counts_from_the_next_push(kv: KVStore, name: str) -> None:
+    def change(step: int, optimizer: torch.optim.Optimizer, grads: Tensors) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.2 if step in (2, 3) else 0.01 if step == 4 else group["lr"]
+
+    start(kv, (name, OPTIMIZERS[name][1]))
+    assert kv.learning_rate == OPTIMIZERS[name][1]["lr"]
+    for step in range(5):
+        if step in (2, 4):
+            kv.set_learning_rate(0.2 if step == 2 else 0.01)
+        push(kv, step)
+    assert kv.learning_rate == 0.01
+    check_equal(pulled(kv), reference(name, change=change))
+
+
+def test_a_new_learning_rate_is_multiplied_by_each_keys_factor(kv: KVStore) -> None:
+    rates = [LR, 0.2, 0.2, 0.01]
+
+    def change(step: int, optimizer: torch.optim.Optimizer, grads: Tensors) -> None:
+        for group, lr_mult in zip(optimizer.param_groups, (1, 10, 1, 1), strict=True):
+            group["lr"] = rates[step] * lr_mult
+
+    start(kv, ("sgd", {"lr": LR, "momentum": 0.9, "lr_mult": {3: 10}}))
+    for step in range(4):
+        kv.set_learning_rate(rates[step])
+        push(kv, step)
+    make = grouped(torch.optim.SGD, {}, LR, 0.0, momentum=0.9)
+    check_equal(pulled(kv), torch_run(make, range(4), change=change))
+
+
+def test_a_learning_rate_set_before_the_first_push_counts(kv: KVStore) -> None:
+    start(kv, ("sgd", {"lr": LR}))
+    kv.set_learning_rate(1)
+    push(kv, 0)
+    check_equal(pulled(kv), torch_run(lambda values: torch.optim.SGD(values, 1.0), [0]))
+
+
+def test_a_learning_rate_of_zero_is_a_rate(kv: KVStore) -> None:
+    start(kv, ("sgd", {"lr": LR}))
+    kv.set_learning_rate(0)
+    push(kv, 0)
+    check_equal(pulled(kv), weights())
+
+
+def test_a_learning_rate_goes_behind_pushes_under_way(kv: KVStore) -> None:
+    start(kv, ("sgd", {"lr": LR}))
+    works = [kv.push(key, gradient(key, 0), async_op=True) for key in SHAPES]
+    kv.set_learning_rate(0.5)
+    works += [kv.push(key, gradient(key, 1), async_op=True) for key in SHAPES]
+    for work in works:
+        work.wait(20)
+    by_hand = weights()
+    for step, lr in ((0, LR), (1, 0.5)):
+        for key, weight in by_hand.items():
+            weight.add_(gradient(key, step), alpha=-lr)
+    check_equal(pulled(kv), by_hand)
+
+
+# -- refused ----------------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "lbfgs": ("lbfgs", ValueError, "'lbfgs' cannot be used.*expected one of.*'sgd'"),
+    "LBFGS": (("LBFGS", {"lr": 0.1}), ValueError, "'lbfgs' cannot be used"),
+    "class LBFGS": (torch.optim.LBFGS, ValueError, "'LBFGS' cannot be used"),
+    "sparseadam": ("sparseadam", ValueError, "'sparseadam' cannot be used: it takes row-sparse"),
+    "class SparseAdam": ((torch.optim.SparseAdam, {}), ValueError, "'SparseAdam' cannot be used"),
+    "unknown": ("sdg", ValueError, "'sdg' is unknown; expected one of.*'adam'.*'sgd'"),
+    "empty": ("", ValueError, "'' is unknown"),
+    "number": (3, TypeError, "optimizer is 3; expected a name"),
+    "None": (None, TypeError, "optimizer is None"),
+    "instance": (torch.optim.SGD([torch.zeros(1)], lr=0.1), TypeError, "optimizer is SGD"),
+    "function": (lambda params: torch.optim.SGD(params), TypeError, "optimizer is <function"),
+    "no optimizer class": (torch.nn.Linear, TypeError, "optimizer is <class.*Linear"),
+    "three parts": (("sgd", {"lr": 0.1}, {}), TypeError, r"optimizer is \('sgd'"),
+    "a rate for arguments": (("sgd", 0.1), TypeError, "0.1"),
+    "a str for arguments": (("sgd", "lr"), TypeError, "'lr'"),
+    "a list for arguments": (("sgd", [0.1]), TypeError, "0.1"),
+    "unknown argument": (("sgd", {"momentun": 0.9}), ValueError, "'sgd' has no argument 'momentun'.*'momentum'.*'wd'"),
+    "another's argument": (("sgd", {"beta1": 0.9}), ValueError, "'sgd' has no argument 'beta1'"),
+    "another's alias": (("adam", {"gamma1": 0.9}), ValueError, "'adam' has no argument 'gamma1'"),
+    "params": (("sgd", {"params": [0.1]}), ValueError, "'sgd' has no argument 'params'"),
+    "number as argument": (("sgd", {3: 0.1}), ValueError, "'sgd' has no argument 3"),
+    "two rates": (("sgd", {"lr": 0.1, "learning_rate": 0.1}), ValueError, "both 'learning_rate' and its other name"),
+    "two rates reversed": (("sgd", {"learning_rate": 0.1, "lr": 0.2}), ValueError, "both 'lr' and its other name"),
+    "two decays": (("adam", {"wd": 0.1, "weight_decay": 0.1}), ValueError, "both 'weight_decay' and its other name"),
+    "two eps": (("adam", {"eps": 0.1, "epsilon": 0.1}), ValueError, "both 'epsilon' and its other name"),
+    "beta1 and betas": (("adam", {"beta1": 0.9, "betas": (0.9, 0.9)}), ValueError, "both betas and beta1 or beta2"),
+    "beta2 and betas": (("adam", {"betas": (0.9, 0.9), "beta2": 0.9}), ValueError, "both betas and beta1 or beta2"),
+    "gamma1 and alpha": (("rmsprop", {"alpha": 0.9, "gamma1": 0.9}), ValueError, "both 'gamma1' and its other name"),
+    "gamma2 and momentum": (("rmsprop", {"gamma2": 0.9, "momentum": 0.9}), ValueError, "both 'momentum' and its other"),
+    "tensor": (("sgd", {"lr": torch.tensor(0.1)}), TypeError, r"argument 'lr' is tensor.*plain data"),
+    "code": (("sgd", {"momentum": lambda: 0.9}), TypeError, "argument 'momentum' is <function.*plain data"),
+    "object in a list": (("adam", {"betas": [0.9, object()]}), TypeError, "argument 'betas' is <object.*plain data"),
+    "set": (("adam", {"betas": {0.9, 0.8}}), TypeError, "argument 'betas' is {.*plain data"),
+    "object as factor": (("sgd", {"lr_mult": {"w": object()}}), TypeError, "argument 'lr_mult' is <object"),
+    "negative rate": (("sgd", {"lr": -0.1}), ValueError, "'sgd' with .*-0.1.* is refused by torch"),
+    "NaN as rate": (("sgd", {"lr": float("nan")}), ValueError, "nan"),
+    "infinite rate": (("adam", {"lr": float("inf")}), ValueError, "inf"),
+    "str as rate": (("sgd", {"lr": "0.1"}), ValueError, "'0.1'"),
+    "negative momentum": (("sgd", {"momentum": -1}), ValueError, "-1.* is refused by torch.*momentum"),
+    "negative decay": (("adam", {"wd": -1}), ValueError, "'weight_decay': -1.* is refused by torch"),
+    "beta above 1": (("adam", {"beta1": 1.5}), ValueError, "1.5.* is refused by torch"),
+    "nag without momentum": (("nag", {"lr": 0.1}), ValueError, "'nag' .*refused by torch: Nesterov"),
+    "factor below 0": (("sgd", {"lr_mult": {"w": -1}}), ValueError, "lr_mult is {'w': -1}; expected a dict"),
+    "str as factor": (("sgd", {"wd_mult": {"w": "2"}}), ValueError, "wd_mult is {'w': '2'}; expected a dict"),
+    "bool as factor": (("sgd", {"wd_mult": {"w": True}}), ValueError, "wd_mult is {'w': True}"),
+    "number for factors": (("sgd", {"lr_mult": 2.0}), ValueError, "lr_mult is 2.0; expected a dict"),
+    "word for rates": (("sgd", {"lr_mult": "mxnet"}), ValueError, "lr_mult is 'mxnet'; expected a dict"),
+    "unknown word": (("sgd", {"wd_mult": "torch"}), ValueError, "wd_mult is 'torch'; expected a dict"),
+    "wd_mult without decay": (("rprop", {"wd_mult": {"w": 2}}), ValueError, "wd_mult is given, but optimizer 'rprop'"),
+    "str to rescale": (("sgd", {"rescale_grad": "2"}), ValueError, "rescale_grad is '2'; expected a number"),
+    "bool to rescale": (("sgd", {"rescale_grad": True}), ValueError, "rescale_grad is True"),
+    "clip at 0": (("sgd", {"clip_gradient": 0}), ValueError, "clip_gradient is 0; expected a number above 0"),
+    "clip below 0": (("sgd", {"clip_gradient": -1.0}), ValueError, "clip_gradient is -1.0"),
+    "clip at a str": (("sgd", {"clip_gradient": "1"}), ValueError, "clip_gradient is '1'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refused_optimizer_is_named_and_the_one_before_stays(kv: KVStore, case: str) -> None:
+    spec, error, words = REFUSED[case]
+    start(kv, ("sgd", OPTIMIZERS["sgd"][1]))
+    push(kv, 0)
+    with pytest.raises(error, match=words):
+        kv.set_optimizer(spec)
+    for step in range(1, 5):
+        push(kv, step)
+    check_equal(pulled(kv), reference("sgd"))
+
+
+def test_an_optimizer_class_without_a_rate_is_refused(kv: KVStore) -> None:
+    class Rateless(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+
+    with pytest.raises(ValueError, match="Rateless has no argument lr"):
+        kv.set_optimizer(Rateless)
+
+
+def test_a_key_that_does_not_fit_is_named_when_it_is_pushed(kv: KVStore) -> None:
+    kv.init("bias", torch.zeros(3))
+    kv.set_optimizer(("muon", {"lr": LR}))
+    with pytest.raises(ValueError, match="key 'bias' does not fit optimizer 'muon'"):
+        kv.push("bias", torch.ones(3))
+    out = torch.ones(3)
+    kv.pull("bias", out)
+    assert torch.equal(out, torch.zeros(3))
+
+
+# -- the weights an optimizer runs on ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_goes_along_when_a_key_moves_to_another_tensor(name: str) -> None:
+    keyed = KeyedOptimizer(OptimizerSpec.parse((name, OPTIMIZERS[name][1])))
+    found = weights()
+    for step in range(5):
+        if step in (2, 3):
+            found[3] = found[3].detach().clone()
+        for key, weight in found.items():
+            keyed.add(key, weight)
+        keyed.update([(key, gradient(key, step) + gradient(key, step, 1)) for key in found])
+    check_equal(found, reference(name))
+
+
+def test_the_tensor_a_key_has_left_is_let_go() -> None:
+    keyed = KeyedOptimizer(OptimizerSpec.parse(("sgd", {"lr": LR, "momentum": 0.9})))
+    before, after = weights()[3], weights()[3]
+    keyed.add(3, before)
+    keyed.update([(3, gradient(3, 0))])
+    keyed.add(3, after)
+    keyed.update([(3, gradient(3, 1))])
+    gone = weakref.ref(before)
+    del before
+    assert gone() is None
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "adagrad", "rmsprop", "radam", "rprop"])
+def test_state_is_where_the_weight_is(name: str) -> None:
+    keyed = KeyedOptimizer(OptimizerSpec.parse((name, OPTIMIZERS[name][1])))
+    weight = weights()[3]
+    keyed.add(3, weight)
+    keyed.update([(3, gradient(3, 0))])
+    moved = weight.to("meta")  # a device without memory, on which arithmetic with host tensors is an error
+    keyed.add(3, moved)
+    keyed.update([(3, gradient(3, 1).to("meta"))])
+
+
+def test_an_update_leaves_the_gradients_of_the_weights_as_they_were() -> None:
+    keyed = KeyedOptimizer(OptimizerSpec.parse(("sgd", {"lr": LR})))
+    weight, own = weights()[3], gradient(3, 4)
+    weight.grad = own
+    keyed.add(3, weight)
+    keyed.update([(3, gradient(3, 0))])
+    assert weight.grad is own
+    assert torch.equal(own, gradient(3, 4))
+
+
+# -- states in files --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_fresh_store_goes_on_to_the_bit(kv: KVStore, name: str, tmp_path: Path) -> None:
+    spec = (name, OPTIMIZERS[name][1])
+    start(kv, spec)
+    for step in range(3):
+        push(kv, step)
+    kv.save_optimizer_states(tmp_path / "states")
+    with create(kv.type) as fresh:
+        start(fresh, spec, pulled(kv))
+        fresh.load_optimizer_states(str(tmp_path / "states"))  # before its first push
+        for step in (3, 4):
+            push(fresh, step)
+        check_equal(pulled(fresh), reference(name))
+    for step in (3, 4):  # saving has changed nothing
+        push(kv, step)
+    check_equal(pulled(kv), reference(name))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_same_store_goes_back_to_the_bit(kv: KVStore, name: str, tmp_path: Path) -> None:
+    start(kv, (name, OPTIMIZERS[name][1]))
+    kv.save_optimizer_states(tmp_path / "at 0")
+    for step in range(3):
+        push(kv, step)
+    at_3 = pulled(kv)
+    kv.save_optimizer_states(tmp_path / "at 3")
+    for step in (9, 8, 7):
+        push(kv, step)
+    kv.assign(list(at_3), list(at_3.values()))
+    kv.load_optimizer_states(tmp_path / "at 3")
+    for step in (3, 4):
+        push(kv, step)
+    check_equal(pulled(kv), reference(name))
+    kv.assign(list(SHAPES), list(weights().values()))
+    kv.load_optimizer_states(tmp_path / "at 0")
+    for step in range(5):
+        push(kv, step)
+    check_equal(pulled(kv), reference(name))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_in_memory_may_be_loaded_any_number_of_times(kv: KVStore, name: str) -> None:
+    start(kv, (name, OPTIMIZERS[name][1]))
+    for step in range(3):
+        push(kv, step)
+    at_3, state = pulled(kv), kv.optimizer_state()
+    before = {place: tensor.clone() for place, tensor in state.tensors.items()}
+    for _ in range(3):
+        kv.assign(list(at_3), list(at_3.values()))
+        kv.load_optimizer_state(state)
+        for step in (3, 4):
+            push(kv, step)
+        check_equal(pulled(kv), reference(name))
+        assert all(torch.equal(state.tensors[place], tensor) for place, tensor in before.items())
+
+
+@pytest.mark.parametrize(("source", "target"), [("local", "device"), ("device", "local")])
+def test_one_stores_file_is_the_others(source: str, target: str, tmp_path: Path) -> None:
+    spec = ("adam", OPTIMIZERS["adam"][1])
+    with create(source) as first, create(target) as second:
+        start(first, spec)
+        for step in range(3):
+            push(first, step)
+        first.save_optimizer_states(tmp_path / "states")
+        start(second, spec, pulled(first))
+        second.load_optimizer_states(tmp_path / "states")
+        for step in (3, 4):
+            push(second, step)
+        check_equal(pulled(second), reference("adam"))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adagrad"])
+def test_a_state_of_some_keys_lets_the_others_begin_anew(kv: KVStore, name: str, tmp_path: Path) -> None:
+    def without(step: int, optimizer: torch.optim.Optimizer, grads: Tensors) -> None:
+        for key in [key for key in grads if key != 3 and step < 2]:
+            del grads[key]
+
+    start(kv, (name, OPTIMIZERS[name][1]))
+    for step in range(2):
+        push(kv, step, [3])
+    at_2 = pulled(kv)
+    kv.save_optimizer_states(tmp_path / "states")
+    push(kv, 9)
+    kv.assign(list(at_2), list(at_2.values()))
+    kv.load_optimizer_states(tmp_path / "states")
+    for step in range(2, 5):
+        push(kv, step)
+    check_equal(pulled(kv), reference(name, change=without))
+
+
+def test_loading_keeps_the_rate_that_is_set(kv: KVStore, tmp_path: Path) -> None:
+    start(kv, ("sgd", {"lr": LR, "momentum": 0.9}))
+    push(kv, 0)
+    kv.save_optimizer_states(tmp_path / "states")
+    kv.set_learning_rate(0.25)
+    kv.load_optimizer_states(tmp_path / "states")
+    assert kv.learning_rate == 0.25
+    push(kv, 1)
+
+    def change(step: int, optimizer: torch.optim.Optimizer, grads: Tensors) -> None:
+        optimizer.param_groups[0]["lr"] = 0.25 if step else LR
+
+    check_equal(pulled(kv), torch_run(lambda v: torch.optim.SGD(v, LR, 0.9), range(2), change=change))
+
+
+def test_loading_keeps_the_factors_of_the_keys(kv: KVStore, tmp_path: Path) -> None:
+    spec = ("sgd", {"lr": LR, "momentum": 0.9, "wd": 0.1, "lr_mult": {3: 10}, "wd_mult": {"3": 0}})
+    start(kv, spec)
+    for step in range(3):
+        push(kv, step)
+    kv.save_optimizer_states(tmp_path / "states")
+    with create(kv.type) as fresh:
+        start(fresh, spec, pulled(kv))
+        fresh.load_optimizer_states(tmp_path / "states")
+        for step in (3, 4):
+            push(fresh, step)
+        factors = {3: (10.0, 1.0), "3": (1.0, 0.0)}
+        check_equal(pulled(fresh), torch_run(grouped(torch.optim.SGD, factors, LR, 0.1, momentum=0.9)))
+
+
+def test_saving_goes_behind_pushes_under_way(kv: KVStore, tmp_path: Path) -> None:
+    start(kv, ("sgd", {"lr": LR, "momentum": 0.9}))
+    works = [kv.push(key, gradient(key, step), async_op=True) for step in range(3) for key in SHAPES]
+    state = kv.optimizer_state()
+    assert all(work.is_completed() for work in works)
+    expected = {}
+    for key in SHAPES:
+        expected[key] = gradient(key, 0)
+        for step in (1, 2):
+            expected[key] = expected[key] * 0.9 + gradient(key, step)
+    places = {f"{json.dumps(key)}/momentum_buffer": tensor for key, tensor in expected.items()}
+    assert set(state.tensors) == set(places)
+    assert all(torch.allclose(state.tensors[place], tensor) for place, tensor in places.items())
+
+
+def test_a_state_that_was_read_is_a_copy(kv: KVStore) -> None:
+    start(kv, ("sgd", OPTIMIZERS["sgd"][1]))
+    push(kv, 0)
+    for tensor in kv.optimizer_state().tensors.values():
+        tensor.fill_(1e6)
+    for step in range(1, 5):
+        push(kv, step)
+    check_equal(pulled(kv), reference("sgd"))
+
+
+def test_saving_replaces_a_file_and_leaves_nothing_else(kv: KVStore, tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "er" / "states"
+    start(kv, ("adam", {"lr": LR}))
+    kv.save_optimizer_states(path)
+    empty = path.stat().st_size
+    push(kv, 0)
+    kv.save_optimizer_states(path)
+    assert path.stat().st_size > empty
+    assert [child.name for child in path.parent.iterdir()] == ["states"]
+    kv.load_optimizer_states(path)
+
+
+# -- files that are refused -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained(kv: KVStore, tmp_path: Path) -> tuple[KVStore, Path]:
+    """A store after two steps of adam, and the file of its state then."""
+    start(kv, ("adam", OPTIMIZERS["adam"][1]))
+    for step in range(2):
+        push(kv, step)
+    path = tmp_path / "states"
+    kv.save_optimizer_states(path)
+    return kv, path
+
+
+def check_unharmed(kv: KVStore) -> None:
+    """The store of `trained` goes on as if nothing had been."""
+    for step in (2, 3, 4):
+        push(kv, step)
+    check_equal(pulled(kv), reference("adam"))
+
+
+@pytest.mark.parametrize("kept", [0, 1, 7, 8, 100, -1000, -1])
+def test_a_torn_file_is_refused(trained: tuple[KVStore, Path], kept: int) -> None:
+    kv, path = trained
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=re.escape(f"{path} is torn or no safetensors file")):
+        kv.load_optimizer_states(path)
+    check_unharmed(kv)
+
+
+def test_a_file_of_something_else_is_refused(trained: tuple[KVStore, Path]) -> None:
+    kv, path = trained
+    path.write_text("The quick brown fox jumps over the lazy dog.\n" * 10)
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        kv.load_optimizer_states(path)
+    torch.save({"w": torch.zeros(3)}, path)
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        kv.load_optimizer_states(path)
+    check_unharmed(kv)
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
+def test_a_safetensors_file_of_others_is_refused(
+    trained: tuple[KVStore, Path], metadata: dict[str, str] | None
+) -> None:
+    kv, path = trained
+    save_file({'"fc.weight"/exp_avg': torch.zeros(4, 6)}, path, metadata)
+    with pytest.raises(ValueError, match=re.escape(f"{path} was not written by gangline")):
+        kv.load_optimizer_states(path)
+    check_unharmed(kv)
+
+
+def test_a_file_of_ours_without_an_optimizer_is_refused(trained: tuple[KVStore, Path]) -> None:
+    kv, path = trained
+    save_file({"fc.weight": torch.zeros(4, 6)}, path, {"gangline": json.dumps({"epoch": 3})})
+    with pytest.raises(ValueError, match=re.escape(f"{path} holds no optimizer state")):
+        kv.load_optimizer_states(path)
+    check_unharmed(kv)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adam"])
+def test_another_optimizers_file_is_refused(trained: tuple[KVStore, Path], name: str) -> None:
+    kv, path = trained
+    with create("local") as other:
+        start(other, (name, OPTIMIZERS[name][1]))
+        push(other, 0)
+        other.save_optimizer_states(path)
+    with pytest.raises(ValueError, match=f"of optimizer '{name}', but 'adam' is set here"):
+        kv.load_optimizer_states(path)
+    check_unharmed(kv)
+
+
+@pytest.mark.parametrize("missing", ["nothing here", "no folder/nothing here", ""])
+def test_a_missing_file_is_named(trained: tuple[KVStore, Path], tmp_path: Path, missing: str) -> None:
+    kv, _ = trained
+    with pytest.raises(FileNotFoundError, match=re.escape(f"{tmp_path / missing} is not there")):
+        kv.load_optimizer_states(tmp_path / missing)
+    check_unharmed(kv)
+
+
+def test_a_state_of_an_unknown_key_is_refused(trained: tuple[KVStore, Path]) -> None:
+    kv, path = trained
+    with create("local") as other:
+        other.init(["3", "stranger"], [torch.zeros(3, 3), torch.zeros(2)])
+        other.set_optimizer(("adam", {"lr": LR}))
+        other.push(["3", "stranger"], [torch.ones(3, 3), torch.ones(2)])
+        other.save_optimizer_states(path)
+    with pytest.raises(ValueError, match="key 'stranger', which is unknown here"):
+        kv.load_optimizer_states(path)
+    check_unharmed(kv)
+
+
+def test_a_number_and_its_digits_are_two_keys_in_a_file(kv: KVStore, tmp_path: Path) -> None:
+    with create("local") as other:
+        other.init("7", torch.zeros(2))
+        other.set_optimizer(("adam", {"lr": LR}))
+        other.push("7", torch.ones(2))
+        other.save_optimizer_states(tmp_path / "states")
+    kv.init(7, torch.zeros(2))
+    kv.set_optimizer(("adam", {"lr": LR}))
+    with pytest.raises(ValueError, match="key '7', which is unknown here"):
+        kv.load_optimizer_states(tmp_path / "states")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_of_another_shape_is_refused_and_harms_nothing(kv: KVStore, name: str, tmp_path: Path) -> None:
+    spec = (name, OPTIMIZERS[name][1])
+    with create("local") as other:
+        other.init(["fc.weight", 3], [torch.zeros(4, 6), torch.zeros(5, 2)])
+        other.set_optimizer(spec)
+        other.push(["fc.weight", 3], [torch.ones(4, 6), torch.ones(5, 2)])
+        other.save_optimizer_states(tmp_path / "states")
+    start(kv, spec)
+    for step in range(2):
+        push(kv, step)
+    with pytest.raises(ValueError, match=r"key 3.*shape"):
+        kv.load_optimizer_states(tmp_path / "states")
+    for step in (2, 3, 4):
+        push(kv, step)
+    check_equal(pulled(kv), reference(name))
+
+
+@pytest.mark.parametrize("set_one", [False, True], ids=["nothing", "an updater"])
+def test_states_need_an_optimizer(kv: KVStore, tmp_path: Path, set_one: bool) -> None:
+    start(kv, "sgd")
+    kv.save_optimizer_states(tmp_path / "states")
+    with create(kv.type) as bare:
+        if set_one:
+            bare.set_updater(lambda key, summed, stored: None)
+        with pytest.raises(RuntimeError, match="needs an optimizer; call set_optimizer first"):
+            bare.save_optimizer_states(tmp_path / "other")
+        with pytest.raises(RuntimeError, match="needs an optimizer; call set_optimizer first"):
+            bare.load_optimizer_states(tmp_path / "states")
+    assert not (tmp_path / "other").exists()

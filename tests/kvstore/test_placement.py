@@ -1,0 +1,225 @@
+"""The `device` store: which place owns a key."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.device import DeviceStore
+
+
+@pytest.fixture
+def kv() -> Iterator[DeviceStore]:
+    made = DeviceStore()
+    yield made
+    made.close()
+
+
+def initialised(kv: DeviceStore, sizes: dict[Any, int]) -> None:
+    kv.init(list(sizes), [torch.zeros(size) for size in sizes.values()])
+
+
+def lists(sizes: list[int], places: int) -> list[list[torch.Tensor]]:
+    """For each key its tensors; element i of place p holds i * 10 + p."""
+    return [[torch.arange(size) * 10.0 + place for place in range(places)] for size in sizes]
+
+
+def push(kv: DeviceStore, sizes: dict[Any, int], places: int) -> None:
+    kv.push(list(sizes), lists(list(sizes.values()), places))
+
+
+def owners(kv: DeviceStore, sizes: dict[Any, int]) -> list[int | None]:
+    return [kv.owner(key) for key in sizes]
+
+
+def loads(kv: DeviceStore, sizes: dict[Any, int], places: int) -> list[int]:
+    """Elements that each place owns."""
+    found = [0] * places
+    for key, size in sizes.items():
+        owner = kv.owner(key)
+        assert owner is not None
+        found[owner] += size
+    return found
+
+
+def on(device_type: str) -> int:
+    """How many tensors of that device this process holds."""
+    gc.collect()
+    return sum(issubclass(type(one), torch.Tensor) and one.device.type == device_type for one in gc.get_objects())
+
+
+def test_a_key_has_no_owner_before_a_list_has_come(kv: DeviceStore) -> None:
+    initialised(kv, {"a": 3, 3: 4})
+    assert owners(kv, {"a": 3, 3: 4, "unknown": 0}) == [None, None, None]
+    push(kv, {"a": 3}, 2)
+    assert kv.owner("a") == 0
+    assert kv.owner(3) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "places", "expected"),
+    [
+        ([4, 3, 2, 1], 2, [0, 1, 1, 0]),
+        ([1, 2, 3, 4], 2, [0, 1, 1, 0]),
+        ([1, 5, 2, 4, 3, 3], 3, [0, 0, 1, 1, 2, 2]),
+        ([5, 5, 5], 2, [0, 1, 0]),
+        ([7, 1, 1, 1, 1, 1, 1, 1], 2, [0, 1, 1, 1, 1, 1, 1, 1]),
+        ([6, 6, 6, 6], 4, [0, 1, 2, 3]),
+        ([9, 8], 4, [0, 1]),
+    ],
+)
+def test_the_largest_of_a_call_goes_first_each_to_the_place_with_the_fewest_bytes(
+    kv: DeviceStore, sizes: list[int], places: int, expected: list[int]
+) -> None:
+    named = {f"key {index}": size for index, size in enumerate(sizes)}
+    initialised(kv, named)
+    push(kv, named, places)
+    assert owners(kv, named) == expected
+
+
+@pytest.mark.parametrize("call", ["push", "pull", "pushpull"])
+def test_any_call_with_lists_places_a_key(kv: DeviceStore, call: str) -> None:
+    sizes = {"a": 1, "b": 2, "c": 3, "d": 4}
+    initialised(kv, sizes)
+    getattr(kv, call)(list(sizes), lists(list(sizes.values()), 2))
+    assert owners(kv, sizes) == [0, 1, 1, 0]
+
+
+def test_an_async_push_places_a_key(kv: DeviceStore) -> None:
+    sizes = {"a": 1, "b": 2, "c": 3, "d": 4}
+    initialised(kv, sizes)
+    kv.push(list(sizes), lists(list(sizes.values()), 2), async_op=True).wait(20)
+    assert owners(kv, sizes) == [0, 1, 1, 0]
+
+
+def test_keys_that_come_one_by_one_go_to_the_place_with_the_fewest_bytes(kv: DeviceStore) -> None:
+    sizes = {"a": 4, "b": 1, "c": 2, "d": 2, "e": 1}
+    initialised(kv, sizes)
+    for key, size in sizes.items():
+        push(kv, {key: size}, 2)
+    assert owners(kv, sizes) == [0, 1, 1, 1, 0]
+
+
+def test_bytes_count_and_not_elements(kv: DeviceStore) -> None:
+    values = {"wide": torch.zeros(4, dtype=torch.float64), "narrow": torch.zeros(6, dtype=torch.float16)}
+    values |= {"middle": torch.zeros(5), "tiny": torch.zeros(1, dtype=torch.int8)}
+    kv.init(list(values), list(values.values()))
+    kv.push(list(values), [[value, value] for value in values.values()])
+    assert {key: kv.owner(key) for key in values} == {"wide": 0, "middle": 1, "narrow": 1, "tiny": 0}  # 32, 20, 12, 1
+
+
+def test_an_owner_stays_whatever_comes_later(kv: DeviceStore) -> None:
+    sizes = {"a": 1, "b": 2, "c": 3, "d": 4}
+    initialised(kv, sizes | {"late": 100})
+    push(kv, sizes, 2)
+    before = owners(kv, sizes)
+    push(kv, dict(reversed(sizes.items())), 2)
+    push(kv, {"a": 1}, 4)
+    push(kv, {"b": 2}, 1)
+    push(kv, {"late": 100}, 2)
+    kv.pull(list(sizes), lists(list(sizes.values()), 3))
+    kv.set_optimizer("adam")
+    push(kv, sizes, 2)
+    kv.assign("a", torch.zeros(1))
+    assert owners(kv, sizes) == before
+
+
+def test_more_places_later_take_the_keys_that_are_new(kv: DeviceStore) -> None:
+    sizes = {"a": 4, "b": 3, "c": 2, "d": 1}
+    initialised(kv, sizes)
+    push(kv, {"a": 4, "b": 3}, 2)
+    push(kv, {"c": 2, "d": 1}, 4)
+    assert owners(kv, sizes) == [0, 1, 2, 3]
+
+
+def test_the_sums_are_right_wherever_they_are_made(kv: DeviceStore) -> None:
+    sizes = {f"key {index}": index + 1 for index in range(9)}
+    initialised(kv, sizes)
+    for places in (3, 2, 5):
+        push(kv, sizes, places)
+        for key, size in sizes.items():
+            out = torch.empty(size)
+            kv.pull(key, out)
+            assert torch.equal(out, torch.arange(size) * 10.0 * places + places * (places - 1) / 2)
+
+
+def test_bare_tensors_that_come_first_leave_the_balance_to_the_lists(kv: DeviceStore) -> None:
+    sizes = {"a": 4, "b": 3, "c": 2, "d": 1}
+    initialised(kv, sizes)
+    kv.pull(list(sizes), [torch.empty(size) for size in sizes.values()])
+    push(kv, sizes, 2)
+    assert loads(kv, sizes, 2) == [5, 5]
+
+
+def test_a_broadcast_into_bare_tensors_leaves_the_balance_to_the_lists(kv: DeviceStore) -> None:
+    sizes = {"a": 4, "b": 3, "c": 2, "d": 1}
+    kv.broadcast(
+        list(sizes),
+        [torch.zeros(size) for size in sizes.values()],
+        [torch.empty(size) for size in sizes.values()],
+    )
+    push(kv, sizes, 2)
+    assert loads(kv, sizes, 2) == [5, 5]
+
+
+@pytest.mark.parametrize("call", ["push", "pushpull"])
+def test_a_key_that_comes_twice_is_owned_by_one_of_the_places_there_are(kv: DeviceStore, call: str) -> None:
+    sizes = {"a": 2, "b": 2, "c": 2, "d": 2}
+    initialised(kv, sizes)
+    getattr(kv, call)(["a", "b", "c", "c", "d"], lists([2] * 5, 2))
+    assert loads(kv, sizes, 2) == [4, 4]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(2, 5), st.integers(0, 12))
+def test_no_place_is_ahead_of_another_by_more_than_a_key(sizes: list[int], places: int, cut: int) -> None:
+    named = dict(enumerate(sizes))
+    first, second = dict(list(named.items())[:cut]), dict(list(named.items())[cut:])
+    kv = DeviceStore()
+    initialised(kv, named)
+    push(kv, first, places)
+    push(kv, second, places)
+    owned = loads(kv, named, places)
+    assert sum(owned) == sum(sizes)
+    assert max(owned) - min(owned) <= max(sizes)
+    kv.close()
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(2, 3))
+def test_the_fullest_place_is_within_a_third_of_the_best_possible(sizes: list[int], places: int) -> None:
+    best = min(
+        max(sum(size for size, at in zip(sizes, choice, strict=True) if at == place) for place in range(places))
+        for choice in product(range(places), repeat=len(sizes))
+    )
+    named = dict(enumerate(sizes))
+    kv = DeviceStore()
+    initialised(kv, named)
+    push(kv, named, places)
+    assert max(loads(kv, named, places)) <= best * 4 / 3  # Graham's bound for the largest first
+    kv.close()
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_weights_move_to_their_owner_and_their_state_along(kv: DeviceStore) -> None:
+    arguments = {"lr": 0.1, "momentum": 0.9}
+    initialised(kv, {"w": 4})
+    kv.set_optimizer(("sgd", arguments))
+    kv.push("w", torch.ones(4))
+    state = kv.optimizer_state()
+    with DeviceStore() as fresh:
+        fresh.init("w", torch.zeros(4))
+        fresh.set_optimizer(("sgd", arguments))
+        fresh.load_optimizer_state(state)
+        before = on("meta")
+        fresh.push("w", [torch.ones(4, device="meta"), torch.ones(4, device="meta")])
+        assert on("meta") - before == 3  # the weight, the sum and the momentum

@@ -1,0 +1,400 @@
+"""Wrong input to the stores of one process: the right class, the key and the value by name, and nothing lost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvstore import KVStore, create
+
+
+@pytest.fixture(params=["local", "device"])
+def kv(request: pytest.FixtureRequest) -> Iterator[KVStore]:
+    """A store with "w", "b" and 7."""
+    with create(request.param) as made:
+        made.init(["w", "b", 7], [ranked(1, (2, 3)), ranked(2, (3,)), torch.tensor([40, 41])])
+        yield made
+
+
+def ranked(rank: int, shape: tuple[int, ...] = (2, 3)) -> torch.Tensor:
+    """Element i of rank r holds i * 10 + r."""
+    return (torch.arange(torch.Size(shape).numel(), dtype=torch.float32) * 10 + rank).reshape(shape)
+
+
+def stored(kv: KVStore) -> dict[Any, list[Any]]:
+    outs = {"w": torch.empty(2, 3), "b": torch.empty(3), 7: torch.empty(2, dtype=torch.int64)}
+    kv.pull(list(outs), list(outs.values()))
+    return {key: out.tolist() for key, out in outs.items()}
+
+
+UNHARMED = {"w": ranked(1, (2, 3)).tolist(), "b": ranked(2, (3,)).tolist(), 7: [40, 41]}
+
+
+def check_unharmed(kv: KVStore) -> None:
+    """All is as it was, and the store still takes what is right."""
+    assert stored(kv) == UNHARMED
+    kv.push(["w", "b"], [[ranked(0), ranked(1)], ranked(5, (3,))])
+    kv.push("b", ranked(6, (3,)), async_op=True).wait(20)
+    assert stored(kv) == UNHARMED | {"w": (ranked(0) + ranked(1)).tolist(), "b": ranked(6, (3,)).tolist()}
+
+
+def read_only(rank: int) -> Any:
+    array = ranked(rank).numpy().copy()
+    array.flags.writeable = False
+    return array
+
+
+def sparse() -> torch.Tensor:
+    return torch.eye(3)[:2].to_sparse()
+
+
+G, B = ranked(8), ranked(9, (3,))
+"""Good values for "w" and "b"; no call may change them."""
+
+Case = tuple[str, Callable[[KVStore], Any], type[Exception], str]
+
+# What is the matter, the call, the class of the error, what its message says.
+CASES: list[Case] = [
+    # -- keys nobody initialised
+    ("push, unknown", lambda kv: kv.push("nope", G), KeyError, "'nope'.*known keys.*'w', 'b', 7"),
+    ("pull, unknown", lambda kv: kv.pull("nope", G), KeyError, "'nope'"),
+    ("pushpull, unknown", lambda kv: kv.pushpull("nope", G), KeyError, "'nope'"),
+    ("assign, unknown", lambda kv: kv.assign("nope", G), KeyError, "'nope'"),
+    ("push, digits for a number", lambda kv: kv.push("7", torch.tensor([1, 2])), KeyError, "key '7'"),
+    ("push, empty str", lambda kv: kv.push("", G), KeyError, "key ''"),
+    # -- keys of a wrong type
+    ("init, bool key", lambda kv: kv.init(True, G), TypeError, "key is True, a bool; expected a str or an int"),
+    ("push, bool key", lambda kv: kv.push(True, G), TypeError, "key is True"),
+    ("pull, bool key", lambda kv: kv.pull(False, G), TypeError, "key is False"),
+    ("pushpull, bool key", lambda kv: kv.pushpull(True, G), TypeError, "key is True"),
+    ("broadcast, bool key", lambda kv: kv.broadcast(True, G, G), TypeError, "key is True"),
+    ("assign, bool key", lambda kv: kv.assign(True, G), TypeError, "key is True"),
+    ("init, float key", lambda kv: kv.init(1.5, G), TypeError, "key is 1.5, a float"),
+    ("push, float key", lambda kv: kv.push(7.0, G), TypeError, "key is 7.0, a float"),
+    ("push, None", lambda kv: kv.push(None, G), TypeError, "key is None"),
+    ("push, bytes", lambda kv: kv.push(b"w", G), TypeError, "key is b'w'"),
+    ("push, numpy int", lambda kv: kv.push(np.int64(7), G), TypeError, "key is .*7.*int64"),
+    ("push, list in a list", lambda kv: kv.push([["w"]], [G]), TypeError, r"key is \['w'\], a list"),
+    ("push, float in a list", lambda kv: kv.push(["w", 1.5], [G, G]), TypeError, "key is 1.5"),
+    # -- shapes
+    ("push, shape", lambda kv: kv.push("w", ranked(0, (3, 2))), ValueError, r"'w'.*\(2, 3\).*\(3, 2\)"),
+    ("push, size", lambda kv: kv.push("w", ranked(0, (6,))), ValueError, r"'w'.*\(2, 3\).*\(6,\)"),
+    ("push, would broadcast", lambda kv: kv.push("w", ranked(0, (3,))), ValueError, r"'w'.*\(2, 3\).*\(3,\)"),
+    ("push, one device", lambda kv: kv.push("w", [G, ranked(0, (1, 3))]), ValueError, r"'w'.*\(2, 3\).*\(1, 3\)"),
+    ("pull, shape", lambda kv: kv.pull("w", torch.empty(3, 2)), ValueError, r"'w'.*\(2, 3\).*\(3, 2\)"),
+    ("pull, one device", lambda kv: kv.pull("b", [torch.empty(3), torch.empty(4)]), ValueError, r"'b'.*\(3,\).*\(4,\)"),
+    ("pushpull, shape", lambda kv: kv.pushpull("w", [G, B]), ValueError, r"'w'.*\(2, 3\).*\(3,\)"),
+    ("pushpull out, shape", lambda kv: kv.pushpull("w", G, torch.empty(3)), ValueError, r"'w'.*\(2, 3\).*\(3,\)"),
+    ("assign, shape", lambda kv: kv.assign("w", torch.zeros(())), ValueError, r"'w'.*\(2, 3\).*\(\)"),
+    ("broadcast, shape", lambda kv: kv.broadcast("v", G, torch.empty(3)), ValueError, r"'v'.*\(2, 3\).*\(3,\)"),
+    # -- dtypes
+    ("push, dtype", lambda kv: kv.push("w", G.double()), ValueError, "'w'.*float32.*float64"),
+    ("push, half", lambda kv: kv.push("w", [G, G.half()]), ValueError, "'w'.*float32.*float16"),
+    ("push, int", lambda kv: kv.push(7, torch.tensor([1.0, 2.0])), ValueError, "key 7.*int64.*float32"),
+    ("push, numpy dtype", lambda kv: kv.push("w", G.double().numpy()), ValueError, "'w'.*float32.*float64"),
+    ("pull, dtype", lambda kv: kv.pull("w", torch.empty(2, 3).double()), ValueError, "'w'.*float32.*float64"),
+    ("pushpull out, dtype", lambda kv: kv.pushpull("w", G, G.bfloat16()), ValueError, "'w'.*float32.*bfloat16"),
+    ("assign, dtype", lambda kv: kv.assign("w", G.long()), ValueError, "'w'.*float32.*int64"),
+    ("broadcast, dtype", lambda kv: kv.broadcast("v", G, G.double()), ValueError, "'v'.*float32.*float64"),
+    # -- layouts and arrays torch cannot write
+    ("init, sparse", lambda kv: kv.init("v", sparse()), ValueError, "'v'.*sparse_coo"),
+    ("push, sparse", lambda kv: kv.push("w", sparse()), ValueError, "'w'.*sparse_coo"),
+    ("push, one sparse", lambda kv: kv.push("w", [G, sparse()]), ValueError, "'w'.*sparse_coo"),
+    ("pull, sparse", lambda kv: kv.pull("w", sparse()), ValueError, "'w'.*sparse_coo"),
+    ("assign, sparse", lambda kv: kv.assign("w", sparse()), ValueError, "'w'.*sparse_coo"),
+    ("pull, read-only", lambda kv: kv.pull("w", read_only(1)), ValueError, "'w'.*read-only"),
+    ("pull, one read-only", lambda kv: kv.pull("w", [torch.empty(2, 3), read_only(1)]), ValueError, "'w'.*read-only"),
+    ("pushpull, read-only", lambda kv: kv.pushpull("w", [G.clone(), read_only(1)]), ValueError, "'w'.*read-only"),
+    ("pushpull out, read-only", lambda kv: kv.pushpull("w", G, read_only(1)), ValueError, "'w'.*read-only"),
+    ("broadcast, read-only", lambda kv: kv.broadcast("v", G, read_only(1)), ValueError, "'v'.*read-only"),
+    ("pull, backwards array", lambda kv: kv.pull("w", ranked(0).numpy()[::-1]), ValueError, "'w'"),
+    ("push, foreign byte order", lambda kv: kv.push("w", np.zeros((2, 3), ">f4")), ValueError, "'w'"),
+    ("push, array of objects", lambda kv: kv.push("w", np.full((2, 3), None)), TypeError, "'w'"),
+    ("init, array of str", lambda kv: kv.init("v", np.array(["x"])), TypeError, "'v'"),
+    ("pull, one element many times", lambda kv: kv.pull("w", torch.zeros(1).expand(2, 3)), ValueError, "'w'"),
+    ("pushpull out, likewise", lambda kv: kv.pushpull("w", G, torch.zeros(1).expand(2, 3)), ValueError, "'w'"),
+    ("pushpull, likewise", lambda kv: kv.pushpull("w", torch.zeros(1).expand(2, 3)), ValueError, "'w'"),
+    # -- values that are no tensors
+    ("init, number", lambda kv: kv.init("v", 3.0), TypeError, "'v'.*float"),
+    ("init, list", lambda kv: kv.init("v", [G]), TypeError, "'v'.*list"),
+    ("push, number", lambda kv: kv.push("w", 3.0), TypeError, "'w'.*float; expected a torch tensor"),
+    ("push, None", lambda kv: kv.push("w", None), TypeError, "'w'.*NoneType"),
+    ("push, str", lambda kv: kv.push("w", "G"), TypeError, "'w'.*str"),
+    ("push, dict", lambda kv: kv.push("w", {0: G}), TypeError, "'w'.*dict"),
+    ("push, a number among devices", lambda kv: kv.push("w", [G, 3]), TypeError, "'w'.*int"),
+    ("push, too deep", lambda kv: kv.push("w", [[G]]), TypeError, "'w'.*list"),
+    ("push, too deep in a list", lambda kv: kv.push(["w"], [[[G]]]), TypeError, "'w'.*list"),
+    ("pull, None", lambda kv: kv.pull("w", None), TypeError, "'w'.*NoneType"),
+    ("pull, list", lambda kv: kv.pull("w", [[0.0] * 3] * 2), TypeError, "'w'.*list"),
+    ("pushpull out, number", lambda kv: kv.pushpull("w", G, 3), TypeError, "'w'.*int"),
+    ("assign, list", lambda kv: kv.assign("w", [G]), TypeError, "'w'.*list"),
+    ("broadcast, list of values", lambda kv: kv.broadcast("v", [G], G), TypeError, "'v'.*list"),
+    # -- lists that do not match
+    ("push, no devices", lambda kv: kv.push("w", []), ValueError, "'w'.*empty list"),
+    ("pull, no devices", lambda kv: kv.pull("w", ()), ValueError, "'w'.*empty list"),
+    ("pushpull out, no devices", lambda kv: kv.pushpull("w", G, []), ValueError, "'w'.*empty list"),
+    ("push, no devices of one", lambda kv: kv.push(["w", "b"], [[G], []]), ValueError, "'b'.*empty list"),
+    ("push, too few", lambda kv: kv.push(["w", "b"], [G]), ValueError, "2 keys came with 1 values"),
+    ("push, too many", lambda kv: kv.push(["w"], [G, G]), ValueError, "1 keys came with 2 values"),
+    ("push, a tensor for a list", lambda kv: kv.push(["w", "b"], G), TypeError, "2 keys came with a Tensor"),
+    ("push, an array for a list", lambda kv: kv.push(["w", "b"], G.numpy()), TypeError, "2 keys came with a ndarray"),
+    ("pull, too few", lambda kv: kv.pull(["w", "b"], [torch.empty(2, 3)]), ValueError, "2 keys came with 1"),
+    ("pushpull, a tensor for outs", lambda kv: kv.pushpull(["w"], [G], G), TypeError, "1 keys came with a Tensor"),
+    ("pushpull, too few outs", lambda kv: kv.pushpull(["w", "b"], [G, B], [B]), ValueError, "2 keys came with 1"),
+    ("init, too few", lambda kv: kv.init(["v", "u"], [G]), ValueError, "2 keys came with 1"),
+    ("init, a tensor for a list", lambda kv: kv.init(["v", "u"], G), TypeError, "2 keys came with a Tensor"),
+    ("assign, too many", lambda kv: kv.assign(["w"], [G, G]), ValueError, "1 keys came with 2"),
+    ("broadcast, too few outs", lambda kv: kv.broadcast(["v", "u"], [G, B], [G]), ValueError, "2 keys came with 1"),
+    # -- a second init
+    ("init, again", lambda kv: kv.init("w", G), ValueError, "'w' is initialised already"),
+    ("init, again, number", lambda kv: kv.init(7, G), ValueError, "key 7 is initialised already"),
+    ("init, twice in a list", lambda kv: kv.init(["v", "v"], [G, G]), ValueError, "'v' is initialised already"),
+    ("broadcast, again", lambda kv: kv.broadcast("w", G, torch.empty(2, 3)), ValueError, "'w' is initialised already"),
+    # -- priorities
+    ("push, priority", lambda kv: kv.push("w", G, priority="high"), TypeError, "priority is 'high'; expected an int"),
+    ("push, bool priority", lambda kv: kv.push("w", G, priority=True), TypeError, "priority is True"),
+    ("pull, priority", lambda kv: kv.pull("w", torch.empty(2, 3), priority=1.5), TypeError, "priority is 1.5"),
+    ("pushpull, priority", lambda kv: kv.pushpull("w", G, priority=None), TypeError, "priority is None"),
+    # -- what is no updater, no rate, or comes without an optimizer
+    ("set_updater, number", lambda kv: kv.set_updater(3), TypeError, "updater is 3; expected a function"),
+    ("set_updater, None", lambda kv: kv.set_updater(None), TypeError, "updater is None"),
+    ("set_learning_rate, no optimizer", lambda kv: kv.set_learning_rate(0.1), RuntimeError, "set_optimizer"),
+    ("set_learning_rate, str", lambda kv: kv.set_learning_rate("0.1"), TypeError, "learning rate is '0.1'"),
+    ("set_learning_rate, bool", lambda kv: kv.set_learning_rate(True), TypeError, "learning rate is True"),
+    ("set_learning_rate, negative", lambda kv: kv.set_learning_rate(-0.1), ValueError, "learning rate is -0.1"),
+    ("set_learning_rate, NaN", lambda kv: kv.set_learning_rate(float("nan")), ValueError, "learning rate is nan"),
+    ("set_learning_rate, infinite", lambda kv: kv.set_learning_rate(float("inf")), ValueError, "learning rate is inf"),
+    ("learning_rate, no optimizer", lambda kv: kv.learning_rate, RuntimeError, "set_optimizer"),
+    ("optimizer_state, no optimizer", lambda kv: kv.optimizer_state(), RuntimeError, "set_optimizer"),
+    ("set_optimizer, unknown", lambda kv: kv.set_optimizer("sdg"), ValueError, "'sdg' is unknown"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_wrong_input_is_named_and_loses_nothing(
+    kv: KVStore, call: Callable[[KVStore], Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words) as caught:
+        call(kv)
+    assert type(caught.value) is error
+    assert torch.equal(G, ranked(8))
+    assert torch.equal(B, ranked(9, (3,)))
+    check_unharmed(kv)
+    kv.init("v", ranked(3))  # no half of a refused init is left
+    kv.init("u", ranked(4))
+
+
+@pytest.mark.parametrize("call", ["push", "pull", "pushpull"])
+def test_an_async_call_refuses_wrong_input_at_once(kv: KVStore, call: str) -> None:
+    with pytest.raises(KeyError, match="'nope'"):
+        getattr(kv, call)("nope", torch.empty(2, 3), async_op=True)
+    with pytest.raises(ValueError, match=r"'w'.*\(2, 3\).*\(3,\)"):
+        getattr(kv, call)("w", torch.empty(3), async_op=True)
+    check_unharmed(kv)
+
+
+def test_an_async_init_refuses_wrong_input_at_once(kv: KVStore) -> None:
+    with pytest.raises(ValueError, match="'w' is initialised already"):
+        kv.init(["v", "w"], [G, G], async_op=True)
+    check_unharmed(kv)
+
+
+@pytest.mark.parametrize("priority", ["high", True, None])
+def test_a_broadcast_with_a_bad_priority_initialises_nothing(kv: KVStore, priority: Any) -> None:
+    with pytest.raises(TypeError, match=f"priority is {priority!r}"):
+        kv.broadcast("v", G, torch.empty(2, 3), priority=priority)
+    with pytest.raises(KeyError, match="'v'"):
+        kv.pull("v", torch.empty(2, 3))
+    check_unharmed(kv)
+
+
+# -- a list of which only the last key is bad --------------------------------------------------------------------------
+
+BAD_LAST: dict[str, tuple[Any, Any, type[Exception], str]] = {
+    "unknown": ("nope", B, KeyError, "'nope'"),
+    "bool": (True, B, TypeError, "key is True"),
+    "float": (1.5, B, TypeError, "key is 1.5"),
+    "shape": ("b", ranked(0, (4,)), ValueError, r"'b'.*\(3,\).*\(4,\)"),
+    "dtype": ("b", B.double(), ValueError, "'b'.*float32.*float64"),
+    "sparse": ("b", torch.eye(3)[0].to_sparse(), ValueError, "'b'.*sparse_coo"),
+    "no tensor": ("b", 3.0, TypeError, "'b'.*float"),
+    "no devices": ("b", [], ValueError, "'b'.*empty list"),
+}
+UPDATES = ["none", "updater", "optimizer"]
+
+
+def set_update(kv: KVStore, update: str) -> list[Any]:
+    """Set an updater or an optimizer; the keys that an updater was called for."""
+    called: list[Any] = []
+    if update == "updater":
+        kv.set_updater(lambda key, summed, stored: called.append(key))
+    elif update == "optimizer":
+        kv.set_optimizer(("sgd", {"lr": 0.5, "momentum": 0.9}))
+    return called
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("bad", BAD_LAST)
+@pytest.mark.parametrize("call", ["push", "pushpull"])
+def test_a_push_whose_last_key_is_bad_applies_nothing(kv: KVStore, call: str, bad: str, update: str) -> None:
+    key, value, error, words = BAD_LAST[bad]
+    called = set_update(kv, update)
+    devices, number = [ranked(0), ranked(1)], torch.tensor([1, 2])
+    with pytest.raises(error, match=words):
+        getattr(kv, call)(["w", 7, key], [devices, number, value])
+    assert stored(kv) == UNHARMED
+    assert called == []
+    assert torch.equal(devices[0], ranked(0))
+    assert torch.equal(devices[1], ranked(1))
+    assert number.tolist() == [1, 2]
+    if update == "optimizer":
+        assert kv.optimizer_state().tensors == {}
+    kv.set_updater(lambda key, summed, stored: stored.copy_(summed))
+    check_unharmed(kv)
+
+
+@pytest.mark.parametrize("bad", BAD_LAST)
+def test_a_pull_whose_last_key_is_bad_writes_nothing(kv: KVStore, bad: str) -> None:
+    key, out, error, words = BAD_LAST[bad]
+    good = [torch.full((2, 3), -1.0), torch.full((2,), -1)]
+    with pytest.raises(error, match=words):
+        kv.pull(["w", 7, key], [*good, out])
+    assert (good[0] == -1).all()
+    assert (good[1] == -1).all()
+    check_unharmed(kv)
+
+
+@pytest.mark.parametrize("bad", ["shape", "dtype", "sparse", "no tensor", "no devices"])
+def test_a_pushpull_whose_last_out_is_bad_applies_nothing(kv: KVStore, bad: str) -> None:
+    _, out, error, words = BAD_LAST[bad]
+    good = torch.full((2, 3), -1.0)
+    values = [ranked(5), ranked(6, (3,))]
+    with pytest.raises(error, match=words):
+        kv.pushpull(["w", "b"], values, [good, out])
+    assert torch.equal(values[0], ranked(5))
+    assert (good == -1).all()
+    check_unharmed(kv)
+
+
+@pytest.mark.parametrize("bad", [bad for bad in BAD_LAST if bad != "no devices"])
+def test_an_assign_whose_last_key_is_bad_changes_nothing(kv: KVStore, bad: str) -> None:
+    key, value, error, words = BAD_LAST[bad]
+    with pytest.raises(error, match=words):
+        kv.assign(["w", key], [ranked(5), value])
+    check_unharmed(kv)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error", "words"),
+    [
+        ("w", G, ValueError, "'w' is initialised already"),
+        ("v", G, ValueError, "'v' is initialised already"),
+        (True, G, TypeError, "key is True"),
+        ("u", 3.0, TypeError, "'u'.*float"),
+        ("u", torch.eye(3).to_sparse(), ValueError, "'u'.*sparse_coo"),
+    ],
+    ids=["known", "twice", "bool", "no tensor", "sparse"],
+)
+@pytest.mark.parametrize("call", ["init", "broadcast"])
+def test_an_init_whose_last_key_is_bad_makes_no_key_known(
+    kv: KVStore, call: str, key: Any, value: Any, error: type[Exception], words: str
+) -> None:
+    outs = [torch.full((2, 3), -1.0), torch.full((2, 3), -1.0)]
+    with pytest.raises(error, match=words):
+        getattr(kv, call)(["v", key], [G, value], *([outs] if call == "broadcast" else []))
+    assert all((out == -1).all() for out in outs)
+    with pytest.raises(KeyError, match="'v'"):
+        kv.pull("v", torch.empty(2, 3))
+    check_unharmed(kv)
+    kv.init("v", ranked(3))
+
+
+@pytest.mark.parametrize("call", ["push", "pushpull"])
+def test_a_last_key_that_does_not_fit_the_optimizer_applies_nothing(kv: KVStore, call: str) -> None:
+    kv.set_optimizer(("muon", {"lr": 0.1}))
+    values = [ranked(0), ranked(1, (3,))]
+    with pytest.raises(ValueError, match="'b' does not fit optimizer 'muon'"):
+        getattr(kv, call)(["w", "b"], values)
+    assert stored(kv) == UNHARMED
+    assert torch.equal(values[0], ranked(0))
+    with pytest.raises(ValueError, match="'b' does not fit optimizer 'muon'"):
+        getattr(kv, call)(["w", "b"], values, async_op=True).wait(20)
+    assert stored(kv) == UNHARMED
+    kv.push("w", ranked(0))
+    assert stored(kv)["w"] != UNHARMED["w"]
+    assert stored(kv)["b"] == UNHARMED["b"]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_last_key_of_integers_applies_nothing_under_an_optimizer(kv: KVStore, optimizer: str) -> None:
+    kv.set_optimizer((optimizer, {"lr": 0.5}))
+    with pytest.raises(ValueError, match="key 7 does not fit optimizer"):
+        kv.push(["w", 7], [ranked(0), torch.tensor([1, 2])])
+    assert stored(kv) == UNHARMED
+
+
+# -- a closed store ----------------------------------------------------------------------------------------------------
+
+CLOSED: dict[str, Callable[[KVStore], Any]] = {
+    "init": lambda kv: kv.init("v", G),
+    "push": lambda kv: kv.push("w", G),
+    "push async": lambda kv: kv.push("w", G, async_op=True),
+    "push, unknown": lambda kv: kv.push("nope", G),
+    "pull": lambda kv: kv.pull("w", torch.empty(2, 3)),
+    "pushpull": lambda kv: kv.pushpull("w", G),
+    "broadcast": lambda kv: kv.broadcast("v", G, torch.empty(2, 3)),
+    "assign": lambda kv: kv.assign("w", G),
+    "barrier": lambda kv: kv.barrier(),
+    "set_updater": lambda kv: kv.set_updater(lambda key, summed, stored: None),
+    "set_optimizer": lambda kv: kv.set_optimizer("sgd"),
+    "set_learning_rate": lambda kv: kv.set_learning_rate(0.1),
+    "optimizer_state": lambda kv: kv.optimizer_state(),
+}
+
+
+@pytest.mark.parametrize("optimizer", [False, True], ids=["bare", "with optimizer"])
+@pytest.mark.parametrize("call", CLOSED)
+def test_a_closed_store_says_so(kv: KVStore, call: str, optimizer: bool) -> None:
+    if optimizer:
+        kv.set_optimizer("sgd")
+    kv.close()
+    with pytest.raises(RuntimeError, match=f"the '{kv.type}' store is closed; create a new one"):
+        CLOSED[call](kv)
+
+
+def test_a_closed_store_has_no_learning_rate_and_no_states_to_save(kv: KVStore, tmp_path: Path) -> None:
+    kv.set_optimizer("sgd")
+    kv.save_optimizer_states(tmp_path / "before")
+    kv.close()
+    with pytest.raises(RuntimeError, match="learning_rate"):
+        _ = kv.learning_rate
+    with pytest.raises(RuntimeError, match="closed"):
+        kv.save_optimizer_states(tmp_path / "after")
+    with pytest.raises(RuntimeError, match="closed"):
+        kv.load_optimizer_states(tmp_path / "before")
+    assert not (tmp_path / "after").exists()
+
+
+# -- the message -------------------------------------------------------------------------------------------------------
+
+
+def test_the_list_of_known_keys_stays_short(kv: KVStore) -> None:
+    kv.init([f"key {index}" for index in range(1000)], [torch.zeros(1)] * 1000)
+    with pytest.raises(KeyError, match=re.escape("'w', 'b', 7, 'key 0'")) as caught:
+        kv.push("nope", G)
+    assert "..." in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_message_shows_a_number_and_its_digits_apart(kv: KVStore) -> None:
+    kv.init("7", torch.zeros(2))
+    with pytest.raises(ValueError, match="key 7 has"):
+        kv.push(7, torch.tensor([1, 2, 3]))
+    with pytest.raises(ValueError, match="key '7' has"):
+        kv.push("7", torch.tensor([1.0, 2.0, 3.0]))
