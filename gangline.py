@@ -77,7 +77,7 @@ def main() -> None:
         app.command()(command)
     try:
         app()
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         print(f"gangline: {error}", file=sys.stderr)
         raise SystemExit(1) from error
 

@@ -100,7 +100,7 @@ def _display(handle: Any) -> bool | None:
     import pynvml
 
     try:
-        return handle is not None and bool(pynvml.nvmlDeviceGetDisplayMode(handle))
+        return None if handle is None else bool(pynvml.nvmlDeviceGetDisplayMode(handle))
     except pynvml.NVMLError:
         return None
 
@@ -113,13 +113,7 @@ def _link(handle: Any, index: int, peer: int) -> str:
     other = _nvml_handle(peer)
     if handle is None or other is None:
         return "P2P" if torch.cuda.can_device_access_peer(index, peer) else "host"
-    lanes = 0
-    for lane in range(pynvml.NVML_NVLINK_MAX_LINKS):
-        try:
-            remote = pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, lane)
-        except pynvml.NVMLError:
-            break
-        lanes += remote.busId == pynvml.nvmlDeviceGetPciInfo(other).busId
+    lanes = sum(_leads_to(handle, lane, other) for lane in range(pynvml.NVML_NVLINK_MAX_LINKS))
     if lanes:
         return f"NV{lanes}"
     try:
@@ -127,6 +121,21 @@ def _link(handle: Any, index: int, peer: int) -> str:
     except pynvml.NVMLError:
         return "unknown"
     return _PCIE.get(level, "unknown")
+
+
+def _leads_to(handle: Any, lane: int, other: Any) -> bool:
+    """Whether an active NVLink lane ends at the other GPU, or at a switch, which reaches every GPU."""
+    import pynvml
+
+    try:
+        if not pynvml.nvmlDeviceGetNvLinkState(handle, lane):
+            return False
+        if pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, lane) == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+            return True
+        remote = pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, lane)
+        return bool(remote.busId == pynvml.nvmlDeviceGetPciInfo(other).busId)
+    except pynvml.NVMLError:  # no such lane
+        return False
 
 
 # NVML's topology levels, in the words of `nvidia-smi topo`.

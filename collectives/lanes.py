@@ -20,38 +20,41 @@ class Lanes:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def behind_caller(self, tensors: Iterable[torch.Tensor]) -> Ordered:
-        """A section that runs behind what the caller's streams hold now, on the lanes of the tensors' GPUs."""
-        tensors = list(tensors)
-        devices = sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)
-        for device in devices:
+        """A section that runs on the lanes of all GPUs used so far, behind what the caller's streams hold now."""
+        tensors = [tensor for tensor in tensors if tensor.is_cuda]
+        for device in {tensor.device for tensor in tensors}:
             if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return Ordered([(device, self._streams[device]) for device in devices], tensors)
+                self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        return Ordered(self._streams, tensors)
 
 
 class Ordered:
     """A ``with`` section whose GPU work runs on lanes; enter it once, in any thread."""
 
-    def __init__(self, lanes: list[tuple[torch.device, torch.cuda.Stream]], tensors: Sequence[torch.Tensor]) -> None:
-        self._lanes = lanes
-        self._tensors = tensors if lanes else ()  # kept until the caller's streams wait for what uses them
-        self._before = [torch.cuda.current_stream(device).record_event() for device, _ in lanes]
-        self._after: list[torch.cuda.Event] = []
+    def __init__(self, lanes: dict[torch.device, torch.cuda.Stream], tensors: Sequence[torch.Tensor]) -> None:
+        self._lanes = lanes  # of the moment of entering: operations before this one may have come to more GPUs
+        self._tensors = tensors
+        devices = {tensor.device for tensor in tensors}
+        self._before = {device: torch.cuda.current_stream(device).record_event() for device in devices}
+        self._after: dict[torch.device, torch.cuda.Event] = {}
         self._streams = ExitStack()
 
     def __enter__(self) -> None:
-        for (_, lane), event in zip(self._lanes, self._before, strict=True):
-            lane.wait_event(event)
+        for device, event in self._before.items():
+            self._lanes[device].wait_event(event)
+        for tensor in self._tensors:  # memory freed before the lane is done must not be given away
+            tensor.record_stream(self._lanes[tensor.device])
+        for lane in list(self._lanes.values()):
             self._streams.enter_context(torch.cuda.stream(lane))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._streams.close()
-        self._after = [lane.record_event() for _, lane in self._lanes]
+        self._after = {device: lane.record_event() for device, lane in list(self._lanes.items())}
+        self._tensors = ()
 
     def join(self) -> None:
         """Have the caller's current streams wait for the section's work."""
-        for (device, _), event in zip(self._lanes, self._after, strict=True):
+        for device, event in self._after.items():
             torch.cuda.current_stream(device).wait_event(event)
-        self._tensors = ()

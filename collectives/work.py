@@ -45,7 +45,9 @@ class Work:
             if self._future.done():  # the operation's own TimeoutError
                 raise
             raise TimeoutError(f"{self._name} is still running after {timeout} s") from None
-        self._join()
+        finally:
+            if self._future.done():
+                self._join()
 
     def is_completed(self) -> bool:
         """Whether the operation is over, well or not."""
@@ -89,7 +91,8 @@ class WorkQueue:
     """
 
     def __init__(self) -> None:
-        self._running = threading.RLock()  # held while an operation runs, by whichever thread runs it
+        self._running = threading.Lock()  # held while an operation runs, by whichever thread runs it
+        self._runner = 0  # that thread
         self._changed = threading.Condition()
         self._ready: list[_Job] = []
         self._last: dict[Hashable, _Job] = {}
@@ -99,20 +102,34 @@ class WorkQueue:
         self._closed = False
 
     def run(self, operation: Callable[[], None], work: Work, keys: Iterable[Hashable], priority: int) -> None:
-        """Run the operation and return when it is done, behind all that was submitted for its keys."""
-        if self._thread is not None and threading.current_thread() is not self._thread and self._unfinished:
+        """Run the operation and return when it is done, behind all that was submitted for its keys.
+
+        Raises:
+            Exception: whatever the operation raised.
+            RuntimeError: the queue is closed.
+        """
+        if (self._unfinished or self._closed) and not self._is_inside():
             self.submit(operation, work, keys, priority)
         else:
-            with self._running:
-                work._run(operation)
+            self._execute(operation, work)
         work.wait()
 
     def submit(self, operation: Callable[[], None], work: Work, keys: Iterable[Hashable], priority: int) -> None:
-        """Have the operation run in the queue's thread."""
+        """Have the operation run in the queue's thread; inside another operation, at once.
+
+        Raises:
+            RuntimeError: the queue is closed.
+        """
+        if self._is_inside():
+            self._execute(operation, work)
+            return
         with self._changed:
+            if self._closed:
+                raise RuntimeError(f"{work!r}: the queue is closed")
             job = _Job(operation, work, tuple(dict.fromkeys(keys)), (-priority, next(self._sequence)))
-            for before in {id(self._last[key]): self._last[key] for key in job.keys if key in self._last}.values():
-                before.followers.append(job)
+            before = {id(last): last for key in job.keys if (last := self._last.get(key)) is not None}
+            for one in before.values():
+                one.followers.append(job)
                 job.blockers += 1
             self._last.update(dict.fromkeys(job.keys, job))
             self._unfinished += 1
@@ -123,13 +140,32 @@ class WorkQueue:
                 self._thread.start()
             self._changed.notify_all()
 
+    def _is_inside(self) -> bool:
+        """Whether this thread runs an operation now: an updater, say, that calls its store."""
+        return self._runner == threading.get_ident()
+
+    def _execute(self, operation: Callable[[], None], work: Work) -> None:
+        if self._is_inside():
+            work._run(operation)
+            return
+        with self._running:
+            self._runner = threading.get_ident()
+            try:
+                work._run(operation)
+            finally:
+                self._runner = 0
+
     def close(self) -> None:
         """Finish what was submitted and end the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None and threading.current_thread() is not self._thread:
+        if self._is_inside():
+            return
+        if self._thread is not None:
             self._thread.join()
+        with self._running:  # what another thread runs inline
+            pass
 
     def _serve(self) -> None:
         while True:
@@ -139,10 +175,9 @@ class WorkQueue:
                         return
                     self._changed.wait()
                 job = heapq.heappop(self._ready)
-            with self._running:
-                job.work._run(job.operation)
-            if job.work.exception() is not None:
-                _log.debug("%r", job.work, exc_info=job.work.exception())
+            self._execute(job.operation, job.work)
+            if job.work.exception() is not None:  # nobody may ever wait for it
+                _log.error("%r", job.work, exc_info=job.work.exception())
             self._finish(job)
             del job  # or this thread would hold the last operation's tensors while it waits
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +40,7 @@ class KVStore(abc.ABC):
     def __init__(self, name: str) -> None:
         self.type = name
         self._layout: dict[Key, tuple[torch.Size, torch.dtype]] = {}
+        self._layout_lock = threading.Lock()
         self._closed = False
 
     @property
@@ -71,13 +73,14 @@ class KVStore(abc.ABC):
         """
         self._check_open()
         pairs = self._single(key, value)
-        seen = set(self._layout)
-        for one, _ in pairs:
-            if one in seen:
-                raise ValueError(f"key {one!r} is initialised already; expected a new key (push replaces a value)")
-            seen.add(one)
-        for one, (tensor,) in pairs:
-            self._layout[one] = (tensor.shape, tensor.dtype)
+        with self._layout_lock:
+            seen = set(self._layout)
+            for one, _ in pairs:
+                if one in seen:
+                    raise ValueError(f"key {one!r} is initialised already; expected a new key (push replaces a value)")
+                seen.add(one)
+            for one, (tensor,) in pairs:
+                self._layout[one] = (tensor.shape, tensor.dtype)
         return self._init(pairs, async_op)
 
     def push(self, key: Any, value: Any, priority: int = 0, *, async_op: bool = False) -> Work:
@@ -197,6 +200,9 @@ class KVStore(abc.ABC):
         """Finish what is under way and free what the store holds; closing again does nothing."""
         self._closed = True
         self._layout.clear()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._layout
 
     def __enter__(self) -> KVStore:
         return self

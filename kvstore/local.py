@@ -57,6 +57,7 @@ class LocalStore(KVStore):
 
     @property
     def learning_rate(self) -> float:  # noqa: D102  inherited
+        self._check_open()
         return self._needs_optimizer("learning_rate").learning_rate
 
     def set_learning_rate(self, learning_rate: float) -> None:  # noqa: D102  inherited
@@ -94,8 +95,9 @@ class LocalStore(KVStore):
 
     def _init(self, pairs: Pairs, async_op: bool) -> Work:
         def init() -> None:
-            for key, (value,) in pairs:
-                self._entries[key] = _Entry(torch.empty_like(value, device=self._first_home(value)).copy_(value))
+            with torch.inference_mode(False):  # or no update could ever change what is stored
+                for key, (value,) in pairs:
+                    self._entries[key] = _Entry(torch.empty_like(value, device=self._first_home(value)).copy_(value))
 
         return self._start("init", init, pairs, 0, async_op)
 
@@ -121,10 +123,10 @@ class LocalStore(KVStore):
 
     def close(self) -> None:  # noqa: D102  inherited
         if not self._closed:
+            super().close()
             self._queue.close()
             self._use(None, None)
             self._entries.clear()
-        super().close()
 
     def _start(self, name: str, operation: Callable[[], None], pairs: Pairs, priority: int, async_op: bool) -> Work:
         """Run the operation behind what touches the same keys; on GPUs, on lanes of the store's own."""
@@ -171,7 +173,7 @@ class LocalStore(KVStore):
         return entry.merged
 
     def _give(self, pairs: Pairs) -> None:
-        self._place(pairs)
+        self._place([(key, outs) for key, outs in pairs if len(outs) > 1])
         for key, outs in pairs:
             broadcast(self._entries[key].stored, outs)
 

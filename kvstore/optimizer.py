@@ -157,8 +157,11 @@ class KeyedOptimizer:
         restored = {}
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
-                device = value.device if name == "step" and step_stays else weight.device
-                value = value.to(device, copy=True)
+                if name == "step":
+                    value = value.to(value.device if step_stays else weight.device, copy=True)
+                else:  # in the weight's precision, as torch loads it
+                    dtype = weight.dtype if value.is_floating_point() else value.dtype
+                    value = value.to(weight.device, dtype, copy=True)
             restored[name] = value
         if restored:
             self._optimizer.state[weight] = restored

@@ -77,7 +77,7 @@ class OptimizerSpec:
         ours = {argument: given.pop(argument) for argument in _OURS if argument in given}
         defaults = _defaults(optimizer_class)
         if name == "nag":
-            given.setdefault("nesterov", True)
+            given.setdefault("nesterov", bool(given.get("momentum")))  # without momentum it is plain SGD
         arguments = _torch_arguments(name, given, defaults)
         if ours.get("wd_mult") and "weight_decay" not in defaults:
             raise ValueError(f"wd_mult is given, but optimizer {name!r} has no weight decay")

@@ -11,6 +11,7 @@ renames them first. So at every moment a reader finds the old checkpoint or the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from models.module import Module
 
 _FORMAT = 1
+_ATTEMPTS = 5
 _OPTIMIZER, _REPLICA = "optimizer/", "replica/"
 
 
@@ -75,18 +77,22 @@ def save(module: Module, prefix: str | Path, epoch: int, save_optimizer_states: 
     buffers, samples_seen = module.replica_buffers()
     for name, of_replicas in buffers.items():
         tensors |= {f"{_REPLICA}{index}/{name}": tensor for index, tensor in enumerate(of_replicas)}
+    position = asdict(module.position)
+    if not position["batch"]:
+        position["epoch"] = epoch  # a loop of the user's own has no other count
     content = {
         "format": _FORMAT,
         "id": save_id,
         "epoch": epoch,
-        "position": asdict(module.position),
+        "position": position,
         "step": module.step,
         "optimizer": optimizer.header() if optimizer else None,
         "samples_seen": samples_seen,
         "random": host_states(module.data_generator),
     }
     description.parent.mkdir(parents=True, exist_ok=True)
-    _finish_or_clean(prefix, epoch)
+    _finish(prefix, epoch)
+    _clean(prefix, epoch)
     files.write_aside(_aside(weights, save_id), module.get_params(), {"id": save_id, "epoch": epoch})
     files.write_aside(_aside(state, save_id), tensors, {"id": save_id})
     aside = _aside(description, save_id)
@@ -95,7 +101,7 @@ def save(module: Module, prefix: str | Path, epoch: int, save_optimizer_states: 
         file.flush()
         os.fsync(file.fileno())
     aside.replace(description)  # from here on it is the checkpoint
-    _finish_or_clean(prefix, epoch)
+    _finish(prefix, epoch)
 
 
 def read(prefix: str | Path, epoch: int) -> Checkpoint:
@@ -109,13 +115,20 @@ def read(prefix: str | Path, epoch: int) -> Checkpoint:
     if not description.is_file():
         there = epochs(prefix)
         raise FileNotFoundError(f"{description} is not there; checkpoints of that prefix: {there or 'none'}")
-    content = _content(description)
-    _finish_or_clean(prefix, epoch)
-    params, weights_header = files.load(weights)
-    tensors, state_header = files.load(state)
-    for path, header in ((weights, weights_header), (state, state_header)):
-        if header.get("id") != content["id"]:
-            raise ValueError(f"{path} is not of the checkpoint that {description} describes")
+    for attempt in range(_ATTEMPTS):  # a writer may rename between our steps
+        content = _content(description)
+        _finish(prefix, epoch)
+        params, weights_header = files.load(weights)
+        tensors, state_header = files.load(state)
+        foreign = [
+            path
+            for path, header in ((weights, weights_header), (state, state_header))
+            if header.get("id") != content["id"]
+        ]
+        if not foreign:
+            break
+        if attempt == _ATTEMPTS - 1:
+            raise ValueError(f"{foreign[0]} is not of the checkpoint that {description} describes")
     optimizer = None
     if content["optimizer"] is not None:
         of_optimizer = {n.removeprefix(_OPTIMIZER): t for n, t in tensors.items() if n.startswith(_OPTIMIZER)}
@@ -239,16 +252,21 @@ def _aside(path: Path, save_id: str) -> Path:
     return path.with_name(f"{path.name}.{save_id}.aside")
 
 
-def _finish_or_clean(prefix: str | Path, epoch: int) -> None:
-    """Rename the tensors of a checkpoint that exists into place; remove those of one that never came to be."""
-    paths = _paths(prefix, epoch)
-    current = _content(paths[2])["id"] if paths[2].is_file() else None
-    for path in paths:
+def _finish(prefix: str | Path, epoch: int) -> None:
+    """Rename the tensors of a checkpoint that exists into place, if its writer did not come to it."""
+    weights, state, description = _paths(prefix, epoch)
+    if description.is_file():
+        save_id = _content(description)["id"]
+        for path in (weights, state):
+            with contextlib.suppress(FileNotFoundError):
+                _aside(path, save_id).replace(path)
+
+
+def _clean(prefix: str | Path, epoch: int) -> None:
+    """Remove what writers left aside that never came to their end; only a writer of the same checkpoint may."""
+    for path in _paths(prefix, epoch):
         for aside in path.parent.glob(f"{_escaped(path.name)}.*.aside"):
-            if current is not None and aside == _aside(path, current):
-                aside.replace(path)
-            else:
-                aside.unlink(missing_ok=True)
+            aside.unlink(missing_ok=True)
 
 
 def _escaped(name: str) -> str:

@@ -47,7 +47,8 @@ def fit(
     """Train from ``begin_epoch`` to ``num_epoch``.
 
     Args:
-        module: what is trained. An optimizer that `init_optimizer` set stays, unless another is asked for here.
+        module: what is trained. What the user's own `init_optimizer` set stays, with a warning if another store or
+            optimizer is asked for here; what an earlier `fit` set is replaced if another is.
         train_data: a TUPLE of two (tensors, arrays or dicts of them) or a Dataset, which need ``batch_size``; or a
             DataLoader or another iterable of (data, label) batches, iterable anew each epoch.
         eval_data: likewise, scored after each epoch.
@@ -73,7 +74,11 @@ def fit(
         FileNotFoundError: no such checkpoint.
     """
     _check_epochs(begin_epoch, num_epoch)
-    train = source(train_data, batch_size, shuffle=shuffle, seed=seed)
+    needing = [_needs_batch_size(data) for data in (train_data, eval_data)]
+    train = source(train_data, batch_size if needing[0] or not needing[1] else None, shuffle=shuffle, seed=seed)
+    evaluation = None
+    if eval_data is not None:
+        evaluation = source(eval_data, batch_size if needing[1] else None, shuffle=False, seed=0, what="eval_data")
     metric = create(eval_metric, module.loss.loss)
     validation = create(validation_metric if validation_metric is not None else eval_metric, module.loss.loss)
     batch_callbacks, epoch_callbacks = _many(batch_end_callback), _many(epoch_end_callback)
@@ -81,12 +86,17 @@ def fit(
     saved = _checkpoint(resume, [*batch_callbacks, *epoch_callbacks])
     module.seed, module.data_generator = seed, train.generator
     request = (kvstore, optimizer, dict(optimizer_params or {}))
-    if not module.optimizer_initialized or request not in (_DEFAULT_REQUEST, module.optimizer_request):
+    if not module.optimizer_initialized or (module.optimizer_is_fits and request != module.optimizer_request):
         if module.has_lazy_parameters:
             states = host_states(train.generator)
             module.bind_to(train.first()[0])
             set_host_states(states, train.generator)
         module.init_optimizer(*request)
+        module.optimizer_is_fits = True
+    elif request not in (_DEFAULT_REQUEST, module.optimizer_request):
+        module.logger.warning(
+            "init_optimizer() was called before: what fit() is given as kvstore and optimizer is ignored"
+        )
     skip = 0
     if saved is not None:
         module.resume(saved)
@@ -107,9 +117,8 @@ def fit(
             module.logger.info("Epoch[%d] Time cost=%.3f", epoch, time.perf_counter() - began)
             if epoch_callbacks:
                 _end_epoch(module, epoch, epoch_callbacks)
-            if eval_data is not None:
-                size = batch_size if _needs_batch_size(eval_data) else None
-                _validate(module, eval_data, validation, size, epoch, eval_callbacks)
+            if evaluation is not None:
+                _validate(module, evaluation, validation, epoch, eval_callbacks)
     finally:
         for callback in batch_callbacks:
             if hasattr(callback, "close"):
@@ -132,11 +141,9 @@ def _train(
             _call(callbacks, _after_batch(module, train, metric, epoch, nbatch, data, label))
 
 
-def _validate(
-    module: Module, data: Any, metric: EvalMetric, batch_size: int | None, epoch: int, callbacks: list[BatchCallback]
-) -> None:
+def _validate(module: Module, data: Source, metric: EvalMetric, epoch: int, callbacks: list[BatchCallback]) -> None:
     states = host_states(None)  # a loader that scoring iterates draws; training must not see it
-    values = score(module, data, metric, batch_size=batch_size, score_end_callback=callbacks, epoch=epoch)
+    values = score(module, data, metric, score_end_callback=callbacks, epoch=epoch)
     set_host_states(states, None)
     for name, value in values:
         module.logger.info("Epoch[%d] Validation-%s=%f", epoch, name, value)
@@ -169,7 +176,9 @@ def score(
     metric.reset()
     after_batch, at_end = _many(batch_end_callback), _many(score_end_callback)
     nbatch = -1
-    data_source = source(eval_data, batch_size, shuffle=False, seed=0, what="eval_data")
+    data_source = eval_data
+    if not isinstance(data_source, Source):
+        data_source = source(eval_data, batch_size, shuffle=False, seed=0, what="eval_data")
     for nbatch, (data, label) in enumerate(_first(data_source, num_batch)):
         module.forward(data, label, is_train=False)
         metric.update(label, module.get_outputs(), module)
@@ -229,7 +238,8 @@ def _begin_epoch(
         set_host_states(module.position.random, train.generator)
         return train.epoch(epoch, skip, lambda: set_host_states(random, train.generator))
     if saved is not None and epoch == saved.position["epoch"]:
-        set_host_states(saved.random, train.generator)
+        begun = saved.position["batch"]  # a plain iterable, whose epoch begins anew
+        set_host_states(saved.position["random"] if begun else saved.random, train.generator)
     module.position = type(module.position)(epoch, 0, train.plan(), host_states(train.generator))
     return train.epoch(epoch)
 

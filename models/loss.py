@@ -65,8 +65,7 @@ class SummedLoss:
             raise TypeError(f"loss is {loss!r}; expected a torch loss, a function of (output, label), or None")
         if normalizer is not None and not callable(normalizer):
             raise TypeError(f"loss_normalizer is {normalizer!r}; expected a function of the label")
-        if loss in _MODULE_OF:
-            loss = _MODULE_OF[loss]()
+        loss = next((module() for function, module in _MODULE_OF.items() if function is loss), loss)
         if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
             raise ValueError(
                 f"loss {loss} has parameters, which nothing would train; make it part of the network and pass loss=None"
@@ -111,13 +110,19 @@ class SummedLoss:
         count = float(samples if self.normalizer is None else self.normalizer(host_label))
         if not count:
             return torch.zeros((), device=_device(output)), 0.0
-        return self._placed(output)(output, label) * count, count
+        value = self._placed(output)(output, label)
+        if not isinstance(value, torch.Tensor) or value.dim():
+            shape = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+            raise ValueError(f"loss {self.loss} gave {shape}; expected a tensor without axes, the mean over samples")
+        return value * count, count
 
     def _placed(self, output: Batch) -> Any:
         """The loss with its own tensors (class weights, say) on the output's device."""
         if not isinstance(self._summed, nn.Module):
             return self._summed
         device = _device(output)
+        if not self._counts_as_torch and all(buffer.device == device for buffer in self._summed.buffers()):
+            return self._summed
         if device not in self._on_device:
             self._on_device[device] = copy.deepcopy(self._summed).to(device)
         return self._on_device[device]
@@ -133,8 +138,10 @@ class SummedLoss:
             return float(loss.weight.to(label.device)[label[valid].long()].double().sum())
         if isinstance(loss, nn.CrossEntropyLoss):  # class probabilities: one count for each distribution
             return output.numel() / output.shape[1]
-        if isinstance(loss, _BY_SAMPLE) or loss.reduction == "batchmean":
+        if loss.reduction == "batchmean":
             return float(output.shape[0])
+        if isinstance(loss, _BY_SAMPLE):
+            return output.numel() / output.shape[-1]
         if output.dim() != label.dim():
             raise ValueError(
                 f"{name} got an output of shape {tuple(output.shape)} and a label of shape {tuple(label.shape)}, "

@@ -244,6 +244,8 @@ def _by_class(name: str, loss: Any, two: bool = False) -> Callable[..., tuple[to
     threshold = 0.0 if isinstance(loss, nn.BCEWithLogitsLoss) else 0.5
 
     def prepare(output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(loss, nn.CrossEntropyLoss) and label.is_floating_point():  # probabilities of the classes
+            label = label.argmax(1)
         if output.numel() == label.numel():
             found = (output > threshold if output.is_floating_point() else output).reshape(-1).long()
         elif output.dim() > 1 and output.numel() == label.numel() * output.shape[1]:
@@ -296,6 +298,9 @@ def _log_likelihood(name: str, loss: Any) -> Callable[[Any, Any], tuple[torch.Te
             output = output.double().log_softmax(1)
         elif not isinstance(loss, nn.NLLLoss):
             output = output.double().clamp_min(1e-12).log()
+        if isinstance(loss, nn.CrossEntropyLoss) and label.is_floating_point():  # probabilities of the classes
+            counted = output.numel() // output.shape[1]
+            return -(output * label).sum() / counted, counted
         target = label.long()
         keep = -100 if ignored is None else ignored
         counted = int((target != keep).sum())

@@ -159,10 +159,13 @@ class Module(Steps):
 
         Raises:
             FileNotFoundError: no such checkpoint.
-            ValueError: a torn or foreign file, other names or shapes, or no optimizer state in it.
+            ValueError: a torn or foreign file, extra names, other shapes, or no optimizer state in it.
+            RuntimeError: names are missing from it.
         """
         saved = checkpoint.read(prefix, epoch)
         module = cls(network, **options)
+        if module.has_lazy_parameters:
+            network.load_state_dict(saved.params)  # which gives them their shapes
         module.set_params(saved.params)
         module._params_given = True
         if load_optimizer_states:
@@ -175,13 +178,14 @@ class Module(Steps):
         The learning rate is taken over too, unless this run's optimizer was given another one to begin with.
 
         Raises:
-            ValueError: other names or shapes, another optimizer, or no optimizer state in it.
-            RuntimeError: before ``init_optimizer``.
+            ValueError: extra names, other shapes, another optimizer, or no optimizer state in it.
+            RuntimeError: names are missing from it; or before ``init_optimizer``.
         """
         updates = self._needs_updates("resume()")
         state = saved.needed_optimizer_state()
-        self.set_params(saved.params)
+        params = checkpoint.matched(self.replicas.first.network, saved.params, False, False)
         updates.load_state(state)
+        self._load_state(params)
         if self.learning_rate == state.initial_learning_rate:
             self.set_learning_rate(state.learning_rate)
         self._step = saved.step

@@ -33,8 +33,6 @@ class Replica:
     """The parameters that are trained."""
     samples_seen: int = 0
     """Training samples since running statistics were last averaged."""
-    training_modes: dict[nn.Module, bool] | None = None
-    """While it evaluates: which parts were in training mode before."""
 
 
 @dataclass
@@ -77,6 +75,15 @@ class Replicas:
         parameters = {name: parameter for name, parameter in own.named_parameters() if parameter.requires_grad}
         return Replica(number, context, own, parameters)
 
+    def read_what_is_trained(self) -> None:
+        """Take over from the user's network which parameters are trained now."""
+        trained = {name: parameter.requires_grad for name, parameter in self.first.network.named_parameters()}
+        for replica in self.all:
+            own = dict(replica.network.named_parameters())
+            for name, parameter in own.items():
+                parameter.requires_grad_(trained[name])
+            replica.parameters = {name: parameter for name, parameter in own.items() if trained[name]}
+
     @property
     def first(self) -> Replica:
         """The replica that holds the user's own network."""
@@ -102,26 +109,20 @@ class Replicas:
             inputs_need_grad: keep what gradients of the inputs need.
             seed: (seed, step), for the random streams of the contexts.
         """
-        self._set_mode(train)
         places = [(place, r) for place, r in enumerate(self.all) if slices[r.number].stop > slices[r.number].start]
 
         def call(replica: Replica) -> Callable[[], Share]:
             part = slices[replica.number]
-            return lambda: self._forward(
-                replica,
-                take(data, part),
-                take(label, part) if label is not None else None,
-                part.stop - part.start,
-                train,
-                inputs_need_grad,
-                seed,
-            )
+            label_part = take(label, part) if label is not None else None
+            samples = part.stop - part.start
+            return lambda: self._forward(replica, take(data, part), label_part, samples, train, inputs_need_grad, seed)
 
         calls = [(place, call(replica)) for place, replica in places]
-        if not train or self._draws is not False:
-            return self._side_by_side.run(calls, one_after_another=train)
-        with self._watching_generators():
-            return self._side_by_side.run(calls)
+        with self._mode(train):
+            if not train or self._draws is not False:
+                return self._side_by_side.run(calls, one_after_another=train)
+            with self._watching_generators():
+                return self._side_by_side.run(calls)
 
     @contextlib.contextmanager
     def _watching_generators(self) -> Iterator[None]:
@@ -151,7 +152,11 @@ class Replicas:
             inputs = map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), inputs)
         seeded = train and self._draws is not False
         with torch.set_grad_enabled(train), self._stream(replica, seed) if seeded else contextlib.nullcontext():
-            output = call_network(replica.network, inputs)
+            try:
+                output = call_network(replica.network, inputs)
+            except Exception as error:
+                error.add_note(f"its share was {samples} of the batch's samples")
+                raise
             loss, count = None, 0.0
             if label is not None or self._loss.loss is None:
                 loss, count = self._loss.sum_and_count(
@@ -198,12 +203,14 @@ class Replicas:
         def call(tensors: list[torch.Tensor], grads: list[torch.Tensor | None]) -> Callable[[], None]:
             return lambda: torch.autograd.backward(tensors, grads)
 
-        self._side_by_side.run([(self.all.index(share.replica), call(ts, gs)) for share, ts, gs in roots])
+        calls = [(self.all.index(share.replica), call(tensors, grads)) for share, tensors, grads in roots]
+        # What a checkpointed layer computes again draws again, from the generator that CPU contexts share.
+        self._side_by_side.run(calls, one_after_another=bool(self._draws))
 
     def clear_gradients(self) -> None:
         """Forget all gradients, so that the next backward begins anew."""
         for replica in self.all:
-            for parameter in replica.parameters.values():
+            for parameter in replica.network.parameters():
                 parameter.grad = None
 
     def gradients(self) -> dict[str, list[torch.Tensor]]:
@@ -264,7 +271,7 @@ class Replicas:
     def own_buffers(self) -> dict[str, list[torch.Tensor]]:
         """Each buffer of the state dict, as every replica has it, on the host."""
         names = set(self.first.network.state_dict())
-        per_replica = [dict(replica.network.named_buffers()) for replica in self.all]
+        per_replica = [dict(replica.network.named_buffers(remove_duplicate=False)) for replica in self.all]
         return {
             name: [buffers[name].detach().cpu().clone() for buffers in per_replica]
             for name in per_replica[0]
@@ -274,24 +281,34 @@ class Replicas:
     def set_own_buffers(self, values: dict[str, list[torch.Tensor]], samples_seen: Sequence[int]) -> None:
         """Put back what `own_buffers` returned, and the samples seen with them."""
         for place, replica in enumerate(self.all):
-            buffers = dict(replica.network.named_buffers())
+            buffers = dict(replica.network.named_buffers(remove_duplicate=False))
             for name, of_replicas in values.items():
                 buffers[name].copy_(of_replicas[place])
             replica.samples_seen = samples_seen[place]
 
-    def _set_mode(self, train: bool) -> None:
-        """Switch every replica, leaving parts that the user froze with ``.eval()`` as they are in training."""
-        for replica in self.all:
-            network = replica.network
-            if train and replica.training_modes is not None:
-                for module, mode in replica.training_modes.items():
-                    module.training = mode
-                replica.training_modes = None
-            elif train and not network.training:
-                network.train()
-            elif not train and network.training:
-                replica.training_modes = {module: module.training for module in network.modules()}
-                network.eval()
+    @contextlib.contextmanager
+    def _mode(self, train: bool) -> Iterator[None]:
+        """Have all replicas train or evaluate for a while.
+
+        Which parts are frozen with ``.eval()`` is read off the user's network, and holds in every replica.
+        """
+        networks = [replica.network for replica in self.all]
+        if train:
+            if not networks[0].training:
+                networks[0].train()
+            for other in networks[1:]:
+                for mine, theirs in zip(networks[0].modules(), other.modules(), strict=True):
+                    theirs.training = mine.training
+            yield
+            return
+        before = [(module, module.training) for network in networks for module in network.modules()]
+        for network in networks:
+            network.eval()
+        try:
+            yield
+        finally:
+            for module, training in before:
+                module.training = training
 
     def close(self) -> None:
         """End the threads."""

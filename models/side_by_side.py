@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -50,20 +52,27 @@ class SideBySide:
         Raises:
             Exception: the first that a call raised, with a note that names its context.
         """
+        tasks = [
+            (number, partial(self._named, number, function, _callers_state(self._contexts[number])))
+            for number, function in calls
+        ]
         if not self.uses_threads:
-            return [self._named(number, function) for number, function in calls]
+            return [task() for _, task in tasks]
         if one_after_another:
-            return [self._threads[number].submit(self._named, number, function).result() for number, function in calls]
-        futures = [self._threads[number].submit(self._named, number, function) for number, function in calls]
+            return [self._threads[number].submit(task).result() for number, task in tasks]
+        futures = [self._threads[number].submit(task) for number, task in tasks]
         errors = [future.exception() for future in futures]  # waits for all, so that none is left running
         for error in errors:
             if error is not None:
                 raise error
         return [future.result() for future in futures]
 
-    def _named(self, number: int, function: Callable[[], Result]) -> Result:
+    def _named(self, number: int, function: Callable[[], Result], state: list[AbstractContextManager[Any]]) -> Result:
         try:
-            return function()
+            with ExitStack() as stack:
+                for part in state:
+                    stack.enter_context(part)
+                return function()
         except Exception as error:
             if len(self._contexts) > 1:
                 error.add_note(f"in the replica on {self._contexts[number]}")
@@ -73,6 +82,18 @@ class SideBySide:
         """End the threads."""
         for thread in self._threads:
             thread.shutdown()
+
+
+def _callers_state(context: Context) -> list[AbstractContextManager[Any]]:
+    """What belongs to a thread and must hold in the replica's too: autocast, and on a GPU the device and its stream."""
+    state: list[AbstractContextManager[Any]] = [
+        torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=torch.is_autocast_cache_enabled())
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
+    if context.device_type == "gpu":
+        state.append(torch.cuda.stream(torch.cuda.current_stream(context.torch_device)))
+    return state
 
 
 def _use_threads(count: int) -> None:

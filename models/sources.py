@@ -39,7 +39,9 @@ class Source(abc.ABC):
 
     def first(self) -> Item:
         """A batch to learn shapes from; the epochs give it all the same."""
-        return next(self.epoch(0))
+        for item in self.epoch(0):
+            return item
+        raise ValueError("the data has no batches; expected at least one")
 
     def num_batches(self) -> int | None:
         """Batches in an epoch, where that is known."""
@@ -205,10 +207,10 @@ class _Loader(Source):
         )
 
     def plan(self) -> dict[str, Any]:
-        return {"batches": len(self._loader), "batch_size": self._loader.batch_size}
+        return {"batches": self.num_batches(), "batch_size": self._loader.batch_size}
 
-    def num_batches(self) -> int:
-        return len(self._loader)
+    def num_batches(self) -> int | None:
+        return _length(self._loader)
 
 
 class _Skipping:
@@ -259,10 +261,14 @@ class _Iterable(Source):
         return {}
 
     def num_batches(self) -> int | None:
-        try:
-            return len(self._batches)  # type: ignore[arg-type]
-        except TypeError:
-            return None
+        return _length(self._batches)
+
+
+def _length(batches: Any) -> int | None:
+    try:
+        return len(batches)
+    except TypeError:
+        return None
 
 
 def _pair(item: Any, what: str) -> Item:

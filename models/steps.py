@@ -64,6 +64,8 @@ class Steps:
         self._updates: Updates | None = None
         self.optimizer_request: Request | None = None
         """What `init_optimizer` was last asked for."""
+        self.optimizer_is_fits = False
+        """Whether `fit` asked; what the user asked for himself stays."""
         self._pending_state: OptimizerState | None = None
         self._shares: list[Share] = []
         self._normalizer = 0.0
@@ -171,17 +173,20 @@ class Steps:
         """
         spec = OptimizerSpec.parse((optimizer, dict(optimizer_params or {})))
         replicas = self.replicas
+        replicas.read_what_is_trained()
         spec.check_keys(name for name, _ in self.network.named_parameters())
         if not replicas.first.parameters:
             raise ValueError("the network has no parameter that is trained")
-        updates = Updates(replicas, kvstore, spec)
-        if self._updates is not None:
-            self._updates.close()
-        self._updates = updates
-        self.optimizer_request = (kvstore, optimizer, dict(optimizer_params or {}))
+        own_store = self._updates.store if self._updates is not None else None
+        updates = Updates(replicas, kvstore, spec, own_store)
         if self._pending_state is not None:
             updates.load_state(self._pending_state)
             self._pending_state = None
+        if self._updates is not None and updates.store is not own_store:
+            self._updates.close()
+        self._updates = updates
+        self.optimizer_request = (kvstore, optimizer, dict(optimizer_params or {}))
+        self.optimizer_is_fits = False
 
     @property
     def optimizer_initialized(self) -> bool:
@@ -231,6 +236,7 @@ class Steps:
         replicas = self._make_replicas(data)
         if train and self._gradients_used:
             replicas.clear_gradients()
+        self._shares = []  # the last batch's graph goes before the next one is made
         self._shares = replicas.forward(
             data,
             label,
@@ -317,6 +323,8 @@ class Steps:
         self._check_forwarded("get_input_grads")
         if not self._inputs_need_grad:
             raise RuntimeError("get_input_grads() needs bind(..., inputs_need_grad=True)")
+        if self._gradients_used:
+            raise RuntimeError("get_input_grads() came before backward()")
         grads = [
             map_tensors(lambda t: t.grad if t.grad is not None else torch.zeros_like(t), share.inputs)
             for share in self._shares

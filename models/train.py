@@ -47,7 +47,9 @@ def train(
     load_epoch: Annotated[int | None, typer.Option(help="Go on from checkpoint PREFIX-NNNN.", min=0)] = None,
     disp_batches: Annotated[int, typer.Option(help="Log speed every so many batches.", min=1)] = 20,
     dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
-    seed: Annotated[int, typer.Option(help="Of initial weights, batches, held-out fifth and random layers.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of initial weights, batches, held-out fifth and random layers.", min=0)
+    ] = 0,
     benchmark: Annotated[bool, typer.Option("--benchmark", help="Train on random images, to measure speed.")] = False,
 ) -> None:
     """Train a network; the last line of stdout is Validation-accuracy=<float>."""
@@ -166,6 +168,8 @@ def _checkpoints(
 
     if prefix is None:
         return None, None
+    if load_epoch is None:
+        Path(prefix).parent.mkdir(parents=True, exist_ok=True)  # what cannot be written should fail now
     return Checkpoint(module, prefix), (prefix, load_epoch) if load_epoch is not None else None
 
 

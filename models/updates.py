@@ -14,32 +14,50 @@ from models.replicas import Replicas
 class Updates:
     """What `Module.init_optimizer` chose."""
 
-    def __init__(self, replicas: Replicas, kvstore: str | KVStore | None, spec: OptimizerSpec) -> None:
+    def __init__(
+        self, replicas: Replicas, kvstore: str | KVStore | None, spec: OptimizerSpec, own_store: KVStore | None = None
+    ) -> None:
         """Give the weights to a store of that name, or to the store given; one replica needs neither.
+
+        Args:
+            replicas: whose weights are updated.
+            kvstore: a store's name, a store, or None.
+            spec: the optimizer.
+            own_store: the store that holds these weights already, if one does.
 
         Raises:
             TypeError: ``kvstore`` is something else.
-            ValueError: an unknown name, None with several replicas, or a key the optimizer does not take.
+            ValueError: an unknown name, None with several replicas, a key the optimizer does not take, or a store
+                that holds another module's keys.
         """
         if kvstore is not None and not isinstance(kvstore, (str, KVStore)):
             raise TypeError(f"kvstore is {kvstore!r}; expected a store, its name, or None")
-        several = len(replicas.all) > 1
-        if kvstore is None and several:
+        if kvstore is None and len(replicas.all) > 1:
             raise ValueError(f"kvstore is None, but gradients of {len(replicas.all)} contexts need one to sum them")
         self._replicas = replicas
+        self._optimizer = KeyedOptimizer(spec)
+        for name, parameter in replicas.first.parameters.items():
+            self._optimizer.add(name, parameter)
         self._is_own = isinstance(kvstore, str)
         self.store = create(kvstore) if isinstance(kvstore, str) else kvstore
-        if self.store is not None and self._is_own and not several and self.store.num_workers == 1:
+        if self.store is None:
+            return
+        if self._is_own and len(replicas.all) == 1 and self.store.num_workers == 1:
             self.close()
-        self._optimizer = KeyedOptimizer(spec)
-        names = list(replicas.first.parameters)
-        if self.store is not None:
-            weights = [replicas.weights(name) for name in names]
-            self.store.set_optimizer(spec)
-            self.store.broadcast(names, [of_name[0] for of_name in weights], weights)
         else:
-            for name in names:
-                self._optimizer.add(name, replicas.first.parameters[name])
+            self._give_to(self.store, spec, is_ours=self.store is own_store)
+
+    def _give_to(self, store: KVStore, spec: OptimizerSpec, is_ours: bool) -> None:
+        names = list(self._replicas.first.parameters)
+        held = [name for name in names if name in store]
+        if held and not is_ours:
+            raise ValueError(f"the {store.type!r} store holds keys {held} already; give each module a store of its own")
+        store.set_optimizer(spec)
+        weights = {name: self._replicas.weights(name) for name in names}
+        new = [name for name in names if name not in held]
+        store.broadcast(new, [weights[name][0] for name in new], [weights[name] for name in new])
+        for name in held:
+            store.assign(name, weights[name][0])
 
     def step(self) -> None:
         """Sum the gradients there are, update their weights once, and give those to every replica."""

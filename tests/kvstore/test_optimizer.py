@@ -560,7 +560,6 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "negative momentum": (("sgd", {"momentum": -1}), ValueError, "-1.* is refused by torch.*momentum"),
     "negative decay": (("adam", {"wd": -1}), ValueError, "'weight_decay': -1.* is refused by torch"),
     "beta above 1": (("adam", {"beta1": 1.5}), ValueError, "1.5.* is refused by torch"),
-    "nag without momentum": (("nag", {"lr": 0.1}), ValueError, "'nag' .*refused by torch: Nesterov"),
     "factor below 0": (("sgd", {"lr_mult": {"w": -1}}), ValueError, "lr_mult is {'w': -1}; expected a dict"),
     "str as factor": (("sgd", {"wd_mult": {"w": "2"}}), ValueError, "wd_mult is {'w': '2'}; expected a dict"),
     "bool as factor": (("sgd", {"wd_mult": {"w": True}}), ValueError, "wd_mult is {'w': True}"),

@@ -114,7 +114,7 @@ CASES: list[Case] = [
     ("pushpull out, read-only", lambda kv: kv.pushpull("w", G, read_only(1)), ValueError, "'w'.*read-only"),
     ("broadcast, read-only", lambda kv: kv.broadcast("v", G, read_only(1)), ValueError, "'v'.*read-only"),
     ("pull, backwards array", lambda kv: kv.pull("w", ranked(0).numpy()[::-1]), ValueError, "'w'"),
-    ("push, foreign byte order", lambda kv: kv.push("w", np.zeros((2, 3), ">f4")), ValueError, "'w'"),
+    ("pull, foreign byte order", lambda kv: kv.pull("w", np.zeros((2, 3), ">f4")), ValueError, "'w'"),
     ("push, array of objects", lambda kv: kv.push("w", np.full((2, 3), None)), TypeError, "'w'"),
     ("init, array of str", lambda kv: kv.init("v", np.array(["x"])), TypeError, "'v'"),
     ("pull, one element many times", lambda kv: kv.pull("w", torch.zeros(1).expand(2, 3)), ValueError, "'w'"),
@@ -372,7 +372,7 @@ def test_a_closed_store_has_no_learning_rate_and_no_states_to_save(kv: KVStore, 
     kv.set_optimizer("sgd")
     kv.save_optimizer_states(tmp_path / "before")
     kv.close()
-    with pytest.raises(RuntimeError, match="learning_rate"):
+    with pytest.raises(RuntimeError, match="closed"):
         _ = kv.learning_rate
     with pytest.raises(RuntimeError, match="closed"):
         kv.save_optimizer_states(tmp_path / "after")
