@@ -47,7 +47,7 @@ class KeyedOptimizer:
         before = self._weights.get(key)
         if before is weight:
             return
-        if not weight.is_floating_point():
+        if not (weight.is_floating_point() or weight.is_complex()):
             raise ValueError(f"key {key!r} does not fit optimizer {self.spec.name!r}: it holds {weight.dtype}")
         factors = self.spec.factors(key)
         arguments = dict(self.spec.arguments)

@@ -332,6 +332,27 @@ def test_an_operation_may_run_another(queue: WorkQueue) -> None:
     assert order == ["inner", "outer"] * 2
 
 
+def test_an_operation_may_give_others_while_more_is_under_way(queue: WorkQueue) -> None:
+    order: list[str] = []
+    later, inner = Work("later"), Work("inner async")
+
+    def give_later() -> None:
+        queue.submit(appending(order, "later"), later, ["later"], 9)
+
+    def outer() -> None:
+        giver = threading.Thread(target=give_later)  # another user of the queue
+        giver.start()
+        giver.join(LIMIT)
+        queue.submit(appending(order, "inner async"), inner, ["w"], 0)
+        inner.wait(LIMIT)
+        queue.run(appending(order, "inner"), Work("inner"), ["v"], 0)
+        order.append("outer")
+
+    queue.run(outer, Work("outer"), ["w"], 0)
+    later.wait(LIMIT)
+    assert order == ["inner async", "inner", "outer", "later"]
+
+
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
@@ -354,6 +375,31 @@ def test_close_ends_the_thread() -> None:
     assert len(started) == 1
     queue.close()
     assert not any(thread.is_alive() for thread in started)
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
+def test_a_closed_queue_takes_nothing_more(used: bool) -> None:
+    queue = WorkQueue()
+    order: list[str] = []
+    if used:
+        queue.submit(lambda: None, Work("only"), ["w"], 0)
+    queue.close()
+    with pytest.raises(RuntimeError, match=r"late.*closed"):
+        queue.submit(appending(order, "submit"), Work("late"), ["w"], 0)
+    with pytest.raises(RuntimeError, match=r"late.*closed"):
+        queue.run(appending(order, "run"), Work("late"), ["w"], 0)
+    assert order == []
+
+
+def test_an_operation_may_close_the_queue_it_runs_in() -> None:
+    queue = WorkQueue()
+    closing = Work("closing")
+    queue.submit(queue.close, closing, ["w"], 0)
+    closing.wait(LIMIT)
+    queue.close()
+    assert closing.exception() is None
+    with pytest.raises(RuntimeError, match=r"late.*closed"):
+        queue.run(lambda: None, Work("late"), ["w"], 0)
 
 
 def test_no_thread_is_started_while_every_operation_is_waited_for(queue: WorkQueue) -> None:

@@ -237,6 +237,13 @@ def test_nag_is_sgd_with_nesterov(kv: KVStore) -> None:
     assert not torch.equal(plain[3], expected[3])
 
 
+def test_nag_without_momentum_is_plain_sgd(kv: KVStore) -> None:
+    start(kv, ("nag", {"lr": LR}))
+    for step in range(3):
+        push(kv, step)
+    check_equal(pulled(kv), torch_run(lambda values: torch.optim.SGD(values, LR), range(3)))
+
+
 # -- the spec ---------------------------------------------------------------------------------------------------------
 
 
@@ -504,7 +511,7 @@ def test_a_learning_rate_of_zero_is_a_rate(kv: KVStore) -> None:
 
 def test_a_learning_rate_goes_behind_pushes_under_way(kv: KVStore) -> None:
     start(kv, ("sgd", {"lr": LR}))
-    works = [kv.push(key, gradient(key, 0), async_op=True) for key in SHAPES]
+    works = [kv.push(key, gradient(key, 0), priority=-5, async_op=True) for key in SHAPES]
     kv.set_learning_rate(0.5)
     works += [kv.push(key, gradient(key, 1), async_op=True) for key in SHAPES]
     for work in works:
@@ -780,7 +787,7 @@ def test_loading_keeps_the_factors_of_the_keys(kv: KVStore, tmp_path: Path) -> N
 
 def test_saving_goes_behind_pushes_under_way(kv: KVStore, tmp_path: Path) -> None:
     start(kv, ("sgd", {"lr": LR, "momentum": 0.9}))
-    works = [kv.push(key, gradient(key, step), async_op=True) for step in range(3) for key in SHAPES]
+    works = [kv.push(key, gradient(key, step), priority=-5, async_op=True) for step in range(3) for key in SHAPES]
     state = kv.optimizer_state()
     assert all(work.is_completed() for work in works)
     expected = {}

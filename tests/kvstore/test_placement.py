@@ -150,10 +150,11 @@ def test_the_sums_are_right_wherever_they_are_made(kv: DeviceStore) -> None:
             assert torch.equal(out, torch.arange(size) * 10.0 * places + places * (places - 1) / 2)
 
 
-def test_bare_tensors_that_come_first_leave_the_balance_to_the_lists(kv: DeviceStore) -> None:
+@pytest.mark.parametrize("call", ["push", "pull", "pushpull"])
+def test_bare_tensors_that_come_first_leave_the_balance_to_the_lists(kv: DeviceStore, call: str) -> None:
     sizes = {"a": 4, "b": 3, "c": 2, "d": 1}
     initialised(kv, sizes)
-    kv.pull(list(sizes), [torch.empty(size) for size in sizes.values()])
+    getattr(kv, call)(list(sizes), [torch.zeros(size) for size in sizes.values()])
     push(kv, sizes, 2)
     assert loads(kv, sizes, 2) == [5, 5]
 
@@ -167,6 +168,15 @@ def test_a_broadcast_into_bare_tensors_leaves_the_balance_to_the_lists(kv: Devic
     )
     push(kv, sizes, 2)
     assert loads(kv, sizes, 2) == [5, 5]
+
+
+def test_a_pull_into_a_bare_tensor_elsewhere_moves_nothing(kv: DeviceStore) -> None:
+    kv.init("w", torch.arange(4.0))
+    kv.pull("w", torch.empty(4, device="meta"))
+    out = torch.empty(4)
+    kv.pull("w", out)
+    assert torch.equal(out, torch.arange(4.0))
+    assert kv.owner("w") is None
 
 
 @pytest.mark.parametrize("call", ["push", "pushpull"])

@@ -281,6 +281,13 @@ def test_numpy_views_that_run_backwards_may_be_pushed(kv: KVStore) -> None:
     assert torch.equal(pulled(kv, "w"), ranked(1))
 
 
+def test_numpy_arrays_of_a_foreign_byte_order_may_be_pushed(kv: KVStore) -> None:
+    kv.init("w", ranked(1).numpy().astype(">f4"))
+    assert torch.equal(pulled(kv, "w"), ranked(1))
+    kv.push("w", [ranked(2).numpy().astype(">f4"), ranked(3).numpy().astype("<f4")])
+    assert torch.equal(pulled(kv, "w"), over(2, first=2))
+
+
 # -- pushpull and broadcast -------------------------------------------------------------------------------------------
 
 
@@ -623,7 +630,7 @@ def test_a_call_that_is_waited_for_goes_behind_async_ones_of_its_key(kv: KVStore
 def test_set_updater_goes_behind_what_is_under_way(kv: KVStore) -> None:
     kv.init("w", torch.zeros(2, 3))
     gate = Gate(kv)
-    work = kv.push("w", ranked(1), async_op=True)
+    work = kv.push("w", ranked(1), priority=-5, async_op=True)
     opener = threading.Thread(target=gate.open)
     opener.start()
     kv.set_updater(lambda key, summed, stored: stored.sub_(summed))
