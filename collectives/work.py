@@ -108,10 +108,10 @@ class WorkQueue:
             Exception: whatever the operation raised.
             RuntimeError: the queue is closed.
         """
-        if (self._unfinished or self._closed) and not self._is_inside():
+        if self._unfinished and not self._is_inside():
             self.submit(operation, work, keys, priority)
         else:
-            self._execute(operation, work)
+            self._execute(operation, work, refuse_closed=True)
         work.wait()
 
     def submit(self, operation: Callable[[], None], work: Work, keys: Iterable[Hashable], priority: int) -> None:
@@ -124,8 +124,7 @@ class WorkQueue:
             self._execute(operation, work)
             return
         with self._changed:
-            if self._closed:
-                raise RuntimeError(f"{work!r}: the queue is closed")
+            self._check_open(work)
             job = _Job(operation, work, tuple(dict.fromkeys(keys)), (-priority, next(self._sequence)))
             before = {id(last): last for key in job.keys if (last := self._last.get(key)) is not None}
             for one in before.values():
@@ -144,11 +143,17 @@ class WorkQueue:
         """Whether this thread runs an operation now: an updater, say, that calls its store."""
         return self._runner == threading.get_ident()
 
-    def _execute(self, operation: Callable[[], None], work: Work) -> None:
+    def _check_open(self, work: Work) -> None:
+        if self._closed:
+            raise RuntimeError(f"{work._name} came after close(); what does it is closed")
+
+    def _execute(self, operation: Callable[[], None], work: Work, *, refuse_closed: bool = False) -> None:
         if self._is_inside():
             work._run(operation)
             return
         with self._running:
+            if refuse_closed:
+                self._check_open(work)
             self._runner = threading.get_ident()
             try:
                 work._run(operation)

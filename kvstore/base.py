@@ -199,10 +199,9 @@ class KVStore(abc.ABC):
     def close(self) -> None:
         """Finish what is under way and free what the store holds; closing again does nothing."""
         self._closed = True
-        self._layout.clear()
 
     def __contains__(self, key: object) -> bool:
-        return key in self._layout
+        return not self._closed and key in self._layout
 
     def __enter__(self) -> KVStore:
         return self

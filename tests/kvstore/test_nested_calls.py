@@ -1,0 +1,370 @@
+"""Stores called from inside their own updater, from several threads at once, and while they close."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kvstore import KVStore, create
+
+NAMES = ["local", "device"]
+LIMIT = 10.0
+"""Seconds after which a test that waits has failed."""
+
+
+def aside(call: Callable[[], Any]) -> threading.Thread:
+    """A thread that runs ``call``; it holds up nothing if it never ends."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
+
+
+def ended(*threads: threading.Thread) -> None:
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive(), "a call hangs"
+
+
+@pytest.fixture(params=NAMES)
+def kv(request: pytest.FixtureRequest) -> Iterator[KVStore]:
+    made = create(request.param)
+    yield made
+    ended(aside(made.close))
+
+
+def pulled(kv: KVStore, key: Any) -> list[float]:
+    out = torch.full((2,), 99.0)
+    kv.pull(key, out)
+    return [float(value) for value in out]
+
+
+class Blocking:
+    """An updater that adds, once it is let go."""
+
+    def __init__(self) -> None:
+        self.inside, self.release = threading.Event(), threading.Event()
+        self.updates = 0
+
+    def __call__(self, key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
+        self.inside.set()
+        assert self.release.wait(LIMIT)
+        stored.add_(summed)
+        self.updates += 1
+
+
+def closing(kv: KVStore, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Thread, threading.Event]:
+    """A thread that closes the store, which has begun to; the event tells when it is through."""
+    began, through = threading.Event(), threading.Event()
+    finish = kv._queue.close  # type: ignore[attr-defined]
+
+    def close_queue() -> None:
+        began.set()
+        finish()
+
+    def close() -> None:
+        kv.close()
+        through.set()
+
+    monkeypatch.setattr(kv._queue, "close", close_queue)  # type: ignore[attr-defined]
+    thread = aside(close)
+    assert began.wait(LIMIT)
+    return thread, through
+
+
+# -- an updater that calls its store ----------------------------------------------------------------------------------
+
+
+def test_an_updater_may_pull_while_another_thread_has_pushed_async(kv: KVStore) -> None:
+    kv.init(["a", "b"], [torch.zeros(2), torch.zeros(2)])
+    inside, pushed = threading.Event(), threading.Event()
+    seen: list[list[float]] = []
+
+    def update(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
+        if key == "a":
+            inside.set()
+            assert pushed.wait(LIMIT)
+            seen.append(pulled(kv, "b"))
+        stored.add_(summed)
+
+    def push_async() -> None:
+        assert inside.wait(LIMIT)
+        work = kv.push("b", torch.full((2,), 3.0), async_op=True)
+        pushed.set()
+        work.wait(LIMIT)
+
+    kv.set_updater(update)
+    ended(aside(push_async), aside(lambda: kv.push("a", torch.ones(2))))
+    assert seen == [[0.0, 0.0]]
+    assert pulled(kv, "a") == [1.0, 1.0]
+    assert pulled(kv, "b") == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("outer_async", [False, True])
+def test_an_updater_may_push_async_and_then_pull(kv: KVStore, outer_async: bool) -> None:
+    kv.init(["a", "b"], [torch.zeros(2), torch.zeros(2)])
+    seen: list[list[float]] = []
+
+    def update(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
+        if key == "a":
+            kv.push("b", summed * 5, async_op=True)
+            seen.append(pulled(kv, "b"))
+        stored.add_(summed)
+
+    kv.set_updater(update)
+    ended(aside(lambda: kv.push("a", torch.ones(2), async_op=outer_async).wait(LIMIT)))
+    assert seen == [[5.0, 5.0]]
+    assert pulled(kv, "a") == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("outer_async", [False, True])
+def test_an_updater_may_wait_for_its_own_async_pull(kv: KVStore, outer_async: bool) -> None:
+    kv.init(["a", "b"], [torch.zeros(2), torch.full((2,), 7.0)])
+    out = torch.zeros(2)
+
+    def update(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
+        kv.pull("b", out, async_op=True).wait()
+        stored.add_(summed + out)
+
+    kv.set_updater(update)
+    ended(aside(lambda: kv.push("a", torch.ones(2), async_op=outer_async).wait(LIMIT)))
+    assert pulled(kv, "a") == [8.0, 8.0]
+
+
+def test_an_updater_may_pull_the_key_it_updates(kv: KVStore) -> None:
+    kv.init("a", torch.full((2,), 4.0))
+    seen: list[list[float]] = []
+
+    def update(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
+        seen.append(pulled(kv, key))
+        stored.add_(summed)
+
+    kv.set_updater(update)
+    ended(aside(lambda: kv.push("a", torch.ones(2), async_op=True).wait(LIMIT)))
+    assert seen == [[4.0, 4.0]]
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_close_refuses_other_threads_as_soon_as_it_begins_and_ends(
+    kv: KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = Blocking()
+    kv.init("a", torch.zeros(2))
+    kv.set_updater(update)
+    work = kv.push("a", torch.ones(2), async_op=True)
+    assert update.inside.wait(LIMIT)
+    closer, _ = closing(kv, monkeypatch)
+
+    def refused() -> None:
+        for async_op in (False, True):
+            for call in (kv.push, kv.pull, kv.pushpull):
+                with pytest.raises(RuntimeError, match="closed"):
+                    call("a", torch.ones(2), async_op=async_op)
+            with pytest.raises(RuntimeError, match="closed"):
+                kv.init("b", torch.ones(2), async_op=async_op)
+
+    ended(aside(refused))
+    assert not work.is_completed()
+    update.release.set()
+    ended(closer)
+    work.wait(LIMIT)
+    assert update.updates == 1
+
+
+def test_close_waits_for_the_operation_that_another_thread_runs(kv: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    update = Blocking()
+    kv.init("a", torch.zeros(2))
+    kv.set_updater(update)
+    pusher = aside(lambda: kv.push("a", torch.ones(2)))
+    assert update.inside.wait(LIMIT)
+    closer, through = closing(kv, monkeypatch)
+    assert not through.wait(0.1)
+    update.release.set()
+    ended(pusher, closer)
+    assert update.updates == 1
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("call", ["push", "pull", "pushpull"])
+@pytest.mark.parametrize("moment", ["_check", "_start"])
+def test_an_operation_that_a_close_overtakes_is_refused(
+    kv: KVStore, monkeypatch: pytest.MonkeyPatch, moment: str, call: str, async_op: bool
+) -> None:
+    kv.init("a", torch.zeros(2))
+    kv.push("a", torch.ones(2), async_op=True).wait(LIMIT)  # starts the store's thread
+    go_on = getattr(kv, moment)
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        ended(aside(kv.close))
+        return go_on(*arguments, **options)
+
+    monkeypatch.setattr(kv, moment, late)
+
+    def refused() -> None:
+        with pytest.raises(RuntimeError, match="closed"):
+            getattr(kv, call)("a", torch.ones(2), async_op=async_op).wait(LIMIT)
+
+    ended(aside(refused))
+
+
+@pytest.mark.parametrize("call", ["push", "pull", "pushpull"])
+def test_an_operation_that_a_close_overtakes_just_before_it_runs_is_refused(
+    kv: KVStore, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    kv.init("a", torch.zeros(2))
+    queue: Any = kv._queue  # type: ignore[attr-defined]
+    execute = queue._execute
+
+    def late(*arguments: Any, **options: Any) -> None:
+        ended(aside(kv.close))
+        execute(*arguments, **options)
+
+    monkeypatch.setattr(queue, "_execute", late)
+
+    def refused() -> None:
+        with pytest.raises(RuntimeError, match="closed"):
+            getattr(kv, call)("a", torch.ones(2))
+
+    ended(aside(refused))
+
+
+def test_async_operations_of_several_threads_beside_a_close_all_end(kv: KVStore) -> None:
+    kv.init("a", torch.zeros(2))
+    begun = threading.Barrier(3)
+    works: list[Any] = []
+
+    def push() -> None:
+        while True:
+            works.append(kv._start("push", lambda: None, [], 0, True))  # type: ignore[attr-defined]
+
+    def push_until_closed() -> None:
+        begun.wait(LIMIT)
+        with pytest.raises(RuntimeError, match="closed"):
+            push()
+
+    threads = [aside(push_until_closed) for _ in range(2)]
+    begun.wait(LIMIT)
+    ended(aside(kv.close), *threads)
+    for work in works:
+        work.wait(LIMIT)
+
+
+# -- where values lie, and what they are ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [None, ("sgd", {"lr": 1.0, "momentum": 0.5})])
+def test_a_bare_pull_into_another_device_leaves_the_key_where_it_is(kv: KVStore, optimizer: Any) -> None:
+    kv.init("a", torch.zeros(2))
+    if optimizer is not None:
+        kv.set_optimizer(optimizer)
+    kv.push("a", torch.full((2,), -3.0))
+    before = pulled(kv, "a")
+    assert set(before) == {3.0 if optimizer else -3.0}
+    kv.pull("a", torch.empty(2, device="meta"))
+    assert pulled(kv, "a") == before
+    if optimizer is not None:
+        kv.push("a", torch.zeros(2))
+        assert pulled(kv, "a") == [4.5, 4.5]  # by the momentum that the first push left
+
+
+def test_a_key_initialised_in_inference_mode_can_be_updated(kv: KVStore) -> None:
+    with torch.inference_mode():
+        kv.init(["a", "b"], [torch.ones(2), torch.ones(2)])
+        kv.broadcast("c", torch.ones(2), torch.zeros(2))
+    kv.push("a", torch.full((2,), 3.0))
+    assert pulled(kv, "a") == [3.0, 3.0]
+    kv.set_updater(lambda key, summed, stored: stored.add_(summed))
+    kv.push("b", torch.full((2,), 3.0))
+    assert pulled(kv, "b") == [4.0, 4.0]
+    kv.set_optimizer(("sgd", {"lr": 1.0, "momentum": 0.9}))
+    kv.push("c", torch.full((2,), 3.0))
+    assert pulled(kv, "c") == [-2.0, -2.0]
+
+
+@pytest.mark.parametrize(("optimizer", "state"), [("sgd", "momentum_buffer"), ("adam", "exp_avg")])
+def test_state_of_float64_loaded_for_a_float32_key_is_float32(kv: KVStore, optimizer: str, state: str) -> None:
+    spec = (optimizer, {"lr": 0.1, "momentum": 0.9} if optimizer == "sgd" else {"lr": 0.1})
+    with create(kv.type) as wide:
+        wide.init("a", torch.zeros(2, dtype=torch.float64))
+        wide.set_optimizer(spec)
+        wide.push("a", torch.full((2,), 3.0, dtype=torch.float64))
+        of_wide = wide.optimizer_state()
+    assert of_wide.tensors[f'"a"/{state}'].dtype == torch.float64
+    kv.init("a", torch.zeros(2))
+    kv.set_optimizer(spec)
+    kv.load_optimizer_state(of_wide)
+    kv.push("a", torch.ones(2))
+    of_key = {place: tensor for place, tensor in kv.optimizer_state().tensors.items() if not place.endswith("/step")}
+    assert {tensor.dtype for tensor in of_key.values()} == {torch.float32}
+    assert f'"a"/{state}' in of_key
+
+
+# -- keys -------------------------------------------------------------------------------------------------------------
+
+
+def test_in_tells_which_keys_are_known(kv: KVStore) -> None:
+    assert "a" not in kv
+    kv.init(["a", 3], [torch.zeros(2), torch.zeros(2)])
+    assert "a" in kv
+    assert 3 in kv
+    assert "3" not in kv
+    assert "b" not in kv
+    kv.close()
+    assert "a" not in kv
+
+
+class ReadSlowly(dict[Any, Any]):
+    """Lets other threads go on between the reading of its keys and what follows from them."""
+
+    def __iter__(self) -> Iterator[Any]:
+        keys = list(super().__iter__())
+        threading.Event().wait(1e-4)
+        return iter(keys)
+
+
+def test_of_threads_that_init_one_key_at_once_exactly_one_succeeds(kv: KVStore) -> None:
+    rounds, together = 100, threading.Barrier(4)
+    won: list[list[int]] = [[] for _ in range(rounds)]
+    refused: list[list[int]] = [[] for _ in range(rounds)]
+    kv._layout = ReadSlowly()
+
+    def init(rank: int) -> None:
+        for number in range(rounds):
+            together.wait(LIMIT)
+            try:
+                kv.init(f"w{number}", torch.full((2,), float(rank)))
+            except ValueError:
+                refused[number].append(rank)
+            else:
+                won[number].append(rank)
+
+    ended(*[aside(lambda rank=rank: init(rank)) for rank in range(4)])  # type: ignore[misc]
+    for number in range(rounds):
+        assert len(won[number]) == 1
+        assert len(refused[number]) == 3
+        assert pulled(kv, f"w{number}") == [float(won[number][0])] * 2
+
+
+# -- failures that nobody waits for -----------------------------------------------------------------------------------
+
+
+def test_a_failed_async_operation_is_logged_as_an_error(kv: KVStore, caplog: pytest.LogCaptureFixture) -> None:
+    def update(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
+        raise ValueError("the updater cannot")
+
+    kv.init("a", torch.zeros(2))
+    kv.set_updater(update)
+    with caplog.at_level(logging.ERROR, logger="gangline"):
+        kv.push("a", torch.ones(2), async_op=True)
+        assert pulled(kv, "a") == [0.0, 0.0]  # which goes behind the push
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("gangline", logging.ERROR)
+    assert "push of key 'a'" in record.getMessage()
+    assert record.exc_info is not None
+    assert str(record.exc_info[1]) == "the updater cannot"

@@ -1,0 +1,582 @@
+"""Corners of Module: modes and parameters changed from outside, mixed data, refusals that leave all as it was."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from measure import distance
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as recomputed
+from torch.utils.data import DataLoader, TensorDataset
+
+from gangline import Checkpoint, Module, cpu
+from kvstore import create
+from models import checkpoint
+from models.callbacks import BatchEndParam
+
+SAMPLES, FEATURES, CLASSES = 20, 3, 4
+CONTEXTS = [[cpu(0)], [cpu(0), cpu(1)]]
+both = pytest.mark.parametrize("contexts", CONTEXTS, ids=["one", "two"])
+
+
+class Cut(BaseException):
+    """Ends a run as a kill does: nothing of ours catches it."""
+
+
+def arrays() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    data = torch.randn(SAMPLES, FEATURES, generator=generator)
+    return data, torch.randint(CLASSES, (SAMPLES,), generator=generator)
+
+
+def classifier() -> nn.Linear:
+    torch.manual_seed(3)
+    return nn.Linear(FEATURES, CLASSES)
+
+
+def with_statistics() -> nn.Sequential:
+    return nn.Sequential(nn.BatchNorm1d(FEATURES), classifier())
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(*arrays()), batch_size=5)
+
+
+def networks(module: Module) -> list[nn.Module]:
+    return [replica.network for replica in module.replicas.all]
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_beside_a_writer_harms_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = tmp_path / "net"
+    write = json.dump
+    read: list[checkpoint.Checkpoint] = []
+
+    def read_then_write(*arguments: Any, **options: Any) -> None:
+        read.append(checkpoint.read(prefix, 1))
+        write(*arguments, **options)
+
+    with Module(classifier(), nn.CrossEntropyLoss(), CONTEXTS[1]) as module:
+        module.init_optimizer("local", "adam")
+        module.forward_backward_update(*arrays())
+        module.save_checkpoint(prefix, 1, save_optimizer_states=True)
+        old = module.get_params()
+        module.forward_backward_update(*arrays())
+        new, state = module.get_params(), module.optimizer_state()
+        monkeypatch.setattr(checkpoint.json, "dump", read_then_write)
+        module.save_checkpoint(prefix, 1, save_optimizer_states=True)
+    (before,) = read
+    after = checkpoint.read(prefix, 1)
+    assert distance(before.params, old) == 0.0
+    assert before.step == 1
+    assert distance(after.params, new) == 0.0
+    assert after.step == 2
+    assert distance(after.needed_optimizer_state().tensors, state.tensors) == 0.0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "net-0001.json",
+        "net-0001.safetensors",
+        "net-0001.state.safetensors",
+    ]
+
+
+def test_a_refused_resume_leaves_the_weights_as_they_were(tmp_path: Path) -> None:
+    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
+        module.init_optimizer("local", "adam")
+        module.forward_backward_update(*arrays())
+        module.save_checkpoint(tmp_path / "net", 1, save_optimizer_states=True)
+    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
+        with pytest.raises(ValueError, match="optimizer 'adam', but 'sgd'"):
+            module.fit(arrays(), num_epoch=2, batch_size=5, resume=(tmp_path / "net", 1))
+        assert distance(module.get_params(), classifier().state_dict()) == 0.0
+
+
+def test_a_loaded_module_whose_optimizer_is_refused_has_none(tmp_path: Path) -> None:
+    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
+        module.init_optimizer("local", "adam")
+        module.forward_backward_update(*arrays())
+        module.save_checkpoint(tmp_path / "net", 1, save_optimizer_states=True)
+        state = module.optimizer_state()
+    loaded = Module.load(
+        tmp_path / "net", 1, network=nn.Linear(FEATURES, CLASSES), context=cpu(), load_optimizer_states=True
+    )
+    with loaded:
+        with pytest.raises(ValueError, match="optimizer 'adam', but 'sgd'"):
+            loaded.init_optimizer("local", "sgd")
+        assert not loaded.optimizer_initialized
+        loaded.init_optimizer("local", "adam")
+        assert distance(loaded.optimizer_state().tensors, state.tensors) == 0.0
+
+
+def test_a_run_goes_on_from_the_number_that_a_hand_written_loop_saved(tmp_path: Path) -> None:
+    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
+        module.init_optimizer()
+        for _ in range(3):
+            module.forward_backward_update(*arrays())
+        module.save_checkpoint(tmp_path / "net", 3, save_optimizer_states=True)
+    epochs: list[int] = []
+    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit(
+            arrays(),
+            num_epoch=5,
+            batch_size=5,
+            resume=(tmp_path / "net", 3),
+            epoch_end_callback=lambda epoch, *_: epochs.append(epoch),
+        )
+    assert epochs == [3, 4]
+
+
+def test_a_lazy_network_can_be_loaded(tmp_path: Path) -> None:
+    data, _ = arrays()
+    with Module(nn.LazyLinear(CLASSES), nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit(arrays(), num_epoch=1, batch_size=5)
+        module.save_checkpoint(tmp_path / "net", 1)
+        outputs = module.predict(data, batch_size=5)
+    with Module.load(tmp_path / "net", 1, network=nn.LazyLinear(CLASSES), context=CONTEXTS[1]) as loaded:
+        assert torch.allclose(loaded.predict(data, batch_size=5), outputs)
+
+
+class Shuffled:
+    """Batches in an order that torch's generator gives anew each epoch."""
+
+    def __init__(self) -> None:
+        self.orders: list[list[int]] = []
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        order = torch.randperm(SAMPLES)
+        self.orders.append(order.tolist())
+        data, label = arrays()
+        yield from ((data[part], label[part]) for part in order.split(5))
+
+
+def test_a_shuffled_iterable_cut_off_in_mid_epoch_reads_that_epoch_in_the_same_order_again(tmp_path: Path) -> None:
+    whole, cut, again = Shuffled(), Shuffled(), Shuffled()
+    torch.manual_seed(5)
+    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit(whole, num_epoch=2)
+    torch.manual_seed(5)
+    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
+        save = Checkpoint(module, tmp_path / "net")
+
+        def save_and_cut(param: BatchEndParam) -> None:
+            if (param.epoch, param.nbatch) == (1, 1):
+                torch.rand(3)  # an augmentation, say
+                save(param)
+                raise Cut
+
+        with pytest.raises(Cut):
+            module.fit(cut, num_epoch=2, batch_end_callback=save_and_cut)
+    torch.manual_seed(6)
+    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit(again, num_epoch=2, resume=tmp_path / "net")
+    assert cut.orders == whole.orders
+    assert again.orders == whole.orders[1:]
+
+
+# -- what holds in a replica's thread ---------------------------------------------------------------------------------
+
+
+class Pause(nn.Module):
+    """Lets another replica's thread go on, between the setting of random states and a draw."""
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        threading.Event().wait(1e-3)
+        return data
+
+
+class Deep(nn.Module):
+    """Six times the same layer with dropout, whose outputs are kept, or computed again in backward."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Sequential(nn.Linear(100, 100), Pause(), nn.Dropout(0.5), nn.Tanh())
+        self.last = nn.Linear(100, CLASSES)
+        self.again = again
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            data = recomputed(self.layer, data, use_reentrant=False) if self.again else self.layer(data)
+        return self.last(data)  # type: ignore[no-any-return]
+
+
+def deep_weights(again: bool) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    data = torch.randn(64, 100, dtype=torch.float64, generator=generator)
+    label = torch.randint(CLASSES, (64,), generator=generator)
+    with Module(Deep(again).double(), nn.CrossEntropyLoss(), CONTEXTS[1]) as module:
+        module.init_optimizer("local", "sgd", {"lr": 0.1})
+        for _ in range(2):
+            module.forward_backward_update(data, label)
+        return module.get_params()
+
+
+def test_dropout_computed_again_in_backward_draws_what_it_drew() -> None:
+    kept = deep_weights(again=False)
+    for _ in range(2):
+        assert distance(deep_weights(again=True), kept) == 0.0
+
+
+@both
+@pytest.mark.parametrize("train", [False, True])
+def test_autocast_holds_in_every_replica(contexts: Any, train: bool) -> None:
+    with Module(classifier(), nn.CrossEntropyLoss(), contexts) as module:
+        with torch.autocast("cpu", torch.bfloat16):
+            module.forward(*arrays(), is_train=train)
+        assert [output.dtype for output in module.get_outputs(merge=False)] == [torch.bfloat16] * len(contexts)
+        module.forward(*arrays(), is_train=train)
+        assert module.get_outputs().dtype == torch.float32
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_the_last_batchs_output_is_gone_before_the_next_is_made(train: bool) -> None:
+    outputs: list[weakref.ref[torch.Tensor]] = []
+    alive: list[list[bool]] = []
+    network = classifier()
+    network.register_forward_pre_hook(lambda *_: alive.append([output() is not None for output in outputs]))
+    network.register_forward_hook(lambda _, __, output: outputs.append(weakref.ref(output)))
+    with Module(network, nn.CrossEntropyLoss(), cpu()) as module:
+        module.init_optimizer()
+        for _ in range(3):
+            module.forward(*arrays(), is_train=train)
+            if train:
+                module.backward()
+                module.update()
+    assert alive == [[], [False], [False, False]]
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_an_error_in_a_replica_tells_the_size_of_its_share(train: bool) -> None:
+    class Picky(nn.Linear):
+        def forward(self, data: torch.Tensor) -> torch.Tensor:
+            if len(data) < 3:
+                raise ValueError("too few")
+            return super().forward(data)
+
+    data, label = arrays()
+    with Module(Picky(FEATURES, CLASSES), nn.CrossEntropyLoss(), CONTEXTS[1], [3, 1]) as module:
+        with pytest.raises(ValueError, match="too few") as caught:
+            module.forward(data[:8], label[:8], is_train=train)
+        assert "its share was 2 of the batch's samples" in caught.value.__notes__
+
+
+# -- optimizers and stores asked for again ----------------------------------------------------------------------------
+
+
+def test_a_second_fit_uses_the_optimizer_it_is_given() -> None:
+    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit(arrays(), num_epoch=1, batch_size=5, optimizer="adam")
+        assert module.optimizer_state().name == "adam"
+        module.fit(arrays(), num_epoch=1, batch_size=5, optimizer="sgd")
+        assert module.optimizer_state().name == "sgd"
+        module.fit(arrays(), num_epoch=1, batch_size=5, optimizer="adam")
+        module.fit(arrays(), num_epoch=1, batch_size=5)
+        assert module.optimizer_state().name == "sgd"
+
+
+def test_a_second_fit_uses_the_store_it_is_given() -> None:
+    with Module(classifier(), nn.CrossEntropyLoss(), CONTEXTS[1]) as module:
+        for store in ("device", "local"):
+            module.fit(arrays(), num_epoch=1, batch_size=5, kvstore=store)
+            assert module._updates is not None
+            assert module._updates.store is not None
+            assert module._updates.store.type == store
+
+
+def test_what_the_user_initialised_stays_through_fit(caplog: pytest.LogCaptureFixture) -> None:
+    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
+        module.init_optimizer("local", "adam")
+        for params, warned in ((None, False), ({"learning_rate": 0.1}, True)):  # by default nothing is asked for
+            caplog.clear()
+            module.fit(arrays(), num_epoch=1, batch_size=5, optimizer="sgd", optimizer_params=params)
+            assert module.optimizer_state().name == "adam"
+            warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+            assert any("ignored" in warning for warning in warnings) == warned
+
+
+@pytest.mark.parametrize("store", ["local", "device"])
+@both
+def test_a_store_given_to_a_second_module_is_refused_and_serves_the_first_on(contexts: Any, store: str) -> None:
+    with (
+        create(store) as kv,
+        Module(classifier(), nn.CrossEntropyLoss(), contexts) as first,
+        Module(classifier(), nn.CrossEntropyLoss(), contexts) as second,
+    ):
+        first.init_optimizer(kv, "sgd", {"lr": 0.1, "momentum": 0.9})
+        first.forward_backward_update(*arrays())
+        state, params = first.optimizer_state(), first.get_params()
+        with pytest.raises(ValueError, match=r"holds keys \['weight', 'bias'\] already"):
+            second.init_optimizer(kv, "sgd", {"lr": 0.5})
+        assert not second.optimizer_initialized
+        assert first.learning_rate == 0.1
+        assert distance(first.optimizer_state().tensors, state.tensors) == 0.0
+        assert len(state.tensors) == 2
+        out = torch.empty(CLASSES)
+        kv.pull("bias", out)
+        assert torch.equal(out, params["bias"])
+        first.forward_backward_update(*arrays())
+
+
+@both
+def test_init_optimizer_again_on_the_modules_own_store_begins_with_fresh_state(contexts: Any) -> None:
+    reference = classifier()
+    data, label = arrays()
+    with create("local") as kv, Module(classifier(), nn.CrossEntropyLoss(), contexts) as module:
+        for lr in (0.1, 0.2):
+            module.init_optimizer(kv, "sgd", {"lr": lr, "momentum": 0.9})
+            assert not module.optimizer_state().tensors
+            assert module.learning_rate == lr
+            optimizer = torch.optim.SGD(reference.parameters(), lr=lr, momentum=0.9)
+            for _ in range(2):
+                module.forward_backward_update(data, label)
+                optimizer.zero_grad()
+                F.cross_entropy(reference(data), label).backward()
+                optimizer.step()
+        assert distance(module.get_params(), reference.state_dict()) < 1e-6
+
+
+@both
+def test_an_optimizer_that_does_not_take_a_parameter_is_refused_at_once(contexts: Any) -> None:
+    with Module(classifier(), nn.CrossEntropyLoss(), contexts) as module:
+        with pytest.raises(ValueError, match="key 'bias' does not fit optimizer 'muon'"):
+            module.init_optimizer("local", "muon")
+        assert not module.optimizer_initialized
+        module.init_optimizer("local", "sgd")
+        module.forward_backward_update(*arrays())
+
+
+def test_nag_without_momentum_is_plain_sgd() -> None:
+    weights = []
+    for optimizer in ("nag", "sgd"):
+        with Module(classifier(), nn.CrossEntropyLoss(), CONTEXTS[1]) as module:
+            module.init_optimizer("local", optimizer, {"learning_rate": 0.1})
+            for _ in range(3):
+                module.forward_backward_update(*arrays())
+            weights.append(module.get_params())
+    assert distance(*weights) == 0.0
+
+
+# -- modes and parameters changed from outside ------------------------------------------------------------------------
+
+
+def test_a_part_frozen_after_binding_stays_so_in_every_replica() -> None:
+    network = with_statistics()
+
+    def frozen() -> list[tuple[bool, bool, int]]:
+        return [(n[0].training, n[1].training, int(n[0].num_batches_tracked)) for n in networks(module)]  # type: ignore[index]
+
+    with Module(network, nn.CrossEntropyLoss(), CONTEXTS[1]) as module:
+        module.init_optimizer()
+        module.forward_backward_update(*arrays())
+        assert frozen() == [(True, True, 1)] * 2
+        network[0].eval()
+        module.forward_backward_update(*arrays())
+        assert frozen() == [(False, True, 1)] * 2
+        module.score(arrays(), batch_size=5)
+        module.forward_backward_update(*arrays())
+        assert frozen() == [(False, True, 1)] * 2
+        module.fit(arrays(), arrays(), num_epoch=2, batch_size=5)
+        assert frozen() == [(False, True, 1)] * 2
+        network[0].train()
+        module.forward_backward_update(*arrays())
+        assert frozen() == [(True, True, 2)] * 2
+
+
+@both
+def test_a_network_in_evaluation_mode_is_trained_in_training_mode(contexts: Any) -> None:
+    network = with_statistics()
+    network.eval()
+    with Module(network, nn.CrossEntropyLoss(), contexts) as module:
+        module.init_optimizer()
+        for step in (1, 2):
+            module.forward_backward_update(*arrays())
+            assert [n[0].num_batches_tracked for n in networks(module)] == [step] * len(contexts)  # type: ignore[index]
+            assert all(part.training for one in networks(module) for part in one.modules())
+            network.eval()
+
+
+@both
+@pytest.mark.parametrize("own_store", [False, True])
+def test_a_parameter_freed_after_binding_trains_in_every_replica(contexts: Any, own_store: bool) -> None:
+    network, reference = classifier(), classifier()
+    network.weight.requires_grad_(False)
+    data, label = arrays()
+    with create("device") as kv, Module(network, nn.CrossEntropyLoss(), contexts) as module:
+        store: Any = kv if own_store else "device"
+        module.init_optimizer(store, "sgd", {"lr": 0.0})
+        module.forward_backward_update(data, label)
+        network.weight.requires_grad_(True)
+        gradients = []
+        for _ in range(2):
+            module.forward_backward_update(data, label)
+            assert network.weight.grad is not None
+            gradients.append(network.weight.grad.clone())
+        assert torch.equal(*gradients)  # that nobody uses, and that do not pile up
+        module.init_optimizer(store, "sgd", {"lr": 0.1})
+        optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+        for _ in range(2):
+            module.forward_backward_update(data, label)
+            optimizer.zero_grad()
+            F.cross_entropy(reference(data), label).backward()
+            optimizer.step()
+        for one in networks(module):
+            assert distance(one.state_dict(), reference.state_dict()) < 1e-6
+
+
+def test_a_layer_under_two_names_has_averaged_statistics_under_both() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.BatchNorm1d(FEATURES)
+            self.other = self.one
+            self.last = classifier()
+
+        def forward(self, data: torch.Tensor) -> torch.Tensor:
+            return self.last(self.other(data))  # type: ignore[no-any-return]
+
+    data, label = arrays()
+    with Module(Twice(), nn.CrossEntropyLoss(), CONTEXTS[1], [3, 1]) as module:
+        module.init_optimizer()
+        module.forward_backward_update(data, label)
+        params = module.get_params()
+        for name in ("one", "other"):  # both shares' means, by their sizes, are the batch's
+            assert torch.allclose(params[f"{name}.running_mean"], data.mean(0) * 0.1, atol=1e-6)
+        module.average_statistics()
+        for one in networks(module):
+            state = one.state_dict()
+            assert torch.equal(state["one.running_mean"], params["one.running_mean"])
+            assert torch.equal(state["other.running_mean"], params["one.running_mean"])
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("train", ["loader", "arrays"])
+def test_batches_to_train_on_go_with_samples_to_score_and_the_reverse(train: str) -> None:
+    scored: list[tuple[int, float]] = []
+    kinds = {"loader": loader(), "arrays": arrays()}
+    other = "arrays" if train == "loader" else "loader"
+    with Module(classifier(), nn.CrossEntropyLoss(), CONTEXTS[1]) as module:
+        module.fit(
+            kinds[train],
+            kinds[other],
+            num_epoch=1,
+            batch_size=7,
+            eval_end_callback=lambda p: scored.append((p.nbatch, p.eval_metric.get_global_name_value()[0][1])),
+        )
+        ((last, accuracy),) = scored
+        assert last == (2 if other == "arrays" else 3)
+        assert accuracy == pytest.approx(module.score(arrays(), batch_size=20)[0][1])
+
+
+def test_samples_to_score_without_a_batch_size_are_refused_before_training_begins() -> None:
+    batches: list[BatchEndParam] = []
+    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
+        with pytest.raises(ValueError, match="eval_data holds samples, so batch_size is needed"):
+            module.fit(loader(), arrays(), num_epoch=1, batch_end_callback=batches.append)
+        assert not batches
+        assert not module.optimizer_initialized
+        assert distance(module.get_params(), classifier().state_dict()) == 0.0
+
+
+def test_no_batches_are_refused_where_shapes_must_be_learnt() -> None:
+    with Module(nn.LazyLinear(CLASSES), nn.CrossEntropyLoss(), cpu()) as module:
+        with pytest.raises(ValueError, match="no batches"):
+            module.fit([], num_epoch=1)
+        module.fit(loader(), num_epoch=1)
+
+
+# -- losses and metrics -----------------------------------------------------------------------------------------------
+
+
+@both
+def test_accuracy_and_cross_entropy_of_labels_that_are_probabilities(contexts: Any) -> None:
+    data, label = arrays()
+    soft = F.one_hot(label, CLASSES) * 0.8 + 0.05
+    network = classifier()
+    with torch.no_grad():
+        outputs = network(data)
+    with Module(copy.deepcopy(network), nn.CrossEntropyLoss(), contexts) as module:
+        values = dict(module.score((data, soft), ["acc", "ce", "loss"], batch_size=7))
+    mean = float(F.cross_entropy(outputs, soft))
+    assert values["accuracy"] == pytest.approx(float((outputs.argmax(1) == label).double().mean()))
+    assert values["cross-entropy"] == pytest.approx(mean, rel=1e-6)
+    assert values["loss"] == pytest.approx(mean, rel=1e-6)
+
+
+@both
+def test_a_loss_that_gives_a_vector_is_refused_with_its_shape(contexts: Any) -> None:
+    data, label = arrays()
+    each = SAMPLES // len(contexts)
+    with Module(classifier(), lambda out, of: F.cross_entropy(out, of, reduction="none"), contexts) as module:
+        for train in (False, True):
+            with pytest.raises(ValueError, match=rf"gave shape \({each},\); expected a tensor without axes"):
+                module.forward(data, label, is_train=train)
+
+
+@both
+def test_a_loss_that_has_no_hash_is_a_loss(contexts: Any) -> None:
+    @dataclass
+    class Scaled:
+        scale: float = 2.0
+
+        def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(output, label) * self.scale
+
+    data, label = arrays()
+    with Module(classifier(), Scaled(), contexts) as module:
+        module.init_optimizer()
+        module.forward_backward_update(data, label)
+        assert float(module.get_loss()) == pytest.approx(2 * F.cross_entropy(classifier()(data), label).item())
+
+
+@both
+def test_the_multi_label_soft_margin_of_more_axes_is_torchs_mean(contexts: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randn(4, 5, 6, generator=generator)
+    label = torch.randint(2, (4, 5, 6), generator=generator).float()
+    with Module(nn.Identity(), nn.MultiLabelSoftMarginLoss(), contexts) as module:
+        module.forward(data, label, is_train=False)
+        assert float(module.get_loss()) == pytest.approx(float(nn.MultiLabelSoftMarginLoss()(data, label)), rel=1e-6)
+
+
+@both
+def test_a_change_of_a_loss_module_of_ones_own_has_effect(contexts: Any) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = 1.0
+
+        def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(output, label) * self.scale
+
+    loss = Scaled()
+    with Module(classifier(), loss, contexts) as module:
+        module.forward(*arrays(), is_train=False)
+        before = float(module.get_loss())
+        loss.scale = 10.0
+        module.forward(*arrays(), is_train=False)
+        assert float(module.get_loss()) == pytest.approx(10 * before, rel=1e-6)
+
+
+def test_gradients_of_the_inputs_before_backward_are_refused() -> None:
+    data, label = arrays()
+    with Module(classifier(), nn.CrossEntropyLoss(), CONTEXTS[1]) as module:
+        module.bind(tuple(data.shape), inputs_need_grad=True)
+        module.forward(data, label)
+        with pytest.raises(RuntimeError, match=r"get_input_grads\(\) came before backward"):
+            module.get_input_grads()
+        module.backward()
+        assert module.get_input_grads().abs().sum() > 0
