@@ -13,6 +13,7 @@ import torch
 from collectives.context import Context
 
 Result = TypeVar("Result")
+_PARALLEL = 1 << 18  # elements: enough for torch to share an addition out
 
 
 class SideBySide:
@@ -101,6 +102,13 @@ def _use_threads(count: int) -> None:
 
     A thread takes torch's latest count when its first parallel operation runs, even after a count was set in it; asking
     for the count settles that now, before anybody sets another (backward was 1.5 times slower without).
+
+    A thread that works alone opens a team of two once all the same. OpenMP's idle threads, such as the caller's after
+    an update, spin for milliseconds unless OpenMP knows of more threads than cores; then they sleep at once. (Two
+    replicas' forward on two cores took 14 ms, not 8, while one of them shared its core with such a thread.)
     """
+    if count == 1:
+        torch.set_num_threads(2)
+        torch.zeros(_PARALLEL).add_(1)
     torch.set_num_threads(count)
     torch.get_num_threads()
