@@ -5,12 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvstore.base import KVStore, create, register
+    from kvstore.base import KVStore
     from kvstore.optimizer_spec import OptimizerSpec
+    from kvstore.registry import create, register
+    from kvstore.sparse import RowSparse
 
-_HOMES = {"KVStore": "base", "create": "base", "register": "base", "OptimizerSpec": "optimizer_spec"}
+_HOMES = {
+    "KVStore": "base",
+    "OptimizerSpec": "optimizer_spec",
+    "RowSparse": "sparse",
+    "create": "registry",
+    "register": "registry",
+}
 
-__all__ = ["KVStore", "OptimizerSpec", "create", "register"]
+__all__ = ["KVStore", "OptimizerSpec", "RowSparse", "create", "register"]
 
 
 def __getattr__(name: str) -> Any:  # lazy, because importing torch costs seconds

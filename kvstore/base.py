@@ -1,34 +1,47 @@
-"""The KVStore interface, what its arguments may look like, and the registry behind `create`."""
+"""The KVStore interface: what every store can do."""
 
 from __future__ import annotations
 
 import abc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
 
-from collectives.arrays import readable, shared
+from collectives.compression import Compression, parse
 from collectives.work import Work
+from kvstore.arguments import (
+    Pairs,
+    Pushed,
+    RowPulls,
+    Value,
+    check_flat,
+    check_like,
+    checked_priority,
+    outs,
+    pushed,
+    row_pulls,
+    single,
+)
+from kvstore.bucketing import Bucket
 from kvstore.optimizer import OptimizerState
 from kvstore.optimizer_spec import Key, OptimizerSpec
+from kvstore.sparse import checked_rows
 
-Value = torch.Tensor | np.ndarray[Any, Any]
-Updater = Callable[[Key, torch.Tensor, torch.Tensor], None]
-Pairs = list[tuple[Key, list[torch.Tensor]]]
-"""Keys, each with its tensors: one a device."""
+Updater = Callable[[Key, Any, torch.Tensor], None]
+"""(key, the sum of a push, the stored value); the sum is a `RowSparse` where only such were pushed."""
 
 
 class KVStore(abc.ABC):
     """Keys to tensors: gradients go in with `push`, weights come out with `pull`.
 
-    A key is a str or an int; ``3`` and ``"3"`` are two keys. Values are torch tensors or numpy arrays. Every
-    method that moves tensors takes one key with its value, or a list of keys with a list of values; a value is a
-    tensor or a list of tensors, one a device. It checks all its arguments before it changes anything.
+    A key is a str or an int; ``3`` and ``"3"`` are two keys. Values are torch tensors or numpy arrays; what is pushed
+    may be row-sparse too (`RowSparse`, torch.sparse_coo). Every method that moves tensors takes one key with its value,
+    or a list of keys with a list of values; a value is a tensor or a list of tensors, one a device. It checks all its
+    arguments before it changes anything.
 
     ``async_op=True`` returns at once with a `Work`; the tensors belong to the store until its ``wait()``.
     Without it the returned Work is over. Larger ``priority`` goes first among operations under way.
@@ -72,7 +85,7 @@ class KVStore(abc.ABC):
             ValueError: the key is known already, or twice in the list.
         """
         self._check_open()
-        pairs = self._single(key, value)
+        pairs = single(key, value)
         with self._layout_lock:
             seen = set(self._layout)
             for one, _ in pairs:
@@ -86,46 +99,135 @@ class KVStore(abc.ABC):
     def push(self, key: Any, value: Any, priority: int = 0, *, async_op: bool = False) -> Work:
         """Sum ``value`` over its devices; the sum goes to the updater, or without one replaces the stored value.
 
-        A key that comes twice in one call counts as one push of the sum.
+        A key that comes twice in one call counts as one push of the sum. Of a `RowSparse` only the rows named travel,
+        and only they are updated.
         """
         self._check_open()
-        pairs = self._grouped(key, value)
+        pairs = pushed(key, value)
         self._check(pairs)
-        return self._push(pairs, _checked_priority(priority), async_op)
+        return self._push(pairs, checked_priority(priority), async_op)
 
     def pull(self, key: Any, out: Any, priority: int = 0, *, async_op: bool = False) -> Work:
         """Copy the stored value into each tensor of ``out``."""
         self._check_open()
-        pairs = self._grouped(key, out, writable=True)
+        pairs = outs(key, out)
         self._check(pairs)
-        return self._pull(pairs, _checked_priority(priority), async_op)
+        return self._pull(pairs, checked_priority(priority), async_op)
+
+    def row_sparse_pull(
+        self, key: Any, out: Any, priority: int = 0, row_ids: Any = None, *, async_op: bool = False
+    ) -> Work:
+        """Copy the rows named of the stored value into each of ``out``.
+
+        Args:
+            key: one, or a list.
+            out: a `RowSparse` of the key's shape, which becomes exactly these rows, in ascending order; or a tensor of
+                the key's shape, of which these rows are written and the others left alone; or a list of those.
+            priority: larger goes first.
+            async_op: return at once.
+            row_ids: integers of any shape, in any order, repeated or not; one for all of ``out``, or a list as long as
+                ``out``. For a list of keys a list of those.
+
+        Raises:
+            ValueError: a row number outside the table.
+            TypeError: ``row_ids`` are not given, or no integers.
+        """
+        self._check_open()
+        if row_ids is None:
+            raise TypeError("row_sparse_pull() got no row_ids; expected the rows' numbers (pull() gives all rows)")
+        pulls = row_pulls(key, out, row_ids)
+        self._check([(one, [target for target, _ in targets]) for one, targets in pulls])
+        checked = [
+            (one, [(target, checked_rows(ids, target.shape, f"key {one!r}")) for target, ids in targets])
+            for one, targets in pulls
+        ]
+        return self._row_sparse_pull(checked, checked_priority(priority), async_op)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, async_op: bool = False) -> Work:
         """Push ``value`` and pull into ``out``, or into ``value`` itself, in one round trip."""
         self._check_open()
-        values = self._grouped(key, value, writable=out is None)
-        outs = values if out is None else self._grouped(key, out, writable=True)
+        values = pushed(key, value)
+        targets = outs(key, value if out is None else out)
         self._check(values)
-        self._check(outs)
-        return self._pushpull(values, outs, _checked_priority(priority), async_op)
+        self._check(targets)
+        return self._pushpull(values, targets, checked_priority(priority), async_op)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0, *, async_op: bool = False) -> Work:
         """`init` with ``value`` and `pull` into ``out``."""
         self._check_open()
-        priority = _checked_priority(priority)
-        values, outs = self._single(key, value), self._grouped(key, out, writable=True)
-        for (one, (tensor,)), (_, targets) in zip(values, outs, strict=True):
+        priority = checked_priority(priority)
+        values, pairs = single(key, value), outs(key, out)
+        for (one, (tensor,)), (_, targets) in zip(values, pairs, strict=True):
             for target in targets:
-                _check_like(one, target, tensor.shape, tensor.dtype)
+                check_like(one, target, tensor.shape, tensor.dtype)
         self.init(key, value, async_op=async_op)
-        return self._pull(outs, priority, async_op)
+        return self._pull(pairs, priority, async_op)
 
     def assign(self, key: Any, value: Any) -> None:
         """Replace the stored value without an update; optimizer state stays."""
         self._check_open()
-        pairs = self._single(key, value)
+        pairs = single(key, value)
         self._check(pairs)
         self._assign(pairs)
+
+    def fuse(self, bucket: Bucket) -> None:
+        """Be told that these keys will come together, by `push_bucket` and `pull_bucket`; they stay keys as any other.
+
+        Raises:
+            KeyError: a key was not initialised.
+            ValueError: one has another shape or dtype.
+        """
+        self._check_open()
+        meta = bucket.empty(torch.device("meta"))
+        self._check([(key, [view]) for key, view in bucket.views(meta).items()])
+        self._fuse(bucket)
+
+    def push_bucket(
+        self,
+        bucket: Bucket,
+        values: Sequence[torch.Tensor],
+        keys: Collection[Key] | None = None,
+        priority: int = 0,
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        """`push` those of the bucket's keys that are among ``keys`` (None: all), one flat tensor a device."""
+        self._check_open()
+        check_flat(bucket, values)
+        present = bucket.keys if keys is None else [key for key in bucket.keys if key in keys]
+        return self._push_bucket(bucket, values, present, priority, async_op)
+
+    def pull_bucket(
+        self, bucket: Bucket, outs: Sequence[torch.Tensor], priority: int = 0, *, async_op: bool = False
+    ) -> Work:
+        """`pull` all keys of a bucket, into one flat tensor a device."""
+        self._check_open()
+        check_flat(bucket, outs)
+        return self._pull_bucket(bucket, outs, priority, async_op)
+
+    def set_gradient_compression(self, params: Mapping[str, Any] | None) -> None:
+        """Compress what each device pushes before it travels; None ends it.
+
+        What compression leaves out stays with the sender and goes with its next push (error feedback). Row-sparse
+        values and integers travel as they are, and so do `init` and `assign`.
+
+        Args:
+            params: ``{"type": "2bit", "threshold": 0.5}``, fp16, bf16, topk; see `collectives.compression.parse`.
+
+        Raises:
+            ValueError: an unknown type or option; or a store that does not compress.
+        """
+        self._check_open()
+        self._set_compression(parse(params) if params is not None else None)
+
+    def compression_residuals(self) -> dict[str, torch.Tensor]:
+        """What compression has left out so far, by ``<key as JSON>/<place of the sender>``: copies on the host."""
+        return {}
+
+    def load_compression_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Replace what compression has left out by what `compression_residuals` gave."""
+        if residuals:
+            raise ValueError(f"a {self.type!r} store keeps no compression residuals, but {len(residuals)} came for it")
 
     def set_updater(self, updater: Updater) -> None:  # noqa: ARG002  refused here
         """Have ``updater(key, summed, stored)`` change ``stored`` in place, once a push and key."""
@@ -182,13 +284,33 @@ class KVStore(abc.ABC):
     def _init(self, pairs: Pairs, async_op: bool) -> Work: ...
 
     @abc.abstractmethod
-    def _push(self, pairs: Pairs, priority: int, async_op: bool) -> Work: ...
+    def _push(self, pairs: Pushed, priority: int, async_op: bool) -> Work: ...
 
     @abc.abstractmethod
     def _pull(self, pairs: Pairs, priority: int, async_op: bool) -> Work: ...
 
     @abc.abstractmethod
-    def _pushpull(self, values: Pairs, outs: Pairs, priority: int, async_op: bool) -> Work: ...
+    def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work: ...
+
+    @abc.abstractmethod
+    def _row_sparse_pull(self, pulls: RowPulls, priority: int, async_op: bool) -> Work: ...
+
+    def _fuse(self, bucket: Bucket) -> None:  # noqa: B027  nothing is to be done where keys move one by one
+        pass
+
+    def _push_bucket(
+        self, bucket: Bucket, values: Sequence[torch.Tensor], keys: Sequence[Key], priority: int, async_op: bool
+    ) -> Work:
+        views = [bucket.views(value) for value in values]
+        return self._push([(key, [view[key] for view in views]) for key in keys], priority, async_op)
+
+    def _pull_bucket(self, bucket: Bucket, outs: Sequence[torch.Tensor], priority: int, async_op: bool) -> Work:
+        views = [bucket.views(out) for out in outs]
+        return self._pull([(key, [view[key] for view in views]) for key in bucket.keys], priority, async_op)
+
+    def _set_compression(self, compression: Compression | None) -> None:
+        if compression is not None:
+            raise ValueError(f"a {self.type!r} store does not compress gradients")
 
     @abc.abstractmethod
     def _assign(self, pairs: Pairs) -> None: ...
@@ -215,124 +337,11 @@ class KVStore(abc.ABC):
         if self._closed:
             raise RuntimeError(f"the {self.type!r} store is closed; create a new one")
 
-    def _single(self, key: Any, value: Any) -> Pairs:
-        """Keys with exactly one tensor each."""
-        if isinstance(key, (list, tuple)):
-            return [(_checked_key(one), [_tensor(one, tensor)]) for one, tensor in _zipped(key, value)]
-        return [(_checked_key(key), [_tensor(key, value)])]
-
-    def _grouped(self, key: Any, value: Any, *, writable: bool = False) -> Pairs:
-        """Keys with their tensors, one a device."""
-        pairs = _zipped(key, value) if isinstance(key, (list, tuple)) else [(key, value)]
-        grouped = []
-        for one, tensors in pairs:
-            many = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
-            if not many:
-                raise ValueError(f"key {one!r} has an empty list of tensors; expected one a device")
-            grouped.append((_checked_key(one), [_tensor(one, tensor, writable=writable) for tensor in many]))
-        return grouped
-
-    def _check(self, pairs: Pairs) -> None:
+    def _check(self, pairs: Sequence[tuple[Key, Sequence[Value]]]) -> None:
         for key, tensors in pairs:
             if key not in self._layout:
                 known = list(self._layout)
                 shown = f"{known[:20]}{' ...' if len(known) > 20 else ''}"
                 raise KeyError(f"key {key!r} was not initialised; known keys: {shown}")
             for tensor in tensors:
-                _check_like(key, tensor, *self._layout[key])
-
-
-def _zipped(keys: Sequence[Any], values: Any) -> list[tuple[Any, Any]]:
-    if not isinstance(values, (list, tuple)):
-        raise TypeError(f"{len(keys)} keys came with a {type(values).__name__}; expected a list of {len(keys)} values")
-    if len(values) != len(keys):
-        raise ValueError(f"{len(keys)} keys came with {len(values)} values; expected as many")
-    return list(zip(keys, values, strict=True))
-
-
-def _checked_key(key: Any) -> Key:
-    if isinstance(key, bool) or not isinstance(key, (str, int)):
-        raise TypeError(f"key is {key!r}, a {type(key).__name__}; expected a str or an int")
-    return key
-
-
-def _checked_priority(priority: Any) -> int:
-    if isinstance(priority, bool) or not isinstance(priority, int):
-        raise TypeError(f"priority is {priority!r}; expected an int")
-    return priority
-
-
-def _tensor(key: Any, value: Any, *, writable: bool = False) -> torch.Tensor:
-    if isinstance(value, np.ndarray):
-        value = (shared if writable else readable)(value, f"the value of key {key!r}")
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(
-            f"key {key!r} has a value of type {type(value).__name__}; expected a torch tensor or a numpy array"
-        )
-    if value.layout != torch.strided:
-        raise ValueError(f"key {key!r} has a value of layout {value.layout}; expected a dense tensor")
-    if writable and any(not stride and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
-        raise ValueError(f"key {key!r} is to be written into a tensor that holds an element many times; clone it first")
-    return value.detach()
-
-
-def _check_like(key: Key, tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
-    if tensor.shape != shape:
-        raise ValueError(
-            f"key {key!r} has shape {tuple(shape)}, but a tensor of shape {tuple(tensor.shape)} came for it"
-        )
-    if tensor.dtype != dtype:
-        raise ValueError(f"key {key!r} has dtype {dtype}, but a tensor of {tensor.dtype} came for it")
-
-
-def merged(pairs: Pairs) -> Pairs:
-    """One entry a key, with all tensors that came for it."""
-    merged: dict[Key, list[torch.Tensor]] = {}
-    for key, tensors in pairs:
-        if key in merged:
-            merged[key] = merged[key] + tensors
-        else:
-            merged[key] = tensors
-    return list(merged.items())
-
-
-Store = TypeVar("Store", bound=type[KVStore])
-_registry: dict[str, type[KVStore]] = {}
-
-
-def register(*names: str) -> Callable[[Store], Store]:
-    """Class decorator: have `create` make this KVStore under each of ``names``.
-
-    Raises:
-        ValueError: a name is taken, or none is given.
-        TypeError: a name is no str, or what is decorated is no KVStore class.
-    """
-    if not names:
-        raise ValueError("register() got no name; expected one, such as @register('mystore')")
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"a store's name is {name!r}; expected a str")
-        if name in _registry:
-            raise ValueError(f"a store named {name!r} is registered already: {_registry[name].__qualname__}")
-
-    def decorate(store: Store) -> Store:
-        if not (isinstance(store, type) and issubclass(store, KVStore)):
-            raise TypeError(f"{store!r} is no subclass of KVStore")
-        _registry.update(dict.fromkeys(names, store))
-        return store
-
-    return decorate
-
-
-def create(name: str = "local", **options: Any) -> KVStore:
-    """Make a store by name; `kv.type` is the name given.
-
-    Raises:
-        TypeError: ``name`` is no str, or the store has no such option.
-        ValueError: no store has that name.
-    """
-    if not isinstance(name, str):
-        raise TypeError(f"the store's name is {name!r}; expected a str")
-    if name not in _registry:
-        raise ValueError(f"there is no store named {name!r}; expected one of {sorted(_registry)}")
-    return _registry[name](name, **options)
+                check_like(key, tensor, *self._layout[key])

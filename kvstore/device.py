@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from kvstore.base import Pairs, register
+from kvstore.arguments import Value
+from kvstore.bucketing import Bucket
 from kvstore.local import LocalStore
 from kvstore.optimizer_spec import Key
+from kvstore.registry import register
 
 
 @register("device", "local_allreduce_device")
@@ -24,6 +28,7 @@ class DeviceStore(LocalStore):
         super().__init__(name)
         self._owners: dict[Key, int] = {}
         self._owned_bytes: list[int] = []
+        self._devices: list[torch.device] = []  # of the places, as they last came
 
     def owner(self, key: Key) -> int | None:
         """The place of the key's owner in its lists of tensors; None until a list came."""
@@ -32,17 +37,31 @@ class DeviceStore(LocalStore):
     def _first_home(self, value: torch.Tensor) -> torch.device:
         return value.device
 
-    def _place(self, pairs: Pairs) -> None:
-        new = {key: tensors for key, tensors in pairs if key not in self._owners}
-        for key, tensors in sorted(new.items(), key=lambda pair: -pair[1][0].nbytes):
-            if len(tensors) == 1:  # a bare tensor: the key goes where it is, and its owner stays open
-                self._move(key, tensors[0].device)
+    def _place(self, pairs: Sequence[tuple[Key, Sequence[Value]]]) -> None:
+        new = {key: values for key, values in pairs if key not in self._owners}
+        for key, values in sorted(new.items(), key=lambda pair: -self._entries[pair[0]].stored.nbytes):
+            if len(values) == 1:  # a bare tensor: the key goes where it is, and its owner stays open
+                self._move(key, values[0].device)
                 continue
-            self._owned_bytes += [0] * (len(tensors) - len(self._owned_bytes))
-            owner = min(range(len(tensors)), key=lambda place: self._owned_bytes[place])
-            self._owners[key] = owner
-            self._owned_bytes[owner] += tensors[owner].nbytes
-            self._move(key, tensors[owner].device)
+            self._devices[: len(values)] = [value.device for value in values]
+            self._own([key], len(values))
+            self._move(key, values[self._owners[key]].device)
+
+    def _own(self, keys: Sequence[Key], places: int) -> None:
+        """Give the keys, together, to the place that owns the fewest bytes."""
+        self._owned_bytes += [0] * (places - len(self._owned_bytes))
+        owner = min(range(places), key=lambda place: self._owned_bytes[place])
+        self._owners.update(dict.fromkeys(keys, owner))
+        self._owned_bytes[owner] += sum(self._entries[key].stored.nbytes for key in keys)
+
+    def _home_of(self, bucket: Bucket) -> torch.device:
+        if not self._devices:
+            return self._entries[bucket.keys[0]].stored.device
+        for key in bucket.keys:
+            if key in self._owners:
+                self._owned_bytes[self._owners.pop(key)] -= self._entries[key].stored.nbytes
+        self._own(bucket.keys, len(self._devices))
+        return self._devices[self._owners[bucket.keys[0]]]
 
     def _move(self, key: Key, device: torch.device) -> None:
         entry = self._entries[key]

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from collectives.compression import Compression
 from collectives.device_group import broadcast, reduce
 from collectives.lanes import Lanes
 from collectives.work import Work, WorkQueue
-from kvstore.base import KVStore, Pairs, Updater, merged, register
+from kvstore.arguments import Pairs, Pushed, RowPulls, Value, merged
+from kvstore.base import KVStore, Updater
+from kvstore.bucketing import Bucket
+from kvstore.compressed import CompressedPushes
 from kvstore.optimizer import KeyedOptimizer, OptimizerState
 from kvstore.optimizer_spec import Key, OptimizerSpec, check_learning_rate
+from kvstore.registry import register
+from kvstore.sparse import RowSparse, summed
 
 _HOST = torch.device("cpu")
 
@@ -22,6 +28,14 @@ _HOST = torch.device("cpu")
 @dataclass
 class _Entry:
     """One key: its value, and the sum of the latest push once an updater has needed one."""
+
+    stored: torch.Tensor
+    merged: torch.Tensor | None = None
+
+
+@dataclass
+class _Flat:
+    """A bucket: the flat tensors that its keys' entries are views of."""
 
     stored: torch.Tensor
     merged: torch.Tensor | None = None
@@ -37,8 +51,10 @@ class LocalStore(KVStore):
     def __init__(self, name: str = "local") -> None:
         super().__init__(name)
         self._entries: dict[Key, _Entry] = {}
+        self._flats: dict[Bucket, _Flat] = {}
         self._updater: Updater | None = None
         self._optimizer: KeyedOptimizer | None = None
+        self._compressed: CompressedPushes | None = None
         self._queue = WorkQueue()
         weakref.finalize(self, self._queue.close)
         self._lanes = Lanes()
@@ -101,18 +117,62 @@ class LocalStore(KVStore):
 
         return self._start("init", init, pairs, 0, async_op)
 
-    def _push(self, pairs: Pairs, priority: int, async_op: bool) -> Work:
+    def _push(self, pairs: Pushed, priority: int, async_op: bool) -> Work:
         return self._start("push", lambda: self._merge(pairs), pairs, priority, async_op)
 
     def _pull(self, pairs: Pairs, priority: int, async_op: bool) -> Work:
         return self._start("pull", lambda: self._give(pairs), pairs, priority, async_op)
 
-    def _pushpull(self, values: Pairs, outs: Pairs, priority: int, async_op: bool) -> Work:
+    def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work:
         def pushpull() -> None:
             self._merge(values)
             self._give(outs)
 
         return self._start("pushpull", pushpull, [*values, *outs], priority, async_op)
+
+    def _row_sparse_pull(self, pulls: RowPulls, priority: int, async_op: bool) -> Work:
+        def pull() -> None:
+            for key, targets in pulls:
+                self._give_rows(key, targets)
+
+        pairs = [(key, [part for target in targets for part in target]) for key, targets in pulls]
+        return self._start("row_sparse_pull", pull, pairs, priority, async_op)
+
+    def _fuse(self, bucket: Bucket) -> None:
+        def fuse() -> None:
+            home = self._home_of(bucket)
+            self._flats = {old: flat for old, flat in self._flats.items() if not set(old.keys) & set(bucket.keys)}
+            flat = self._flats[bucket] = _Flat(bucket.empty(home))
+            for key, view in bucket.views(flat.stored).items():
+                self._entries[key] = _Entry(view.copy_(self._entries[key].stored))
+                if self._optimizer is not None:
+                    self._optimizer.add(key, view)
+
+        self._start("fuse", fuse, [(key, []) for key in bucket.keys], 0, False)
+
+    def _push_bucket(
+        self, bucket: Bucket, values: Sequence[torch.Tensor], keys: Sequence[Key], priority: int, async_op: bool
+    ) -> Work:
+        def push() -> None:
+            flat = self._flats.get(bucket)
+            if flat is None or self._updater is not None or self._compressed is not None:
+                views = [bucket.views(value) for value in values]
+                self._merge([(key, [view[key] for view in views]) for key in keys])
+            else:
+                self._merge_flat(bucket, flat, values, keys)
+
+        return self._start("push", push, [(key, list(values)) for key in bucket.keys], priority, async_op)
+
+    def _pull_bucket(self, bucket: Bucket, outs: Sequence[torch.Tensor], priority: int, async_op: bool) -> Work:
+        def pull() -> None:
+            flat = self._flats.get(bucket)
+            if flat is None:
+                views = [bucket.views(out) for out in outs]
+                self._give([(key, [view[key] for view in views]) for key in bucket.keys])
+            else:
+                self._send(flat.stored, outs)
+
+        return self._start("pull", pull, [(key, list(outs)) for key in bucket.keys], priority, async_op)
 
     def _assign(self, pairs: Pairs) -> None:
         def assign() -> None:
@@ -128,10 +188,21 @@ class LocalStore(KVStore):
             self._use(None, None)
             self._entries.clear()
 
-    def _start(self, name: str, operation: Callable[[], None], pairs: Pairs, priority: int, async_op: bool) -> Work:
+    def _start(
+        self,
+        name: str,
+        operation: Callable[[], None],
+        pairs: Sequence[tuple[Key, Sequence[Value]]],
+        priority: int,
+        async_op: bool,
+    ) -> Work:
         """Run the operation behind what touches the same keys; on GPUs, on lanes of the store's own."""
-        tensors = [tensor for _, many in pairs for tensor in many]
-        tensors += [self._entries[key].stored for key, _ in pairs if key in self._entries]
+        tensors: list[torch.Tensor] = []
+        for key, values in pairs:
+            for value in values:
+                tensors += [value.indices, value.values] if isinstance(value, RowSparse) else [value]
+            if key in self._entries:
+                tensors.append(self._entries[key].stored)
         section = self._lanes.behind_caller(tensors)
 
         def run() -> None:
@@ -147,12 +218,14 @@ class LocalStore(KVStore):
         """Change what all keys share, behind all that is under way."""
         self._start("change", operation, [(key, []) for key in self._layout], 0, False)
 
-    def _merge(self, pairs: Pairs) -> None:
+    def _merge(self, pairs: Pushed) -> None:
         self._place(pairs)
         pairs = merged(pairs)
+        if self._compressed is not None:
+            pairs = self._compressed.through([(key, values, self._entries[key].stored.device) for key, values in pairs])
         if self._updater is None and self._optimizer is None:
             for key, values in pairs:
-                reduce(values, out=self._entries[key].stored)
+                self._replace(self._entries[key].stored, values)
         elif self._optimizer is not None:
             for key, _ in pairs:
                 self._optimizer.add(key, self._entries[key].stored)
@@ -162,28 +235,110 @@ class LocalStore(KVStore):
             for key, values in pairs:
                 self._updater(key, self._sum(key, values, own=True), self._entries[key].stored)
 
-    def _sum(self, key: Key, values: Sequence[torch.Tensor], own: bool) -> torch.Tensor:
+    def _merge_flat(self, bucket: Bucket, flat: _Flat, values: Sequence[torch.Tensor], keys: Sequence[Key]) -> None:
+        """`_merge` of a bucket's keys in one sum over all of them."""
+        if self._optimizer is None and len(keys) == len(bucket.slots):
+            reduce(values, out=flat.stored)
+            return
+        total = values[0]
+        own = self._optimizer is not None and self._optimizer.modifies_gradient
+        if len(values) > 1 or own or total.device != flat.stored.device:
+            if flat.merged is None:
+                flat.merged = bucket.empty(flat.stored.device)
+            total = flat.merged
+            reduce(values, out=total)
+        sums = bucket.views(total)
+        if self._optimizer is None:
+            for key in keys:
+                self._entries[key].stored.copy_(sums[key])
+        else:
+            for key in keys:
+                self._optimizer.add(key, self._entries[key].stored)
+            self._optimizer.update([(key, sums[key]) for key in keys])
+
+    def _replace(self, stored: torch.Tensor, values: Sequence[Value]) -> None:
+        dense = _dense(values)
+        if dense is not None:
+            reduce(dense, out=stored)
+        else:
+            rows = summed(_rows(values), stored.device)
+            stored.zero_().index_copy_(0, rows.indices, rows.values)
+
+    def _sum(self, key: Key, values: Sequence[Value], own: bool) -> torch.Tensor | RowSparse:
         """The sum, where the key lives; with ``own``, in a buffer that may be changed."""
         entry = self._entries[key]
-        if len(values) == 1 and not own and values[0].device == entry.stored.device:
-            return values[0]
+        dense = _dense(values)
+        if dense is None:
+            return summed(_rows(values), entry.stored.device)
+        if len(dense) == 1 and not own and dense[0].device == entry.stored.device:
+            return dense[0]
         if entry.merged is None or entry.merged.device != entry.stored.device:
             entry.merged = torch.empty_like(entry.stored)
-        reduce(values, out=entry.merged)
+        reduce(dense, out=entry.merged)
         return entry.merged
 
     def _give(self, pairs: Pairs) -> None:
         self._place([(key, outs) for key, outs in pairs if len(outs) > 1])
         for key, outs in pairs:
-            broadcast(self._entries[key].stored, outs)
+            self._send(self._entries[key].stored, outs)
+
+    def _send(self, stored: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
+        broadcast(stored if self._compressed is None else self._compressed.pulled(stored), outs)
+
+    def _give_rows(self, key: Key, targets: Sequence[tuple[Value, torch.Tensor]]) -> None:
+        stored = self._entries[key].stored
+        for out, row_ids in targets:
+            ids = torch.unique(row_ids.to(stored.device))  # ascending
+            rows = RowSparse(ids, stored.index_select(0, ids), stored.shape).to(out.device)
+            if isinstance(out, RowSparse):
+                out.indices, out.values = rows.indices, rows.values
+            else:
+                out.index_copy_(0, rows.indices, rows.values)
 
     def _first_home(self, value: torch.Tensor) -> torch.device:  # noqa: ARG002  other stores look at it
         """Where a key lives until its devices are known."""
         return _HOST
 
-    def _place(self, pairs: Pairs) -> None:
+    def _place(self, pairs: Sequence[tuple[Key, Sequence[Value]]]) -> None:
         """Settle where these keys live from now on; the host, here."""
+
+    def _home_of(self, bucket: Bucket) -> torch.device:  # noqa: ARG002  other stores look at it
+        """Where the keys of a bucket live together."""
+        return _HOST
+
+    def _set_compression(self, compression: Compression | None) -> None:
+        def change() -> None:
+            self._compressed = CompressedPushes(compression) if compression is not None else None
+
+        self._change(change)
+
+    def compression_residuals(self) -> dict[str, torch.Tensor]:  # noqa: D102  inherited
+        self._check_open()
+        found: dict[str, torch.Tensor] = {}
+        if self._compressed is not None:
+            compressed = self._compressed
+            self._change(lambda: found.update(compressed.residuals()))
+        return found
+
+    def load_compression_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:  # noqa: D102  inherited
+        self._check_open()
+        if self._compressed is None:
+            super().load_compression_residuals(residuals)
+            return
+        compressed, layout = self._compressed, self._layout
+        self._change(lambda: compressed.load_residuals(residuals, layout))
 
 
 def _shown(keys: Sequence[Any]) -> str:
     return f"key {keys[0]!r}" if len(set(keys)) == 1 else f"{len(set(keys))} keys"
+
+
+def _dense(values: Sequence[Value]) -> list[torch.Tensor] | None:
+    """The values as dense tensors; None where all are row-sparse."""
+    if all(isinstance(value, RowSparse) for value in values):
+        return None
+    return [value.to_dense() if isinstance(value, RowSparse) else value for value in values]
+
+
+def _rows(values: Sequence[Value]) -> list[RowSparse]:
+    return [value for value in values if isinstance(value, RowSparse)]

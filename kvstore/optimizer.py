@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvstore.optimizer_spec import Key, OptimizerSpec, check_learning_rate
+from kvstore.sparse import RowSparse
 
 
 class KeyedOptimizer:
@@ -17,6 +18,9 @@ class KeyedOptimizer:
 
     A parameter group holds the keys that share (lr_mult, wd_mult). An update puts only its own keys into the
     groups, so it costs by the keys it names. State is torch's, per tensor, and never moves between keys.
+
+    A row-sparse gradient is applied lazily, as MXNet's ``lazy_update`` and torch's SparseAdam do it: the rows it names
+    and their state see the optimizer's arithmetic, decay and momentum included; all others stay as they are.
     """
 
     def __init__(self, spec: OptimizerSpec) -> None:
@@ -25,6 +29,7 @@ class KeyedOptimizer:
         self._weights: dict[Key, torch.Tensor] = {}
         self._groups: dict[tuple[float, float], dict[str, Any]] = {}
         self._optimizer: torch.optim.Optimizer | None = None  # torch wants a tensor to make one
+        self._starts: dict[tuple[float, float], dict[str, float]] = {}
 
     @property
     def learning_rate(self) -> float:
@@ -66,43 +71,88 @@ class KeyedOptimizer:
         if before is not None:
             self._restore(key, self._optimizer.state.pop(before, {}))
 
-    def update(self, gradients: Sequence[tuple[Key, torch.Tensor]]) -> None:
+    def update(self, gradients: Sequence[tuple[Key, torch.Tensor | RowSparse]]) -> None:
         """Run the optimizer once over these keys; every other key is left alone.
 
         Args:
             gradients: keys that were added, each with its summed gradient (the weight's shape, dtype and device).
-                Where `modifies_gradient` says so they are changed in place.
+                Where `modifies_gradient` says so dense ones are changed in place; a `RowSparse` has distinct rows.
+
+        Raises:
+            ValueError: the optimizer does not take a key's kind of gradient; nothing is updated then.
         """
         if not gradients:
             return
         optimizer = self._optimizer
         assert optimizer is not None, "keys are added before they are updated"
-        before = []
+        for key, gradient in gradients:
+            self._check_kind(key, gradient)
         for group in self._groups.values():
             group["params"] = []
-        for key, gradient in gradients:
-            self._prepare(gradient)
-            weight = self._weights[key]
-            before.append((weight, weight.grad))
-            weight.grad = gradient
-            self._groups[self.spec.factors(key)]["params"].append(weight)
-        optimizer.param_groups = [group for group in self._groups.values() if group["params"]]
+        before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        parts: list[_Rows] = []
         try:
+            for key, gradient in gradients:
+                weight = self._weights[key]
+                if isinstance(gradient, RowSparse) and self.spec.takes_dense:
+                    part = _Rows.of(weight, gradient.indices, optimizer, self._start_values(key))
+                    parts.append(part)
+                    weight = part.weight
+                before.append((weight, weight.grad))
+                weight.grad = self._prepared(gradient)
+                self._groups[self.spec.factors(key)]["params"].append(weight)
+            optimizer.param_groups = [group for group in self._groups.values() if group["params"]]
             optimizer.step()
         finally:
             for weight, gradient_before in before:
                 weight.grad = gradient_before
+            for part in parts:
+                part.put_back(optimizer)
+
+    def _check_kind(self, key: Key, gradient: torch.Tensor | RowSparse) -> None:
+        if isinstance(gradient, RowSparse) and not self.spec.takes_rows:
+            raise ValueError(
+                f"optimizer {self.spec.name!r} works on whole tensors, but the gradient of key {key!r} is row-sparse; "
+                "expected an elementwise optimizer (sgd, adam, adagrad), or a dense gradient"
+            )
+        if not isinstance(gradient, RowSparse) and not self.spec.takes_dense:
+            raise ValueError(
+                f"optimizer {self.spec.name!r} takes row-sparse gradients only, but that of key {key!r} is dense; "
+                "expected adam, or nn.Embedding(sparse=True)"
+            )
+
+    def _start_values(self, key: Key) -> dict[str, float]:
+        """What each of the optimizer's state tensors starts from: what a step over zeros leaves in it."""
+        factors = self.spec.factors(key)
+        if factors not in self._starts:
+            probe = torch.zeros_like(self._weights[key].detach().flatten()[:1])
+            probe.grad = torch.zeros_like(probe)
+            group = {name: value for name, value in self._groups[factors].items() if name != "params"}
+            optimizer = self.spec.optimizer_class([{**group, "params": [probe]}], **self.spec.arguments)
+            optimizer.step()
+            state = optimizer.state[probe].items()
+            self._starts[factors] = {
+                name: float(value) for name, value in state if isinstance(value, torch.Tensor) and value.dim()
+            }
+        return self._starts[factors]
 
     @property
     def modifies_gradient(self) -> bool:
         """Whether `update` changes, or may change, the gradients it is given."""
         return self.spec.rescale_grad != 1.0 or self.spec.clip_gradient is not None or not self.spec.is_torchs
 
-    def _prepare(self, gradient: torch.Tensor) -> None:
+    def _prepared(self, gradient: torch.Tensor | RowSparse) -> torch.Tensor:
+        values = gradient
+        if isinstance(gradient, RowSparse):
+            values = gradient.values.clone() if self.modifies_gradient else gradient.values
+        assert isinstance(values, torch.Tensor)
         if self.spec.rescale_grad != 1.0:
-            gradient.mul_(self.spec.rescale_grad)
+            values.mul_(self.spec.rescale_grad)
         if self.spec.clip_gradient is not None:
-            gradient.clamp_(-self.spec.clip_gradient, self.spec.clip_gradient)
+            values.clamp_(-self.spec.clip_gradient, self.spec.clip_gradient)
+        if isinstance(gradient, RowSparse) and not self.spec.takes_dense:
+            return RowSparse(gradient.indices, values, gradient.shape).to_coo()._coalesced_(True)
+        return values
 
     def state(self) -> OptimizerState:
         """A copy of all state, on the host."""
@@ -167,6 +217,40 @@ class KeyedOptimizer:
             self._optimizer.state[weight] = restored
         else:
             self._optimizer.state.pop(weight, None)
+
+
+@dataclass(eq=False)
+class _Rows:
+    """Some rows of a key's weight, with their state, as a tensor of their own while they are updated."""
+
+    whole: torch.Tensor
+    indices: torch.Tensor
+    weight: torch.Tensor
+    starts: dict[str, float]
+
+    @classmethod
+    def of(
+        cls, whole: torch.Tensor, indices: torch.Tensor, optimizer: torch.optim.Optimizer, starts: dict[str, float]
+    ) -> _Rows:
+        rows = cls(whole, indices, whole.detach().index_select(0, indices), starts)
+        if whole in optimizer.state:
+            optimizer.state[rows.weight] = {
+                name: value.index_select(0, indices) if name in starts else value
+                for name, value in optimizer.state[whole].items()
+            }
+        return rows
+
+    def put_back(self, optimizer: torch.optim.Optimizer) -> None:
+        with torch.no_grad():
+            self.whole.index_copy_(0, self.indices, self.weight)
+        state = optimizer.state.pop(self.weight, {})
+        for name, value in state.items():
+            if name not in self.starts:
+                optimizer.state[self.whole][name] = value
+                continue
+            if name not in optimizer.state[self.whole]:
+                optimizer.state[self.whole][name] = torch.full_like(self.whole, self.starts[name], requires_grad=False)
+            optimizer.state[self.whole][name].index_copy_(0, self.indices, value)
 
 
 @dataclass(frozen=True)

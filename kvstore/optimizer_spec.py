@@ -27,11 +27,10 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
     "rprop": torch.optim.Rprop,
     "sgd": torch.optim.SGD,
+    "sparseadam": torch.optim.SparseAdam,
 }
-_REFUSED = {
-    "lbfgs": "it evaluates the loss several times a step, which push and pull cannot give it",
-    "sparseadam": "it takes row-sparse gradients only",
-}
+_REFUSED = {"lbfgs": "it evaluates the loss several times a step, which push and pull cannot give it"}
+_WHOLE_TENSOR = (torch.optim.Adafactor, torch.optim.Muon)
 _ALIASES = {"learning_rate": "lr", "wd": "weight_decay", "epsilon": "eps"}
 _RMSPROP_ALIASES = {"gamma1": "alpha", "gamma2": "momentum"}
 _BETAS = ("beta1", "beta2")
@@ -94,6 +93,16 @@ class OptimizerSpec:
     def is_torchs(self) -> bool:
         """Whether the class is torch's own, and leaves the gradients it is given as they are."""
         return self.optimizer_class in _CLASSES.values()
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether some rows can be updated without the others: the optimizer works element by element."""
+        return self.is_torchs and self.optimizer_class not in _WHOLE_TENSOR
+
+    @property
+    def takes_dense(self) -> bool:
+        """Whether the optimizer takes gradients that are not row-sparse."""
+        return self.optimizer_class is not torch.optim.SparseAdam
 
     @property
     def optional_arguments(self) -> set[str]:

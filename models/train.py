@@ -24,7 +24,7 @@ _BENCHMARK_BATCHES = 100
 
 
 def train(
-    network: Annotated[str, typer.Option(help="A network of the zoo: lenet, mlp.")] = "lenet",
+    network: Annotated[str, typer.Option(help="A network of the zoo: lenet, mlp, resnet18 and so on.")] = "lenet",
     dataset: Annotated[str, typer.Option(help="A data set by name: digits.")] = "digits",
     data_dir: Annotated[
         Path | None, typer.Option(help="Train on a folder of images instead, one sub-folder a class.")

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives import Work
-from kvstore import KVStore, base, create, register
+from kvstore import KVStore, create, register
+from kvstore import registry as stores
 from kvstore.local import LocalStore
 
 NAMES = ["local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device"]
@@ -770,7 +771,7 @@ def test_a_store_of_one_process_is_a_job_of_one_worker(kv: KVStore) -> None:
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the test a registry of its own."""
-    monkeypatch.setattr(base, "_registry", dict(base._registry))
+    monkeypatch.setattr(stores, "_registry", dict(stores._registry))
 
 
 @pytest.mark.parametrize("name", ["", "Local", "dist", "loca", "local ", "no_such_store"])

@@ -225,7 +225,7 @@ BAD_LAST: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "float": (1.5, B, TypeError, "key is 1.5"),
     "shape": ("b", ranked(0, (4,)), ValueError, r"'b'.*\(3,\).*\(4,\)"),
     "dtype": ("b", B.double(), ValueError, "'b'.*float32.*float64"),
-    "sparse": ("b", torch.eye(3)[0].to_sparse(), ValueError, "'b'.*sparse_coo"),
+    "sparse": ("b", torch.eye(3).to_sparse(), ValueError, "'b'.*sparse_coo"),
     "no tensor": ("b", 3.0, TypeError, "'b'.*float"),
     "no devices": ("b", [], ValueError, "'b'.*empty list"),
 }

@@ -134,7 +134,7 @@ def test_benchmark_trains_on_random_images(monkeypatch: pytest.MonkeyPatch, caps
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--network", "nosuch"], "network 'nosuch' is unknown; expected one of ['lenet', 'mlp']"),
+        (["--network", "nosuch"], "network 'nosuch' is unknown; expected one of ['lenet', 'mlp', 'resnet101'"),
         (["--dataset", "nosuch"], "--dataset is 'nosuch'; expected one of ['digits']"),
         (["--kv-store", "nosuch"], "no store named 'nosuch'"),
         (["--optimizer", "nosuch"], "optimizer 'nosuch' is unknown"),

@@ -1,0 +1,18 @@
+"""Gradients in fewer bytes: one codec a file, error feedback around any of them, a registry by name.
+
+A sender keeps ``compression = parse({"type": "2bit", "threshold": 0.5})`` and, where ``compression.error_feedback``
+says so, a residual of zeros for each gradient. It sends
+``compress(compression.codec, gradient, residual, "key 'fc.weight'")``; a receiver calls
+``compression.codec.decode(payload, out)``.
+"""
+
+from __future__ import annotations
+
+from collectives.compression.codec import Codec
+from collectives.compression.error_feedback import compress
+from collectives.compression.half import BFloat16, Float16
+from collectives.compression.registry import Compression, parse, register
+from collectives.compression.top_k import TopK
+from collectives.compression.two_bit import TwoBit
+
+__all__ = ["BFloat16", "Codec", "Compression", "Float16", "TopK", "TwoBit", "compress", "parse", "register"]

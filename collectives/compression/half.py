@@ -1,0 +1,59 @@
+"""Half precision: two bytes a value."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from collectives.compression.codec import Codec, check_dtype, checked_payload, chunk_numel, typed
+from collectives.compression.registry import register
+
+
+class _Half(Codec):
+    """Each value rounded to the nearest of ``dtype``, ties to even; float64 is rounded to float32 first.
+
+    What is beyond the dtype's range becomes its largest finite number, of the same sign, never infinity.
+
+    Payload: the values, 2 bytes each.
+    """
+
+    dtype: ClassVar[torch.dtype]
+    feeds_back: ClassVar[bool] = False
+
+    def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:  # noqa: ARG002  inherited
+        return 2 * numel
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        check_dtype(values)
+        flat = values.reshape(-1)
+        payload = torch.empty(2 * flat.numel(), dtype=torch.uint8, device=flat.device)
+        rounded = payload.view(self.dtype)
+        if flat.dtype == self.dtype:
+            rounded.copy_(flat)
+            return payload
+        largest = torch.finfo(self.dtype).max
+        chunk = chunk_numel(flat)
+        scratch = torch.empty(min(chunk, flat.numel()), dtype=torch.float32, device=flat.device)
+        for start in range(0, flat.numel(), chunk):
+            piece = flat[start : start + chunk].float()  # bfloat16 itself cannot hold the largest float16
+            within = torch.clamp(piece, -largest, largest, out=scratch[: piece.numel()])
+            rounded[start : start + chunk].copy_(within)
+        return payload
+
+    def decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(typed(checked_payload(self, payload, out), self.dtype).view(out.shape))
+
+
+@register("fp16")
+class Float16(_Half):
+    """Values as float16: 11 bits of precision, at most 65,504; larger ones become 65,504, of the same sign."""
+
+    dtype = torch.float16
+
+
+@register("bf16")
+class BFloat16(_Half):
+    """Values as bfloat16: 8 bits of precision, at most 3.39e38; larger ones become that, of the same sign."""
+
+    dtype = torch.bfloat16

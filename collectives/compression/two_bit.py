@@ -1,0 +1,114 @@
+"""Two bits a value: up by the threshold, down by it, or nothing."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from collectives.compression.codec import Codec, check_dtype, checked_number, checked_payload, chunk_numel
+from collectives.compression.registry import register
+
+_LOW_BITS = 0x03030303
+# Four codes, one a byte of an int32, times this: each lands at its place in the highest byte, and what lands below
+# never carries into it.
+_GATHER = 1 << 24 | 1 << 18 | 1 << 12 | 1 << 6
+
+
+@register("2bit")
+class TwoBit(Codec):
+    """At or above ``threshold`` sends +threshold, at or below -threshold sends -threshold, between them 0.
+
+    The method is Strom's (Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, 2015), each value in
+    its place. With error feedback, in the tensor's own dtype and rounding::
+
+        r += g
+        if r >= t: send +t, r -= t
+        elif r <= -t: send -t, r += t
+        else: send 0
+
+    Payload: 16 values in 4 bytes, the last ones filled with zeros. Value i is in byte i // 4, at bit 2 * (i % 4)
+    counted from the lowest: 0 is 0, 1 is +threshold, 3 is -threshold; 2 is never sent and reads as 0.
+
+    Args:
+        threshold: > 0, finite, in the gradient's unit; compared, sent and received in the dtype of the tensor at hand.
+
+    Raises:
+        ValueError: a threshold that is not > 0 and finite, here or (`encode`, `decode`) in the tensor's dtype.
+        TypeError: a threshold that is no number.
+    """
+
+    def __init__(self, threshold: float = 0.5) -> None:
+        self.threshold = checked_number("threshold", threshold)
+        if not 0 < self.threshold < math.inf:
+            raise ValueError(f"threshold is {threshold!r}; expected a finite number > 0")
+
+    def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:  # noqa: ARG002, D102  inherited
+        return -(-numel // 16) * 4
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:  # noqa: D102  inherited
+        return self._encode(values.reshape(-1), None)
+
+    def encode_with_feedback(self, gradient: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:  # noqa: D102  inherited
+        return self._encode(residual, gradient)
+
+    def decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:  # noqa: D102  inherited
+        payload = checked_payload(self, payload, out)
+        flat = out.view(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
+        table = self._table(out)
+        fours, rest = divmod(flat.numel(), 4)
+        rows = flat[: fours * 4].view(-1, 4)
+        chunk = chunk_numel(out) // 4
+        scratch = torch.empty(min(chunk, fours), dtype=torch.int32, device=out.device)
+        for start in range(0, fours, chunk):
+            piece = payload[start : min(start + chunk, fours)]
+            index = scratch[: piece.numel()].copy_(piece)
+            torch.index_select(table, 0, index, out=rows[start : start + chunk])
+        if rest:
+            flat[fours * 4 :] = table[payload[fours].long(), :rest]
+        if not out.is_contiguous():
+            out.copy_(flat.view(out.shape))
+
+    def _encode(self, values: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+        """The payload of ``values``; of values + gradient where there is one, and values then keep what is not sent."""
+        check_dtype(values)
+        threshold, below = self._bounds(values.dtype)
+        numel = values.numel()
+        payload = torch.empty(self.payload_bytes(numel, values.dtype), dtype=torch.uint8, device=values.device)
+        packed = payload.view(torch.int8)
+        chunk = chunk_numel(values)
+        signs = torch.empty(min(chunk, numel), dtype=values.dtype, device=values.device)
+        codes = torch.empty(-(-signs.numel() // 16) * 16, dtype=torch.int8, device=values.device)
+        for start in range(0, numel, chunk):
+            piece = values[start : start + chunk]
+            size = piece.numel()
+            if gradient is not None:
+                piece.add_(gradient[start : start + chunk])
+            # hardshrink keeps what is beyond `below`, that is, at or beyond the threshold. Float steps of this kind
+            # cost a fourth of torch's comparisons.
+            sign = torch.hardshrink(piece, below, out=signs[:size]).sign_()
+            if gradient is not None:
+                piece.sub_(sign, alpha=threshold)
+            codes[:size].copy_(sign)
+            codes[size:].zero_()
+            words = codes[: -(-size // 16) * 16].view(torch.int32)
+            words.bitwise_and_(_LOW_BITS).mul_(_GATHER).bitwise_right_shift_(24)
+            packed[start // 4 : start // 4 + words.numel()].copy_(words)
+        return payload
+
+    def _bounds(self, dtype: torch.dtype) -> tuple[float, float]:
+        """The threshold in ``dtype``, and the largest number of the dtype below it."""
+        bits = torch.tensor([self.threshold], dtype=dtype).view(getattr(torch, f"int{dtype.itemsize * 8}"))
+        threshold, below = torch.cat((bits, bits - 1)).view(dtype).tolist()
+        if not 0 < threshold < math.inf:
+            raise ValueError(
+                f"threshold {self.threshold!r} is {threshold} in {dtype}; expected one that stays finite and > 0 there"
+            )
+        return threshold, below
+
+    def _table(self, out: torch.Tensor) -> torch.Tensor:
+        """The four values of each byte, (256, 4)."""
+        threshold, _ = self._bounds(out.dtype)
+        of_code = torch.tensor([0.0, threshold, 0.0, -threshold], dtype=out.dtype, device=out.device)
+        byte = torch.arange(256, device=out.device).unsqueeze(1)
+        return of_code[byte >> torch.arange(0, 8, 2, device=out.device) & 3]

@@ -1,0 +1,158 @@
+"""What the arguments of a store's calls may look like, and the one form they are given in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from collectives.arrays import readable, shared
+from kvstore.bucketing import Bucket
+from kvstore.optimizer_spec import Key
+from kvstore.sparse import RowSparse
+
+Value = torch.Tensor | RowSparse
+Pairs = list[tuple[Key, list[torch.Tensor]]]
+"""Keys, each with its tensors: one a device."""
+Pushed = list[tuple[Key, list[Value]]]
+"""Keys, each with what is pushed for it."""
+RowPulls = list[tuple[Key, list[tuple[Value, torch.Tensor]]]]
+"""Keys, each with where rows are wanted, and which."""
+
+
+def single(key: Any, value: Any) -> Pairs:
+    """Keys with exactly one tensor each."""
+    pairs = _zipped(key, value) if isinstance(key, (list, tuple)) else [(key, value)]
+    return [(_checked_key(one), [_dense(one, tensor)]) for one, tensor in pairs]
+
+
+def pushed(key: Any, value: Any) -> Pushed:
+    """Keys with what is pushed for them, one a device."""
+    return [(one, [_value(one, tensor) for tensor in many]) for one, many in _grouped(key, value)]
+
+
+def outs(key: Any, out: Any) -> Pairs:
+    """Keys with the tensors to write into, one a device."""
+    return [(one, [_writable(one, tensor) for tensor in many]) for one, many in _grouped(key, out)]
+
+
+def row_pulls(key: Any, out: Any, row_ids: Any) -> list[tuple[Key, list[tuple[Value, Any]]]]:
+    """Keys with where rows are wanted, and which (not looked at yet)."""
+    if not isinstance(key, (list, tuple)):
+        key, out, row_ids = [key], [out], [row_ids]
+    pulls: list[tuple[Key, list[tuple[Value, Any]]]] = []
+    for (one, targets), (_, ids) in zip(_grouped(key, out), _zipped(key, row_ids), strict=True):
+        own = isinstance(ids, (list, tuple)) and not all(isinstance(row, (int, np.integer)) for row in ids)
+        if own and len(ids) != len(targets):
+            raise ValueError(f"key {one!r} has {len(targets)} tensors to pull into, but {len(ids)} row_ids")
+        checked = [target if isinstance(target, RowSparse) else _writable(one, target) for target in targets]
+        pulls.append((one, list(zip(checked, ids if own else [ids] * len(targets), strict=True))))
+    return pulls
+
+
+def checked_priority(priority: Any) -> int:
+    """``priority``; TypeError unless it is an int."""
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise TypeError(f"priority is {priority!r}; expected an int")
+    return priority
+
+
+def check_like(key: Key, value: Value, shape: torch.Size, dtype: torch.dtype) -> None:
+    """Raise ValueError unless ``value`` is of this shape and dtype."""
+    if value.shape != shape:
+        raise ValueError(
+            f"key {key!r} has shape {tuple(shape)}, but a tensor of shape {tuple(value.shape)} came for it"
+        )
+    if value.dtype != dtype:
+        raise ValueError(f"key {key!r} has dtype {dtype}, but a tensor of {value.dtype} came for it")
+
+
+def check_flat(bucket: Bucket, flats: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError unless each is a flat tensor of the bucket's."""
+    for flat in flats:
+        if flat.shape != (bucket.numel,) or flat.dtype != bucket.dtype or not flat.is_contiguous():
+            raise ValueError(
+                f"a bucket of {bucket.numel} elements of {bucket.dtype} got a tensor of shape {tuple(flat.shape)} and "
+                f"{flat.dtype}; expected a flat one, as Bucket.empty makes it"
+            )
+
+
+def merged(pairs: Pushed) -> Pushed:
+    """One entry a key, with all that came for it."""
+    merged: dict[Key, list[Value]] = {}
+    for key, values in pairs:
+        merged[key] = merged[key] + values if key in merged else values
+    return list(merged.items())
+
+
+def _zipped(keys: Sequence[Any], values: Any) -> list[tuple[Any, Any]]:
+    if not isinstance(values, (list, tuple)):
+        raise TypeError(f"{len(keys)} keys came with a {type(values).__name__}; expected a list of {len(keys)} values")
+    if len(values) != len(keys):
+        raise ValueError(f"{len(keys)} keys came with {len(values)} values; expected as many")
+    return list(zip(keys, values, strict=True))
+
+
+def _grouped(key: Any, value: Any) -> list[tuple[Key, list[Any]]]:
+    pairs = _zipped(key, value) if isinstance(key, (list, tuple)) else [(key, value)]
+    grouped = []
+    for one, tensors in pairs:
+        many = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
+        if not many:
+            raise ValueError(f"key {one!r} has an empty list of tensors; expected one a device")
+        grouped.append((_checked_key(one), many))
+    return grouped
+
+
+def _checked_key(key: Any) -> Key:
+    if isinstance(key, bool) or not isinstance(key, (str, int)):
+        raise TypeError(f"key is {key!r}, a {type(key).__name__}; expected a str or an int")
+    return key
+
+
+def _value(key: Any, value: Any) -> Value:
+    if isinstance(value, RowSparse):
+        return value
+    if isinstance(value, np.ndarray):
+        value = readable(value, f"the value of key {key!r}")
+    _check_is_tensor(key, value)
+    if value.layout == torch.sparse_coo and value.sparse_dim() == 1:
+        return RowSparse.from_coo(value)
+    if value.layout == torch.sparse_coo:
+        axes = value.sparse_dim()
+        raise ValueError(
+            f"key {key!r} has a value of layout sparse_coo with {axes} sparse axes; expected 1 (whole rows)"
+        )
+    if value.layout != torch.strided:
+        raise ValueError(f"key {key!r} has a value of layout {value.layout}; expected a dense or a sparse_coo tensor")
+    tensor: torch.Tensor = value.detach()
+    return tensor
+
+
+def _dense(key: Any, value: Any) -> torch.Tensor:
+    value = _value(key, value)
+    return value.to_dense() if isinstance(value, RowSparse) else value
+
+
+def _writable(key: Any, value: Any) -> torch.Tensor:
+    if isinstance(value, np.ndarray):
+        value = shared(value, f"the value of key {key!r}")
+    if isinstance(value, RowSparse):
+        raise ValueError(f"key {key!r} is to be pulled into a RowSparse; row_sparse_pull does that")
+    _check_is_tensor(key, value)
+    if value.layout != torch.strided:
+        raise ValueError(f"key {key!r} has a value of layout {value.layout}; expected a dense tensor to write into")
+    if any(not stride and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
+        raise ValueError(f"key {key!r} is to be written into a tensor that holds an element many times; clone it first")
+    tensor: torch.Tensor = value.detach()
+    return tensor
+
+
+def _check_is_tensor(key: Any, value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"key {key!r} has a value of type {type(value).__name__}; "
+            "expected a torch tensor, a numpy array or a RowSparse"
+        )

@@ -1,0 +1,86 @@
+"""Compressed pushes: each sender's values as they arrive, and what each sender still owes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from collectives.compression import Compression, compress
+from kvstore.arguments import Pushed, Value, check_like
+from kvstore.optimizer_spec import Key
+from kvstore.sparse import RowSparse
+
+Layout = Mapping[Key, tuple[torch.Size, torch.dtype]]
+
+
+class CompressedPushes:
+    """Sends what is pushed through a codec; a sender is a place in a key's list of values.
+
+    Residuals stay with the sender, on the device its gradient is on.
+    """
+
+    def __init__(self, compression: Compression) -> None:
+        self._compression = compression
+        self._residuals: dict[tuple[Key, int], torch.Tensor] = {}
+
+    def through(self, pushed: Sequence[tuple[Key, Sequence[Value], torch.device]]) -> Pushed:
+        """The values as they arrive on the device given with each key.
+
+        Raises:
+            ValueError: one holds NaN or infinity; nothing was taken from any sender then.
+        """
+        return [
+            (key, [self._sent(key, place, value, home) for place, value in enumerate(values)])
+            for key, values, home in pushed
+        ]
+
+    def _sent(self, key: Key, place: int, value: Value, home: torch.device) -> Value:
+        if isinstance(value, RowSparse) or not value.is_floating_point():
+            return value
+        residual = self._residual(key, place, value) if self._compression.error_feedback else None
+        payload = compress(self._compression.codec, value, residual, f"key {key!r}")
+        arrived = torch.empty_like(value, device=home)
+        self._compression.codec.decode(payload.to(home), arrived)
+        return arrived
+
+    def _residual(self, key: Key, place: int, value: torch.Tensor) -> torch.Tensor:
+        residual = self._residuals.get((key, place))
+        if residual is None or residual.device != value.device:
+            moved = torch.zeros_like(value) if residual is None else residual.to(value.device)
+            residual = self._residuals[key, place] = moved
+        return residual
+
+    def pulled(self, stored: torch.Tensor) -> torch.Tensor:
+        """What of a stored value arrives where it is pulled to."""
+        codec = self._compression.pull_codec
+        if codec is None or not stored.is_floating_point():
+            return stored
+        arrived = torch.empty_like(stored)
+        codec.decode(codec.encode(stored), arrived)
+        return arrived
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """Copies on the host, by ``<key as JSON>/<place>``."""
+        return {
+            f"{json.dumps(key)}/{place}": residual.cpu().clone() for (key, place), residual in self._residuals.items()
+        }
+
+    def load_residuals(self, residuals: Mapping[str, torch.Tensor], layout: Layout) -> None:
+        """Replace all residuals by what `residuals` gave.
+
+        Raises:
+            ValueError: one is of a key that is not in ``layout``, or of another shape; nothing has changed then.
+        """
+        loaded = {}
+        for name, residual in residuals.items():
+            encoded, _, place = name.rpartition("/")
+            key = json.loads(encoded)
+            if key not in layout:
+                raise ValueError(
+                    f"a compression residual is of key {key!r}, which is unknown here; known: {list(layout)}"
+                )
+            check_like(key, residual, *layout[key])
+            loaded[key, int(place)] = residual.clone()
+        self._residuals = loaded

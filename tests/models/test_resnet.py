@@ -1,0 +1,220 @@
+"""Residual networks: torchvision's names and shapes, and what the layers compute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from collectives.context import cpu
+from models import zoo
+from models.module import Module
+
+DEPTHS = {
+    "resnet18": (2, 2, 2, 2),
+    "resnet34": (3, 4, 6, 3),
+    "resnet50": (3, 4, 6, 3),
+    "resnet101": (3, 4, 23, 3),
+    "resnet152": (3, 8, 36, 3),
+}
+PARAMETERS = {
+    "resnet18": 11_689_512,
+    "resnet34": 21_797_672,
+    "resnet50": 25_557_032,
+    "resnet101": 44_549_160,
+    "resnet152": 60_192_808,
+}
+STATE_ENTRIES = {"resnet18": 122, "resnet34": 218, "resnet50": 320, "resnet101": 626, "resnet152": 932}
+SMALL_AND_BOTTLENECK = ["resnet18", "resnet50"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Layers this small gain nothing from more, and wait for each other where the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def convolutions(name: str) -> Iterator[tuple[str, str, int, int, int]]:
+    """(convolution, its BatchNorm, outputs, inputs, kernel size) of torchvision's network, in its order."""
+    yield "conv1", "bn1", 64, 3, 7
+    bottleneck = name not in ("resnet18", "resnet34")
+    inputs = 64
+    for stage, depth in enumerate(DEPTHS[name], 1):
+        width = 32 << stage
+        outputs = 4 * width if bottleneck else width
+        for block in range(depth):
+            at = f"layer{stage}.{block}"
+            kernels = [(width, 1), (width, 3), (outputs, 1)] if bottleneck else [(width, 3), (width, 3)]
+            before = inputs
+            for number, (after, kernel) in enumerate(kernels, 1):
+                yield f"{at}.conv{number}", f"{at}.bn{number}", after, before, kernel
+                before = after
+            if block == 0 and (stage > 1 or bottleneck):
+                yield f"{at}.downsample.0", f"{at}.downsample.1", outputs, inputs, 1
+            inputs = outputs
+
+
+def torchvision_state(name: str, classes: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of torchvision's state dict, in its order."""
+    state: list[tuple[str, tuple[int, ...]]] = []
+    for convolution, norm, outputs, inputs, kernel in convolutions(name):
+        state.append((f"{convolution}.weight", (outputs, inputs, kernel, kernel)))
+        state += [(f"{norm}.{of}", (outputs,)) for of in ("weight", "bias", "running_mean", "running_var")]
+        state.append((f"{norm}.num_batches_tracked", ()))
+    features = 512 if name in ("resnet18", "resnet34") else 2048
+    return [*state, ("fc.weight", (classes, features)), ("fc.bias", (classes,))]
+
+
+def without_buffers(state: list[tuple[str, tuple[int, ...]]]) -> list[tuple[str, tuple[int, ...]]]:
+    return [entry for entry in state if not entry[0].endswith(("running_mean", "running_var", "num_batches_tracked"))]
+
+
+def reference(name: str, state: dict[str, torch.Tensor], images: torch.Tensor) -> torch.Tensor:
+    """The network in evaluation, computed from its state dict by functions alone."""
+
+    def conv_norm(at: str, convolution: str, norm: str, value: torch.Tensor, stride: int = 1) -> torch.Tensor:
+        weight = state[f"{at}{convolution}.weight"]
+        value = F.conv2d(value, weight, stride=stride, padding=weight.shape[-1] // 2)
+        of = {part: state[f"{at}{norm}.{part}"] for part in ("running_mean", "running_var", "weight", "bias")}
+        return F.batch_norm(value, **of)
+
+    value = F.max_pool2d(F.relu(conv_norm("", "conv1", "bn1", images, 2)), 3, 2, 1)
+    last = 2 if name in ("resnet18", "resnet34") else 3
+    strided = last - 1  # the first 3x3 convolution of either kind of block
+    for stage, depth in enumerate(DEPTHS[name], 1):
+        for block in range(depth):
+            at, shortcut = f"layer{stage}.{block}.", value
+            stride = 2 if stage > 1 and block == 0 else 1
+            if f"{at}downsample.0.weight" in state:
+                shortcut = conv_norm(at, "downsample.0", "downsample.1", shortcut, stride)
+            for number in range(1, last + 1):
+                value = conv_norm(at, f"conv{number}", f"bn{number}", value, stride if number == strided else 1)
+                value = F.relu(value if number < last else value + shortcut)
+    return F.linear(value.mean((2, 3)), state["fc.weight"], state["fc.bias"])
+
+
+# -- names and shapes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DEPTHS)
+def test_names_and_shapes_are_torchvisions_in_its_order(name: str) -> None:
+    with torch.device("meta"):
+        network = zoo.find(name).build()
+    state = [(key, tuple(value.shape)) for key, value in network.state_dict().items()]
+    assert state == torchvision_state(name, 1000)
+    assert len(state) == STATE_ENTRIES[name]
+    parameters = [(key, tuple(value.shape)) for key, value in network.named_parameters()]
+    assert parameters == without_buffers(state)
+    assert sum(math.prod(shape) for _, shape in parameters) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", DEPTHS)
+def test_ten_classes_and_strides_are_where_torchvision_has_them(name: str) -> None:
+    with torch.device("meta"):
+        network = zoo.create(name, num_classes=10)
+    assert zoo.find(name).image_shape == (3, 224, 224)
+    assert [(key, tuple(value.shape)) for key, value in network.state_dict().items()] == torchvision_state(name, 10)
+    convolution = "conv1" if name in ("resnet18", "resnet34") else "conv2"
+    strided = {key for key, layer in network.named_modules() if isinstance(layer, nn.Conv2d) and layer.stride == (2, 2)}
+    assert strided == {"conv1"} | {
+        f"layer{stage}.0.{which}" for stage in (2, 3, 4) for which in (convolution, "downsample.0")
+    }
+
+
+def test_weights_written_under_torchvisions_names_are_loaded(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    state = {key: torch.rand(shape, generator=generator) for key, shape in torchvision_state("resnet18", 10)}
+    state = {key: value if value.dim() else torch.tensor(7) for key, value in state.items()}
+    torch.save(state, tmp_path / "resnet18.pth")
+    network = zoo.create("resnet18", weights=tmp_path / "resnet18.pth")
+    assert all(torch.equal(value, state[key]) for key, value in network.state_dict().items())
+
+
+# -- initial weights ------------------------------------------------------------------------------------------------
+
+
+def test_initial_weights_are_he_normal_by_fan_out() -> None:
+    torch.manual_seed(0)
+    network = zoo.create("resnet18")
+    layers = dict(network.named_modules())
+    for convolution, norm, outputs, _, kernel in convolutions("resnet18"):
+        weight = layers[convolution].weight
+        deviation = math.sqrt(2 / (outputs * kernel**2))
+        assert weight.std().item() == pytest.approx(deviation, rel=0.05)
+        assert weight.abs().max().item() > 2.5 * deviation  # a uniform distribution ends at 1.73 deviations
+        assert layers[convolution].bias is None
+        assert torch.all(layers[norm].weight == 1)
+        assert torch.all(layers[norm].bias == 0)
+    assert network.fc.weight.abs().max().item() <= 1 / math.sqrt(512)
+
+
+@pytest.mark.parametrize(("name", "last"), [("resnet18", "bn2"), ("resnet50", "bn3")])
+def test_blocks_can_begin_as_the_identity(name: str, last: str) -> None:
+    network = zoo.create(name, zero_init_residual=True)
+    norms = {key: layer for key, layer in network.named_modules() if isinstance(layer, nn.BatchNorm2d)}
+    zero = {key for key, norm in norms.items() if torch.all(norm.weight == 0)}
+    assert zero == {key for key in norms if key.startswith("layer") and key.endswith(last)}
+    assert all(torch.all(norm.weight == 1) for key, norm in norms.items() if key not in zero)
+    block = network.layer2[1]
+    features = torch.rand(2, block.conv1.in_channels, 4, 4, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(block(features), features)
+
+
+# -- what they compute ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(64, 64), (96, 96), (32, 45)], ids=str)
+@pytest.mark.parametrize("name", SMALL_AND_BOTTLENECK)
+def test_outputs_are_those_of_the_layers_written_out(name: str, size: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    network = zoo.create(name).eval()
+    for layer in network.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            for value in (layer.weight, layer.running_var):
+                nn.init.uniform_(value, 0.5, 1.5)
+            for value in (layer.bias, layer.running_mean):
+                nn.init.uniform_(value, -0.5, 0.5)
+    images = torch.randn(2, 3, *size)
+    with torch.no_grad():
+        logits = network(images)
+        expected = reference(name, network.state_dict(), images)
+    assert logits.shape == (2, 10)
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", SMALL_AND_BOTTLENECK)
+def test_a_gradient_step_reaches_every_parameter_and_lowers_the_loss(name: str) -> None:
+    torch.manual_seed(0)
+    network = zoo.create(name)
+    images, labels = torch.randn(4, 3, 32, 32), torch.arange(4)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
+    before = F.cross_entropy(network(images), labels)
+    before.backward()
+    for key, parameter in network.named_parameters():
+        assert parameter.grad is not None, key
+        assert torch.isfinite(parameter.grad).all(), key
+        assert parameter.grad.abs().max() > 0, key
+    optimizer.step()
+    assert F.cross_entropy(network(images), labels) < before
+    assert network.bn1.num_batches_tracked == 2
+
+
+def test_module_trains_one_on_two_contexts() -> None:
+    torch.manual_seed(0)
+    images, labels = torch.randn(8, 3, 32, 32), torch.arange(8) % 4
+    module = Module(zoo.create("resnet18", 4), nn.CrossEntropyLoss(), [cpu(0), cpu(1)])
+    before = {key: value.clone() for key, value in module.network.state_dict().items()}
+    module.fit((images, labels), num_epoch=1, batch_size=8, optimizer_params={"learning_rate": 0.01})
+    after = module.get_params()
+    assert list(after) == list(before)
+    assert all(torch.isfinite(value).all() for value in after.values())
+    assert not any(torch.equal(value, before[key]) for key, value in after.items())
+    module.close()
