@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 
-from collectives.compression import Compression, compress
+from collectives.compression import Compression, check, compress_checked
 from kvstore.arguments import Pushed, Value, check_like
 from kvstore.optimizer_spec import Key
-from kvstore.sparse import RowSparse
 
 Layout = Mapping[Key, tuple[torch.Size, torch.dtype]]
 
@@ -31,21 +31,26 @@ class CompressedPushes:
         Raises:
             ValueError: one holds NaN or infinity; nothing was taken from any sender then.
         """
+        for key, values, _ in pushed:
+            for place, value in enumerate(values):
+                if _is_compressed(value):
+                    check(value, self._residual(key, place, value), f"key {key!r}")
         return [
             (key, [self._sent(key, place, value, home) for place, value in enumerate(values)])
             for key, values, home in pushed
         ]
 
     def _sent(self, key: Key, place: int, value: Value, home: torch.device) -> Value:
-        if isinstance(value, RowSparse) or not value.is_floating_point():
+        if not _is_compressed(value):
             return value
-        residual = self._residual(key, place, value) if self._compression.error_feedback else None
-        payload = compress(self._compression.codec, value, residual, f"key {key!r}")
+        payload = compress_checked(self._compression.codec, value, self._residual(key, place, value))
         arrived = torch.empty_like(value, device=home)
         self._compression.codec.decode(payload.to(home), arrived)
         return arrived
 
-    def _residual(self, key: Key, place: int, value: torch.Tensor) -> torch.Tensor:
+    def _residual(self, key: Key, place: int, value: torch.Tensor) -> torch.Tensor | None:
+        if not self._compression.error_feedback:
+            return None
         residual = self._residuals.get((key, place))
         if residual is None or residual.device != value.device:
             moved = torch.zeros_like(value) if residual is None else residual.to(value.device)
@@ -84,3 +89,7 @@ class CompressedPushes:
             check_like(key, residual, *layout[key])
             loaded[key, int(place)] = residual.clone()
         self._residuals = loaded
+
+
+def _is_compressed(value: Value) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -63,7 +63,7 @@ class Speedometer:
         count = param.nbatch
         if self._begin is None or self._begin[0] != param.epoch or count <= self._begin[1]:
             self._begin, self._since = (param.epoch, count), time.perf_counter()
-        if count % self.frequent or count == self._begin[1]:
+        if count // self.frequent == self._begin[1] // self.frequent:
             return
         batches = count - self._begin[1]
         speed = batches * self.batch_size / max(time.perf_counter() - self._since, 1e-9)
@@ -129,11 +129,17 @@ class Checkpoint:
             period,
             save_optimizer_states,
         )
+        self._last = (-1, 0)  # epoch and batches done when it was called last
 
     def __call__(self, when: int | BatchEndParam, *_: Any) -> None:
         """Save if it is time."""
         if isinstance(when, BatchEndParam):
-            due, completed = (when.nbatch + 1) % self.period == 0, when.epoch
+            last_epoch, last = self._last
+            done = when.nbatch + 1
+            if last_epoch != when.epoch or last >= done:
+                last = when.nbatch
+            self._last = (when.epoch, done)
+            due, completed = done // self.period > last // self.period, when.epoch
         else:
             due, completed = (when + 1) % self.period == 0, when + 1
         if due:

@@ -1,8 +1,8 @@
 """Checkpoints: what they hold, and writing them so that a killed run always leaves a whole one.
 
 ``PREFIX-0003.safetensors`` holds parameters and buffers by state_dict name, ``PREFIX-0003.state.safetensors``
-the optimizer's state and each replica's own buffers, ``PREFIX-0003.json`` the rest: where training stood, the
-learning rate, the random states. The number is that of epochs completed.
+the optimizer's state, compression residuals and each replica's own buffers, ``PREFIX-0003.json`` the rest: where
+training stood, the learning rate, the random states, the automatic split. The number is that of epochs completed.
 
 All three carry one id. The tensors are written aside first; renaming the JSON into place is the moment at which
 the checkpoint exists, and only then the tensors are renamed. Whoever reads a JSON whose tensors still lie aside
@@ -31,9 +31,9 @@ from models.random_streams import host_states
 if TYPE_CHECKING:
     from models.module import Module
 
-_FORMAT = 1
+_FORMAT = 2
 _ATTEMPTS = 5
-_OPTIMIZER, _REPLICA = "optimizer/", "replica/"
+_OPTIMIZER, _REPLICA, _RESIDUAL = "optimizer/", "replica/", "residual/"
 
 
 @dataclass
@@ -50,6 +50,11 @@ class Checkpoint:
     samples_seen: list[int]
     random: dict[str, Any]
     """The host's random states when it was written."""
+    compression_residuals: dict[str, torch.Tensor]
+    loss_scale: dict[str, Any] | None
+    """Of float16's loss."""
+    auto: dict[str, Any] | None
+    """What ``work_load_list="auto"`` had found out."""
 
     def needed_optimizer_state(self) -> OptimizerState:
         """The optimizer's state; ValueError where the checkpoint has none."""
@@ -77,6 +82,8 @@ def save(module: Module, prefix: str | Path, epoch: int, save_optimizer_states: 
     buffers, samples_seen = module.replica_buffers()
     for name, of_replicas in buffers.items():
         tensors |= {f"{_REPLICA}{index}/{name}": tensor for index, tensor in enumerate(of_replicas)}
+    if optimizer:
+        tensors |= {f"{_RESIDUAL}{name}": tensor for name, tensor in module.compression_residuals().items()}
     position = asdict(module.position)
     if not position["batch"]:
         position["epoch"] = epoch  # a loop of the user's own has no other count
@@ -89,6 +96,8 @@ def save(module: Module, prefix: str | Path, epoch: int, save_optimizer_states: 
         "optimizer": optimizer.header() if optimizer else None,
         "samples_seen": samples_seen,
         "random": host_states(module.data_generator),
+        "loss_scale": module.loss_scale.state() if module.loss_scale is not None else None,
+        "auto": {"loads": module.auto.state(), "most": module.limits.most} if module.auto is not None else None,
     }
     description.parent.mkdir(parents=True, exist_ok=True)
     _finish(prefix, epoch)
@@ -147,6 +156,9 @@ def read(prefix: str | Path, epoch: int) -> Checkpoint:
         replica_buffers=buffers,
         samples_seen=content["samples_seen"],
         random=content["random"],
+        compression_residuals={n.removeprefix(_RESIDUAL): t for n, t in tensors.items() if n.startswith(_RESIDUAL)},
+        loss_scale=content["loss_scale"],
+        auto=content["auto"],
     )
 
 

@@ -43,6 +43,7 @@ def fit(
     eval_end_callback: BatchCallback | Iterable[BatchCallback] | None = None,
     validation_metric: Any = None,
     resume: Resume | None = None,
+    accumulate: int = 1,
 ) -> None:
     """Train from ``begin_epoch`` to ``num_epoch``.
 
@@ -61,12 +62,15 @@ def fit(
         kvstore: as `Module.init_optimizer` takes it.
         optimizer: likewise.
         optimizer_params: likewise; None: torch's own defaults.
-        batch_end_callback: one or several, called after each batch; those that have a ``close`` are closed at the end.
+        batch_end_callback: one or several, called after each update with the number of its last batch; those that have
+            a ``close`` are closed at the end.
         epoch_end_callback: one or several, called after each epoch with (epoch, network, params, buffers).
         eval_end_callback: one or several, called after each scoring.
         validation_metric: None: as ``eval_metric``.
         resume: a checkpoint prefix (its newest), (prefix, epoch), or "auto": the newest of a `Checkpoint` callback
             given here, or a fresh start if there is none yet.
+        accumulate: batches to an update, whose gradient is that of the mean over all of them, each valid element
+            counted once; the last ones of an epoch make an update however few they are.
 
     Raises:
         TypeError: a wrong type.
@@ -74,6 +78,7 @@ def fit(
         FileNotFoundError: no such checkpoint.
     """
     _check_epochs(begin_epoch, num_epoch)
+    _check_int("accumulate", accumulate, least=1)
     needing = [_needs_batch_size(data) for data in (train_data, eval_data)]
     train = source(train_data, batch_size if needing[0] or not needing[1] else None, shuffle=shuffle, seed=seed)
     evaluation = None
@@ -103,12 +108,15 @@ def fit(
         begin_epoch, skip = _resumed_position(module, train)
     else:
         module.position.epoch = begin_epoch
+    grad_req = module.grad_req
     try:
+        if accumulate > 1:
+            module.grad_req = "add"
         for epoch in range(begin_epoch, num_epoch):
             began = time.perf_counter()
             metric.reset()
             batches = _begin_epoch(module, train, epoch, skip, saved)
-            _train(module, train, enumerate(batches, skip), epoch, metric, batch_callbacks)
+            _train(module, train, enumerate(batches, skip), epoch, metric, batch_callbacks, accumulate)
             skip = 0
             module.average_statistics()
             module.position = type(module.position)(epoch + 1)
@@ -120,6 +128,7 @@ def fit(
             if evaluation is not None:
                 _validate(module, evaluation, validation, epoch, eval_callbacks)
     finally:
+        module.grad_req = grad_req
         for callback in batch_callbacks:
             if hasattr(callback, "close"):
                 callback.close()
@@ -132,13 +141,29 @@ def _train(
     epoch: int,
     metric: EvalMetric,
     callbacks: list[BatchCallback],
+    accumulate: int,
 ) -> None:
-    for nbatch, (data, label) in batches:
-        module.forward_backward_update(data, label)
-        metric.update(label, module.get_outputs(), module)
+    def after_update(nbatch: int, data: Any, label: Any) -> None:
         module.position.batch = nbatch + 1
         if callbacks:
             _call(callbacks, _after_batch(module, train, metric, epoch, nbatch, data, label))
+
+    waiting = 0  # batches whose gradients no update has used
+    for nbatch, (data, label) in batches:
+        if accumulate == 1:
+            module.forward_backward_update(data, label)
+        else:
+            module.forward_backward(data, label)
+            waiting += 1
+        if waiting == accumulate:
+            module.update()
+            waiting = 0
+        metric.update(label, module.get_outputs(), module)
+        if not waiting:
+            after_update(nbatch, data, label)
+    if waiting:
+        module.update()
+        after_update(nbatch, data, label)
 
 
 def _validate(module: Module, data: Source, metric: EvalMetric, epoch: int, callbacks: list[BatchCallback]) -> None:
@@ -222,10 +247,14 @@ def predict(module: Module, data: Any, *, batch_size: int | None = None, num_bat
 
 def _check_epochs(begin_epoch: int, num_epoch: int) -> None:
     for name, value in (("num_epoch", num_epoch), ("begin_epoch", begin_epoch)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} is {value!r}; expected an int")
-        if value < 0:
-            raise ValueError(f"{name} is {value}; expected 0 or more")
+        _check_int(name, value, least=0)
+
+
+def _check_int(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; expected an int")
+    if value < least:
+        raise ValueError(f"{name} is {value}; expected {least} or more")
 
 
 def _begin_epoch(
@@ -241,6 +270,7 @@ def _begin_epoch(
         begun = saved.position["batch"]  # a plain iterable, whose epoch begins anew
         set_host_states(saved.position["random"] if begun else saved.random, train.generator)
     module.position = type(module.position)(epoch, 0, train.plan(), host_states(train.generator))
+    module.begin_epoch()
     return train.epoch(epoch)
 
 

@@ -188,6 +188,13 @@ class Module(Steps):
         self._load_state(params)
         if self.learning_rate == state.initial_learning_rate:
             self.set_learning_rate(state.learning_rate)
+        updates.load_compression_residuals(saved.compression_residuals)
+        if self.loss_scale is not None and saved.loss_scale is not None:
+            self.loss_scale.load_state(saved.loss_scale)
+        if self.auto is not None and saved.auto is not None:
+            self.auto.load_state(saved.auto["loads"])
+            self.work_load_list = list(self.auto.loads)
+            self.limits.most = list(saved.auto["most"])
         self._step = saved.step
         self.position = Position(**saved.position)
         if len(saved.samples_seen) == len(self.replicas.all):

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from collectives.context import Context
+from models.meeting import Aborted
 
 Result = TypeVar("Result")
 _PARALLEL = 1 << 18  # elements: enough for torch to share an addition out
@@ -23,9 +24,16 @@ class SideBySide:
     Distinct GPUs need none: what is launched on them runs side by side anyway. One context runs in the caller.
     """
 
-    def __init__(self, contexts: Sequence[Context]) -> None:
+    def __init__(self, contexts: Sequence[Context], *, meeting: bool = False) -> None:
+        """Start the threads that are needed.
+
+        Args:
+            contexts: where calls will run.
+            meeting: whether calls wait for one another within, so that each needs a thread.
+        """
         gpus = [context for context in contexts if context.device_type == "gpu"]
-        self.uses_threads = len(contexts) > 1 and not len(set(gpus)) == len(gpus) == len(contexts)
+        distinct = len(set(gpus)) == len(gpus) == len(contexts)
+        self.uses_threads = len(contexts) > 1 and (meeting or not distinct)
         self._contexts = list(contexts)
         self._threads: list[ThreadPoolExecutor] = []
         if self.uses_threads:
@@ -54,7 +62,7 @@ class SideBySide:
             Exception: the first that a call raised, with a note that names its context.
         """
         tasks = [
-            (number, partial(self._named, number, function, _callers_state(self._contexts[number])))
+            (number, partial(self._named, number, function, self._callers_state(self._contexts[number])))
             for number, function in calls
         ]
         if not self.uses_threads:
@@ -62,10 +70,9 @@ class SideBySide:
         if one_after_another:
             return [self._threads[number].submit(task).result() for number, task in tasks]
         futures = [self._threads[number].submit(task) for number, task in tasks]
-        errors = [future.exception() for future in futures]  # waits for all, so that none is left running
-        for error in errors:
-            if error is not None:
-                raise error
+        errors = [error for future in futures if (error := future.exception()) is not None]  # waits for all of them
+        if errors:
+            raise next((error for error in errors if not isinstance(error, Aborted)), errors[0])
         return [future.result() for future in futures]
 
     def _named(self, number: int, function: Callable[[], Result], state: list[AbstractContextManager[Any]]) -> Result:
@@ -79,22 +86,22 @@ class SideBySide:
                 error.add_note(f"in the replica on {self._contexts[number]}")
             raise
 
+    def _callers_state(self, context: Context) -> list[AbstractContextManager[Any]]:
+        """What belongs to a thread and must hold in the replica's too: autocast, and the streams of GPUs."""
+        state: list[AbstractContextManager[Any]] = [
+            torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=torch.is_autocast_cache_enabled())
+            for kind in ("cpu", "cuda")
+            if torch.is_autocast_enabled(kind)
+        ]
+        gpus = {each.torch_device for each in self._contexts if each.device_type == "gpu"}
+        ordered = sorted(gpus, key=lambda each: each == context.torch_device)  # the last becomes the current one
+        state += [torch.cuda.stream(torch.cuda.current_stream(device)) for device in ordered]
+        return state
+
     def close(self) -> None:
         """End the threads."""
         for thread in self._threads:
             thread.shutdown()
-
-
-def _callers_state(context: Context) -> list[AbstractContextManager[Any]]:
-    """What belongs to a thread and must hold in the replica's too: autocast, and on a GPU the device and its stream."""
-    state: list[AbstractContextManager[Any]] = [
-        torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=torch.is_autocast_cache_enabled())
-        for kind in ("cpu", "cuda")
-        if torch.is_autocast_enabled(kind)
-    ]
-    if context.device_type == "gpu":
-        state.append(torch.cuda.stream(torch.cuda.current_stream(context.torch_device)))
-    return state
 
 
 def _use_threads(count: int) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from kvstore import KVStore, create
 from kvstore.optimizer import KeyedOptimizer, OptimizerState
 from kvstore.optimizer_spec import OptimizerSpec
+from kvstore.sparse import RowSparse, summed
+from models.flow import Flow
 from models.replicas import Replicas
 
 
@@ -15,7 +19,12 @@ class Updates:
     """What `Module.init_optimizer` chose."""
 
     def __init__(
-        self, replicas: Replicas, kvstore: str | KVStore | None, spec: OptimizerSpec, own_store: KVStore | None = None
+        self,
+        replicas: Replicas,
+        kvstore: str | KVStore | None,
+        spec: OptimizerSpec,
+        own_store: KVStore | None = None,
+        compression: Mapping[str, Any] | None = None,
     ) -> None:
         """Give the weights to a store of that name, or to the store given; one replica needs neither.
 
@@ -24,6 +33,7 @@ class Updates:
             kvstore: a store's name, a store, or None.
             spec: the optimizer.
             own_store: the store that holds these weights already, if one does.
+            compression: how gradients travel to the store; None: as they are.
 
         Raises:
             TypeError: ``kvstore`` is something else.
@@ -40,12 +50,17 @@ class Updates:
             self._optimizer.add(name, parameter)
         self._is_own = isinstance(kvstore, str)
         self.store = create(kvstore) if isinstance(kvstore, str) else kvstore
+        self._flow: Flow | None = None
+        self._is_compressed = compression is not None
         if self.store is None:
             return
         if self._is_own and len(replicas.all) == 1 and self.store.num_workers == 1:
             self.close()
         else:
+            if compression is not None:
+                self.store.set_gradient_compression(compression)
             self._give_to(self.store, spec, is_ours=self.store is own_store)
+            self._flow = Flow(replicas.all, self.store)
 
     def _give_to(self, store: KVStore, spec: OptimizerSpec, is_ours: bool) -> None:
         names = list(self._replicas.first.parameters)
@@ -59,14 +74,24 @@ class Updates:
         for name in held:
             store.assign(name, weights[name][0])
 
+    def begin(self, places: Sequence[int], *, leave_early: bool) -> None:
+        """Get ready for a backward of these replicas; with ``leave_early`` nothing but `step` follows it."""
+        if self._flow is not None:
+            self._flow.begin(places, leave_early=leave_early)
+
     def step(self) -> None:
         """Sum the gradients there are, update their weights once, and give those to every replica."""
-        gradients = self._replicas.gradients()
-        if self.store is not None:
-            names = list(gradients)
-            self.store.pushpull(names, list(gradients.values()), [self._replicas.weights(name) for name in names])
+        if self._flow is not None:
+            self._flow.finish()
         else:
-            self._optimizer.update([(name, gradient) for name, (gradient,) in gradients.items()])
+            self._optimizer.update([(name, _plain(gradient)) for name, gradient in self._replicas.gradients().items()])
+
+    def abandon(self, error: BaseException) -> None:
+        """After a backward that failed: leave replicas and store with the same weights."""
+        if self._flow is not None:
+            gone, all_of_them = self._flow.abandon()
+            if gone:
+                error.add_note(f"{gone} of {all_of_them} buckets had been updated; store and replicas agree on them")
 
     def take_over_weights(self) -> None:
         """Have the store hold what the replicas hold."""
@@ -97,11 +122,34 @@ class Updates:
         else:
             self.store.load_optimizer_state(state)
 
+    def compression_residuals(self) -> dict[str, torch.Tensor]:
+        """What compression has left out so far, on the host."""
+        return self.store.compression_residuals() if self.store is not None else {}
+
+    def load_compression_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Put back what `compression_residuals` returned, if gradients are compressed here."""
+        if self.store is not None and self._is_compressed:
+            self.store.load_compression_residuals(residuals)
+
+    def let_go(self) -> None:
+        """Take the hooks off the replicas' parameters."""
+        if self._flow is not None:
+            self._flow.close()
+            self._flow = None
+
     def close(self) -> None:
         """Close the store, if it was made here."""
+        self.let_go()
         if self.store is not None and self._is_own:
             self.store.close()
         self.store = None
+
+
+def _plain(gradient: torch.Tensor) -> torch.Tensor | RowSparse:
+    """A dense gradient, or the rows of a sparse one, each once."""
+    if gradient.layout == torch.strided:
+        return gradient
+    return summed([RowSparse.from_coo(gradient)], gradient.device)
 
 
 Request = tuple[Any, Any, Mapping[str, Any]]

@@ -14,8 +14,6 @@ if sys.byteorder != "little":
         "payloads are views of tensors, little endian; this machine is big endian, for which none is written"
     )
 
-_CHUNK_BYTES = 1024 * 1024
-_CUDA_CHUNK_BYTES = 64 * 1024 * 1024
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -63,17 +61,6 @@ class Codec(abc.ABC):
         self.decode(payload, residual)
         torch.sub(total, residual, out=residual)
         return payload
-
-
-def chunk_numel(values: torch.Tensor) -> int:
-    """How many values go through all of a codec's steps at a time; a multiple of 16.
-
-    On the host 1 MiB for each of torch's threads, so that the steps between meet in the cores' caches: 256 KiB to 4 MiB
-    cost the same to one thread, and fewer steps are fewer barriers to several. On a GPU as much as spares memory, for
-    there a step costs its launch.
-    """
-    size = _CUDA_CHUNK_BYTES if values.is_cuda else _CHUNK_BYTES * torch.get_num_threads()
-    return size // values.element_size()
 
 
 def checked_payload(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -30,18 +30,31 @@ def compress(codec: Codec, gradient: torch.Tensor, residual: torch.Tensor | None
         ValueError: NaN or infinity in the gradient, in the residual or in their sum; a residual that does not fit; a
             dtype that is not in the list. Nothing has changed then.
     """
-    with torch.no_grad():
-        check_dtype(gradient)
-        if residual is None:
-            _check_finite(gradient, f"the gradient of {what}")
-            return codec.encode(gradient)
+    check(gradient, residual, what)
+    return compress_checked(codec, gradient, residual)
+
+
+@torch.no_grad()
+def check(gradient: torch.Tensor, residual: torch.Tensor | None, what: str) -> None:
+    """Raise what `compress` would raise; for who compresses several gradients, and wants all or none to go."""
+    check_dtype(gradient)
+    if residual is None:
+        _check_finite(gradient, f"the gradient of {what}")
+    else:
         _check_fits(gradient, residual, what)
         _check_sum_finite(gradient, residual, what)
-        flat = residual.reshape(-1)
-        payload = codec.encode_with_feedback(gradient.reshape(-1), flat)
-        if not residual.is_contiguous():  # then flat is a copy, or may be one
-            residual.copy_(flat.view(residual.shape))
-        return payload
+
+
+@torch.no_grad()
+def compress_checked(codec: Codec, gradient: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """`compress` of what `check` has let pass."""
+    if residual is None:
+        return codec.encode(gradient)
+    flat = residual.reshape(-1)
+    payload = codec.encode_with_feedback(gradient.reshape(-1), flat)
+    if not residual.is_contiguous():  # then flat is a copy, or may be one
+        residual.copy_(flat.view(residual.shape))
+    return payload
 
 
 def _check_fits(gradient: torch.Tensor, residual: torch.Tensor, what: str) -> None:

@@ -6,8 +6,9 @@ from typing import ClassVar
 
 import torch
 
-from collectives.compression.codec import Codec, check_dtype, checked_payload, chunk_numel, typed
+from collectives.compression.codec import Codec, check_dtype, checked_payload, typed
 from collectives.compression.registry import register
+from collectives.compression.spans import in_spans, piece_numel, pieces
 
 
 class _Half(Codec):
@@ -33,12 +34,14 @@ class _Half(Codec):
             rounded.copy_(flat)
             return payload
         largest = torch.finfo(self.dtype).max
-        chunk = chunk_numel(flat)
-        scratch = torch.empty(min(chunk, flat.numel()), dtype=torch.float32, device=flat.device)
-        for start in range(0, flat.numel(), chunk):
-            piece = flat[start : start + chunk].float()  # bfloat16 itself cannot hold the largest float16
-            within = torch.clamp(piece, -largest, largest, out=scratch[: piece.numel()])
-            rounded[start : start + chunk].copy_(within)
+
+        def round_within(start: int, stop: int) -> None:
+            scratch = torch.empty(piece_numel(stop - start, flat.device), dtype=torch.float32, device=flat.device)
+            for piece in pieces(start, stop, flat.device):
+                part = flat[piece].float()  # bfloat16 itself cannot hold the largest float16
+                rounded[piece].copy_(torch.clamp(part, -largest, largest, out=scratch[: part.numel()]))
+
+        in_spans(round_within, flat.numel(), flat.device)
         return payload
 
     def decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:

@@ -6,8 +6,9 @@ import math
 
 import torch
 
-from collectives.compression.codec import Codec, check_dtype, checked_number, checked_payload, chunk_numel
+from collectives.compression.codec import Codec, check_dtype, checked_number, checked_payload
 from collectives.compression.registry import register
+from collectives.compression.spans import in_spans, piece_numel, pieces
 
 _LOW_BITS = 0x03030303
 # Four codes, one a byte of an int32, times this: each lands at its place in the highest byte, and what lands below
@@ -58,12 +59,15 @@ class TwoBit(Codec):
         table = self._table(out)
         fours, rest = divmod(flat.numel(), 4)
         rows = flat[: fours * 4].view(-1, 4)
-        chunk = chunk_numel(out) // 4
-        scratch = torch.empty(min(chunk, fours), dtype=torch.int32, device=out.device)
-        for start in range(0, fours, chunk):
-            piece = payload[start : min(start + chunk, fours)]
-            index = scratch[: piece.numel()].copy_(piece)
-            torch.index_select(table, 0, index, out=rows[start : start + chunk])
+
+        def look_up(start: int, stop: int) -> None:
+            scratch = torch.empty(piece_numel(stop - start, out.device) // 4, dtype=torch.int32, device=out.device)
+            for piece in pieces(start, stop, out.device):
+                part = slice(piece.start // 4, piece.stop // 4)
+                index = scratch[: part.stop - part.start].copy_(payload[part])
+                torch.index_select(table, 0, index, out=rows[part])
+
+        in_spans(look_up, fours * 4, out.device)
         if rest:
             flat[fours * 4 :] = table[payload[fours].long(), :rest]
         if not out.is_contiguous():
@@ -73,27 +77,31 @@ class TwoBit(Codec):
         """The payload of ``values``; of values + gradient where there is one, and values then keep what is not sent."""
         check_dtype(values)
         threshold, below = self._bounds(values.dtype)
-        numel = values.numel()
-        payload = torch.empty(self.payload_bytes(numel, values.dtype), dtype=torch.uint8, device=values.device)
+        numel, device = values.numel(), values.device
+        payload = torch.empty(self.payload_bytes(numel, values.dtype), dtype=torch.uint8, device=device)
         packed = payload.view(torch.int8)
-        chunk = chunk_numel(values)
-        signs = torch.empty(min(chunk, numel), dtype=values.dtype, device=values.device)
-        codes = torch.empty(-(-signs.numel() // 16) * 16, dtype=torch.int8, device=values.device)
-        for start in range(0, numel, chunk):
-            piece = values[start : start + chunk]
-            size = piece.numel()
-            if gradient is not None:
-                piece.add_(gradient[start : start + chunk])
-            # hardshrink keeps what is beyond `below`, that is, at or beyond the threshold. Float steps of this kind
-            # cost a fourth of torch's comparisons.
-            sign = torch.hardshrink(piece, below, out=signs[:size]).sign_()
-            if gradient is not None:
-                piece.sub_(sign, alpha=threshold)
-            codes[:size].copy_(sign)
-            codes[size:].zero_()
-            words = codes[: -(-size // 16) * 16].view(torch.int32)
-            words.bitwise_and_(_LOW_BITS).mul_(_GATHER).bitwise_right_shift_(24)
-            packed[start // 4 : start // 4 + words.numel()].copy_(words)
+
+        def pack(start: int, stop: int) -> None:
+            signs = torch.empty(piece_numel(stop - start, device), dtype=values.dtype, device=device)
+            codes = torch.zeros(-(-signs.numel() // 16) * 16, dtype=torch.int8, device=device)
+            words = codes.view(torch.int32)
+            for piece in pieces(start, stop, device):
+                part, size = values[piece], piece.stop - piece.start
+                if gradient is not None:
+                    part.add_(gradient[piece])
+                # hardshrink keeps what is beyond `below`, that is, at or beyond the threshold; torch's comparisons
+                # cost four times as much
+                sign = torch.hardshrink(part, below, out=signs[:size]).sign_()
+                if gradient is not None:
+                    part.sub_(sign, alpha=threshold)
+                codes[:size].copy_(sign)
+                if size < signs.numel():
+                    codes[size:].zero_()
+                words.bitwise_and_(_LOW_BITS).mul_(_GATHER).bitwise_right_shift_(24)
+                target = packed[piece.start // 4 : -(-piece.stop // 16) * 4]
+                target.copy_(words[: target.numel()])
+
+        in_spans(pack, numel, device)
         return payload
 
     def _bounds(self, dtype: torch.dtype) -> tuple[float, float]:

@@ -1,0 +1,269 @@
+"""The flow of gradients to the store: gathered in flat buckets during backward, which leave as they fill."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+
+from collectives.work import Work
+from kvstore import KVStore
+from kvstore.bucketing import Bucket, plan
+from models.replicas import Replica
+
+_log = logging.getLogger("gangline")
+BUCKET_BYTES = 4 << 20
+"""How much a bucket holds at most: enough that a bucket's cost is its bytes, little enough to leave in time."""
+
+
+@dataclass(eq=False)
+class _Filling:
+    """A bucket with its flat tensors on every replica, and how far it is filled in the backward that runs."""
+
+    bucket: Bucket
+    priority: int
+    gradients: list[torch.Tensor]
+    weights: list[torch.Tensor]
+    gradient_of: list[dict[str, torch.Tensor]] = field(init=False)
+    weight_of: list[dict[str, torch.Tensor]] = field(init=False)
+    awaited: dict[int, set[str]] = field(default_factory=dict)
+    """The gradients that have yet to arrive, by the replica's place; empty where the bucket waits for the end."""
+    filled: list[torch.cuda.Event] = field(default_factory=list)
+    left: Work | None = None
+
+    def __post_init__(self) -> None:
+        self.gradient_of = [_by_name(self.bucket, flat) for flat in self.gradients]
+        self.weight_of = [_by_name(self.bucket, flat) for flat in self.weights]
+
+
+class Flow:
+    """Takes the gradients of all replicas to a store, and the new weights back.
+
+    The first backward is watched: its order becomes that of the buckets, and what it shows to be sparse stays out of
+    them. From then on a gradient is moved into its bucket by a hook as soon as autograd has it, and the replicas'
+    parameters are views of flat tensors, into which the store's weights are copied whole.
+
+    A gradient is not accumulated into its bucket by autograd, which would have to read and clear the bucket first; one
+    copy costs half of that, and whatever a user does to ``.grad`` cannot detach a bucket.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], store: KVStore) -> None:
+        """Hook into the parameters that are trained."""
+        self._replicas = list(replicas)
+        self._store = store
+        self._fillings: list[_Filling] = []
+        self._home: dict[str, _Filling] = {}
+        self._arrivals: dict[str, int] = {}  # of the watched backward: how often each gradient arrived, in order
+        self._places: list[int] = []  # of the replicas that take part in this backward
+        self._repeated: set[str] = set()
+        self._moved: set[str] = set()
+        self._lock = threading.Lock()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, place, name))  # type: ignore[no-untyped-call]
+            for place, replica in enumerate(replicas)
+            for name, parameter in replica.parameters.items()
+        ]
+
+    def begin(self, places: Iterable[int], *, leave_early: bool) -> None:
+        """Get ready for a backward.
+
+        Args:
+            places: of the replicas that take part in it.
+            leave_early: hand each bucket to the store as soon as all of them have filled it; else `finish` does.
+        """
+        self._places = list(places)
+        for filling in self._fillings:
+            filling.left = None
+            filling.filled.clear()
+            waits = not leave_early or self._repeated.intersection(filling.gradient_of[0])
+            names = filling.gradient_of[0].keys()
+            filling.awaited = {} if waits else {place: set(names) for place in self._places}
+
+    def _arrived(self, place: int, name: str, parameter: torch.Tensor) -> None:
+        """A gradient is complete: autograd calls this, in the thread that made it."""
+        filling = self._home.get(name)
+        if filling is None:
+            if not self._fillings and self._places and place == self._places[0]:
+                self._arrivals[name] = self._arrivals.get(name, 0) + 1
+            return
+        if filling.left is not None:
+            raise RuntimeError(
+                f"parameter {name!r} got another gradient when its bucket had gone to the store already, as happens "
+                "where layers that share a weight are checkpointed with use_reentrant=True; call forward_backward() "
+                "and update() instead of forward_backward_update()"
+            )
+        if not _gather(parameter, filling.gradient_of[place][name]):
+            return
+        with self._lock:
+            awaited = filling.awaited.get(place)
+            if awaited is None:
+                return
+            awaited.discard(name)
+            if awaited:
+                return
+            if parameter.is_cuda:
+                filling.filled.append(torch.cuda.current_stream(parameter.device).record_event())
+            del filling.awaited[place]
+            if filling.awaited:
+                return
+        for event in filling.filled:
+            torch.cuda.current_stream(event.device).wait_event(event)
+        self._leave(filling, self._places, None, async_op=True)
+
+    def _leave(
+        self, filling: _Filling, places: Sequence[int], names: Sequence[str] | None, *, async_op: bool = False
+    ) -> None:
+        flats = [filling.gradients[place] for place in places]
+        filling.left = self._store.push_bucket(filling.bucket, flats, names, filling.priority, async_op=async_op)
+
+    def finish(self) -> None:
+        """Push what has not left, and pull all weights into the replicas.
+
+        Parameters that no replica has a gradient for are left alone.
+        """
+        apart = [name for name in self._replicas[0].parameters if name not in self._home]
+        for filling in self._fillings:
+            if filling.left is None:
+                apart += self._close(filling)
+        self._move_apart(apart)
+        for filling in sorted(self._fillings, key=lambda filling: -filling.priority):
+            if filling.left is not None:
+                filling.left.wait()
+                self._keep_views(filling)
+                self._store.pull_bucket(filling.bucket, filling.weights, filling.priority)
+                filling.left = None
+        if not self._fillings and self._arrivals:
+            self._form()
+
+    def abandon(self) -> tuple[int, int]:
+        """After a failed backward: have the replicas hold what the store holds.
+
+        Returns:
+            How many buckets had gone to the store, of how many.
+        """
+        gone = [filling for filling in self._fillings if filling.left is not None]
+        for filling in gone:
+            self._keep_views(filling)
+            self._store.pull_bucket(filling.bucket, filling.weights)
+            filling.left = None
+        for filling in self._fillings:
+            filling.awaited = {}
+        return len(gone), len(self._fillings)
+
+    def _close(self, filling: _Filling) -> list[str]:
+        """Push a bucket that backward left open; returns the names whose gradients turned out to be sparse."""
+        sparse = [name for name in filling.gradient_of[0] if any(_is_sparse(p.grad) for p in self._parameters(name))]
+        present: dict[str, list[int]] = {}
+        for name in filling.gradient_of[0]:
+            if name not in sparse:
+                places = [place for place, p in enumerate(self._parameters(name)) if p.grad is not None]
+                for place in places:
+                    _gather(self._replicas[place].parameters[name], filling.gradient_of[place][name])
+                if places:
+                    present[name] = places
+        used = sorted({place for places in present.values() for place in places})
+        for name, places in present.items():
+            for place in set(used).difference(places):
+                filling.gradient_of[place][name].zero_()
+        if present:
+            self._leave(filling, used, list(present))
+        return sparse
+
+    def _move_apart(self, names: Sequence[str]) -> None:
+        """Push and pull key by key."""
+        dense: dict[str, list[torch.Tensor]] = {}
+        for name in names:
+            gradients = [p.grad for p in self._parameters(name) if p.grad is not None]
+            if gradients and all(_is_sparse(gradient) for gradient in gradients):
+                self._store.push(name, gradients)
+                rows = torch.cat([gradient._indices()[0].to(gradients[0].device) for gradient in gradients])
+                self._store.row_sparse_pull(name, self._weights(name), row_ids=rows)
+            elif gradients:
+                dense[name] = gradients
+        if dense:
+            self._store.pushpull(list(dense), list(dense.values()), [self._weights(name) for name in dense])
+
+    def _form(self) -> None:
+        """Make the buckets, in the order in which the watched backward finished."""
+        self._repeated = {name for name, count in self._arrivals.items() if count > 1}
+        first = self._replicas[0].parameters
+        lone = set() if not first or not next(iter(first.values())).is_cuda else _fused_by_cudnn(self._replicas[0])
+        names = [
+            name
+            for name in self._arrivals
+            if name not in lone and not any(_is_sparse(p.grad) for p in self._parameters(name))
+        ]
+        for number, bucket in enumerate(plan([(name, first[name].detach()) for name in names], BUCKET_BYTES)):
+            self._store.fuse(bucket)
+            devices = [replica.context.torch_device for replica in self._replicas]
+            filling = _Filling(
+                bucket,
+                number,  # what is needed first in the next forward arrives last, and goes first
+                [bucket.empty(device) for device in devices],
+                [bucket.empty(device) for device in devices],
+            )
+            self._fillings.append(filling)
+            for place in range(len(self._replicas)):
+                for name, view in filling.weight_of[place].items():
+                    parameter = self._replicas[place].parameters[name]
+                    view.copy_(parameter.detach())
+                    parameter.data = view
+                    _gather(parameter, filling.gradient_of[place][name])
+                    self._home[name] = filling
+
+    def _keep_views(self, filling: _Filling) -> None:
+        """Have the parameters be the bucket's views again where something gave them memory of their own."""
+        for place in range(len(self._replicas)):
+            for name, view in filling.weight_of[place].items():
+                parameter = self._replicas[place].parameters[name]
+                if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
+                    parameter.data = view
+                    if name not in self._moved:
+                        self._moved.add(name)
+                        _log.warning("parameter %r had moved to memory of its own; it is back in its bucket", name)
+
+    def _parameters(self, name: str) -> list[nn.Parameter]:
+        return [replica.parameters[name] for replica in self._replicas]
+
+    def _weights(self, name: str) -> list[torch.Tensor]:
+        return [parameter.data for parameter in self._parameters(name)]
+
+    def close(self) -> None:
+        """Take the hooks away; parameters stay views of the flat tensors."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def _gather(parameter: torch.Tensor, view: torch.Tensor) -> bool:
+    """Have ``parameter.grad`` be ``view``, with its values; False where there is none, or a sparse one."""
+    gradient = parameter.grad
+    if gradient is None or _is_sparse(gradient):
+        return False
+    if gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
+        view.copy_(gradient)
+        parameter.grad = view
+    return True
+
+
+def _is_sparse(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and gradient.layout != torch.strided
+
+
+def _by_name(bucket: Bucket, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {str(key): view for key, view in bucket.views(flat).items()}
+
+
+def _fused_by_cudnn(replica: Replica) -> set[str]:
+    """The weights of recurrent layers, which cuDNN wants in one piece of memory of its own."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in replica.network.named_modules()
+        if isinstance(module, nn.RNNBase)
+        for name, _ in module.named_parameters(recurse=False)
+    }

@@ -1,0 +1,534 @@
+"""Codecs, error feedback around them, and what users may ask for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+
+from bench.compression import measure
+from collectives.compression import BFloat16, Codec, Float16, TopK, TwoBit, compress, parse, register, registry, spans
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+CODECS: list[Codec] = [TwoBit(0.5), Float16(), BFloat16(), TopK(0.1)]
+SIZES = [0, 1, 3, 4, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 200, 1000]
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Pieces of 32 values and a thread for each 96, so that small tensors reach every border."""
+    monkeypatch.setattr(spans, "_PIECE", 32)
+    monkeypatch.setattr(spans, "_SMALLEST_SPAN", 96)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 0.3) -> torch.Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def bits(values: torch.Tensor) -> bytes:
+    return values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def decoded(codec: Codec, payload: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    out = torch.full_like(like, 7.0)
+    codec.decode(payload, out)
+    return out
+
+
+# -- 2bit: the scalar rule --------------------------------------------------------------------------------------------
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """A float64 in the dtype and back; the sum of two numbers of the dtype is rounded once by it."""
+    if dtype == torch.bfloat16:
+        return float(torch.tensor(value, dtype=torch.float64).to(torch.float32).to(torch.bfloat16))
+    kind = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}[dtype]
+    return float(kind(value))
+
+
+def scalar_rule(residual: list[float], gradient: list[float], threshold: float, dtype: torch.dtype) -> list[int]:
+    """One step, a value after the other; changes ``residual`` and returns the codes."""
+    codes = []
+    for i, value in enumerate(gradient):
+        total = rounded(residual[i] + value, dtype)
+        code = 0
+        if total >= threshold:
+            code, total = 1, rounded(total - threshold, dtype)
+        elif total <= -threshold:
+            code, total = 3, rounded(total + threshold, dtype)
+        residual[i] = total
+        codes.append(code)
+    return codes
+
+
+def packed(codes: list[int]) -> bytes:
+    padded = codes + [0] * (-len(codes) % 16)
+    return bytes(sum(padded[i + j] << 2 * j for j in range(4)) for i in range(0, len(padded), 4))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("numel", "threshold"), [(97, 0.5), (131, 0.03)])
+@pytest.mark.usefixtures("small_pieces")
+def test_two_bit_is_the_scalar_rule_bit_for_bit_over_200_steps(
+    dtype: torch.dtype, numel: int, threshold: float
+) -> None:
+    codec, residual = TwoBit(threshold), torch.zeros(numel, dtype=dtype)
+    in_dtype = rounded(threshold, dtype)
+    expected = [0.0] * numel
+    for step in range(200):
+        gradient = normal(numel, dtype=dtype, seed=step, scale=threshold)
+        gradient[step % numel] = threshold  # on the border
+        gradient[(step + 1) % numel] = -threshold
+        codes = scalar_rule(expected, gradient.tolist(), in_dtype, dtype)
+        payload = compress(codec, gradient, residual, "a key")
+        assert payload.numpy().tobytes() == packed(codes)
+        assert bits(residual) == bits(torch.tensor(expected, dtype=dtype))
+        sent = [{0: 0.0, 1: in_dtype, 3: -in_dtype}[code] for code in codes]
+        assert bits(decoded(codec, payload, gradient)) == bits(torch.tensor(sent, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_two_bit_over_several_threads_and_real_pieces(dtype: torch.dtype) -> None:
+    numel = 2**20 + 2**15 + 21
+    kind: Any = np.float32 if dtype == torch.float32 else np.float64
+    residual = torch.zeros(numel, dtype=dtype)
+    expected, threshold = np.zeros(numel, kind), kind(0.3)
+    for step in range(3):
+        gradient = normal(numel, dtype=dtype, seed=step)
+        payload = compress(TwoBit(0.3), gradient, residual, "a key")
+        expected += gradient.numpy()
+        sent = np.where(expected >= threshold, threshold, np.where(expected <= -threshold, -threshold, kind(0)))
+        expected -= sent
+        assert bits(residual) == expected.tobytes()
+        assert bits(decoded(TwoBit(0.3), payload, gradient)) == sent.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.usefixtures("small_pieces")
+def test_two_bit_without_feedback(dtype: torch.dtype, numel: int) -> None:
+    values = normal(numel, dtype=dtype, scale=1.0)
+    before = values.clone()
+    payload = compress(TwoBit(0.5), values, None, "a key")
+    assert payload.numel() == math.ceil(numel / 16) * 4
+    assert payload.numpy().tobytes() == packed([1 if v >= 0.5 else 3 if v <= -0.5 else 0 for v in values.tolist()])
+    assert torch.equal(values, before)
+
+
+def test_the_neighbours_of_the_threshold() -> None:
+    for dtype in DTYPES:
+        step = torch.finfo(dtype).eps / 4
+        values = torch.tensor([0.5, 0.5 - step, -0.5, -0.5 + step, 0.0, -0.0], dtype=dtype)
+        sent = decoded(TwoBit(0.5), TwoBit(0.5).encode(values), values)
+        assert sent.tolist() == [0.5, 0, -0.5, 0, 0, 0]
+
+
+def test_a_threshold_that_the_dtype_cannot_hold() -> None:
+    for threshold in (1e-9, 1e6):
+        residual = torch.zeros(4, dtype=torch.float16)
+        with pytest.raises(ValueError, match=r"threshold .* in torch\.float16; expected one that stays finite"):
+            compress(TwoBit(threshold), torch.ones(4, dtype=torch.float16), residual, "a key")
+        assert not residual.any()
+
+
+def test_the_smallest_threshold() -> None:
+    smallest = 2.0**-24
+    values = torch.tensor([smallest, 0.0, -smallest], dtype=torch.float16)
+    assert torch.equal(decoded(TwoBit(smallest), TwoBit(smallest).encode(values), values), values)
+
+
+# -- half precision ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("codec", [Float16(), BFloat16()])
+@pytest.mark.usefixtures("small_pieces")
+def test_half_rounds_as_torch_does(codec: Float16 | BFloat16, dtype: torch.dtype) -> None:
+    for numel in SIZES:
+        values = normal(numel, dtype=dtype)
+        payload = codec.encode(values)
+        assert payload.numel() == codec.payload_bytes(numel, dtype) == 2 * numel
+        assert payload.numpy().tobytes() == bits(values.to(codec.dtype))
+        assert torch.equal(decoded(codec, payload, values), values.to(codec.dtype).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_fp16_saturates(dtype: torch.dtype) -> None:
+    values = torch.tensor([1e5, -1e5, 65536.0, 3e38, -3e38, 1.0], dtype=dtype)
+    payload = Float16().encode(values)
+    assert payload.view(torch.float16).tolist() == [65504.0, -65504.0, 65504.0, 65504.0, -65504.0, 1.0]
+
+
+def test_bf16_saturates() -> None:
+    largest = torch.finfo(torch.bfloat16).max
+    for values in (torch.tensor([3.4e38, -3.4e38]), torch.tensor([1e300, -1e300], dtype=torch.float64)):
+        assert BFloat16().encode(values).view(torch.bfloat16).tolist() == [largest, -largest]
+
+
+def test_what_saturation_cut_off_stays_in_the_residual() -> None:
+    residual = torch.zeros(1)
+    compress(Float16(), torch.tensor([100000.0]), residual, "a key")
+    assert residual.tolist() == [100000.0 - 65504.0]
+
+
+def test_ties_go_to_even() -> None:
+    values = torch.tensor([1 + 2**-11, 1 + 3 * 2**-11])
+    assert Float16().encode(values).view(torch.float16).tolist() == [1.0, 1 + 2 * 2**-10]
+
+
+# -- top-k ------------------------------------------------------------------------------------------------------------
+
+
+def parts(payload: torch.Tensor, count: int, dtype: torch.dtype) -> tuple[list[int], list[float]]:
+    return payload[: 4 * count].view(torch.int32).tolist(), payload[4 * count :].clone().view(dtype).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.25, 1.0])
+def test_top_k_is_the_sorted_rule(dtype: torch.dtype, ratio: float) -> None:
+    for numel in SIZES:
+        values = normal(numel, dtype=dtype)  # float16 and bfloat16 have ties
+        plain = values.tolist()
+        count = math.ceil(ratio * numel)
+        best = sorted(sorted(range(numel), key=lambda i: (-abs(plain[i]), i))[:count])
+        payload = TopK(ratio).encode(values)
+        assert payload.numel() == TopK(ratio).payload_bytes(numel, dtype) == count * (4 + dtype.itemsize)
+        assert parts(payload, count, dtype) == (best, [plain[i] for i in best])
+        expected = torch.zeros_like(values)
+        expected[best] = values[best]
+        assert torch.equal(decoded(TopK(ratio), payload, values), expected)
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.001, 0.9])
+def test_top_k_finds_the_same_from_a_sample(ratio: float) -> None:
+    numel = 2**17 + 3  # a value in two is sampled
+    for values in (
+        normal(numel),
+        normal(numel, dtype=torch.bfloat16),
+        torch.arange(numel) % 2 * 1.0,
+        torch.zeros(numel),
+    ):
+        count = math.ceil(ratio * numel)
+        best = values.abs().sort(descending=True, stable=True).indices[:count].sort().values
+        indices, _ = parts(TopK(ratio).encode(values), count, values.dtype)
+        assert indices == best.tolist()
+
+
+def test_a_sample_that_misleads_changes_nothing() -> None:
+    values = torch.zeros(2**17)
+    values[::2] = 5.0  # all that the sample sees
+    values[1] = 9.0
+    indices, _ = parts(TopK(0.001).encode(values), 132, values.dtype)
+    assert indices == [0, 1, *range(2, 2 * 131, 2)]
+
+
+def test_top_k_ties_go_to_the_lower_index() -> None:
+    values = torch.tensor([1.0, -2.0, 2.0, 1.0, -2.0, 0.0])
+    assert parts(TopK(0.5).encode(values), 3, values.dtype) == ([1, 2, 4], [-2.0, 2.0, -2.0])
+    assert parts(TopK(0.3).encode(values), 2, values.dtype) == ([1, 2], [-2.0, 2.0])
+
+
+def test_the_ratio_counts_as_it_is_written() -> None:
+    assert 0.07 * 100 > 7
+    assert TopK(0.07).payload_bytes(100, torch.float32) == 7 * 8
+
+
+def test_top_k_refuses_what_int32_cannot_index() -> None:
+    with pytest.raises(ValueError, match="2147483648 values came for TopK; expected fewer"):
+        TopK().payload_bytes(2**31, torch.float32)
+
+
+def test_top_k_refuses_an_index_out_of_range() -> None:
+    for index in (-1, 10):
+        payload = torch.cat(
+            (torch.tensor([index], dtype=torch.int32).view(torch.uint8), torch.ones(1).view(torch.uint8))
+        )
+        with pytest.raises(ValueError, match=f"indices from {index} to {index}; expected 0 to 9"):
+            TopK(0.1).decode(payload, torch.zeros(10))
+
+
+# -- every codec ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_was_sent_and_the_residual_add_up_to_the_gradients(codec: Codec, dtype: torch.dtype) -> None:
+    residual = torch.zeros(10, 13, dtype=dtype)
+    sent, given = (torch.zeros(10, 13, dtype=torch.float64) for _ in range(2))
+    steps = 30
+    for step in range(steps):
+        gradient = normal(10, 13, dtype=dtype, seed=step)
+        sent += decoded(codec, compress(codec, gradient, residual, "a key"), gradient).double()
+        given += gradient.double()
+    error = (sent + residual.double() - given).abs().max()
+    assert error <= steps * 2 * torch.finfo(dtype).eps * 3  # two roundings a step of numbers of at most some 3
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strides_do_not_matter(codec: Codec, dtype: torch.dtype) -> None:
+    plain = normal(2, 5, 7, 3, dtype=dtype)
+    strided = plain.to(memory_format=torch.channels_last)
+    expected = torch.zeros_like(plain)
+    residual = torch.zeros_like(strided)
+    assert not residual.is_contiguous()
+    payload = compress(codec, plain, expected, "a key")
+    assert torch.equal(compress(codec, strided, residual, "a key"), payload)
+    assert torch.equal(residual, expected)
+    assert torch.equal(codec.encode(plain.transpose(0, 3)), codec.encode(plain.transpose(0, 3).contiguous()))
+    out = torch.full((2, 5, 7, 6), 7.0, dtype=dtype)[..., ::2]
+    codec.decode(payload, out)
+    assert torch.equal(out, decoded(codec, payload, plain))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_payload_may_begin_anywhere(codec: Codec) -> None:
+    values = normal(50, dtype=torch.float64)
+    payload = codec.encode(values)
+    message = torch.zeros(payload.numel() + 1, dtype=torch.uint8)
+    message[1:] = payload
+    assert torch.equal(decoded(codec, message[1:], values), decoded(codec, payload, values))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_same_again(codec: Codec) -> None:
+    values = normal(3000, dtype=torch.float16)
+    assert torch.equal(codec.encode(values), codec.encode(values.clone()))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_scalars_and_nothing(codec: Codec) -> None:
+    for shape in ((), (0,), (3, 0)):
+        gradient, residual = torch.ones(shape), torch.zeros(shape)
+        payload = compress(codec, gradient, residual, "a key")
+        assert payload.shape == (codec.payload_bytes(gradient.numel(), gradient.dtype),)
+        assert decoded(codec, payload, gradient).shape == gradient.shape
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.usefixtures("small_pieces")
+def test_a_gradient_that_records_and_inference_mode(codec: Codec) -> None:
+    gradient = normal(300).requires_grad_()
+    expected = compress(codec, gradient, torch.zeros(300), "a key")
+    assert not expected.requires_grad
+    with torch.inference_mode():
+        assert torch.equal(compress(codec, normal(300), torch.zeros(300), "a key"), expected)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_and_infinity_are_refused_before_anything_changes(codec: Codec, bad: float, dtype: torch.dtype) -> None:
+    gradient = normal(100, dtype=dtype)
+    gradient[63] = bad
+    residual = normal(100, dtype=dtype, seed=1)
+    before = residual.clone()
+    for kept in (residual, None):
+        with pytest.raises(ValueError, match=r"the gradient of key 'fc\.weight' holds NaN or infinity"):
+            compress(codec, gradient, kept, "key 'fc.weight'")
+    assert torch.equal(residual, before)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_sum_that_overflows_is_refused(codec: Codec) -> None:
+    largest = torch.finfo(torch.float16).max
+    gradient, residual = (torch.tensor([largest, 0.0], dtype=torch.float16) for _ in range(2))
+    with pytest.raises(
+        ValueError, match=r"the gradient of key 3 and its residual add up to infinity in torch\.float16"
+    ):
+        compress(codec, gradient, residual, "key 3")
+    assert residual.tolist() == [largest, 0.0]
+    compress(codec, gradient.flip(0), residual, "key 3")  # apart, they do not meet
+
+
+def test_a_residual_that_is_not_finite_is_refused() -> None:
+    with pytest.raises(ValueError, match="the residual of key 3 holds NaN"):
+        compress(TwoBit(), torch.zeros(2), torch.tensor([0.0, math.nan]), "key 3")
+
+
+@pytest.mark.parametrize(
+    ("residual", "message"),
+    [
+        (torch.zeros(3), r"residual of key 3 has shape torch.Size\(\[3\]\)"),
+        (torch.zeros(2, dtype=torch.float64), "residual of key 3 has dtype torch.float64"),
+        (torch.zeros(2, device="meta"), "residual of key 3 has device meta"),
+    ],
+)
+def test_a_residual_that_does_not_fit(residual: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compress(TwoBit(), torch.zeros(2), residual, "key 3")
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_integers_are_refused(codec: Codec) -> None:
+    with pytest.raises(ValueError, match=r"tensor of torch\.int64 came to be compressed"):
+        compress(codec, torch.ones(3, dtype=torch.int64), None, "a key")
+    with pytest.raises(ValueError, match=r"tensor of torch\.int64 came to be compressed"):
+        codec.encode(torch.ones(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_payload_that_does_not_fit(codec: Codec) -> None:
+    payload = codec.encode(normal(100))
+    out = torch.zeros(100)
+    for wrong in (payload[:-1], torch.cat((payload, payload[:1])), payload.view(1, -1), payload.view(torch.int8)):
+        with pytest.raises(ValueError, match=r"payload has shape .* expected"):
+            codec.decode(wrong, out)
+    assert not out.any()
+
+
+def test_an_error_in_another_thread_reaches_the_caller(small_pieces: None) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def work(start: int, stop: int) -> None:
+        seen.append((start, stop))
+        if start:
+            raise ValueError(f"span {start}")
+
+    with pytest.raises(ValueError, match="span 96"):
+        spans.in_spans(work, 300, torch.device("cpu"))
+    assert sorted(seen) == [(0, 96), (96, 192), (192, 300)]
+
+
+# -- the registry -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"type": "2bit"}, {"type": "2bit", "threshold": 0.5, "error_feedback": True, "pull_type": None}),
+        (
+            {"type": "2bit", "threshold": 1},
+            {"type": "2bit", "threshold": 1.0, "error_feedback": True, "pull_type": None},
+        ),
+        ({"type": "fp16"}, {"type": "fp16", "error_feedback": False, "pull_type": None}),
+        (
+            {"type": "bf16", "error_feedback": True, "pull_type": "fp16"},
+            {"type": "bf16", "error_feedback": True, "pull_type": "fp16"},
+        ),
+        ({"type": "topk"}, {"type": "topk", "ratio": 0.01, "error_feedback": True, "pull_type": None}),
+    ],
+)
+def test_params_are_completed(params: dict[str, Any], expected: dict[str, Any]) -> None:
+    made = parse(params)
+    assert made.params == expected
+    assert made.error_feedback is expected["error_feedback"]
+    assert (made.pull_codec is None) == (expected["pull_type"] is None)
+    assert parse(msgpack.unpackb(msgpack.packb(made.params))) == made
+    assert hash(parse(made.params)) == hash(made)
+
+
+def test_codecs_get_their_options() -> None:
+    two_bit, top_k = (
+        parse({"type": "2bit", "threshold": 0.25}),
+        parse({"type": "topk", "ratio": 0.5, "pull_type": "bf16"}),
+    )
+    assert isinstance(two_bit.codec, TwoBit)
+    assert two_bit.codec.threshold == 0.25
+    assert isinstance(top_k.codec, TopK)
+    assert top_k.codec.ratio == 0.5
+    assert isinstance(top_k.pull_codec, BFloat16)
+    assert two_bit != top_k
+    assert parse({"type": "2bit"}) != two_bit
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        ("2bit", TypeError, "compression is '2bit', a str; expected a dict"),
+        (None, TypeError, "expected a dict"),
+        ({}, ValueError, r"names no type; expected 'type' to be one of \['2bit', 'bf16', 'fp16', 'topk'\]"),
+        (
+            {"type": "1bit"},
+            ValueError,
+            r"no compression type '1bit'; expected one of \['2bit', 'bf16', 'fp16', 'topk'\]",
+        ),
+        ({"type": 2}, TypeError, "type is 2, a int; expected a str"),
+        ({3: 4, "type": "2bit"}, TypeError, "an option 3, a int; expected a str"),
+        (
+            {"type": "2bit", "ratio": 0.5},
+            ValueError,
+            r"'2bit' has no option 'ratio'; expected \['threshold', 'error_feedback', 'pull_type'\]",
+        ),
+        ({"type": "2bit", "threshold": 0}, ValueError, "threshold is 0; expected a finite number > 0"),
+        ({"type": "2bit", "threshold": -0.5}, ValueError, "threshold is -0.5"),
+        ({"type": "2bit", "threshold": math.inf}, ValueError, "threshold is inf"),
+        ({"type": "2bit", "threshold": math.nan}, ValueError, "threshold is nan"),
+        ({"type": "2bit", "threshold": True}, TypeError, "threshold is True, a bool; expected a number"),
+        ({"type": "2bit", "threshold": "0.5"}, TypeError, "threshold is '0.5', a str"),
+        ({"type": "topk", "ratio": 0}, ValueError, "ratio is 0; expected 0 < ratio <= 1"),
+        ({"type": "topk", "ratio": 1.5}, ValueError, "ratio is 1.5"),
+        ({"type": "topk", "ratio": math.nan}, ValueError, "ratio is nan"),
+        ({"type": "topk", "ratio": None}, TypeError, "ratio is None"),
+        ({"type": "fp16", "error_feedback": 1}, TypeError, "error_feedback is 1, a int; expected a bool"),
+        (
+            {"type": "fp16", "pull_type": "2bit"},
+            ValueError,
+            r"pull_type is '2bit'; expected one of \['fp16', 'bf16', None",
+        ),
+        ({"type": "fp16", "pull_type": 16}, TypeError, "pull_type is 16, a int"),
+    ],
+)
+def test_params_that_do_not_fit(params: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        parse(params)
+
+
+class Signs(Codec):
+    """A third party's: a byte a value, its sign times ``scale``."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        return numel
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        return values.reshape(-1).sign().to(torch.int8).view(torch.uint8)
+
+    def decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(payload.view(torch.int8).view(out.shape)).mul_(self.scale)
+
+
+def test_a_codec_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
+    assert register("signs")(Signs) is Signs
+    made = parse({"type": "signs", "scale": 0.25})
+    assert made.params == {"type": "signs", "scale": 0.25, "error_feedback": True, "pull_type": None}
+    residual = torch.zeros(3)
+    payload = compress(made.codec, torch.tensor([1.0, -0.5, 0.0]), residual, "a key")
+    assert decoded(made.codec, payload, residual).tolist() == [0.25, -0.25, 0.0]
+    assert residual.tolist() == [0.75, -0.25, 0.0]
+    with pytest.raises(ValueError, match="'signs' needs the option 'scale'"):
+        parse({"type": "signs"})
+    with pytest.raises(ValueError, match="named 'signs' is registered already: Signs"):
+        register("signs")
+
+
+def test_what_cannot_be_registered() -> None:
+    with pytest.raises(ValueError, match="named '2bit' is registered already: TwoBit"):
+        register("2bit")
+    with pytest.raises(TypeError, match="name is 3, a int; expected a str"):
+        register(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="'no class' is no subclass of Codec"):
+        register("new")("no class")  # type: ignore[type-var]
+
+
+# -- the bench --------------------------------------------------------------------------------------------------------
+
+
+def test_the_bench_has_a_row_for_each_codec_both_ways() -> None:
+    rows = measure(mib=1, runs=2)
+    names = [f"gangline {name} {way}" for name in ("2bit", "fp16", "bf16", "topk") for way in ("compress", "decode")]
+    assert [row["who"] for row in rows] == ["torch copy_", *names]
+    assert [row["payload"] for row in rows[1::2]] == [2**16, 2**19, 2**19, math.ceil(2**18 / 100) * 8]
+    assert {"ratio_to_copy", "p50", "p99", "max", "runs", "threads"} <= set(rows[0])

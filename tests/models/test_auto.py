@@ -1,0 +1,337 @@
+"""work_load_list="auto": contexts of known speeds get their shares, and contexts with little memory micro-steps.
+
+A layer waits for each sample, so that speeds are known whatever the machine does; what is asserted is the split.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from measure import distance
+from torch import nn
+
+from bench.balance import WaitingNetwork, slow_down
+from collectives.workload import split_batch
+from gangline import Module, cpu
+from models import checkpoint
+
+FEATURES, CLASSES = 6, 3
+UNLIMITED = 1000
+PAIR = [cpu(0), cpu(1)]
+RATE = {"lr": 0.05, "momentum": 0.9}
+
+
+def batches(count: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (
+            torch.randn(size, FEATURES, generator=generator, dtype=torch.float64),
+            torch.randint(CLASSES, (size,), generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+def plainly(network: nn.Module, data: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The weights that a loop without any of our code ends with."""
+    optimizer = torch.optim.SGD(network.parameters(), **RATE)
+    for inputs, label in data:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(inputs), label).backward()
+        optimizer.step()
+    return network.state_dict()
+
+
+def waiting(seconds: Sequence[float], loads: Any = "auto") -> Module:
+    torch.manual_seed(1)
+    network = WaitingNetwork(FEATURES, CLASSES).double()
+    module = Module(network, nn.CrossEntropyLoss(), [cpu(index) for index in range(len(seconds))], loads)
+    slow_down(module, seconds)
+    module.init_optimizer("device", "sgd", dict(RATE))
+    return module
+
+
+def share_of_first(module: Module, size: int = 32) -> int:
+    return split_batch(size, module.work_load_list)[0].stop
+
+
+# -- speeds ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "least", "most"),
+    [((1e-3, 1e-3), 13, 19), ((1e-3, 3e-3), 21, 26), ((3e-3, 1e-3), 6, 11), ((5e-4, 5e-3), 27, 31)],
+)
+def test_shares_follow_the_speeds(seconds: Sequence[float], least: int, most: int) -> None:
+    with waiting(seconds) as module:
+        assert module.work_load_list == [0.5, 0.5]
+        module.fit(batches(6, 32), num_epoch=2)
+        assert least <= share_of_first(module) <= most
+
+
+def test_three_contexts_share_by_speed() -> None:
+    with waiting([5e-4, 1e-3, 2e-3]) as module:
+        module.fit(batches(6, 35), num_epoch=3)
+        counts = [part.stop - part.start for part in split_batch(35, module.work_load_list)]
+        assert counts[0] > 1.4 * counts[1] > 1.4 * 1.3 * counts[2]
+
+
+def test_a_change_of_speeds_in_mid_training_is_followed() -> None:
+    with waiting([1e-3, 3e-3]) as module:
+        module.fit(batches(6, 32), num_epoch=2)
+        assert share_of_first(module) >= 21
+        slow_down(module, [3e-3, 1e-3])
+        module.fit(batches(6, 32), num_epoch=5, begin_epoch=2)
+        assert share_of_first(module) <= 11
+
+
+def test_loops_of_the_users_own_are_balanced_too() -> None:
+    with waiting([1e-3, 3e-3]) as module:
+        for data, label in batches(10, 32):
+            module.forward_backward(data, label)
+            module.update()
+        assert 21 <= share_of_first(module) <= 26
+
+
+def test_separate_forward_and_backward_are_measured_too() -> None:
+    with waiting([1e-3, 3e-3]) as module:
+        for data, label in batches(10, 32):
+            module.forward(data, label, is_train=True)
+            module.backward()
+            module.update()
+        assert 21 <= share_of_first(module) <= 26
+
+
+def test_scoring_moves_no_loads() -> None:
+    with waiting([1e-3, 1e-3]) as module:
+        slow_down(module, [0.0, 1e-3])
+        module.score(batches(6, 8))
+        assert module.work_load_list == [0.5, 0.5]
+
+
+def test_the_split_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with waiting([5e-4, 5e-4]) as module, caplog.at_level(logging.INFO, "gangline"):
+        module.fit(batches(6, 8), num_epoch=2)
+    lines = [line for line in caplog.messages if line.startswith("work_load_list auto: cpu(0) 0.")]
+    assert lines
+    assert all(line.endswith(" samples/s)") and ", cpu(1) 0." in line for line in lines)
+
+
+# -- the promise ----------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_those_of_one_device_though_the_split_changes() -> None:
+    data = [*batches(8, 24), *batches(1, 7)]
+    with waiting([2e-4, 2e-3]) as module:
+        reference = copy.deepcopy(module.network)
+        splits = set()
+        module.fit(data, num_epoch=3, batch_end_callback=lambda _: splits.add(tuple(module.work_load_list)))
+        assert len(splits) > 1
+        assert distance(module.get_params(), plainly(reference, data * 3)) <= 1e-9
+        first, second = (dict(replica.network.named_parameters()) for replica in module.replicas.all)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_one_context_has_all_and_the_bits_of_a_fixed_list() -> None:
+    data = batches(6, 8)
+    found = []
+    for loads in ("auto", [1]):
+        with waiting([0.0], loads) as module:
+            module.fit(data, num_epoch=2)
+            assert len(module.work_load_list) == 1
+            assert module.work_load_list[0] > 0
+            found.append(module.get_params())
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
+# -- arguments and checkpoints --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["automatic", "", "AUTO", "3,1"])
+def test_another_word_is_refused(word: str) -> None:
+    with pytest.raises(ValueError, match=r"work_load_list is .*expected .*auto"):
+        Module(nn.Linear(2, 2), nn.CrossEntropyLoss(), PAIR, word)
+
+
+def test_a_checkpoint_holds_the_split(tmp_path: Path) -> None:
+    with waiting([5e-4, 2e-3]) as module:
+        module.fit(batches(6, 32), num_epoch=2)
+        loads = module.work_load_list
+        module.save_checkpoint(tmp_path / "net", 2, save_optimizer_states=True)
+    assert loads[0] > loads[1]
+    with waiting([5e-4, 2e-3]) as module:
+        module.resume(checkpoint.read(tmp_path / "net", 2))
+        assert module.work_load_list == loads
+        module.fit(batches(6, 32), num_epoch=3, begin_epoch=2)
+        assert share_of_first(module) >= 21
+
+
+def test_a_checkpoint_of_fixed_loads_resumes_under_auto_and_back(tmp_path: Path) -> None:
+    kinds: list[Any] = [[3, 1], "auto"]
+    for saved, resumed in (kinds, kinds[::-1]):
+        with waiting([0.0, 0.0], saved) as module:
+            module.fit(batches(3, 8), num_epoch=1)
+            module.save_checkpoint(tmp_path / "net", 1, save_optimizer_states=True)
+            weights = module.get_params()
+        with waiting([0.0, 0.0], resumed) as module:
+            module.resume(checkpoint.read(tmp_path / "net", 1))
+            assert module.work_load_list == ([0.5, 0.5] if resumed == "auto" else [3, 1])
+            assert all(torch.equal(weights[name], value) for name, value in module.get_params().items())
+
+
+# -- memory ---------------------------------------------------------------------------------------------------------
+
+
+class _Fits(torch.autograd.Function):
+    """Passes its input on; runs out of memory in forward, or in backward, where told to."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, in_forward: bool, in_backward: bool) -> torch.Tensor:
+        ctx.fails = in_backward
+        if in_forward:
+            raise torch.OutOfMemoryError("no memory left for the outputs")
+        return data.view_as(data)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if ctx.fails:
+            raise torch.OutOfMemoryError("no memory left for the gradients")
+        return gradients[0], None, None
+
+
+class Small(nn.Module):
+    """Statistics of the data, a layer that takes so many samples at most, and two linear layers about it.
+
+    The last layer's gradients are there when the limit strikes in backward, and the statistics when it does in forward.
+    """
+
+    def __init__(self, *, statistics: bool, dropout: bool) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(FEATURES, affine=False) if statistics else None
+        self.first = nn.Linear(FEATURES, 5)
+        self.dropout = nn.Dropout(0.4 if dropout else 0.0)
+        self.last = nn.Linear(5, CLASSES)
+        self.limit = UNLIMITED
+        self.strikes_in = "forward"
+        self.ran: list[int] = []
+        """Samples of the passes that fitted, as far as forward knows."""
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        hidden = data if self.statistics is None else self.statistics(data)
+        hidden = self.dropout(self.first(hidden))
+        too_many = self.training and len(data) > self.limit
+        hidden = _Fits.apply(hidden, too_many and self.strikes_in == "forward", too_many)
+        if self.training and not too_many:
+            self.ran.append(len(data))
+        output: torch.Tensor = self.last(hidden)
+        return output
+
+
+def small(
+    limits: Sequence[int], strikes_in: str = "forward", *, statistics: bool = False, dropout: bool = False
+) -> Module:
+    torch.manual_seed(4)
+    network = Small(statistics=statistics, dropout=dropout).double()
+    module = Module(network, nn.CrossEntropyLoss(), [cpu(index) for index in range(len(limits))], "auto")
+    for double, limit in zip(doubles(module), limits, strict=True):
+        double.limit, double.strikes_in = limit, strikes_in
+    module.init_optimizer("device", "sgd", dict(RATE))
+    return module
+
+
+def doubles(module: Module) -> Iterator[Small]:
+    for replica in module.replicas.all:
+        assert isinstance(replica.network, Small)
+        yield replica.network
+
+
+@pytest.mark.parametrize("strikes_in", ["forward", "backward"])
+@pytest.mark.parametrize("limits", [(UNLIMITED, 5), (3, UNLIMITED), (3, 2), (1, 1)])
+def test_a_batch_that_does_not_fit_is_done_again_and_nothing_is_lost(strikes_in: str, limits: Sequence[int]) -> None:
+    data = [*batches(5, 16), *batches(1, 7)]
+    with small(limits, strikes_in) as module:
+        reference = copy.deepcopy(module.network)
+        reference.limit = UNLIMITED  # type: ignore[assignment]
+        module.fit(data, num_epoch=2)
+        assert distance(module.get_params(), plainly(reference, data * 2)) <= 1e-9
+        assert all(max(double.ran) <= double.limit for double in doubles(module) if double.ran)
+
+
+@pytest.mark.parametrize("strikes_in", ["forward", "backward"])
+def test_outputs_loss_and_gradients_of_a_batch_in_micro_steps_are_the_whole_batchs(strikes_in: str) -> None:
+    ((data, label),) = batches(1, 16)
+    with small([UNLIMITED, 3], strikes_in) as module:
+        reference = copy.deepcopy(module.network)
+        module.forward_backward(data, label)
+        output = reference(data)
+        loss = nn.functional.cross_entropy(output, label)
+        loss.backward()
+        torch.testing.assert_close(module.get_outputs(), output.detach(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(module.get_loss(), loss.detach(), rtol=0, atol=1e-12)
+        for name, parameter in reference.named_parameters():
+            summed = sum(dict(double.named_parameters())[name].grad for double in doubles(module))  # type: ignore[misc]
+            torch.testing.assert_close(summed, parameter.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("strikes_in", ["forward", "backward"])
+def test_micro_steps_are_logged_once_by_context(strikes_in: str, caplog: pytest.LogCaptureFixture) -> None:
+    with small([UNLIMITED, 6], strikes_in) as module, caplog.at_level(logging.INFO, "gangline"):
+        for data, label in batches(6, 16):
+            module.forward_backward_update(data, label)
+    lines = [line for line in caplog.messages if "micro-steps" in line]
+    assert len(lines) == 1
+    assert "cpu(1)" in lines[0]
+    assert "cpu(0)" not in lines[0]
+
+
+def test_a_sample_that_does_not_fit_alone_is_an_error_and_leaves_the_weights() -> None:
+    ((data, label),) = batches(1, 8)
+    with small([UNLIMITED, 0]) as module:
+        before = copy.deepcopy(module.get_params())
+        with pytest.raises(torch.OutOfMemoryError, match="no memory left") as caught:
+            module.forward_backward_update(data, label)
+        assert any("cpu(1)" in note for note in caught.value.__notes__)
+        assert distance(module.get_params(), before) == 0
+
+
+@pytest.mark.parametrize("strikes_in", ["forward", "backward"])
+def test_running_statistics_know_nothing_of_attempts_that_failed(strikes_in: str) -> None:
+    ((data, label),) = batches(1, 16)
+    with small([8], strikes_in, statistics=True) as module:
+        expected = nn.BatchNorm1d(FEATURES, affine=False).double()
+        module.forward_backward_update(data, label)
+        (double,) = doubles(module)
+        assert sum(double.ran) == 16
+        assert max(double.ran) <= 8
+        for part in data.split(double.ran):
+            expected(part)
+        statistics = double.statistics
+        assert statistics is not None
+        assert statistics.num_batches_tracked == len(double.ran)
+        torch.testing.assert_close(statistics.running_mean, expected.running_mean, rtol=0, atol=0)
+        torch.testing.assert_close(statistics.running_var, expected.running_var, rtol=0, atol=0)
+        assert module.replicas.all[0].samples_seen == 16
+
+
+@pytest.mark.parametrize("strikes_in", ["forward", "backward"])
+def test_the_random_streams_know_nothing_of_attempts_that_failed(strikes_in: str) -> None:
+    def run(fails: bool) -> dict[str, torch.Tensor]:
+        with small([5 if fails else UNLIMITED], strikes_in, dropout=True) as module:
+            if not fails:  # begin with what the other run learns from its first attempts
+                module.limits.most = [4]
+            module.seed = 3
+            state = torch.get_rng_state()
+            for data, label in batches(4, 16):
+                module.forward_backward_update(data, label)
+            assert torch.equal(torch.get_rng_state(), state)
+            return module.get_params()
+
+    failing = run(True)
+    assert all(torch.equal(failing[name], value) for name, value in run(False).items())
+    assert all(torch.equal(failing[name], value) for name, value in run(True).items())

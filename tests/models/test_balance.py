@@ -1,0 +1,323 @@
+"""The loads that "auto" settles, from made-up timings: a share of n samples takes fixed + per_sample * n, and noise."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import pytest
+
+from collectives.workload import split_batch
+from models.balance import AutoLoads
+
+LOGGER = logging.getLogger("gangline")
+Costs = Sequence[tuple[float, float]]
+"""(fixed, per sample) seconds of each context."""
+
+
+def counts_of(loads: Sequence[float], size: int) -> list[int]:
+    return [part.stop - part.start for part in split_batch(size, loads)]
+
+
+def share_seconds(cost: tuple[float, float], samples: int) -> float:
+    return cost[0] + cost[1] * samples if samples else 0.0
+
+
+def step_seconds(counts: Sequence[int], costs: Costs) -> float:
+    return max(share_seconds(cost, n) for cost, n in zip(costs, counts, strict=True))
+
+
+def splits(size: int, contexts: int) -> Iterator[tuple[int, ...]]:
+    for counts in product(range(size + 1), repeat=contexts - 1):
+        if sum(counts) <= size:
+            yield (*counts, size - sum(counts))
+
+
+def best_step(size: int, costs: Costs) -> float:
+    return min(step_seconds(counts, costs) for counts in splits(size, len(costs)))
+
+
+@dataclass
+class Job:
+    """A training job on contexts of these speeds, as far as its loads are concerned."""
+
+    costs: Costs
+    size: int
+    noise: float = 0.0
+    auto: AutoLoads = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.auto = AutoLoads([f"cpu({index})" for index in range(len(self.costs))], LOGGER)
+        self.random = random.Random(len(self.costs) + self.size)
+        self.changes = 0
+
+    def batch(self, size: int) -> None:
+        counts = counts_of(self.auto.loads, size)
+        seconds = [
+            share_seconds(cost, n) * (1 + abs(self.random.gauss(0, self.noise))) if n else None
+            for cost, n in zip(self.costs, counts, strict=True)
+        ]
+        self.auto.record(counts, seconds)
+        if self.auto.due():
+            self.changes += self.auto.look()
+
+    def epochs(self, count: int, batches: int = 20, last: int | None = None) -> Job:
+        for _ in range(count):
+            before = self.auto.loads
+            self.auto.begin_epoch()
+            self.changes += self.auto.loads != before
+            for _ in range(batches):
+                self.batch(self.size)
+            if last:
+                self.batch(last)
+        return self
+
+    @property
+    def counts(self) -> list[int]:
+        return counts_of(self.auto.loads, self.size)
+
+    @property
+    def to_best(self) -> float:
+        return step_seconds(self.counts, self.costs) / best_step(self.size, self.costs)
+
+
+COSTS: dict[str, tuple[Costs, int]] = {
+    "1:1": ([(0, 1e-3), (0, 1e-3)], 64),
+    "3:1": ([(0, 1e-3), (0, 3e-3)], 64),
+    "1:10": ([(0, 1e-2), (0, 1e-3)], 64),
+    "10:1 with fixed costs": ([(0.02, 1e-3), (0.02, 1e-2)], 64),
+    "equal but for fixed costs": ([(0.03, 1e-3), (0, 1e-3)], 50),
+    "mostly fixed costs": ([(0.1, 1e-4), (0.08, 1e-3)], 128),
+    "three": ([(0.001, 1e-3), (0.005, 2e-3), (0, 7e-3)], 60),
+    "four": ([(0.01, 1e-3), (0, 1e-3), (0.002, 4e-3), (0.01, 3e-4)], 32),
+    "five": ([(0, 1e-3), (0, 2e-3), (0, 3e-3), (0, 4e-3), (0.001, 5e-3)], 24),
+    "100 times slower, a large batch": ([(0, 1e-3), (0, 0.1)], 256),
+    "100 times slower, a small batch": ([(0, 0.1), (0, 1e-3)], 32),
+    "one sample": ([(0, 1e-3), (0, 2e-3)], 1),
+}
+
+
+@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize(("batches", "last"), [(6, None), (20, 7), (100, 1)])
+def test_loads_end_within_a_twentieth_of_the_best_split(name: str, noise: float, batches: int, last: int) -> None:
+    costs, size = COSTS[name]
+    assert Job(costs, size, noise).epochs(5, batches, last).to_best <= 1.05
+
+
+@pytest.mark.parametrize("name", ["1:1", "3:1", "1:10", "10:1 with fixed costs", "mostly fixed costs", "three"])
+def test_settled_loads_stay_though_timings_are_noisy(name: str) -> None:
+    job = Job(*COSTS[name], noise=0.05).epochs(4)
+    job.changes = 0
+    assert job.epochs(20).changes <= 2
+    assert job.to_best <= 1.05
+
+
+def test_equal_contexts_keep_equal_loads() -> None:
+    job = Job([(0.01, 1e-3)] * 4, 32).epochs(3)
+    assert job.auto.loads == [0.25] * 4
+    assert job.changes == 0
+
+
+def test_exact_timings_settle_in_the_first_epoch() -> None:
+    assert Job([(0, 1e-3), (0, 3e-3)], 64).epochs(1).counts == [48, 16]
+    assert Job([(0, 1e-3), (0, 1e-2)], 64).epochs(1).counts == [59, 5]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize("factor", [1.5, 3, 10])
+def test_a_change_of_speed_in_mid_training_is_followed(factor: float, noise: float) -> None:
+    job = Job([(0.002, 1e-3), (0.002, 1e-3 * factor)], 64, noise).epochs(4)
+    job.costs = [(0.002, 1e-3 * factor), (0.002, 1e-3)]
+    assert job.epochs(3).to_best <= 1.05
+
+
+def test_a_slow_drift_is_followed() -> None:
+    job = Job([(0, 1e-3), (0, 1e-3)], 100).epochs(3)
+    for step in range(10):
+        job.costs = [(0, 1e-3), (0, 1e-3 * 1.07**step)]
+        job.epochs(1)
+    assert job.epochs(3).to_best <= 1.05
+
+
+def test_partial_batches_do_not_blur_the_speeds() -> None:
+    with_partial = Job([(0.05, 1e-3), (0.01, 2e-3)], 64).epochs(4, batches=5, last=6)
+    assert with_partial.counts == Job([(0.05, 1e-3), (0.01, 2e-3)], 64).epochs(4, batches=5).counts
+
+
+def test_an_epoch_of_one_batch_is_enough() -> None:
+    assert Job([(0, 1e-3), (0, 3e-3)], 64).epochs(6, batches=1).counts == [48, 16]
+
+
+# -- contexts that idle ---------------------------------------------------------------------------------------------
+
+
+def test_a_context_that_one_sample_holds_up_idles() -> None:
+    job = Job([(0, 1e-3), (0, 0.1)], 32).epochs(1)
+    assert job.auto.loads == [1.0, 0.0]
+
+
+def test_an_idle_context_that_became_fast_works_again() -> None:
+    job = Job([(0, 1e-3), (0, 0.1)], 32).epochs(2)
+    job.costs = [(0, 1e-3), (0, 1e-3)]
+    assert job.epochs(20).counts == [16, 16]
+
+
+def test_trials_of_an_idle_context_cost_little() -> None:
+    job = Job([(0, 1e-3), (0, 0.1)], 32).epochs(1)
+    taken = 0.0
+    tried = 0
+    for _ in range(60):
+        job.auto.begin_epoch()
+        for _ in range(20):
+            taken += step_seconds(job.counts, job.costs)
+            tried += job.counts[1] > 0
+            job.batch(job.size)
+    assert tried > 0
+    assert taken <= 1.05 * 60 * 20 * best_step(job.size, job.costs)
+
+
+# -- what is recorded, and when to look -----------------------------------------------------------------------------
+
+
+def test_looks_are_due_after_2_4_8_batches_without_the_first_and_not_after_the_first_epoch() -> None:
+    auto = AutoLoads(["cpu(0)", "cpu(1)"], LOGGER)
+    auto.begin_epoch()
+    due = []
+    for batch in range(40):
+        auto.record([4, 4], [0.004, 0.004])
+        if auto.due():
+            due.append(batch)
+            assert not auto.look()
+            assert not auto.due()
+    assert due == [2, 4, 8, 16, 32]
+    auto.begin_epoch()
+    for _ in range(100):
+        auto.record([4, 4], [0.004, 0.004])
+        assert not auto.due()
+
+
+def test_the_first_batch_of_a_context_does_not_count() -> None:
+    auto = AutoLoads(["cpu(0)", "cpu(1)"], LOGGER)
+    auto.record([4, 4], [0.004, 3.0])
+    assert not auto.look()
+    for _ in range(2):
+        auto.record([4, 4], [0.004, 0.004])
+    assert not auto.look()
+    assert auto.loads == [0.5, 0.5]
+
+
+def test_looking_again_without_anything_new_changes_nothing() -> None:
+    job = Job([(0, 1e-3), (0, 3e-3)], 64).epochs(1)
+    job.auto.look()
+    loads = list(job.auto.loads)
+    assert not job.auto.look()
+    assert job.auto.loads == loads
+
+
+def test_shares_without_samples_keep_their_contexts_estimate() -> None:
+    job = Job([(0, 1e-3), (0, 3e-3)], 64).epochs(2)
+    before = job.auto.loads
+    job.auto.begin_epoch()
+    for _ in range(10):
+        job.auto.record([1, 0], [0.001, None])
+    job.auto.begin_epoch()
+    assert job.auto.loads == before
+
+
+@pytest.mark.parametrize("seconds", [None, 0.0])
+def test_times_that_were_not_measured_count_as_average_ones(seconds: float | None) -> None:
+    auto = AutoLoads(["cpu(0)", "cpu(1)", "cpu(2)"], LOGGER)
+    auto.begin_epoch()
+    for _ in range(10):
+        counts = counts_of(auto.loads, 40)
+        auto.record(counts, [0.001 * counts[0], 0.003 * counts[1], seconds])
+        if auto.due():
+            auto.look()
+    assert counts_of(auto.loads, 40) == [22, 7, 11]
+
+
+def test_nothing_measured_at_all_leaves_the_loads_equal() -> None:
+    auto = AutoLoads(["cpu(0)", "cpu(1)"], LOGGER)
+    for _ in range(5):
+        auto.record([4, 4], [None, None])
+        assert not auto.due()
+    auto.begin_epoch()
+    assert not auto.look()
+    assert auto.loads == [0.5, 0.5]
+
+
+def test_one_context_has_it_all() -> None:
+    job = Job([(0.1, 1e-3)], 8).epochs(3)
+    assert job.auto.loads == [1.0]
+    assert job.changes == 0
+
+
+# -- loads, log and state -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [7, 64, 333, 2000])
+def test_loads_are_short_parts_of_one_that_give_back_the_split(size: int) -> None:
+    job = Job([(0, 1e-3), (0, 2.3e-3)], size).epochs(3)
+    assert sum(job.auto.loads) == pytest.approx(1, abs=2e-4)
+    assert [round(load, 4) for load in job.auto.loads] == job.auto.loads
+    assert job.counts[1] == pytest.approx(size / 3.3, abs=0.02 * size + 1)
+
+
+def test_a_look_logs_the_split_and_the_speeds(caplog: pytest.LogCaptureFixture) -> None:
+    auto = AutoLoads(["cpu(0)", "cpu(1)"], LOGGER)
+    for _ in range(3):
+        auto.record([32, 32], [0.32, 0.96])
+    with caplog.at_level(logging.INFO, "gangline"):
+        assert auto.look()
+    assert caplog.messages == ["work_load_list auto: cpu(0) 0.7500, cpu(1) 0.2500 (100.0 and 33.3 samples/s)"]
+
+
+def test_three_contexts_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    auto = AutoLoads(["gpu(0)", "gpu(2)", "cpu(0)"], LOGGER)
+    for _ in range(3):
+        auto.record([4, 4, 4], [0.004, 0.004, 0.004])
+    with caplog.at_level(logging.INFO, "gangline"):
+        auto.look()
+    (line,) = caplog.messages
+    assert line.endswith("gpu(0) 0.3333, gpu(2) 0.3333, cpu(0) 0.3333 (1000.0, 1000.0 and 1000.0 samples/s)")
+
+
+def test_one_context_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    auto = AutoLoads(["cpu(0)"], LOGGER)
+    for _ in range(3):
+        auto.record([4], [0.004])
+    with caplog.at_level(logging.INFO, "gangline"):
+        auto.look()
+    assert caplog.messages == ["work_load_list auto: cpu(0) 1.0000 (1000.0 samples/s)"]
+
+
+def test_state_goes_through_json_and_training_goes_on_with_it() -> None:
+    job = Job([(0.01, 1e-3), (0.002, 3e-3)], 64, noise=0.05).epochs(3)
+    state = json.loads(json.dumps(job.auto.state()))
+    other = Job(job.costs, 64, noise=0.05)
+    other.auto.load_state(state)
+    assert other.auto.loads == job.auto.loads
+    assert other.auto.state() == state
+    assert other.epochs(3).to_best <= 1.05
+
+
+def test_a_fresh_state_is_taken_back_too() -> None:
+    auto = AutoLoads(["cpu(0)", "cpu(1)"], LOGGER)
+    fresh = auto.state()
+    job = Job([(0, 1e-3), (0, 3e-3)], 64).epochs(2)
+    job.auto.load_state(fresh)
+    assert job.auto.loads == [0.5, 0.5]
+    assert job.epochs(1).counts == [48, 16]
+
+
+def test_the_state_of_other_contexts_is_refused_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    state = Job([(0, 1e-3), (0, 3e-3)], 64).epochs(2).auto.state()
+    auto = AutoLoads(["gpu(0)", "gpu(1)", "gpu(2)"], LOGGER)
+    auto.load_state(state)
+    assert auto.loads == [0.3333] * 3
+    assert "the loads saved are of cpu(0), cpu(1); those of gpu(0), gpu(1), gpu(2) are measured anew" in caplog.text

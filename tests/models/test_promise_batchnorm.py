@@ -1,0 +1,280 @@
+"""The promise with sync_batchnorm: k contexts train a network with batch normalisation as one device does.
+
+The reference is a plain torch loop over the whole batches, with none of gangline's code in it. Running statistics
+belong to the comparison: it is of whole state dicts.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from measure import distance
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gangline import Module, cpu
+
+SIDE, CLASSES = 5, 3
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> Iterator[None]:
+    """Networks so small take longer with several, on a busy machine much longer."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Block(nn.Module):
+    """A residual block, as in a ResNet."""
+
+    def __init__(self, inside: int, outside: int, stride: int) -> None:
+        super().__init__()
+        self.main = nn.Sequential(
+            nn.Conv2d(inside, outside, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(outside),
+            nn.ReLU(),
+            nn.Conv2d(outside, outside, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(outside),
+        )
+        self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+
+    def forward(self, data: torch.Tensor) -> Any:
+        return torch.relu(self.main(data) + self.shortcut(data))
+
+
+def residual() -> nn.Module:
+    stem = [nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, CLASSES)]
+    return nn.Sequential(*stem, Block(4, 4, 1), Block(4, 6, 2), *head)
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.BatchNorm1d(SIDE * SIDE, affine=False),
+        nn.Linear(SIDE * SIDE, 8),
+        nn.BatchNorm1d(8, momentum=None),
+        nn.Tanh(),
+        nn.Linear(8, CLASSES),
+        nn.BatchNorm1d(CLASSES, track_running_stats=False),
+    )
+
+
+class Checkpointed(nn.Module):
+    """Computes its middle again during backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(SIDE * SIDE, 8)
+        self.middle = nn.Sequential(nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, data: torch.Tensor) -> Any:
+        return self.last(checkpoint(self.middle, self.first(data.flatten(1)), use_reentrant=False))
+
+
+def with_dropout() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(SIDE * SIDE, 8),
+        nn.BatchNorm1d(8),
+        nn.Dropout(0.3),
+        nn.Linear(8, 8),
+        nn.BatchNorm1d(8),
+        nn.Dropout(0.3),
+        nn.Linear(8, CLASSES),
+    )
+
+
+def job(network: Callable[[], nn.Module], sizes: list[int], dtype: torch.dtype, seed: int) -> tuple[nn.Module, Batches]:
+    torch.manual_seed(seed)
+    made = network().to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    batches = [
+        (
+            torch.randn(size, 1, SIDE, SIDE, generator=generator, dtype=torch.float64).to(dtype),
+            torch.randint(CLASSES, (size,), generator=generator),
+        )
+        for size in sizes
+    ]
+    return made, batches
+
+
+def plainly(network: nn.Module, batches: Batches, loss: nn.Module | None = None) -> dict[str, torch.Tensor]:
+    network, loss = copy.deepcopy(network), loss or nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
+    for data, label in batches:
+        optimizer.zero_grad()
+        loss(network(data), label).backward()
+        optimizer.step()
+    return network.state_dict()
+
+
+def by_module(
+    network: nn.Module, batches: Batches, loads: list[float], store: str = "device", loss: nn.Module | None = None
+) -> dict[str, torch.Tensor]:
+    contexts = [cpu(index) for index in range(len(loads))]
+    network, loss = copy.deepcopy(network), loss or nn.CrossEntropyLoss()
+    with Module(network, loss, contexts, loads, sync_batchnorm=True) as module:
+        module.init_optimizer(store, "sgd", {"lr": 0.01, "momentum": 0.9})
+        for data, label in batches:
+            module.forward_backward_update(data, label)
+        replicas_are_equal(module)
+        return module.get_params()
+
+
+def replicas_are_equal(module: Module) -> None:
+    assert module._replicas is not None
+    first, *others = [replica.network.state_dict() for replica in module._replicas.all]
+    for state in others:
+        for name, value in first.items():
+            assert torch.equal(state[name], value), name
+
+
+# Not fewer than four values a channel: of two, normalisation makes +1 and -1, and what is left is rounding (plain torch
+# is then 1e-4 away from itself with the samples in another order).
+@pytest.mark.parametrize("network", [residual, perceptron, Checkpointed])
+@pytest.mark.parametrize(
+    ("loads", "store", "sizes"),
+    [
+        ([1], "device", [8, 8, 8, 5]),
+        ([3, 1], "device", [8, 8, 8, 5]),
+        ([3, 1], "local", [9, 9, 9, 4]),
+        ([1, 1, 1], "device", [10, 10, 10, 4]),
+        ([5, 0, 2], "local", [7, 7, 7, 6]),
+        ([1, 4, 2, 1], "device", [4, 11, 5, 8]),
+        ([1, 1, 1, 1, 1, 1], "device", [6, 4, 13, 5]),
+    ],
+    ids=str,
+)
+def test_float64_weights_and_statistics_after_20_steps_are_those_of_one_device(
+    network: Callable[[], nn.Module], loads: list[float], store: str, sizes: list[int]
+) -> None:
+    made, batches = job(network, sizes, torch.float64, seed=len(loads))
+    batches = batches * 5
+    assert distance(by_module(made, batches, loads, store), plainly(made, batches)) <= 1e-11
+
+
+@pytest.mark.parametrize("store", ["local", "device"])
+def test_a_replica_that_had_no_share_has_the_statistics_of_the_others(store: str) -> None:
+    made, batches = job(residual, [2, 9, 3, 2], torch.float64, 4)  # for four contexts
+    assert distance(by_module(made, batches, [1, 1, 1, 1], store), plainly(made, batches)) <= 1e-11
+
+
+@pytest.mark.parametrize("network", [residual, perceptron, Checkpointed])
+def test_float32_weights_after_one_step_are_those_of_one_device(network: Callable[[], nn.Module]) -> None:
+    made, batches = job(network, [12], torch.float32, 3)
+    assert distance(by_module(made, batches, [3, 1, 2]), plainly(made, batches)) <= 1e-5
+
+
+def test_a_share_without_a_loss_of_its_own_still_counts_through_the_statistics() -> None:
+    class Masked(nn.Module):
+        def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+            keep = label > 0
+            return nn.functional.cross_entropy(output[keep], label[keep])
+
+    made, [(data, _)] = job(residual, [6], torch.float64, 6)
+    label = torch.tensor([1, 2, 2, 0, 0, 0])
+    ignoring = nn.CrossEntropyLoss(ignore_index=0)
+    expected = plainly(made, [(data, label)] * 5, ignoring)
+    assert distance(by_module(made, [(data, label)] * 5, [1, 1], loss=ignoring), expected) <= 1e-11
+    with Module(
+        made, Masked(), [cpu(0), cpu(1)], sync_batchnorm=True, loss_normalizer=lambda label: float((label > 0).sum())
+    ) as module:
+        module.init_optimizer("device", "sgd", {"lr": 0.01, "momentum": 0.9})
+        for _ in range(5):
+            module.forward_backward_update(data, label)
+        assert distance(module.get_params(), expected) <= 1e-11
+
+
+def test_gradients_of_outputs_and_inputs_are_those_of_one_device() -> None:
+    made, [(data, _)] = job(residual, [7], torch.float64, 8)
+    reference, inputs = copy.deepcopy(made), data.clone().requires_grad_()
+    gradient = torch.randn(7, CLASSES, dtype=torch.float64)
+    reference(inputs).backward(gradient)
+    with Module(made, None, [cpu(0), cpu(1), cpu(2)], [4, 1, 2], sync_batchnorm=True) as module:
+        module.bind((7, 1, SIDE, SIDE), inputs_need_grad=True)
+        module.forward(data)
+        module.backward(gradient)
+        torch.testing.assert_close(module.get_input_grads(), inputs.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_random_layers_between_repeat_bit_for_bit() -> None:
+    made, batches = job(with_dropout, [8, 8, 5, 2], torch.float32, 5)
+    torch.manual_seed(11)
+    first = by_module(made, batches * 2, [2, 1, 1])
+    torch.manual_seed(12)  # which is the caller's, and nothing to the contexts
+    again = by_module(made, batches * 2, [2, 1, 1])
+    assert all(torch.equal(first[name], value) for name, value in again.items())
+
+
+def test_frozen_layers_stay_frozen() -> None:
+    made, batches = job(residual, [8, 8], torch.float64, 9)
+    made[1].running_mean.fill_(0.1)  # type: ignore[index, union-attr]
+    made[1].eval()  # type: ignore[index]
+    got = by_module(made, batches, [2, 1])
+    assert distance(got, plainly(made, batches)) <= 1e-11
+    assert int(got["1.num_batches_tracked"]) == 0
+
+
+def test_an_error_in_one_replica_is_raised_and_the_next_batch_works() -> None:
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.BatchNorm1d(SIDE * SIDE), nn.Linear(SIDE * SIDE, CLASSES)
+
+        def forward(self, data: torch.Tensor) -> Any:
+            if data.isnan().any():
+                raise ArithmeticError("not a number")
+            return self.linear(self.norm(data.flatten(1)))
+
+    made, batches = job(Picky, [6, 6, 6], torch.float64, 2)
+    spoilt = batches[0][0].clone()
+    spoilt[-1] = torch.nan
+    with Module(made, nn.CrossEntropyLoss(), [cpu(0), cpu(1), cpu(2)], sync_batchnorm=True) as module:
+        module.init_optimizer("device", "sgd", {"lr": 0.01})
+        module.forward_backward_update(*batches[0])
+        with pytest.raises(ArithmeticError, match="not a number") as caught:
+            module.forward_backward_update(spoilt, batches[0][1])
+        assert any("cpu(2)" in note for note in caught.value.__notes__)
+        module.forward_backward_update(*batches[1])
+        assert module.get_loss().isfinite()
+
+
+def test_evaluation_is_that_of_one_device() -> None:
+    made, batches = job(residual, [8, 8], torch.float64, 7)
+    data, reference = batches[0][0], copy.deepcopy(made)
+    reference.load_state_dict(plainly(made, batches))
+    with Module(made, nn.CrossEntropyLoss(), [cpu(0), cpu(1)], [2, 1], sync_batchnorm=True) as module:
+        module.init_optimizer("device", "sgd", {"lr": 0.01, "momentum": 0.9})
+        for batch in batches:
+            module.forward_backward_update(*batch)
+        module.forward(data, is_train=False)
+        torch.testing.assert_close(module.get_outputs(), reference.eval()(data), rtol=1e-11, atol=1e-11)
+
+
+def test_without_it_each_share_is_normalised_by_itself() -> None:
+    made, batches = job(residual, [8, 8], torch.float64, 7)
+    expected = plainly(made, batches)
+    with Module(made, nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
+        module.init_optimizer("device", "sgd", {"lr": 0.01, "momentum": 0.9})
+        for batch in batches:
+            module.forward_backward_update(*batch)
+        assert distance(module.get_params(), expected) > 1e-4
+
+
+def test_a_layer_whose_statistics_cannot_be_joined_is_named() -> None:
+    class Own(nn.BatchNorm1d):
+        def forward(self, data: torch.Tensor) -> torch.Tensor:
+            return super().forward(data).relu()
+
+    network = nn.Sequential(nn.Linear(3, 3), Own(3))
+    with pytest.raises(ValueError, match="layer '1' is a Own with a forward of its own"):
+        Module(network, nn.MSELoss(), [cpu(0), cpu(1)], sync_batchnorm=True).bind((4, 3))

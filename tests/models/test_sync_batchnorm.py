@@ -1,0 +1,565 @@
+"""Joint batch normalisation: replicas in threads give what one network over the whole batch gives."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from models.meeting import Aborted, Meeting
+from models.random_streams import stream
+from models.sync_batchnorm import By, Joined, copy_statistics
+
+pytestmark = pytest.mark.timeout(60)
+JOINS: list[By] = ["threads", "graph"]
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> Iterator[None]:
+    """Networks so small take longer with several, on a busy machine much longer."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def in_threads(functions: Sequence[Callable[[], Any]], order: Sequence[int] | None = None) -> list[Any]:
+    """What each function returned or raised, each in a thread of its own, begun in the order given."""
+    with ThreadPoolExecutor(len(functions)) as pool:
+        futures = {place: pool.submit(functions[place]) for place in order or range(len(functions))}
+        return [futures[place].exception() or futures[place].result() for place in range(len(functions))]
+
+
+def all_well(results: list[Any]) -> list[Any]:
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def random(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Trained:
+    """One pass of a network, over a whole batch or in shares: outputs and all gradients."""
+
+    def __init__(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], networks: list[nn.Module]) -> None:
+        self.networks = networks
+        self.values = {"output": torch.cat(outputs).detach()}
+        if inputs[0].grad is not None:
+            self.values["input"] = torch.cat([each.grad for each in inputs if each.grad is not None])
+        for name, parameter in networks[0].named_parameters():
+            if parameter.grad is not None:
+                self.values[name] = torch.stack([network.get_parameter(name).grad for network in networks]).sum(0)
+
+    def is_close_to(self, whole: Trained, limit: float = 1e-12) -> None:
+        assert self.values.keys() == whole.values.keys()
+        for name, expected in whole.values.items():
+            assert self.values[name].dtype == expected.dtype
+            torch.testing.assert_close(self.values[name], expected, rtol=limit, atol=limit, msg=f"{name} differs")
+        expected_buffers = dict(whole.networks[0].named_buffers())
+        first = dict(self.networks[0].named_buffers())
+        for network in self.networks:
+            for name, value in network.named_buffers():
+                torch.testing.assert_close(value, expected_buffers[name], rtol=limit, atol=limit)
+                assert torch.equal(value, first[name])  # the same bits everywhere
+
+
+def wholly(network: nn.Module, data: torch.Tensor, gradient: torch.Tensor) -> Trained:
+    network = copy.deepcopy(network)
+    data = data.clone().requires_grad_(data.is_floating_point())
+    output = network(data)
+    if output.requires_grad:
+        output.backward(gradient)
+    return Trained([output], [data], [network])
+
+
+def shared_out(
+    network: nn.Module, data: torch.Tensor, gradient: torch.Tensor, sizes: Sequence[int], by: By = "threads"
+) -> Trained:
+    networks = [copy.deepcopy(network) for _ in sizes]
+    joined = Joined(networks, by)
+    inputs = [share.clone().requires_grad_() for share in data.split(list(sizes))]
+    gradients = gradient.split(list(sizes))
+    there, back = Meeting(range(len(sizes))), Meeting(range(len(sizes)))
+
+    def forward(place: int) -> torch.Tensor:
+        with joined.forward_section(there, place):
+            output: torch.Tensor = networks[place](inputs[place])
+            return output
+
+    def backward(place: int) -> None:
+        with joined.backward_section(back, place):
+            outputs[place].backward(gradients[place])
+
+    outputs = all_well(in_threads([partial(forward, place) for place in range(len(sizes))]))
+    if outputs[0].requires_grad:
+        if by == "threads":
+            all_well(in_threads([partial(backward, place) for place in range(len(sizes))]))
+        else:
+            with ExitStack() as sections:
+                for place in range(len(sizes)):
+                    sections.enter_context(joined.backward_section(back, place))
+                torch.autograd.backward(outputs, gradients)
+    return Trained(outputs, inputs, networks)
+
+
+def convolutions() -> nn.Module:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4))
+
+        def forward(self, data: torch.Tensor) -> Any:
+            return (self.inner(data) + data).tanh()
+
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), Residual(), Residual(), nn.Flatten(), nn.Linear(64, 3)
+    ).double()
+
+
+@pytest.mark.parametrize("by", JOINS)
+@pytest.mark.parametrize("sizes", [[4, 4], [6, 1], [1, 1, 1, 1], [1, 5, 2], [8], [3, 0, 4]], ids=str)
+def test_nested_layers_give_what_one_network_over_the_whole_batch_gives(by: By, sizes: list[int]) -> None:
+    network, data, gradient = convolutions(), random(sum(sizes), 2, 6, 6), random(sum(sizes), 3, seed=2)
+    shared_out(network, data, gradient, sizes, by).is_close_to(wholly(network, data, gradient))
+
+
+@pytest.mark.parametrize("by", JOINS)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"momentum": None},
+        {"momentum": 0.7, "eps": 0.3},
+        {"affine": False},
+        {"bias": False},
+        {"track_running_stats": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [(nn.BatchNorm1d, ()), (nn.BatchNorm1d, (4,)), (nn.BatchNorm2d, (3, 2)), (nn.BatchNorm3d, (2, 1, 3))],
+    ids=["NC", "NCL", "NCHW", "NCDHW"],
+)
+def test_every_kind_and_option_is_torchs(
+    by: By, arguments: dict[str, Any], layer: Callable[..., nn.Module], shape: tuple[int, ...]
+) -> None:
+    network = nn.Sequential(layer(5, **arguments), layer(5, **arguments)).double()
+    data, gradient = 3 * random(9, 5, *shape) + 2, random(9, 5, *shape, seed=2)
+    for parameter in network.parameters():
+        nn.init.uniform_(parameter, 0.5, 2)
+    shared_out(network, data, gradient, [2, 6, 1], by).is_close_to(wholly(network, data, gradient))
+
+
+def test_channels_last_shares_keep_their_layout() -> None:
+    data = random(5, 3, 4, 2).contiguous(memory_format=torch.channels_last)
+    gradient = random(5, 3, 4, 2, seed=2)
+    got = shared_out(nn.BatchNorm2d(3).double(), data, gradient, [2, 3])
+    got.is_close_to(wholly(nn.BatchNorm2d(3).double(), data, gradient))
+    assert got.values["output"].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_large_mean_costs_no_more_digits_than_torchs_own_layer() -> None:
+    data, gradient = random(64, 3) + 1e3, random(64, 3, seed=2)
+    exact = wholly(nn.BatchNorm1d(3).double(), data.float().double(), gradient.float().double())
+    network = nn.BatchNorm1d(3)
+    plain = wholly(network, data.float(), gradient.float())
+    got = shared_out(network, data.float(), gradient.float(), [40, 24])
+    for name, expected in exact.values.items():
+        torchs = float((plain.values[name] - expected).norm())
+        assert float((got.values[name] - expected).norm()) <= 2 * torchs + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_has_statistics_in_float32_and_outputs_in_its_own_type(dtype: torch.dtype) -> None:
+    data, gradient = random(11, 4, 3).to(dtype), random(11, 4, 3, seed=2).to(dtype)
+    network = nn.BatchNorm1d(4)  # float32 weights, as under autocast
+    whole, got = wholly(network, data, gradient), shared_out(network, data, gradient, [7, 4])
+    got.is_close_to(whole, 2 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(dict(got.networks[1].named_buffers()), dict(whole.networks[0].named_buffers()))
+    halved = copy.deepcopy(network).to(dtype)
+    shared_out(halved, data, gradient, [7, 4]).is_close_to(wholly(halved, data, gradient), 2 * torch.finfo(dtype).eps)
+
+
+def test_under_autocast_types_are_torchs() -> None:
+    network = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2), nn.BatchNorm1d(2))
+    data, gradient = random(8, 4).float(), random(8, 2, seed=2).bfloat16()
+    networks = [copy.deepcopy(network) for _ in range(2)]
+    joined, there, back = Joined(networks), Meeting(range(2)), Meeting(range(2))
+
+    def step(place: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16), joined.forward_section(there, place):
+            output: torch.Tensor = networks[place](data.split(4)[place])
+        with joined.backward_section(back, place):
+            output.backward(gradient.split(4)[place])
+        return output.detach()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = network(data)
+    expected.backward(gradient)
+    output = torch.cat(all_well(in_threads([partial(step, 0), partial(step, 1)])))
+    assert output.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(output, expected.detach(), rtol=0.05, atol=0.05)
+    for name, parameter in network.named_parameters():
+        gradients = [each.get_parameter(name).grad for each in networks]
+        assert {gradient.dtype for gradient in gradients if gradient is not None} == {torch.float32}
+        assert parameter.grad is not None
+        torch.testing.assert_close(sum(gradients), parameter.grad, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("by", JOINS)
+def test_frozen_layers_keep_their_statistics_and_other_norms_are_left_alone(by: By) -> None:
+    network = nn.Sequential(
+        nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.InstanceNorm1d(3, affine=True, track_running_stats=False)
+    ).double()
+    network[0].running_mean.fill_(0.5)  # type: ignore[union-attr, operator]
+    network[0].eval()
+    data, gradient = random(6, 3, 4), random(6, 3, 4, seed=2)
+    got = shared_out(network, data, gradient, [4, 2], by)
+    got.is_close_to(wholly(network, data, gradient))
+    for network in got.networks:
+        assert int(network[0].num_batches_tracked) == 0  # type: ignore[index, arg-type, union-attr]
+        assert int(network[1].num_batches_tracked) == 1  # type: ignore[index, arg-type, union-attr]
+
+
+def test_a_frozen_layer_that_has_no_running_statistics_uses_the_whole_batchs_as_torch_does() -> None:
+    network = nn.BatchNorm1d(3, track_running_stats=False).double().eval()
+    data, gradient = random(6, 3), random(6, 3, seed=2)
+    shared_out(network, data, gradient, [4, 2]).is_close_to(wholly(network, data, gradient))
+
+
+def test_torchs_layer_for_process_groups_is_left_alone() -> None:
+    networks = [nn.Sequential(nn.SyncBatchNorm(3), nn.BatchNorm1d(3)) for _ in range(2)]
+    with Joined(networks).forward_section(Meeting([0, 1]), 0):
+        assert "forward" not in vars(networks[0][0])
+        assert "forward" in vars(networks[0][1])
+
+
+def test_lazy_layers_are_joined_once_they_have_a_shape() -> None:
+    network = nn.Sequential(nn.LazyBatchNorm1d(), nn.Linear(3, 2)).double()
+    network(random(2, 3))
+    data, gradient = random(5, 3), random(5, 2, seed=2)
+    shared_out(network, data, gradient, [1, 4]).is_close_to(wholly(network, data, gradient))
+
+
+def test_a_layer_called_twice_and_one_before_which_nothing_is_trained() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.BatchNorm1d(3), nn.Linear(3, 3)
+
+        def forward(self, data: torch.Tensor) -> Any:
+            return self.norm(self.linear(self.norm(data.detach())))
+
+    network, data, gradient = Twice().double(), random(6, 3), random(6, 3, seed=2)
+    shared_out(network, data, gradient, [4, 2]).is_close_to(wholly(network, data, gradient))
+
+
+@pytest.mark.parametrize("by", JOINS)
+def test_a_share_of_which_nothing_reaches_the_layer_takes_part_with_nothing(by: By) -> None:
+    class Selecting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, data: torch.Tensor) -> Any:
+            return self.norm(data[data[:, 0] > 0])
+
+    network, data = Selecting().double(), random(6, 2).abs()
+    data[4:] *= -1
+    networks = [copy.deepcopy(network) for _ in range(2)]
+    joined, there = Joined(networks, by), Meeting(range(2))
+
+    def forward(place: int) -> None:
+        with joined.forward_section(there, place):
+            networks[place](data[:4] if place == 0 else data[4:])
+
+    all_well(in_threads([partial(forward, 0), partial(forward, 1)]))
+    network(data)
+    for each in networks:
+        torch.testing.assert_close(dict(each.named_buffers()), dict(network.named_buffers()))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_checkpointing_computes_again_is_joined_again(reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4))
+            self.second = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+        def forward(self, data: torch.Tensor) -> Any:
+            hidden = checkpoint(self.first, data, use_reentrant=reentrant)
+            return checkpoint(self.second, hidden, use_reentrant=reentrant)
+
+    network, data, gradient = Checkpointed().double(), random(7, 3), random(7, 2, seed=2)
+    whole = wholly(network, data, gradient)  # which updates running statistics twice
+    assert int(whole.networks[0].get_buffer("first.1.num_batches_tracked")) == 2
+    shared_out(network, data, gradient, [4, 2, 1]).is_close_to(whole)
+    with pytest.raises(RuntimeError, match=r"'second\.0' was called again during backward"):
+        shared_out(network, data, gradient, [4, 3], "graph")
+
+
+class Norm(nn.Module):
+    """Batch normalisation, and what else a test wants a replica to do."""
+
+    def __init__(self, *then: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.norm, self.other, self.then = nn.BatchNorm1d(2), nn.BatchNorm1d(2), then
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        for function in self.then:
+            data = function(self, data)
+        return data
+
+
+def norm(network: Any, data: torch.Tensor) -> torch.Tensor:
+    return network.norm(data)  # type: ignore[no-any-return]
+
+
+def other(network: Any, data: torch.Tensor) -> torch.Tensor:
+    return network.other(data)  # type: ignore[no-any-return]
+
+
+def fail(network: Any, data: torch.Tensor) -> torch.Tensor:
+    raise ZeroDivisionError("a replica's own")
+
+
+def forwards(networks: Sequence[nn.Module], *, one_after_another: bool = False, samples: int = 3) -> list[Any]:
+    joined = Joined(networks)
+    meeting = Meeting(range(len(networks)), one_after_another=one_after_another)
+
+    def forward(place: int) -> torch.Tensor:
+        with joined.forward_section(meeting, place):
+            output: torch.Tensor = networks[place](torch.ones(samples, 2))
+            return output
+
+    results = in_threads([partial(forward, place) for place in range(len(networks))])
+    assert all("forward" not in vars(layer) for network in networks for layer in network.modules())
+    return results
+
+
+@pytest.mark.parametrize("one_after_another", [False, True])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_error_in_one_replica_wakes_the_others(failing: int, one_after_another: bool) -> None:
+    networks = [Norm(norm, fail if place == failing else norm, norm) for place in range(3)]
+    results = forwards(networks, one_after_another=one_after_another)
+    assert isinstance(results.pop(failing), ZeroDivisionError)
+    for result in results:
+        assert isinstance(result, Aborted)
+        assert "ZeroDivisionError: a replica's own" in str(result)
+
+
+@pytest.mark.parametrize("one_after_another", [False, True])
+@pytest.mark.parametrize("calls", [(1, 2), (2, 1), (0, 1), (3, 3, 2)])
+def test_unequally_many_calls_are_an_error(calls: tuple[int, ...], one_after_another: bool) -> None:
+    networks = [Norm(*[norm] * count) for count in calls]
+    results = forwards(networks, one_after_another=one_after_another)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    fewest = calls.index(min(calls))
+    assert errors
+    for error in errors:
+        assert type(error) is RuntimeError
+        assert "different number of times" in str(error)
+        assert f"replica {fewest} after {calls[fewest]}" in str(error)
+
+
+def test_calls_of_different_layers_are_an_error_on_all() -> None:
+    for result in forwards([Norm(norm, other), Norm(other, norm)]):
+        assert type(result) is RuntimeError
+        assert "0: forward of 'norm', 1: forward of 'other'" in str(result)
+
+
+def test_one_value_per_channel_is_torchs_error_for_the_whole_batch_only() -> None:
+    all_well(forwards([Norm(norm), Norm(norm)], samples=1))
+    network = nn.BatchNorm1d(2)
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        shared_out(network, torch.ones(1, 2), torch.ones(1, 2), [1, 0])
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        shared_out(network, torch.ones(1, 2), torch.ones(1, 2), [1])
+    with pytest.raises(ValueError, match="expected 2D or 3D input"):
+        shared_out(network, torch.ones(4, 2, 1, 1), torch.ones(4, 2, 1, 1), [2, 2])
+
+
+def test_an_error_in_backward_wakes_the_others() -> None:
+    networks = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Tanh()) for _ in range(2)]
+    joined, there, back = Joined(networks), Meeting(range(2)), Meeting(range(2))
+    networks[1][2].register_full_backward_hook(lambda module, grads, _: fail(module, grads[0]))
+
+    def step(place: int) -> None:
+        with joined.forward_section(there, place):
+            output = networks[place](random(3, 2).float())
+        with joined.backward_section(back, place):
+            output.sum().backward()
+
+    first, second = in_threads([partial(step, 0), partial(step, 1)])
+    assert isinstance(first, Aborted)
+    assert isinstance(second, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("places", [[], [0], [0, 1]], ids=str)
+def test_backward_with_other_replicas_than_forward_is_refused(places: list[int]) -> None:
+    networks = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(3)]
+    joined, there, back = Joined(networks), Meeting(range(3)), Meeting(places)
+
+    def step(place: int) -> None:
+        with joined.forward_section(there, place):
+            output = networks[place](random(3, 2).float())
+        with ExitStack() as section:
+            if place in places:
+                section.enter_context(joined.backward_section(back, place))
+            output.sum().backward()
+
+    for error in in_threads([partial(step, place) for place in range(3)]):
+        assert type(error) is RuntimeError
+        assert "joint statistics of replicas [0, 1, 2]" in str(error)
+
+
+def test_a_layer_with_a_forward_of_its_own_is_refused_by_name() -> None:
+    class Own(nn.BatchNorm1d):
+        def forward(self, data: torch.Tensor) -> torch.Tensor:
+            return super().forward(data).relu()
+
+    with pytest.raises(ValueError, match=r"layer 'deep\.0' is a Own with a forward of its own"):
+        Joined([nn.ModuleDict({"deep": nn.Sequential(Own(3))})])
+
+
+def test_nothing_is_left_on_the_network() -> None:
+    network = convolutions()
+    before = {name: set(vars(module)) for name, module in network.named_modules()}
+    got = shared_out(network, random(4, 2, 6, 6), random(4, 3), [2, 2])
+    for each in got.networks:
+        assert {name: set(vars(module)) for name, module in each.named_modules()} == before
+        pickle.loads(pickle.dumps(each[1]))  # type: ignore[index]
+    first = weakref.ref(got.networks[0])
+    del got, each
+    gc.collect()
+    assert first() is None
+
+
+def test_idle_replicas_are_given_the_running_statistics() -> None:
+    networks = [nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(), nn.BatchNorm1d(2, affine=False)) for _ in range(3)]
+    joined, meeting = Joined(networks), Meeting([0, 2])
+
+    def forward(place: int) -> None:
+        with joined.forward_section(meeting, place, torch.default_generator):
+            networks[place](random(3, 2, seed=place).float())
+
+    all_well(in_threads([partial(forward, 0), partial(forward, 2)]))
+    assert int(networks[1][0].num_batches_tracked) == 0  # type: ignore[arg-type]
+    copy_statistics(networks[0], networks[1:2])
+    for name, value in networks[0].named_buffers():
+        assert torch.equal(networks[1].get_buffer(name), value)
+
+
+def dropping() -> nn.Module:
+    layers: list[nn.Module] = [nn.Linear(4, 16)]
+    for _ in range(4):
+        layers += [nn.BatchNorm1d(16), nn.Dropout(0.4), nn.Linear(16, 16)]
+    return nn.Sequential(*layers)
+
+
+def dropped(order: Sequence[int]) -> list[torch.Tensor]:
+    """Outputs and gradients of replicas with dropout, in threads begun in this order."""
+    torch.manual_seed(3)
+    networks = [dropping()]
+    networks += [copy.deepcopy(networks[0]) for _ in order[1:]]
+    joined = Joined(networks)
+    there, back = (Meeting(range(len(order)), one_after_another=True) for _ in range(2))
+    before = torch.get_rng_state()
+
+    def forward(place: int) -> torch.Tensor:
+        with joined.forward_section(there, place, torch.default_generator), stream(torch.device("cpu"), 7, place):
+            output: torch.Tensor = networks[place](random(5, 4, seed=place).float())
+            return output
+
+    def backward(place: int) -> None:
+        with joined.backward_section(back, place, torch.default_generator):
+            outputs[place].sum().backward()
+
+    outputs = all_well(in_threads([partial(forward, place) for place in range(len(order))], order))
+    all_well(in_threads([partial(backward, place) for place in range(len(order))], order))
+    assert torch.equal(torch.get_rng_state(), before)
+    gradients = [p.grad for network in networks for p in network.parameters() if p.grad is not None]
+    return [output.detach() for output in outputs] + gradients
+
+
+def test_in_turns_random_layers_give_the_same_bits_whoever_is_quicker() -> None:
+    expected = dropped([0, 1, 2])
+    for order in ([2, 1, 0], [1, 2, 0], [0, 1, 2]):
+        assert all(torch.equal(a, b) for a, b in zip(dropped(order), expected, strict=True))
+
+
+def test_in_turns_each_replica_draws_what_it_would_draw_alone() -> None:
+    drawn: dict[int, list[float]] = {0: [], 1: []}
+    meeting = Meeting([0, 1], one_after_another=True)
+
+    def draw(place: int) -> None:
+        meeting.begin(place, torch.default_generator)
+        with stream(torch.device("cpu"), 5, place):
+            for _ in range(3):
+                drawn[place].append(float(torch.rand(())))
+                meeting.exchange(place, None)
+        meeting.leave(place)
+
+    all_well(in_threads([partial(draw, 0), partial(draw, 1)]))
+    for place, values in drawn.items():
+        with stream(torch.device("cpu"), 5, place):
+            assert values == [float(torch.rand(())) for _ in values]
+
+
+def test_turns_go_in_the_order_of_places() -> None:
+    seen: list[tuple[int, int]] = []
+    meeting = Meeting([5, 1, 3], one_after_another=True)
+
+    def part(place: int) -> None:
+        meeting.begin(place)
+        for step in range(3):
+            seen.append((step, place))
+            assert meeting.exchange(place, place * 10 + step) == [10 + step, 30 + step, 50 + step]
+        seen.append((3, place))
+        meeting.leave(place)
+
+    all_well(in_threads([partial(part, place) for place in (5, 3, 1)]))
+    assert seen == [(step, place) for step in range(4) for place in (1, 3, 5)]
+
+
+def test_many_exchanges_keep_their_order() -> None:
+    meeting = Meeting(range(4))
+
+    def part(place: int) -> list[list[int]]:
+        met = [meeting.exchange(place, step * place) for step in range(200)]
+        meeting.leave(place)
+        return met
+
+    for met in all_well(in_threads([partial(part, place) for place in range(4)])):
+        assert met == [[0, step, 2 * step, 3 * step] for step in range(200)]
+
+
+def test_one_party_meets_itself_at_once() -> None:
+    meeting = Meeting([2], one_after_another=True)
+    meeting.begin(2, torch.default_generator)
+    assert [meeting.exchange(2, value) for value in "ab"] == [["a"], ["b"]]
+    meeting.leave(2)
+
+
+def test_a_party_that_comes_after_an_error_does_not_wait() -> None:
+    meeting = Meeting([0, 1])
+    meeting.abort(ValueError("early"))
+    with pytest.raises(Aborted, match="ValueError: early") as caught:
+        meeting.exchange(1, None)
+    assert isinstance(caught.value.__cause__, ValueError)
