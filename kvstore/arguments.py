@@ -71,6 +71,8 @@ def check_like(key: Key, value: Value, shape: torch.Size, dtype: torch.dtype) ->
 
 def check_flat(bucket: Bucket, flats: Sequence[torch.Tensor]) -> None:
     """Raise ValueError unless each is a flat tensor of the bucket's."""
+    if not flats:
+        raise ValueError(f"a bucket of {len(bucket.slots)} keys has an empty list of tensors; expected one a device")
     for flat in flats:
         if flat.shape != (bucket.numel,) or flat.dtype != bucket.dtype or not flat.is_contiguous():
             raise ValueError(

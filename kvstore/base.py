@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import threading
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -54,6 +55,7 @@ class KVStore(abc.ABC):
         self.type = name
         self._layout: dict[Key, tuple[torch.Size, torch.dtype]] = {}
         self._layout_lock = threading.Lock()
+        self._buckets: weakref.WeakSet[Bucket] = weakref.WeakSet()  # whose keys are known to fit
         self._closed = False
 
     @property
@@ -178,9 +180,9 @@ class KVStore(abc.ABC):
             ValueError: one has another shape or dtype.
         """
         self._check_open()
-        meta = bucket.empty(torch.device("meta"))
-        self._check([(key, [view]) for key, view in bucket.views(meta).items()])
+        self._check_bucket(bucket)
         self._fuse(bucket)
+        self._buckets.add(bucket)
 
     def push_bucket(
         self,
@@ -194,8 +196,10 @@ class KVStore(abc.ABC):
         """`push` those of the bucket's keys that are among ``keys`` (None: all), one flat tensor a device."""
         self._check_open()
         check_flat(bucket, values)
+        if bucket not in self._buckets:
+            self._check_bucket(bucket)
         present = bucket.keys if keys is None else [key for key in bucket.keys if key in keys]
-        return self._push_bucket(bucket, values, present, priority, async_op)
+        return self._push_bucket(bucket, values, present, checked_priority(priority), async_op)
 
     def pull_bucket(
         self, bucket: Bucket, outs: Sequence[torch.Tensor], priority: int = 0, *, async_op: bool = False
@@ -203,7 +207,9 @@ class KVStore(abc.ABC):
         """`pull` all keys of a bucket, into one flat tensor a device."""
         self._check_open()
         check_flat(bucket, outs)
-        return self._pull_bucket(bucket, outs, priority, async_op)
+        if bucket not in self._buckets:
+            self._check_bucket(bucket)
+        return self._pull_bucket(bucket, outs, checked_priority(priority), async_op)
 
     def set_gradient_compression(self, params: Mapping[str, Any] | None) -> None:
         """Compress what each device pushes before it travels; None ends it.
@@ -336,6 +342,10 @@ class KVStore(abc.ABC):
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError(f"the {self.type!r} store is closed; create a new one")
+
+    def _check_bucket(self, bucket: Bucket) -> None:
+        meta = bucket.empty(torch.device("meta"))
+        self._check([(key, [view]) for key, view in bucket.views(meta).items()])
 
     def _check(self, pairs: Sequence[tuple[Key, Sequence[Value]]]) -> None:
         for key, tensors in pairs:

@@ -43,6 +43,9 @@ class Bucket:
         """The keys, in the bucket's order."""
         return [slot.key for slot in self.slots]
 
+    def __contains__(self, key: object) -> bool:
+        return any(slot.key == key and type(slot.key) is type(key) for slot in self.slots)
+
     @property
     def nbytes(self) -> int:
         """What a flat tensor of this bucket takes."""
@@ -54,7 +57,8 @@ class Bucket:
 
     def views(self, flat: torch.Tensor) -> dict[Key, torch.Tensor]:
         """Each key's part of ``flat``, in its shape."""
-        return {slot.key: flat.as_strided(slot.shape, slot.stride, slot.offset) for slot in self.slots}
+        begin = flat.storage_offset()
+        return {slot.key: flat.as_strided(slot.shape, slot.stride, begin + slot.offset) for slot in self.slots}
 
 
 def plan(tensors: Sequence[tuple[Key, torch.Tensor]], max_bytes: int) -> Iterator[Bucket]:

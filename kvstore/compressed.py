@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import TypeGuard
@@ -80,15 +81,23 @@ class CompressedPushes:
         """
         loaded = {}
         for name, residual in residuals.items():
-            encoded, _, place = name.rpartition("/")
-            key = json.loads(encoded)
+            key, place = _parsed(name)
             if key not in layout:
                 raise ValueError(
                     f"a compression residual is of key {key!r}, which is unknown here; known: {list(layout)}"
                 )
             check_like(key, residual, *layout[key])
-            loaded[key, int(place)] = residual.clone()
+            loaded[key, place] = residual.clone()
         self._residuals = loaded
+
+
+def _parsed(name: str) -> tuple[Key, int]:
+    encoded, _, place = name.rpartition("/")
+    with contextlib.suppress(ValueError):
+        key = json.loads(encoded)
+        if isinstance(key, (str, int)) and not isinstance(key, bool) and place.isdecimal():
+            return key, int(place)
+    raise ValueError(f"a compression residual is named {name!r}; expected '<key as JSON>/<place of the sender>'")
 
 
 def _is_compressed(value: Value) -> TypeGuard[torch.Tensor]:

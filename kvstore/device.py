@@ -43,9 +43,13 @@ class DeviceStore(LocalStore):
             if len(values) == 1:  # a bare tensor: the key goes where it is, and its owner stays open
                 self._move(key, values[0].device)
                 continue
+            if key in self._owners:  # with the bucket of another key
+                continue
             self._devices[: len(values)] = [value.device for value in values]
-            self._own([key], len(values))
-            self._move(key, values[self._owners[key]].device)
+            together = next((bucket.keys for bucket in self._flats if key in bucket), [key])
+            self._own(together, len(values))
+            for one in together:
+                self._move(one, values[self._owners[key]].device)
 
     def _own(self, keys: Sequence[Key], places: int) -> None:
         """Give the keys, together, to the place that owns the fewest bytes."""
@@ -67,6 +71,7 @@ class DeviceStore(LocalStore):
         entry = self._entries[key]
         if entry.stored.device == device:
             return
+        self._unfuse(key)
         entry.stored = entry.stored.to(device)
         if self._optimizer is not None:
             self._optimizer.add(key, entry.stored)

@@ -140,15 +140,22 @@ class LocalStore(KVStore):
 
     def _fuse(self, bucket: Bucket) -> None:
         def fuse() -> None:
-            home = self._home_of(bucket)
-            self._flats = {old: flat for old, flat in self._flats.items() if not set(old.keys) & set(bucket.keys)}
-            flat = self._flats[bucket] = _Flat(bucket.empty(home))
+            if self._optimizer is not None:
+                for key in bucket.keys:
+                    self._optimizer.check(key, self._entries[key].stored)
+            flat = _Flat(bucket.empty(self._home_of(bucket)))
             for key, view in bucket.views(flat.stored).items():
+                self._unfuse(key)
                 self._entries[key] = _Entry(view.copy_(self._entries[key].stored))
                 if self._optimizer is not None:
                     self._optimizer.add(key, view)
+            self._flats[bucket] = flat
 
         self._start("fuse", fuse, [(key, []) for key in bucket.keys], 0, False)
+
+    def _unfuse(self, key: Key) -> None:
+        """Have no bucket speak for a key that is about to live elsewhere; its keys then move one by one."""
+        self._flats = {bucket: flat for bucket, flat in self._flats.items() if key not in bucket}
 
     def _push_bucket(
         self, bucket: Bucket, values: Sequence[torch.Tensor], keys: Sequence[Key], priority: int, async_op: bool
@@ -187,6 +194,8 @@ class LocalStore(KVStore):
             self._queue.close()
             self._use(None, None)
             self._entries.clear()
+            self._flats.clear()
+            self._compressed = None
 
     def _start(
         self,
@@ -221,6 +230,9 @@ class LocalStore(KVStore):
     def _merge(self, pairs: Pushed) -> None:
         self._place(pairs)
         pairs = merged(pairs)
+        if self._optimizer is not None:
+            for key, values in pairs:
+                self._optimizer.check_kind(key, rows=all(isinstance(value, RowSparse) for value in values))
         if self._compressed is not None:
             pairs = self._compressed.through([(key, values, self._entries[key].stored.device) for key, values in pairs])
         if self._updater is None and self._optimizer is None:

@@ -29,7 +29,7 @@ class KeyedOptimizer:
         self._weights: dict[Key, torch.Tensor] = {}
         self._groups: dict[tuple[float, float], dict[str, Any]] = {}
         self._optimizer: torch.optim.Optimizer | None = None  # torch wants a tensor to make one
-        self._starts: dict[tuple[float, float], dict[str, float]] = {}
+        self._starts: dict[Key, dict[str, float]] = {}  # as they were when a key's first rows came
 
     @property
     def learning_rate(self) -> float:
@@ -52,14 +52,8 @@ class KeyedOptimizer:
         before = self._weights.get(key)
         if before is weight:
             return
-        if not (weight.is_floating_point() or weight.is_complex()):
-            raise ValueError(f"key {key!r} does not fit optimizer {self.spec.name!r}: it holds {weight.dtype}")
+        probe = self.check(key, weight)
         factors = self.spec.factors(key)
-        arguments = dict(self.spec.arguments)
-        try:
-            probe = self.spec.optimizer_class([weight], **arguments)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"key {key!r} does not fit optimizer {self.spec.name!r}: {error}") from error
         if self._optimizer is None:
             self._optimizer = probe
         if factors not in self._groups:
@@ -70,6 +64,15 @@ class KeyedOptimizer:
         self._weights[key] = weight
         if before is not None:
             self._restore(key, self._optimizer.state.pop(before, {}))
+
+    def check(self, key: Key, weight: torch.Tensor) -> torch.optim.Optimizer:
+        """Raise what `add` would raise; else the optimizer that torch makes of the weight."""
+        if not (weight.is_floating_point() or weight.is_complex()):
+            raise ValueError(f"key {key!r} does not fit optimizer {self.spec.name!r}: it holds {weight.dtype}")
+        try:
+            return self.spec.optimizer_class([weight], **self.spec.arguments)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"key {key!r} does not fit optimizer {self.spec.name!r}: {error}") from error
 
     def update(self, gradients: Sequence[tuple[Key, torch.Tensor | RowSparse]]) -> None:
         """Run the optimizer once over these keys; every other key is left alone.
@@ -86,7 +89,7 @@ class KeyedOptimizer:
         optimizer = self._optimizer
         assert optimizer is not None, "keys are added before they are updated"
         for key, gradient in gradients:
-            self._check_kind(key, gradient)
+            self.check_kind(key, rows=isinstance(gradient, RowSparse))
         for group in self._groups.values():
             group["params"] = []
         before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
@@ -108,33 +111,36 @@ class KeyedOptimizer:
                 weight.grad = gradient_before
             for part in parts:
                 part.put_back(optimizer)
+            for group in self._groups.values():  # nothing is held here that a store has let go
+                group["params"] = []
 
-    def _check_kind(self, key: Key, gradient: torch.Tensor | RowSparse) -> None:
-        if isinstance(gradient, RowSparse) and not self.spec.takes_rows:
+    def check_kind(self, key: Key, *, rows: bool) -> None:
+        """Raise ValueError unless the optimizer takes a gradient of this kind: rows, or a dense one."""
+        if rows and not self.spec.takes_rows:
             raise ValueError(
                 f"optimizer {self.spec.name!r} works on whole tensors, but the gradient of key {key!r} is row-sparse; "
                 "expected an elementwise optimizer (sgd, adam, adagrad), or a dense gradient"
             )
-        if not isinstance(gradient, RowSparse) and not self.spec.takes_dense:
+        if not rows and not self.spec.takes_dense:
             raise ValueError(
                 f"optimizer {self.spec.name!r} takes row-sparse gradients only, but that of key {key!r} is dense; "
                 "expected adam, or nn.Embedding(sparse=True)"
             )
 
     def _start_values(self, key: Key) -> dict[str, float]:
-        """What each of the optimizer's state tensors starts from: what a step over zeros leaves in it."""
-        factors = self.spec.factors(key)
-        if factors not in self._starts:
+        """What each of a key's state tensors starts from: what a step over zeros leaves in it."""
+        if key not in self._starts:
+            factors = self.spec.factors(key)
             probe = torch.zeros_like(self._weights[key].detach().flatten()[:1])
             probe.grad = torch.zeros_like(probe)
             group = {name: value for name, value in self._groups[factors].items() if name != "params"}
             optimizer = self.spec.optimizer_class([{**group, "params": [probe]}], **self.spec.arguments)
             optimizer.step()
             state = optimizer.state[probe].items()
-            self._starts[factors] = {
+            self._starts[key] = {
                 name: float(value) for name, value in state if isinstance(value, torch.Tensor) and value.dim()
             }
-        return self._starts[factors]
+        return self._starts[key]
 
     @property
     def modifies_gradient(self) -> bool:
@@ -209,8 +215,9 @@ class KeyedOptimizer:
             if isinstance(value, torch.Tensor):
                 if name == "step":
                     value = value.to(value.device if step_stays else weight.device, copy=True)
-                else:  # in the weight's precision, as torch loads it
-                    dtype = weight.dtype if value.is_floating_point() else value.dtype
+                else:  # in the weight's precision, as torch loads it; what is one number for all elements in its own
+                    elementwise = value.is_floating_point() and (value.dim() or not weight.dim())
+                    dtype = weight.dtype if elementwise else value.dtype
                     value = value.to(weight.device, dtype, copy=True)
             restored[name] = value
         if restored:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
@@ -80,7 +81,9 @@ class RowSparse:
 
     def to_dense(self) -> torch.Tensor:
         """The whole tensor."""
-        return self.to_coo().to_dense()
+        rows = summed([self], self.device)
+        whole = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return whole.index_copy_(0, rows.indices, rows.values)
 
     def to_coo(self) -> torch.Tensor:
         """The same as a torch.sparse_coo tensor."""
@@ -100,8 +103,13 @@ def summed(parts: Sequence[RowSparse], device: torch.device) -> RowSparse:
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     indices = torch.cat([part.indices for part in parts])
     values = torch.cat([part.values.to(wide) for part in parts])
-    total = RowSparse(indices, values, parts[0].shape).to_coo().coalesce()
-    return RowSparse(total.indices()[0], total.values().to(dtype), parts[0].shape)
+    if values.is_cuda:  # there coalesce keeps the order, and index_add_ does not; on the host it is the other way round
+        total = RowSparse(indices, values, parts[0].shape).to_coo().coalesce()
+        rows, sums = total.indices()[0], total.values()
+    else:
+        rows, inverse = torch.unique(indices, return_inverse=True)
+        sums = torch.zeros(len(rows), *values.shape[1:], dtype=wide).index_add_(0, inverse, values)
+    return RowSparse(rows, sums.to(dtype), parts[0].shape)
 
 
 def checked_rows(row_ids: Any, shape: torch.Size, what: str) -> torch.Tensor:
@@ -111,7 +119,9 @@ def checked_rows(row_ids: Any, shape: torch.Size, what: str) -> torch.Tensor:
         TypeError: they are no integers.
         ValueError: the table has no rows to name, or one is outside it (looked at on the host only).
     """
-    ids = row_ids if isinstance(row_ids, torch.Tensor) else torch.as_tensor(row_ids)
+    if isinstance(row_ids, np.ndarray) and row_ids.dtype.kind in "iu":
+        row_ids = row_ids.astype(np.int64)  # a copy, in torch's byte order
+    ids = row_ids if isinstance(row_ids, torch.Tensor) else torch.tensor(row_ids)
     if ids.dtype not in _INTEGERS and ids.numel():
         raise TypeError(f"{what} has row numbers of {ids.dtype}; expected integers")
     ids = ids.detach().to(torch.int64)

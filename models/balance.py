@@ -11,8 +11,8 @@ from typing import Any
 
 from collectives.workload import split_batch
 
-_WORTH = 0.02  # a new split must promise a step this much shorter, or the old one stays: so splits settle
-_MEMORY = 0.5  # what a measurement counts at the next look, beside those made since
+_WORTH = 0.015  # a new split must promise a step this much shorter, or the old one stays: so splits settle
+_MEMORY = 0.7  # what a measurement counts at the next look, beside those made since
 _MOST_BATCHES = 16  # more batches of one look make its measurement no surer
 _NO_FIXED_COST = 0.002  # weight of the assumption that a share without samples takes no time
 _LEAST_SLOPE = 0.05  # of the time of a share, the part that always counts as growing with its samples

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from collectives.compression import parse
 from collectives.context import Context, contexts
 from collectives.workload import check_work_load_list, split_batch
 from kvstore import KVStore
@@ -79,7 +80,7 @@ class Steps:
         self.work_load_list = check_work_load_list(work_load_list, len(self.contexts))
         self.limits = Limits(self.contexts, self.logger)
         """How many samples contexts hold at once; learnt under "auto"."""
-        self._compression = dict(compression_params) if compression_params is not None else None
+        self._compression = parse(compression_params).params if compression_params is not None else None
         self._sync_batchnorm = bool(sync_batchnorm)
         self._autocast = _checked_autocast(autocast)
         self.loss_scale = LossScale() if autocast is torch.float16 else None
@@ -234,6 +235,8 @@ class Steps:
             self._updates.let_go()
             if updates.store is not own_store:
                 self._updates.close()
+        if self._compression is not None and updates.store is None:
+            self.logger.warning("one context alone sends no gradients, so compression_params changes nothing")
         self._updates = updates
         self.optimizer_request = (kvstore, optimizer, dict(optimizer_params or {}))
         self.optimizer_is_fits = False

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from models.data import Splits
     from models.module import Module
 
-_DTYPES = ("float32", "float64")
+_DTYPES = ("float32", "float64", "bfloat16", "float16")
+_HALF = ("bfloat16", "float16")  # what forward computes in; weights stay float32
 _BENCHMARK_BATCHES = 100
 
 
@@ -33,7 +34,8 @@ def train(
     cpus: Annotated[int | None, typer.Option(help="Train on so many CPU contexts.", min=1)] = None,
     kv_store: Annotated[str, typer.Option(help="Who sums gradients and updates weights: local or device.")] = "device",
     work_load_list: Annotated[
-        str | None, typer.Option(help="The speed of each context, such as 3,1; the batch is split by it.")
+        str | None,
+        typer.Option(help="The speed of each context, such as 3,1, or auto to measure it; the batch is split by it."),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Samples in a batch, over all contexts.", min=1)] = 64,
     num_epochs: Annotated[int, typer.Option(help="The epoch to end before.", min=0)] = 10,
@@ -46,7 +48,15 @@ def train(
     model_prefix: Annotated[str | None, typer.Option(help="Write a checkpoint PREFIX-NNNN after each epoch.")] = None,
     load_epoch: Annotated[int | None, typer.Option(help="Go on from checkpoint PREFIX-NNNN.", min=0)] = None,
     disp_batches: Annotated[int, typer.Option(help="Log speed every so many batches.", min=1)] = 20,
-    dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
+    gc_type: Annotated[
+        str | None, typer.Option(help="Compress gradients on their way to the store: 2bit, fp16, bf16 or topk.")
+    ] = None,
+    gc_threshold: Annotated[
+        float | None, typer.Option(help="What 2bit sends, in units of the mean gradient (0.5 unless given).")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="float32 or float64; bfloat16 or float16: float32 weights, forward in half precision.")
+    ] = "float32",
     seed: Annotated[
         int, typer.Option(help="Of initial weights, batches, held-out fifth and random layers.", min=0)
     ] = 0,
@@ -88,13 +98,22 @@ def _run(**job: Any) -> float:
         raise ValueError("--load-epoch needs --model-prefix, which says where the checkpoint is")
     steps = _numbers("--lr-step-epochs", job["lr_step_epochs"], int)
     contexts = _contexts(job["gpus"], job["cpus"])
-    loads = _numbers("--work-load-list", job["work_load_list"], float) or None
+    given = job["work_load_list"]
+    loads = given if given == "auto" else _numbers("--work-load-list", given, float) or None
     entry = registry.find(job["network"])
-    dtype: torch.dtype = getattr(torch, job["dtype"])
+    autocast: torch.dtype | None = getattr(torch, job["dtype"]) if job["dtype"] in _HALF else None
+    dtype: torch.dtype = torch.float32 if autocast else getattr(torch, job["dtype"])
     data = _data(job, entry.image_shape, dtype)
     torch.manual_seed(job["seed"])
     network = registry.create(job["network"], num_classes=data.num_classes).to(dtype)
-    module = Module(network, torch.nn.CrossEntropyLoss(), contexts, loads)
+    module = Module(
+        network,
+        torch.nn.CrossEntropyLoss(),
+        contexts,
+        loads,
+        compression_params=_compression(job["gc_type"], job["gc_threshold"]),
+        autocast=autocast,
+    )
     checkpoint, resume = _checkpoints(module, job["model_prefix"], job["load_epoch"])
     rate = _StepRate(module, job["lr"], job["lr_factor"], steps)
     job["lr"] = rate.of_epoch(job["load_epoch"] or 0)
@@ -140,6 +159,13 @@ def _contexts(gpus: str | None, cpus: int | None) -> list[Context]:
     if cpus is not None:
         return [cpu(index) for index in range(cpus)]
     return contexts(gpus if gpus is not None else "auto")
+
+
+def _compression(kind: str | None, threshold: float | None) -> dict[str, Any] | None:
+    if threshold is not None and kind != "2bit":
+        raise ValueError(f"--gc-threshold is {threshold}, but --gc-type is {kind}; only 2bit has a threshold")
+    params = {"type": kind, "threshold": threshold}
+    return {name: value for name, value in params.items() if value is not None} or None
 
 
 def _numbers(flag: str, words: str | None, kind: type[Any]) -> list[Any]:

@@ -138,7 +138,7 @@ def test_benchmark_trains_on_random_images(monkeypatch: pytest.MonkeyPatch, caps
         (["--dataset", "nosuch"], "--dataset is 'nosuch'; expected one of ['digits']"),
         (["--kv-store", "nosuch"], "no store named 'nosuch'"),
         (["--optimizer", "nosuch"], "optimizer 'nosuch' is unknown"),
-        (["--dtype", "float8"], "--dtype is 'float8'; expected one of ['float32', 'float64']"),
+        (["--dtype", "float8"], "--dtype is 'float8'; expected one of ['float32', 'float64', 'bfloat16', 'float16']"),
         (["--gpus", "0", "--cpus", "2"], "--gpus 0 and --cpus 2 are both given"),
         (["--gpus", "first"], "'first' names no device"),
         (["--gpus", "99"], "gpu(99) is not on this machine"),

@@ -1,0 +1,984 @@
+"""Buckets of keys: how they are planned, and that a bucket's push and pull are those of its keys, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from collectives import Work
+from kvstore import KVStore, OptimizerSpec, RowSparse, create
+from kvstore.arguments import Pairs, Pushed, RowPulls
+from kvstore.bucketing import Bucket, plan
+from kvstore.device import DeviceStore
+from kvstore.optimizer import OptimizerState
+
+CPU = torch.device("cpu")
+LIMIT = 20.0
+"""Seconds after which a test that waits has failed."""
+SHAPES: dict[Any, tuple[int, ...]] = {"fc.weight": (4, 6), 3: (2, 5), "3": (3, 3), "a/b.gamma": (1, 4)}
+KEYS = list(SHAPES)
+DEVICES = 2
+
+# Every name with arguments that make its arithmetic matter.
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adadelta": {"lr": 0.7, "rho": 0.8, "weight_decay": 0.01},
+    "adafactor": {"lr": 0.05, "beta2_decay": -0.7, "weight_decay": 0.01},
+    "adagrad": {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5},
+    "adam": {"lr": 0.05, "betas": (0.8, 0.95), "amsgrad": True, "weight_decay": 0.01},
+    "adamax": {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.01},
+    "adamw": {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.1},
+    "asgd": {"lr": 0.05, "t0": 2.0, "weight_decay": 0.01},
+    "muon": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1, "ns_steps": 1},
+    "nadam": {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.01},
+    "nag": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "lr_mult": {3: 10}, "wd_mult": {"3": 0}},
+    "radam": {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.01},
+    "rmsprop": {"lr": 0.05, "alpha": 0.9, "momentum": 0.5, "centered": True},
+    "rprop": {"lr": 0.05, "etas": (0.4, 1.3)},
+    "sgd": {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01},
+}
+
+
+def updater(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
+    stored.mul_(0.5).add_(summed.mul_(0.25))
+
+
+# What makes a store do more than replace.
+Setting = Callable[[KVStore], None]
+SETTINGS: dict[str, Setting] = {
+    "nothing": lambda kv: None,
+    "updater": lambda kv: kv.set_updater(updater),
+    "2bit": lambda kv: kv.set_gradient_compression({"type": "2bit", "threshold": 0.3}),
+    "clipped sgd": lambda kv: kv.set_optimizer(("sgd", {"lr": 0.1, "rescale_grad": 0.5, "clip_gradient": 0.4})),
+    **{name: lambda kv, name=name: kv.set_optimizer((name, OPTIMIZERS[name])) for name in OPTIMIZERS},  # type: ignore[misc]
+}
+
+
+def compressed_adam(kv: KVStore) -> None:
+    kv.set_optimizer(("adam", OPTIMIZERS["adam"]))
+    kv.set_gradient_compression({"type": "topk", "ratio": 0.3, "pull_type": "bf16"})
+
+
+SETTINGS["topk and adam"] = compressed_adam
+
+
+@pytest.fixture(params=["local", "device"])
+def kv(request: pytest.FixtureRequest) -> Iterator[KVStore]:
+    with create(request.param) as made:
+        yield made
+
+
+def weights(dtype: torch.dtype = torch.float32) -> dict[Any, torch.Tensor]:
+    """Element j of key i holds (j - 3) / 4 + i."""
+    return {
+        key: ((torch.arange(torch.Size(shape).numel()).reshape(shape) - 3) / 4 + i).to(dtype)
+        for i, (key, shape) in enumerate(SHAPES.items())
+    }
+
+
+def gradient(key: Any, step: int, device: int = 0) -> torch.Tensor:
+    """Sevenths between -5/7 and 5/7, which differ by element, key, step and device."""
+    shape = SHAPES[key]
+    numbers = torch.arange(torch.Size(shape).numel()) * 7 + step * 3 + device * 5 + KEYS.index(key)
+    return ((numbers % 11 - 5) / 7).reshape(shape)
+
+
+def bucket_of(keys: Sequence[Any] = KEYS) -> Bucket:
+    (bucket,) = plan([(key, torch.empty(SHAPES[key])) for key in keys], 1 << 20)
+    return bucket
+
+
+def flat(bucket: Bucket, fill: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+    made = bucket.empty(CPU)
+    for key, view in bucket.views(made).items():
+        view.copy_(fill(key))
+    return made
+
+
+def flats(bucket: Bucket, step: int, devices: int = DEVICES) -> list[torch.Tensor]:
+    return [flat(bucket, lambda key, d=device: gradient(key, step, d)) for device in range(devices)]  # type: ignore[misc]
+
+
+def push_keys(kv: KVStore, step: int, keys: Sequence[Any] = KEYS, devices: int = DEVICES) -> None:
+    kv.push(list(keys), [[gradient(key, step, device) for device in range(devices)] for key in keys])
+
+
+def pulled(kv: KVStore, keys: Sequence[Any] = KEYS) -> dict[Any, torch.Tensor]:
+    outs = {key: torch.full(SHAPES[key], 99.0) for key in keys}
+    kv.pull(list(outs), list(outs.values()))
+    return outs
+
+
+def pulled_flat(kv: KVStore, bucket: Bucket) -> dict[Any, torch.Tensor]:
+    outs = [torch.full((bucket.numel,), 99.0, dtype=bucket.dtype) for _ in range(DEVICES)]
+    kv.pull_bucket(bucket, outs)
+    first, second = (bucket.views(out) for out in outs)
+    check_same(first, second)
+    return first
+
+
+def check_same(found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tensor]) -> None:
+    """Raise unless the same keys have the same bits."""
+    assert list(found) == list(expected)
+    different = [key for key in expected if bits(found[key]) != bits(expected[key])]
+    assert different == []
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().numpy().tobytes()
+
+
+def prepared(kv: KVStore, setting: Setting = SETTINGS["nothing"]) -> KVStore:
+    start = weights()
+    kv.init(list(start), list(start.values()))
+    setting(kv)
+    return kv
+
+
+@functools.cache
+def by_keys(setting: str, steps: int, devices: int = DEVICES) -> tuple[dict[Any, torch.Tensor], OptimizerState | None]:
+    """What pushing key by key gives, and the optimizer's state then."""
+    with create("local") as kv:
+        prepared(kv, SETTINGS[setting])
+        for step in range(steps):
+            push_keys(kv, step, devices=devices)
+        return pulled(kv), kv.optimizer_state() if setting in OPTIMIZERS else None
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_keys_lie_in_order_at_whole_cache_lines() -> None:
+    (bucket,) = plan([(key, torch.empty(shape)) for key, shape in SHAPES.items()], 1 << 20)
+    assert bucket.keys == KEYS
+    assert [slot.offset for slot in bucket.slots] == [0, 32, 48, 64]  # 24, 10, 9 and 4 elements of 4 bytes
+    assert (bucket.dtype, bucket.numel, bucket.nbytes) == (torch.float32, 80, 320)
+    assert [slot.shape for slot in bucket.slots] == [torch.Size(shape) for shape in SHAPES.values()]
+
+
+def test_a_bucket_ends_where_the_next_key_does_not_fit() -> None:
+    tensors = [(name, torch.empty(size)) for name, size in zip("abcdef", (16, 16, 33, 64, 1, 32), strict=True)]
+    buckets = list(plan(tensors, 256))
+    assert [bucket.keys for bucket in buckets] == [["a", "b"], ["c"], ["d"], ["e", "f"]]
+    assert [bucket.nbytes for bucket in buckets] == [128, 192, 256, 192]
+
+
+def test_a_larger_key_is_alone_in_its_bucket() -> None:
+    sizes = {"a": 1, "large": 1000, "b": 1, "larger": 2000, "largest": 3000, "c": 1}
+    buckets = list(plan([(name, torch.empty(size)) for name, size in sizes.items()], 256))
+    assert [bucket.keys for bucket in buckets] == [["a"], ["large"], ["b"], ["larger"], ["largest"], ["c"]]
+
+
+def test_a_bucket_is_of_one_dtype() -> None:
+    dtypes = [torch.float32, torch.float32, torch.float64, torch.float32, torch.bfloat16, torch.bfloat16, torch.int64]
+    buckets = list(plan([(index, torch.empty(3, dtype=dtype)) for index, dtype in enumerate(dtypes)], 1 << 20))
+    assert [bucket.keys for bucket in buckets] == [[0, 1], [2], [3], [4, 5], [6]]
+    assert [bucket.dtype for bucket in buckets] == [*dtypes[1:5], torch.int64]
+    assert [bucket.nbytes for bucket in buckets] == [128, 64, 64, 128, 64]
+
+
+def test_no_keys_make_no_bucket() -> None:
+    assert list(plan([], 256)) == []
+
+
+def test_gaps_and_new_flat_tensors_hold_zeros() -> None:
+    made = bucket_of().empty(CPU)
+    assert made.shape == (80,)
+    assert not made.any()
+
+
+ORDERS: dict[str, tuple[torch.Tensor, bool]] = {
+    "contiguous": (torch.empty(2, 3, 4, 5), True),
+    "channels_last": (torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
+    "transposed": (torch.empty(4, 6).t(), True),
+    "permuted": (torch.empty(2, 3, 4).permute(1, 2, 0), True),
+    "with axes of one": (torch.empty(3, 1, 4).transpose(0, 1), True),
+    "none": (torch.empty(0, 3), True),
+    "no axes": (torch.empty(()), True),
+    "every other column": (torch.empty(4, 6)[:, ::2], False),
+    "some rows of more columns": (torch.empty(4, 6)[:, :3], False),
+    "expanded": (torch.empty(1, 3).expand(4, 3), False),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_gapless_order_of_axes_is_kept_in_the_bucket(order: str) -> None:
+    tensor, kept = ORDERS[order]
+    (bucket,) = plan([("first", torch.empty(5)), ("key", tensor), ("last", torch.empty(5))], 1 << 20)
+    view = bucket.views(bucket.empty(CPU))["key"]
+    assert view.shape == tensor.shape
+    assert view.stride() == (tensor.stride() if kept else torch.empty(tensor.shape).stride())
+
+
+tensors = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 5), max_size=3).map(tuple),
+        st.sampled_from([torch.float32, torch.float64, torch.float16, torch.uint8]),
+        st.randoms(use_true_random=False),
+    ),
+    max_size=12,
+)
+
+
+@given(tensors, st.integers(0, 8).map(lambda lines: 64 * lines))
+def test_any_plan_has_each_key_once_in_its_own_place(
+    described: list[tuple[tuple[int, ...], torch.dtype, Any]], max_bytes: int
+) -> None:
+    given_tensors: list[tuple[Any, torch.Tensor]] = []
+    for number, (shape, dtype, random) in enumerate(described):
+        axes = random.sample(range(len(shape)), len(shape))
+        given_tensors.append((number, torch.empty(shape, dtype=dtype).permute(axes)))
+    buckets = list(plan(given_tensors, max_bytes))
+    assert [key for bucket in buckets for key in bucket.keys] == list(range(len(described)))
+    for bucket in buckets:
+        made = torch.zeros(bucket.numel, dtype=bucket.dtype)
+        assert bucket.nbytes == made.nbytes
+        assert bucket.nbytes <= max_bytes or len(bucket.keys) == 1
+        likes = dict(given_tensors)
+        for key, view in bucket.views(made).items():
+            like = likes[key]
+            assert (view.shape, view.dtype) == (like.shape, like.dtype)
+            assert view.stride() == like.stride() or not like.numel()
+            assert view.storage_offset() * view.element_size() % 64 == 0
+            view += 1
+        assert int(made.sum(dtype=torch.int64)) == sum(likes[key].numel() for key in bucket.keys)
+        assert made.numel() == 0 or made.max() <= 1  # no two keys share an element
+
+
+def test_views_of_a_part_of_a_larger_tensor_lie_in_that_part() -> None:
+    bucket = bucket_of()
+    whole = torch.arange(3.0 * bucket.numel)
+    part = whole[bucket.numel : 2 * bucket.numel]
+    assert part.is_contiguous()
+    for slot, view in zip(bucket.slots, bucket.views(part).values(), strict=True):
+        assert view.flatten()[0] == part[slot.offset]
+
+
+# -- the same bits ----------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_these_tests_has_every_optimizer() -> None:
+    with pytest.raises(ValueError, match=re.escape(f"expected one of {sorted([*OPTIMIZERS, 'sparseadam'])}")):
+        OptimizerSpec.parse("no_such_optimizer")
+
+
+@pytest.mark.parametrize(("devices", "fused"), [(1, True), (3, True), (2, False)])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_buckets_steps_are_its_keys_steps_to_the_bit(kv: KVStore, setting: str, devices: int, fused: bool) -> None:
+    bucket = bucket_of()
+    prepared(kv, SETTINGS[setting])
+    if fused:
+        kv.fuse(bucket)
+    for step in range(5):
+        values = flats(bucket, step, devices)
+        kv.push_bucket(bucket, values)
+        assert all(torch.equal(a, b) for a, b in zip(values, flats(bucket, step, devices), strict=True))
+    expected = by_keys(setting, 5, devices)[0]
+    check_same(pulled_flat(kv, bucket), expected)
+    check_same(pulled(kv), expected)
+
+
+@pytest.mark.parametrize("setting", ["nothing", "updater", "2bit", "sgd", "adam", "muon", "topk and adam"])
+def test_async_buckets_are_steps_in_order(kv: KVStore, setting: str) -> None:
+    buckets = [bucket_of(KEYS[:2]), bucket_of(KEYS[2:])]
+    prepared(kv, SETTINGS[setting])
+    for bucket in buckets:
+        kv.fuse(bucket)
+    works, outs = [], [torch.empty(bucket.numel) for bucket in buckets]
+    for step in range(5):
+        for priority, bucket in enumerate(buckets):
+            works.append(kv.push_bucket(bucket, flats(bucket, step), priority=priority, async_op=True))
+    works += [kv.pull_bucket(bucket, [out], async_op=True) for bucket, out in zip(buckets, outs, strict=True)]
+    for work in works:
+        work.wait(LIMIT)
+    found = {key: view for bucket, out in zip(buckets, outs, strict=True) for key, view in bucket.views(out).items()}
+    check_same(found, by_keys(setting, 5)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64], ids=str)
+def test_sums_of_other_types_are_the_same_bits(kv: KVStore, dtype: torch.dtype) -> None:
+    start = weights(dtype)
+    kv.init(list(start), list(start.values()))
+    (bucket,) = plan(list(start.items()), 1 << 20)
+    kv.fuse(bucket)
+    values = []
+    for device in range(3):
+        made = bucket.empty(CPU)
+        for key, view in bucket.views(made).items():
+            view.copy_(gradient(key, 0, device) * 1000)
+        values.append(made)
+    kv.push_bucket(bucket, values)
+    found = bucket.views(out := torch.empty(bucket.numel, dtype=dtype))
+    kv.pull_bucket(bucket, [out])
+    kv.push(KEYS, [[bucket.views(value)[key] for value in values] for key in KEYS])
+    for key in KEYS:
+        one = torch.empty(SHAPES[key], dtype=dtype)
+        kv.pull(key, one)
+        assert torch.equal(found[key], one)
+
+
+@pytest.mark.parametrize("setting", ["nothing", "sgd", "adam", "updater", "2bit"])
+def test_channels_last_keys_go_through_buckets(kv: KVStore, setting: str) -> None:
+    weight = torch.arange(2 * 3 * 2 * 2).reshape(2, 3, 2, 2).float().to(memory_format=torch.channels_last)
+    with create(kv.type) as other:
+        for store in (kv, other):
+            store.init(["w", "b"], [weight, torch.zeros(2)])
+            SETTINGS[setting](store)
+        (bucket,) = plan([("w", weight), ("b", torch.zeros(2))], 1 << 20)
+        kv.fuse(bucket)
+        for step in range(3):
+            value = ((weight * 7 + step) % 11 - 5) / 7
+            made = bucket.empty(CPU)
+            bucket.views(made)["w"].copy_(value)
+            bucket.views(made)["b"].fill_(0.5)
+            kv.push_bucket(bucket, [made, made])
+            other.push(["w", "b"], [[value, value], [torch.full((2,), 0.5)] * 2])
+        outs = [torch.empty(2, 3, 2, 2), torch.empty(2, 3, 2, 2)]
+        kv.pull("w", outs[0])
+        other.pull("w", outs[1])
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("setting", ["nothing", "updater", "sgd", "clipped sgd", "2bit"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
+def test_a_flat_tensor_may_be_a_part_of_a_larger_one(kv: KVStore, setting: str, fused: bool) -> None:
+    bucket = bucket_of()
+    prepared(kv, SETTINGS[setting])
+    if fused:
+        kv.fuse(bucket)
+    for step in range(3):
+        whole = torch.cat([torch.full((bucket.numel,), 77.0), *flats(bucket, step)])
+        kv.push_bucket(bucket, list(whole.split(bucket.numel)[1:]))
+    outs = torch.full((3 * bucket.numel,), 99.0)
+    kv.pull_bucket(bucket, list(outs.split(bucket.numel)[1:]))
+    expected = by_keys(setting, 3)[0]
+    check_same(pulled(kv), expected)
+    assert (outs[: bucket.numel] == 99).all()
+    for slot in bucket.slots:
+        for number in (1, 2):
+            start = number * bucket.numel + slot.offset
+            assert bits(outs[start : start + slot.shape.numel()]) == bits(expected[slot.key].flatten())
+
+
+# -- some of the keys -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("devices", "fused"), [(2, True), (1, False)])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_keys_that_are_left_out_are_left_alone(kv: KVStore, setting: str, devices: int, fused: bool) -> None:
+    bucket = bucket_of()
+    prepared(kv, SETTINGS[setting])
+    if fused:
+        kv.fuse(bucket)
+    present: list[Collection[Any]] = [KEYS, ["3", "fc.weight"], {3}, [], ("a/b.gamma", "3")]
+    with create(kv.type) as other:
+        prepared(other, SETTINGS[setting])
+        for step, keys in enumerate(present):
+            before = pulled(kv)
+            kv.push_bucket(bucket, flats(bucket, step, devices), keys)
+            push_keys(other, step, [key for key in KEYS if key in keys], devices)
+            after = pulled(kv)
+            unchanged = [key for key in KEYS if key not in keys]
+            check_same({key: after[key] for key in unchanged}, {key: before[key] for key in unchanged})
+            check_same(after, pulled(other))
+        check_same(pulled_flat(kv, bucket), pulled(other))
+        if setting in OPTIMIZERS:
+            check_states(kv.optimizer_state(), other.optimizer_state())
+
+
+def check_states(found: OptimizerState, expected: OptimizerState) -> None:
+    assert found.plain == expected.plain
+    assert found.tensors.keys() == expected.tensors.keys()
+    assert all(bits(value) == bits(expected.tensors[place]) for place, value in found.tensors.items())
+
+
+def test_no_keys_pushed_is_nothing_done(kv: KVStore) -> None:
+    bucket = bucket_of()
+    prepared(kv, SETTINGS["sgd"]).fuse(bucket)
+    kv.push_bucket(bucket, flats(bucket, 0), keys=[])
+    kv.push_bucket(bucket, flats(bucket, 0), keys={"another"})
+    check_same(pulled(kv), weights())
+
+
+# -- keys of a bucket are keys as any other ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_keys_and_buckets_may_take_turns(kv: KVStore, setting: str) -> None:
+    bucket = bucket_of()
+    prepared(kv, SETTINGS[setting])
+    push_keys(kv, 0)  # the state it makes moves along
+    kv.fuse(bucket)
+    push_keys(kv, 1)
+    kv.push_bucket(bucket, flats(bucket, 2))
+    for key in reversed(KEYS):
+        push_keys(kv, 3, [key])
+    kv.push_bucket(bucket, flats(bucket, 4))
+    kv.pushpull(KEYS, [[gradient(key, 5, device) for device in range(DEVICES)] for key in KEYS])
+    expected = by_keys(setting, 6)[0]
+    check_same(pulled(kv), expected)
+    check_same(pulled_flat(kv, bucket), expected)
+
+
+def test_assign_rows_and_row_pulls_reach_fused_keys(kv: KVStore) -> None:
+    bucket = bucket_of()
+    prepared(kv).fuse(bucket)
+    kv.assign(3, gradient(3, 7))
+    assert torch.equal(pulled_flat(kv, bucket)[3], gradient(3, 7))
+    part = RowSparse([2, 0, 2], torch.ones(3, 6), (4, 6))
+    kv.push("fc.weight", part)
+    assert torch.equal(pulled_flat(kv, bucket)["fc.weight"], part.to_dense())
+    kv.set_optimizer(("adagrad", OPTIMIZERS["adagrad"]))
+    kv.push_bucket(bucket, flats(bucket, 0))
+    kv.push("fc.weight", part)
+    out = torch.zeros(4, 6)
+    kv.row_sparse_pull("fc.weight", out, row_ids=[0, 1, 2, 3])
+    assert torch.equal(out, pulled_flat(kv, bucket)["fc.weight"])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("at", ["after a push", "after two buckets"])
+def test_state_moves_along_when_keys_are_fused(kv: KVStore, name: str, at: str) -> None:
+    prepared(kv, SETTINGS[name])
+    pushes = {"after a push": 1, "after two buckets": 2}[at]
+    buckets = [bucket_of(["3", "fc.weight"]), bucket_of([3, "a/b.gamma"])]
+    if at == "after two buckets":
+        for bucket in buckets:
+            kv.fuse(bucket)
+    for step in range(pushes):
+        push_keys(kv, step)
+    bucket = bucket_of()
+    kv.fuse(bucket)
+    for step in range(pushes, 5):
+        kv.push_bucket(bucket, flats(bucket, step))
+    expected, state = by_keys(name, 5)
+    assert state is not None
+    check_same(pulled(kv), expected)
+    check_states(kv.optimizer_state(), state)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_float64_state_moves_along_to_the_bit(kv: KVStore, name: str) -> None:
+    start = weights(torch.float64)
+    (bucket,) = plan(list(start.items()), 1 << 20)
+    with create(kv.type) as other:
+        for store in (kv, other):
+            store.init(KEYS, list(start.values()))
+            store.set_optimizer((name, OPTIMIZERS[name]))
+        for step in range(6):
+            if step == 3:
+                kv.fuse(bucket)
+            for store in (kv, other):
+                store.push(KEYS, [gradient(key, step).double() for key in KEYS])
+        outs = [{key: torch.empty_like(value) for key, value in start.items()} for _ in range(2)]
+        kv.pull(KEYS, list(outs[0].values()))
+        other.pull(KEYS, list(outs[1].values()))
+    check_same(*outs)
+
+
+def test_fusing_goes_behind_pushes_under_way(kv: KVStore) -> None:
+    bucket = bucket_of()
+    prepared(kv, SETTINGS["adam"])
+    values = {key: [gradient(key, 0, device) for device in range(DEVICES)] for key in KEYS}
+    works = [kv.push(key, value, priority=-5, async_op=True) for key, value in values.items()]
+    kv.fuse(bucket)
+    assert all(work.is_completed() for work in works)
+    kv.push_bucket(bucket, flats(bucket, 1))
+    check_same(pulled(kv), by_keys("adam", 2)[0])
+
+
+@pytest.mark.parametrize("setting", ["nothing", "updater", "sgd", "adam", "2bit"])
+def test_fusing_again_in_other_buckets_changes_nothing(kv: KVStore, setting: str) -> None:
+    first = bucket_of()
+    second = [bucket_of(["a/b.gamma", "fc.weight"]), bucket_of([3])]  # "3" stays where it was
+    prepared(kv, SETTINGS[setting])
+    kv.fuse(first)
+    kv.push_bucket(first, flats(first, 0))
+    for bucket in second:
+        kv.fuse(bucket)
+        push_keys(kv, 1, bucket.keys)
+    push_keys(kv, 1, ["3"])
+    for bucket in second:
+        kv.push_bucket(bucket, flats(bucket, 2))
+    push_keys(kv, 2, ["3"])
+    kv.push_bucket(first, flats(first, 3))  # no longer fused, and still a bucket
+    check_same(pulled_flat(kv, first), pulled(kv))
+    again = bucket_of(KEYS[::-1])
+    kv.fuse(again)
+    kv.push_bucket(again, flats(again, 4))
+    check_same(pulled(kv), by_keys(setting, 5)[0])
+
+
+def test_the_same_plan_made_again_is_another_bucket_of_the_same_keys(kv: KVStore) -> None:
+    bucket, again = bucket_of(), bucket_of()
+    assert bucket != again
+    prepared(kv, SETTINGS["sgd"]).fuse(bucket)
+    kv.fuse(bucket)
+    kv.push_bucket(bucket, flats(bucket, 0))
+    kv.push_bucket(again, flats(again, 1))
+    expected = by_keys("sgd", 2)[0]
+    check_same(pulled_flat(kv, again), expected)
+    check_same(pulled_flat(kv, bucket), expected)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_of_fused_keys_are_saved_and_loaded(kv: KVStore, name: str, tmp_path: Path) -> None:
+    bucket = bucket_of()
+    prepared(kv, SETTINGS[name]).fuse(bucket)
+    for step in range(3):
+        kv.push_bucket(bucket, flats(bucket, step))
+    kv.save_optimizer_states(tmp_path / "states")
+    with create(kv.type) as fresh:
+        prepared(fresh, SETTINGS[name])
+        fresh.assign(KEYS, list(pulled(kv).values()))
+        fresh.fuse(bucket)
+        fresh.load_optimizer_states(tmp_path / "states")
+        for step in (3, 4):
+            fresh.push_bucket(bucket, flats(bucket, step))
+        check_same(pulled(fresh), by_keys(name, 5)[0])
+
+
+def test_an_optimizer_set_after_fusing_finds_its_keys(kv: KVStore) -> None:
+    bucket = bucket_of()
+    prepared(kv).fuse(bucket)
+    kv.push_bucket(bucket, flats(bucket, 0))
+    kv.set_optimizer(("sgd", OPTIMIZERS["sgd"]))
+    kv.push_bucket(bucket, flats(bucket, 1), [3])
+    kv.set_learning_rate(0.5)
+    kv.push_bucket(bucket, flats(bucket, 2))
+    with create(kv.type) as other:
+        prepared(other)
+        push_keys(other, 0)
+        other.set_optimizer(("sgd", OPTIMIZERS["sgd"]))
+        push_keys(other, 1, [3])
+        other.set_learning_rate(0.5)
+        push_keys(other, 2)
+        check_same(pulled(kv), pulled(other))
+
+
+# -- owners on the device store ---------------------------------------------------------------------------------------
+
+
+def owned(kv: DeviceStore, sizes: dict[Any, int], places: int) -> list[int]:
+    """Elements that each place owns."""
+    found = [0] * places
+    for key, size in sizes.items():
+        owner = kv.owner(key)
+        assert owner is not None
+        found[owner] += size
+    return found
+
+
+@pytest.mark.parametrize("places", [2, 3])
+def test_a_bucket_has_one_owner_and_bytes_stay_balanced(places: int) -> None:
+    sizes = {index: 16 * (1 + index * 7 % 5) for index in range(24)}
+    kv = DeviceStore()
+    with kv:
+        kv.init(list(sizes), [torch.zeros(size) for size in sizes.values()])
+        kv.pull(list(sizes), [[torch.empty(size)] * places for size in sizes.values()])
+        for max_bytes in (600, 300, 1000):
+            buckets = list(plan([(key, torch.empty(size)) for key, size in sizes.items()], max_bytes))
+            for bucket in buckets:
+                kv.fuse(bucket)
+                assert len({kv.owner(key) for key in bucket.keys}) == 1
+            loads = owned(kv, sizes, places)
+            assert sum(loads) == sum(sizes.values())
+            assert max(loads) - min(loads) <= max(bucket.numel for bucket in buckets)
+
+
+def test_owners_stay_through_a_buckets_pushes_and_pulls() -> None:
+    bucket = bucket_of()
+    kv = DeviceStore()
+    with kv:
+        prepared(kv)
+        push_keys(kv, 0)
+        assert {kv.owner(key) for key in KEYS} == {0, 1}
+        kv.fuse(bucket)
+        (owner,) = {kv.owner(key) for key in KEYS}
+        kv.push_bucket(bucket, flats(bucket, 1))
+        pulled_flat(kv, bucket)
+        push_keys(kv, 2)
+        assert {kv.owner(key) for key in KEYS} == {owner}
+
+
+def test_a_bucket_fused_before_any_list_came_has_one_owner_once_lists_come() -> None:
+    bucket = bucket_of()
+    kv = DeviceStore()
+    with kv:
+        prepared(kv).fuse(bucket)
+        kv.push_bucket(bucket, flats(bucket, 0))
+        push_keys(kv, 1)
+        assert len({kv.owner(key) for key in KEYS}) == 1
+
+
+@pytest.mark.parametrize("call", ["push", "push of a list", "pull", "pull of a list"])
+def test_a_fused_key_that_comes_from_another_device_and_its_bucket_go_together(call: str) -> None:
+    bucket, elsewhere = bucket_of(), torch.empty(SHAPES[3], device="meta")  # a device without memory
+    kv = DeviceStore()
+    with kv:
+        prepared(kv).fuse(bucket)
+        given_value = [elsewhere, elsewhere] if "list" in call else elsewhere
+        getattr(kv, call.split()[0])(3, given_value, async_op=True).exception()
+        kv.assign(3, gradient(3, 1))
+        assert outcome(lambda: pulled(kv)[3]) == outcome(lambda: pulled_flat(kv, bucket)[3])
+
+
+def outcome(call: Callable[[], torch.Tensor]) -> Any:
+    try:
+        return call().tolist()
+    except NotImplementedError:  # torch's for a copy out of a device without memory
+        return NotImplementedError
+
+
+# -- a store of others ------------------------------------------------------------------------------------------------
+
+
+class PerKey(KVStore):
+    """A third party's store that adds, and knows keys one by one only."""
+
+    def __init__(self, name: str = "per_key") -> None:
+        super().__init__(name)
+        self.held: dict[Any, torch.Tensor] = {}
+        self.calls: list[tuple[str, list[Any], int, bool]] = []
+
+    def _init(self, pairs: Pairs, async_op: bool) -> Work:
+        self.held.update({key: value.clone() for key, (value,) in pairs})
+        return Work.finished("init")
+
+    def _push(self, pairs: Pushed, priority: int, async_op: bool) -> Work:
+        self.calls.append(("push", [key for key, _ in pairs], priority, async_op))
+        for key, values in pairs:
+            for value in values:
+                assert isinstance(value, torch.Tensor)
+                self.held[key] += value
+        return Work.finished("push")
+
+    def _pull(self, pairs: Pairs, priority: int, async_op: bool) -> Work:
+        self.calls.append(("pull", [key for key, _ in pairs], priority, async_op))
+        for key, outs in pairs:
+            for out in outs:
+                out.copy_(self.held[key])
+        return Work.finished("pull")
+
+    def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work:
+        self._push(values, priority, async_op)
+        return self._pull(outs, priority, async_op)
+
+    def _row_sparse_pull(self, pulls: RowPulls, priority: int, async_op: bool) -> Work:
+        raise NotImplementedError
+
+    def _assign(self, pairs: Pairs) -> None:
+        self.held.update({key: value.clone() for key, (value,) in pairs})
+
+    def _set_optimizer(self, spec: Any) -> None:
+        raise NotImplementedError
+
+    @property
+    def learning_rate(self) -> float:
+        raise NotImplementedError
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        raise NotImplementedError
+
+    def optimizer_state(self) -> OptimizerState:
+        raise NotImplementedError
+
+    def load_optimizer_state(self, state: OptimizerState) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
+def test_a_store_that_knows_keys_only_takes_buckets(fused: bool) -> None:
+    bucket = bucket_of()
+    kv = PerKey()
+    with kv:
+        prepared(kv)
+        if fused:
+            kv.fuse(bucket)
+        kv.push_bucket(bucket, flats(bucket, 0), priority=3)
+        kv.push_bucket(bucket, flats(bucket, 1, 1), ["3", "fc.weight"], -1, async_op=True).wait(LIMIT)
+        expected = {
+            key: weights()[key] + gradient(key, 0) + gradient(key, 0, 1) + (gradient(key, 1) if key in kept else 0)
+            for kept in (("3", "fc.weight"),)
+            for key in KEYS
+        }
+        check_same(pulled_flat(kv, bucket), expected)
+        check_same(pulled(kv), expected)
+        assert kv.calls[:3] == [
+            ("push", KEYS, 3, False),
+            ("push", ["fc.weight", "3"], -1, True),
+            ("pull", KEYS, 0, False),
+        ]
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+FLATS: dict[str, tuple[Callable[[Bucket], Any], str]] = {
+    "too short": (lambda bucket: [bucket.empty(CPU)[:-1]], r"80 elements of torch.float32 .* shape \(79,\)"),
+    "too long": (lambda bucket: [torch.zeros(81)], r"80 elements .* shape \(81,\)"),
+    "two axes": (lambda bucket: [bucket.empty(CPU).reshape(8, 10)], r"80 elements .* shape \(8, 10\)"),
+    "dtype": (lambda bucket: [bucket.empty(CPU).double()], "80 elements of torch.float32 .* torch.float64"),
+    "strides": (lambda bucket: [torch.zeros(160)[::2]], "80 elements .* expected a flat one, as Bucket.empty makes it"),
+    "the second": (lambda bucket: [bucket.empty(CPU), torch.zeros(81)], r"80 elements .* shape \(81,\)"),
+    "none": (lambda bucket: [], "empty"),
+}
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
+@pytest.mark.parametrize("case", FLATS)
+def test_wrong_flat_tensors_are_refused_and_nothing_changes(
+    kv: KVStore, case: str, fused: bool, async_op: bool
+) -> None:
+    make, words = FLATS[case]
+    bucket = bucket_of()
+    prepared(kv, SETTINGS["sgd"])
+    if fused:
+        kv.fuse(bucket)
+    for call in (kv.push_bucket, kv.pull_bucket):
+        with pytest.raises(ValueError, match=words):
+            call(bucket, make(bucket), async_op=async_op)
+    check_same(pulled(kv), weights())
+
+
+STRANGERS: dict[str, tuple[tuple[Any, torch.Tensor], type[Exception], str]] = {
+    "unknown key": (("nope", torch.zeros(2)), KeyError, "key 'nope' was not initialised; known keys: .*'fc.weight', 3"),
+    "shape": ((3, torch.zeros(5, 2)), ValueError, r"key 3 has shape \(2, 5\), but a tensor of shape \(5, 2\) came"),
+    "would broadcast": ((3, torch.zeros(1, 5)), ValueError, r"key 3 has shape \(2, 5\), but .* \(1, 5\)"),
+}
+
+
+@pytest.mark.parametrize("call", ["fuse", "push_bucket", "pull_bucket"])
+@pytest.mark.parametrize("case", STRANGERS)
+def test_buckets_of_keys_that_do_not_fit_are_refused_and_nothing_changes(kv: KVStore, case: str, call: str) -> None:
+    stranger, error, words = STRANGERS[case]
+    (bucket,) = plan([("3", torch.empty(3, 3)), stranger], 1 << 20)
+    prepared(kv)
+    given_flat = torch.full((bucket.numel,), 7.0)
+    arguments = () if call == "fuse" else ([given_flat],)
+    with pytest.raises(error, match=words) as caught:
+        getattr(kv, call)(bucket, *arguments)
+    assert type(caught.value) is error
+    assert (given_flat == 7).all()
+    check_same(pulled(kv), weights())
+
+
+@pytest.mark.parametrize("call", ["fuse", "push_bucket", "pull_bucket"])
+def test_a_bucket_of_another_dtype_is_refused(kv: KVStore, call: str) -> None:
+    (bucket,) = plan([(key, value.double()) for key, value in weights().items()], 1 << 20)
+    prepared(kv)
+    arguments = () if call == "fuse" else ([bucket.empty(CPU)],)
+    with pytest.raises(ValueError, match=r"key 'fc.weight' has dtype torch\.float32, but a tensor of torch\.float64"):
+        getattr(kv, call)(bucket, *arguments)
+    check_same(pulled(kv), weights())
+
+
+@pytest.mark.parametrize("call", ["push_bucket", "pull_bucket"])
+@pytest.mark.parametrize("priority", ["high", True, None])
+def test_a_bad_priority_is_refused(kv: KVStore, call: str, priority: Any) -> None:
+    bucket = bucket_of()
+    prepared(kv).fuse(bucket)
+    with pytest.raises(TypeError, match=f"priority is {priority!r}; expected an int"):
+        getattr(kv, call)(bucket, flats(bucket, 0), priority=priority)
+    check_same(pulled(kv), weights())
+
+
+@pytest.mark.parametrize(
+    ("spec", "values"),
+    [
+        (("sgd", {"lr": 0.1}), {"a": torch.tensor([1, 2]), "b": torch.tensor([3, 4])}),
+        (("muon", {"lr": 0.1}), {"a": torch.ones(2, 2), "b": torch.ones(2), "c": torch.ones(2)}),
+    ],
+    ids=["integers", "muon"],
+)
+def test_keys_that_no_update_could_change_are_fused_or_refused_whole(
+    kv: KVStore, spec: Any, values: dict[str, torch.Tensor]
+) -> None:
+    kv.init(list(values), list(values.values()))
+    kv.set_optimizer(spec)
+    (bucket,) = plan(list(values.items()), 1 << 20)
+    try:
+        kv.fuse(bucket)
+    except ValueError as error:
+        assert "does not fit optimizer" in str(error)  # noqa: PT017  either is right
+    out = bucket.empty(CPU)
+    kv.pull_bucket(bucket, [out])
+    check_same(bucket.views(out), values)
+
+
+def test_an_updater_that_raises_in_a_bucket_reaches_the_caller(kv: KVStore) -> None:
+    def careful(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
+        if key == "3":
+            raise ArithmeticError("no update today")
+        stored.add_(summed)
+
+    bucket = bucket_of()
+    prepared(kv).fuse(bucket)
+    kv.set_updater(careful)
+    with pytest.raises(ArithmeticError, match="no update today"):
+        kv.push_bucket(bucket, flats(bucket, 0))
+    with pytest.raises(ArithmeticError, match="no update today"):
+        kv.push_bucket(bucket, flats(bucket, 0), async_op=True).wait(LIMIT)
+    kv.set_updater(updater)
+    kv.push_bucket(bucket, flats(bucket, 0))
+    check_same(pulled_flat(kv, bucket), pulled(kv))
+
+
+def test_a_closed_store_refuses_buckets(kv: KVStore) -> None:
+    bucket = bucket_of()
+    prepared(kv).fuse(bucket)
+    kv.close()
+    for call in (
+        lambda: kv.fuse(bucket),
+        lambda: kv.push_bucket(bucket, flats(bucket, 0)),
+        lambda: kv.pull_bucket(bucket, flats(bucket, 0)),
+    ):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+
+
+# -- memory and operations --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _only_what_the_test_makes() -> Iterator[None]:
+    """Have the garbage collector overlook what is there already: to look at all of torch each time takes long."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+counting = pytest.mark.usefixtures("_only_what_the_test_makes")
+
+
+def held() -> int:
+    """Bytes of all storages that tensors made in this test keep alive."""
+    gc.collect()
+    storages = {}
+    for found in gc.get_objects():
+        if issubclass(type(found), torch.Tensor) and found.layout == torch.strided and found.device.type == "cpu":
+            storage = found.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+KEY_BYTES = sum(4 * torch.Size(shape).numel() for shape in SHAPES.values())
+COPIES: dict[str, tuple[int, int]] = {"nothing": (0, 0), "sgd": (1, 1), "clipped sgd": (1, 0)}
+"""By setting: flat sums of two devices, and copies of the keys that are state."""
+
+
+@counting
+@pytest.mark.parametrize("setting", COPIES)
+def test_a_bucket_holds_one_copy_of_the_weights_and_one_sum(kv: KVStore, setting: str) -> None:
+    sums, states = COPIES[setting]
+    bucket, values = bucket_of(), flats(bucket_of(), 0)
+    outs = [torch.empty(bucket.numel) for _ in range(2)]
+    before = held()
+    prepared(kv, SETTINGS[setting])
+    assert held() - before == KEY_BYTES
+    kv.fuse(bucket)
+    assert held() - before == bucket.nbytes  # what the keys lay in is free
+    choices: list[list[Any] | None] = [None, [3, "3"], None]
+    for keys in choices:
+        kv.push_bucket(bucket, values, keys)
+        kv.pull_bucket(bucket, outs)
+    kv.push_bucket(bucket, values, async_op=True).wait(LIMIT)
+    partly = int(setting == "nothing")  # without an optimizer some of the keys need a sum of all to be copied from
+    assert held() - before == bucket.nbytes * (1 + sums + partly) + KEY_BYTES * states
+
+
+@counting
+@pytest.mark.parametrize("setting", ["nothing", "sgd"])
+def test_one_device_needs_no_sum(kv: KVStore, setting: str) -> None:
+    bucket, values = bucket_of(), flats(bucket_of(), 0, 1)
+    before = held()
+    prepared(kv, SETTINGS[setting]).fuse(bucket)
+    choices: list[list[Any] | None] = [None, [3, "3"], None]
+    for keys in choices:
+        kv.push_bucket(bucket, values, keys)
+    assert held() - before == bucket.nbytes + KEY_BYTES * COPIES[setting][1]
+
+
+@counting
+def test_fusing_after_pushes_frees_the_sums_of_the_keys(kv: KVStore) -> None:
+    bucket, values = bucket_of(), flats(bucket_of(), 0)
+    before = held()
+    prepared(kv, SETTINGS["sgd"])
+    push_keys(kv, 0)
+    assert held() - before == 3 * KEY_BYTES
+    kv.fuse(bucket)
+    assert held() - before == bucket.nbytes + KEY_BYTES
+    kv.push_bucket(bucket, values)
+    assert held() - before == 2 * bucket.nbytes + KEY_BYTES
+
+
+@counting
+def test_fusing_again_frees_the_buckets_of_before(kv: KVStore) -> None:
+    first, second = bucket_of(), [bucket_of(["3", "fc.weight"]), bucket_of([3, "a/b.gamma"])]
+    before = held()
+    prepared(kv, SETTINGS["sgd"]).fuse(first)
+    kv.push_bucket(first, flats(first, 0))
+    for bucket in second:
+        kv.fuse(bucket)
+        kv.push_bucket(bucket, flats(bucket, 1))
+    assert held() - before == 2 * sum(bucket.nbytes for bucket in second) + KEY_BYTES
+
+
+@counting
+def test_close_gives_buckets_back(kv: KVStore) -> None:
+    bucket = bucket_of()
+    before = held()
+    prepared(kv, SETTINGS["adam"]).fuse(bucket)
+    kv.push_bucket(bucket, flats(bucket, 0))
+    kv.close()
+    assert held() == before
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's sums ("add") and copies ("copy")."""
+
+    NAMES: ClassVar = {"add": "add", "add_": "add", "sum": "add", "copy_": "copy", "clone": "copy", "_to_copy": "copy"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in self.NAMES:
+            self.counts[self.NAMES[name]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_a_bucket_is_pushed_and_pulled_as_one(kv: KVStore, devices: int) -> None:
+    bucket, values = bucket_of(), flats(bucket_of(), 0, devices)
+    outs = [torch.empty(bucket.numel) for _ in range(devices)]
+    prepared(kv).fuse(bucket)
+    with Operations() as operations:
+        kv.push_bucket(bucket, values)
+    assert operations.counts == ({"add": devices - 1} if devices > 1 else {"copy": 1})
+    with Operations() as operations:
+        kv.pull_bucket(bucket, outs)
+    assert operations.counts == {"copy": devices}
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_plain_sgd_on_a_bucket_is_its_sum_and_one_add_a_key(kv: KVStore, devices: int) -> None:
+    bucket, values = bucket_of(), flats(bucket_of(), 0, devices)
+    prepared(kv).fuse(bucket)
+    kv.set_optimizer(("sgd", {"lr": 0.1}))
+    kv.push_bucket(bucket, values)
+    with Operations() as operations:
+        kv.push_bucket(bucket, values)
+    assert operations.counts == {"add": devices - 1 + len(KEYS)}

@@ -1,0 +1,712 @@
+"""Compressed pushes in the stores of one process: what arrives, what a sender still owes, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from collectives import Work
+from kvstore import KVStore, RowSparse, create
+from kvstore.arguments import Pairs, Pushed, RowPulls
+from kvstore.optimizer import OptimizerState
+
+LIMIT = 20.0
+"""Seconds after which a test that waits has failed."""
+SHAPES: dict[Any, tuple[int, ...]] = {"w": (4, 5), 3: (7,), "3": (1, 2, 3)}
+KEYS = list(SHAPES)
+THRESHOLD = 0.3
+TWO_BIT = {"type": "2bit", "threshold": THRESHOLD}
+
+
+@pytest.fixture(params=["local", "device"])
+def kv(request: pytest.FixtureRequest) -> Iterator[KVStore]:
+    """A store with zeros for all of `SHAPES`."""
+    with create(request.param) as made:
+        made.init(KEYS, [torch.zeros(shape) for shape in SHAPES.values()])
+        yield made
+
+
+def gradient(key: Any, step: int, sender: int = 0) -> torch.Tensor:
+    """Sevenths between -5/7 and 5/7, which differ by element, key, step and sender."""
+    shape = SHAPES[key]
+    numbers = torch.arange(torch.Size(shape).numel()) * 7 + step * 3 + sender * 5 + KEYS.index(key)
+    return ((numbers % 11 - 5) / 7).reshape(shape)
+
+
+def gradients(step: int, senders: int) -> list[list[torch.Tensor]]:
+    """For each key what its senders push."""
+    return [[gradient(key, step, sender) for sender in range(senders)] for key in KEYS]
+
+
+def pulled(kv: KVStore, key: Any) -> torch.Tensor:
+    out = torch.full(SHAPES[key], 99.0)
+    kv.pull(key, out)
+    return out
+
+
+def all_pulled(kv: KVStore) -> dict[Any, torch.Tensor]:
+    return {key: pulled(kv, key) for key in KEYS}
+
+
+def same(found: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Tensor]) -> bool:
+    """Whether the same names have the same bits."""
+    return found.keys() == expected.keys() and all(
+        one.contiguous().numpy().tobytes() == expected[name].contiguous().numpy().tobytes()
+        for name, one in found.items()
+    )
+
+
+def flat(lists: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    return list(itertools.chain.from_iterable(lists))
+
+
+class Sender:
+    """Two bits with error feedback, one number at a time, in float32."""
+
+    def __init__(self, size: int, threshold: float = THRESHOLD) -> None:
+        self.threshold = np.float32(threshold)
+        self.residual = [np.float32(0)] * size
+
+    def send(self, gradient: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """What arrives of ``gradient``; the rest is owed."""
+        sent = []
+        for index, number in enumerate(gradient.numpy().ravel()):
+            owed = np.float32(self.residual[index] + number)
+            one = np.float32(0)
+            if owed >= self.threshold:
+                one = self.threshold
+            elif owed <= -self.threshold:
+                one = -self.threshold
+            self.residual[index] = np.float32(owed - one)
+            sent.append(one)
+        return np.array(sent, np.float32).reshape(gradient.shape)
+
+
+class Senders:
+    """The `Sender` of each key and place, and what their sums are."""
+
+    def __init__(self) -> None:
+        self.of: dict[tuple[Any, int], Sender] = {}
+
+    def sum(self, key: Any, values: list[torch.Tensor]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """The sum of what arrives, added in the senders' order."""
+        total = np.zeros(SHAPES[key], np.float32)
+        for place, value in enumerate(values):
+            total = total + self.of.setdefault((key, place), Sender(value.numel())).send(value)
+        return total
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """As the store names them."""
+        return {
+            f"{key!r}/{place}".replace("'", '"'): torch.tensor(np.array(sender.residual)).reshape(SHAPES[key])
+            for (key, place), sender in self.of.items()
+        }
+
+
+# -- two bits ---------------------------------------------------------------------------------------------------------
+
+
+def check_sums(senders: Senders, values: list[list[torch.Tensor]], found: Mapping[Any, Any]) -> None:
+    for key, of_key in zip(KEYS, values, strict=True):
+        assert np.array_equal(found[key].numpy(), senders.sum(key, of_key)), key
+
+
+@functools.cache
+def random_steps(count: int) -> tuple[list[list[list[torch.Tensor]]], list[dict[Any, Any]], Senders]:
+    """200 steps of random gradients, the sums that are to arrive, and the senders after them."""
+    senders, generator = Senders(), torch.Generator().manual_seed(5)
+    pushed, sums = [], []
+    for step in range(200):
+        scale = (0.05, 0.3, 2.0)[step % 3]
+        values = [[torch.randn(SHAPES[key], generator=generator) * scale for _ in range(count)] for key in KEYS]
+        pushed.append(values)
+        sums.append({key: senders.sum(key, of_key) for key, of_key in zip(KEYS, values, strict=True)})
+    return pushed, sums, senders
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_two_hundred_random_steps_are_the_scalar_algorithm_bit_for_bit(kv: KVStore, count: int) -> None:
+    pushed, sums, senders = random_steps(count)
+    kv.set_gradient_compression(TWO_BIT)
+    for step, (values, expected) in enumerate(zip(pushed, sums, strict=True)):
+        found = {key: torch.full(shape, 99.0) for key, shape in SHAPES.items()}
+        push_and_pull(kv, ("list", "key by key", "async", "pushpull")[step % 4], values, list(found.values()))
+        assert all(np.array_equal(found[key].numpy(), expected[key]) for key in KEYS), f"step {step}"
+    assert same(kv.compression_residuals(), senders.residuals())
+
+
+def push_and_pull(kv: KVStore, call: str, values: list[list[torch.Tensor]], outs: list[torch.Tensor]) -> None:
+    if call == "pushpull":
+        kv.pushpull(KEYS, values, outs)
+    elif call == "async":
+        works = [kv.push(key, of_key, -len(of_key), async_op=True) for key, of_key in zip(KEYS, values, strict=True)]
+        for work in [*works, kv.pull(KEYS, outs, async_op=True)]:
+            work.wait(LIMIT)
+    elif call == "key by key":
+        for key, of_key in reversed(list(zip(KEYS, values, strict=True))):
+            kv.push(key, of_key)
+        kv.pull(KEYS, outs)
+    else:
+        kv.push(KEYS, values)
+        kv.pull(KEYS, outs)
+
+
+def test_the_bounds_themselves_are_sent(kv: KVStore) -> None:
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+    below = np.nextafter(np.float32(0.5), np.float32(0)).item()
+    kv.push(3, torch.tensor([0.5, -0.5, below, -below, 0.0, -0.0, 7.0]))
+    assert pulled(kv, 3).tolist() == [0.5, -0.5, 0.0, 0.0, 0.0, 0.0, 0.5]
+    assert kv.compression_residuals()["3/0"].tolist() == [0.0, 0.0, below, -below, 0.0, 0.0, 6.5]
+
+
+def test_what_is_owed_goes_with_later_pushes(kv: KVStore) -> None:
+    kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
+    arrived = []
+    for number in (2.5, 0.0, 0.25, 0.25, 0.0, -3.0, 0.0, 0.0):
+        kv.push(3, torch.full((7,), number))
+        arrived.append(pulled(kv, 3)[0].item())
+    assert arrived == [1.0, 1.0, 0.0, 1.0, 0.0, -1.0, -1.0, -1.0]
+    assert not kv.compression_residuals()["3/0"].any()
+
+
+def test_a_sender_is_a_place_in_a_keys_list(kv: KVStore) -> None:
+    kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
+    small = torch.full((7,), 0.5)
+    kv.push(3, [small, small * 0])
+    kv.push(3, [small * 0, small])
+    assert not pulled(kv, 3).any()  # each owes a half; together they would have sent one
+    kv.push(3, small)  # the first sender's
+    assert pulled(kv, 3).tolist() == [1.0] * 7
+    residuals = kv.compression_residuals()
+    assert {place: value.unique().tolist() for place, value in residuals.items()} == {"3/0": [0.0], "3/1": [0.5]}
+
+
+def test_a_key_that_comes_twice_has_a_sender_for_each_of_its_values(kv: KVStore) -> None:
+    senders = Senders()
+    kv.set_gradient_compression(TWO_BIT)
+    for step in range(20):
+        first, second, third = (gradient(3, step, sender) for sender in range(3))
+        kv.push([3, "w", 3], [[first, second], gradient("w", step), third])
+        assert np.array_equal(pulled(kv, 3).numpy(), senders.sum(3, [first, second, third]))
+    assert {name for name in kv.compression_residuals() if name.startswith("3/")} == {"3/0", "3/1", "3/2"}
+
+
+def test_optimizers_and_updaters_see_what_arrives(kv: KVStore) -> None:
+    senders, seen = Senders(), []
+    kv.set_gradient_compression(TWO_BIT)
+    kv.set_optimizer(("sgd", {"lr": 0.5}))  # a power of two: its products are exact
+    weight = np.zeros(SHAPES["w"], np.float32)
+    for step in range(50):
+        values = [gradient("w", step, sender) for sender in range(2)]
+        kv.push("w", values)
+        weight = weight - np.float32(0.5) * senders.sum("w", values)
+        assert np.array_equal(pulled(kv, "w").numpy(), weight)
+    kv.set_updater(lambda key, summed, stored: seen.append(summed.clone()))
+    for step in range(50):
+        values = [gradient("w", step, sender) for sender in range(2)]
+        kv.push("w", values)
+        assert np.array_equal(seen[-1].numpy(), senders.sum("w", values))
+    assert np.array_equal(pulled(kv, "w").numpy(), weight)
+
+
+def test_what_is_pushed_is_left_alone(kv: KVStore) -> None:
+    kv.set_gradient_compression(TWO_BIT)
+    values = gradients(0, 2)
+    for _ in range(3):
+        kv.push(KEYS, values)
+        kv.push(KEYS, values, async_op=True).wait(LIMIT)
+    assert all(torch.equal(a, b) for a, b in zip(flat(values), flat(gradients(0, 2)), strict=True))
+
+
+def test_pushpull_without_outs_writes_the_sum_of_what_arrives_back(kv: KVStore) -> None:
+    senders = Senders()
+    kv.set_gradient_compression(TWO_BIT)
+    for step in range(5):
+        values = gradients(step, 2)
+        expected = [senders.sum(key, of_key) for key, of_key in zip(KEYS, gradients(step, 2), strict=True)]
+        kv.pushpull(KEYS, values)
+        for of_key, total in zip(values, expected, strict=True):
+            assert all(np.array_equal(value.numpy(), total) for value in of_key)
+
+
+def test_tensors_of_any_strides_are_compressed(kv: KVStore) -> None:
+    senders = Senders()
+    kv.set_gradient_compression(TWO_BIT)
+    for step in range(20):
+        value = gradient("w", step)
+        wide = torch.full((4, 10), 77.0)
+        wide[:, ::2] = gradient("w", step, 2)
+        values = [value.t().contiguous().t(), gradient("w", step, 1).numpy(), wide[:, ::2]]
+        kv.push("w", values)
+        expected = senders.sum("w", [gradient("w", step, sender) for sender in range(3)])
+        assert np.array_equal(pulled(kv, "w").numpy(), expected)
+
+
+def test_without_error_feedback_nothing_is_owed(kv: KVStore) -> None:
+    kv.set_gradient_compression(TWO_BIT | {"error_feedback": False})
+    for step in range(5):
+        kv.push("w", [gradient("w", step, sender) for sender in range(2)])
+        expected = [Sender(20).send(gradient("w", step, sender)) for sender in range(2)]
+        assert np.array_equal(pulled(kv, "w").numpy(), expected[0] + expected[1])
+    assert kv.compression_residuals() == {}
+
+
+# -- the other codecs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize("feedback", [None, False, True])
+def test_halves_arrive_rounded_and_are_summed_wide(
+    kv: KVStore, kind: str, dtype: torch.dtype, feedback: bool | None
+) -> None:
+    kv.set_gradient_compression({"type": kind} | ({} if feedback is None else {"error_feedback": feedback}))
+    owed = torch.zeros(2, *SHAPES["w"])
+    for step in range(20):
+        values = torch.stack([gradient("w", step, sender) * 1.1 for sender in range(2)])
+        kv.push("w", list(values))
+        totals = values + owed
+        arrived = totals.to(dtype).float()
+        if feedback:
+            owed = totals - arrived
+        assert torch.equal(pulled(kv, "w"), arrived[0] + arrived[1])
+    assert torch.equal(torch.stack([*kv.compression_residuals().values()]), owed) if feedback else True
+    assert len(kv.compression_residuals()) == (2 if feedback else 0)
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_halves_beyond_their_range_become_the_largest(kv: KVStore, kind: str) -> None:
+    largest = {"fp16": 65504.0, "bf16": torch.finfo(torch.bfloat16).max}[kind]
+    kv.set_gradient_compression({"type": kind})
+    kv.push(3, torch.tensor([3.4e38, -3.4e38, 0.0, 1.0, -1.0, 2.0, 3.0]))
+    assert pulled(kv, 3).tolist() == [largest, -largest, 0.0, 1.0, -1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("ratio", [0.07, 0.3, 1.0])
+def test_the_largest_magnitudes_arrive_and_the_rest_is_owed(kv: KVStore, ratio: float) -> None:
+    kv.set_gradient_compression({"type": "topk", "ratio": ratio})
+    count = math.ceil(Fraction(repr(ratio)) * 20)
+    owed = np.zeros((2, 20), np.float32)
+    for step in range(40):
+        values = [gradient("w", step, sender) for sender in range(2)]
+        kv.push("w", values)
+        owed += np.stack([value.numpy().ravel() for value in values])
+        arrived = np.zeros_like(owed)
+        for sender in range(2):
+            places = np.argsort(-np.abs(owed[sender]), kind="stable")[:count]  # of equal ones the first
+            arrived[sender, places] = owed[sender, places]
+            owed[sender, places] = 0
+        assert np.array_equal(pulled(kv, "w").numpy().ravel(), arrived[0] + arrived[1])
+    residuals = kv.compression_residuals()
+    assert all(np.array_equal(residuals[f'"w"/{sender}'].numpy().ravel(), owed[sender]) for sender in range(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["2bit", "topk", "fp16", "bf16"])
+def test_values_of_other_types_keep_theirs(kv: KVStore, dtype: torch.dtype, kind: str) -> None:
+    options = {"2bit": {"threshold": 0.5}, "topk": {"ratio": 1.0}}.get(kind, {})
+    kv.init("other", torch.zeros(4, dtype=dtype))
+    kv.set_gradient_compression({"type": kind} | options)
+    kv.push("other", torch.tensor([0.5, -0.5, 0.0, 0.5], dtype=dtype))
+    out = torch.empty(4, dtype=dtype)
+    kv.pull("other", out)
+    assert out.tolist() == [0.5, -0.5, 0.0, 0.5]
+
+
+# -- NaN and infinity -------------------------------------------------------------------------------------------------
+
+
+def last_bad(step: int, bad: float, where: str) -> list[list[torch.Tensor]]:
+    values = gradients(step, 2)
+    values[-1][0 if where == "first sender" else 1][0, 1, 2] = bad
+    return values
+
+
+CODECS: dict[str, dict[str, Any]] = {
+    "2bit": TWO_BIT,
+    "topk": {"type": "topk", "ratio": 0.3},
+    "fp16": {"type": "fp16"},
+    "bf16 with feedback": {"type": "bf16", "error_feedback": True},
+}
+
+
+@pytest.mark.parametrize("call", ["push", "async push", "pushpull"])
+@pytest.mark.parametrize("where", ["first sender", "last sender"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_nan_in_the_last_key_of_a_list_changes_nothing_of_any_key(
+    kv: KVStore, codec: str, where: str, call: str
+) -> None:
+    bad = math.nan if codec in ("2bit", "fp16") else -math.inf
+    kv.set_optimizer(("adam", {"lr": 0.5}))
+    kv.set_gradient_compression(CODECS[codec])
+    kv.push(KEYS, gradients(0, 2))
+    weights, residuals, state = all_pulled(kv), kv.compression_residuals(), kv.optimizer_state().tensors
+    outs = [torch.full(shape, 99.0) for shape in SHAPES.values()]
+    arguments = (KEYS, last_bad(1, bad, where), *([outs] if "pushpull" in call else []))
+    with pytest.raises(ValueError, match="key '3' holds NaN or infinity"):
+        getattr(kv, call.split()[-1])(*arguments, async_op="async" in call).wait(LIMIT)
+    assert all((out == 99).all() for out in outs)
+    assert same(kv.compression_residuals(), residuals)
+    assert same(all_pulled(kv), weights)
+    assert same(kv.optimizer_state().tensors, state)
+    with create(kv.type) as other:  # which never saw the bad push
+        other.init(KEYS, [torch.zeros(shape) for shape in SHAPES.values()])
+        other.set_optimizer(("adam", {"lr": 0.5}))
+        other.set_gradient_compression(CODECS[codec])
+        for store, steps in ((kv, (1, 2)), (other, (0, 1, 2))):
+            for step in steps:
+                store.push(KEYS, gradients(step, 2))
+        assert same(all_pulled(kv), all_pulled(other))
+
+
+def test_a_nan_is_refused_without_an_optimizer_too(kv: KVStore) -> None:
+    kv.set_gradient_compression(TWO_BIT)
+    kv.push(KEYS, gradients(0, 2))
+    weights, residuals = all_pulled(kv), kv.compression_residuals()
+    with pytest.raises(ValueError, match="key '3' holds NaN or infinity"):
+        kv.push(KEYS, last_bad(1, math.nan, "last sender"))
+    assert same(all_pulled(kv), weights)
+    assert same(kv.compression_residuals(), residuals)
+
+
+def test_a_refused_first_push_leaves_no_residual(kv: KVStore) -> None:
+    kv.set_gradient_compression(TWO_BIT)
+    with pytest.raises(ValueError, match="key '3' holds NaN or infinity"):
+        kv.push(KEYS, last_bad(1, math.nan, "last sender"))
+    assert not any(value.any() for value in kv.compression_residuals().values())
+
+
+def test_an_infinite_sum_with_what_is_owed_changes_nothing(kv: KVStore) -> None:
+    huge = torch.full(SHAPES["3"], 3e38)
+    kv.set_gradient_compression(TWO_BIT)
+    kv.push(KEYS, [gradient("w", 1), gradient(3, 1), huge])
+    weights, residuals = all_pulled(kv), kv.compression_residuals()
+    with pytest.raises(ValueError, match="key '3' and its residual add up to infinity"):
+        kv.push(KEYS, [gradient("w", 0), gradient(3, 0), huge])
+    assert same(all_pulled(kv), weights)
+    assert same(kv.compression_residuals(), residuals)
+
+
+def test_an_optimizer_that_refuses_a_push_takes_nothing_from_its_senders(kv: KVStore) -> None:
+    kv.init("b", torch.zeros(4, 5))
+    kv.set_optimizer("muon")
+    kv.set_gradient_compression(TWO_BIT)
+    kv.push(["w", "b"], [gradient("w", 0), gradient("w", 1)])
+    residuals = kv.compression_residuals()
+    with pytest.raises(ValueError, match="'muon' works on whole tensors, but the gradient of key 'b' is row-sparse"):
+        kv.push(["w", "b"], [gradient("w", 2), RowSparse([1], torch.ones(1, 5), (4, 5))])
+    assert same(kv.compression_residuals(), residuals)
+
+
+# -- what is not compressed -------------------------------------------------------------------------------------------
+
+
+def test_init_assign_and_broadcast_are_not_compressed(kv: KVStore) -> None:
+    kv.set_gradient_compression(TWO_BIT)
+    out = torch.empty(SHAPES["w"])
+    kv.init("new", gradient("w", 1))
+    kv.pull("new", out)
+    assert torch.equal(out, gradient("w", 1))
+    kv.broadcast("newer", gradient("w", 2), out)
+    assert torch.equal(out, gradient("w", 2))
+    kv.assign("w", gradient("w", 3))
+    assert torch.equal(pulled(kv, "w"), gradient("w", 3))
+    assert kv.compression_residuals() == {}
+
+
+def test_row_sparse_values_travel_as_they_are(kv: KVStore) -> None:
+    part = RowSparse([2, 0, 2], torch.tensor([[0.1], [0.2], [0.3]]).expand(3, 5).contiguous(), (4, 5))
+    kv.set_gradient_compression(TWO_BIT)
+    kv.push("w", [part, part.to_coo()])
+    assert torch.equal(pulled(kv, "w"), part.to_dense() * 2)
+    assert kv.compression_residuals() == {}
+    kv.push("w", [part, gradient("w", 0)])  # of these only the second is compressed
+    assert np.array_equal(pulled(kv, "w").numpy(), part.to_dense().numpy() + Sender(20).send(gradient("w", 0)))
+    assert set(kv.compression_residuals()) == {'"w"/1'}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64], ids=str)
+def test_integers_and_complex_numbers_travel_as_they_are(kv: KVStore, dtype: torch.dtype) -> None:
+    values = [torch.tensor([0, 1, 7]).to(dtype), torch.tensor([1, 0, 9]).to(dtype)]
+    kv.init("n", values[0])
+    kv.set_gradient_compression(TWO_BIT | {"pull_type": "fp16"})
+    kv.push(["n", "w"], [values, gradient("w", 0)])
+    out = torch.empty(3, dtype=dtype)
+    kv.pull("n", out)
+    assert torch.equal(out, values[0] + values[1])
+    assert set(kv.compression_residuals()) == {'"w"/0'}
+
+
+# -- compressed pulls -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_pull_type_rounds_what_is_pulled_and_not_what_is_stored(kv: KVStore, kind: str, dtype: torch.dtype) -> None:
+    start = gradient("w", 0) * 1.01
+    kv.assign("w", start)
+    kv.set_optimizer(("sgd", {"lr": 0.5}))
+    kv.set_gradient_compression(TWO_BIT | {"pull_type": kind})
+    sender, weight = Sender(20), start
+    for step in range(10):
+        kv.push("w", gradient("w", step))
+        weight = weight - torch.from_numpy(sender.send(gradient("w", step))) * 0.5
+        outs = [torch.empty(4, 5), torch.empty(5, 4).t()]
+        kv.pull("w", outs)
+        assert all(torch.equal(out, weight.to(dtype).float()) for out in outs)
+        assert not torch.equal(outs[0], weight)
+    out = torch.empty(4, 5)
+    kv.pushpull("w", torch.zeros(4, 5), out)
+    weight = weight - torch.from_numpy(sender.send(torch.zeros(4, 5))) * 0.5
+    assert torch.equal(out, weight.to(dtype).float())
+    kv.set_gradient_compression(None)
+    assert torch.equal(pulled(kv, "w"), weight)
+
+
+def test_row_pulls_are_not_rounded(kv: KVStore) -> None:
+    kv.assign("w", gradient("w", 0) * 1.01)
+    kv.set_gradient_compression(TWO_BIT | {"pull_type": "fp16"})
+    out = torch.zeros(4, 5)
+    kv.row_sparse_pull("w", out, row_ids=[2])
+    assert torch.equal(out[2], gradient("w", 0)[2] * 1.01)
+
+
+# -- setting and ending -----------------------------------------------------------------------------------------------
+
+
+def test_none_ends_compression_and_what_is_owed(kv: KVStore) -> None:
+    kv.set_gradient_compression(TWO_BIT | {"pull_type": "fp16"})
+    kv.push(KEYS, gradients(0, 2))
+    kv.set_gradient_compression(None)
+    assert kv.compression_residuals() == {}
+    kv.push(KEYS, gradients(1, 2))
+    for key in KEYS:
+        assert torch.equal(pulled(kv, key), gradient(key, 1) + gradient(key, 1, 1))
+    kv.set_gradient_compression(None)
+    kv.set_gradient_compression(TWO_BIT)
+    kv.push("w", gradient("w", 2))
+    assert np.array_equal(pulled(kv, "w").numpy(), Sender(20).send(gradient("w", 2)))
+
+
+def test_setting_goes_behind_pushes_under_way(kv: KVStore) -> None:
+    works = [kv.push("w", gradient("w", 0), priority=-5, async_op=True)]
+    kv.set_gradient_compression(TWO_BIT)
+    assert works[0].is_completed()
+    assert torch.equal(pulled(kv, "w"), gradient("w", 0))
+    works.append(kv.push("w", gradient("w", 1), priority=-5, async_op=True))
+    residuals = kv.compression_residuals()  # behind them too
+    assert works[1].is_completed()
+    sender = Sender(20)
+    sender.send(gradient("w", 1))
+    assert np.array_equal(residuals['"w"/0'].numpy().ravel(), np.array(sender.residual))
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "no type": ({"threshold": 0.5}, ValueError, "names no type; expected 'type' to be one of"),
+    "unknown type": ({"type": "1bit"}, ValueError, "'1bit'; expected one of .*'2bit'"),
+    "unknown option": ({"type": "2bit", "treshold": 0.5}, ValueError, "'2bit' has no option 'treshold'"),
+    "another's option": ({"type": "2bit", "ratio": 0.5}, ValueError, "'2bit' has no option 'ratio'"),
+    "threshold of 0": ({"type": "2bit", "threshold": 0}, ValueError, "threshold is 0; expected"),
+    "str as ratio": ({"type": "topk", "ratio": "0.1"}, TypeError, "ratio is '0.1'"),
+    "pull type": (TWO_BIT | {"pull_type": "2bit"}, ValueError, "pull_type is '2bit'; expected one of"),
+    "feedback": (TWO_BIT | {"error_feedback": 1}, TypeError, "error_feedback is 1, a int; expected a bool"),
+    "a name": ("2bit", TypeError, "compression is '2bit', a str; expected a dict"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_settings_are_named_and_the_ones_before_stay(kv: KVStore, case: str) -> None:
+    params, error, words = WRONG[case]
+    senders = Senders()
+    kv.set_gradient_compression(TWO_BIT)
+    for step in range(3):
+        values = gradients(step, 2)
+        kv.push(KEYS, values)
+        check_sums(senders, values, all_pulled(kv))
+        with pytest.raises(error, match=words):
+            kv.set_gradient_compression(params)
+
+
+@pytest.fixture
+def _only_what_the_test_makes() -> Iterator[None]:
+    """Have the garbage collector overlook what is there already: to look at all of torch each time takes long."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("_only_what_the_test_makes")
+def test_a_closed_store_refuses_and_keeps_nothing(kv: KVStore) -> None:
+    kv.set_gradient_compression(TWO_BIT)
+    kv.push("w", torch.full(SHAPES["w"], 0.015625))
+    assert tensors_full_of(0.015625) == 1  # what is owed
+    kv.close()
+    assert tensors_full_of(0.015625) == 0
+    for call in (kv.compression_residuals, lambda: kv.set_gradient_compression(TWO_BIT)):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+    with pytest.raises(RuntimeError, match="closed"):
+        kv.load_compression_residuals({})
+
+
+def tensors_full_of(number: float) -> int:
+    """How many tensors of the shape of "w" hold only this number."""
+    gc.collect()
+    shape = SHAPES["w"]
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.shape == shape]
+    return sum(bool((one == number).all()) for one in tensors)
+
+
+# -- residuals out and in ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["local", "device"])
+@pytest.mark.parametrize("codec", ["2bit", "topk", "bf16 with feedback"])
+def test_residuals_out_and_in_again_go_on_bit_for_bit(kv: KVStore, codec: str, target: str) -> None:
+    kv.set_gradient_compression(CODECS[codec])
+    for step in range(5):
+        kv.push(KEYS, gradients(step, 3))
+    residuals = kv.compression_residuals()
+    assert set(residuals) == {f"{key}/{place}" for key in ('"w"', "3", '"3"') for place in range(3)}
+    with create(target) as fresh:
+        fresh.init(KEYS, [torch.zeros(shape) for shape in SHAPES.values()])
+        fresh.set_gradient_compression(CODECS[codec])
+        fresh.push("w", [gradient("w", 77)] * 5)  # what is owed for this is replaced
+        fresh.load_compression_residuals(residuals)
+        for step in range(5, 10):
+            for store in (kv, fresh):
+                store.push(KEYS, gradients(step, 3))
+            assert same(all_pulled(fresh), all_pulled(kv))
+        assert same(fresh.compression_residuals(), kv.compression_residuals())
+
+
+def test_residuals_are_copies_both_ways(kv: KVStore) -> None:
+    kv.set_gradient_compression(TWO_BIT)
+    kv.push(KEYS, gradients(0, 2))
+    residuals, kept = kv.compression_residuals(), kv.compression_residuals()
+    for value in residuals.values():
+        value.fill_(1e6)
+    assert same(kv.compression_residuals(), kept)
+    given = {name: value.clone() for name, value in kept.items()}
+    kv.load_compression_residuals(given)
+    for value in given.values():
+        value.fill_(1e6)
+    assert same(kv.compression_residuals(), kept)
+    kv.load_compression_residuals({})
+    assert kv.compression_residuals() == {}
+
+
+BAD: dict[str, tuple[str, Any, str]] = {
+    "unknown key": ('"nope"/0', torch.zeros(7), "key 'nope', which is unknown here; known: .*'w', 3, '3'"),
+    "digits": ("4/0", torch.zeros(7), "key 4, which is unknown here"),
+    "shape": ("3/0", torch.zeros(8), r"key 3 has shape \(7,\), but a tensor of shape \(8,\)"),
+    "dtype": ("3/0", torch.zeros(7).double(), "key 3 has dtype .*float32.*float64"),
+    "another's shape": ('"3"/1', torch.zeros(7), r"key '3' has shape \(1, 2, 3\)"),
+    "no key": ("garbage", torch.zeros(7), "garbage"),
+    "no JSON": ("w/0", torch.zeros(7), "w/0"),
+    "no place": ("3/first", torch.zeros(7), "3/first"),
+    "a place below 0": ("3/-1", torch.zeros(7), "3/-1"),
+    "a list": ("[3]/0", torch.zeros(7), r"\[3\]"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_residuals_are_named_and_nothing_changes(kv: KVStore, case: str) -> None:
+    name, value, words = BAD[case]
+    kv.set_gradient_compression(TWO_BIT)
+    kv.push(KEYS, gradients(0, 2))
+    before = kv.compression_residuals()
+    with pytest.raises(ValueError, match=words):
+        kv.load_compression_residuals({'"w"/0': torch.ones(SHAPES["w"]), name: value})
+    assert same(kv.compression_residuals(), before)
+
+
+def test_a_store_that_does_not_compress_takes_no_residuals(kv: KVStore) -> None:
+    with pytest.raises(ValueError, match=f"a '{kv.type}' store keeps no compression residuals, but 1 came for it"):
+        kv.load_compression_residuals({"3/0": torch.zeros(7)})
+    kv.load_compression_residuals({})
+    assert kv.compression_residuals() == {}
+
+
+# -- a store of others ------------------------------------------------------------------------------------------------
+
+
+class Shelf(KVStore):
+    """A third party's store: replaces values, and knows nothing of compression."""
+
+    def __init__(self, name: str = "shelf") -> None:
+        super().__init__(name)
+        self.held: dict[Any, torch.Tensor] = {}
+
+    def _init(self, pairs: Pairs, async_op: bool) -> Work:
+        self.held.update({key: value.clone() for key, (value,) in pairs})
+        return Work.finished("init")
+
+    def _push(self, pairs: Pushed, priority: int, async_op: bool) -> Work:
+        for key, values in pairs:
+            self.held[key] = torch.stack([value for value in values if isinstance(value, torch.Tensor)]).sum(0)
+        return Work.finished("push")
+
+    def _pull(self, pairs: Pairs, priority: int, async_op: bool) -> Work:
+        for key, outs in pairs:
+            for out in outs:
+                out.copy_(self.held[key])
+        return Work.finished("pull")
+
+    def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work:
+        self._push(values, priority, async_op)
+        return self._pull(outs, priority, async_op)
+
+    def _row_sparse_pull(self, pulls: RowPulls, priority: int, async_op: bool) -> Work:
+        raise NotImplementedError
+
+    def _assign(self, pairs: Pairs) -> None:
+        self.held.update({key: value.clone() for key, (value,) in pairs})
+
+    def _set_optimizer(self, spec: Any) -> None:
+        raise NotImplementedError
+
+    @property
+    def learning_rate(self) -> float:
+        raise NotImplementedError
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        raise NotImplementedError
+
+    def optimizer_state(self) -> OptimizerState:
+        raise NotImplementedError
+
+    def load_optimizer_state(self, state: OptimizerState) -> None:
+        raise NotImplementedError
+
+
+REFUSALS: dict[str, tuple[Callable[[KVStore], Any], str]] = {
+    "compression": (lambda kv: kv.set_gradient_compression(TWO_BIT), "a 'shelf' store does not compress gradients"),
+    "residuals": (
+        lambda kv: kv.load_compression_residuals({"3/0": torch.zeros(7)}),
+        "a 'shelf' store keeps no compression residuals, but 1 came for it",
+    ),
+    "wrong settings": (lambda kv: kv.set_gradient_compression({"type": "1bit"}), "'1bit'; expected one of"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_third_partys_store_without_compression_refuses_it(case: str) -> None:
+    call, words = REFUSALS[case]
+    with Shelf() as kv:
+        kv.init(3, torch.zeros(7))
+        with pytest.raises(ValueError, match=re.escape(words)):
+            call(kv)
+        kv.set_gradient_compression(None)
+        kv.load_compression_residuals({})
+        assert kv.compression_residuals() == {}
+        kv.push(3, [gradient(3, 0), gradient(3, 1)])
+        assert torch.equal(pulled(kv, 3), gradient(3, 0) + gradient(3, 1))

@@ -1,0 +1,944 @@
+"""Row-sparse values in the stores of one process: pushed, summed, handed to updaters and optimizers, pulled."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvstore import KVStore, RowSparse, create
+
+STORES = ["local", "device"]
+LIMIT = 20.0
+"""Seconds after which a test that waits has failed."""
+ROWS, WIDTH = 6, 3
+
+# Every optimizer that works element by element, with arguments that make its arithmetic matter.
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adadelta": (torch.optim.Adadelta, {"lr": 0.7, "rho": 0.8, "weight_decay": 0.01}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+    "adam": (torch.optim.Adam, {"lr": 0.05, "betas": (0.8, 0.95), "amsgrad": True, "weight_decay": 0.01}),
+    "adamax": (torch.optim.Adamax, {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.01}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.1}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.05, "t0": 2.0, "weight_decay": 0.01}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.01}),
+    "nag": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "radam": (torch.optim.RAdam, {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.01}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.05, "alpha": 0.9, "momentum": 0.5, "centered": True}),
+    "rprop": (torch.optim.Rprop, {"lr": 0.05, "etas": (0.4, 1.3)}),
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
+}
+# Those for which torch itself updates some rows only.
+TORCHS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05}),
+    "adagrad": OPTIMIZERS["adagrad"],
+    "sparseadam": (torch.optim.SparseAdam, {"lr": 0.05, "betas": (0.8, 0.95)}),
+}
+NAMED = [[1, 4], [4, 0], [1], [], [5, 1, 4]]
+"""The rows that each step names; 2 and 3 never are, 0 and 5 come late."""
+
+
+@pytest.fixture(params=STORES)
+def kv(request: pytest.FixtureRequest) -> Iterator[KVStore]:
+    with create(request.param) as made:
+        yield made
+
+
+def table(rows: int = ROWS, width: int = WIDTH, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Element i holds (i - 7) / 4."""
+    return ((torch.arange(rows * width) - 7) / 4).reshape(rows, width).to(dtype)
+
+
+def sparse(ids: Any, first: int = 1, rows: int = ROWS, dtype: torch.dtype = torch.float32) -> RowSparse:
+    """Rows of which element j of the i-th holds (first + i) * 10 + j."""
+    size = len(ids)
+    values = ((torch.arange(size) + first)[:, None] * 10 + torch.arange(WIDTH)).to(dtype)
+    return RowSparse(ids, values, (rows, WIDTH))
+
+
+def dense(part: RowSparse) -> torch.Tensor:
+    """The whole tensor, added up row by row."""
+    whole = torch.zeros(part.shape, dtype=part.dtype)
+    for row, value in zip(part.indices.tolist(), part.values, strict=True):
+        whole[row] += value
+    return whole
+
+
+def gradient(step: int, device: int = 0, dtype: torch.dtype = torch.float64) -> RowSparse:
+    """Sevenths between -5/7 and 5/7 for the rows of `NAMED`, which differ by element, step and device."""
+    ids = NAMED[step % len(NAMED)]
+    numbers = torch.arange(len(ids) * WIDTH).reshape(len(ids), WIDTH)
+    return RowSparse(ids, (((numbers * 7 + step * 3 + device * 5) % 11 - 5) / 7).to(dtype), (ROWS, WIDTH))
+
+
+def pulled(kv: KVStore, key: Any = "w", like: torch.Tensor | None = None) -> torch.Tensor:
+    out = torch.full((ROWS, WIDTH), 99.0) if like is None else torch.full_like(like, 99)
+    kv.pull(key, out)
+    return out
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()
+
+
+# -- RowSparse --------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_sparse_value_says_what_it_is() -> None:
+    part = sparse([4, 1, 4])
+    assert part.indices.tolist() == [4, 1, 4]
+    assert part.indices.dtype == torch.int64
+    assert (part.shape, part.dtype, part.device) == ((6, 3), torch.float32, torch.device("cpu"))
+    assert part.nbytes == 3 * 8 + 9 * 4
+    assert repr(part) == "RowSparse(3 rows of (6, 3), torch.float32, cpu)"
+    assert part.to(torch.device("cpu")) is part
+    assert torch.equal(part.to_dense(), dense(part))
+    assert torch.equal(RowSparse.from_coo(part.to_coo()).to_dense(), dense(part))
+
+
+@pytest.mark.parametrize(
+    ("ids", "values", "shape", "error", "words"),
+    [
+        ([0.5], torch.zeros(1, 3), (6, 3), TypeError, "row numbers of torch.float32; expected integers"),
+        ([True], torch.zeros(1, 3), (6, 3), TypeError, "row numbers of torch.bool"),
+        ([0], np.zeros((1, 3)), (6, 3), TypeError, "the values of a RowSparse are a ndarray; expected a dense tensor"),
+        ([0], torch.zeros(1, 3).to_sparse(), (6, 3), TypeError, "a tensor of layout torch.sparse_coo"),
+        ([6], torch.zeros(1, 3), (6, 3), ValueError, r"names row 6; expected 0 to 5, as its shape is \(6, 3\)"),
+        ([2, -1], torch.zeros(2, 3), (6, 3), ValueError, "names row -1; expected 0 to 5"),
+        ([0], torch.zeros(1, 4), (6, 3), ValueError, r"values of shape \(1, 4\); expected \(n,\) and \(n, 3\)"),
+        ([0], torch.zeros(2, 3), (6, 3), ValueError, r"indices of shape \(1,\) and values of shape \(2, 3\)"),
+        ([[0]], torch.zeros(1, 1, 3), (6, 3), ValueError, r"indices of shape \(1, 1\)"),
+        ([], torch.zeros(0), (), ValueError, "has no axes; expected a tensor with rows"),
+        ([0], torch.zeros(1, 3, device="meta"), (6, 3), ValueError, "indices on cpu, but values on meta"),
+    ],
+    ids=["float", "bool", "array", "sparse", "above", "below", "width", "length", "two axes", "no axes", "devices"],
+)
+def test_parts_that_make_no_row_sparse_value_are_refused(
+    ids: Any, values: Any, shape: tuple[int, ...], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words) as caught:
+        RowSparse(ids, values, shape)
+    assert type(caught.value) is error
+
+
+def test_single_sparse_elements_are_no_rows() -> None:
+    with pytest.raises(ValueError, match=r"shape \(2, 2\) has 2 sparse axes; expected 1 \(whole rows\)"):
+        RowSparse.from_coo(torch.eye(2).to_sparse())
+
+
+# -- sums -------------------------------------------------------------------------------------------------------------
+
+IDS: dict[str, Any] = {
+    "ascending": [0, 2, 5],
+    "unsorted": [5, 0, 2],
+    "duplicates": [4, 1, 4, 4, 0],
+    "one": [3],
+    "empty": [],
+    "int32": torch.tensor([5, 1, 5], dtype=torch.int32),
+    "uint8": torch.tensor([5, 1], dtype=torch.uint8),
+    "numpy": np.array([5, 1, 0]),
+    "all": list(range(ROWS)),
+}
+
+
+@pytest.mark.parametrize("kind", ["RowSparse", "sparse_coo"])
+@pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
+def test_the_rows_pushed_replace_and_the_others_are_zero(kv: KVStore, kind: str, ids: Any) -> None:
+    part = sparse(ids)
+    kv.init("w", table())
+    for _ in range(2):
+        kv.push("w", part if kind == "RowSparse" else part.to_coo())
+        assert torch.equal(pulled(kv), dense(part))
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_several_devices_push_different_rows(kv: KVStore, async_op: bool) -> None:
+    parts = [sparse([4, 1]), sparse([], 3), sparse([1, 1, 0], 5), sparse([5], 9)]
+    kv.init("w", table())
+    kv.push("w", parts, async_op=async_op).wait(LIMIT)
+    assert torch.equal(pulled(kv), torch.stack([dense(part) for part in parts]).sum(0))
+    kv.push("w", [parts[0].to_coo(), parts[2]], async_op=async_op).wait(LIMIT)
+    assert torch.equal(pulled(kv), dense(parts[0]) + dense(parts[2]))
+
+
+def test_rows_mix_with_dense_values(kv: KVStore) -> None:
+    kv.init("w", table())
+    kv.push("w", [sparse([4, 1, 4]), table(), sparse([4]).to_coo(), table().numpy()])
+    assert torch.equal(pulled(kv), table() * 2 + dense(sparse([4, 1, 4])) + dense(sparse([4])))
+
+
+def test_lists_of_keys_may_mix_kinds(kv: KVStore) -> None:
+    keys = ["a", 3, "b"]
+    kv.init(keys, [table()] * 3)
+    kv.push(keys, [sparse([2]), table() * 2, [sparse([0], 7), sparse([5, 0]).to_coo()]])
+    assert torch.equal(pulled(kv, "a"), dense(sparse([2])))
+    assert torch.equal(pulled(kv, 3), table() * 2)
+    assert torch.equal(pulled(kv, "b"), dense(sparse([0], 7)) + dense(sparse([5, 0])))
+    kv.push(["a", "b", "a"], [sparse([2]), sparse([1]), [sparse([2, 0], 4), table()]])
+    assert torch.equal(pulled(kv, "a"), dense(sparse([2])) + dense(sparse([2, 0], 4)) + table())
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 1), (5, 2, 3), (5, 0), (1, 4)], ids=str)
+def test_rows_of_any_shape(kv: KVStore, shape: tuple[int, ...]) -> None:
+    ids = [row % shape[0] for row in (3, 0, 3)]
+    part = RowSparse(ids, torch.arange(3 * torch.Size(shape[1:]).numel()).reshape(3, *shape[1:]).float(), shape)
+    kv.init("w", torch.ones(shape))
+    kv.push("w", part)
+    assert torch.equal(pulled(kv, like=torch.ones(shape)), dense(part))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64],
+    ids=str,
+)
+def test_rows_of_any_type_keep_it(kv: KVStore, dtype: torch.dtype) -> None:
+    part = RowSparse([3, 0, 3], torch.ones(3, 2).to(dtype), (4, 2))
+    kv.init("w", torch.ones(4, 2).to(dtype))
+    kv.push("w", part)
+    assert torch.equal(pulled(kv, like=torch.ones(4, 2).to(dtype)), dense(part))
+
+
+@pytest.mark.parametrize("more", ["rows only", "beside a dense value"])
+def test_half_precision_rows_are_summed_in_float32(kv: KVStore, more: str) -> None:
+    values = torch.tensor([[2048.0], [1.0], [1.0]], dtype=torch.float16)
+    kv.init("w", torch.zeros(2, 1, dtype=torch.float16))
+    kv.push("w", [RowSparse([1], value[None], (2, 1)) for value in values])
+    assert pulled(kv, like=torch.zeros(2, 1).half()).tolist() == [[0.0], [2050.0]]
+    beside = [torch.zeros(2, 1).half()] if more == "beside a dense value" else []
+    kv.push("w", [RowSparse([1, 1, 1], values, (2, 1)), *beside])
+    assert pulled(kv, like=torch.zeros(2, 1).half()).tolist() == [[0.0], [2050.0]]
+
+
+def test_rows_are_added_in_the_order_of_the_devices(kv: KVStore) -> None:
+    parts = [1e8, 1.0, -1e8, 1.0]
+    for rows in (1, 3, 30, 300):
+        kv.init(rows, torch.zeros(rows, 1))
+        kv.push(rows, [RowSparse(range(rows), torch.full((rows, 1), part), (rows, 1)) for part in parts])
+        assert pulled(kv, rows, torch.zeros(rows, 1)).unique().tolist() == [1.0], f"{rows} rows"
+
+
+def test_a_push_leaves_what_is_pushed_alone_and_keeps_nothing_of_it(kv: KVStore) -> None:
+    part, coo = sparse([4, 1, 4]), sparse([0, 5]).to_coo()
+    kv.init("w", table())
+    for _ in range(2):
+        kv.push("w", [part, coo])
+    assert part.indices.tolist() == [4, 1, 4]
+    assert torch.equal(part.values, sparse([4, 1, 4]).values)
+    assert torch.equal(coo.to_dense(), dense(sparse([0, 5])))
+    kv.push("w", part)
+    part.values.fill_(-5)
+    part.indices.fill_(0)
+    assert torch.equal(pulled(kv), dense(sparse([4, 1, 4])))
+
+
+def test_an_embeddings_gradient_is_pushed_as_it_is(kv: KVStore) -> None:
+    embedding = torch.nn.Embedding(ROWS, WIDTH, sparse=True)
+    whole = torch.nn.Embedding(ROWS, WIDTH, _weight=embedding.weight.detach().clone())
+    for network in (embedding, whole):
+        (network(torch.tensor([[4, 1], [4, 0]])) * torch.arange(WIDTH)).sum().backward()
+    kv.init("w", embedding.weight)
+    kv.push("w", embedding.weight.grad)
+    assert whole.weight.grad is not None
+    assert torch.equal(pulled(kv), whole.weight.grad)
+
+
+def test_init_assign_and_broadcast_take_rows_as_the_tensor_they_are(kv: KVStore) -> None:
+    kv.init(["a", "b"], [sparse([1, 1]), sparse([2]).to_coo()])
+    kv.broadcast("c", sparse([4]), torch.empty(ROWS, WIDTH))
+    for key, part in (("a", sparse([1, 1])), ("b", sparse([2])), ("c", sparse([4]))):
+        assert torch.equal(pulled(kv, key), dense(part))
+    kv.assign(["a", "b"], [sparse([5]).to_coo(), sparse([0, 3])])
+    assert torch.equal(pulled(kv, "a"), dense(sparse([5])))
+    assert torch.equal(pulled(kv, "b"), dense(sparse([0, 3])))
+
+
+def test_pushpull_pushes_rows_and_pulls_all(kv: KVStore) -> None:
+    outs = [torch.empty(ROWS, WIDTH), torch.empty(ROWS, WIDTH)]
+    kv.init("w", table())
+    kv.pushpull("w", [sparse([4, 4]), sparse([1]).to_coo()], outs)
+    assert all(torch.equal(out, dense(sparse([4, 4])) + dense(sparse([1]))) for out in outs)
+    with pytest.raises(ValueError, match="'w' is to be pulled into a RowSparse; row_sparse_pull does that"):
+        kv.pushpull("w", sparse([2]))
+    with pytest.raises(ValueError, match=r"'w' has a value of layout .*sparse_coo; expected a dense tensor"):
+        kv.pushpull("w", sparse([2]).to_coo())
+    assert torch.equal(pulled(kv), outs[0])
+
+
+PUSHES: dict[str, tuple[Any, type[Exception], str]] = {
+    "shape": (sparse([1], rows=7), ValueError, r"'w' has shape \(6, 3\), but a tensor of shape \(7, 3\)"),
+    "dtype": (sparse([1], dtype=torch.float64), ValueError, "'w' has dtype torch.float32.*float64"),
+    "coo shape": (sparse([1], rows=7).to_coo(), ValueError, r"'w' has shape \(6, 3\).*\(7, 3\)"),
+    "elements": (table().to_sparse(), ValueError, r"'w'.*2 sparse axes; expected 1 \(whole rows\)"),
+    "one device": ([sparse([1]), sparse([1], rows=7)], ValueError, r"'w' has shape \(6, 3\).*\(7, 3\)"),
+}
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("case", PUSHES)
+def test_rows_that_do_not_fit_are_refused_and_nothing_changes(kv: KVStore, case: str, async_op: bool) -> None:
+    value, error, words = PUSHES[case]
+    kv.init(["v", "w"], [table(), table()])
+    with pytest.raises(error, match=words):
+        kv.push(["v", "w"], [sparse([2]), value], async_op=async_op)
+    with pytest.raises(KeyError, match="'nope'"):
+        kv.push(["v", "nope"], [sparse([2]), sparse([1])], async_op=async_op)
+    assert torch.equal(pulled(kv, "v"), table())
+    assert torch.equal(pulled(kv), table())
+
+
+# -- updaters ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_updater_gets_distinct_rising_rows(kv: KVStore) -> None:
+    seen: list[Any] = []
+    kv.init("w", table())
+    kv.set_updater(lambda key, summed, stored: seen.append(summed))
+    kv.push("w", [sparse([4, 1, 4]), sparse([0, 4], 7).to_coo()])
+    kv.push("w", sparse([]))
+    kv.push("w", [sparse([4, 1]), table()])
+    rows, none, mixed = seen
+    assert isinstance(rows, RowSparse)
+    assert rows.indices.tolist() == [0, 1, 4]
+    assert torch.equal(rows.to_dense(), dense(sparse([4, 1, 4])) + dense(sparse([0, 4], 7)))
+    assert isinstance(none, RowSparse)
+    assert (none.indices.tolist(), none.values.shape, none.shape) == ([], (0, WIDTH), (ROWS, WIDTH))
+    assert isinstance(mixed, torch.Tensor)
+    assert torch.equal(mixed, dense(sparse([4, 1])) + table())
+    assert torch.equal(pulled(kv), table())
+
+
+def test_an_updater_may_change_the_rows_it_is_given(kv: KVStore) -> None:
+    def updater(key: Any, summed: RowSparse, stored: torch.Tensor) -> None:
+        stored.index_add_(0, summed.indices, summed.values.mul_(2))
+        summed.indices.zero_()
+
+    parts = [sparse([1]), sparse([4, 0])]
+    kv.init("w", table())
+    kv.set_updater(updater)
+    for part in parts:
+        kv.push("w", part)
+    assert torch.equal(pulled(kv), table() + 2 * dense(parts[0]) + 2 * dense(parts[1]))
+    assert torch.equal(parts[0].values, sparse([1]).values)
+    assert parts[1].indices.tolist() == [4, 0]
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def dense_run(
+    optimizer_class: type[torch.optim.Optimizer], arguments: dict[str, Any], gradients: Sequence[RowSparse]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Torch's dense optimizer over the whole table, where after each step the rows not named get back what they had.
+
+    Returns:
+        The table, and the state of its rows by name. A row's state begins as a step over zeros leaves it.
+    """
+    weight = table(dtype=torch.float64)
+    idle = torch.zeros_like(weight)
+    begin = optimizer_class([idle], **arguments)
+    idle.grad = torch.zeros_like(idle)
+    begin.step()
+    optimizer = optimizer_class([weight], **arguments)
+    for one in gradients:
+        state = optimizer.state[weight] or begin.state[idle]
+        before = {name: value.clone() for name, value in state.items() if by_row(value)}
+        weight_before = weight.clone()
+        weight.grad = dense(one)
+        optimizer.step()
+        others = torch.ones(ROWS, dtype=torch.bool)
+        others[one.indices] = False
+        weight[others] = weight_before[others]
+        for name, value in before.items():
+            optimizer.state[weight][name][others] = value[others]
+    return weight, {name: value for name, value in optimizer.state[weight].items() if by_row(value)}
+
+
+def by_row(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == (ROWS, WIDTH)
+
+
+def start(kv: KVStore, spec: Any, dtype: torch.dtype = torch.float64, keys: Sequence[Any] = ("w",)) -> None:
+    kv.init(list(keys), [table(dtype=dtype) for _ in keys])
+    kv.set_optimizer(spec)
+
+
+def of_rows(kv: KVStore, key: str = '"w"') -> dict[str, torch.Tensor]:
+    """The optimizer's state of a table's rows, by name."""
+    tensors = kv.optimizer_state().tensors
+    return {place.rpartition("/")[2]: value for place, value in tensors.items() if place.startswith(f"{key}/")}
+
+
+def double(kv: KVStore, key: Any = "w") -> torch.Tensor:
+    return pulled(kv, key, table(dtype=torch.float64))
+
+
+@functools.cache
+def dense_run_of(name: str, devices: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """`dense_run` over twice the rows of `NAMED`, of which each device pushes its gradients."""
+    gradients = []
+    for step in range(2 * len(NAMED)):
+        values = torch.stack([gradient(step, device).values for device in range(devices)]).sum(0)
+        gradients.append(RowSparse(gradient(step).indices, values, (ROWS, WIDTH)))
+    return dense_run(*OPTIMIZERS[name], gradients)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_rows_change_as_the_dense_optimizer_would_change_them(kv: KVStore, name: str, devices: int) -> None:
+    start(kv, (name, OPTIMIZERS[name][1]))
+    for step in range(2 * len(NAMED)):
+        kv.push("w", [gradient(step, device) for device in range(devices)])
+    weight, state = dense_run_of(name, devices)
+    torch.testing.assert_close(double(kv), weight, rtol=1e-12, atol=1e-13)
+    found = {place: value for place, value in of_rows(kv).items() if by_row(value)}
+    torch.testing.assert_close(found, state, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "sparseadam"])
+def test_rows_not_named_and_their_state_stay_bit_for_bit(kv: KVStore, name: str) -> None:
+    start(kv, (name, (OPTIMIZERS | TORCHS)[name][1]), torch.float32)
+    for step in range(2 * len(NAMED)):
+        before, state_before = pulled(kv), of_rows(kv)
+        kv.push("w", [gradient(step, device, torch.float32) for device in range(2)])
+        after, state_after = pulled(kv), of_rows(kv)
+        named = set(NAMED[step % len(NAMED)])
+        for row in range(ROWS):
+            assert (bits(before[row]) == bits(after[row])) == (row not in named), f"row {row}, step {step}"
+            if row in named:
+                continue
+            for place, value in state_before.items():
+                if by_row(value):
+                    assert bits(value[row]) == bits(state_after[place][row]), f"{place} of row {row}, step {step}"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_naming_all_rows_is_the_dense_update(kv: KVStore, name: str) -> None:
+    start(kv, (name, OPTIMIZERS[name][1]), keys=["rows", "dense"])
+    for step in range(4):
+        value = (torch.arange(ROWS * WIDTH).reshape(ROWS, WIDTH) * 7 + step * 3) % 11 / 7.0 - 0.6
+        part = RowSparse(range(ROWS), value.double(), (ROWS, WIDTH))
+        kv.push(["rows", "dense"], [part, value.double()])
+    torch.testing.assert_close(double(kv, "rows"), double(kv, "dense"), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_dense_and_sparse_pushes_of_a_key_share_its_state(kv: KVStore, name: str) -> None:
+    start(kv, (name, OPTIMIZERS[name][1]))
+    all_rows = RowSparse(range(ROWS), table(dtype=torch.float64) / 7, (ROWS, WIDTH))
+    sequence: list[RowSparse] = [all_rows, gradient(0), gradient(1), all_rows, gradient(2)]
+    for one in sequence:
+        kv.push("w", dense(one) if one is all_rows else one)
+    weight, _ = dense_run(*OPTIMIZERS[name], sequence)
+    torch.testing.assert_close(double(kv), weight, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_torchs_own_sparse_optimizers_agree(kv: KVStore, name: str) -> None:
+    optimizer_class, arguments = TORCHS[name]
+    weight = table(dtype=torch.float64)
+    optimizer = optimizer_class([weight], **arguments)
+    start(kv, (name, arguments))
+    for step in range(2 * len(NAMED)):
+        parts = [gradient(step, device) for device in range(3)]
+        kv.push("w", [parts[0], parts[1].to_coo(), parts[2]])
+        weight.grad = sum((part.to_coo() for part in parts[1:]), start=parts[0].to_coo()).coalesce()
+        optimizer.step()
+    torch.testing.assert_close(double(kv), weight, rtol=1e-12, atol=1e-12)
+    for place, value in of_rows(kv).items():
+        expected = optimizer.state[weight][place]
+        torch.testing.assert_close(value, torch.as_tensor(expected).to(value.dtype), rtol=1e-12, atol=1e-12)
+
+
+def test_a_row_that_comes_late_starts_from_the_initial_accumulator(kv: KVStore) -> None:
+    start(kv, ("adagrad", {"lr": 0.1, "eps": 0.0, "initial_accumulator_value": 0.5}))
+    kv.push("w", RowSparse([1], torch.ones(1, WIDTH).double(), (ROWS, WIDTH)))
+    kv.push("w", RowSparse([5], torch.ones(1, WIDTH).double(), (ROWS, WIDTH)))
+    assert of_rows(kv)["sum"][:, 0].tolist() == [0.5, 1.5, 0.5, 0.5, 0.5, 1.5]
+    change = (table(dtype=torch.float64) - double(kv))[:, 0]
+    torch.testing.assert_close(change[[1, 5]], torch.full((2,), 0.1 / 1.5**0.5).double())
+
+
+def test_a_row_that_comes_late_starts_from_the_step_size_its_key_began_with(kv: KVStore) -> None:
+    start(kv, ("rprop", {"lr": 0.1}), keys=["a", "b"])
+    kv.push("a", RowSparse([0], torch.ones(1, WIDTH).double(), (ROWS, WIDTH)))
+    kv.set_learning_rate(0.5)
+    kv.push("b", RowSparse([0], torch.ones(1, WIDTH).double(), (ROWS, WIDTH)))
+    assert of_rows(kv, '"a"')["step_size"].unique().tolist() == [0.1]
+    assert of_rows(kv, '"b"')["step_size"].unique().tolist() == [0.5]
+
+
+def test_factors_count_for_rows(kv: KVStore) -> None:
+    factors = {"lr_mult": {"a": 10, "c": 0}, "wd_mult": {"b": 0.5, "a": 0}}
+    start(kv, ("adam", {"lr": 0.01, "wd": 0.1} | factors), keys=["a", "b", "c", "d"])
+    for step in range(5):
+        kv.push(["a", "b", "c", "d"], [gradient(step)] * 4)
+    own = {"a": (0.1, 0.0), "b": (0.01, 0.05), "c": (0.0, 0.1), "d": (0.01, 0.1)}
+    for key, (lr, decay) in own.items():
+        weight, _ = dense_run(torch.optim.Adam, {"lr": lr, "weight_decay": decay}, [gradient(s) for s in range(5)])
+        torch.testing.assert_close(double(kv, key), weight, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["sgd", "sparseadam"])
+def test_rescaling_and_clipping_count_for_rows_and_leave_them_alone(kv: KVStore, name: str) -> None:
+    parts = [gradient(4), RowSparse([1, 1], torch.ones(2, WIDTH).double(), (ROWS, WIDTH))]
+    start(kv, (name, TORCHS[name][1] | {"rescale_grad": 0.5, "clip_gradient": 0.4}), keys=["changed", "given"])
+    kv.push("changed", parts)
+    changed = double(kv, "changed")
+    kv.set_optimizer((name, TORCHS[name][1]))
+    total = (dense(parts[0]) + dense(parts[1])).mul(0.5).clamp(-0.4, 0.4)
+    assert (total.abs() == 0.4).any()
+    assert (total.abs() < 0.4).any()
+    rows = torch.tensor([1, 4, 5])
+    kv.push("given", RowSparse(rows, total[rows], (ROWS, WIDTH)))
+    assert torch.equal(changed, double(kv, "given"))
+    assert torch.equal(parts[0].values, gradient(4).values)
+    assert parts[1].values.unique().tolist() == [1.0]
+
+
+def test_a_single_push_with_rescaling_leaves_its_rows_alone(kv: KVStore) -> None:
+    start(kv, ("sgd", {"lr": 1.0, "rescale_grad": 0.5}))
+    part = gradient(1)
+    kv.push("w", part)
+    assert torch.equal(part.values, gradient(1).values)
+    assert torch.equal(double(kv), table(dtype=torch.float64) - dense(gradient(1)) / 2)
+
+
+def test_a_new_learning_rate_counts_for_rows(kv: KVStore) -> None:
+    start(kv, ("sgd", {"lr": 1.0}))
+    kv.push("w", sparse([4], dtype=torch.float64))
+    kv.set_learning_rate(0.5)
+    kv.push("w", sparse([4, 0], dtype=torch.float64))
+    expected = table(dtype=torch.float64) - dense(sparse([4], dtype=torch.float64))
+    assert torch.equal(double(kv), expected - dense(sparse([4, 0], dtype=torch.float64)) / 2)
+
+
+def test_async_pushes_of_rows_update_in_order(kv: KVStore) -> None:
+    start(kv, ("adam", OPTIMIZERS["adam"][1]), keys=["a", "b"])
+    works = []
+    for step in range(5):
+        works.append(kv.push("a", gradient(step), priority=-step, async_op=True))
+        works.append(kv.push("b", gradient(step).to_coo(), priority=step, async_op=True))
+    for work in works:
+        work.wait(LIMIT)
+    weight, _ = dense_run(*OPTIMIZERS["adam"], [gradient(step) for step in range(5)])
+    torch.testing.assert_close(double(kv, "a"), weight, rtol=1e-12, atol=1e-13)
+    assert torch.equal(double(kv, "a"), double(kv, "b"))
+
+
+class Plain(torch.optim.Optimizer):
+    """Gradient descent of nobody's library."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize(("spec", "name"), [("adafactor", "adafactor"), ("muon", "muon"), (Plain, "Plain")], ids=str)
+def test_optimizers_of_whole_tensors_refuse_rows_by_name(kv: KVStore, spec: Any, name: str, async_op: bool) -> None:
+    start(kv, spec, torch.float32, ["a", "b"])
+    kv.push("a", table())
+    before, state = pulled(kv, "a"), of_rows(kv, '"a"')
+    words = f"optimizer '{name}' works on whole tensors, but the gradient of key 'b' is row-sparse"
+    with pytest.raises(ValueError, match=words):
+        kv.push(["a", "b"], [table(), sparse([1])], async_op=async_op).wait(LIMIT)
+    assert torch.equal(pulled(kv, "a"), before)
+    assert torch.equal(pulled(kv, "b"), table())
+    assert all(torch.equal(value, state[place]) for place, value in of_rows(kv, '"a"').items())
+    kv.push("b", [table(), sparse([1])])  # their sum is dense
+    assert not torch.equal(pulled(kv, "b"), table())
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_sparseadam_refuses_dense_gradients_by_name(kv: KVStore, async_op: bool) -> None:
+    start(kv, "sparseadam", torch.float32, ["a", "b"])
+    kv.push("a", sparse([1]))
+    before, state = pulled(kv, "a"), of_rows(kv, '"a"')
+    with pytest.raises(ValueError, match="'sparseadam' takes row-sparse gradients only, but that of key 'b' is dense"):
+        kv.push(["a", "b"], [sparse([1]), table()], async_op=async_op).wait(LIMIT)
+    assert torch.equal(pulled(kv, "a"), before)
+    assert torch.equal(pulled(kv, "b"), table())
+    assert all(torch.equal(value, state[place]) for place, value in of_rows(kv, '"a"').items())
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "sparseadam"])
+def test_a_saved_state_goes_on_to_the_bit(kv: KVStore, name: str, tmp_path: Path) -> None:
+    spec = (name, (OPTIMIZERS | TORCHS)[name][1])
+    start(kv, spec)
+    for step in range(3):
+        kv.push("w", gradient(step))
+    kv.save_optimizer_states(tmp_path / "states")
+    with create(kv.type) as fresh:
+        fresh.init("w", double(kv))
+        fresh.set_optimizer(spec)
+        fresh.load_optimizer_states(tmp_path / "states")
+        for step in range(3, 8):
+            kv.push("w", gradient(step))
+            fresh.push("w", gradient(step))
+        assert bits(double(fresh)) == bits(double(kv))
+        found, expected = of_rows(fresh), of_rows(kv)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[place]) for place, value in found.items())
+
+
+# -- row_sparse_pull --------------------------------------------------------------------------------------------------
+
+ROW_IDS: dict[str, tuple[Any, list[int]]] = {
+    "one": ([4], [4]),
+    "unsorted": ([4, 0, 2], [0, 2, 4]),
+    "repeated": ([4, 1, 4, 4], [1, 4]),
+    "empty list": ([], []),
+    "empty tensor": (torch.tensor([]), []),
+    "empty int tensor": (torch.zeros(0, 3, dtype=torch.int64), []),
+    "two axes": (torch.tensor([[5, 1], [1, 0]]), [0, 1, 5]),
+    "no axes": (torch.tensor(3), [3]),
+    "a number": (3, [3]),
+    "int32": (torch.tensor([5, 2], dtype=torch.int32), [2, 5]),
+    "uint8": (torch.tensor([5, 2], dtype=torch.uint8), [2, 5]),
+    "numpy": (np.array([[5, 2], [2, 0]]), [0, 2, 5]),
+    "numpy int32": (np.array([5, 2], np.int32), [2, 5]),
+    "numpy uint32": (np.array([5, 2], np.uint32), [2, 5]),
+    "numpy numbers": ([np.int64(5), 2], [2, 5]),
+    "numpy, backwards": (np.array([5, 2, 0])[::-1], [0, 2, 5]),
+    "numpy, read-only": (np.frombuffer(np.array([5, 2]).tobytes(), np.int64), [2, 5]),
+    "tuple": ((5, 2), [2, 5]),
+    "strided": (torch.arange(6)[::2], [0, 2, 4]),
+    "all": (torch.arange(ROWS), list(range(ROWS))),
+}
+
+
+def empty_rows(rows: int = ROWS) -> RowSparse:
+    return RowSparse([0, 0], torch.full((2, WIDTH), 99.0), (rows, WIDTH))
+
+
+@pytest.mark.parametrize("ids", ROW_IDS.values(), ids=ROW_IDS)
+def test_the_rows_named_are_pulled(kv: KVStore, ids: tuple[Any, list[int]]) -> None:
+    row_ids, named = ids
+    kv.init("w", table())
+    out, whole = empty_rows(), torch.full((ROWS, WIDTH), 99.0)
+    kv.row_sparse_pull("w", out, row_ids=row_ids)
+    kv.row_sparse_pull("w", whole, row_ids=row_ids)
+    assert out.indices.tolist() == named
+    assert torch.equal(out.values, table()[named])
+    expected = torch.full((ROWS, WIDTH), 99.0)
+    expected[named] = table()[named]
+    assert torch.equal(whole, expected)
+
+
+def test_rows_that_were_pulled_are_a_copy(kv: KVStore) -> None:
+    outs = [empty_rows(), empty_rows()]
+    kv.init("w", table())
+    kv.row_sparse_pull("w", outs, row_ids=range(ROWS))
+    outs[0].values.fill_(-1)
+    outs[0].indices.fill_(0)
+    assert torch.equal(outs[1].to_dense(), table())
+    assert torch.equal(pulled(kv), table())
+
+
+def test_one_row_ids_counts_for_a_list_of_outs(kv: KVStore) -> None:
+    kv.init("w", table())
+    outs: list[Any] = [empty_rows(), torch.zeros(ROWS, WIDTH), empty_rows()]
+    kv.row_sparse_pull("w", outs, row_ids=torch.tensor([5, 1]))
+    for out in outs:
+        whole = out.to_dense() if isinstance(out, RowSparse) else out
+        assert torch.equal(whole[[1, 5]], table()[[1, 5]])
+        assert not whole[[0, 2, 3, 4]].any()
+
+
+def test_a_list_of_row_ids_has_one_for_each_out(kv: KVStore) -> None:
+    kv.init("w", table())
+    outs = [empty_rows(), empty_rows(), empty_rows()]
+    kv.row_sparse_pull("w", outs, row_ids=[torch.tensor([5, 1]), [2], np.array([], np.int64)])
+    assert [out.indices.tolist() for out in outs] == [[1, 5], [2], []]
+    assert all(torch.equal(out.values, table()[out.indices]) for out in outs)
+
+
+def test_a_list_of_keys_has_row_ids_for_each(kv: KVStore) -> None:
+    keys = ["a", 3]
+    kv.init(keys, [table(), table() * 2])
+    outs = [empty_rows(), empty_rows(), empty_rows()]
+    kv.row_sparse_pull(keys, [outs[0], outs[1:]], row_ids=[[4, 4], [torch.tensor([0]), torch.tensor([5, 1])]])
+    assert [out.indices.tolist() for out in outs] == [[4], [0], [1, 5]]
+    assert torch.equal(outs[0].values, table()[[4]])
+    assert torch.equal(outs[2].values, table()[[1, 5]] * 2)
+    kv.row_sparse_pull(["a", "a"], [outs[0], outs[1]], row_ids=[[1], [2]])
+    assert [out.indices.tolist() for out in outs[:2]] == [[1], [2]]
+    kv.row_sparse_pull([], [], row_ids=[])
+
+
+def test_numpy_outs_and_strided_ones_are_written_in_place(kv: KVStore) -> None:
+    kv.init("w", table())
+    array, wide = np.zeros((ROWS, WIDTH), np.float32), torch.full((ROWS, 2 * WIDTH), 99.0)
+    kv.row_sparse_pull("w", [array, wide[:, ::2]], row_ids=[3, 1])
+    assert np.array_equal(array[[1, 3]], table()[[1, 3]].numpy())
+    assert not array[[0, 2, 4, 5]].any()
+    assert torch.equal(wide[[1, 3], ::2], table()[[1, 3]])
+    assert (wide[:, 1::2] == 99).all()
+    assert (wide[[0, 2, 4, 5]] == 99).all()
+
+
+def test_async_row_pulls_go_behind_the_pushes_of_their_key(kv: KVStore) -> None:
+    outs = [empty_rows() for _ in range(3)]
+    works = [kv.init("w", table(), async_op=True), kv.row_sparse_pull("w", outs[0], row_ids=[4], async_op=True)]
+    works.append(kv.push("w", sparse([4, 1]), priority=-3, async_op=True))
+    works.append(kv.row_sparse_pull("w", outs[1], 9, row_ids=[4, 0], async_op=True))
+    works.append(kv.push("w", table() * 2, async_op=True))
+    works.append(kv.row_sparse_pull("w", outs[2], row_ids=[4], async_op=True))
+    for work in works:
+        work.wait(LIMIT)
+    assert torch.equal(outs[0].values, table()[[4]])
+    assert torch.equal(outs[1].to_dense()[[0, 4]], dense(sparse([4, 1]))[[0, 4]])
+    assert torch.equal(outs[2].values, table()[[4]] * 2)
+
+
+G = torch.full((ROWS, WIDTH), 7.0)
+"""An out that no refused call may write."""
+
+# The key, the outs, the row_ids, the class of the error, what its message says.
+PULLS: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
+    "above": ("w", G, [1, 6], ValueError, r"'w' names row 6; expected 0 to 5, as its shape is \(6, 3\)"),
+    "below": ("w", G, [1, -1], ValueError, "'w' names row -1; expected 0 to 5"),
+    "float ids": ("w", G, torch.tensor([1.0]), TypeError, r"'w' has row numbers of .*float32; expected integers"),
+    "bool ids": ("w", G, [True], TypeError, r"'w' has row numbers of .*bool"),
+    "no ids": ("w", G, None, TypeError, r"no row_ids; expected the rows' numbers \(pull\(\) gives all rows\)"),
+    "unknown": ("nope", G, [1], KeyError, "'nope' was not initialised"),
+    "shape": ("w", torch.zeros(7, 3), [1], ValueError, r"'w' has shape \(6, 3\), but a tensor of shape \(7, 3\)"),
+    "shape of rows": ("w", empty_rows(7), [1], ValueError, r"'w' has shape \(6, 3\).*\(7, 3\)"),
+    "dtype": ("w", G.double(), [1], ValueError, "'w'.*float32.*float64"),
+    "one out": ("w", [G, G[:5]], [1], ValueError, r"'w'.*\(5, 3\)"),
+    "sparse out": ("w", G.to_sparse(1), [1], ValueError, "'w'.*sparse_coo"),
+    "bool key": (True, G, [1], TypeError, "key is True"),
+    "number": ("w", 3.0, [1], TypeError, "'w'.*float"),
+    "no outs": ("w", [], [1], ValueError, "'w' has an empty list"),
+    "too few ids": ("w", [G] * 3, [G[:1].long()] * 2, ValueError, "'w' has 3 tensors to pull into, but 2 row_ids"),
+    "too few outs": (["w", "v"], [G], [[1], [1]], ValueError, "2 keys came with 1 values"),
+    "ids for one key": (["w", "v"], [G, G], [[1]], ValueError, "2 keys came with 1 values"),
+    "one for all keys": (["w", "v"], [G, G], torch.tensor([1]), TypeError, "2 keys came with a Tensor"),
+    "last key": (["w", "v"], [G, G], [[1], [6]], ValueError, "'v' names row 6"),
+    "last out": ("w", [G, G], [torch.tensor([1]), torch.tensor([6])], ValueError, "'w' names row 6"),
+    "no rows": ("s", torch.zeros(()), [], ValueError, "'s' has no axes"),
+}
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("case", PULLS)
+def test_a_wrong_row_pull_is_named_at_once_and_writes_nothing(kv: KVStore, case: str, async_op: bool) -> None:
+    key, outs, row_ids, error, words = PULLS[case]
+    kv.init(["w", "v", "s"], [table(), table() * 2, torch.zeros(())])
+    with pytest.raises(error, match=words) as caught:
+        kv.row_sparse_pull(key, outs, row_ids=row_ids, async_op=async_op)
+    assert type(caught.value) is error
+    assert (G == 7).all()
+    assert torch.equal(pulled(kv), table())
+    out = empty_rows()
+    kv.row_sparse_pull("v", out, row_ids=[4])
+    assert torch.equal(out.values, table()[[4]] * 2)
+
+
+@pytest.mark.parametrize("priority", ["high", True, None])
+def test_a_row_pull_with_a_bad_priority_is_refused(kv: KVStore, priority: Any) -> None:
+    kv.init("w", table())
+    with pytest.raises(TypeError, match=f"priority is {priority!r}"):
+        kv.row_sparse_pull("w", G, priority, [1])
+    assert (G == 7).all()
+
+
+def test_a_closed_store_refuses_rows(kv: KVStore) -> None:
+    kv.init("w", table())
+    kv.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        kv.push("w", sparse([1]))
+    with pytest.raises(RuntimeError, match="closed"):
+        kv.row_sparse_pull("w", G, row_ids=[1])
+
+
+# -- against a plain dictionary ---------------------------------------------------------------------------------------
+
+rows = st.lists(st.integers(0, 3), max_size=5)
+calls = st.lists(
+    st.tuples(
+        st.sampled_from(["push", "push mixed", "push dense", "assign", "pull", "pull rows", "pull rows dense"]),
+        st.sampled_from(["a", 3]),
+        st.lists(rows, min_size=1, max_size=3),
+        st.booleans(),
+    ),
+    max_size=12,
+)
+Model = dict[Any, dict[int, float]]
+
+
+@pytest.mark.parametrize("updater", [False, True], ids=["replacing", "adding"])
+@pytest.mark.parametrize("name", STORES)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(calls)
+def test_any_sequence_of_calls_gives_what_dictionaries_of_rows_would(
+    name: str, updater: bool, sequence: list[tuple[str, Any, list[list[int]], bool]]
+) -> None:
+    model: Model = {key: dict.fromkeys(range(4), float(place)) for place, key in enumerate(["a", 3])}
+    checks: list[tuple[Any, dict[int, float]]] = []
+    with create(name) as kv:
+        kv.init(list(model), [torch.full((4, 2), of_key[0]) for of_key in model.values()])
+        if updater:
+            kv.set_updater(add_rows)
+        works = []
+        for number, (call, key, many, async_op) in enumerate(sequence):
+            if call.startswith("push"):
+                values, total = made(call, many, number + 1)
+                model[key] = {row: total[row] + (model[key][row] if updater else 0) for row in range(4)}
+                works.append(kv.push(key, values, async_op=async_op))
+            elif call == "assign":
+                kv.assign(key, torch.full((4, 2), float(number)))
+                model[key] = dict.fromkeys(range(4), float(number))
+            elif call == "pull":
+                checks.append((out := torch.empty(4, 2), dict(model[key])))
+                works.append(kv.pull(key, out, async_op=async_op))
+            else:
+                one: Any = (
+                    torch.full((4, 2), -9.0) if call.endswith("dense") else RowSparse([], torch.zeros(0, 2), (4, 2))
+                )
+                absent = -9.0 if call.endswith("dense") else 0.0
+                checks.append((one, {row: model[key][row] if row in many[0] else absent for row in range(4)}))
+                works.append(kv.row_sparse_pull(key, one, row_ids=many[0], async_op=async_op))
+        for work in works:
+            work.wait(LIMIT)
+    for found, expected in checks:
+        whole = found.to_dense() if isinstance(found, RowSparse) else found
+        assert whole.tolist() == [[expected[row]] * 2 for row in range(4)]
+
+
+def add_rows(key: Any, summed: RowSparse | torch.Tensor, stored: torch.Tensor) -> None:
+    if isinstance(summed, RowSparse):
+        stored.index_add_(0, summed.indices, summed.values)
+    else:
+        stored.add_(summed)
+
+
+def made(call: str, many: list[list[int]], number: int) -> tuple[list[Any], dict[int, float]]:
+    """What to push, and its sum by row: the device d's i-th row is worth number * 10 + d."""
+    total = dict.fromkeys(range(4), 0.0)
+    values: list[Any] = []
+    for device, ids in enumerate(many):
+        worth = float(number * 10 + device)
+        for row in ids:
+            total[row] += worth
+        part = RowSparse(ids, torch.full((len(ids), 2), worth), (4, 2))
+        values.append(part if call == "push" else dense(part) if call == "push dense" else (part.to_coo()))
+    if call == "push mixed":
+        values.append(torch.ones(4, 2))
+        total = {row: worth + 1 for row, worth in total.items()}
+    return values, total
+
+
+# -- what a push costs ------------------------------------------------------------------------------------------------
+
+
+class Elements(TorchDispatchMode):
+    """The most elements that any operation of torch has made or written.
+
+    A view makes none; writing rows into a table (`index_copy_`, or adding a sparse tensor to it) writes the rows only.
+    """
+
+    ROW_WRITES = ("index_copy_", "index_add_")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and func.overloadpacket.__name__ not in self.ROW_WRITES:
+            smallest = min((elements(one) for one in args[1:] if self._is_sparse(one)), default=None)
+            for one in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(one, torch.Tensor):
+                    self.most = max(self.most, elements(one) if smallest is None else smallest)
+        return out
+
+    @staticmethod
+    def _is_sparse(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.layout == torch.sparse_coo
+
+
+def elements(tensor: torch.Tensor) -> int:
+    return tensor._values().numel() if tensor.layout == torch.sparse_coo else tensor.numel()
+
+
+def test_the_count_sees_what_touches_a_whole_table() -> None:
+    whole, ids = torch.zeros(100, 4), torch.tensor([1, 5])
+    for touch in (lambda: whole.mul_(2), whole.clone, lambda: whole + 1, whole.zero_):
+        with Elements() as counted:
+            touch()
+        assert counted.most == 400
+    with Elements() as counted:
+        whole.index_copy_(0, ids, whole.detach().index_select(0, ids))
+        whole.add_(RowSparse(ids, torch.ones(2, 4), (100, 4)).to_coo())
+    assert counted.most == 8
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "sparseadam"])
+def test_a_push_works_on_its_rows_only(kv: KVStore, name: str, devices: int) -> None:
+    shape = (5000, WIDTH)
+    parts = [RowSparse([9, 4000, 9, 17 + device], torch.ones(4, WIDTH), shape) for device in range(devices)]
+    kv.init("w", torch.ones(shape))
+    kv.set_optimizer((name, (OPTIMIZERS | TORCHS)[name][1]))
+    kv.push("w", parts)
+    with Elements() as counted:
+        kv.push("w", parts)
+    assert 0 < counted.most <= 4 * WIDTH * devices
+
+
+def test_a_hundred_rows_of_a_million_cost_a_hundred(kv: KVStore) -> None:
+    shape, dtype = (1_000_000, 64), torch.float16
+    part = RowSparse(torch.arange(100) * 9_999, torch.ones(100, 64, dtype=dtype), shape)
+    out = RowSparse([], torch.zeros(0, 64, dtype=dtype), shape)
+    kv.init("w", torch.zeros(1, 1, dtype=dtype).expand(shape))
+    kv.set_optimizer(("sgd", {"lr": 1.0, "momentum": 0.5}))
+    kv.push("w", part)
+    with Elements() as counted:
+        kv.push("w", part)
+        kv.row_sparse_pull("w", out, row_ids=part.indices)
+    assert 0 < counted.most <= 100 * 64
+    assert torch.equal(out.values, torch.full((100, 64), -2.5, dtype=dtype))
+
+
+@pytest.mark.parametrize("out", ["rows", "dense"])
+def test_a_row_pull_works_on_its_rows_only(kv: KVStore, out: str) -> None:
+    shape = (5000, WIDTH)
+    kv.init("w", torch.ones(shape))
+    target: Any = torch.zeros(shape) if out == "dense" else RowSparse([], torch.zeros(0, WIDTH), shape)
+    with Elements() as counted:
+        kv.row_sparse_pull("w", [target, target], row_ids=[7, 4999, 7])
+    assert 0 < counted.most <= 3 * WIDTH
+
+
+def test_the_sum_of_rows_for_an_updater_is_as_large_as_they_are(kv: KVStore) -> None:
+    shape = (5000, WIDTH)
+    kv.init("w", torch.ones(shape))
+    kv.set_updater(add_rows)
+    parts = [RowSparse([9, 4000], torch.ones(2, WIDTH), shape) for _ in range(3)]
+    with Elements() as counted:
+        kv.push("w", parts)
+    assert 0 < counted.most <= 6 * WIDTH
+
+
+def test_the_message_of_a_refused_optimizer_says_what_takes_rows(kv: KVStore) -> None:
+    start(kv, "muon", torch.float32)
+    with pytest.raises(
+        ValueError, match=re.escape("expected an elementwise optimizer (sgd, adam, adagrad), or a dense")
+    ):
+        kv.push("w", sparse([1]))
