@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from threading import Condition
 from typing import Any, TypeVar
@@ -33,6 +34,8 @@ class Meeting:
             one_after_another: whether they take turns; each must then call `begin` first.
         """
         self.places = sorted(set(places))
+        self.waited = dict.fromkeys(self.places, 0.0)
+        """Seconds that each party has waited for the others."""
         self._condition = Condition()
         self._calls = dict.fromkeys(self.places, 0)
         self._values: dict[int, Any] = {}  # of the round that is open
@@ -62,7 +65,7 @@ class Meeting:
         if self._takes_turns:
             with self._condition:
                 self._generators[place] = generator
-                self._wait_for(lambda: self._turn == place)
+                self._wait_for(place, lambda: self._turn == place)
                 self._begin_turn(place)
 
     def exchange(self, place: int, value: Value) -> list[Value]:
@@ -85,7 +88,7 @@ class Meeting:
             if self._takes_turns:
                 self._end_turn(place)
             self._condition.notify_all()
-            self._wait_for(lambda: self._rounds >= call and (not self._takes_turns or self._turn == place))
+            self._wait_for(place, lambda: self._rounds >= call and (not self._takes_turns or self._turn == place))
             if self._takes_turns:
                 self._begin_turn(place)
             return list(self._met)
@@ -107,8 +110,10 @@ class Meeting:
                 self._error = error
             self._condition.notify_all()
 
-    def _wait_for(self, condition: Callable[[], bool]) -> None:
+    def _wait_for(self, place: int, condition: Callable[[], bool]) -> None:
+        began = time.perf_counter()
         self._condition.wait_for(lambda: condition() or self._mismatch or self._error is not None)
+        self.waited[place] += time.perf_counter() - began
         if condition():  # even after an error, so that what a party makes of what it met does not depend on its speed
             return
         if self._mismatch:

@@ -107,7 +107,7 @@ class Passes:
             replica = self._replicas[place]
             part = slices[replica.number]
             label_part = take(label, part) if label is not None else None
-            with self._noted([place], timed=train), self._joined_forward(meeting, place):
+            with self._noted([place], meeting, timed=train), self._joined_forward(meeting, place):
                 return self._forward(
                     replica, take(data, part), label_part, part.stop - part.start, train, inputs_need_grad, seed
                 )
@@ -235,7 +235,7 @@ class Passes:
     ) -> None:
 
         def call(place: int, tensors: list[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
-            with self._noted([place]), self._joined_backward(meeting, place):
+            with self._noted([place], meeting), self._joined_backward(meeting, place):
                 torch.autograd.backward(tensors, grads)
 
         calls = [(place, partial(call, place, ts, gs)) for place, (_, ts, gs) in zip(places, roots, strict=True)]
@@ -244,7 +244,7 @@ class Passes:
     def _run_backward_at_once(self, roots: Sequence[Root], places: Sequence[int], meeting: Meeting | None) -> None:
         """One call: the backward passes of distinct GPUs then run side by side with no Python in between."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._noted(places))
+            stack.enter_context(self._noted(places, meeting))
             for place in places:
                 stack.enter_context(self._joined_backward(meeting, place))
             if roots:
@@ -280,12 +280,14 @@ class Passes:
                 module.training = training
 
     @contextlib.contextmanager
-    def _noted(self, places: Sequence[int], *, timed: bool = True) -> Iterator[None]:
-        """Note the seconds of what runs, and who ran out of memory."""
+    def _noted(self, places: Sequence[int], meeting: Meeting | None, *, timed: bool = True) -> Iterator[None]:
+        """Note the seconds of what runs, less those it waits for other replicas, and who ran out of memory."""
         try:
             with contextlib.ExitStack() as stack:
-                for clock in [self._clocks[place] for place in places] if self._clocks and timed else []:
-                    stack.enter_context(clock.running())
+                for place in places if self._clocks and timed else []:
+                    stack.enter_context(self._clocks[place].running())
+                    if meeting is not None:
+                        stack.callback(self._clocks[place].forget, meeting, place)
                 yield
         except Exception as error:
             if is_out_of_memory(error):
@@ -319,6 +321,11 @@ class _Clock:
             began = time.perf_counter()
             yield
             self._seconds += time.perf_counter() - began
+
+    def forget(self, meeting: Meeting, place: int) -> None:
+        """Take off what was spent waiting for others; the events of a GPU do not show it."""
+        if self._device.type == "cpu":
+            self._seconds -= meeting.waited[place]
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

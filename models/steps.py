@@ -182,7 +182,8 @@ class Steps:
     def _make_replicas(self, data: Batch | None) -> Replicas:
         if self._replicas is None:
             self._materialise(data)
-            self._replicas = Replicas(self.network, self.contexts, self.work_load_list, self._fixed)
+            loads = self.work_load_list if self.auto is None else [1] * len(self.contexts)
+            self._replicas = Replicas(self.network, self.contexts, loads, self._fixed)
             self._passes = Passes(
                 self._replicas.all,
                 self.loss,
@@ -437,6 +438,7 @@ class Steps:
                 shares = [share for number, parts in enumerate(rounds) for share in run(slices=parts, number=number)]
             except Exception as error:
                 put_back()
+                self._passes.seconds()  # what the failed attempt took says nothing of the contexts' speed
                 if not is_out_of_memory(error) or not self.limits.lower(self._passes.out_of_memory, rounds):
                     raise
             else:
