@@ -3,7 +3,7 @@ VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all lint format clean
+.PHONY: train test test-all lint format peers clean
 
 train: $(VENV)/.installed
 	$(BIN)/gangline train --network lenet --dataset digits --cpus 2 --kv-store device
@@ -27,6 +27,15 @@ format: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test,bench]"
+	touch $@
+
+# What `gangline bench --peers` needs beyond gangline's own environment. MXNet's numpy has wheels for Python 3.11 and
+# older: `make peers PYTHON=python3.11`.
+peers: .peers/mxnet/.installed
+
+.peers/mxnet/.installed:
+	$(PYTHON) -m venv .peers/mxnet
+	.peers/mxnet/bin/pip install --quiet mxnet==1.9.1 numpy==1.23.5
 	touch $@
 
 clean:

@@ -64,6 +64,7 @@ def main() -> None:
     """Run the `gangline` command: exit code 0 if all went well, 1 with one line on an error, 2 on wrong usage."""
     import typer
 
+    from bench.command import bench
     from collectives.devices import devices
     from models.train import train
 
@@ -75,6 +76,7 @@ def main() -> None:
     )
     for command in (train, devices):
         app.command()(command)
+    app.add_typer(bench, name="bench")
     try:
         app()
     except (ValueError, OSError, RuntimeError) as error:

@@ -1,104 +1,145 @@
-"""Samples per second of Module beside a plain torch loop: `python -m bench.training`.
+"""`gangline bench training`: samples per second of Module, beside a plain torch loop, MXNet's Module and torch's DDP.
 
-Both train LeNet on random 28x28 images with SGD and momentum; the loop has all of torch's threads, as Module has
-on one context.
+The measured steps are in bench/peers, a file a side.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
-from bench.report import Row, in_turn, publish, spread
-from collectives import cpu
-from models.module import Module
-from models.zoo import registry
+from bench.report import Row, check_outputs, publish, spread
+from bench.workload import command_line, context_words, distinct_devices, images, print_ratios
 
-_ARGUMENTS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
+if TYPE_CHECKING:
+    from bench.sides import Candidate, Measured
+
+_STORES = ("local", "device")
+_TRIAL_SECONDS = 0.3  # of a run that looks for the best setting
+_PLAIN = "torch"
 
 
-def main(
-    batch_size: Annotated[int, typer.Option(help="Samples in a batch, over all contexts.")] = 64,
-    batches: Annotated[int, typer.Option(help="Batches in a run.")] = 40,
-    runs: Annotated[int, typer.Option(help="Runs of each side, in turn.")] = 7,
-    kv_store: Annotated[str, typer.Option(help="The store that two contexts use.")] = "device",
+def training(
+    network: Annotated[str, typer.Option(help="A network of the zoo.")] = "lenet",
+    batch_size: Annotated[
+        int | None, typer.Option(help="Samples in a batch, over all contexts; by default 64, or 32 of colour.", min=1)
+    ] = None,
+    contexts: Annotated[
+        str | None, typer.Option(help="Numbers of contexts, with commas; by default 1,2, or 1 and all of --gpus.")
+    ] = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="GPUs as contexts, such as 0,1; one may stand twice. Else CPU contexts.")
+    ] = None,
+    kv_store: Annotated[str, typer.Option(help="The store that several contexts use.")] = "device",
+    peers: Annotated[
+        str, typer.Option(help="What to measure beside gangline, with commas: torch (the plain loop), mxnet, ddp.")
+    ] = _PLAIN,
+    runs: Annotated[int, typer.Option(help="Runs of each side, in turn.", min=1)] = 7,
+    run_seconds: Annotated[float, typer.Option(help="About how long a run takes.", min=0.0)] = 1.0,
     json: Annotated[Path | None, typer.Option(help="Write the rows here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the rows into this .png.")] = None,
 ) -> None:
-    """Measure, print the table, and the ratios to the plain loop."""
-    rows = measure(batch_size, batches, runs, kv_store)
-    publish("training", rows, json)
+    """Train on random images (28x28 or 64x64), with SGD and momentum.
+
+    efficiency is samples_per_s over those of one context of the same side, for each device there is more: CPU
+    contexts share the host, as one has all of it. Beside peers each side runs at its best setting, found first and
+    named; ddp has a process for each context. p50, min, p99 and max are of samples_per_s.
+    """
+    from bench.peers.installed import chosen
+
+    check_outputs(json, plot)
+    words = context_words(contexts, gpus, default=(1, 2))
+    others = chosen(peers, "training", on_gpus=gpus is not None)
+    size = batch_size or (32 if images(network).shape[0] == 3 else 64)
+    rows = measure(network, size, words, kv_store, others, runs, run_seconds)
+    publish(command_line(), rows, json, plot)
+    print_ratios(rows, ("network", "contexts"))
 
 
-def measure(batch_size: int, batches: int, runs: int, store: str) -> list[Row]:
-    """Samples per second of the plain loop, and of Module on one and on two CPU contexts."""
-    generator = torch.Generator().manual_seed(0)
-    data = torch.rand(batch_size, 1, 28, 28, generator=generator)
-    label = torch.randint(10, (batch_size,), generator=generator)
-    with ExitStack() as stack:
-        sides = {
-            ("plain torch loop", 1): _timed(_plain_step(data, label), batches, batch_size),
-            **{
-                ("gangline", contexts): _timed(
-                    stack.enter_context(_module_step(contexts, store, data, label)), batches, batch_size
-                )
-                for contexts in (1, 2)
-            },
-        }
-        by_name = {f"{who}/{contexts}": side for (who, contexts), side in sides.items()}
-        speeds = in_turn(by_name, runs)
-    plain, *_ = speeds.values()
-    return [
-        {
-            "who": who,
-            "contexts": contexts,
-            "network": "lenet",
-            "batch_size": batch_size,
-            "samples_per_s": spread(of_side)["p50"],
-            "ratio_to_plain": spread([ours / theirs for ours, theirs in zip(of_side, plain, strict=True)])["p50"],
-            **spread(of_side),
-        }
-        for (who, contexts), of_side in zip(sides, speeds.values(), strict=True)
+def measure(
+    network: str,
+    batch_size: int,
+    contexts: Mapping[int, str],
+    store: str,
+    peers: Sequence[str],
+    runs: int,
+    run_seconds: float,
+) -> list[Row]:
+    """Rows of gangline and its peers on each number of contexts, all measured in turn.
+
+    Args:
+        network: of the zoo.
+        batch_size: over all contexts.
+        contexts: numbers of contexts, each with the words that name them.
+        store: of gangline's Module; MXNet's is chosen among local and device.
+        peers: names out of "torch", "mxnet" and "ddp".
+        runs: of each side.
+        run_seconds: about how long a run takes.
+
+    Raises:
+        ValueError: an unknown network.
+        RuntimeError: a side failed, for instance for an unknown store.
+    """
+    from bench.sides import best_settings, measure_in_turn
+
+    given = images(network)
+    options = {"network": network, "batch_size": batch_size, "image_shape": given.shape, "classes": given.classes}
+    cells = _cells(contexts, peers)
+    sides = [
+        _side(who, {**options, "store": store, "contexts": words}, alone=not peers) for (who, _), words in cells.items()
     ]
+    found = measure_in_turn(sides, best_settings(sides, _TRIAL_SECONDS), runs, run_seconds)
+    by_cell = dict(zip(cells, found, strict=True))
+    return [_row(cell, by_cell, cells, network, batch_size) for cell in cells]
 
 
-def _timed(step: Callable[[], Any], batches: int, batch_size: int) -> Callable[[], float]:
-    def run() -> float:
-        for _ in range(3):
-            step()
-        began = time.perf_counter()
-        for _ in range(batches):
-            step()
-        return batches * batch_size / (time.perf_counter() - began)
-
-    return run
-
-
-def _plain_step(data: torch.Tensor, label: torch.Tensor) -> Callable[[], None]:
-    network = registry.create("lenet")
-    loss = torch.nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(network.parameters(), **_ARGUMENTS)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss(network(data), label).backward()
-        optimizer.step()
-
-    return step
+def _cells(contexts: Mapping[int, str], peers: Sequence[str]) -> dict[tuple[str, int], str]:
+    """Who is measured on how many contexts, and the words that name these."""
+    cells = {("gangline", count): words for count, words in contexts.items()}
+    for peer in peers:
+        if peer == _PLAIN:
+            first, *_ = contexts.values()
+            cells[peer, 1] = first.partition(",")[0]
+        else:
+            cells |= {(peer, count): words for count, words in contexts.items() if count > 1 or peer != "ddp"}
+    return cells
 
 
-@contextmanager
-def _module_step(contexts: int, store: str, data: torch.Tensor, label: torch.Tensor) -> Iterator[Callable[[], None]]:
-    network = registry.create("lenet")
-    with Module(network, torch.nn.CrossEntropyLoss(), [cpu(i) for i in range(contexts)]) as module:
-        module.init_optimizer(store, "sgd", dict(_ARGUMENTS))
-        yield lambda: module.forward_backward_update(data, label)
+def _side(who: str, options: dict[str, Any], *, alone: bool) -> Candidate:
+    from bench.peers.installed import interpreter, settings
+    from bench.sides import Candidate
+
+    if alone:
+        return Candidate(f"{who}_training", options)
+    stores = _STORES if who == "mxnet" and "," in options["contexts"] else ()
+    return Candidate(f"{who}_training", options, settings(who, stores), interpreter(who))
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def _row(
+    cell: tuple[str, int],
+    found: Mapping[tuple[str, int], Measured],
+    words: Mapping[tuple[str, int], str],
+    network: str,
+    batch_size: int,
+) -> Row:
+    from bench.sides import ratio
+
+    who, count = cell
+    side, alone, plain = found[cell], found.get((who, 1)), found.get((_PLAIN, 1))
+    figures = spread([batch_size / seconds for seconds in side.seconds])
+    others = {name: found.get((name, count)) for name in ("mxnet", "ddp") if any(name == who for who, _ in found)}
+    return {
+        "who": side.who,
+        "setting": str(side.setting) or None,
+        "network": network,
+        "contexts": count,
+        "batch_size": batch_size,
+        "samples_per_s": figures["p50"],
+        "efficiency": ratio(side, alone) / distinct_devices(words[cell]) if alone else None,
+        "ratio_to_plain": ratio(side, plain) if plain else None,
+        **{f"ratio_to_{name}": ratio(side, other) if other else None for name, other in others.items()},
+        **figures,
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 _HALF = ("bfloat16", "float16")  # what forward computes in; weights stay float32
 _BENCHMARK_BATCHES = 100
+_BENCHMARK_BYTES = 1e9  # what the images of --benchmark may take; large ones make fewer batches
 
 
 def train(
@@ -179,7 +181,9 @@ def _data(job: dict[str, Any], image_shape: tuple[int, int, int], dtype: torch.d
     from models import data
 
     if job["benchmark"]:
-        return data.synthetic(image_shape, dtype, job["seed"], _BENCHMARK_BATCHES * job["batch_size"], 10)
+        batch_bytes = job["batch_size"] * math.prod(image_shape) * dtype.itemsize
+        batches = max(5, min(_BENCHMARK_BATCHES, int(_BENCHMARK_BYTES / batch_bytes)))
+        return data.synthetic(image_shape, dtype, job["seed"], batches * job["batch_size"], 10)
     if job["data_dir"] is not None:
         return data.image_folder(job["data_dir"], image_shape, dtype, job["seed"])
     if job["dataset"] not in data.DATASETS:

@@ -1,0 +1,13 @@
+"""`gangline bench`: the benches as sub-commands. What they need is imported when one of them runs."""
+
+from __future__ import annotations
+
+import typer
+
+from bench.compare import compare
+from bench.kvstore import kvstore
+from bench.training import training
+
+bench = typer.Typer(help="Measure gangline, side by side with what a user would otherwise run.", no_args_is_help=True)
+for command in (kvstore, training, compare):
+    bench.command()(command)

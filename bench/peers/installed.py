@@ -1,0 +1,80 @@
+"""Which peers there are, where their interpreters lie, and in which settings they, and gangline, are tried."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.sides import Setting
+
+_ROOT = Path(__file__).resolve().parent.parent.parent
+
+PEERS = ("mxnet", "torch", "ddp")
+"""torch is what one writes by hand in torch, ddp torch's DistributedDataParallel; MXNet has its own environment."""
+
+
+def chosen(words: str, bench: str, on_gpus: bool) -> list[str]:
+    """The peers of ``--peers`` that can run here; each of the others gets a line that says why not.
+
+    Args:
+        words: names with commas, such as "mxnet,torch"; empty: none.
+        bench: what is measured: a peer has part in it if it has a file for it.
+        on_gpus: the bench runs on GPUs.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    names = list(dict.fromkeys(word.strip() for word in words.split(",") if word.strip()))
+    for name in names:
+        if name not in PEERS:
+            raise ValueError(f"--peers has {name!r}; expected names out of {', '.join(PEERS)}")
+    reasons = {name: _why_not(name, bench, on_gpus) for name in names}
+    for name, reason in reasons.items():
+        if reason is not None:
+            print(f"skipping {name}: {reason}")
+    return [name for name, reason in reasons.items() if reason is None]
+
+
+def interpreter(peer: str) -> Path | None:
+    """The Python that a peer needs; None: ours."""
+    return _ROOT / ".peers" / "mxnet" / "bin" / "python" if peer == "mxnet" else None
+
+
+def _why_not(peer: str, bench: str, on_gpus: bool) -> str | None:
+    if not Path(__file__).with_name(f"{peer}_{bench}.py").exists():
+        return f"it has no part in the {bench} bench"
+    if on_gpus and peer != "torch":
+        return "it is measured on CPU contexts only; leave --gpus out"
+    python = interpreter(peer)
+    if python is not None and not python.exists():
+        return f"{python} is not there; install it with `make peers`"
+    return None
+
+
+def settings(who: str, stores: Sequence[str] = ()) -> list[Setting]:
+    """In which settings a side is tried; gangline in those that a plain torch loop has.
+
+    Args:
+        who: a peer's name, or "gangline".
+        stores: kinds of MXNet's store to try each setting with; none: the bench itself says which.
+    """
+    cores = os.cpu_count() or 1
+    if who == "mxnet":
+        kinds = [{"store": store} for store in stores] or [{}]
+        return [
+            Setting({"MXNET_CPU_WORKER_NTHREADS": str(workers), "OMP_NUM_THREADS": str(threads)}, kind)
+            for workers in (1, 2, 4)
+            for threads in (1, 2)
+            for kind in kinds
+        ]
+    if who == "ddp":
+        return [
+            Setting({"OMP_NUM_THREADS": str(threads)}) for threads in _powers(cores) if threads * 2 <= max(cores, 2)
+        ]
+    return [Setting({"OMP_NUM_THREADS": str(threads)}) for threads in _powers(cores)]
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4, ... and ``most``."""
+    return sorted({*(1 << bit for bit in range(most.bit_length())), most})

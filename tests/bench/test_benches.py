@@ -1,0 +1,125 @@
+"""The benches themselves, small: their options, and the rows they give."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from bench.command import bench
+from bench.training import measure
+from bench.workload import (
+    bytes_of,
+    command_line,
+    context_words,
+    distinct_devices,
+    images,
+    parameter_shapes,
+    print_ratios,
+)
+
+KVSTORE = {"who", "contexts", "store", "seconds", "gb_per_s_per_device", "error", "p50", "p99", "max", "runs"}
+TRAINING = {"who", "contexts", "network", "batch_size", "samples_per_s", "efficiency", "p50", "p99", "max", "runs"}
+
+
+def test_kvstore_gives_rows_as_the_specification_has_them(tmp_path: Path) -> None:
+    path = tmp_path / "kvstore.json"
+    words = ["kvstore", "--network", "mlp", "--stores", "local", "--contexts", "3", "--runs", "2", "--run-seconds", "0"]
+    done = CliRunner().invoke(bench, [*words, "--json", str(path)], catch_exceptions=False)
+    assert done.exit_code == 0
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    assert [(row["who"], row["call"]) for row in rows] == [("gangline", "push+pull"), ("gangline", "pushpull")]
+    for row in rows:
+        assert set(row) >= KVSTORE
+        assert (row["store"], row["contexts"], row["runs"]) == ("local", 3, 2)
+        assert row["seconds"] == row["p50"]
+        assert row["gb_per_s_per_device"] == pytest.approx(bytes_of(parameter_shapes("mlp")) / row["seconds"] / 1e9)
+        assert 0 < row["error"] < 1e-5
+
+
+@pytest.mark.slow
+def test_training_gives_rows_and_ratios_for_each_side() -> None:
+    words = context_words(None, None, default=(1, 2))
+    rows = measure("mlp", 8, words, "device", ["torch", "ddp"], runs=2, run_seconds=0.0)
+    assert [(row["who"].split()[0], row["contexts"]) for row in rows] == [
+        ("gangline", 1),
+        ("gangline", 2),
+        ("torch", 1),
+        ("ddp,", 2),
+    ]
+    for row in rows:
+        assert set(row) >= TRAINING
+        assert row["samples_per_s"] == row["p50"] > 0
+        assert (row["batch_size"], row["network"], row["runs"]) == (8, "mlp", 2)
+    assert rows[0]["efficiency"] == rows[2]["efficiency"] == rows[2]["ratio_to_plain"] == 1.0
+    assert rows[1]["ratio_to_ddp"] > 0
+    assert rows[0]["ratio_to_ddp"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["kvstore", "--contexts", "2,none"], "--contexts is '2,none'"),
+        (["training", "--contexts", "0"], "--contexts is '0'"),
+        (["training", "--peers", "horovod"], "--peers has 'horovod'"),
+        (["training", "--network", "nosuch"], "network 'nosuch' is unknown"),
+        (["kvstore", "--network", "nosuch"], "network 'nosuch' is unknown"),
+        (["kvstore", "--gpus", "77"], "not on this machine"),
+        (["kvstore", "--plot", "rows.gif"], "ends in .png"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_measured(words: list[str], message: str) -> None:
+    done = CliRunner().invoke(bench, words)
+    assert isinstance(done.exception, ValueError)
+    assert message in str(done.exception)
+
+
+def test_contexts_are_the_hosts_or_the_first_of_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert context_words(None, None, default=(2, 4)) == {2: "cpu(0),cpu(1)", 4: "cpu(0),cpu(1),cpu(2),cpu(3)"}
+    assert context_words("3,1,3", None, default=(2,)) == {3: "cpu(0),cpu(1),cpu(2)", 1: "cpu(0)"}
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert context_words(None, "1,1,0", default=(2, 4)) == {3: "gpu(1),gpu(1),gpu(0)"}
+    assert context_words(None, "1,0", default=(1, 2)) == {1: "gpu(1)", 2: "gpu(1),gpu(0)"}
+    assert context_words("2", "1,1,0", default=(1, 2)) == {2: "gpu(1),gpu(1)"}
+    with pytest.raises(ValueError, match="asks for 3, but --gpus 0,1 names 2"):
+        context_words("3", "0,1", default=(1, 2))
+    assert [distinct_devices(words) for words in ("cpu(0),cpu(1)", "gpu(1),gpu(1)", "gpu(0),gpu(1),cpu(0)")] == [
+        1,
+        1,
+        3,
+    ]
+
+
+def test_keys_are_the_networks_own() -> None:
+    keys = parameter_shapes("resnet50")
+    assert len(keys) == 161
+    assert keys[0] == ("conv1.weight", (64, 3, 7, 7))
+    assert bytes_of(keys) == 4 * 25_557_032
+    assert images("resnet18").shape == (3, 64, 64)
+    assert (images("lenet").shape, images("lenet").classes) == ((1, 28, 28), 10)
+
+
+def test_ratios_are_printed_for_ganglines_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    ours = {"who": "gangline", "contexts": 2, "ratio_to_mxnet": 3.125, "ratio_to_ddp": None}
+    print_ratios([ours, {"who": "mxnet 1.9.1", "contexts": 2, "ratio_to_mxnet": 1.0}], ("contexts",))
+    assert capsys.readouterr().out == "gangline is 3.12 times as fast as mxnet: contexts 2\n"
+
+
+def test_the_command_is_kept_but_for_where_its_results_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = [
+        "gangline",
+        "bench",
+        "kvstore",
+        "--json",
+        "a.json",
+        "--peers",
+        "mxnet, torch",
+        "--plot=b.png",
+        "--runs",
+        "3",
+    ]
+    monkeypatch.setattr("sys.argv", line)
+    assert command_line() == "gangline bench kvstore --peers 'mxnet, torch' --runs 3"
