@@ -226,6 +226,11 @@ class KVStore(abc.ABC):
         self._check_open()
         self._set_compression(parse(params) if params is not None else None)
 
+    @property
+    def compresses(self) -> bool:
+        """Whether what is pushed is compressed."""
+        return False
+
     def compression_residuals(self) -> dict[str, torch.Tensor]:
         """What compression has left out so far, by ``<key as JSON>/<place of the sender>``: copies on the host."""
         return {}

@@ -58,15 +58,6 @@ class CompressedPushes:
             residual = self._residuals[key, place] = moved
         return residual
 
-    def pulled(self, stored: torch.Tensor) -> torch.Tensor:
-        """What of a stored value arrives where it is pulled to."""
-        codec = self._compression.pull_codec
-        if codec is None or not stored.is_floating_point():
-            return stored
-        arrived = torch.empty_like(stored)
-        codec.decode(codec.encode(stored), arrived)
-        return arrived
-
     def residuals(self) -> dict[str, torch.Tensor]:
         """Copies on the host, by ``<key as JSON>/<place>``."""
         return {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from collectives.compression import Compression
-from collectives.device_group import broadcast, reduce
+from collectives.device_group import Transfer, broadcast, move, reduce
 from collectives.lanes import Lanes
 from collectives.work import Work, WorkQueue
 from kvstore.arguments import Pairs, Pushed, RowPulls, Value, merged
@@ -125,8 +125,13 @@ class LocalStore(KVStore):
 
     def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work:
         def pushpull() -> None:
-            self._merge(values)
-            self._give(outs)
+            replaces = self._updater is None and self._optimizer is None and self._compressed is None
+            if replaces and _are_apart(values, outs):
+                self._place(values)
+                self._replace(values, dict(outs))
+            else:
+                self._merge(values)
+                self._give(outs)
 
         return self._start("pushpull", pushpull, [*values, *outs], priority, async_op)
 
@@ -177,7 +182,7 @@ class LocalStore(KVStore):
                 views = [bucket.views(out) for out in outs]
                 self._give([(key, [view[key] for view in views]) for key in bucket.keys])
             else:
-                self._send(flat.stored, outs)
+                broadcast(flat.stored, outs)
 
         return self._start("pull", pull, [(key, list(outs)) for key in bucket.keys], priority, async_op)
 
@@ -236,16 +241,15 @@ class LocalStore(KVStore):
         if self._compressed is not None:
             pairs = self._compressed.through([(key, values, self._entries[key].stored.device) for key, values in pairs])
         if self._updater is None and self._optimizer is None:
-            for key, values in pairs:
-                self._replace(self._entries[key].stored, values)
+            self._replace(pairs, {})
         elif self._optimizer is not None:
             for key, _ in pairs:
                 self._optimizer.add(key, self._entries[key].stored)
-            own = self._optimizer.modifies_gradient
-            self._optimizer.update([(key, self._sum(key, values, own=own)) for key, values in pairs])
+            self._optimizer.update(self._sums(pairs, own=self._optimizer.modifies_gradient))
         elif self._updater is not None:
-            for key, values in pairs:
-                self._updater(key, self._sum(key, values, own=True), self._entries[key].stored)
+            for pair in pairs:  # one by one: an updater may call the store, and change the next key
+                [(key, total)] = self._sums([pair], own=True)
+                self._updater(key, total, self._entries[key].stored)
 
     def _merge_flat(self, bucket: Bucket, flat: _Flat, values: Sequence[torch.Tensor], keys: Sequence[Key]) -> None:
         """`_merge` of a bucket's keys in one sum over all of them."""
@@ -268,34 +272,38 @@ class LocalStore(KVStore):
                 self._optimizer.add(key, self._entries[key].stored)
             self._optimizer.update([(key, sums[key]) for key in keys])
 
-    def _replace(self, stored: torch.Tensor, values: Sequence[Value]) -> None:
-        dense = _dense(values)
-        if dense is not None:
-            reduce(dense, out=stored)
-        else:
-            rows = summed(_rows(values), stored.device)
-            stored.zero_().index_copy_(0, rows.indices, rows.values)
+    def _replace(self, pairs: Pushed, outs: Mapping[Key, Sequence[torch.Tensor]]) -> None:
+        """Have the sums be the stored values, and copy them into ``outs``."""
+        transfers: list[Transfer] = []
+        for key, values in pairs:
+            stored, dense = self._entries[key].stored, _dense(values)
+            if dense is None:
+                rows = summed(_rows(values), stored.device)
+                stored.zero_().index_copy_(0, rows.indices, rows.values)
+            transfers.append((dense or (), stored, outs.get(key, ())))
+        move(transfers)
 
-    def _sum(self, key: Key, values: Sequence[Value], own: bool) -> torch.Tensor | RowSparse:
-        """The sum, where the key lives; with ``own``, in a buffer that may be changed."""
-        entry = self._entries[key]
-        dense = _dense(values)
-        if dense is None:
-            return summed(_rows(values), entry.stored.device)
-        if len(dense) == 1 and not own and dense[0].device == entry.stored.device:
-            return dense[0]
-        if entry.merged is None or entry.merged.device != entry.stored.device:
-            entry.merged = torch.empty_like(entry.stored)
-        reduce(dense, out=entry.merged)
-        return entry.merged
+    def _sums(self, pairs: Pushed, own: bool) -> list[tuple[Key, torch.Tensor | RowSparse]]:
+        """The sums, each where its key lives; with ``own``, in buffers that may be changed."""
+        transfers: list[Transfer] = []
+        sums: list[tuple[Key, torch.Tensor | RowSparse]] = []
+        for key, values in pairs:
+            entry, dense = self._entries[key], _dense(values)
+            if dense is None:
+                sums.append((key, summed(_rows(values), entry.stored.device)))
+            elif len(dense) == 1 and not own and dense[0].device == entry.stored.device:
+                sums.append((key, dense[0]))
+            else:
+                if entry.merged is None or entry.merged.device != entry.stored.device:
+                    entry.merged = torch.empty_like(entry.stored)
+                transfers.append((dense, entry.merged, ()))
+                sums.append((key, entry.merged))
+        move(transfers)
+        return sums
 
     def _give(self, pairs: Pairs) -> None:
         self._place([(key, outs) for key, outs in pairs if len(outs) > 1])
-        for key, outs in pairs:
-            self._send(self._entries[key].stored, outs)
-
-    def _send(self, stored: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
-        broadcast(stored if self._compressed is None else self._compressed.pulled(stored), outs)
+        move([((), self._entries[key].stored, outs) for key, outs in pairs])
 
     def _give_rows(self, key: Key, targets: Sequence[tuple[Value, torch.Tensor]]) -> None:
         stored = self._entries[key].stored
@@ -319,10 +327,20 @@ class LocalStore(KVStore):
         return _HOST
 
     def _set_compression(self, compression: Compression | None) -> None:
+        if compression is not None and compression.pull_codec is not None:
+            raise ValueError(
+                f"pull_type is {compression.params['pull_type']!r}, but a {self.type!r} store hands weights to devices "
+                "of its own process, which compression would only round; expected None"
+            )
+
         def change() -> None:
             self._compressed = CompressedPushes(compression) if compression is not None else None
 
         self._change(change)
+
+    @property
+    def compresses(self) -> bool:  # noqa: D102  inherited
+        return self._compressed is not None
 
     def compression_residuals(self) -> dict[str, torch.Tensor]:  # noqa: D102  inherited
         self._check_open()
@@ -354,3 +372,16 @@ def _dense(values: Sequence[Value]) -> list[torch.Tensor] | None:
 
 def _rows(values: Sequence[Value]) -> list[RowSparse]:
     return [value for value in values if isinstance(value, RowSparse)]
+
+
+def _are_apart(values: Pushed, outs: Pairs) -> bool:
+    """Whether each key can be summed and handed out before the next: none comes twice, or writes what another reads."""
+    keys = [key for key, _ in values]
+    if len(set(keys)) < len(keys) or keys != [key for key, _ in outs]:
+        return False
+    written = {out.untyped_storage().data_ptr(): key for key, targets in outs for out in targets}
+    return all(
+        isinstance(value, torch.Tensor) and written.get(value.untyped_storage().data_ptr(), key) == key
+        for key, of_key in values
+        for value in of_key
+    )

@@ -77,6 +77,8 @@ class Flow:
             leave_early: hand each bucket to the store as soon as all of them have filled it; else `finish` does.
         """
         self._places = list(places)
+        if not self._fillings:
+            self._arrivals.clear()
         for filling in self._fillings:
             filling.left = None
             filling.filled.clear()
@@ -118,6 +120,10 @@ class Flow:
     def _leave(
         self, filling: _Filling, places: Sequence[int], names: Sequence[str] | None, *, async_op: bool = False
     ) -> None:
+        if self._store.compresses:  # all must send, or residuals would change hands
+            for place in set(range(len(self._replicas))).difference(places):
+                filling.gradients[place].zero_()
+            places = range(len(self._replicas))
         flats = [filling.gradients[place] for place in places]
         filling.left = self._store.push_bucket(filling.bucket, flats, names, filling.priority, async_op=async_op)
 
@@ -126,8 +132,10 @@ class Flow:
 
         Parameters that no replica has a gradient for are left alone.
         """
+        self._places = []
         apart = [name for name in self._replicas[0].parameters if name not in self._home]
         for filling in self._fillings:
+            filling.awaited = {}  # a backward of somebody else's must not fill it
             if filling.left is None:
                 apart += self._close(filling)
         self._move_apart(apart)
@@ -146,13 +154,15 @@ class Flow:
         Returns:
             How many buckets had gone to the store, of how many.
         """
+        self._places = []
         gone = [filling for filling in self._fillings if filling.left is not None]
-        for filling in gone:
-            self._keep_views(filling)
-            self._store.pull_bucket(filling.bucket, filling.weights)
-            filling.left = None
         for filling in self._fillings:
             filling.awaited = {}
+            self._keep_views(filling)
+            self._store.pull_bucket(filling.bucket, filling.weights)  # behind its push, if there was one
+            filling.left = None
+        apart = [name for name in self._replicas[0].parameters if name not in self._home]
+        self._store.pull(apart, [self._weights(name) for name in apart])
         return len(gone), len(self._fillings)
 
     def _close(self, filling: _Filling) -> list[str]:
@@ -183,6 +193,8 @@ class Flow:
                 self._store.push(name, gradients)
                 rows = torch.cat([gradient._indices()[0].to(gradients[0].device) for gradient in gradients])
                 self._store.row_sparse_pull(name, self._weights(name), row_ids=rows)
+            elif gradients and self._store.compresses:
+                dense[name] = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters(name)]
             elif gradients:
                 dense[name] = gradients
         if dense:
@@ -192,7 +204,8 @@ class Flow:
         """Make the buckets, in the order in which the watched backward finished."""
         self._repeated = {name for name, count in self._arrivals.items() if count > 1}
         first = self._replicas[0].parameters
-        lone = set() if not first or not next(iter(first.values())).is_cuda else _fused_by_cudnn(self._replicas[0])
+        on_gpu = any(replica.context.device_type == "gpu" for replica in self._replicas)
+        lone = _fused_by_cudnn(self._replicas[0]) if on_gpu else set()
         names = [
             name
             for name in self._arrivals

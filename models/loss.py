@@ -99,8 +99,8 @@ class SummedLoss:
             if not isinstance(output, torch.Tensor) or not output.is_floating_point():
                 return None, 0.0
             if output.dim():
-                return output.sum(), output.numel()
-            return output * samples, samples
+                return _wide(output).sum(), output.numel()
+            return _wide(output) * samples, samples
         if self.is_sum:
             return self._placed(output)(output, label), 1.0
         if self._counts_as_torch:
@@ -114,7 +114,7 @@ class SummedLoss:
         if not isinstance(value, torch.Tensor) or value.dim():
             shape = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
             raise ValueError(f"loss {self.loss} gave {shape}; expected a tensor without axes, the mean over samples")
-        return value * count, count
+        return _wide(value) * count, count
 
     def _placed(self, output: Batch) -> Any:
         """The loss with its own tensors (class weights, say) on the output's device."""
@@ -148,6 +148,11 @@ class SummedLoss:
                 "which would mix samples; expected as many axes (reshape or unsqueeze one of them)"
             )
         return float(math.prod(max(sizes) for sizes in zip(output.shape, label.shape, strict=True)))
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    """A loss in a precision that can hold a sum over many samples."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def _is_plain(loss: Any, kind: type[nn.Module]) -> bool:

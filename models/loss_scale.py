@@ -26,7 +26,11 @@ class LossScale:
 
     def accepts(self, gradients: Iterable[torch.Tensor]) -> bool:
         """Whether the gradients are finite; the scale learns from it. Where they are not, the step is to be skipped."""
-        largest = [torch.linalg.vector_norm(gradient, math.inf) for gradient in gradients]
+        on_device: dict[torch.device, list[torch.Tensor]] = {}
+        for gradient in gradients:
+            if gradient.numel():
+                on_device.setdefault(gradient.device, []).append(gradient)
+        largest = [torch.stack(torch._foreach_norm(those, math.inf)).max() for those in on_device.values()]
         if all(math.isfinite(float(one)) for one in largest):
             self._calm += 1
             if self._calm == _PATIENCE:

@@ -10,12 +10,21 @@ import torch
 
 from collectives.context import Context
 
+_WORDS = ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # the host's allocator, CUDA, cuBLAS and cuDNN
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch, or Python, says that there is no memory left."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+
+
+def empty_caches(contexts: Sequence[Context]) -> None:
+    """Give back to the GPUs among these contexts what torch keeps for later."""
+    for device in {context.torch_device for context in contexts if context.device_type == "gpu"}:
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
 
 
 class Limits:
@@ -54,9 +63,6 @@ class Limits:
         for number, samples in tried.items():
             context = self._contexts[number]
             self.most[number] = max(1, samples // 2)
-            if context.device_type == "gpu":
-                with torch.cuda.device(context.torch_device):
-                    torch.cuda.empty_cache()
             self._logger.warning(
                 "%s ran out of memory with %d samples; the batch is done again, and from now on its share runs in "
                 "micro-steps of at most %d samples",

@@ -194,7 +194,8 @@ class Module(Steps):
         if self.auto is not None and saved.auto is not None:
             self.auto.load_state(saved.auto["loads"])
             self.work_load_list = list(self.auto.loads)
-            self.limits.most = list(saved.auto["most"])
+            if saved.auto["loads"]["contexts"] == [str(context) for context in self.contexts]:
+                self.limits.most = list(saved.auto["most"])
         self._step = saved.step
         self.position = Position(**saved.position)
         if len(saved.samples_seen) == len(self.replicas.all):

@@ -59,7 +59,7 @@ class Passes:
             loss: what is summed over a share.
             sync_batchnorm: join batch statistics over the replicas.
             autocast: the dtype that forward computes in where torch's autocast does; None: the network's own.
-            measure: keep each replica's seconds, for `seconds`.
+            measure: time each replica, for `laps`.
 
         Raises:
             ValueError: a layer's batch statistics cannot be joined.
@@ -74,7 +74,8 @@ class Passes:
             gpus = [context for context in contexts if context.device_type == "gpu"]
             by_graph = len(set(gpus)) < len(gpus)  # one thread of autograd's serves both replicas of such a GPU
             self._joined = Joined([replica.network for replica in replicas], "graph" if by_graph else "threads")
-        self._side_by_side = SideBySide(contexts, meeting=self._joined is not None)
+        # Threads, too, where each is to be measured: one backward call for all would end for all at once.
+        self._side_by_side = SideBySide(contexts, alone=self._joined is not None or measure)
         self._clocks = [_Clock(replica) for replica in replicas] if measure else []
         self.out_of_memory: list[int] = []
         """Numbers of the contexts that ran out of memory, or may have, in the pass that failed last."""
@@ -198,7 +199,7 @@ class Passes:
             for share in shares
             if share.loss is not None and share.loss.requires_grad
         ]
-        if not roots and divisor:
+        if not roots and any(share.count for share in shares):
             raise RuntimeError("the loss depends on no parameter that is trained; backward has nothing to do")
         if self._joined is not None and roots:  # what counts nothing itself has counted in the others' statistics
             own = {share.replica for share, _, _ in roots}
@@ -294,50 +295,65 @@ class Passes:
                 self.out_of_memory += [self._replicas[place].number for place in places]
             raise
 
-    def seconds(self) -> list[float | None]:
-        """What each replica has worked since this was last asked; None for those that did nothing."""
-        return [clock.read() for clock in self._clocks]
+    def laps(self) -> list[Lap]:
+        """What each replica has worked since this was last asked."""
+        return [clock.lap() for clock in self._clocks]
 
     def close(self) -> None:
         """End the threads."""
         self._side_by_side.close()
 
 
+@dataclass
+class Lap:
+    """What a replica has worked: seconds of its thread on the host, or between events on its GPU's stream."""
+
+    on_host: float
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]]
+
+    def is_over(self) -> bool:
+        """Whether the GPU has come to the end of it."""
+        return all(bool(end.query()) for _, end in self.events)  # type: ignore[no-untyped-call]
+
+    def seconds(self) -> float | None:
+        """The sum, once it is over; None where nothing was done."""
+        for begin, end in self.events:
+            end.synchronize()
+            self.on_host += begin.elapsed_time(end) / 1e3
+        self.events = []
+        return self.on_host if self.on_host > 0 else None
+
+
 class _Clock:
-    """The seconds a replica works: of its thread on the host, between events on its stream on a GPU."""
+    """Times a replica."""
 
     def __init__(self, replica: Replica) -> None:
         self._device = replica.context.torch_device
-        self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._lap = Lap(0.0, [])
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         if self._device.type == "cuda":
             begin = self._event()
             yield
-            self._events.append((begin, self._event()))
+            self._lap.events.append((begin, self._event()))
         else:
             began = time.perf_counter()
             yield
-            self._seconds += time.perf_counter() - began
+            self._lap.on_host += time.perf_counter() - began
 
     def forget(self, meeting: Meeting, place: int) -> None:
-        """Take off what was spent waiting for others; the events of a GPU do not show it."""
-        if self._device.type == "cpu":
-            self._seconds -= meeting.waited[place]
+        """Take off what was spent waiting for others; a GPU has then run dry about as long."""
+        self._lap.on_host -= meeting.waited[place]
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def read(self) -> float | None:
-        for begin, end in self._events:
-            end.synchronize()
-            self._seconds += begin.elapsed_time(end) / 1e3
-        seconds, self._seconds, self._events = self._seconds, 0.0, []
-        return seconds or None
+    def lap(self) -> Lap:
+        lap, self._lap = self._lap, Lap(0.0, [])
+        return lap
 
 
 def call_network(network: torch.nn.Module, inputs: Batch) -> Any:

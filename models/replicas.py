@@ -59,11 +59,9 @@ class Replicas:
             replica.parameters = {name: parameter for name, parameter in own.items() if trained[name]}
 
     def snapshot(self) -> Callable[[], None]:
-        """What puts back the gradients, buffers and sample counts as they are now."""
+        """What drops the gradients, and puts back buffers and sample counts as they are now."""
         seen = [replica.samples_seen for replica in self.all]
         buffers = [(b, b.detach().clone()) for replica in self.all for b in replica.network.buffers()]
-        parameters = [p for replica in self.all for p in replica.parameters.values()]
-        gradients = [(p, p.grad.detach().clone() if p.grad is not None else None) for p in parameters]
 
         @torch.no_grad()
         def put_back() -> None:
@@ -71,10 +69,23 @@ class Replicas:
                 replica.samples_seen = count
             for buffer, value in buffers:
                 buffer.copy_(value)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+            self.clear_gradients()
 
         return put_back
+
+    def set_gradients_aside(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Take the gradients off the parameters, for `add_gradients` to add them later."""
+        parameters = [p for replica in self.all for p in replica.parameters.values() if p.grad is not None]
+        kept = [(p, p.grad.detach().clone()) for p in parameters if p.grad is not None]
+        for parameter in parameters:
+            parameter.grad = None
+        return kept
+
+    @torch.no_grad()
+    def add_gradients(self, kept: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
+        """Add gradients that were set aside to those there are now."""
+        for parameter, gradient in kept:
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
     @property
     def first(self) -> Replica:

@@ -24,16 +24,16 @@ class SideBySide:
     Distinct GPUs need none: what is launched on them runs side by side anyway. One context runs in the caller.
     """
 
-    def __init__(self, contexts: Sequence[Context], *, meeting: bool = False) -> None:
+    def __init__(self, contexts: Sequence[Context], *, alone: bool = False) -> None:
         """Start the threads that are needed.
 
         Args:
             contexts: where calls will run.
-            meeting: whether calls wait for one another within, so that each needs a thread.
+            alone: give each a thread in any case: calls wait for one another within, or are timed.
         """
         gpus = [context for context in contexts if context.device_type == "gpu"]
         distinct = len(set(gpus)) == len(gpus) == len(contexts)
-        self.uses_threads = len(contexts) > 1 and (meeting or not distinct)
+        self.uses_threads = len(contexts) > 1 and (alone or not distinct)
         self._contexts = list(contexts)
         self._threads: list[ThreadPoolExecutor] = []
         if self.uses_threads:
@@ -71,9 +71,13 @@ class SideBySide:
             return [self._threads[number].submit(task).result() for number, task in tasks]
         futures = [self._threads[number].submit(task) for number, task in tasks]
         errors = [error for future in futures if (error := future.exception()) is not None]  # waits for all of them
-        if errors:
-            raise next((error for error in errors if not isinstance(error, Aborted)), errors[0])
-        return [future.result() for future in futures]
+        try:
+            if errors:
+                raise next((error for error in errors if not isinstance(error, Aborted)), errors[0])
+            return [future.result() for future in futures]
+        finally:  # an error holds this frame: the frame must not hold the error, or what both hold stays for long
+            errors.clear()
+            futures.clear()
 
     def _named(self, number: int, function: Callable[[], Result], state: list[AbstractContextManager[Any]]) -> Result:
         try:

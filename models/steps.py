@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
@@ -20,8 +21,8 @@ from models.balance import AutoLoads
 from models.batch import Batch, as_batch, concat, map_tensors, num_samples
 from models.loss import Loss, Normalizer, SummedLoss
 from models.loss_scale import LossScale
-from models.memory import Limits, is_out_of_memory
-from models.passes import Passes, Share, call_network
+from models.memory import Limits, empty_caches, is_out_of_memory
+from models.passes import Lap, Passes, Share, call_network
 from models.replicas import Replicas
 from models.updates import Request, Updates
 from models.weighting import Weighting
@@ -103,7 +104,9 @@ class Steps:
         """Whether `fit` asked; what the user asked for himself stays."""
         self._pending_state: OptimizerState | None = None
         self._shares: list[Share] = []
+        self._laps: list[tuple[list[int], list[Lap]]] = []
         self._normalizer = 0.0
+        self._input_factor = 1.0
         self._gradients_used = True
 
     def _known_parameters(self, names: Sequence[str]) -> list[str]:
@@ -228,10 +231,8 @@ class Steps:
         if not replicas.first.parameters:
             raise ValueError("the network has no parameter that is trained")
         own_store = self._updates.store if self._updates is not None else None
-        updates = Updates(replicas, kvstore, spec, own_store, self._compression)
-        if self._pending_state is not None:
-            updates.load_state(self._pending_state)
-            self._pending_state = None
+        updates = Updates(replicas, kvstore, spec, own_store, self._compression, self._pending_state)
+        self._pending_state = None
         if self._updates is not None:
             self._updates.let_go()
             if updates.store is not own_store:
@@ -297,8 +298,10 @@ class Steps:
         if self._gradients_used:
             self.replicas.clear_gradients()
             self._weighting = Weighting()
-        if self.auto is not None and self.auto.due() and self.auto.look():
-            self.work_load_list = list(self.auto.loads)
+        if self.auto is not None:
+            self._read_laps(wait=False)
+            if self.auto.due() and self.auto.look():
+                self.work_load_list = list(self.auto.loads)
 
     def _forward(
         self, data: Batch, label: Batch | None, slices: Sequence[slice], train: bool, number: int = 0
@@ -338,25 +341,49 @@ class Steps:
             if self.grad_req == "add":
                 self._weighting.take_given()
             self._begin_backward(self._shares, leave_early=False)
-            self._passes.backward_from(self._shares, grads)
+            scale = self._loss_scaling
+            self._input_factor = 1 / scale
+            with self._dropping_what_fails():
+                self._passes.backward_from(self._shares, map_tensors(lambda grad: grad * scale, grads))
         else:
             self._backward(leave_early=False)
         self._gradients_used = False
+
+    @property
+    def _loss_scaling(self) -> float:
+        return self.loss_scale.value if self.loss_scale is not None else 1.0
+
+    @contextmanager
+    def _dropping_what_fails(self) -> Iterator[None]:
+        """After an error in backward, have the next forward begin with no gradients: those there are incomplete."""
+        try:
+            yield
+        except BaseException:
+            self._gradients_used = True
+            raise
 
     def _backward(self, *, leave_early: bool) -> None:
         """Backward of the last forward's loss."""
         _check_loss(self._shares)
         divisor = self._normalizer
-        if self.grad_req == "add" and not self.loss.is_sum:
+        counts = self.grad_req == "add" and not self.loss.is_sum
+        if counts:
             divisor = self._weighting.divisor(self._normalizer)
+        with self._dropping_what_fails():
+            self._backward_of(self._shares, divisor, leave_early=leave_early)
+        if counts:
             self._weighting.count(self._normalizer)
-        self._backward_of(self._shares, divisor, leave_early=leave_early)
+        self._note_divisor(divisor)
         self._record(self._shares)
 
     def _backward_of(self, shares: Sequence[Share], divisor: float, *, leave_early: bool) -> None:
         assert self._passes is not None
         self._begin_backward(shares, leave_early=leave_early)
-        self._passes.backward(shares, divisor / self.loss_scale.value if self.loss_scale is not None else divisor)
+        self._passes.backward(shares, divisor / self._loss_scaling)
+
+    def _note_divisor(self, divisor: float) -> None:
+        """Keep what turns the inputs' gradients into those of the batch's own mean."""
+        self._input_factor = divisor / (self._normalizer or float("nan")) / self._loss_scaling
 
     def _begin_backward(self, shares: Sequence[Share], *, leave_early: bool) -> None:
         if self._updates is not None:
@@ -364,21 +391,29 @@ class Steps:
             self._updates.begin(places, leave_early=leave_early)
 
     def _record(self, shares: Sequence[Share]) -> None:
-        """Tell "auto" what a batch took."""
+        """Note for "auto" what a batch took; a GPU may not have come to its end yet."""
         if self.auto is None or self._passes is None:
             return
         samples = [0] * len(self.contexts)
         for share in shares:
             samples[share.replica.number] += share.samples
-        seconds: list[float | None] = [None] * len(self.contexts)
-        for replica, took in zip(self.replicas.all, self._passes.seconds(), strict=True):
-            seconds[replica.number] = took
-        self.auto.record(samples, seconds)
+        self._laps.append((samples, self._passes.laps()))
+
+    def _read_laps(self, *, wait: bool) -> None:
+        """Tell "auto" what batches took, those that are over or, with ``wait``, all."""
+        assert self.auto is not None
+        while self._laps and (wait or all(lap.is_over() for lap in self._laps[0][1])):
+            samples, laps = self._laps.pop(0)
+            seconds: list[float | None] = [None] * len(self.contexts)
+            for replica, lap in zip(self.replicas.all, laps, strict=True):
+                seconds[replica.number] = lap.seconds()
+            self.auto.record(samples, seconds)
 
     def update(self) -> None:
         """Sum the gradients, run the optimizer once, and give every replica the new weights.
 
-        Parameters that got no gradient are left alone. With a float16 loss whose gradients overflowed, all are.
+        Parameters that got no gradient are left alone. With a float16 loss whose gradients overflowed, all are. After
+        an error the gradients are dropped; what it left updated is so in the store and in every replica.
 
         Raises:
             RuntimeError: before ``init_optimizer`` or before ``backward``.
@@ -393,16 +428,19 @@ class Steps:
                 self.logger.debug("gradients overflowed float16; the step is skipped")
                 self._gradients_used = True
                 return
+        self._gradients_used = True  # whatever happens: what an error has spoilt must not be added to
         if factor != 1.0:
             self.replicas.scale_gradients(factor)
-        updates.step()
-        self._gradients_used = True
+        try:
+            updates.step()
+        except BaseException as error:
+            updates.abandon(error)
+            raise
 
     def forward_backward(self, data: Any, label: Any = None) -> None:
         """`forward` in training mode, then `backward`.
 
-        With ``work_load_list="auto"`` a batch for which a context's memory is too small is done again in micro-steps,
-        and several calls before an ``update`` are weighted as by ``grad_req="add"``.
+        With ``work_load_list="auto"`` a batch for which a context's memory is too small is done again in micro-steps.
         """
         if self.auto is None or self._sync_batchnorm:  # statistics of a whole batch want the whole batch at once
             self.forward(data, label, is_train=True)
@@ -413,10 +451,19 @@ class Steps:
         self._begin_batch()
         self._shares = []
         slices = split_batch(num_samples(data, "data"), self.work_load_list)
-        self._shares = self._in_rounds(slices, partial(self._whole_round, data, label), self.replicas.snapshot())
+        weighting = self._weighting if self.grad_req == "add" else Weighting()
+        divisor = 1.0 if self.loss.is_sum else weighting.divisor(num_samples(data, "data"))
+        kept = self.replicas.set_gradients_aside()
+        put_back = self.replicas.snapshot()
+        with self._dropping_what_fails():
+            self._shares = self._in_rounds(slices, partial(self._whole_round, data, label, divisor), put_back)
         self._normalizer = self._normalizer_of(self._shares)
         if not self.loss.is_sum:
-            self._weighting.count(self._normalizer)
+            weighting.count(self._normalizer)
+        if self.grad_req == "write" and weighting.factor != 1.0:
+            self.replicas.scale_gradients(weighting.factor)
+        self.replicas.add_gradients(kept)
+        self._note_divisor(divisor)
         self._step += 1
         self._gradients_used = False
         self._record(self._shares)
@@ -438,17 +485,19 @@ class Steps:
                 shares = [share for number, parts in enumerate(rounds) for share in run(slices=parts, number=number)]
             except Exception as error:
                 put_back()
-                self._passes.seconds()  # what the failed attempt took says nothing of the contexts' speed
+                self._passes.laps()  # what the failed attempt took says nothing of the contexts' speed
                 if not is_out_of_memory(error) or not self.limits.lower(self._passes.out_of_memory, rounds):
                     raise
             else:
                 return sorted(shares, key=lambda share: share.replica.number)
+            empty_caches(self.contexts)  # here the error is gone, and with it what its frames held
 
-    def _whole_round(self, data: Batch, label: Batch | None, slices: Sequence[slice], number: int) -> list[Share]:
+    def _whole_round(
+        self, data: Batch, label: Batch | None, divisor: float, slices: Sequence[slice], number: int
+    ) -> list[Share]:
         """Forward and backward of one part of a batch; its graph is freed."""
         shares = self._forward(data, label, slices, True, number)
         _check_loss(shares)
-        divisor = 1.0 if self.loss.is_sum else self._weighting.divisor(num_samples(data, "data"))
         self._backward_of(shares, divisor, leave_early=False)
         for share in shares:
             share.output = map_tensors(torch.Tensor.detach, share.output)
@@ -461,7 +510,7 @@ class Steps:
         A store updates what has left: if backward fails in its middle, some parameters have made the step and others
         have not. Store and replicas agree on them, and the error's notes say how many.
         """
-        early = self.auto is None and self.loss_scale is None and (self.grad_req == "write" or self._gradients_used)
+        early = self.auto is None and self.loss_scale is None and self._gradients_used
         if self._updates is None or not early:
             self.forward_backward(data, label)
         else:
@@ -470,7 +519,6 @@ class Steps:
                 self._backward(leave_early=True)
             except BaseException as error:
                 self._updates.abandon(error)
-                self._gradients_used = True
                 raise
             self._gradients_used = False
         self.update()
@@ -483,6 +531,7 @@ class Steps:
     def begin_epoch(self) -> None:
         """Have ``work_load_list="auto"`` look again at what the contexts' shares took."""
         if self.auto is not None:
+            self._read_laps(wait=True)
             self.auto.begin_epoch()
             self.work_load_list = list(self.auto.loads)
 
@@ -508,8 +557,9 @@ class Steps:
             raise RuntimeError("get_input_grads() needs bind(..., inputs_need_grad=True)")
         if self._gradients_used:
             raise RuntimeError("get_input_grads() came before backward()")
+        factor = self._input_factor
         grads = [
-            map_tensors(lambda t: t.grad if t.grad is not None else torch.zeros_like(t), share.inputs)
+            map_tensors(lambda t: t.grad * factor if t.grad is not None else torch.zeros_like(t), share.inputs)
             for share in self._shares
         ]
         return self._gathered(grads, merge)

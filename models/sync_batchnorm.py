@@ -174,14 +174,21 @@ class _JoinedForward:
 
     def exchange(self, direction: str, value: Value) -> list[Value]:
         """Meet the other replicas in this layer."""
-        met = self.meeting.exchange(self.place, (f"{direction} of {self.name!r}", value))
-        if len({where for where, _ in met}) > 1:
-            calls = ", ".join(f"{place}: {where}" for place, (where, _) in zip(self.meeting.places, met, strict=True))
+        parameter = next(iter([*self.layer.parameters(recurse=False), *self.layer.buffers(recurse=False)]), None)
+        ready = None
+        if parameter is not None and parameter.is_cuda:  # others read it from threads whose streams are not ours
+            ready = torch.cuda.current_stream(parameter.device).record_event()
+        met = self.meeting.exchange(self.place, (f"{direction} of {self.name!r}", value, ready))
+        for _, _, event in met:
+            if event is not None:
+                torch.cuda.current_stream(event.device).wait_event(event)
+        if len({where for where, _, _ in met}) > 1:
+            calls = ", ".join(f"{place}: {one[0]}" for place, one in zip(self.meeting.places, met, strict=True))
             raise RuntimeError(
                 f"replicas met in different layers of batch normalisation ({calls}); a network whose batch "
                 "statistics are joined must call its layers in one order on every share of a batch"
             )
-        return [value for _, value in met]
+        return [value for _, value, _ in met]
 
     def _joined(self, own: _Share) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Mean, sum of squared deviations and number of values of the whole batch."""

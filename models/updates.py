@@ -25,6 +25,7 @@ class Updates:
         spec: OptimizerSpec,
         own_store: KVStore | None = None,
         compression: Mapping[str, Any] | None = None,
+        state: OptimizerState | None = None,
     ) -> None:
         """Give the weights to a store of that name, or to the store given; one replica needs neither.
 
@@ -34,6 +35,7 @@ class Updates:
             spec: the optimizer.
             own_store: the store that holds these weights already, if one does.
             compression: how gradients travel to the store; None: as they are.
+            state: of an optimizer that this one goes on from.
 
         Raises:
             TypeError: ``kvstore`` is something else.
@@ -48,10 +50,11 @@ class Updates:
         self._optimizer = KeyedOptimizer(spec)
         for name, parameter in replicas.first.parameters.items():
             self._optimizer.add(name, parameter)
+        if state is not None:
+            self._optimizer.load_state(state)  # before a store has these keys: what does not fit changes nothing
         self._is_own = isinstance(kvstore, str)
         self.store = create(kvstore) if isinstance(kvstore, str) else kvstore
         self._flow: Flow | None = None
-        self._is_compressed = compression is not None
         if self.store is None:
             return
         if self._is_own and len(replicas.all) == 1 and self.store.num_workers == 1:
@@ -60,6 +63,9 @@ class Updates:
             if compression is not None:
                 self.store.set_gradient_compression(compression)
             self._give_to(self.store, spec, is_ours=self.store is own_store)
+            if state is not None:
+                self.store.load_optimizer_state(state)
+            self._optimizer = KeyedOptimizer(spec)  # the store has its own
             self._flow = Flow(replicas.all, self.store)
 
     def _give_to(self, store: KVStore, spec: OptimizerSpec, is_ours: bool) -> None:
@@ -89,9 +95,15 @@ class Updates:
     def abandon(self, error: BaseException) -> None:
         """After a backward that failed: leave replicas and store with the same weights."""
         if self._flow is not None:
-            gone, all_of_them = self._flow.abandon()
+            try:
+                gone, buckets = self._flow.abandon()
+            except Exception as second:  # noqa: BLE001  the first error is the one to raise
+                error.add_note(f"nor could the replicas be given what the store holds: {second}")
+                return
             if gone:
-                error.add_note(f"{gone} of {all_of_them} buckets had been updated; store and replicas agree on them")
+                error.add_note(
+                    f"{gone} of {buckets} buckets had gone to the store; store and replicas agree on what it made of them"
+                )
 
     def take_over_weights(self) -> None:
         """Have the store hold what the replicas hold."""
@@ -128,7 +140,7 @@ class Updates:
 
     def load_compression_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
         """Put back what `compression_residuals` returned, if gradients are compressed here."""
-        if self.store is not None and self._is_compressed:
+        if self.store is not None and self.store.compresses:
             self.store.load_compression_residuals(residuals)
 
     def let_go(self) -> None:

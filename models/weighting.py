@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+_MIXED = (
+    "backward(out_grads) and backward() came for one update under grad_req='add', and only the loss's gradients could "
+    "be weighted; call update() between them"
+)
+
 
 class Weighting:
     """The valid elements of an update, counted over devices and over micro-steps.
@@ -22,15 +27,9 @@ class Weighting:
         Raises:
             RuntimeError: others of this update came from losses.
         """
+        if self._divisor:
+            raise RuntimeError(_MIXED)
         self._given = True
-        self._check()
-
-    def _check(self) -> None:
-        if self._given and self._divisor:
-            raise RuntimeError(
-                "backward(out_grads) and backward() came for one update under grad_req='add', and only the loss's "
-                "gradients could be weighted; call update() between them"
-            )
 
     def divisor(self, expected: float) -> float:
         """What this micro-step's summed loss is divided by: ``expected`` of the update's first.
@@ -38,9 +37,10 @@ class Weighting:
         Raises:
             RuntimeError: gradients of this update were given from outside.
         """
+        if self._given:
+            raise RuntimeError(_MIXED)
         if not self._divisor:
             self._divisor = expected or 1.0
-        self._check()
         return self._divisor
 
     def count(self, normalizer: float) -> None:

@@ -438,7 +438,7 @@ def test_row_sparse_values_travel_as_they_are(kv: KVStore) -> None:
 def test_integers_and_complex_numbers_travel_as_they_are(kv: KVStore, dtype: torch.dtype) -> None:
     values = [torch.tensor([0, 1, 7]).to(dtype), torch.tensor([1, 0, 9]).to(dtype)]
     kv.init("n", values[0])
-    kv.set_gradient_compression(TWO_BIT | {"pull_type": "fp16"})
+    kv.set_gradient_compression(TWO_BIT)
     kv.push(["n", "w"], [values, gradient("w", 0)])
     out = torch.empty(3, dtype=dtype)
     kv.pull("n", out)
@@ -449,41 +449,19 @@ def test_integers_and_complex_numbers_travel_as_they_are(kv: KVStore, dtype: tor
 # -- compressed pulls -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
-def test_pull_type_rounds_what_is_pulled_and_not_what_is_stored(kv: KVStore, kind: str, dtype: torch.dtype) -> None:
-    start = gradient("w", 0) * 1.01
-    kv.assign("w", start)
-    kv.set_optimizer(("sgd", {"lr": 0.5}))
-    kv.set_gradient_compression(TWO_BIT | {"pull_type": kind})
-    sender, weight = Sender(20), start
-    for step in range(10):
-        kv.push("w", gradient("w", step))
-        weight = weight - torch.from_numpy(sender.send(gradient("w", step))) * 0.5
-        outs = [torch.empty(4, 5), torch.empty(5, 4).t()]
-        kv.pull("w", outs)
-        assert all(torch.equal(out, weight.to(dtype).float()) for out in outs)
-        assert not torch.equal(outs[0], weight)
-    out = torch.empty(4, 5)
-    kv.pushpull("w", torch.zeros(4, 5), out)
-    weight = weight - torch.from_numpy(sender.send(torch.zeros(4, 5))) * 0.5
-    assert torch.equal(out, weight.to(dtype).float())
-    kv.set_gradient_compression(None)
-    assert torch.equal(pulled(kv, "w"), weight)
-
-
-def test_row_pulls_are_not_rounded(kv: KVStore) -> None:
-    kv.assign("w", gradient("w", 0) * 1.01)
-    kv.set_gradient_compression(TWO_BIT | {"pull_type": "fp16"})
-    out = torch.zeros(4, 5)
-    kv.row_sparse_pull("w", out, row_ids=[2])
-    assert torch.equal(out[2], gradient("w", 0)[2] * 1.01)
+def test_a_store_in_one_process_compresses_no_pulls_and_says_so(kv: KVStore) -> None:
+    kv.set_gradient_compression(TWO_BIT)
+    with pytest.raises(ValueError, match="pull_type is 'fp16', but a '(local|device)' store hands weights to devices"):
+        kv.set_gradient_compression({"type": "fp16", "pull_type": "fp16"})
+    kv.push("w", gradient("w", 0))  # the compression before it stays
+    assert np.array_equal(pulled(kv, "w").numpy(), Sender(20).send(gradient("w", 0)))
 
 
 # -- setting and ending -----------------------------------------------------------------------------------------------
 
 
 def test_none_ends_compression_and_what_is_owed(kv: KVStore) -> None:
-    kv.set_gradient_compression(TWO_BIT | {"pull_type": "fp16"})
+    kv.set_gradient_compression(TWO_BIT)
     kv.push(KEYS, gradients(0, 2))
     kv.set_gradient_compression(None)
     assert kv.compression_residuals() == {}

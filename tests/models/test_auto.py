@@ -118,9 +118,9 @@ def test_scoring_moves_no_loads() -> None:
 def test_the_split_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with waiting([5e-4, 5e-4]) as module, caplog.at_level(logging.INFO, "gangline"):
         module.fit(batches(6, 8), num_epoch=2)
-    lines = [line for line in caplog.messages if line.startswith("work_load_list auto: cpu(0) 0.")]
+    lines = [line for line in caplog.messages if line.startswith("work_load_list auto: cpu(0) ")]
     assert lines
-    assert all(line.endswith(" samples/s)") and ", cpu(1) 0." in line for line in lines)
+    assert all(line.endswith(" samples/s)") and ", cpu(1) " in line for line in lines)
 
 
 # -- the promise ----------------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,17 +15,29 @@ from torch import nn
 from collectives.devices import device_table
 from gangline import Context, Module, contexts, cpu, gpu, num_gpus
 from kvstore import create
+from kvstore.device import DeviceStore
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; torch sees none here"),
 ]
 ELEMENTS = 1 << 20
+CLASSES = 5
 
 
 def lists_of_contexts() -> list[list[Context]]:
     found = [[gpu(0), gpu(0)], [gpu(0), cpu(0)]]
     return found + ([[gpu(index) for index in range(num_gpus())]] if num_gpus() > 1 else [])
+
+
+def groups_of_gpus() -> list[list[Context]]:
+    return [places for places in lists_of_contexts() if all(place.device_type == "gpu" for place in places)]
+
+
+def replicas_are_equal(module: Module) -> None:
+    first, *others = [dict(replica.network.named_parameters()) for replica in module.replicas.all]
+    for other in others:
+        assert all(torch.equal(value.cpu(), other[name].cpu()) for name, value in first.items())
 
 
 @pytest.fixture
@@ -82,6 +96,265 @@ def test_asynchronous_operations_are_waited_for_by_streams() -> None:
         work = store.pull("w", out, async_op=True)
         work.wait()
         assert all(torch.equal(one.cpu(), torch.full((ELEMENTS,), 7.0)) for one in out)
+
+
+@pytest.mark.parametrize("store", ["local", "device"])
+def test_joined_batch_statistics_are_those_of_the_whole_batch(store: str) -> None:
+    """A GPU that stands twice is joined by the graph; distinct ones, and a GPU with a CPU, by threads that meet."""
+    network = nn.Sequential(
+        nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.Tanh(), nn.Flatten(), nn.Linear(96, 8), nn.BatchNorm1d(8), nn.Tanh()
+    )
+    network = network.append(nn.Linear(8, CLASSES)).double()
+    data, label = torch.randn(14, 2, 6, 6).double(), torch.randint(CLASSES, (14,))
+    for places in lists_of_contexts():
+        reference, own = copy.deepcopy(network), copy.deepcopy(network)
+        optimizer = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
+        loads = list(range(len(places), 0, -1))
+        with Module(own, nn.CrossEntropyLoss(), places, loads, sync_batchnorm=True) as module:
+            module.init_optimizer(store, "sgd", {"lr": 0.05, "momentum": 0.9})
+            for _ in range(10):
+                module.forward_backward_update(data, label)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(reference(data), label).backward()
+                optimizer.step()
+            replicas_are_equal(module)
+            assert distance(module.get_params(), reference.state_dict()) <= 1e-9
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_computes_in_half_precision_and_keeps_float32_weights(dtype: torch.dtype) -> None:
+    label = torch.randint(CLASSES, (64,))
+    data = torch.randn(CLASSES, 32)[label] * 2 + torch.randn(64, 32)
+    network = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, CLASSES))
+    losses = []
+    for places in [[gpu(0)], *lists_of_contexts()]:
+        with Module(copy.deepcopy(network), nn.CrossEntropyLoss(), places, autocast=dtype) as module:
+            module.init_optimizer("device", "sgd", {"lr": 0.1, "momentum": 0.9})
+            for _ in range(30):
+                module.forward_backward_update(data, label)
+                assert module.get_outputs().dtype == dtype
+            losses.append(float(module.get_loss()))
+            replicas_are_equal(module)
+            assert all(value.dtype == torch.float32 for value in module.get_params().values())
+            states = module.optimizer_state().tensors.values()
+            assert all(value.dtype == torch.float32 for value in states)
+            assert (module.loss_scale is not None) == (dtype == torch.float16)
+    assert max(losses) < 0.2
+    assert max(losses) - min(losses) < 0.02
+
+
+def test_a_float16_step_that_overflows_is_skipped_on_every_gpu() -> None:
+    for places in groups_of_gpus():
+        with Module(nn.Linear(8, CLASSES), nn.CrossEntropyLoss(), places, autocast=torch.float16) as module:
+            module.init_optimizer("device", "sgd", {"lr": 0.1})
+            before, scale = module.get_params(), module.loss_scale
+            assert scale is not None
+            scale.value = 2.0**40
+            data, label = torch.randn(8, 8), torch.randint(CLASSES, (8,))
+            module.forward_backward_update(data, label)
+            assert scale.value == 2.0**39
+            assert distance(module.get_params(), before) == 0
+            scale.value = 2.0**10
+            module.forward_backward_update(data, label)
+            assert distance(module.get_params(), before) > 0
+            replicas_are_equal(module)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 8, padding_idx=3, sparse=True)
+        self.bag = nn.EmbeddingBag(50, 8, sparse=True)
+        self.last = nn.Linear(16, CLASSES)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.last(torch.cat([self.table(words).mean(1), self.bag(words)], 1).tanh())
+        return output
+
+
+@pytest.mark.parametrize("store", ["local", "device"])
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_sparse_gradients_train_as_on_one_device(store: str, name: str) -> None:
+    arguments: dict[str, Any] = {"lr": 0.2} if name == "sgd" else {"lr": 0.05, "eps": 1e-3}
+    network = Words().double()
+    for places in lists_of_contexts():
+        reference, own = copy.deepcopy(network), copy.deepcopy(network)
+        optimizer = (torch.optim.SGD if name == "sgd" else torch.optim.Adagrad)(reference.parameters(), **arguments)
+        with Module(own, nn.CrossEntropyLoss(), places, list(range(len(places), 0, -1))) as module:
+            module.init_optimizer(store, name, arguments)
+            for _ in range(20):
+                words, label = torch.randint(50, (12, 4)), torch.randint(CLASSES, (12,))
+                module.forward_backward_update(words, label)
+                replicas_are_equal(module)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(reference(words), label).backward()
+                optimizer.step()
+            assert distance(module.get_params(), reference.state_dict()) <= 1e-11
+
+
+def test_two_bits_of_gpus_are_those_of_cpu_contexts() -> None:
+    """All numbers are multiples of powers of two, which no kernel rounds; so the bits are equal on any device."""
+    network = nn.Linear(6, 4).double()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(torch.randint(-4, 5, parameter.shape) / 4)
+    batches = [(torch.randint(-4, 5, (16, 6)) / 4, torch.randint(-8, 9, (16, 4)) / 4) for _ in range(20)]
+    for places in lists_of_contexts():
+        found = []
+        for contexts_of_run in (places, [cpu(index) for index in range(len(places))]):
+            params = {"type": "2bit", "threshold": 2.0**-4}
+            loss = nn.MSELoss()
+            own = copy.deepcopy(network)
+            with Module(own, loss, contexts_of_run, compression_params=params) as module:
+                module.init_optimizer("device", "sgd", {"lr": 0.5})
+                for data, label in batches:
+                    module.forward_backward_update(data.double(), label.double())
+                found.append(module.get_params() | module.compression_residuals())
+        assert found[0].keys() == found[1].keys()
+        assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_accumulated_gradients_are_those_of_the_mean_over_all_batches() -> None:
+    network = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, CLASSES)).double()
+    for places in lists_of_contexts():
+        reference, own = copy.deepcopy(network), copy.deepcopy(network)
+        optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+        with Module(own, nn.CrossEntropyLoss(), places) as module:
+            module.bind((8, 12), grad_req="add")
+            module.init_optimizer("device", "sgd", {"lr": 0.1, "momentum": 0.9})
+            for _ in range(8):
+                data, label = torch.randn(20, 12).double(), torch.randint(CLASSES, (20,))
+                for part in (slice(0, 13), slice(13, 18), slice(18, 20)):
+                    module.forward_backward(data[part], label[part])
+                module.update()
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(reference(data), label).backward()
+                optimizer.step()
+            replicas_are_equal(module)
+            assert distance(module.get_params(), reference.state_dict()) <= 1e-11
+
+
+def test_a_step_never_has_the_host_wait_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels on the host are counted there; the first two steps make buckets, streams and kernels."""
+    monkeypatch.setattr("models.flow.BUCKET_BYTES", 1 << 16)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.Tanh())]
+    for places in groups_of_gpus():
+        torch.manual_seed(0)
+        network = nn.Sequential(*copy.deepcopy(layers), nn.Linear(128, CLASSES))
+        batches = [(torch.randn(32, 128).pin_memory(), torch.randint(CLASSES, (32,)).pin_memory()) for _ in range(6)]
+        with Module(network, nn.CrossEntropyLoss(), places) as module:
+            module.init_optimizer("device", "sgd", {"lr": 0.1, "momentum": 0.9})
+            for number, (data, label) in enumerate(batches):
+                if number == 2:
+                    torch.cuda.synchronize()
+                    torch.cuda.set_sync_debug_mode("error")
+                try:
+                    module.forward_backward_update(data, label)
+                finally:
+                    if number in (0, 1, len(batches) - 1):
+                        torch.cuda.set_sync_debug_mode("default")
+            replicas_are_equal(module)
+
+
+class Early(DeviceStore):
+    """Notes which keys came while some replica's backward had yet to come to its first layer."""
+
+    def __init__(self, replicas: int) -> None:
+        super().__init__()
+        self.replicas = replicas
+        self.arrived: list[int] = []
+        self.early: set[Any] = set()
+
+    def _push_bucket(self, bucket: Any, values: Any, keys: Any, priority: int, async_op: bool) -> Any:
+        if len(self.arrived) < self.replicas:
+            self.early.update(keys)
+        return super()._push_bucket(bucket, values, keys, priority, async_op)
+
+
+def test_buckets_leave_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models.flow.BUCKET_BYTES", 1 << 12)
+    for places in groups_of_gpus():
+        network = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, CLASSES))
+        with Early(len(places)) as store, Module(network, nn.CrossEntropyLoss(), places) as module:
+            module.init_optimizer(store, "sgd", {"lr": 0.1})
+            data, label = torch.randn(16, 32), torch.randint(CLASSES, (16,))
+            module.forward_backward_update(data, label)
+            for replica in module.replicas.all:
+                replica.network.get_parameter("0.weight").register_hook(
+                    lambda _, store=store, number=replica.number: store.arrived.append(number)
+                )
+            module.forward_backward_update(data, label)
+            assert sorted(store.arrived) == list(range(len(places)))
+            assert {"4.weight", "4.bias"} <= store.early
+            assert "0.weight" not in store.early
+            replicas_are_equal(module)
+
+
+class Spin(nn.Module):
+    """Keeps a GPU busy for each sample, though the host goes on at once."""
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        if data.is_cuda and self.training:
+            torch.cuda._sleep(1_000_000 * len(data))
+        return data
+
+
+def test_auto_measures_a_gpu_by_what_it_does_and_not_by_how_soon_the_host_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    network = nn.Sequential(nn.Linear(12, 16), Spin(), nn.Linear(16, CLASSES)).double()
+    batches = [(torch.randn(32, 12).double(), torch.randint(CLASSES, (32,))) for _ in range(6)]
+    reference = copy.deepcopy(network)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
+    with (
+        caplog.at_level(logging.INFO, "gangline"),
+        Module(network, nn.CrossEntropyLoss(), [gpu(0), cpu(0)], "auto") as module,
+    ):
+        module.init_optimizer("device", "sgd", {"lr": 0.05})
+        module.fit(batches, num_epoch=3)
+        assert module.work_load_list[0] < 0.3 < module.work_load_list[1]
+        for data, label in batches * 3:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(reference(data), label).backward()
+            optimizer.step()
+        assert distance(module.get_params(), reference.state_dict()) <= 1e-9
+    assert any(line.startswith("work_load_list auto: gpu(0) 0.") for line in caplog.messages)
+
+
+@pytest.fixture
+def _little_memory() -> Iterator[None]:
+    """Let torch have 256 MiB of the first GPU beside what it holds already."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(0) + (256 << 20)) / total, 0)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0, 0)
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.usefixtures("_little_memory")
+def test_auto_runs_a_batch_that_does_not_fit_in_micro_steps(caplog: pytest.LogCaptureFixture) -> None:
+    layers = [layer for _ in range(8) for layer in (nn.Tanh(), nn.Sigmoid())]  # each keeps 32 MiB of a whole batch
+    network = nn.Sequential(*layers, nn.Linear(1 << 14, CLASSES))
+    reference = copy.deepcopy(network)
+    data, label = torch.randn(512, 1 << 14), torch.randint(CLASSES, (512,))
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.01)
+    with (
+        caplog.at_level(logging.INFO, "gangline"),
+        Module(network, nn.CrossEntropyLoss(), [gpu(0)], "auto") as module,
+    ):
+        module.init_optimizer(None, "sgd", {"lr": 0.01})
+        for _ in range(2):
+            module.forward_backward_update(data, label)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(reference(data), label).backward()
+            optimizer.step()
+        most = module.limits.most[0]
+        assert most is not None
+        assert 1 <= most <= 256
+        assert distance(module.get_params(), reference.state_dict()) <= 1e-4
+        assert module.get_outputs().shape == (512, CLASSES)
+    assert 1 <= sum("gpu(0) ran out of memory with" in line for line in caplog.messages) <= 9
 
 
 def test_random_layers_repeat_on_a_gpu_listed_twice() -> None:

@@ -124,6 +124,81 @@ def test_a_folder_of_images_trains(
     assert float(out.removeprefix("Validation-accuracy=")) > 0.9
 
 
+@pytest.mark.parametrize("kind", ["2bit", "fp16", "bf16", "topk"])
+def test_gc_type_compresses_what_goes_to_the_store_and_checkpoints_keep_what_is_owed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--network", "mlp", "--cpus", "2", "--gc-type", kind, "--model-prefix", str(tmp_path / "net")]
+    flags += ["--gc-threshold", "0.03"] if kind == "2bit" else []
+    code, out, _ = train(monkeypatch, capsys, *flags, "--num-epochs", "2")
+    assert code == 0
+    assert float(out.removeprefix("Validation-accuracy=")) > 0.2
+    senders = {name.rpartition("/")[2] for name in checkpoint.read(tmp_path / "net", 2).compression_residuals}
+    assert senders == ({"0", "1"} if kind in ("2bit", "topk") else set())
+
+
+def test_gc_threshold_is_what_two_bits_send(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = tmp_path / "net"
+    flags = ["--network", "mlp", "--cpus", "2", "--gc-type", "2bit", "--mom", "0", "--wd", "0", "--lr", "0.5"]
+    flags += ["--model-prefix", str(prefix), "--batch-size", "720", "--dtype", "float64"]  # two batches to an epoch
+    for threshold, moves in (("0.0078125", True), ("1000", False)):
+        train(monkeypatch, capsys, *flags, "--gc-threshold", threshold, "--num-epochs", "1")
+        first = weights(prefix, 1)
+        train(monkeypatch, capsys, *flags, "--gc-threshold", threshold, "--num-epochs", "2", "--load-epoch", "1")
+        moved = torch.cat([(weights(prefix, 2)[name] - value).flatten() for name, value in first.items()])
+        steps = moved / (0.5 * float(threshold))
+        assert bool(steps.abs().max() > 0.5) is moves
+        assert (steps - steps.round()).abs().max() < 1e-9  # whole thresholds, of two senders in two batches
+        assert steps.abs().max() < 4.5
+
+
+def test_loads_may_be_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = train(
+        monkeypatch, capsys, "--network", "mlp", "--cpus", "2", "--work-load-list", "auto", "--num-epochs", "3"
+    )
+    assert code == 0
+    assert "mlp on cpu(0), cpu(1) by loads 0.5, 0.5, store device" in err
+    assert re.search(r"work_load_list auto: cpu\(0\) \d\.\d{4}, cpu\(1\) \d\.\d{4} \(.* samples/s\)", err)
+    assert float(out.removeprefix("Validation-accuracy=")) > 0.5
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_computes_in_it_and_keeps_float32_weights(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--network", "mlp", "--cpus", "2", "--num-epochs", "3", "--model-prefix", str(tmp_path / "net")]
+    code, out, err = train(monkeypatch, capsys, *flags, "--dtype", dtype)
+    assert code == 0
+    assert f"10 classes, {dtype}" in err
+    assert float(out.removeprefix("Validation-accuracy=")) > 0.5
+    saved = checkpoint.read(tmp_path / "net", 3)
+    states = saved.needed_optimizer_state().tensors
+    assert {value.dtype for value in [*saved.params.values(), *states.values()]} == {torch.float32}
+    assert (saved.loss_scale is not None) == (dtype == "float16")
+
+
+def test_a_residual_network_trains_on_a_folder_of_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from PIL import Image
+
+    for number in range(6):
+        folder = tmp_path / "images" / f"class{number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 30), (200 * (number % 2), 20 * number, 50)).save(folder / f"{number}.png")
+    flags = ["--network", "resnet18", "--data-dir", str(tmp_path / "images"), "--cpus", "2", "--num-epochs", "1"]
+    flags += ["--batch-size", "4", "--model-prefix", str(tmp_path / "net")]
+    code, out, err = train(monkeypatch, capsys, *flags)
+    assert code == 0
+    assert "resnet18 on cpu(0), cpu(1) by loads 1, 1, store device, 2 classes, float32" in err
+    assert out.startswith("Validation-accuracy=")
+    saved = weights(tmp_path / "net", 1)
+    assert saved["fc.weight"].shape == (2, 512)
+    assert saved["bn1.running_mean"].any()
+
+
 def test_benchmark_trains_on_random_images(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = train(monkeypatch, capsys, "--network", "mlp", "--benchmark", "--num-epochs", "1")
     assert code == 0
@@ -149,6 +224,13 @@ def test_benchmark_trains_on_random_images(monkeypatch: pytest.MonkeyPatch, caps
         (["--load-epoch", "2", "--model-prefix", "nowhere/net"], "nowhere/net-0002.json is not there"),
         (["--data-dir", "nowhere"], "image folder nowhere is not there"),
         (["--lr", "-1"], "Invalid learning rate"),
+        (["--gc-type", "3bit", "--cpus", "2"], "there is no compression type '3bit'; expected one of ['2bit', 'bf16'"),
+        (["--gc-threshold", "0.1", "--cpus", "2"], "--gc-threshold is 0.1, but --gc-type is None; only 2bit has a"),
+        (["--gc-threshold", "0.1", "--gc-type", "topk"], "--gc-threshold is 0.1, but --gc-type is topk"),
+        (["--gc-threshold", "0", "--gc-type", "2bit"], "threshold is 0.0; expected a finite number > 0"),
+        (["--gc-threshold", "nan", "--gc-type", "2bit"], "threshold is nan; expected a finite number > 0"),
+        (["--cpus", "2", "--work-load-list", "automatic"], "--work-load-list is 'automatic'; expected numbers"),
+        (["--network", "resnet19"], "network 'resnet19' is unknown"),
     ],
 )
 def test_a_wrong_value_is_one_line_on_stderr_and_exit_code_1(

@@ -1,0 +1,538 @@
+"""Several batches to an update: its gradient is that of the mean over all their valid elements."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from measure import distance
+from torch import nn
+from torch.nn import functional as F
+
+from gangline import Checkpoint, Module, Speedometer, cpu
+from kvstore import create
+from models import checkpoint
+
+FEATURES, CLASSES = 5, 3
+Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]
+MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+VALID = [6, 1, 3, 5, 1, 2, 1]
+"""Labels not ignored in each batch of an epoch of seven."""
+
+stores = pytest.mark.parametrize("store", ["local", "device"])
+counts = pytest.mark.parametrize("count", [1, 2, 3])
+
+
+@pytest.fixture(autouse=True)
+def _single_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Cut(BaseException):
+    """Ends a run as a kill does: nothing of ours catches it."""
+
+
+def contexts(count: int) -> list[Any]:
+    return [cpu(index) for index in range(count)]
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
+
+
+def classes(valid: Sequence[int] = VALID, size: int = 6) -> Batches:
+    """Batches of which so many labels are not ignored, the last of fewer samples."""
+    generator = torch.Generator().manual_seed(5)
+    batches = []
+    for number, count in enumerate(valid):
+        samples = size if number < len(valid) - 1 else size // 2
+        data = torch.randn(samples, FEATURES, generator=generator, dtype=torch.float64)
+        label = torch.randint(CLASSES, (samples,), generator=generator)
+        label[torch.randperm(samples, generator=generator)[min(count, samples) :]] = -1
+        batches.append((data, label))
+    return batches
+
+
+def numbers(valid: Sequence[int] = VALID) -> Batches:
+    """The same with labels of numbers, NaN where there is none."""
+    return [
+        (data, torch.where(label >= 0, label.double(), torch.nan).unsqueeze(1).expand(-1, CLASSES).clone())
+        for data, label in classes(valid)
+    ]
+
+
+def masked(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """A mean over the samples that have a label."""
+    known = ~label[:, 0].isnan()
+    return (output[known] - label[known]).pow(4).mean()
+
+
+def known(label: torch.Tensor) -> float:
+    return float((~label[:, 0].isnan()).sum())
+
+
+WEIGHT = torch.tensor([0.5, 2.0, 4.0], dtype=torch.float64)
+
+
+@dataclass
+class Case:
+    """A loss as gangline gets it, and as a loop by hand sums and counts it."""
+
+    loss: Any
+    summed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    count: Callable[[torch.Tensor], float]
+    batches: Callable[..., Batches] = classes
+    normalizer: Callable[[Any], float] | None = None
+
+
+CASES = {
+    "ignored": Case(
+        nn.CrossEntropyLoss(ignore_index=-1),
+        lambda output, label: F.cross_entropy(output, label, ignore_index=-1, reduction="sum"),
+        lambda label: float((label >= 0).sum()),
+    ),
+    "class weights": Case(
+        nn.CrossEntropyLoss(WEIGHT, ignore_index=-1),
+        lambda output, label: F.cross_entropy(output, label, WEIGHT, ignore_index=-1, reduction="sum"),
+        lambda label: float(WEIGHT[label[label >= 0]].sum()),
+    ),
+    "summed": Case(
+        nn.CrossEntropyLoss(ignore_index=-1, reduction="sum"),
+        lambda output, label: F.cross_entropy(output, label, ignore_index=-1, reduction="sum") / 10,
+        lambda label: 0.1,
+    ),
+    "own": Case(
+        masked,
+        lambda output, label: masked(output, label) * known(label) if known(label) else output.sum() * 0,
+        known,
+        numbers,
+        known,
+    ),
+    "squares": Case(
+        nn.MSELoss(),
+        lambda output, label: F.mse_loss(output, label, reduction="sum"),
+        lambda label: float(label.numel()),
+        lambda *valid: [(data, label.nan_to_num(2.0)) for data, label in numbers(*valid)],
+    ),
+}
+
+
+def windows(batches: Batches, size: int) -> list[Batches]:
+    return [batches[start : start + size] for start in range(0, len(batches), size)]
+
+
+def by_hand(network: nn.Module, case: Case, updates: Sequence[Batches], lr: float = 0.1) -> dict[str, torch.Tensor]:
+    """A plain loop that sums the losses of an update and divides them by all that counts in it."""
+    plain = torch.optim.SGD(network.parameters(), **{**MOMENTUM, "lr": lr})
+    for window in updates:
+        plain.zero_grad()
+        total = 1.0 if case.loss is CASES["summed"].loss else sum(case.count(label) for _, label in window)
+        scale = 10.0 if case.loss is CASES["summed"].loss else 1.0
+        for data, label in window:
+            (case.summed(network(data), label) * scale / total).backward()
+        plain.step()
+    return network.state_dict()
+
+
+def rate(name: str) -> float:
+    """A summed loss wants smaller steps."""
+    return 0.002 if name == "summed" else 0.1
+
+
+# -- the gradient ---------------------------------------------------------------------------------------------------
+
+
+@stores
+@counts
+@pytest.mark.parametrize("name", CASES)
+def test_fit_accumulates_as_a_plain_loop_does(name: str, count: int, store: str) -> None:
+    case, network = CASES[name], perceptron()
+    batches = case.batches()
+    expected = by_hand(copy.deepcopy(network), case, windows(batches, 3) * 2, rate(name))
+    with Module(network, case.loss, contexts(count), loss_normalizer=case.normalizer) as module:
+        module.fit(
+            batches,
+            num_epoch=2,
+            kvstore=store,
+            optimizer_params={**MOMENTUM, "lr": rate(name)},
+            eval_metric=nothing,
+            accumulate=3,
+        )
+        assert distance(module.get_params(), expected) < 1e-11
+
+
+def nothing(*_: Any) -> float:
+    return 0.0
+
+
+@stores
+@pytest.mark.parametrize(("count", "loads"), [(1, None), (2, [3, 1]), (3, [1, 0, 2.5])])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("last", ["separate", "eager"])
+def test_steps_under_add_accumulate_as_a_plain_loop_does(
+    name: str, count: int, loads: list[float] | None, store: str, last: str
+) -> None:
+    case, network = CASES[name], perceptron()
+    batches = case.batches()
+    updates = [batches[:3], batches[3:4], batches[4:], batches[:2]]
+    expected = by_hand(copy.deepcopy(network), case, updates, rate(name))
+    with (
+        create(store) as kv,
+        Module(network, case.loss, contexts(count), loads, loss_normalizer=case.normalizer) as module,
+    ):
+        module.bind((6, FEATURES), grad_req="add")
+        module.init_optimizer(kv, "sgd", {**MOMENTUM, "lr": rate(name)})
+        for window in updates:
+            for data, label in window[:-1]:
+                module.forward(data, label)
+                module.backward()
+            if last == "eager":
+                module.forward_backward_update(*window[-1])
+            else:
+                module.forward_backward(*window[-1])
+                module.update()
+        assert distance(module.get_params(), expected) < 1e-11
+
+
+@counts
+@pytest.mark.parametrize("empty", [[0, 4, 2], [4, 0, 2], [2, 4, 0], [0, 0, 3], [3, 0, 0]], ids=str)
+@pytest.mark.parametrize("name", ["ignored", "class weights", "own"])
+def test_a_batch_without_a_valid_label_counts_nothing(name: str, empty: list[int], count: int) -> None:
+    case, network = CASES[name], perceptron()
+    batches = case.batches(empty)
+    expected = by_hand(copy.deepcopy(network), case, [batches])
+    with Module(network, case.loss, contexts(count), loss_normalizer=case.normalizer) as module:
+        module.bind((6, FEATURES), grad_req="add")
+        module.init_optimizer("local", "sgd", MOMENTUM)
+        for data, label in batches:
+            module.forward_backward(data, label)
+            assert module.get_loss().isnan() == (not case.count(label))
+        module.update()
+        assert distance(module.get_params(), expected) < 1e-11
+
+
+@counts
+def test_an_update_without_a_valid_label_has_a_nan_loss_and_torchs_gradient(count: int) -> None:
+    case, network = CASES["ignored"], perceptron()
+    reference = copy.deepcopy(network)
+    batches = classes([0, 0])
+    output = reference(torch.cat([data for data, _ in batches]))
+    F.cross_entropy(output, torch.cat([label for _, label in batches]), ignore_index=-1).backward()
+    torch.optim.SGD(reference.parameters(), **MOMENTUM).step()
+    with Module(network, case.loss, contexts(count)) as module:
+        module.bind((6, FEATURES), grad_req="add")
+        module.init_optimizer("local", "sgd", MOMENTUM)
+        for data, label in batches:
+            module.forward_backward(data, label)
+            assert module.get_loss().isnan()
+        module.update()
+        assert distance(module.get_params(), reference.state_dict()) < 1e-11
+
+
+def test_accumulating_halves_of_a_batch_is_training_on_the_batch() -> None:
+    generator = torch.Generator().manual_seed(1)
+    arrays = (torch.randn(22, FEATURES, generator=generator).double(), torch.randint(CLASSES, (22,)))
+    network, found = perceptron(), []
+    for size, accumulate in ((8, 1), (4, 2), (2, 4)):
+        with Module(copy.deepcopy(network), nn.CrossEntropyLoss(), contexts(2)) as module:
+            module.fit(
+                arrays,
+                num_epoch=2,
+                batch_size=size,
+                optimizer="adam",
+                optimizer_params={"lr": 0.01, "eps": 1e-3},
+                accumulate=accumulate,
+            )
+            found.append(module.get_params())
+    assert distance(found[1], found[0]) < 1e-11
+    assert distance(found[2], found[0]) < 1e-11
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_under_write_several_backwards_add_their_means(count: int) -> None:
+    case, network = CASES["ignored"], perceptron()
+    reference = copy.deepcopy(network)
+    batches = classes([6, 2, 1])
+    for data, label in batches:
+        F.cross_entropy(reference(data), label, ignore_index=-1).backward()
+    torch.optim.SGD(reference.parameters(), **MOMENTUM).step()
+    with Module(network, case.loss, contexts(count)) as module:
+        module.bind((6, FEATURES))
+        assert module.grad_req == "write"
+        module.init_optimizer("local", "sgd", MOMENTUM)
+        for data, label in batches:
+            module.forward_backward(data, label)
+        module.update()
+        assert distance(module.get_params(), reference.state_dict()) < 1e-11
+
+
+@counts
+def test_gradients_given_from_outside_are_added_as_they_are(count: int) -> None:
+    network = perceptron()
+    reference = copy.deepcopy(network)
+    generator = torch.Generator().manual_seed(2)
+    with Module(network, context=contexts(count)) as module:
+        module.bind((6, FEATURES), grad_req="add")
+        module.init_optimizer("local", "sgd", MOMENTUM)
+        for data, _ in classes([6, 2, 1]):
+            grads = torch.randn(len(data), CLASSES, generator=generator, dtype=torch.float64)
+            reference(data).backward(grads)
+            module.forward(data)
+            module.backward(grads)
+        module.update()
+        torch.optim.SGD(reference.parameters(), **MOMENTUM).step()
+        assert distance(module.get_params(), reference.state_dict()) < 1e-11
+
+
+@pytest.mark.parametrize("given_first", [True, False])
+def test_gradients_from_outside_and_from_the_loss_do_not_mix_under_add(given_first: bool) -> None:
+    network = perceptron()
+    reference = copy.deepcopy(network)
+    data, label = classes([6, 6])[0]
+    grads = torch.ones(6, CLASSES, dtype=torch.float64)
+    with Module(network, nn.CrossEntropyLoss(), contexts(2)) as module:
+        module.bind((6, FEATURES), grad_req="add")
+        module.init_optimizer("local", "sgd", MOMENTUM)
+        for given in (given_first, not given_first):
+            module.forward(data, label)
+            if given == given_first:
+                module.backward(grads if given else None)
+                continue
+            with pytest.raises(RuntimeError, match=r"call update\(\) between them"):
+                module.backward(grads if given else None)
+        module.update()  # of what came first
+        if given_first:
+            reference(data).backward(grads)
+        else:
+            F.cross_entropy(reference(data), label).backward()
+        torch.optim.SGD(reference.parameters(), **MOMENTUM).step()
+        assert distance(module.get_params(), reference.state_dict()) < 1e-11
+        module.forward(data, label)
+        module.backward(None if given_first else grads)
+        module.update()
+
+
+# -- fit ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "ends"),
+    [(1, [0, 1, 2, 3, 4, 5, 6]), (2, [1, 3, 5, 6]), (3, [2, 5, 6]), (7, [6]), (50, [6])],
+)
+def test_callbacks_come_once_an_update_with_its_last_batch(accumulate: int, ends: list[int]) -> None:
+    seen: list[tuple[int, int]] = []
+    labels: list[torch.Tensor] = []
+    weights: list[torch.Tensor] = []
+    batches = classes([6] * 7)
+
+    def note(param: Any) -> None:
+        seen.append((param.epoch, param.nbatch))
+        labels.append(param.locals["label"])
+        assert param.locals["module"].position.batch == param.nbatch + 1
+        weights.append(param.locals["module"].get_params()["0.weight"])
+
+    with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2)) as module:
+        module.fit(
+            batches,
+            num_epoch=2,
+            optimizer_params={"lr": 0.1},
+            batch_end_callback=note,
+            accumulate=accumulate,
+        )
+    assert seen == [(epoch, end) for epoch in range(2) for end in ends]
+    assert all(torch.equal(label, batches[end][1]) for label, end in zip(labels, 2 * ends, strict=True))
+    assert all(not torch.equal(one, other) for one, other in itertools.pairwise(weights))
+
+
+def test_the_speedometer_speaks_though_its_period_does_not_divide(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.INFO, logger="gangline"),
+        Module(perceptron(), nn.CrossEntropyLoss(), contexts(2)) as module,
+    ):
+        module.fit(classes([6] * 20), num_epoch=1, batch_end_callback=Speedometer(6, frequent=4), accumulate=3)
+    lines = [record.getMessage() for record in caplog.records if "Speed:" in record.getMessage()]
+    assert [line.split("\t")[0] for line in lines] == [
+        f"Epoch[0] Batch [{begin}-{end}]" for begin, end in ((2, 5), (5, 8), (8, 14), (14, 17))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("period", "accumulate", "saved"),
+    [
+        (1, 3, [3, 6, 9, 10]),
+        (4, 3, [6, 9]),
+        (2, 3, [3, 6, 9, 10]),
+        (3, 4, [4, 8, 10]),
+        (10, 4, [10]),
+        (7, 10, [10]),
+    ],
+)
+def test_checkpoints_are_written_at_the_update_that_reaches_their_period(
+    tmp_path: Path, period: int, accumulate: int, saved: list[int]
+) -> None:
+    found: list[int] = []
+
+    def look(_: Any) -> None:
+        if checkpoint.epochs(tmp_path / "net"):
+            batch = checkpoint.read(tmp_path / "net", 0).position["batch"]
+            if not found or found[-1] != batch:
+                found.append(batch)
+
+    with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2)) as module:
+        saves = Checkpoint(module, tmp_path / "net", period=period)
+        module.fit(classes([6] * 10), num_epoch=1, batch_end_callback=[saves, look], accumulate=accumulate)
+    assert found == saved
+
+
+@counts
+@pytest.mark.parametrize("accumulate", [1, 3, 7])
+def test_metrics_count_each_batch_once(accumulate: int, count: int) -> None:
+    seen: list[list[int]] = []
+
+    def note(label: Any, output: Any) -> float:
+        assert len(label) == len(output)
+        seen[-1] += [int(value) for value in label]
+        return 0.0
+
+    batches = classes([6] * 7)
+    with Module(perceptron(), nn.CrossEntropyLoss(), contexts(count)) as module:
+        for _ in range(2):
+            seen.append([])
+            module.fit(batches, num_epoch=1, eval_metric=note, accumulate=accumulate)
+    expected = [int(value) for _, label in batches for value in label]
+    assert seen == [expected, expected]
+
+
+def dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.LayerNorm(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, CLASSES))
+
+
+def run(loads: list[float], store: str, prefix: Path | None, period: int = 1, cut: int = -1) -> Any:
+    """Two epochs of six batches, updated after four and two; cut off after update ``cut``."""
+    torch.manual_seed(11)
+    generator = torch.Generator().manual_seed(7)
+    arrays = torch.randn(23, FEATURES, generator=generator), torch.randint(CLASSES, (23,), generator=generator)
+    updates = 0
+
+    def count(_: Any) -> None:
+        nonlocal updates
+        if updates == cut:
+            raise Cut
+        updates += 1
+
+    with Module(dropout(), nn.CrossEntropyLoss(), contexts(len(loads)), loads) as module:
+        saves = [Checkpoint(module, prefix, period=period)] if prefix else []
+        try:
+            module.fit(
+                arrays,
+                num_epoch=2,
+                batch_size=4,
+                seed=5,
+                kvstore=store,
+                optimizer="adam",
+                optimizer_params={"lr": 0.05},
+                batch_end_callback=[*saves, count],
+                accumulate=4,
+                resume="auto" if prefix else None,
+            )
+        except Cut:
+            return None
+        return module.get_params() | module.optimizer_state().tensors
+
+
+@pytest.mark.parametrize(("loads", "store"), [([1], "local"), ([2, 1], "local"), ([1, 0, 2], "device")])
+def test_a_run_cut_off_at_an_update_resumes_to_the_same_bits(tmp_path: Path, loads: list[float], store: str) -> None:
+    whole = run(loads, store, None)
+    for period in (1, 5):
+        for cut in range(4):
+            prefix = tmp_path / f"{period}-{cut}" / "net"
+            assert run(loads, store, prefix, period, cut) is None
+            resumed = run(loads, store, prefix, period)
+            assert all(torch.equal(resumed[name], value) for name, value in whole.items()), (period, cut)
+
+
+class Interrupted:
+    """Batches that end in an error."""
+
+    def __init__(self, batches: Batches) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.batches
+        raise Cut
+
+
+@pytest.mark.parametrize("again", [1, 2])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_fit_cut_off_within_an_update_leaves_nothing_to_the_next(again: int, count: int) -> None:
+    network, found = perceptron(), []
+    batches = classes([6, 6, 6])
+    for cut in (True, False):
+        with Module(copy.deepcopy(network), nn.CrossEntropyLoss(), contexts(count)) as module:
+            module.init_optimizer("local", "sgd", MOMENTUM)
+            if cut:
+                with pytest.raises(Cut):
+                    module.fit(Interrupted(batches), num_epoch=1, accumulate=4)
+            module.fit(batches, num_epoch=1, accumulate=again)
+            found.append(module.get_params())
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
+@pytest.mark.parametrize("grad_req", ["write", "add"])
+def test_grad_req_is_as_it_was_after_fit(grad_req: str) -> None:
+    with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2)) as module:
+        module.bind((6, FEATURES), grad_req=grad_req)
+        during: list[str] = []
+        for accumulate in (1, 2):
+            module.fit(
+                classes([6, 6, 6]),
+                num_epoch=1,
+                batch_end_callback=lambda param: during.append(param.locals["module"].grad_req),
+                accumulate=accumulate,
+            )
+            assert module.grad_req == grad_req
+        assert during == [grad_req] * 3 + ["add"] * 2
+        with pytest.raises(Cut):
+            module.fit(Interrupted(classes([6, 6, 6])), num_epoch=1, accumulate=2)
+        assert module.grad_req == grad_req
+
+
+def test_under_add_fit_with_an_update_a_batch_is_that_under_write() -> None:
+    network, found = perceptron(), []
+    for grad_req in ("write", "add"):
+        with Module(copy.deepcopy(network), nn.CrossEntropyLoss(ignore_index=-1), contexts(2)) as module:
+            module.bind((6, FEATURES), grad_req=grad_req)
+            module.fit(classes([6, 1, 3, 2]), num_epoch=2, optimizer_params=MOMENTUM)
+            found.append(module.get_params())
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [(0, ValueError), (-1, ValueError), (True, TypeError), (1.5, TypeError), ("2", TypeError), (None, TypeError)],
+)
+def test_a_wrong_number_of_batches_to_an_update_is_named(value: Any, error: type[Exception]) -> None:
+    with (
+        Module(perceptron(), nn.CrossEntropyLoss(), cpu()) as module,
+        pytest.raises(error, match=f"accumulate is {value!r}; expected"),
+    ):
+        module.fit(classes(), num_epoch=1, accumulate=value)
+
+
+@pytest.mark.parametrize("value", ["null", "Add", None, 1])
+def test_a_wrong_grad_req_is_named(value: Any) -> None:
+    with (
+        Module(perceptron(), nn.CrossEntropyLoss(), cpu()) as module,
+        pytest.raises(ValueError, match=f"grad_req is {value!r}; expected 'write' or 'add'"),
+    ):
+        module.bind((6, FEATURES), grad_req=value)

@@ -1,0 +1,387 @@
+"""Gradient compression through Module: each replica is a sender of its part of the mean over the global batch."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gangline
+from collectives.workload import split_batch
+from gangline import Checkpoint, Module, cpu
+from models import checkpoint
+
+FEATURES, CLASSES = 6, 3
+THRESHOLD = 2.0**-4
+TYPES: dict[str, dict[str, Any]] = {
+    "2bit": {"type": "2bit", "threshold": 0.03},
+    "fp16": {"type": "fp16"},
+    "bf16": {"type": "bf16"},
+    "topk": {"type": "topk", "ratio": 0.1},
+}
+
+
+def contexts(count: int) -> list[gangline.Context]:
+    return [cpu(index) for index in range(count)]
+
+
+def clusters(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples about three points far apart, which any training learns to tell."""
+    generator = torch.Generator().manual_seed(1)
+    label = torch.randint(CLASSES, (samples,), generator=generator)
+    centres = torch.randn(CLASSES, FEATURES, generator=generator) * 2
+    return centres[label] + torch.randn(samples, FEATURES, generator=generator) * 0.3, label
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+def step_by_verbs(module: Module, data: Any, label: Any) -> None:
+    module.forward_backward(data, label)
+    module.update()
+
+
+STEPS: dict[str, Callable[[Module, Any, Any], None]] = {
+    "eager": Module.forward_backward_update,
+    "verbs": step_by_verbs,
+}
+
+
+@pytest.mark.parametrize("kind", sorted(TYPES))
+@pytest.mark.parametrize("store", ["local", "device"])
+def test_a_network_trains_through_every_codec_and_its_replicas_stay_equal(kind: str, store: str) -> None:
+    data, label = clusters(96)
+    with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2), [3, 1], compression_params=TYPES[kind]) as module:
+        module.fit(
+            (data, label),
+            num_epoch=8,
+            batch_size=16,
+            kvstore=store,
+            optimizer_params={"learning_rate": 0.1, "momentum": 0.9},
+        )
+        first, second = (dict(replica.network.named_parameters()) for replica in module.replicas.all)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        assert dict(module.score((data, label), "acc", batch_size=32))["accuracy"] >= 0.97
+        feeds_back = kind in ("2bit", "topk")
+        names = {f'"{layer}.{part}"/{place}' for layer in (0, 2) for part in ("weight", "bias") for place in (0, 1)}
+        assert module.compression_residuals().keys() == (names if feeds_back else set())
+
+
+# -- 2bit, number by number -----------------------------------------------------------------------------------------
+
+
+class Simulation:
+    """Senders of 2bit with residuals, one owner, and SGD on a linear network and squares, in plain numpy.
+
+    All numbers are multiples of powers of two so large that no operation rounds: whatever the order of its sums, an
+    implementation that does the same arithmetic has the same bits.
+    """
+
+    def __init__(self, weight: np.ndarray, bias: np.ndarray, senders: int) -> None:
+        self.weights = {"weight": weight.copy(), "bias": bias.copy()}
+        self.residuals = [{name: np.zeros_like(value) for name, value in self.weights.items()} for _ in range(senders)]
+
+    def step(self, data: np.ndarray, label: np.ndarray, slices: Sequence[slice], rate: float) -> None:
+        sums = {name: np.zeros_like(value) for name, value in self.weights.items()}
+        senders = [part for part in slices if part.stop > part.start]
+        for part, residuals in zip(senders, self.residuals[: len(senders)], strict=True):
+            error = data[part] @ self.weights["weight"].T + self.weights["bias"] - label[part]
+            of_mean = 2 * error / label.size
+            for name, gradient in (("weight", of_mean.T @ data[part]), ("bias", of_mean.sum(0))):
+                residuals[name] += gradient
+                sent = THRESHOLD * (
+                    (residuals[name] >= THRESHOLD).astype(gradient.dtype) - (residuals[name] <= -THRESHOLD)
+                )
+                residuals[name] -= sent
+                sums[name] += sent
+        for name, total in sums.items():
+            self.weights[name] -= rate * total
+
+
+def dyadic(shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
+    """Multiples of 1/4 from -1 to 1."""
+    return generator.integers(-4, 5, shape) / 4
+
+
+@pytest.mark.parametrize("how", sorted(STEPS))
+@pytest.mark.parametrize("store", ["local", "device"])
+@pytest.mark.parametrize("loads", [[1, 1], [3, 1], [2, 1, 1]])
+def test_two_bits_are_those_of_senders_simulated_in_numpy(how: str, store: str, loads: list[float]) -> None:
+    generator = np.random.default_rng(5)
+    network = nn.Linear(FEATURES, 4).double()
+    weight, bias = dyadic((4, FEATURES), generator), dyadic((4,), generator)
+    network.load_state_dict({"weight": torch.from_numpy(weight), "bias": torch.from_numpy(bias)})
+    simulation = Simulation(weight, bias, len(loads))
+    target = dyadic((4, FEATURES), generator)
+    params = {"type": "2bit", "threshold": THRESHOLD}
+    sent = 0
+    with Module(network, nn.MSELoss(), contexts(len(loads)), loads, compression_params=params) as module:
+        module.init_optimizer(store, "sgd", {"learning_rate": 0.5})
+        for _ in range(20):
+            data = dyadic((16, FEATURES), generator)
+            label = data @ target.T
+            before = {name: value.copy() for name, value in simulation.weights.items()}
+            STEPS[how](module, torch.from_numpy(data), torch.from_numpy(label))
+            simulation.step(data, label, split_batch(16, loads), 0.5)
+            sent += sum(int((before[name] != value).sum()) for name, value in simulation.weights.items())
+            for name, value in module.get_params().items():
+                assert np.array_equal(value.numpy(), simulation.weights[name])
+            for place, residuals in enumerate(simulation.residuals):
+                for name, residual in residuals.items():
+                    assert np.array_equal(module.compression_residuals()[f'"{name}"/{place}'].numpy(), residual)
+    assert 100 < sent < 20 * 28  # something is sent, and something is owed
+
+
+def test_what_is_owed_is_of_the_mean_over_the_global_batch() -> None:
+    """Copies of a batch in every share change nothing of what a threshold means."""
+    owed = []
+    for copies in (1, 4):
+        data, label = (tensor.repeat(2 * copies, *[1] * (tensor.dim() - 1)) for tensor in clusters(8))
+        params = {"type": "2bit", "threshold": 100.0}
+        with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2), compression_params=params) as module:
+            module.init_optimizer("device", "sgd", {"lr": 0.1})
+            module.forward_backward_update(data, label)
+            owed.append(module.compression_residuals())
+    for name, residual in owed[0].items():
+        torch.testing.assert_close(owed[1][name], residual, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_halves_arrive_rounded_once(kind: str, dtype: torch.dtype) -> None:
+    data, label = clusters(8)
+    network = perceptron()
+    stored = copy.deepcopy(network.state_dict())
+    with Module(network, nn.CrossEntropyLoss(), contexts(2), compression_params={"type": kind}) as module:
+        module.init_optimizer("local", "sgd", {"lr": 0.5})
+        for _ in range(4):
+            reference = copy.deepcopy(network)
+            parts: list[list[torch.Tensor]] = []
+            for part in (slice(0, 4), slice(4, 8)):
+                reference.zero_grad()
+                (nn.functional.cross_entropy(reference(data[part]), label[part], reduction="sum") / 8).backward()
+                parts.append([parameter.grad.to(dtype).float() for parameter in reference.parameters()])  # type: ignore[union-attr]
+            for name, one, other in zip(stored, *parts, strict=True):
+                stored[name] = stored[name] - 0.5 * (one + other)
+            module.forward_backward_update(data, label)
+            for name, value in module.get_params().items():
+                assert torch.equal(value, stored[name])
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+class Cut(BaseException):
+    """Ends a run as a kill does: nothing of ours catches it."""
+
+
+def run(
+    kind: str, loads: list[float], prefix: Path, resume: Any = None, cut: int = -1
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] | None:
+    """Weights and residuals after 3 epochs with a checkpoint every 2 batches; None where it was cut off."""
+    batches = 0
+
+    def count(_: Any) -> None:
+        nonlocal batches
+        if batches == cut:
+            raise Cut
+        batches += 1
+
+    with Module(
+        perceptron(), nn.CrossEntropyLoss(), contexts(len(loads)), loads, compression_params=TYPES[kind]
+    ) as module:
+        try:
+            module.fit(
+                clusters(46),
+                num_epoch=3,
+                batch_size=9,
+                kvstore="device",
+                optimizer_params={"learning_rate": 0.1, "momentum": 0.9},
+                batch_end_callback=[Checkpoint(module, prefix, period=2), count],
+                epoch_end_callback=Checkpoint(module, prefix),
+                resume=resume,
+            )
+        except Cut:
+            return None
+        return module.get_params(), module.compression_residuals()
+
+
+@pytest.mark.parametrize("kind", sorted(TYPES))
+@pytest.mark.parametrize("loads", [[1, 1], [2, 0, 1]])
+def test_a_run_cut_off_in_mid_epoch_resumes_to_the_same_bits(tmp_path: Path, kind: str, loads: list[float]) -> None:
+    whole = run(kind, loads, tmp_path / "whole" / "net")
+    assert whole is not None
+    for cut in (1, 4, 10):
+        prefix = tmp_path / f"cut{cut}" / "net"
+        assert run(kind, loads, prefix, cut=cut) is None
+        resumed = run(kind, loads, prefix, resume="auto")
+        assert resumed is not None
+        for ours, theirs in zip(whole, resumed, strict=True):
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[name], value) for name, value in theirs.items()), cut
+
+
+def test_residuals_are_in_the_checkpoint_and_a_run_without_compression_leaves_them(tmp_path: Path) -> None:
+    prefix = tmp_path / "net"
+    found = run("2bit", [1, 1], prefix)
+    assert found is not None
+    saved = checkpoint.read(prefix, 3)
+    assert saved.compression_residuals.keys() == found[1].keys()
+    assert all(torch.equal(saved.compression_residuals[name], value) for name, value in found[1].items())
+    assert any(value.any() for value in found[1].values())
+    with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2)) as module:
+        module.init_optimizer("device", "sgd", {"learning_rate": 0.1, "momentum": 0.9})
+        module.resume(saved)
+        assert module.compression_residuals() == {}
+        assert all(torch.equal(saved.params[name], value) for name, value in module.get_params().items())
+
+
+# -- arguments ------------------------------------------------------------------------------------------------------
+
+
+def test_one_context_alone_warns_that_nothing_is_sent(caplog: pytest.LogCaptureFixture) -> None:
+    data, label = clusters(8)
+    found = []
+    for params in (TYPES["2bit"], None):
+        with Module(perceptron(), nn.CrossEntropyLoss(), cpu(), compression_params=params) as module:
+            caplog.clear()
+            with caplog.at_level(logging.WARNING, "gangline"):
+                module.init_optimizer("device", "sgd", {"lr": 0.1})
+            module.forward_backward_update(data, label)
+            assert module.compression_residuals() == {}
+            found.append(module.get_params())
+            said = ["one context alone sends no gradients, so compression_params changes nothing"]
+            assert caplog.messages == (said if params else [])
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        ({}, ValueError, "names no type"),
+        ({"type": "3bit"}, ValueError, r"no compression type '3bit'; expected one of \['2bit', 'bf16', 'fp16', 'topk'"),
+        ({"type": "2bit", "threshold": 0}, ValueError, "threshold is 0; expected a finite number > 0"),
+        ({"type": "2bit", "threshold": "0.5"}, TypeError, "threshold"),
+        ({"type": "fp16", "threshold": 0.5}, ValueError, "'fp16' has no option 'threshold'"),
+        ({"type": "topk", "ratio": 2}, ValueError, "ratio is 2; expected 0 < ratio <= 1"),
+        ({"type": "2bit", "pull_type": "fp8"}, ValueError, "pull_type is 'fp8'"),
+        ("2bit", TypeError, "compression is '2bit', a str; expected a dict"),
+    ],
+)
+def test_bad_params_are_refused_by_the_constructor(params: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Module(perceptron(), nn.CrossEntropyLoss(), contexts(2), compression_params=params)
+
+
+@pytest.mark.parametrize("store", ["local", "device"])
+def test_pulls_within_a_process_are_not_compressed(store: str) -> None:
+    params = {"type": "2bit", "pull_type": "fp16"}
+    with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2), compression_params=params) as module:
+        with pytest.raises(ValueError, match=f"pull_type is 'fp16', but a '{store}' store"):
+            module.init_optimizer(store, "sgd", {"lr": 0.1})
+        assert not module.optimizer_initialized
+
+
+# -- what is not compressed, and what cannot be ---------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4, sparse=True)
+        self.last = nn.Linear(4, CLASSES)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.last(self.table(words).mean(1))
+        return output
+
+
+@pytest.mark.parametrize("how", sorted(STEPS))
+def test_sparse_gradients_travel_as_they_are_beside_two_bits(how: str) -> None:
+    """The threshold is so high that the dense layer never moves; the table trains as if that layer were frozen."""
+    torch.manual_seed(0)
+    network = Words().double()
+    reference = copy.deepcopy(network)
+    plain = torch.optim.SGD(reference.table.parameters(), lr=0.5)
+    params = {"type": "2bit", "threshold": 1e6}
+    with Module(network, nn.CrossEntropyLoss(), contexts(2), [2, 1], compression_params=params) as module:
+        module.init_optimizer("device", "sgd", {"lr": 0.5})
+        for _ in range(8):
+            words, label = torch.randint(10, (6, 3)), torch.randint(CLASSES, (6,))
+            STEPS[how](module, words, label)
+            plain.zero_grad()
+            nn.functional.cross_entropy(reference(words), label).backward()
+            plain.step()
+        found = module.get_params()
+        assert torch.equal(found["last.weight"], reference.last.weight)
+        torch.testing.assert_close(found["table.weight"], reference.table.weight.detach(), rtol=0, atol=1e-12)
+        assert {name.split("/")[0] for name in module.compression_residuals()} == {'"last.weight"', '"last.bias"'}
+
+
+@pytest.mark.parametrize("how", sorted(STEPS))
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_nan_gradient_is_an_error_by_key_and_nothing_is_updated(how: str, steps_before: int) -> None:
+    """Before the first step there are no buckets yet; later a bucket may leave while backward runs."""
+    data, label = clusters(8)
+    bad = data.clone()
+    bad[6] = float("nan")  # of the second replica
+    with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2), compression_params=TYPES["2bit"]) as module:
+        module.init_optimizer("device", "sgd", {"lr": 0.1, "momentum": 0.9})
+        for _ in range(steps_before):
+            STEPS[how](module, data, label)
+        weights, owed, state = module.get_params(), module.compression_residuals(), module.optimizer_state()
+        with pytest.raises(ValueError, match=r"the gradient of key '[02]\.(weight|bias)' holds NaN"):
+            STEPS[how](module, bad, label)
+        assert all(torch.equal(weights[name], value) for name, value in module.get_params().items())
+        assert all(torch.equal(state.tensors[name], value) for name, value in module.optimizer_state().tensors.items())
+        for name, residual in module.compression_residuals().items():
+            assert torch.equal(residual, owed.get(name, torch.zeros_like(residual)))
+
+
+@pytest.mark.parametrize("how", sorted(STEPS))
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_after_a_step_that_was_refused_for_a_nan_the_next_one_trains_as_if_it_had_not_been(
+    how: str, steps_before: int
+) -> None:
+    data, label = clusters(8)
+    found = []
+    for refused in (True, False):
+        with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2), compression_params=TYPES["2bit"]) as module:
+            module.init_optimizer("device", "sgd", {"lr": 0.1, "momentum": 0.9})
+            for step in range(6):
+                if refused and step == steps_before:
+                    with pytest.raises(ValueError, match="holds NaN"):
+                        STEPS[how](module, data * float("nan"), label)
+                STEPS[how](module, data, label)
+            found.append(module.get_params())
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
+# -- the whole way --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_bits_reach_the_accuracy_of_whole_gradients_on_digits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The mean of three seeds: 360 images are held out, so that a single run is sure to a point only."""
+    accuracies: dict[str, list[float]] = {"whole": [], "2bit": []}
+    for seed in range(3):
+        for kind, found in accuracies.items():
+            flags = ["--network", "lenet", "--dataset", "digits", "--cpus", "2", "--lr", "0.03", "--seed", str(seed)]
+            flags += ["--gc-type", "2bit", "--gc-threshold", "0.03"] if kind == "2bit" else []
+            monkeypatch.setattr("sys.argv", ["gangline", "train", *flags])
+            with pytest.raises(SystemExit) as end:
+                gangline.main()
+            assert not end.value.code
+            found.append(float(capsys.readouterr().out.removeprefix("Validation-accuracy=")))
+    assert sum(accuracies["2bit"]) / 3 >= sum(accuracies["whole"]) / 3 - 0.02

@@ -1,0 +1,1042 @@
+"""The flow of gradients: when buckets leave, in what order, how often, and that no way of stepping changes a bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import logging
+import pickle
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, ClassVar, Self
+
+import pytest
+import torch
+from measure import distance
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from collectives import Work
+from gangline import Module, cpu
+from kvstore import KVStore, create
+from kvstore.bucketing import Bucket
+from kvstore.device import DeviceStore
+from kvstore.local import LocalStore
+from kvstore.optimizer_spec import Key
+from models import flow
+
+LIMIT = 20.0
+"""Seconds after which a test that waits has failed."""
+FEATURES, WIDTH, CLASSES = 5, 6, 3
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
+    "adamw": {"lr": 0.01, "weight_decay": 0.1},
+    "adagrad": {"lr": 0.1},
+    "rmsprop": {"lr": 0.01, "momentum": 0.5, "centered": True},
+    "adafactor": {"lr": 0.05},
+    "clipped": {"lr": 0.1, "rescale_grad": 0.5, "clip_gradient": 0.01},
+}
+LOADS = [[1], [1, 1], [2.5, 0, 1], [1, 1, 1, 1]]
+
+
+@pytest.fixture(autouse=True)
+def _single_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "BUCKET_BYTES", 260)  # a layer of WIDTH, in float32
+
+
+small_buckets = pytest.mark.usefixtures("_small_buckets")
+
+
+class Recorder(LocalStore):
+    """A local store that notes what it is asked for, and in what order it does it."""
+
+    def __init__(self) -> None:
+        super().__init__("recorder")
+        self.pushed: list[tuple[Key, ...]] = []
+        self.pulled: list[tuple[Key, ...]] = []
+        self.one_by_one: list[tuple[Key, ...]] = []
+        self.ran: list[tuple[Key, ...]] = []
+        self.works: list[Work] = []
+        self.on_push: Callable[[], None] = lambda: None
+        self.on_run: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def forget(self) -> None:
+        for noted in (self.pushed, self.pulled, self.one_by_one, self.ran, self.works):
+            noted.clear()
+
+    def push_bucket(
+        self,
+        bucket: Bucket,
+        values: Sequence[torch.Tensor],
+        keys: Collection[Key] | None = None,
+        priority: int = 0,
+        *,
+        async_op: bool = False,
+    ) -> Work:
+        work = super().push_bucket(bucket, values, keys, priority, async_op=async_op)
+        self.pushed.append(tuple(bucket.keys if keys is None else keys))
+        self.works.append(work)
+        self.on_push()
+        return work
+
+    def pull_bucket(
+        self, bucket: Bucket, outs: Sequence[torch.Tensor], priority: int = 0, *, async_op: bool = False
+    ) -> Work:
+        self.pulled.append(tuple(bucket.keys))
+        return super().pull_bucket(bucket, outs, priority, async_op=async_op)
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, async_op: bool = False) -> Work:
+        self.one_by_one.append(tuple(key))
+        return super().pushpull(key, value, out, priority, async_op=async_op)
+
+    def _merge_flat(self, bucket: Bucket, *arguments: Any) -> None:
+        self.ran.append(tuple(bucket.keys))
+        self.on_run()
+        super()._merge_flat(bucket, *arguments)
+
+
+class LocalByKeys(LocalStore):
+    """Moves a bucket's keys one by one, as a store does that knows nothing of buckets."""
+
+    _fuse, _push_bucket, _pull_bucket = KVStore._fuse, KVStore._push_bucket, KVStore._pull_bucket
+
+
+class DeviceByKeys(DeviceStore):
+    """Likewise, of the device store."""
+
+    _fuse, _push_bucket, _pull_bucket = KVStore._fuse, KVStore._push_bucket, KVStore._pull_bucket
+
+
+class Passing(torch.autograd.Function):
+    """Passes values on, and calls a function when its gradient comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, function: Callable[[], None]) -> torch.Tensor:
+        ctx.function = function
+        return data.view_as(data)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.function()
+        return gradient, None
+
+
+class Gate(nn.Module):
+    """Calls ``passed`` in the middle of backward; copies of it share the function."""
+
+    passed: ClassVar[Callable[[], None]]
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return Passing.apply(data, lambda: type(self).passed())  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gate() -> type[Gate]:
+    """A gate of a test's own, open at first."""
+    return type("OwnGate", (Gate,), {"passed": staticmethod(lambda: None)})
+
+
+def gated(own: type[Gate], layers: int = 4) -> nn.Module:
+    """Linear layers with a gate between the first and the second."""
+    first, *others = [nn.Linear(FEATURES if i == 0 else WIDTH, WIDTH) for i in range(layers)]
+    return nn.Sequential(first, own(), *others)
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES)
+    )
+
+
+def batch(samples: int = 6, seed: int = 0, columns: int = CLASSES) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(samples, FEATURES, generator=generator), torch.randn(samples, columns, generator=generator)
+
+
+def doubles(samples: int = 6, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    data, label = batch(samples, seed)
+    return data.double(), label.double()
+
+
+def contexts(count: int) -> list[Any]:
+    return [cpu(index) for index in range(count)]
+
+
+def optimizer_of(name: str) -> tuple[str, dict[str, Any]]:
+    return "sgd" if name == "clipped" else name, OPTIMIZERS[name]
+
+
+def same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def agree(module: Module, store: KVStore | None = None) -> None:
+    """Raise unless all replicas, and the store, have the same bits."""
+    first, *others = [dict(replica.network.named_parameters()) for replica in module.replicas.all]
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+    if store is not None:
+        for name in module.replicas.first.parameters:
+            out = torch.empty_like(first[name])
+            store.pull(name, out)
+            assert torch.equal(out, first[name]), name
+
+
+# -- when buckets leave ---------------------------------------------------------------------------------------------
+
+
+@small_buckets
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_last_layers_are_summed_and_updated_while_backward_still_runs(count: int) -> None:
+    own, left = gate(), threading.Event()
+    seen: list[int] = []
+    with Recorder() as store, Module(gated(own), nn.MSELoss(), contexts(count)) as module:
+        module.init_optimizer(store, "sgd", {"lr": 0.1})
+        module.forward_backward_update(*batch(columns=WIDTH))  # the first is watched
+        store.forget()
+
+        def wait() -> None:
+            assert left.wait(LIMIT)
+            for work in list(store.works):
+                work.wait(LIMIT)
+            seen.append(len(store.ran))
+
+        own.passed = wait
+        store.on_push = lambda: left.set() if len(store.pushed) == 2 else None
+        module.forward_backward_update(*batch(columns=WIDTH))
+        assert len(seen) == count  # backward of the first layer had yet to come, in every replica
+        assert min(seen) >= 2
+        assert len(store.pushed) == 4
+        assert "0.weight" in store.pushed[-1]
+        agree(module, store)
+
+
+@small_buckets
+@pytest.mark.parametrize("count", [1, 2])
+def test_of_the_buckets_under_way_those_nearest_the_input_go_first(count: int) -> None:
+    all_left = threading.Event()
+    layers = 5
+    with Recorder() as store, Module(gated(gate(), layers), nn.MSELoss(), contexts(count)) as module:
+        module.init_optimizer(store, "sgd", {"lr": 0.1})
+        module.forward_backward_update(*batch(columns=WIDTH))
+        store.forget()
+        started, waited = threading.Event(), []
+
+        def pushed() -> None:  # the first begins alone, and is held up until all others have left
+            if len(store.pushed) == 1:
+                waited.append(started.wait(LIMIT))
+            elif len(store.pushed) == layers:
+                all_left.set()
+
+        def run() -> None:
+            started.set()
+            waited.append(all_left.wait(LIMIT))
+
+        store.on_push, store.on_run = pushed, run
+        module.forward_backward_update(*batch(columns=WIDTH))
+        assert all(waited)
+        assert len(store.pushed) == layers
+        last, *others = store.pushed
+        assert store.ran == [last, *reversed(others)]
+        assert store.pulled == list(reversed(store.pushed))
+
+
+@small_buckets
+@pytest.mark.parametrize("count", [1, 3])
+def test_buckets_hold_and_leave_in_the_order_of_the_first_backward(count: int) -> None:
+    network = perceptron()
+    reference = copy.deepcopy(network)
+    order: list[str] = []
+    for name, parameter in reference.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))  # type: ignore[no-untyped-call]
+    data, label = batch()
+    F.mse_loss(reference(data), label).backward()
+    with Recorder() as store, Module(network, nn.MSELoss(), contexts(count)) as module:
+        module.init_optimizer(store, "sgd", {"lr": 0.1})
+        for _ in range(4):
+            store.forget()
+            module.forward_backward_update(data, label)
+        assert len(store.pushed) > 1
+        assert list(itertools.chain(*store.pushed)) == order
+
+
+@small_buckets
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_step_pushes_each_key_once_and_pulls_each_bucket_once(count: int, early: bool) -> None:
+    with Recorder() as store, Module(perceptron(), nn.MSELoss(), contexts(count)) as module:
+        module.init_optimizer(store, "sgd", {"lr": 0.1})
+        names = list(module.replicas.first.parameters)
+        for number, size in enumerate((6, 6, 1, 7)):  # of the third only one replica has a part
+            store.forget()
+            if early:
+                module.forward_backward_update(*batch(size))
+            else:
+                module.forward_backward(*batch(size))
+                module.update()
+            pushed = itertools.chain(*store.pushed, *store.one_by_one)
+            assert Counter(pushed) == dict.fromkeys(names, 1)
+            assert bool(store.one_by_one) == (number == 0)
+            assert Counter(store.pulled) == Counter(store.pushed)
+
+
+@small_buckets
+def test_nothing_is_pushed_between_backward_and_update() -> None:
+    with Recorder() as store, Module(perceptron(), nn.MSELoss(), contexts(2)) as module:
+        module.init_optimizer(store, "sgd", {"lr": 0.1})
+        module.forward_backward_update(*batch())
+        store.forget()
+        before = module.get_params()
+        module.forward(*batch())
+        module.backward()
+        assert not store.pushed
+        assert same_bits(module.get_params(), before)
+        module.update()
+        assert store.pushed
+
+
+@small_buckets
+def test_a_first_update_of_several_backwards_does_not_keep_buckets_from_leaving_early() -> None:
+    own, early = gate(), []
+    with Recorder() as store, Module(gated(own), nn.MSELoss(), contexts(2)) as module:
+        module.init_optimizer(store, "sgd", {"lr": 0.1})
+        for _ in range(2):
+            module.forward_backward(*batch(columns=WIDTH))
+        module.update()
+        own.passed = lambda: early.append(len(store.pushed))
+        store.forget()
+        module.forward_backward_update(*batch(columns=WIDTH))
+        assert max(early) >= 2
+
+
+@small_buckets
+def test_a_first_backward_that_failed_does_not_keep_buckets_from_leaving_early() -> None:
+    own, early = gate(), []
+
+    def fail() -> None:
+        raise ArithmeticError("in the middle")
+
+    with Recorder() as store, Module(gated(own), nn.MSELoss(), contexts(1)) as module:
+        module.init_optimizer(store, "sgd", {"lr": 0.1})
+        own.passed = fail
+        with pytest.raises(ArithmeticError):
+            module.forward_backward_update(*batch(columns=WIDTH))
+        own.passed = lambda: early.append(len(store.pushed))
+        for _ in range(2):
+            store.forget()
+            module.forward_backward_update(*batch(columns=WIDTH))
+        assert early[-1] >= 2
+
+
+# -- bits -----------------------------------------------------------------------------------------------------------
+
+
+def by(
+    store: str | KVStore, how: str, optimizer: str, loads: Sequence[float]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights and optimizer state after a few steps, some with fewer samples than contexts."""
+    torch.manual_seed(3)
+    with Module(perceptron(), nn.MSELoss(), contexts(len(loads)), loads) as module:
+        module.init_optimizer(store, *optimizer_of(optimizer))
+        for step, size in enumerate((7, 2, 5, 1, 8)):
+            if how == "eager":
+                module.forward_backward_update(*batch(size, step))
+            else:
+                module.forward_backward(*batch(size, step))
+                module.update()
+        agree(module)
+        return module.get_params(), module.optimizer_state().tensors
+
+
+@small_buckets
+@pytest.mark.parametrize("loads", LOADS, ids=str)
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+def test_eager_steps_separate_steps_and_single_keys_give_the_same_bits(optimizer: str, loads: list[float]) -> None:
+    for name, by_keys in (("local", LocalByKeys), ("device", DeviceByKeys)):
+        weights, state = by(name, "eager", optimizer, loads)
+        for how in ("eager", "separate"):
+            with create(name) as fused, by_keys("by keys") as single:
+                for store in (fused, single):
+                    other_weights, other_state = by(store, how, optimizer, loads)
+                    assert same_bits(other_weights, weights), (name, how, type(store))
+                    assert same_bits(other_state, state), (name, how, type(store))
+
+
+@pytest.mark.parametrize("limit", [1, 260, 1 << 20])
+def test_the_size_of_buckets_changes_no_bit(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = by("device", "eager", "sgd", [2, 1])
+    monkeypatch.setattr(flow, "BUCKET_BYTES", limit)
+    assert same_bits(by("device", "eager", "sgd", [2, 1])[0], whole)
+
+
+@small_buckets
+def test_a_store_given_by_the_user_is_used_and_left_open() -> None:
+    expected, _ = by("local", "eager", "adamw", [1, 1])
+    with Recorder() as store:
+        found, _ = by(store, "eager", "adamw", [1, 1])
+        assert store.pushed
+        assert same_bits(found, expected)
+        out = torch.empty_like(expected["0.weight"])
+        store.pull("0.weight", out)
+        assert torch.equal(out, expected["0.weight"])
+
+
+# -- parameters that not every step uses ----------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Samples whose first number is positive pass through one more layer; where there are none, it is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.branch = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.unused, self.head = nn.Linear(2, 2), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(data).tanh()
+        chosen = data[:, :1] > 0
+        if chosen.any():
+            hidden = hidden + torch.where(chosen, self.branch(hidden), 0)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+SIGNS = {"none": [-1, -1], "first": [1, -1], "second": [-1, 1], "all": [1, 1]}
+
+
+@small_buckets
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        ["all", "none", "first", "none", "second", "all"],
+        ["none", "all", "none", "second", "first"],
+        ["second", "none", "first", "all"],
+    ],
+    ids="-".join,
+)
+def test_parameters_that_a_step_does_not_use_are_left_alone(steps: list[str], optimizer: str) -> None:
+    network = Branches().double()
+    reference = copy.deepcopy(network)
+    plain = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer](
+        reference.parameters(), **OPTIMIZERS[optimizer]
+    )
+    for store in ("local", "device"):
+        with Module(copy.deepcopy(network), nn.MSELoss(), contexts(2)) as module:
+            module.init_optimizer(store, optimizer, OPTIMIZERS[optimizer])
+            for number, step in enumerate(steps):
+                data, label = doubles(6, number)
+                data[:, 0] = data[:, 0].abs() * torch.tensor(SIGNS[step]).repeat_interleave(3)
+                module.forward_backward_update(data, label)
+                if store == "local":
+                    plain.zero_grad()
+                    F.mse_loss(reference(data), label).backward()
+                    plain.step()
+            agree(module)
+            assert distance(module.get_params(), reference.state_dict()) < 1e-12
+            assert torch.equal(module.get_params()["unused.weight"], network.unused.weight)
+
+
+@small_buckets
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_backward_of_the_users_own_between_steps_reaches_no_store(rounds: int) -> None:
+    network = Branches()
+    data, label = batch()
+    with Recorder() as store, Module(network, nn.MSELoss(), contexts(1)) as module:
+        module.init_optimizer(store, "sgd", {"lr": 0.1})
+        module.forward_backward_update(data.abs(), label)
+        module.forward_backward_update(-data.abs(), label)  # which leaves the branch's bucket waiting
+        store.forget()
+        for _ in range(rounds):
+            F.mse_loss(network(data.abs()), label).backward()
+        assert not store.pushed
+        agree(module, store)
+
+
+@small_buckets
+@pytest.mark.parametrize("sparse", [[0, 1], [1], [0]], ids=["all replicas", "second", "first"])
+def test_a_gradient_that_turns_sparse_later_leaves_its_bucket(sparse: list[int]) -> None:
+    network = nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(8, CLASSES)).double()
+    reference = copy.deepcopy(network)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(0)
+    with create("local") as store, Module(network, nn.MSELoss(), contexts(2)) as module:
+        module.init_optimizer(store, "sgd", {"lr": 0.1})
+        for step in range(5):
+            if step in (2, 4):  # turns sparse, and dense again
+                for place in sparse:
+                    module.replicas.all[place].network[0].sparse = step == 2  # type: ignore[index]
+            data = torch.randint(10, (6, 2), generator=generator)
+            label = torch.randn(6, CLASSES, generator=generator, dtype=torch.float64)
+            module.forward_backward_update(data, label)
+            plain.zero_grad()
+            F.mse_loss(reference(data), label).backward()
+            plain.step()
+            agree(module, store)
+        assert distance(module.get_params(), reference.state_dict()) < 1e-12
+
+
+@small_buckets
+@pytest.mark.parametrize("count", [1, 2])
+def test_frozen_parameters_stay_and_those_freed_join(count: int) -> None:
+    network = perceptron().double()
+    reference = copy.deepcopy(network)
+    with Module(network, nn.MSELoss(), contexts(count), fixed_param_names=["2.weight"]) as module:
+        for frozen in (["2.weight"], ["0.bias", "2.weight"], []):
+            for name, parameter in network.named_parameters():
+                parameter.requires_grad_(name not in frozen)
+            for name, parameter in reference.named_parameters():
+                parameter.requires_grad_(name not in frozen)
+            module.init_optimizer("local", "sgd", OPTIMIZERS["sgd"])
+            plain = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], **OPTIMIZERS["sgd"])
+            for step in range(3):
+                data, label = doubles(5, step)
+                module.forward_backward_update(data, label)
+                plain.zero_grad()
+                F.mse_loss(reference(data), label).backward()
+                plain.step()
+            agree(module)
+            assert distance(module.get_params(), reference.state_dict()) < 1e-12
+
+
+# -- whatever a user does between steps -----------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """One weight in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.second.weight = self.first.weight
+        self.last = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return self.last(self.second(self.first(data).tanh()).tanh())  # type: ignore[no-any-return]
+
+
+class Recurrent(nn.Module):
+    """An LSTM over the features, one a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.last = nn.LSTM(1, 4, num_layers=2), nn.Linear(4, CLASSES)
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return self.last(self.lstm(data.T.unsqueeze(2))[0][-1])  # type: ignore[no-any-return]
+
+
+def convolution() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 1, FEATURES)),
+        nn.Conv2d(1, 4, (1, 2)),
+        nn.Conv2d(4, 3, (1, 2)),
+        nn.Flatten(),
+        nn.Linear(9, CLASSES),
+    )
+
+
+def nothing(*_: Any) -> None:
+    pass
+
+
+def zero_to_none(network: nn.Module) -> None:
+    network.zero_grad(set_to_none=True)
+
+
+def zero_in_place(network: nn.Module) -> None:
+    network.zero_grad(set_to_none=False)
+
+
+def replace_gradients(network: nn.Module) -> None:
+    for parameter in network.parameters():
+        parameter.grad = parameter.grad * 3 if parameter.grad is not None else None
+
+
+def replace_gradients_data(network: nn.Module) -> None:
+    for parameter in network.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data = parameter.grad.data * 3
+
+
+def shrink_gradients(network: nn.Module) -> None:
+    for parameter in network.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.25)
+
+
+def drop_a_gradient(network: nn.Module) -> None:
+    next(network.parameters()).grad = None
+
+
+def channels_last(network: nn.Module) -> None:
+    network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def move_away(network: nn.Module) -> None:
+    for parameter in network.parameters():
+        parameter.data = parameter.data.clone()
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "perceptron": perceptron,
+    "tied": Tied,
+    "lstm": Recurrent,
+    "convolution": convolution,
+}
+BETWEEN: dict[str, Callable[[nn.Module], None]] = {
+    "nothing": nothing,
+    "zero_grad": zero_to_none,
+    "zero_grad in place": zero_in_place,
+    "channels_last": channels_last,
+    "data replaced": move_away,
+}
+BEFORE_UPDATE: dict[str, Callable[[nn.Module], None]] = {
+    "replaced": replace_gradients,
+    "their data replaced": replace_gradients_data,
+    "shrunk": shrink_gradients,
+    "dropped": drop_a_gradient,
+    "moved": move_away,
+}
+
+
+@small_buckets
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_what_a_user_does_between_steps_changes_nothing(network: str, between: str) -> None:
+    made = NETWORKS[network]().double()
+    reference = copy.deepcopy(made)
+    plain = torch.optim.SGD(reference.parameters(), **OPTIMIZERS["sgd"])
+    with create("device") as store, Module(made, nn.MSELoss(), contexts(2), [2, 1]) as module:
+        module.init_optimizer(store, "sgd", OPTIMIZERS["sgd"])
+        for step in range(4):
+            data, label = doubles(5, step)
+            module.forward_backward_update(data, label)
+            plain.zero_grad()
+            F.mse_loss(reference(data), label).backward()
+            plain.step()
+            BETWEEN[between](made)
+        module.forward_backward_update(data, label)
+        plain.zero_grad()
+        F.mse_loss(reference(data), label).backward()
+        plain.step()
+        agree(module, store)
+        assert distance(module.get_params(), reference.state_dict()) < 1e-11
+
+
+@small_buckets
+@pytest.mark.parametrize("change", BEFORE_UPDATE)
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_a_user_does_to_all_gradients_before_update_counts(change: str, count: int) -> None:
+    network = convolution().double()
+    reference = copy.deepcopy(network)
+    plain = torch.optim.SGD(reference.parameters(), **OPTIMIZERS["sgd"])
+    with create("local") as store, Module(network, nn.MSELoss(), contexts(count)) as module:
+        module.init_optimizer(store, "sgd", OPTIMIZERS["sgd"])
+        for step in range(4):
+            data, label = doubles(5, step)
+            module.forward_backward(data, label)
+            plain.zero_grad()
+            F.mse_loss(reference(data), label).backward()
+            if step != 1:
+                for replica in module.replicas.all:
+                    BEFORE_UPDATE[change](replica.network)
+                BEFORE_UPDATE[change](reference)
+            module.update()
+            plain.step()
+        agree(module, store)
+        assert distance(module.get_params(), reference.state_dict()) < 1e-12
+
+
+@small_buckets
+def test_a_parameter_that_moved_is_put_back_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    network = perceptron()
+    with Module(network, nn.MSELoss(), contexts(2)) as module:
+        module.init_optimizer("local", "sgd", {"lr": 0.1})
+        module.forward_backward_update(*batch())
+        places = {name: parameter.data_ptr() for name, parameter in network.named_parameters()}
+        for _ in range(3):
+            network[0].weight.data = network[0].weight.data.clone()  # type: ignore[index]
+            module.forward_backward_update(*batch())
+            assert places == {name: parameter.data_ptr() for name, parameter in network.named_parameters()}
+    logged = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert [record.getMessage().split(" had")[0] for record in logged] == ["parameter '0.weight'"]
+
+
+@small_buckets
+@pytest.mark.parametrize("store", ["local", "device"])
+def test_set_params_and_load_state_dict_fill_buckets_everywhere(store: str) -> None:
+    network = perceptron().double()
+    reference = copy.deepcopy(network)
+    fresh = perceptron().double().state_dict()
+    data, label = doubles()
+    with create(store) as kv, Module(network, nn.MSELoss(), contexts(2)) as module:
+        module.init_optimizer(kv, "sgd", {"lr": 0.1})
+        for _ in range(3):
+            module.forward_backward_update(data, label)
+        network.load_state_dict(fresh)  # of one replica
+        module.set_params(network.state_dict())  # of all, and the store
+        agree(module, kv)
+        assert same_bits(module.get_params(), dict(fresh))
+        module.forward_backward_update(data, label)
+        agree(module, kv)
+        reference.load_state_dict(fresh)
+        F.mse_loss(reference(data), label).backward()
+        expected = {name: (p - 0.1 * p.grad).detach() for name, p in reference.named_parameters()}  # type: ignore[operator]
+        assert distance(module.get_params(), expected) < 1e-13
+
+
+@small_buckets
+def test_weights_loaded_behind_the_modules_back_leave_replicas_and_store_alike_after_the_next_step() -> None:
+    network = perceptron()
+    with create("local") as store, Module(network, nn.MSELoss(), contexts(3)) as module:
+        module.init_optimizer(store, "sgd", {"lr": 0.1})
+        module.forward_backward_update(*batch())
+        network.load_state_dict(perceptron().state_dict())
+        module.forward_backward_update(*batch())
+        agree(module, store)
+
+
+def saved_and_loaded(network: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(network, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda network: pickle.loads(pickle.dumps(network)),
+    "torch.save": saved_and_loaded,
+}
+
+
+@small_buckets
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_copy_of_the_network_is_independent(how: str, closed: bool) -> None:
+    network = perceptron()
+    with Recorder() as store, Module(network, nn.MSELoss(), contexts(2)) as module:
+        module.init_optimizer(store, "sgd", {"lr": 0.1})
+        module.forward_backward_update(*batch())
+        if closed:
+            module.close()
+        before = copy.deepcopy(network.state_dict())
+        made = COPIES[how](network)
+        assert same_bits(made.state_dict(), before)
+        store.forget()
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+        data, label = batch()
+        F.mse_loss(made(data), label).backward()
+        optimizer.step()
+        assert not store.pushed
+        assert same_bits(network.state_dict(), before)
+        assert not same_bits(made.state_dict(), before)
+        if not closed:
+            module.forward_backward_update(data, label)
+            agree(module, store)
+
+
+def hooks_of(network: nn.Module) -> int:
+    return sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in network.parameters())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_after_close_the_network_is_plain_again(count: int) -> None:
+    network = perceptron()
+    data, label = batch()
+    with create("local") as store:
+        module = Module(network, nn.MSELoss(), contexts(count))
+        module.init_optimizer(store, "sgd", {"lr": 0.1})
+        module.forward_backward_update(data, label)
+        assert hooks_of(network) == len(list(network.parameters()))
+        module.init_optimizer(store, "sgd", {"lr": 0.1})
+        assert hooks_of(network) == len(list(network.parameters()))
+        module.close()
+    assert not hooks_of(network)
+    reference = perceptron()
+    reference.load_state_dict(network.state_dict())
+    for one in (network, reference):
+        optimizer = torch.optim.Adam(one.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.mse_loss(one(data), label).backward()
+            optimizer.step()
+    assert same_bits(dict(network.state_dict()), dict(reference.state_dict()))
+
+
+@small_buckets
+@pytest.mark.parametrize("close_first", [True, False])
+def test_two_modules_train_one_network_one_after_the_other(close_first: bool) -> None:
+    network = Branches().double()
+    reference = copy.deepcopy(network)
+    modules = []
+    for number in range(3):
+        module = Module(network, nn.MSELoss(), contexts(2))
+        module.init_optimizer("local", "sgd", OPTIMIZERS["sgd"])
+        plain = torch.optim.SGD(reference.parameters(), **OPTIMIZERS["sgd"])
+        for step, sign in enumerate((1, 1, -1)):  # the last leaves the branch unused
+            data, label = doubles(6, 10 * number + step)
+            data = data.abs() * sign
+            module.forward_backward_update(data, label)
+            plain.zero_grad()
+            F.mse_loss(reference(data), label).backward()
+            plain.step()
+        agree(module)
+        assert distance(module.get_params(), reference.state_dict()) < 1e-12
+        if close_first:
+            module.close()
+        modules.append(module)
+    for module in modules:
+        module.close()
+    assert not hooks_of(network)
+
+
+@small_buckets
+@pytest.mark.parametrize("stores", [("local", "local"), ("local", "device"), ("device", "local")])
+@pytest.mark.parametrize("count", [1, 2])
+def test_init_optimizer_again_goes_on_from_the_weights_with_fresh_state(stores: tuple[str, str], count: int) -> None:
+    network = perceptron().double()
+    reference = copy.deepcopy(network)
+    with Module(network, nn.MSELoss(), contexts(count)) as module:
+        for lr, store in zip((0.1, 0.05), stores, strict=True):
+            module.init_optimizer(store, "sgd", {"lr": lr, "momentum": 0.9})
+            plain = torch.optim.SGD(reference.parameters(), lr=lr, momentum=0.9)
+            for step in range(3):
+                data, label = doubles(5, step)
+                module.forward_backward_update(data, label)
+                plain.zero_grad()
+                F.mse_loss(reference(data), label).backward()
+                plain.step()
+        agree(module)
+        assert distance(module.get_params(), reference.state_dict()) < 1e-12
+
+
+# -- a weight whose gradient comes twice ----------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """A layer called twice, each time recomputed in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.last, self.recompute = nn.Linear(FEATURES, CLASSES), True
+
+    def forward(self, data: torch.Tensor) -> Any:
+        hidden = self.first(data).tanh()
+        for _ in range(2):
+            hidden = checkpoint(self.shared, hidden, use_reentrant=True) if self.recompute else self.shared(hidden)
+            hidden = hidden.tanh()
+        return self.last(hidden)
+
+
+@small_buckets
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_weight_whose_gradient_came_twice_in_the_first_backward_waits(count: int, eager: bool) -> None:
+    network = Checkpointed().double()
+    reference = copy.deepcopy(network)
+    plain = torch.optim.SGD(reference.parameters(), **OPTIMIZERS["sgd"])
+    with Recorder() as store, Module(network, nn.MSELoss(), contexts(count)) as module:
+        module.init_optimizer(store, "sgd", OPTIMIZERS["sgd"])
+        for step in range(3):
+            data, label = doubles(5, step)
+            if eager:
+                module.forward_backward_update(data, label)
+            else:
+                module.forward_backward(data, label)
+                module.update()
+            plain.zero_grad()
+            F.mse_loss(reference(data), label).backward()
+            plain.step()
+        agree(module, store)
+        assert distance(module.get_params(), reference.state_dict()) < 1e-12
+
+
+@small_buckets
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_gradient_that_comes_after_its_bucket_left_is_named_and_separate_steps_work(count: int) -> None:
+    network = Checkpointed().double()
+    network.recompute = False
+    with create("local") as store, Module(network, nn.MSELoss(), contexts(count)) as module:
+        module.init_optimizer(store, "sgd", {"lr": 0.1})
+        module.forward_backward_update(*doubles())
+        for replica in module.replicas.all:
+            replica.network.recompute = True  # type: ignore[assignment]
+        with pytest.raises(
+            RuntimeError, match=r"'shared\.\w+' got another gradient.*use_reentrant=True; call forward_backward\(\)"
+        ):
+            module.forward_backward_update(*doubles())
+        agree(module, store)
+        reference = copy.deepcopy(network)
+        data, label = doubles(seed=1)
+        module.forward_backward(data, label)
+        module.update()
+        F.mse_loss(reference(data), label).backward()
+        expected = {name: (p - 0.1 * p.grad).detach() for name, p in reference.named_parameters()}  # type: ignore[operator]
+        agree(module, store)
+        assert distance(module.get_params(), expected) < 1e-13
+
+
+# -- errors ---------------------------------------------------------------------------------------------------------
+
+
+@small_buckets
+@pytest.mark.parametrize("failing", [[0], [1], [0, 1]], ids=["first", "second", "both"])
+def test_an_error_in_the_middle_of_backward_leaves_replicas_and_store_alike(failing: list[int]) -> None:
+    own = gate()
+    network = gated(own)
+    with Recorder() as store, Module(network, nn.MSELoss(), contexts(2)) as module:
+        module.init_optimizer(store, "sgd", {"lr": 0.1})
+        module.forward_backward_update(*batch(columns=WIDTH))
+        before = module.get_params()
+        store.forget()
+        left = threading.Event()
+        store.on_push = lambda: left.set() if len(store.pushed) == 3 else None
+
+        def fail() -> None:
+            assert left.wait(LIMIT)
+            if any(threading.current_thread().name.startswith(f"gangline-cpu({place})") for place in failing):
+                raise ArithmeticError("in the middle")
+
+        own.passed = fail
+        with pytest.raises(ArithmeticError) as caught:
+            module.forward_backward_update(*batch(columns=WIDTH))
+        assert [note for note in caught.value.__notes__ if note.startswith("3 of 4 buckets")]
+        agree(module, store)
+        after = module.get_params()
+        moved = {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
+        assert moved == {"2", "3", "4"}
+
+        own.passed = nothing
+        reference = copy.deepcopy(network)
+        data, label = batch(seed=1, columns=WIDTH)
+        F.mse_loss(reference(data), label).backward()
+        module.forward_backward_update(data, label)
+        agree(module, store)
+        expected = {name: (p - 0.1 * p.grad).detach() for name, p in reference.named_parameters()}  # type: ignore[operator]
+        assert distance(module.get_params(), expected) < 1e-6
+
+
+@small_buckets
+def test_an_error_before_any_bucket_left_changes_nothing_and_says_nothing_of_buckets() -> None:
+    own = gate()
+    network = nn.Sequential(gated(own), own())
+    with create("local") as store, Module(network, nn.MSELoss(), contexts(2)) as module:
+        module.init_optimizer(store, "sgd", {"lr": 0.1})
+        module.forward_backward_update(*batch(columns=WIDTH))
+        before = module.get_params()
+
+        def fail() -> None:
+            raise ArithmeticError("at once")
+
+        own.passed = fail
+        with pytest.raises(ArithmeticError) as caught:
+            module.forward_backward_update(*batch(columns=WIDTH))
+        assert not [note for note in caught.value.__notes__ if "buckets" in note]
+        assert same_bits(module.get_params(), before)
+        agree(module, store)
+        with pytest.raises(RuntimeError, match=r"update\(\) came before backward\(\)"):
+            module.update()
+
+
+@small_buckets
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_step_that_the_store_refuses_does_not_spoil_the_next(eager: bool) -> None:
+    """A gradient that is not finite cannot be compressed."""
+    data, label = batch()
+    spoilt = torch.full_like(data, float("nan"))
+    network = perceptron()
+    compression = {"type": "fp16"}
+    with (
+        create("local") as store,
+        Module(network, nn.MSELoss(), contexts(2), compression_params=compression) as module,
+    ):
+        module.init_optimizer(store, "sgd", {"lr": 0.1})
+        module.forward_backward_update(data, label)
+
+        def step(samples: torch.Tensor) -> None:
+            if eager:
+                module.forward_backward_update(samples, label)
+            else:
+                module.forward_backward(samples, label)
+                module.update()
+
+        with pytest.raises(ValueError, match="NaN or infinity"):
+            step(spoilt)
+        agree(module, store)
+        step(data)
+        agree(module, store)
+        assert all(value.isfinite().all() for value in module.get_params().values())
+
+
+# -- copies ---------------------------------------------------------------------------------------------------------
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts torch's copies, and sums of whole buckets, by the number of elements."""
+
+    COPIES: ClassVar = {"copy_", "clone", "_to_copy"}
+    SUMS: ClassVar = {"add", "add_", "sum"}
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.copies: Counter[int] = Counter()
+        self.sums: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in self.COPIES:
+            self.copies[args[0].numel()] += 1
+        elif name in self.SUMS:
+            self.sums[args[0].numel()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("store", ["local", "device"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("layers", [2, 9])
+def test_an_update_moves_a_bucket_as_one_however_many_keys_it_holds(layers: int, count: int, store: str) -> None:
+    network = nn.Sequential(*[nn.Linear(FEATURES, FEATURES) for _ in range(layers)])
+    data, label = batch(8, columns=FEATURES)
+    with create(store) as kv, Module(network, nn.MSELoss(), contexts(count)) as module:
+        module.init_optimizer(kv, "sgd", {"lr": 0.1})
+        module.forward_backward_update(data, label)
+        module.forward_backward(data, label)
+        with Operations() as operations:
+            module.update()
+        bucket = layers * (32 + 16)  # each key begins on a cache line of 16 elements
+        assert operations.copies == {bucket: count}  # the weights, once a replica
+        assert operations.sums[bucket] == count - 1
+        assert sum(operations.sums.values()) - operations.sums[bucket] <= 2 * layers  # the optimizer's own, a key
+
+
+@pytest.mark.parametrize("layers", [2, 9])
+def test_backward_copies_each_gradient_into_its_bucket_once(layers: int) -> None:
+    network = nn.Sequential(*[nn.Linear(FEATURES, FEATURES) for _ in range(layers)])
+    data, label = batch(8, columns=FEATURES)
+    with create("local") as store, Module(network, nn.MSELoss(), cpu()) as module:
+        module.init_optimizer(store, "sgd", {"lr": 0.1})
+        module.forward_backward_update(data, label)
+        module.forward(data, label)
+        with Operations() as operations:
+            module.backward()
+        assert operations.copies == {FEATURES * FEATURES: layers, FEATURES: layers}
+        module.forward(data, label)  # gradients of a second backward are added where they lie
+        with Operations() as operations:
+            module.backward()
+        assert not operations.copies

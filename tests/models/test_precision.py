@@ -1,0 +1,403 @@
+"""Mixed precision: what is half and what is not, how the loss of float16 is scaled, and float64 throughout."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from measure import distance
+from torch import nn
+from torch.nn import functional as F
+
+from gangline import Module, cpu
+from models import checkpoint
+from models.data import digits
+from models.loss_scale import LossScale
+
+HALVES = [torch.bfloat16, torch.float16]
+FEATURES, CLASSES = 6, 3
+FIRST = 2.0**16
+"""The scale that torch's GradScaler, and ours, begins with."""
+
+halves = pytest.mark.parametrize("half", HALVES, ids=lambda half: str(half).removeprefix("torch."))
+counts = pytest.mark.parametrize("count", [1, 2, 3])
+
+
+@pytest.fixture(autouse=True)
+def _single_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+
+
+def batch(samples: int = 12, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(samples, FEATURES, generator=generator), torch.randint(CLASSES, (samples,), generator=generator)
+
+
+def contexts(count: int) -> list[Any]:
+    return [cpu(index) for index in range(count)]
+
+
+def overflowing(samples: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples within float16, whose scaled gradients are not."""
+    data, label = batch(samples)
+    return data * 1e4, label
+
+
+def plainly(network: nn.Module, half: torch.dtype, steps: int, **arguments: Any) -> torch.amp.GradScaler:
+    """A plain loop of torch under autocast."""
+    optimizer = torch.optim.SGD(network.parameters(), **arguments)
+    scaler = torch.amp.GradScaler("cpu", enabled=half is torch.float16)
+    for step in range(steps):
+        data, label = batch(seed=step)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", half):
+            loss = F.cross_entropy(network(data), label)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler
+
+
+def state_of(module: Module) -> dict[str, torch.Tensor]:
+    return module.get_params() | {f"state {name}": value for name, value in module.optimizer_state().tensors.items()}
+
+
+def same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# -- types ----------------------------------------------------------------------------------------------------------
+
+
+@halves
+@counts
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_outputs_are_half_and_all_that_is_kept_stays_float32(half: torch.dtype, count: int, optimizer: str) -> None:
+    with Module(perceptron(), nn.CrossEntropyLoss(), contexts(count), autocast=half) as module:
+        module.init_optimizer("device", optimizer, {"lr": 0.1} | ({"momentum": 0.9} if optimizer == "sgd" else {}))
+        for step in range(3):
+            module.forward_backward(*batch(seed=step))
+            assert module.get_outputs().dtype is half
+            assert all(
+                parameter.grad is not None and parameter.grad.dtype is torch.float32
+                for replica in module.replicas.all
+                for parameter in replica.parameters.values()
+            )
+            module.update()
+        module.forward_backward_update(*batch())
+        assert {value.dtype for value in state_of(module).values()} == {torch.float32}
+
+
+@halves
+@counts
+def test_contexts_train_as_torchs_plain_loop_under_autocast(half: torch.dtype, count: int) -> None:
+    network = perceptron()
+    reference = copy.deepcopy(network)
+    plainly(reference, half, steps=4, lr=0.1, momentum=0.9)
+    with Module(network, nn.CrossEntropyLoss(), contexts(count), autocast=half) as module:
+        module.init_optimizer("local", "sgd", {"lr": 0.1, "momentum": 0.9})
+        for step in range(4):
+            module.forward_backward_update(*batch(seed=step))
+        # gradients of weights are rounded to half once a replica, not once a batch
+        assert distance(module.get_params(), reference.state_dict()) < 8 * torch.finfo(half).eps * 4 * 0.1
+
+
+@halves
+@pytest.mark.parametrize("count", [1, 2])
+def test_digits_are_learnt_in_half_precision(half: torch.dtype, count: int) -> None:
+    train, validation, _ = digits((1, 8, 8), torch.float32, 0)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    with Module(network, nn.CrossEntropyLoss(), contexts(count), autocast=half) as module:
+        module.fit(train, num_epoch=4, batch_size=64, kvstore="device", optimizer_params={"lr": 0.2, "momentum": 0.9})
+        ((_, accuracy),) = module.score(validation, "acc", batch_size=100)
+    assert accuracy > 0.9
+
+
+@halves
+@counts
+def test_score_and_predict_compute_in_half(half: torch.dtype, count: int) -> None:
+    network = perceptron()
+    data, label = batch(10)
+    with torch.autocast("cpu", half), torch.no_grad():
+        expected = network(data)
+    with Module(network, nn.CrossEntropyLoss(), contexts(count), autocast=half) as module:
+        predicted = module.predict(data, batch_size=5)
+        assert predicted.dtype is half
+        assert torch.allclose(predicted.float(), expected.float(), atol=4 * torch.finfo(half).eps)
+        scores = dict(module.score((data, label), ["acc", "ce"], batch_size=5))
+        assert scores["accuracy"] == float((predicted.argmax(1) == label).float().mean())
+        assert scores["cross-entropy"] == pytest.approx(float(F.cross_entropy(predicted.float(), label)), rel=0.02)
+
+
+@halves
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_autocast_around_the_users_own_steps_works_on(half: torch.dtype, count: int) -> None:
+    network = perceptron()
+    reference = copy.deepcopy(network)
+    data, label = batch()
+    with torch.autocast("cpu", half):
+        F.cross_entropy(reference(data), label).backward()
+    with Module(network, nn.CrossEntropyLoss(), contexts(count)) as module:
+        module.init_optimizer("local", "sgd", {"lr": 1.0})
+        assert module.loss_scale is None
+        before = module.get_params()
+        with torch.autocast("cpu", half):
+            module.forward(data, label, is_train=True)
+        assert module.get_outputs().dtype is half
+        module.backward()
+        module.update()
+        moved = {name: before[name] - value for name, value in module.get_params().items()}
+        expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+        assert distance(moved, expected) < 4 * torch.finfo(half).eps  # type: ignore[arg-type]
+        module.forward(data, label)
+        assert module.get_outputs().dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8, "bfloat16", True])
+def test_types_that_autocast_does_not_compute_in_are_named(dtype: Any) -> None:
+    with pytest.raises(ValueError, match=r"autocast is .*; expected torch\.bfloat16, torch\.float16 or None"):
+        Module(perceptron(), nn.CrossEntropyLoss(), cpu(), autocast=dtype)
+
+
+def test_only_float16_has_a_loss_scale() -> None:
+    for half, scaled in ((None, False), (torch.bfloat16, False), (torch.float16, True)):
+        with Module(perceptron(), nn.CrossEntropyLoss(), cpu(), autocast=half) as module:
+            assert (module.loss_scale is not None) == scaled
+
+
+@counts
+def test_a_float64_network_is_float64_throughout(count: int) -> None:
+    network = perceptron().double()
+    reference = copy.deepcopy(network)
+    plain = torch.optim.Adam(reference.parameters(), lr=0.01, eps=1e-3)
+    with Module(network, nn.CrossEntropyLoss(), contexts(count)) as module:
+        module.init_optimizer("device", "adam", {"lr": 0.01, "eps": 1e-3})
+        for step in range(4):
+            data, label = batch(seed=step)
+            module.forward_backward(data.double(), label)
+            assert module.get_loss().dtype is torch.float64
+            gradients = [p.grad for replica in module.replicas.all for p in replica.parameters.values()]
+            assert {gradient.dtype for gradient in gradients if gradient is not None} == {torch.float64}
+            module.update()
+            plain.zero_grad()
+            F.cross_entropy(reference(data.double()), label).backward()
+            plain.step()
+        assert {value.dtype for value in module.get_params().values()} == {torch.float64}
+        moments = {n: v for n, v in module.optimizer_state().tensors.items() if not n.endswith("/step")}
+        assert {value.dtype for value in moments.values()} <= {torch.float64}
+        assert distance(module.get_params(), reference.state_dict()) < 1e-11
+
+
+# -- the scale of float16's loss ------------------------------------------------------------------------------------
+
+
+@counts
+@pytest.mark.parametrize("how", ["eager", "separate"])
+def test_an_overflow_skips_the_step_halves_the_scale_and_training_goes_on(count: int, how: str) -> None:
+    with Module(perceptron(), nn.CrossEntropyLoss(), contexts(count), autocast=torch.float16) as module:
+        module.init_optimizer("local", "adam", {"lr": 0.1})
+        scale = module.loss_scale
+        assert scale is not None
+
+        def step(data: torch.Tensor, label: torch.Tensor) -> None:
+            if how == "eager":
+                module.forward_backward_update(data, label)
+            else:
+                module.forward_backward(data, label)
+                module.update()
+
+        module.loss_scale.value = 1024.0  # type: ignore[union-attr]
+        step(*batch())
+        assert scale.value == 1024.0
+        before = state_of(module)
+        for halved in (512.0, 256.0):
+            step(*overflowing())
+            assert scale.value == halved
+            assert same_bits(state_of(module), before)
+        step(*batch(seed=1))
+        assert scale.value == 256.0
+        after = state_of(module)
+        assert not same_bits(after, before)
+        assert all(value.isfinite().all() for value in after.values())
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_an_overflow_on_one_replica_alone_skips_the_step_for_all(count: int) -> None:
+    network = perceptron()
+    data, label = batch(12)
+    data[-1] *= 1e4
+    label[-1] = int(network(data)[-1].argmin())
+    with Module(network, nn.CrossEntropyLoss(), contexts(count), autocast=torch.float16) as module:
+        module.init_optimizer("device", "sgd", {"lr": 0.1})
+        module.forward_backward_update(*batch())
+        before = state_of(module)
+        module.forward_backward(data, label)
+        finite = [
+            all(bool(p.grad.isfinite().all()) for p in replica.parameters.values() if p.grad is not None)
+            for replica in module.replicas.all
+        ]
+        assert finite == [True] * (count - 1) + [False]
+        module.update()
+        assert same_bits(state_of(module), before)
+
+
+@counts
+def test_the_optimizer_sees_gradients_without_the_scale(count: int) -> None:
+    """Clipping each element, which a scale would spoil, and the scale itself are as in torch's loop."""
+    network = perceptron()
+    reference = copy.deepcopy(network)
+    scaler = torch.amp.GradScaler("cpu")
+    data, label = batch()
+    plain = torch.optim.SGD(reference.parameters(), lr=1.0)
+    with torch.autocast("cpu", torch.float16):
+        loss = F.cross_entropy(reference(data), label)
+    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+    scaler.unscale_(plain)
+    nn.utils.clip_grad_value_(reference.parameters(), 0.05)
+    scaler.step(plain)
+    scaler.update()
+    with Module(network, nn.CrossEntropyLoss(), contexts(count), autocast=torch.float16) as module:
+        module.init_optimizer("local", "sgd", {"lr": 1.0, "clip_gradient": 0.05})
+        module.forward_backward_update(data, label)
+        assert module.loss_scale is not None
+        assert module.loss_scale.value == scaler.get_scale() == FIRST
+        assert distance(module.get_params(), reference.state_dict()) < 1e-3
+        assert float(module.get_loss()) == pytest.approx(loss.item(), rel=1e-3)
+
+
+@counts
+def test_gradients_too_small_for_float16_arrive_thanks_to_the_scale(count: int) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(FEATURES, 4), nn.Linear(4, 1))
+    reference = copy.deepcopy(network)
+    data, _ = batch()
+
+    def tiny(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return (output.float() - label).square().mean() * 1e-8  # below the smallest float16 there is
+
+    label = torch.zeros(12, 1)
+    tiny(reference(data), label).backward()
+    with Module(network, tiny, contexts(count), autocast=torch.float16) as module:
+        module.init_optimizer("local", "sgd", {"lr": 1e6})
+        before = module.get_params()
+        module.forward_backward_update(data, label)
+        moved = {name: (before[name] - value) / 1e6 for name, value in module.get_params().items()}
+        expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+        assert distance(moved, expected) < 0.02  # type: ignore[arg-type]
+
+
+def test_the_scale_doubles_after_2000_calm_steps_as_torchs_does() -> None:
+    scale, finite = LossScale(), [torch.ones(2)]
+    for _ in range(1999):
+        assert scale.accepts(finite)
+    assert scale.value == FIRST
+    assert scale.accepts(finite)
+    assert scale.value == 2 * FIRST
+    for bad in (math.inf, -math.inf, math.nan):
+        assert not scale.accepts([torch.ones(2), torch.tensor([1.0, bad])])
+    assert scale.value == FIRST / 4
+
+
+def test_parameters_and_gradients_without_elements_do_not_disturb_the_scale() -> None:
+    class WithEmpty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.empty = nn.Linear(FEATURES, CLASSES), nn.Parameter(torch.zeros(0, 2))
+
+        def forward(self, data: torch.Tensor) -> torch.Tensor:
+            return self.linear(data) + self.empty.sum()  # type: ignore[no-any-return]
+
+    with Module(WithEmpty(), nn.CrossEntropyLoss(), contexts(2), autocast=torch.float16) as module:
+        module.init_optimizer("local", "sgd", {"lr": 0.1})
+        before = module.get_params()
+        module.forward_backward_update(*batch())
+        assert not torch.equal(module.get_params()["linear.weight"], before["linear.weight"])
+
+
+def test_the_loss_of_many_samples_does_not_overflow_though_each_is_half() -> None:
+    def far(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return (output - label.to(output.dtype)).abs().mean()
+
+    data, label = torch.randn(600, FEATURES), torch.full((600, 1), 200.0)
+    for loss in (far, None):
+        network: nn.Module = nn.Linear(FEATURES, 1)
+        if loss is None:
+            nn.init.constant_(network.bias, 200.0)  # type: ignore[arg-type]
+        with Module(network, loss, contexts(2), autocast=torch.float16) as module:
+            module.init_optimizer("local", "sgd", {"lr": 0.1})
+            module.forward_backward_update(data, label if loss is not None else None)
+            assert float(module.get_loss()) == pytest.approx(200.0, rel=0.02)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_overflow_within_an_accumulated_update_skips_it_whole(count: int) -> None:
+    with Module(perceptron(), nn.CrossEntropyLoss(), contexts(count), autocast=torch.float16) as module:
+        module.bind((12, FEATURES), grad_req="add")
+        module.init_optimizer("local", "sgd", {"lr": 0.1, "momentum": 0.9})
+        assert module.loss_scale is not None
+        module.loss_scale.value = 1024.0
+        for seed in range(2):
+            module.forward_backward(*batch(seed=seed))
+        module.update()
+        before = state_of(module)
+        module.forward_backward(*overflowing())
+        module.forward_backward(*batch())
+        module.update()
+        assert same_bits(state_of(module), before)
+        assert module.loss_scale.value == 512.0
+        module.forward_backward(*batch(seed=5))
+        module.update()
+        assert not same_bits(state_of(module), before)
+
+
+def test_the_scale_is_kept_in_checkpoints_and_taken_over(tmp_path: Path) -> None:
+    prefix = tmp_path / "net"
+
+    def made() -> Module:
+        torch.manual_seed(4)
+        module = Module(perceptron(), nn.CrossEntropyLoss(), contexts(2), autocast=torch.float16)
+        module.init_optimizer("local", "sgd", {"lr": 0.1, "momentum": 0.9})
+        return module
+
+    with made() as first:
+        assert first.loss_scale is not None
+        first.loss_scale.value = 2048.0
+        for data, label in (batch(), overflowing(), batch(seed=1)):
+            first.forward_backward_update(data, label)
+        first.save_checkpoint(prefix, 0, save_optimizer_states=True)
+        state = first.loss_scale.state()
+        assert state == {"value": 1024.0, "calm": 1}
+        first.forward_backward_update(*batch(seed=2))
+        expected = state_of(first)
+    with made() as second:
+        second.resume(checkpoint.read(prefix, 0))
+        assert second.loss_scale is not None
+        assert second.loss_scale.state() == state
+        second.forward_backward_update(*batch(seed=2))
+        assert same_bits(state_of(second), expected)
+
+
+def test_checkpoints_pass_between_precisions(tmp_path: Path) -> None:
+    for number, (before, after) in enumerate([(torch.float16, None), (None, torch.float16)]):
+        with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2), autocast=before) as module:
+            module.init_optimizer("local", "sgd", {"lr": 0.1})
+            module.forward_backward_update(*batch())
+            module.save_checkpoint(tmp_path / "net", number, save_optimizer_states=True)
+            expected = module.get_params()
+        with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2), autocast=after) as module:
+            module.init_optimizer("local", "sgd", {"lr": 0.1})
+            module.resume(checkpoint.read(tmp_path / "net", number))
+            assert same_bits(module.get_params(), expected)
+            module.forward_backward_update(*batch())

@@ -1,0 +1,488 @@
+"""Sparse gradients: embeddings train through Module as in a plain loop, and cost by the rows that are named."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from measure import distance
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gangline import Checkpoint, Module, cpu
+from kvstore import create
+
+ROWS, WIDTH, LENGTH, CLASSES = 12, 5, 3, 4
+PADDING = 2
+Batch = tuple[Any, torch.Tensor]
+
+
+class Words(nn.Module):
+    """A table between dense layers; rows come several times in a batch, and in a sample."""
+
+    def __init__(self, padding: int | None = None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, WIDTH, padding, sparse=True)
+        self.hidden = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.last(self.hidden(self.table(words).tanh()).mean(1).tanh())
+        return output
+
+
+class Bag(nn.Module):
+    def __init__(self, mode: str = "mean", padding: int | None = None) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(ROWS, WIDTH, mode=mode, sparse=True, padding_idx=padding)
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.last(self.table(words).tanh())
+        return output
+
+
+class Two(nn.Module):
+    """Two tables of different widths, one of them looked up twice, and one that nothing looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Embedding(ROWS, WIDTH, sparse=True)
+        self.right = nn.Embedding(ROWS, 2, sparse=True)
+        self.unused = nn.Embedding(ROWS, 3, sparse=True)
+        self.last = nn.Linear(2 * WIDTH + 2, CLASSES)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        parts = [self.left(words[:, 0]), self.right(words[:, 1]), self.left(words[:, 2])]
+        output: torch.Tensor = self.last(torch.cat(parts, 1).sigmoid())
+        return output
+
+
+class Tied(nn.Module):
+    """The table is the last layer's weight as well, so that its gradient is dense after all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, WIDTH, sparse=True)
+        self.hidden = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.hidden(self.table(words).mean(1)).tanh()
+        return (hidden @ self.table.weight.t())[:, :CLASSES]
+
+
+class TablesOnly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, CLASSES, sparse=True)
+        self.bag = nn.EmbeddingBag(ROWS, CLASSES, mode="sum", sparse=True)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.table(words[:, 0]) + self.bag(words).tanh()
+        return output
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "words": Words,
+    "padded": lambda: Words(PADDING),
+    "bag": Bag,
+    "bag-sum-padded": lambda: Bag("sum", PADDING),
+    "two": Two,
+    "tied": Tied,
+    "tables": TablesOnly,
+}
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.2}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-3}),
+    "sparseadam": (torch.optim.SparseAdam, {"lr": 0.02, "eps": 1e-3}),
+}
+LAZY: dict[str, dict[str, Any]] = {
+    "sgd": {"lr": 0.1, "momentum": 0.9, "wd": 0.01},
+    "adam": {"lr": 0.02, "eps": 1e-3, "wd": 0.01},
+    "adagrad": {"lr": 0.05, "eps": 1e-3, "wd": 0.01},
+}
+
+
+@dataclass
+class Job:
+    """A training job that gangline and plain torch both do, in float64."""
+
+    network: str
+    optimizer: str
+    arguments: dict[str, Any]
+    sizes: list[int]
+    """Of the batches, in samples."""
+    steps: int = 20
+    seed: int = 0
+
+    def make(self) -> tuple[nn.Module, Iterator[Batch]]:
+        torch.manual_seed(self.seed)
+        network = NETWORKS[self.network]().double()
+        generator = torch.Generator().manual_seed(self.seed)
+        batches = [
+            (
+                torch.randint(ROWS, (size, LENGTH), generator=generator),
+                torch.randint(CLASSES, (size,), generator=generator),
+            )
+            for size in self.sizes
+        ]
+        return network, (batches[step % len(batches)] for step in range(self.steps))
+
+    def plainly(self) -> dict[str, torch.Tensor]:
+        network, batches = self.make()
+        optimizer = OPTIMIZERS[self.optimizer][0](network.parameters(), **self.arguments)
+        for words, label in batches:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(network(words), label).backward()
+            optimizer.step()
+        return network.state_dict()
+
+    def by_module(self, loads: list[float], store: Any = "device") -> dict[str, torch.Tensor]:
+        network, batches = self.make()
+        with Module(network, nn.CrossEntropyLoss(), [cpu(index) for index in range(len(loads))], loads) as module:
+            module.init_optimizer(store, self.optimizer, dict(self.arguments))
+            for words, label in batches:
+                module.forward_backward_update(words, label)
+                replicas_are_equal(module)
+            return module.get_params()
+
+
+def replicas_are_equal(module: Module) -> None:
+    first, *others = [dict(replica.network.named_parameters()) for replica in module.replicas.all]
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+def tables_of(module: Module) -> list[torch.Tensor]:
+    return [replica.network.get_parameter("table.weight").detach() for replica in module.replicas.all]
+
+
+loads = st.lists(st.one_of(st.integers(0, 5), st.sampled_from([0.5, 0.001, 7.3])), min_size=1, max_size=4).filter(any)
+
+
+# -- the promise ----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=50)
+@given(
+    loads=loads,
+    store=st.sampled_from(["local", "device"]),
+    network=st.sampled_from(sorted(NETWORKS)),
+    optimizer=st.sampled_from(["sgd", "adagrad"]),
+    batch_size=st.integers(1, 13),
+    last=st.integers(1, 13),
+    seed=st.integers(0, 1000),
+)
+def test_float64_weights_after_20_steps_are_those_of_one_device(
+    loads: list[float], store: str, network: str, optimizer: str, batch_size: int, last: int, seed: int
+) -> None:
+    sizes = [batch_size, batch_size, min(last, batch_size)]
+    job = Job(network, optimizer, OPTIMIZERS[optimizer][1], sizes, seed=seed)
+    assert distance(job.by_module(loads, store), job.plainly()) <= 1e-11
+
+
+@pytest.mark.parametrize("store", ["local", "device"])
+@pytest.mark.parametrize("loads", [[1], [1, 1], [3, 0, 1, 2]])
+def test_sparseadam_trains_a_network_of_tables_as_torch_does(loads: list[float], store: str) -> None:
+    job = Job("tables", "sparseadam", OPTIMIZERS["sparseadam"][1], [7, 4])
+    assert distance(job.by_module(loads, store), job.plainly()) <= 1e-11
+
+
+def test_sparseadam_beside_dense_layers_names_the_first_that_does_not_fit() -> None:
+    for loads in ([1], [1, 1]):
+        with pytest.raises(
+            ValueError, match=r"'sparseadam' takes row-sparse gradients only, but that of key '(last|h)"
+        ):
+            Job("words", "sparseadam", {"lr": 0.1}, [6]).by_module(loads)
+
+
+@pytest.mark.parametrize("name", ["device", "local"])
+@pytest.mark.parametrize("optimizer", sorted(LAZY))
+def test_one_context_gives_the_same_bits_with_and_without_a_store(name: str, optimizer: str) -> None:
+    job = Job("words", optimizer, LAZY[optimizer], [7, 4])
+    with create(name) as store:
+        by_store = job.by_module([1], store)
+    assert all(torch.equal(by_store[key], value) for key, value in job.by_module([1]).items())
+
+
+# -- momentum and decay, lazily -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", sorted(LAZY))
+@pytest.mark.parametrize("network", ["padded", "two", "tables"])
+def test_lazy_updates_of_several_contexts_are_those_of_one(network: str, optimizer: str) -> None:
+    job = Job(network, optimizer, LAZY[optimizer], [9, 9, 5])
+    alone = job.by_module([1])
+    for loads, store in (([1, 1], "local"), ([3, 1], "device"), ([2, 0, 1, 5], "local")):
+        assert distance(job.by_module(loads, store), alone) <= 1e-11
+
+
+@pytest.mark.parametrize("optimizer", sorted(LAZY))
+@pytest.mark.parametrize("count", [1, 3])
+def test_rows_that_were_never_named_keep_their_bits(optimizer: str, count: int) -> None:
+    torch.manual_seed(0)
+    network = Words(PADDING)
+    before = network.table.weight.detach().clone()
+    named = torch.tensor([1, 5, PADDING, 11])
+    with Module(network, nn.CrossEntropyLoss(), [cpu(index) for index in range(count)]) as module:
+        module.init_optimizer("device", optimizer, dict(LAZY[optimizer]))
+        for _ in range(6):
+            module.forward_backward_update(named[torch.randint(4, (8, LENGTH))], torch.randint(CLASSES, (8,)))
+        for table in tables_of(module):
+            assert (table != before).any(1).nonzero().flatten().tolist() == [1, 5, 11]  # padding has no gradient
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_where_every_batch_names_every_row_lazy_is_the_dense_optimizer(optimizer: str) -> None:
+    arguments = {"lr": 0.1, "weight_decay": 0.01} | ({"momentum": 0.9} if optimizer == "sgd" else {"eps": 1e-3})
+    network = Words().double()
+    reference = copy.deepcopy(network)
+    reference.table.sparse = False
+    plain = (torch.optim.SGD if optimizer == "sgd" else torch.optim.Adam)(reference.parameters(), **arguments)
+    with Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)], [3, 1]) as module:
+        module.init_optimizer("device", optimizer, arguments)
+        for _ in range(20):
+            words, label = torch.randperm(ROWS).view(4, LENGTH), torch.randint(CLASSES, (4,))
+            module.forward_backward_update(words, label)
+            plain.zero_grad()
+            nn.functional.cross_entropy(reference(words), label).backward()
+            plain.step()
+        assert distance(module.get_params(), reference.state_dict()) <= 1e-11
+
+
+# -- shares with little or nothing ----------------------------------------------------------------------------------
+
+
+class Asked(nn.Module):
+    """Looks its table up for the flagged samples of its share only, and not at all where there are none."""
+
+    def __init__(self, *, whole: bool) -> None:
+        super().__init__()
+        self.whole = whole
+        self.table = nn.Embedding(ROWS, WIDTH, sparse=True)
+        self.always = nn.Embedding(ROWS, WIDTH)
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, words: torch.Tensor, flagged: torch.Tensor) -> torch.Tensor:
+        hidden = self.always(words).mean(1)
+        if bool(flagged.any()):
+            found = self.table.weight[words[flagged]] if self.whole else self.table(words[flagged])
+            hidden = hidden.index_add(0, flagged.nonzero().flatten(), found.mean(1))
+        elif self.whole:
+            hidden = hidden + self.table(words).mean(1) * 0.0
+        output: torch.Tensor = self.last(hidden.tanh())
+        return output
+
+
+@pytest.mark.parametrize("store", ["local", "device"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_replicas_whose_gradient_is_missing_or_of_another_kind_do_not_matter(store: str, whole: bool) -> None:
+    """With ``whole`` a flagged share's gradient is dense, and the others' are rows."""
+    torch.manual_seed(0)
+    network = Asked(whole=whole).double()
+    reference = copy.deepcopy(network)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.2)
+    with Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1), cpu(2)]) as module:
+        module.init_optimizer(store, "sgd", {"lr": 0.2})
+        for step in range(9):
+            words, label = torch.randint(ROWS, (9, LENGTH)), torch.randint(CLASSES, (9,))
+            flagged = (torch.arange(9) // 3 == step % 4) & torch.tensor([True, False, True] * 3)  # of one share, or no
+            module.forward_backward_update({"words": words, "flagged": flagged}, label)
+            replicas_are_equal(module)
+            plain.zero_grad()
+            nn.functional.cross_entropy(reference(words, flagged), label).backward()
+            plain.step()
+        assert distance(module.get_params(), reference.state_dict()) <= 1e-11
+
+
+@pytest.mark.parametrize("optimizer", sorted(LAZY))
+def test_a_share_of_padding_only_and_a_batch_of_it_change_nothing(optimizer: str) -> None:
+    torch.manual_seed(0)
+    with Module(TablesPadded(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
+        module.init_optimizer("device", optimizer, dict(LAZY[optimizer]))
+        words = torch.full((4, LENGTH), PADDING)
+        before = module.get_params()
+        module.forward_backward_update(words, torch.zeros(4, dtype=torch.long))
+        assert all(torch.equal(before[name], value) for name, value in module.get_params().items())
+        words[0] = 7
+        module.forward_backward_update(words, torch.zeros(4, dtype=torch.long))
+        replicas_are_equal(module)
+        changed = (module.get_params()["table.weight"] != before["table.weight"]).any(1)
+        assert changed.nonzero().flatten().tolist() == [7]
+
+
+class TablesPadded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, CLASSES, PADDING, sparse=True)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.table(words).sum(1)
+        return output
+
+
+# -- micro-steps and checkpoints ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_accumulated_sparse_gradients_are_those_of_the_mean_over_all_batches(count: int) -> None:
+    torch.manual_seed(0)
+    network = Two().double()
+    reference = copy.deepcopy(network)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.2)
+    loss = nn.CrossEntropyLoss(ignore_index=-1)
+    with Module(network, loss, [cpu(index) for index in range(count)]) as module:
+        module.bind((4, LENGTH), grad_req="add")
+        module.init_optimizer("device", "sgd", {"lr": 0.2})
+        for _ in range(5):
+            batches = [(torch.randint(ROWS, (size, LENGTH)), torch.randint(CLASSES, (size,))) for size in (8, 3, 1)]
+            batches[0][1][:5] = -1
+            for words, label in batches:
+                module.forward_backward(words, label)
+            module.update()
+            replicas_are_equal(module)
+            plain.zero_grad()
+            words, label = torch.cat([words for words, _ in batches]), torch.cat([label for _, label in batches])
+            loss(reference(words), label).backward()
+            plain.step()
+        assert distance(module.get_params(), reference.state_dict()) <= 1e-11
+
+
+class Cut(BaseException):
+    """Ends a run as a kill does: nothing of ours catches it."""
+
+
+def run(
+    optimizer: str, loads: list[float], accumulate: int, prefix: Path, resume: Any = None, cut: int = -1
+) -> tuple[dict[str, torch.Tensor], Any] | None:
+    """Train 2 epochs of 5 batches with a checkpoint after each update; cut off before the callbacks of one are over."""
+    torch.manual_seed(11)
+    generator = torch.Generator().manual_seed(7)
+    data = torch.randint(ROWS, (28, LENGTH), generator=generator)
+    label = torch.randint(CLASSES, (28,), generator=generator)
+    updates = 0
+
+    def count(_: Any) -> None:
+        nonlocal updates
+        if updates == cut:
+            raise Cut
+        updates += 1
+
+    with Module(Two(), nn.CrossEntropyLoss(), [cpu(index) for index in range(len(loads))], loads) as module:
+        try:
+            module.fit(
+                (data, label),
+                num_epoch=2,
+                batch_size=6,
+                kvstore="device",
+                optimizer=optimizer,
+                optimizer_params=dict(LAZY[optimizer]),
+                batch_end_callback=[Checkpoint(module, prefix, period=1), count],
+                resume=resume,
+                accumulate=accumulate,
+            )
+        except Cut:
+            return None
+        return module.get_params(), module.optimizer_state()
+
+
+@pytest.mark.parametrize("optimizer", sorted(LAZY))
+@pytest.mark.parametrize(("loads", "accumulate"), [([1], 1), ([2, 1, 0], 1), ([1, 1], 2)])
+def test_a_run_cut_off_in_mid_epoch_resumes_to_the_same_bits(
+    tmp_path: Path, optimizer: str, loads: list[float], accumulate: int
+) -> None:
+    whole = run(optimizer, loads, accumulate, tmp_path / "whole" / "net")
+    for cut in (1, 4):
+        prefix = tmp_path / f"cut{cut}" / "net"
+        assert run(optimizer, loads, accumulate, prefix, cut=cut) is None
+        resumed = run(optimizer, loads, accumulate, prefix, resume="auto")
+        assert whole is not None
+        assert resumed is not None
+        assert all(torch.equal(whole[0][name], value) for name, value in resumed[0].items()), cut
+        assert whole[1].tensors.keys() == resumed[1].tensors.keys()
+        assert all(torch.equal(whole[1].tensors[name], value) for name, value in resumed[1].tensors.items()), cut
+
+
+# -- what a step costs ----------------------------------------------------------------------------------------------
+
+VOCABULARY, WIDE = 1_000_000, 64
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding.from_pretrained(torch.zeros(VOCABULARY, WIDE), freeze=False, sparse=True)
+        self.last = nn.Linear(WIDE, CLASSES)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.last(self.table(words).mean(1))
+        return output
+
+
+class Elements(TorchDispatchMode):
+    """The most elements of a tensor that an operation of this thread has made or written.
+
+    A view makes none. Rows copied into a table, and a sparse tensor, count as what they hold.
+    """
+
+    ROW_WRITES = ("index_copy_", "index_add_")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and func.overloadpacket.__name__ not in self.ROW_WRITES:
+            for one in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(one, torch.Tensor):
+                    sparse = one.layout == torch.sparse_coo
+                    self.most = max(self.most, one._values().numel() if sparse else one.numel())
+        return out
+
+
+def batch(step: int) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    words = torch.randint(VOCABULARY, (16, LENGTH), generator=generator)
+    words[:, 0] = torch.arange(16)  # in every batch
+    return words, torch.randint(CLASSES, (16,), generator=generator)
+
+
+@pytest.mark.parametrize(("optimizer", "arguments"), [("sgd", {"lr": 0.5}), ("adam", {"lr": 0.01})])
+def test_a_step_of_a_million_rows_costs_by_those_it_names(optimizer: str, arguments: dict[str, Any]) -> None:
+    named: set[int] = set()
+    with Module(Wide(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)], [3, 1]) as module:
+        module.init_optimizer("device", optimizer, arguments)
+        for step in range(5):
+            words, label = batch(step)
+            named |= set(words.flatten().tolist())
+            module.forward_backward(words, label)
+            for replica in module.replicas.all:
+                gradient = replica.network.get_parameter("table.weight").grad
+                assert gradient is not None
+                assert gradient._values().numel() <= 16 * LENGTH * WIDE
+            with Elements() as counted:  # all of it runs in the thread that calls it
+                module.update()
+            if step >= 2:  # state is made in the first, buckets after it
+                assert 0 < counted.most <= 2 * 16 * LENGTH * WIDE
+        for table in tables_of(module):
+            written = set(table.any(1).nonzero().flatten().tolist())
+            assert written == named
+
+
+def test_forward_and_backward_of_a_million_rows_touch_those_they_name() -> None:
+    with create("local") as store, Module(Wide(), nn.CrossEntropyLoss(), cpu()) as module:
+        module.init_optimizer(store, "sgd", {"lr": 0.5})
+        for step in range(4):
+            with Elements() as counted:  # one context runs where it is called, autograd too
+                module.forward_backward(*batch(step))
+                module.update()
+            if step >= 2:
+                assert 0 < counted.most <= 2 * 16 * LENGTH * WIDE
