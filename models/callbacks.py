@@ -35,6 +35,8 @@ class BatchEndParam:
     eval_metric: EvalMetric
     locals: dict[str, Any] = field(default_factory=dict)
     """``module``, ``data``, ``label``, and ``num_batches`` of an epoch (None where unknown)."""
+    batches: int = 1
+    """How many batches made the update, the last of which this is."""
 
 
 BatchCallback = Callable[[BatchEndParam], None]
@@ -129,17 +131,12 @@ class Checkpoint:
             period,
             save_optimizer_states,
         )
-        self._last = (-1, 0)  # epoch and batches done when it was called last
 
     def __call__(self, when: int | BatchEndParam, *_: Any) -> None:
         """Save if it is time."""
         if isinstance(when, BatchEndParam):
-            last_epoch, last = self._last
             done = when.nbatch + 1
-            if last_epoch != when.epoch or last >= done:
-                last = when.nbatch
-            self._last = (when.epoch, done)
-            due, completed = done // self.period > last // self.period, when.epoch
+            due, completed = done // self.period > (done - when.batches) // self.period, when.epoch
         else:
             due, completed = (when + 1) % self.period == 0, when + 1
         if due:

@@ -260,7 +260,7 @@ def _gather(parameter: torch.Tensor, view: torch.Tensor) -> bool:
         return False
     if gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
         view.copy_(gradient)
-        parameter.grad = view
+        parameter.grad = view.detach()  # an object of its own, or a user's ``grad.data = ...`` would move the view
     return True
 
 

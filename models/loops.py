@@ -129,6 +129,8 @@ def fit(
                 _validate(module, evaluation, validation, epoch, eval_callbacks)
     finally:
         module.grad_req = grad_req
+        if accumulate > 1:
+            module.drop_gradients()  # of a window that an error has cut off
         for callback in batch_callbacks:
             if hasattr(callback, "close"):
                 callback.close()
@@ -143,10 +145,10 @@ def _train(
     callbacks: list[BatchCallback],
     accumulate: int,
 ) -> None:
-    def after_update(nbatch: int, data: Any, label: Any) -> None:
+    def after_update(nbatch: int, batches: int, data: Any, label: Any) -> None:
         module.position.batch = nbatch + 1
         if callbacks:
-            _call(callbacks, _after_batch(module, train, metric, epoch, nbatch, data, label))
+            _call(callbacks, _after_batch(module, train, metric, epoch, nbatch, data, label, batches))
 
     waiting = 0  # batches whose gradients no update has used
     for nbatch, (data, label) in batches:
@@ -154,16 +156,17 @@ def _train(
             module.forward_backward_update(data, label)
         else:
             module.forward_backward(data, label)
-            waiting += 1
-        if waiting == accumulate:
+        waiting += 1
+        due = waiting == accumulate
+        if due and accumulate > 1:
             module.update()
-            waiting = 0
         metric.update(label, module.get_outputs(), module)
-        if not waiting:
-            after_update(nbatch, data, label)
+        if due:
+            after_update(nbatch, waiting, data, label)
+            waiting = 0
     if waiting:
         module.update()
-        after_update(nbatch, data, label)
+        after_update(nbatch, waiting, data, label)
 
 
 def _validate(module: Module, data: Source, metric: EvalMetric, epoch: int, callbacks: list[BatchCallback]) -> None:
@@ -323,10 +326,17 @@ def _resumed_position(module: Module, train: Source) -> tuple[int, int]:
 
 
 def _after_batch(
-    module: Module, data_source: Source, metric: EvalMetric, epoch: int, nbatch: int, data: Any, label: Any
+    module: Module,
+    data_source: Source,
+    metric: EvalMetric,
+    epoch: int,
+    nbatch: int,
+    data: Any,
+    label: Any,
+    batches: int = 1,
 ) -> BatchEndParam:
     context = {"module": module, "data": data, "label": label, "num_batches": data_source.num_batches()}
-    return BatchEndParam(epoch, nbatch, metric, context)
+    return BatchEndParam(epoch, nbatch, metric, context, batches)
 
 
 def _needs_batch_size(data: Any) -> bool:

@@ -528,6 +528,10 @@ class Steps:
         self._check_forwarded("get_outputs")
         return self._gathered([map_tensors(torch.Tensor.detach, share.output) for share in self._shares], merge)
 
+    def drop_gradients(self) -> None:
+        """Forget gradients that no `update` has used: the next forward begins anew."""
+        self._gradients_used = True
+
     def begin_epoch(self) -> None:
         """Have ``work_load_list="auto"`` look again at what the contexts' shares took."""
         if self.auto is not None:

@@ -102,7 +102,7 @@ class Updates:
                 return
             if gone:
                 error.add_note(
-                    f"{gone} of {buckets} buckets had gone to the store; store and replicas agree on what it made of them"
+                    f"{gone} of {buckets} buckets had gone to the store; the replicas hold what it made of them"
                 )
 
     def take_over_weights(self) -> None:

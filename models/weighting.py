@@ -49,7 +49,5 @@ class Weighting:
 
     @property
     def factor(self) -> float:
-        """What the sum of the gradients is multiplied by; NaN, as torch's mean of nothing, where nothing counted."""
-        if self._total == self._divisor:
-            return 1.0
-        return self._divisor / self._total if self._total else float("nan")
+        """What the sum of the gradients is multiplied by; where nothing counted they are 0, and stay so as in torch."""
+        return self._divisor / self._total if self._total else 1.0

@@ -170,7 +170,7 @@ loads = st.lists(st.one_of(st.integers(0, 5), st.sampled_from([0.5, 0.001, 7.3])
 # -- the promise ----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     loads=loads,
     store=st.sampled_from(["local", "device"]),
