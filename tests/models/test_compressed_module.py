@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,15 @@ TYPES: dict[str, dict[str, Any]] = {
     "bf16": {"type": "bf16"},
     "topk": {"type": "topk", "ratio": 0.1},
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Nothing here is large enough for torch to share out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def contexts(count: int) -> list[gangline.Context]:

@@ -24,6 +24,15 @@ PADDING = 2
 Batch = tuple[Any, torch.Tensor]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Nothing here is large enough for torch to share out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 class Words(nn.Module):
     """A table between dense layers; rows come several times in a batch, and in a sample."""
 
