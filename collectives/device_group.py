@@ -42,10 +42,11 @@ def move(transfers: Sequence[Transfer]) -> None:
             same bits each time; float16 and bfloat16 are added in float32 and rounded once. Without values ``total``
             is only copied. A total may have any strides; it must not overlap ``values[1:]``.
     """
-    chunked = [transfer for transfer in transfers if _is_plain(transfer)]
-    if len(chunked) == len(transfers) and sum(total.nbytes for _, total, _ in chunked) >= _SHARED_OUT:
+    plain = [_is_plain(transfer) for transfer in transfers]
+    chunked = [transfer for transfer, is_plain in zip(transfers, plain, strict=True) if is_plain]
+    if sum(total.nbytes for _, total, _ in chunked) >= _SHARED_OUT:
         _move_in_chunks(chunked)
-        return
+        transfers = [transfer for transfer, is_plain in zip(transfers, plain, strict=True) if not is_plain]
     for values, total, outs in transfers:
         if values:
             _add_up(values, total)

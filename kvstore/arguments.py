@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from collectives.arrays import readable, shared
-from kvstore.bucketing import Bucket
+from kvstore.bucketing import Bucket, BucketValue
 from kvstore.optimizer_spec import Key
 from kvstore.sparse import RowSparse
 
@@ -69,16 +69,29 @@ def check_like(key: Key, value: Value, shape: torch.Size, dtype: torch.dtype) ->
         raise ValueError(f"key {key!r} has dtype {dtype}, but a tensor of {value.dtype} came for it")
 
 
-def check_flat(bucket: Bucket, flats: Sequence[torch.Tensor]) -> None:
-    """Raise ValueError unless each is a flat tensor of the bucket's."""
+def check_flat(bucket: Bucket, flats: Sequence[BucketValue]) -> None:
+    """Raise ValueError unless each is a flat tensor of the bucket's, or some of its keys' tensors."""
     if not flats:
         raise ValueError(f"a bucket of {len(bucket.slots)} keys has an empty list of tensors; expected one a device")
     for flat in flats:
+        if isinstance(flat, Mapping):
+            shapes = {slot.key: slot.shape for slot in bucket.slots}
+            for key, tensor in flat.items():
+                if key not in shapes:
+                    raise ValueError(f"key {key!r} is not in the bucket that a tensor came for; it has {bucket.keys}")
+                check_like(key, tensor, shapes[key], bucket.dtype)
+            continue
         if flat.shape != (bucket.numel,) or flat.dtype != bucket.dtype or not flat.is_contiguous():
             raise ValueError(
                 f"a bucket of {bucket.numel} elements of {bucket.dtype} got a tensor of shape {tuple(flat.shape)} and "
                 f"{flat.dtype}; expected a flat one, as Bucket.empty makes it"
             )
+
+
+def by_key(bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key]) -> Pushed:
+    """A bucket's values as `pushed` gives them."""
+    views = [value if isinstance(value, Mapping) else bucket.views(value) for value in values]
+    return [(key, [view[key] for view in views if key in view]) for key in keys]
 
 
 def merged(pairs: Pushed) -> Pushed:

@@ -19,6 +19,7 @@ from kvstore.arguments import (
     Pushed,
     RowPulls,
     Value,
+    by_key,
     check_flat,
     check_like,
     checked_priority,
@@ -27,7 +28,7 @@ from kvstore.arguments import (
     row_pulls,
     single,
 )
-from kvstore.bucketing import Bucket
+from kvstore.bucketing import Bucket, BucketValue
 from kvstore.optimizer import OptimizerState
 from kvstore.optimizer_spec import Key, OptimizerSpec
 from kvstore.sparse import checked_rows
@@ -187,13 +188,22 @@ class KVStore(abc.ABC):
     def push_bucket(
         self,
         bucket: Bucket,
-        values: Sequence[torch.Tensor],
+        values: Sequence[BucketValue],
         keys: Collection[Key] | None = None,
         priority: int = 0,
         *,
         async_op: bool = False,
     ) -> Work:
-        """`push` those of the bucket's keys that are among ``keys`` (None: all), one flat tensor a device."""
+        """`push` those of the bucket's keys that are among ``keys`` (None: all).
+
+        Args:
+            bucket: what was fused.
+            values: one a device: a flat tensor, or the keys' tensors wherever they lie; a key that one device lacks is
+                the sum of the others.
+            keys: which.
+            priority: larger goes first.
+            async_op: return at once.
+        """
         self._check_open()
         check_flat(bucket, values)
         if bucket not in self._buckets:
@@ -310,10 +320,9 @@ class KVStore(abc.ABC):
         pass
 
     def _push_bucket(
-        self, bucket: Bucket, values: Sequence[torch.Tensor], keys: Sequence[Key], priority: int, async_op: bool
+        self, bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key], priority: int, async_op: bool
     ) -> Work:
-        views = [bucket.views(value) for value in values]
-        return self._push([(key, [view[key] for view in views]) for key in keys], priority, async_op)
+        return self._push(by_key(bucket, values, keys), priority, async_op)
 
     def _pull_bucket(self, bucket: Bucket, outs: Sequence[torch.Tensor], priority: int, async_op: bool) -> Work:
         views = [bucket.views(out) for out in outs]

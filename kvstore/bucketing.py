@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,10 @@ class Bucket:
         """Each key's part of ``flat``, in its shape."""
         begin = flat.storage_offset()
         return {slot.key: flat.as_strided(slot.shape, slot.stride, begin + slot.offset) for slot in self.slots}
+
+
+BucketValue = torch.Tensor | Mapping[Key, torch.Tensor]
+"""What a device has for a bucket: a flat tensor, or some of its keys' tensors."""
 
 
 def plan(tensors: Sequence[tuple[Key, torch.Tensor]], max_bytes: int) -> Iterator[Bucket]:

@@ -13,9 +13,9 @@ from collectives.compression import Compression
 from collectives.device_group import Transfer, broadcast, move, reduce
 from collectives.lanes import Lanes
 from collectives.work import Work, WorkQueue
-from kvstore.arguments import Pairs, Pushed, RowPulls, Value, merged
+from kvstore.arguments import Pairs, Pushed, RowPulls, Value, by_key, merged
 from kvstore.base import KVStore, Updater
-from kvstore.bucketing import Bucket
+from kvstore.bucketing import Bucket, BucketValue
 from kvstore.compressed import CompressedPushes
 from kvstore.optimizer import KeyedOptimizer, OptimizerState
 from kvstore.optimizer_spec import Key, OptimizerSpec, check_learning_rate
@@ -163,17 +163,14 @@ class LocalStore(KVStore):
         self._flats = {bucket: flat for bucket, flat in self._flats.items() if key not in bucket}
 
     def _push_bucket(
-        self, bucket: Bucket, values: Sequence[torch.Tensor], keys: Sequence[Key], priority: int, async_op: bool
+        self, bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key], priority: int, async_op: bool
     ) -> Work:
-        def push() -> None:
-            flat = self._flats.get(bucket)
-            if flat is None or self._updater is not None or self._compressed is not None:
-                views = [bucket.views(value) for value in values]
-                self._merge([(key, [view[key] for view in views]) for key in keys])
-            else:
-                self._merge_flat(bucket, flat, values, keys)
-
-        return self._start("push", push, [(key, list(values)) for key in bucket.keys], priority, async_op)
+        tensors: list[Value] = []
+        for value in values:
+            tensors += [value] if isinstance(value, torch.Tensor) else value.values()
+        first, *others = bucket.keys
+        pairs: Pushed = [(first, tensors), *((key, []) for key in others)]
+        return self._start("push", lambda: self._merge_bucket(bucket, values, keys), pairs, priority, async_op)
 
     def _pull_bucket(self, bucket: Bucket, outs: Sequence[torch.Tensor], priority: int, async_op: bool) -> Work:
         def pull() -> None:
@@ -251,11 +248,18 @@ class LocalStore(KVStore):
                 [(key, total)] = self._sums([pair], own=True)
                 self._updater(key, total, self._entries[key].stored)
 
+    def _merge_bucket(self, bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key]) -> None:
+        """`_merge` of a bucket's keys, in one sum over all of them where their values lie side by side."""
+        flat = self._flats.get(bucket)
+        flats = [value for value in values if isinstance(value, torch.Tensor)]
+        if flat is None or len(flats) < len(values) or self._updater is not None or self._compressed is not None:
+            self._merge(by_key(bucket, values, keys))
+        elif self._optimizer is None and len(keys) == len(bucket.slots):
+            reduce(flats, out=flat.stored)
+        else:
+            self._merge_flat(bucket, flat, flats, keys)
+
     def _merge_flat(self, bucket: Bucket, flat: _Flat, values: Sequence[torch.Tensor], keys: Sequence[Key]) -> None:
-        """`_merge` of a bucket's keys in one sum over all of them."""
-        if self._optimizer is None and len(keys) == len(bucket.slots):
-            reduce(values, out=flat.stored)
-            return
         total = values[0]
         own = self._optimizer is not None and self._optimizer.modifies_gradient
         if len(values) > 1 or own or total.device != flat.stored.device:

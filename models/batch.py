@@ -90,3 +90,31 @@ def concat(parts: Sequence[Batch], device: torch.device) -> Batch:
     if isinstance(first, Mapping):
         return {name: concat([part[name] for part in parts], device) for name in first}
     return tuple(concat([part[index] for part in parts], device) for index in range(len(first)))
+
+
+def checked_batch(data: Any, label: Any) -> tuple[Batch, Batch | None]:
+    """Data and label as batches.
+
+    Raises:
+        TypeError: they hold something else than tensors and arrays.
+        ValueError: their batch sizes differ, or there are no samples.
+    """
+    data = as_batch(data, "data")
+    size = num_samples(data, "data")
+    if label is not None:
+        label = as_batch(label, "label")
+        labels = num_samples(label, "label")
+        if labels != size:
+            raise ValueError(f"data has {size} samples, but label has {labels}")
+    return data, label
+
+
+def zeros_of(shapes: Any, what: str) -> Batch:
+    """Zeros of the shapes that a shape, or a tuple, list or dict of shapes, describes."""
+    if isinstance(shapes, Mapping):
+        return {name: zeros_of(shape, what) for name, shape in shapes.items()}
+    if isinstance(shapes, (tuple, list)) and shapes:
+        if all(isinstance(size, int) and not isinstance(size, bool) for size in shapes):
+            return torch.zeros(*shapes)
+        return tuple(zeros_of(shape, what) for shape in shapes)
+    raise TypeError(f"{what} is {shapes!r}; expected a shape such as (64, 1, 28, 28), or a tuple or dict of shapes")

@@ -97,7 +97,7 @@ def save(module: Module, prefix: str | Path, epoch: int, save_optimizer_states: 
         "samples_seen": samples_seen,
         "random": host_states(module.data_generator),
         "loss_scale": module.loss_scale.state() if module.loss_scale is not None else None,
-        "auto": {"loads": module.auto.state(), "most": module.limits.most} if module.auto is not None else None,
+        "auto": module.auto.state() if module.auto is not None else None,
     }
     description.parent.mkdir(parents=True, exist_ok=True)
     _finish(prefix, epoch)

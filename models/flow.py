@@ -13,11 +13,11 @@ from torch import nn
 
 from collectives.work import Work
 from kvstore import KVStore
-from kvstore.bucketing import Bucket, plan
+from kvstore.bucketing import Bucket, BucketValue, plan
 from models.replicas import Replica
 
 _log = logging.getLogger("gangline")
-BUCKET_BYTES = 4 << 20
+BUCKET_BYTES = 25 << 20
 """How much a bucket holds at most: enough that a bucket's cost is its bytes, little enough to leave in time."""
 
 
@@ -27,17 +27,19 @@ class _Filling:
 
     bucket: Bucket
     priority: int
-    gradients: list[torch.Tensor]
+    names: list[str]
     weights: list[torch.Tensor]
-    gradient_of: list[dict[str, torch.Tensor]] = field(init=False)
+    gradients: list[torch.Tensor | None]
+    """None where a replica's gradients stay where autograd puts them."""
     weight_of: list[dict[str, torch.Tensor]] = field(init=False)
+    gradient_of: list[dict[str, torch.Tensor]] = field(init=False)
     awaited: dict[int, set[str]] = field(default_factory=dict)
     """The gradients that have yet to arrive, by the replica's place; empty where the bucket waits for the end."""
     filled: list[torch.cuda.Event] = field(default_factory=list)
     left: Work | None = None
 
     def __post_init__(self) -> None:
-        self.gradient_of = [_by_name(self.bucket, flat) for flat in self.gradients]
+        self.gradient_of = [_by_name(self.bucket, flat) if flat is not None else {} for flat in self.gradients]
         self.weight_of = [_by_name(self.bucket, flat) for flat in self.weights]
 
 
@@ -45,11 +47,12 @@ class Flow:
     """Takes the gradients of all replicas to a store, and the new weights back.
 
     The first backward is watched: its order becomes that of the buckets, and what it shows to be sparse stays out of
-    them. From then on a gradient is moved into its bucket by a hook as soon as autograd has it, and the replicas'
-    parameters are views of flat tensors, into which the store's weights are copied whole.
+    them. From then on the replicas' parameters are views of flat tensors, into which the store's weights are copied
+    whole, and hooks see a bucket's gradients arrive. On a GPU a hook moves each into a flat tensor, so that a bucket
+    is one transfer; on the host there is none to be saved, and the store adds up gradients where autograd left them.
 
-    A gradient is not accumulated into its bucket by autograd, which would have to read and clear the bucket first; one
-    copy costs half of that, and whatever a user does to ``.grad`` cannot detach a bucket.
+    Autograd does not accumulate into the flat tensor, which would have to be read and cleared first; one copy costs
+    half of that, and whatever a user does to ``.grad`` cannot detach a bucket.
     """
 
     def __init__(self, replicas: Sequence[Replica], store: KVStore) -> None:
@@ -82,9 +85,8 @@ class Flow:
         for filling in self._fillings:
             filling.left = None
             filling.filled.clear()
-            waits = not leave_early or self._repeated.intersection(filling.gradient_of[0])
-            names = filling.gradient_of[0].keys()
-            filling.awaited = {} if waits else {place: set(names) for place in self._places}
+            waits = not leave_early or self._repeated.intersection(filling.names)
+            filling.awaited = {} if waits else {place: set(filling.names) for place in self._places}
 
     def _arrived(self, place: int, name: str, parameter: torch.Tensor) -> None:
         """A gradient is complete: autograd calls this, in the thread that made it."""
@@ -99,7 +101,7 @@ class Flow:
                 "where layers that share a weight are checkpointed with use_reentrant=True; call forward_backward() "
                 "and update() instead of forward_backward_update()"
             )
-        if not _gather(parameter, filling.gradient_of[place][name]):
+        if not _gather(parameter, filling.gradient_of[place].get(name)):
             return
         with self._lock:
             awaited = filling.awaited.get(place)
@@ -121,11 +123,22 @@ class Flow:
         self, filling: _Filling, places: Sequence[int], names: Sequence[str] | None, *, async_op: bool = False
     ) -> None:
         if self._store.compresses:  # all must send, or residuals would change hands
-            for place in set(range(len(self._replicas))).difference(places):
-                filling.gradients[place].zero_()
             places = range(len(self._replicas))
-        flats = [filling.gradients[place] for place in places]
-        filling.left = self._store.push_bucket(filling.bucket, flats, names, filling.priority, async_op=async_op)
+        values = [self._value(filling, place, names or filling.names) for place in places]
+        filling.left = self._store.push_bucket(filling.bucket, values, names, filling.priority, async_op=async_op)
+
+    def _value(self, filling: _Filling, place: int, names: Sequence[str]) -> BucketValue:
+        """What a replica has for a bucket; zeros for what it lacks and has to send all the same."""
+        flat, views, parameters = filling.gradients[place], filling.gradient_of[place], self._replicas[place].parameters
+        if flat is not None:
+            for name in names:
+                if not _gather(parameters[name], views[name]):
+                    views[name].zero_()
+            return flat
+        gradients = {name: parameters[name].grad for name in names}
+        if self._store.compresses:
+            return {n: torch.zeros_like(parameters[n]) if g is None else g for n, g in gradients.items()}
+        return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
     def finish(self) -> None:
         """Push what has not left, and pull all weights into the replicas.
@@ -167,21 +180,19 @@ class Flow:
 
     def _close(self, filling: _Filling) -> list[str]:
         """Push a bucket that backward left open; returns the names whose gradients turned out to be sparse."""
-        sparse = [name for name in filling.gradient_of[0] if any(_is_sparse(p.grad) for p in self._parameters(name))]
-        present: dict[str, list[int]] = {}
-        for name in filling.gradient_of[0]:
-            if name not in sparse:
-                places = [place for place, p in enumerate(self._parameters(name)) if p.grad is not None]
-                for place in places:
-                    _gather(self._replicas[place].parameters[name], filling.gradient_of[place][name])
-                if places:
-                    present[name] = places
-        used = sorted({place for places in present.values() for place in places})
-        for name, places in present.items():
-            for place in set(used).difference(places):
-                filling.gradient_of[place][name].zero_()
+        sparse = [name for name in filling.names if any(_is_sparse(p.grad) for p in self._parameters(name))]
+        present = [
+            name
+            for name in filling.names
+            if name not in sparse and any(parameter.grad is not None for parameter in self._parameters(name))
+        ]
         if present:
-            self._leave(filling, used, list(present))
+            used = [
+                place
+                for place, replica in enumerate(self._replicas)
+                if any(replica.parameters[name].grad is not None for name in present)
+            ]
+            self._leave(filling, used, present)
         return sparse
 
     def _move_apart(self, names: Sequence[str]) -> None:
@@ -217,8 +228,9 @@ class Flow:
             filling = _Filling(
                 bucket,
                 number,  # what is needed first in the next forward arrives last, and goes first
+                [str(key) for key in bucket.keys],
                 [bucket.empty(device) for device in devices],
-                [bucket.empty(device) for device in devices],
+                [bucket.empty(device) if device.type == "cuda" else None for device in devices],
             )
             self._fillings.append(filling)
             for place in range(len(self._replicas)):
@@ -226,7 +238,6 @@ class Flow:
                     parameter = self._replicas[place].parameters[name]
                     view.copy_(parameter.detach())
                     parameter.data = view
-                    _gather(parameter, filling.gradient_of[place][name])
                     self._home[name] = filling
 
     def _keep_views(self, filling: _Filling) -> None:
@@ -253,12 +264,12 @@ class Flow:
 
 
 @torch.no_grad()
-def _gather(parameter: torch.Tensor, view: torch.Tensor) -> bool:
-    """Have ``parameter.grad`` be ``view``, with its values; False where there is none, or a sparse one."""
+def _gather(parameter: torch.Tensor, view: torch.Tensor | None) -> bool:
+    """Have ``parameter.grad`` be ``view``, if there is one, with its values; False where it is None or sparse."""
     gradient = parameter.grad
     if gradient is None or _is_sparse(gradient):
         return False
-    if gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
+    if view is not None and (gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride()):
         view.copy_(gradient)
         parameter.grad = view.detach()  # an object of its own, or a user's ``grad.data = ...`` would move the view
     return True

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from models import checkpoint, loops
-from models.batch import move
+from models.batch import move, zeros_of
 from models.initializer import InitializerSpec, initialise
-from models.steps import Steps, zeros_of
+from models.steps import Steps
 
 Params = Mapping[str, torch.Tensor]
 
@@ -192,10 +192,8 @@ class Module(Steps):
         if self.loss_scale is not None and saved.loss_scale is not None:
             self.loss_scale.load_state(saved.loss_scale)
         if self.auto is not None and saved.auto is not None:
-            self.auto.load_state(saved.auto["loads"])
-            self.work_load_list = list(self.auto.loads)
-            if saved.auto["loads"]["contexts"] == [str(context) for context in self.contexts]:
-                self.limits.most = list(saved.auto["most"])
+            self.auto.load_state(saved.auto)
+            self.work_load_list = self.auto.loads
         self._step = saved.step
         self.position = Position(**saved.position)
         if len(saved.samples_seen) == len(self.replicas.all):

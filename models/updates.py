@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from kvstore import KVStore, create
 from kvstore.optimizer import KeyedOptimizer, OptimizerState
@@ -69,6 +70,7 @@ class Updates:
             self._flow = Flow(replicas.all, self.store)
 
     def _give_to(self, store: KVStore, spec: OptimizerSpec, is_ours: bool) -> None:
+        _check_forward_leaves_weights(self._replicas.first.network)
         names = list(self._replicas.first.parameters)
         held = [name for name in names if name in store]
         if held and not is_ours:
@@ -155,6 +157,15 @@ class Updates:
         if self.store is not None and self._is_own:
             self.store.close()
         self.store = None
+
+
+def _check_forward_leaves_weights(network: nn.Module) -> None:
+    for name, module in network.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ValueError(
+                f"layer {name!r} has max_norm={module.max_norm}: its forward changes weights, and the store would undo "
+                "that; normalise what the layer gives instead, or train on one context without a store"
+            )
 
 
 def _plain(gradient: torch.Tensor) -> torch.Tensor | RowSparse:

@@ -66,7 +66,7 @@ SETTINGS: dict[str, Setting] = {
 
 def compressed_adam(kv: KVStore) -> None:
     kv.set_optimizer(("adam", OPTIMIZERS["adam"]))
-    kv.set_gradient_compression({"type": "topk", "ratio": 0.3, "pull_type": "bf16"})
+    kv.set_gradient_compression({"type": "topk", "ratio": 0.3})
 
 
 SETTINGS["topk and adam"] = compressed_adam

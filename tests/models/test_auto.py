@@ -324,7 +324,7 @@ def test_the_random_streams_know_nothing_of_attempts_that_failed(strikes_in: str
     def run(fails: bool) -> dict[str, torch.Tensor]:
         with small([5 if fails else UNLIMITED], strikes_in, dropout=True) as module:
             if not fails:  # begin with what the other run learns from its first attempts
-                module.limits.most = [4]
+                module.auto.limits.most = [4]
             module.seed = 3
             state = torch.get_rng_state()
             for data, label in batches(4, 16):

@@ -349,7 +349,7 @@ def test_auto_runs_a_batch_that_does_not_fit_in_micro_steps(caplog: pytest.LogCa
             optimizer.zero_grad()
             nn.functional.cross_entropy(reference(data), label).backward()
             optimizer.step()
-        most = module.limits.most[0]
+        most = module.auto.limits.most[0]
         assert most is not None
         assert 1 <= most <= 256
         assert distance(module.get_params(), reference.state_dict()) <= 1e-4

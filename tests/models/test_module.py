@@ -413,7 +413,7 @@ def test_what_a_training_module_holds(contexts: int, copies: int, store: str) ->
             module.forward_backward_update(data, label)
         assert (live_bytes() - before) // weights == copies
         module._replicas.clear_gradients()  # type: ignore[union-attr]
-        assert (live_bytes() - before) // weights == copies - (contexts == 1)  # a store's buckets stay
+        assert (live_bytes() - before) // weights == copies - contexts
 
 
 # -- wrong input ----------------------------------------------------------------------------------------------------

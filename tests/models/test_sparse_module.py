@@ -233,6 +233,16 @@ def test_lazy_updates_of_several_contexts_are_those_of_one(network: str, optimiz
         assert distance(job.by_module(loads, store), alone) <= 1e-11
 
 
+def test_a_table_that_forward_renormalises_needs_a_context_without_a_store() -> None:
+    network = nn.Sequential(nn.Embedding(10, 3, max_norm=0.5), nn.Flatten(), nn.Linear(6, 2))
+    module = Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)])
+    with module, pytest.raises(ValueError, match=r"layer '0' has max_norm=0\.5: its forward changes weights"):
+        module.init_optimizer("local", "sgd", {"lr": 0.1})
+    with Module(network, nn.CrossEntropyLoss(), cpu(0)) as module:
+        module.init_optimizer("local", "sgd", {"lr": 0.1})
+        module.forward_backward_update(torch.randint(10, (4, 2)), torch.randint(2, (4,)))
+
+
 @pytest.mark.parametrize("optimizer", sorted(LAZY))
 @pytest.mark.parametrize("count", [1, 3])
 def test_rows_that_were_never_named_keep_their_bits(optimizer: str, count: int) -> None:
