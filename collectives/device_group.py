@@ -18,7 +18,7 @@ import torch
 from collectives import threads
 
 _CHUNK = 512 * 1024  # bytes; 256 KiB pay for calls, more than 1 MiB leaves the cache
-_SHARED_OUT = 1 << 20  # bytes of sums below which a thread costs more than it brings
+_SHARED_OUT = 8 << 20  # bytes of sums below which a thread costs more than it brings
 
 Transfer = tuple[Sequence[torch.Tensor], torch.Tensor, Sequence[torch.Tensor]]
 """Tensors to add up, where their sum goes, and where it is copied to."""
