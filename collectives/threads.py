@@ -11,25 +11,24 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 _lock = threading.Lock()
 
 
 def run(calls: Sequence[Callable[[], None]]) -> None:
-    """Run the calls at once, the first in the caller's thread; returns when all have ended.
+    """Run the calls at once, each in a thread of its own that torch's operations do not leave; one in the caller's.
 
     Raises:
-        Exception: the first that a call raised.
+        Exception: the first that a call raised, once all have ended.
     """
-    first, *rest = calls
-    if not rest:
-        first()
+    if len(calls) == 1:
+        calls[0]()
         return
-    futures = [_pool(len(rest)).submit(call) for call in rest]
-    try:
-        first()
-    finally:
-        errors = [future.exception() for future in futures]  # waits for all of them
+    pool = _pool(len(calls))
+    futures = [pool.submit(call) for call in calls]
+    errors = [future.exception() for future in futures]  # waits for all of them
     for error in errors:
         if error is not None:
             raise error
@@ -40,5 +39,16 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     with _lock:
         key = (os.getpid(), threads)
         if key not in _pools:
-            _pools[key] = ThreadPoolExecutor(threads, "gangline-host")
+            callers = torch.get_num_threads()
+            pool = _pools[key] = ThreadPoolExecutor(threads, "gangline-host", _work_alone)
+            begun = threading.Barrier(threads)
+            for future in [pool.submit(begun.wait) for _ in range(threads)]:
+                future.result()
+            torch.set_num_threads(callers)  # torch's count for threads that begin later had changed with the pool's
         return _pools[key]
+
+
+def _work_alone() -> None:
+    """Have torch run this thread's operations in it alone; asked for at once, the count is settled."""
+    torch.set_num_threads(1)
+    torch.get_num_threads()
