@@ -18,7 +18,7 @@ _lock = threading.Lock()
 
 
 def run(calls: Sequence[Callable[[], None]]) -> None:
-    """Run the calls at once, each in a thread of its own that torch's operations do not leave; one in the caller's.
+    """Run the calls at once, each in a thread that torch's operations do not leave; a single one in the caller's.
 
     Raises:
         Exception: the first that a call raised, once all have ended.

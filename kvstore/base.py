@@ -31,7 +31,7 @@ from kvstore.arguments import (
 from kvstore.bucketing import Bucket, BucketValue
 from kvstore.optimizer import OptimizerState
 from kvstore.optimizer_spec import Key, OptimizerSpec
-from kvstore.sparse import checked_rows
+from kvstore.sparse import checked_rows, give_rows
 
 Updater = Callable[[Key, Any, torch.Tensor], None]
 """(key, the sum of a push, the stored value); the sum is a `RowSparse` where only such were pushed."""
@@ -285,21 +285,27 @@ class KVStore(abc.ABC):
         self.load_optimizer_state(OptimizerState.from_parts(header, tensors))
 
     @property
-    @abc.abstractmethod
     def learning_rate(self) -> float:
         """The optimizer's rate; RuntimeError without an optimizer."""
+        raise RuntimeError(self._no_optimizer())
 
-    @abc.abstractmethod
-    def set_learning_rate(self, learning_rate: float) -> None:
+    def set_learning_rate(self, learning_rate: float) -> None:  # noqa: ARG002  refused here
         """Use this rate from the next push on."""
+        raise RuntimeError(self._no_optimizer())
 
-    @abc.abstractmethod
     def optimizer_state(self) -> OptimizerState:
         """A copy of the optimizer's state, on the host."""
+        raise RuntimeError(self._no_optimizer())
 
-    @abc.abstractmethod
-    def load_optimizer_state(self, state: OptimizerState) -> None:
+    def load_optimizer_state(self, state: OptimizerState) -> None:  # noqa: ARG002  refused here
         """Replace the optimizer's state."""
+        raise RuntimeError(self._no_optimizer())
+
+    def _set_optimizer(self, spec: OptimizerSpec) -> None:  # noqa: ARG002  refused here
+        raise ValueError(self._no_optimizer())
+
+    def _no_optimizer(self) -> str:
+        return f"a {self.type!r} store runs no optimizer; expected a store that does, such as 'local' or 'device'"
 
     @abc.abstractmethod
     def _init(self, pairs: Pairs, async_op: bool) -> Work: ...
@@ -313,8 +319,13 @@ class KVStore(abc.ABC):
     @abc.abstractmethod
     def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work: ...
 
-    @abc.abstractmethod
-    def _row_sparse_pull(self, pulls: RowPulls, priority: int, async_op: bool) -> Work: ...
+    def _row_sparse_pull(self, pulls: RowPulls, priority: int, async_op: bool) -> Work:  # noqa: ARG002  over at once
+        for key, targets in pulls:
+            for out, row_ids in targets:
+                whole = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+                self._pull([(key, [whole])], priority, False).wait()
+                give_rows(whole, out, row_ids)
+        return Work.finished("row_sparse_pull")
 
     def _fuse(self, bucket: Bucket) -> None:  # noqa: B027  nothing is to be done where keys move one by one
         pass
@@ -334,9 +345,6 @@ class KVStore(abc.ABC):
 
     @abc.abstractmethod
     def _assign(self, pairs: Pairs) -> None: ...
-
-    @abc.abstractmethod
-    def _set_optimizer(self, spec: OptimizerSpec) -> None: ...
 
     def close(self) -> None:
         """Finish what is under way and free what the store holds; closing again does nothing."""

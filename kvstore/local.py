@@ -20,7 +20,7 @@ from kvstore.compressed import CompressedPushes
 from kvstore.optimizer import KeyedOptimizer, OptimizerState
 from kvstore.optimizer_spec import Key, OptimizerSpec, check_learning_rate
 from kvstore.registry import register
-from kvstore.sparse import RowSparse, summed
+from kvstore.sparse import RowSparse, give_rows, summed
 
 _HOST = torch.device("cpu")
 
@@ -138,7 +138,8 @@ class LocalStore(KVStore):
     def _row_sparse_pull(self, pulls: RowPulls, priority: int, async_op: bool) -> Work:
         def pull() -> None:
             for key, targets in pulls:
-                self._give_rows(key, targets)
+                for out, row_ids in targets:
+                    give_rows(self._entries[key].stored, out, row_ids)
 
         pairs = [(key, [part for target in targets for part in target]) for key, targets in pulls]
         return self._start("row_sparse_pull", pull, pairs, priority, async_op)
@@ -308,16 +309,6 @@ class LocalStore(KVStore):
     def _give(self, pairs: Pairs) -> None:
         self._place([(key, outs) for key, outs in pairs if len(outs) > 1])
         move([((), self._entries[key].stored, outs) for key, outs in pairs])
-
-    def _give_rows(self, key: Key, targets: Sequence[tuple[Value, torch.Tensor]]) -> None:
-        stored = self._entries[key].stored
-        for out, row_ids in targets:
-            ids = torch.unique(row_ids.to(stored.device))  # ascending
-            rows = RowSparse(ids, stored.index_select(0, ids), stored.shape).to(out.device)
-            if isinstance(out, RowSparse):
-                out.indices, out.values = rows.indices, rows.values
-            else:
-                out.index_copy_(0, rows.indices, rows.values)
 
     def _first_home(self, value: torch.Tensor) -> torch.device:  # noqa: ARG002  other stores look at it
         """Where a key lives until its devices are known."""

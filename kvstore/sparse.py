@@ -112,6 +112,16 @@ def summed(parts: Sequence[RowSparse], device: torch.device) -> RowSparse:
     return RowSparse(rows, sums.to(dtype), parts[0].shape)
 
 
+def give_rows(whole: torch.Tensor, out: torch.Tensor | RowSparse, row_ids: torch.Tensor) -> None:
+    """Have ``out`` hold the rows named of ``whole``: a `RowSparse` these alone, a tensor these beside its others."""
+    ids = torch.unique(row_ids.to(whole.device))  # ascending
+    rows = RowSparse(ids, whole.index_select(0, ids), whole.shape).to(out.device)
+    if isinstance(out, RowSparse):
+        out.indices, out.values = rows.indices, rows.values
+    else:
+        out.index_copy_(0, rows.indices, rows.values)
+
+
 def checked_rows(row_ids: Any, shape: torch.Size, what: str) -> torch.Tensor:
     """Row numbers as an int64 tensor of whatever shape they have.
 

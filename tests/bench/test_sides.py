@@ -22,7 +22,9 @@ def prepare(options):
     log = open(options["log"], "a")
     def step():
         print(options["name"], file=log, flush=True)
-        time.sleep(float(os.environ.get("NAP", options.get("nap", 0))))
+        end = time.perf_counter() + float(os.environ.get("WORK", options.get("work", 0)))
+        while time.perf_counter() < end:  # a step that keeps its core busy for so many seconds
+            pass
         if options.get("end"):
             print("the last words", file=sys.stderr, flush=True)
             os._exit(3)
@@ -50,7 +52,7 @@ def alive(pid: int) -> bool:
 
 def test_a_side_prepares_measures_and_checks(tiny: dict[str, str], tmp_path: Path) -> None:
     with Side("tiny", tiny, PYTHON) as side:
-        options = {"name": "a", "log": str(tmp_path / "log"), "nap": 0.001}
+        options = {"name": "a", "log": str(tmp_path / "log"), "work": 0.001}
         assert side.prepare(options) == "tiny 1"
         assert side.measure(0.01) >= 0.001
         assert side.check() == 0.25
@@ -119,7 +121,7 @@ def test_sides_end_when_the_driver_is_killed(tiny: dict[str, str], tmp_path: Pat
 
 def test_sides_are_measured_in_turn_at_the_quickest_setting(tiny: dict[str, str], tmp_path: Path) -> None:
     log = str(tmp_path / "log")
-    slow, quick = (Setting({**tiny, "NAP": nap}) for nap in ("0.02", "0.001"))
+    slow, quick = (Setting({**tiny, "WORK": work}) for work in ("0.02", "0.001"))
     candidates = [
         Candidate("tiny", {"name": "a", "log": log}, (slow, quick), PYTHON),
         Candidate("tiny", {"name": "b", "log": log}, (Setting(tiny),), PYTHON),

@@ -17,8 +17,7 @@ import torch
 
 from collectives import Work
 from kvstore import KVStore, RowSparse, create
-from kvstore.arguments import Pairs, Pushed, RowPulls
-from kvstore.optimizer import OptimizerState
+from kvstore.arguments import Pairs, Pushed
 
 LIMIT = 20.0
 """Seconds after which a test that waits has failed."""
@@ -643,27 +642,8 @@ class Shelf(KVStore):
         self._push(values, priority, async_op)
         return self._pull(outs, priority, async_op)
 
-    def _row_sparse_pull(self, pulls: RowPulls, priority: int, async_op: bool) -> Work:
-        raise NotImplementedError
-
     def _assign(self, pairs: Pairs) -> None:
         self.held.update({key: value.clone() for key, (value,) in pairs})
-
-    def _set_optimizer(self, spec: Any) -> None:
-        raise NotImplementedError
-
-    @property
-    def learning_rate(self) -> float:
-        raise NotImplementedError
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        raise NotImplementedError
-
-    def optimizer_state(self) -> OptimizerState:
-        raise NotImplementedError
-
-    def load_optimizer_state(self, state: OptimizerState) -> None:
-        raise NotImplementedError
 
 
 REFUSALS: dict[str, tuple[Callable[[KVStore], Any], str]] = {
