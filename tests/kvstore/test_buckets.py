@@ -22,6 +22,7 @@ from kvstore.arguments import Pairs, Pushed
 from kvstore.bucketing import Bucket, plan
 from kvstore.device import DeviceStore
 from kvstore.optimizer import OptimizerState
+from kvstore.sparse import RowSparse
 
 CPU = torch.device("cpu")
 LIMIT = 20.0
@@ -963,3 +964,17 @@ def test_plain_sgd_on_a_bucket_is_its_sum_and_one_add_a_key(kv: KVStore, devices
     with Operations() as operations:
         kv.push_bucket(bucket, values)
     assert operations.counts == {"add": devices - 1 + len(KEYS)}
+
+
+def test_a_third_partys_store_gives_rows_and_refuses_an_optimizer_without_a_line_for_either() -> None:
+    with PerKey() as kv:
+        kv.init("table", torch.arange(12.0).view(4, 3))
+        out, rows = torch.zeros(4, 3), RowSparse([0], torch.zeros(1, 3), (4, 3))
+        kv.row_sparse_pull("table", [out, rows], row_ids=[3, 1, 3])
+        assert out.tolist() == [[0, 0, 0], [3, 4, 5], [0, 0, 0], [9, 10, 11]]
+        assert (rows.indices.tolist(), rows.values.tolist()) == ([1, 3], [[3, 4, 5], [9, 10, 11]])
+        with pytest.raises(ValueError, match="a 'per_key' store runs no optimizer"):
+            kv.set_optimizer("sgd")
+        for call in (kv.optimizer_state, lambda: kv.learning_rate, lambda: kv.set_learning_rate(0.1)):
+            with pytest.raises(RuntimeError, match="a 'per_key' store runs no optimizer"):
+                call()
