@@ -22,7 +22,6 @@ from kvstore.arguments import Pairs, Pushed
 from kvstore.bucketing import Bucket, plan
 from kvstore.device import DeviceStore
 from kvstore.optimizer import OptimizerState
-from kvstore.sparse import RowSparse
 
 CPU = torch.device("cpu")
 LIMIT = 20.0
