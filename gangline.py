@@ -9,23 +9,57 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collectives import Context, Work, contexts, cpu, gpu, num_gpus, split_batch
+    from collectives import (
+        Communicator,
+        Context,
+        DeadNodeError,
+        GanglineError,
+        MismatchError,
+        ProtocolError,
+        StallError,
+        Work,
+        contexts,
+        cpu,
+        gpu,
+        num_gpus,
+        split_batch,
+    )
     from kvstore import KVStore
     from models import Checkpoint, Module, ProgressBar, Speedometer, module_checkpoint
 
 _HOMES = {
-    "collectives": ("Context", "Work", "contexts", "cpu", "gpu", "num_gpus", "split_batch"),
+    "collectives": (
+        "Communicator",
+        "Context",
+        "DeadNodeError",
+        "GanglineError",
+        "MismatchError",
+        "ProtocolError",
+        "StallError",
+        "Work",
+        "contexts",
+        "cpu",
+        "gpu",
+        "num_gpus",
+        "split_batch",
+    ),
     "kvstore": ("KVStore",),
     "models": ("Checkpoint", "Module", "ProgressBar", "Speedometer", "module_checkpoint"),
 }
 
 __all__ = [
     "Checkpoint",
+    "Communicator",
     "Context",
+    "DeadNodeError",
+    "GanglineError",
     "KVStore",
+    "MismatchError",
     "Module",
     "ProgressBar",
+    "ProtocolError",
     "Speedometer",
+    "StallError",
     "Work",
     "contexts",
     "cpu",

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import typer
 
+from bench.collectives import COLLECTIVES, collective
 from bench.compare import compare
 from bench.kvstore import kvstore
 from bench.training import training
+from bench.tune import tune
 
 bench = typer.Typer(help="Measure gangline, side by side with what a user would otherwise run.", no_args_is_help=True)
-for command in (kvstore, training, compare):
+for command in (kvstore, training, tune, compare):
     bench.command()(command)
+for name in COLLECTIVES:
+    bench.command(name)(collective)

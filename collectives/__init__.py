@@ -5,26 +5,48 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collectives.communicator import Communicator
     from collectives.context import Context, contexts, cpu, gpu, num_gpus
+    from collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
+    from collectives.opening import connect, in_process
+    from collectives.spawning import spawn
     from collectives.work import Work
     from collectives.workload import split_batch
 
 _HOMES = {
-    "Context": "context",
-    "contexts": "context",
-    "cpu": "context",
-    "gpu": "context",
-    "num_gpus": "context",
-    "Work": "work",
-    "split_batch": "workload",
+    "communicator": ("Communicator",),
+    "context": ("Context", "contexts", "cpu", "gpu", "num_gpus"),
+    "errors": ("DeadNodeError", "GanglineError", "MismatchError", "ProtocolError", "StallError"),
+    "opening": ("connect", "in_process"),
+    "spawning": ("spawn",),
+    "work": ("Work",),
+    "workload": ("split_batch",),
 }
 
-__all__ = ["Context", "Work", "contexts", "cpu", "gpu", "num_gpus", "split_batch"]
+__all__ = [
+    "Communicator",
+    "Context",
+    "DeadNodeError",
+    "GanglineError",
+    "MismatchError",
+    "ProtocolError",
+    "StallError",
+    "Work",
+    "connect",
+    "contexts",
+    "cpu",
+    "gpu",
+    "in_process",
+    "num_gpus",
+    "spawn",
+    "split_batch",
+]
 
 
 def __getattr__(name: str) -> Any:  # lazy, because importing torch costs seconds
     from importlib import import_module
 
-    if name not in _HOMES:
-        raise AttributeError(f"module 'collectives' has no attribute {name!r}")
-    return getattr(import_module(f"collectives.{_HOMES[name]}"), name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"collectives.{module}"), name)
+    raise AttributeError(f"module 'collectives' has no attribute {name!r}")

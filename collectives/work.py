@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 _log = logging.getLogger("gangline")
 
@@ -16,8 +17,10 @@ _log = logging.getLogger("gangline")
 class Work:
     """A running or finished operation; its tensors belong to it until `wait` returns."""
 
-    def __init__(self, name: str, join: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, name: str, join: Callable[[], None] = lambda: None, result: Any = None) -> None:
         """Name the operation; ``join`` orders the waiter's GPU streams behind it."""
+        self.result = result
+        """Where the operation puts what it gives, to be read after `wait`; None for one that gives nothing."""
         self._name = name
         self._join = join
         self._future: Future[None] = Future()
@@ -57,13 +60,20 @@ class Work:
         """What the operation raised, or None while it runs and after it went well."""
         return self._future.exception() if self._future.done() else None
 
+    def complete(self, error: BaseException | None = None) -> None:
+        """End an operation that no queue runs: well, or by an error."""
+        if error is None:
+            self._future.set_result(None)
+        else:
+            self._future.set_exception(error)
+
     def _run(self, operation: Callable[[], None]) -> None:
         try:
             operation()
         except BaseException as error:  # noqa: BLE001  whatever it is, it belongs to the waiter
-            self._future.set_exception(error)
+            self.complete(error)
         else:
-            self._future.set_result(None)
+            self.complete()
 
     def __repr__(self) -> str:
         state = "running" if not self._future.done() else "failed" if self._future.exception() else "done"
@@ -138,6 +148,10 @@ class WorkQueue:
                 self._thread = threading.Thread(target=self._serve, name="gangline-store", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
+
+    def is_idle(self) -> bool:
+        """Whether all that was submitted is done."""
+        return not self._unfinished
 
     def _is_inside(self) -> bool:
         """Whether this thread runs an operation now: an updater, say, that calls its store."""

@@ -19,6 +19,7 @@ from models.automatic import Automatic
 from models.batch import Batch, as_batch, map_tensors, num_samples, zeros_of
 from models.loss import Loss, Normalizer, SummedLoss
 from models.loss_scale import LossScale
+from models.memory import keep_freed_memory
 from models.passes import Passes, Share, call_network
 from models.replicas import Replicas
 from models.updates import Request, Updates
@@ -185,6 +186,8 @@ class Job:
 
     def _make_replicas(self, data: Batch | None) -> Replicas:
         if self._replicas is None:
+            if any(context.device_type == "cpu" for context in self.contexts):
+                keep_freed_memory()
             self._materialise(data)
             loads = self.work_load_list if self.auto is None else [1] * len(self.contexts)
             self._replicas = Replicas(self.network, self.contexts, loads, self._fixed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -116,6 +116,23 @@ class SummedLoss:
             raise ValueError(f"loss {self.loss} gave {shape}; expected a tensor without axes, the mean over samples")
         return _wide(value) * count, count
 
+    def known_normalizer(self, label: Batch | None, samples: int) -> float | None:
+        """What a batch's summed loss is divided by, where the labels alone say it; None where that takes outputs.
+
+        Args:
+            label: the labels of the whole batch.
+            samples: how many samples it has.
+        """
+        if label is None or self.loss is None or self.normalizer is not None:
+            return None
+        if self.is_sum:
+            return 1.0
+        if not self._counts_as_torch:
+            return float(samples)
+        if self._counts_classes(label) and getattr(self.loss, "weight", None) is None:
+            return self._class_count(label)
+        return None  # weights are added up share by share, and may round otherwise over the whole batch
+
     def _placed(self, output: Batch) -> Any:
         """The loss with its own tensors (class weights, say) on the output's device."""
         if not isinstance(self._summed, nn.Module):
@@ -131,11 +148,8 @@ class SummedLoss:
         loss: Any = self.loss
         name = type(loss).__name__
         _check_tensor(label, f"the label that {name} gets")
-        if any(_is_plain(loss, kind) for kind in _BY_CLASS) and not label.is_floating_point():
-            valid = label != loss.ignore_index
-            if loss.weight is None:
-                return float(valid.sum())
-            return float(loss.weight.to(label.device)[label[valid].long()].double().sum())
+        if self._counts_classes(label):
+            return self._class_count(label)
         if isinstance(loss, nn.CrossEntropyLoss):  # class probabilities: one count for each distribution
             return output.numel() / output.shape[1]
         if loss.reduction == "batchmean":
@@ -148,6 +162,18 @@ class SummedLoss:
                 "which would mix samples; expected as many axes (reshape or unsqueeze one of them)"
             )
         return float(math.prod(max(sizes) for sizes in zip(output.shape, label.shape, strict=True)))
+
+    def _counts_classes(self, label: Batch) -> TypeGuard[torch.Tensor]:
+        """Whether the loss takes these labels as class indices."""
+        by_class = any(_is_plain(self.loss, kind) for kind in _BY_CLASS)
+        return by_class and isinstance(label, torch.Tensor) and not label.is_floating_point()
+
+    def _class_count(self, label: torch.Tensor) -> float:
+        loss: Any = self.loss
+        valid = label != loss.ignore_index
+        if loss.weight is None:
+            return float(valid.sum())
+        return float(loss.weight.to(label.device)[label[valid].long()].double().sum())
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:

@@ -89,6 +89,7 @@ class Passes:
         train: bool,
         inputs_need_grad: bool,
         seed: tuple[int, ...],
+        divisor: float | None = None,
     ) -> list[Share]:
         """Run the network on each replica's slice of the batch.
 
@@ -99,8 +100,9 @@ class Passes:
             train: training mode, with gradients, or evaluation mode without.
             inputs_need_grad: keep what gradients of the inputs need.
             seed: (seed, step), for the random streams of the contexts.
+            divisor: have each replica go on to the `backward` of its share, where `can_go_on`; None: forward alone.
         """
-        places = [p for p, r in enumerate(self._replicas) if slices[r.number].stop > slices[r.number].start]
+        places = self.places(slices)
         in_turn = train and self._draws is not False
         meeting = self._meeting(places, in_turn) if train else None
 
@@ -109,9 +111,12 @@ class Passes:
             part = slices[replica.number]
             label_part = take(label, part) if label is not None else None
             with self._noted([place], meeting, timed=train), self._joined_forward(meeting, place):
-                return self._forward(
+                share = self._forward(
                     replica, take(data, part), label_part, part.stop - part.start, train, inputs_need_grad, seed
                 )
+                if divisor is not None and share.loss is not None and share.loss.requires_grad:
+                    torch.autograd.backward(share.loss / divisor)
+                return share
 
         calls = [(place, partial(call, place)) for place in places]
         self.out_of_memory.clear()
@@ -121,7 +126,18 @@ class Passes:
                 shares = self._side_by_side.run(calls, one_after_another=in_turn and meeting is None)
         if train:
             self._tell_the_idle(places)
+        if divisor is not None:
+            _check_depends([share for share in shares if share.loss is not None and share.loss.requires_grad], shares)
         return shares
+
+    def places(self, slices: Sequence[slice]) -> list[int]:
+        """The places of the replicas whose slice holds samples."""
+        return [p for p, r in enumerate(self._replicas) if slices[r.number].stop > slices[r.number].start]
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether replicas need not meet between forward and backward; it saves waking their threads twice."""
+        return self._side_by_side.uses_threads and self._joined is None and self._draws is False
 
     def _tell_the_idle(self, places: Sequence[int]) -> None:
         """Where batch statistics are joined, give the running ones to the replicas that had no share."""
@@ -199,8 +215,7 @@ class Passes:
             for share in shares
             if share.loss is not None and share.loss.requires_grad
         ]
-        if not roots and any(share.count for share in shares):
-            raise RuntimeError("the loss depends on no parameter that is trained; backward has nothing to do")
+        _check_depends(roots, shares)
         if self._joined is not None and roots:  # what counts nothing itself has counted in the others' statistics
             own = {share.replica for share, _, _ in roots}
             for share in shares:
@@ -302,6 +317,11 @@ class Passes:
     def close(self) -> None:
         """End the threads."""
         self._side_by_side.close()
+
+
+def _check_depends(roots: Sequence[object], shares: Sequence[Share]) -> None:
+    if not roots and any(share.count for share in shares):
+        raise RuntimeError("the loss depends on no parameter that is trained; backward has nothing to do")
 
 
 @dataclass

@@ -13,6 +13,7 @@ from collectives.workload import split_batch
 from models.batch import Batch, as_batch, checked_batch, concat, map_tensors, num_samples
 from models.job import Job
 from models.passes import Share
+from models.updates import Updates
 from models.weighting import Weighting
 
 
@@ -53,7 +54,13 @@ class Steps(Job):
             self.work_load_list = self.auto.loads
 
     def _forward(
-        self, data: Batch, label: Batch | None, slices: Sequence[slice], train: bool, number: int = 0
+        self,
+        data: Batch,
+        label: Batch | None,
+        slices: Sequence[slice],
+        train: bool,
+        number: int = 0,
+        divisor: float | None = None,
     ) -> list[Share]:
         """One pass over the replicas; ``number`` counts the passes of a batch."""
         return self.passes.forward(
@@ -63,6 +70,7 @@ class Steps(Job):
             train=train,
             inputs_need_grad=self._inputs_need_grad and train,
             seed=(self.seed, self._step, number) if number else (self.seed, self._step),
+            divisor=divisor,
         )
 
     def _normalizer_of(self, shares: Sequence[Share]) -> float:
@@ -220,14 +228,38 @@ class Steps(Job):
         if self._updates is None or not early:
             self.forward_backward(data, label)
         else:
-            self.forward(data, label, is_train=True)
+            data, label = checked_batch(data, label)
+            normalizer = self._known_normalizer(data, label)
+            if normalizer is None:
+                self.forward(data, label, is_train=True)
             try:
-                self._backward(leave_early=True)
+                if normalizer is None:
+                    self._backward(leave_early=True)
+                else:
+                    self._go_through(self._updates, data, label, normalizer)
             except BaseException as error:
                 self._updates.abandon(error)
                 raise
             self._gradients_used = False
         self.update()
+
+    def _known_normalizer(self, data: Batch, label: Batch | None) -> float | None:
+        """The batch's normaliser, where it is known before forward and the replicas need not meet for it."""
+        if self.grad_req != "write" or not self.passes.can_go_on:
+            return None
+        return self.loss.known_normalizer(label, num_samples(data, "data"))
+
+    def _go_through(self, updates: Updates, data: Batch, label: Batch | None, normalizer: float) -> None:
+        """Forward and backward at one go, each replica in its thread."""
+        self._begin_batch()
+        self._shares = []
+        slices = split_batch(num_samples(data, "data"), self.work_load_list)
+        updates.begin(self.passes.places(slices), leave_early=True)
+        with self._dropping_what_fails():
+            self._shares = self._forward(data, label, slices, True, divisor=normalizer)
+        self._normalizer = normalizer
+        self._note_divisor(normalizer)
+        self._step += 1
 
     def get_outputs(self, merge: bool = True) -> Any:
         """The last forward's outputs, on the first context; ``merge=False`` gives a list, one a context that ran."""

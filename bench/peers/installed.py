@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.gangs import Way
 from bench.sides import Setting
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 
-PEERS = ("mxnet", "torch", "ddp")
-"""torch is what one writes by hand in torch, ddp torch's DistributedDataParallel; MXNet has its own environment."""
+PEERS = ("mxnet", "torch", "ddp", "gloo", "mpi")
+"""torch is what one writes by hand in torch, ddp torch's DistributedDataParallel, gloo torch.distributed; mpi is the
+better of Open MPI and MPICH. MXNet and each MPI have their own environments."""
 
 
 def chosen(words: str, bench: str, on_gpus: bool) -> list[str]:
@@ -46,6 +49,11 @@ def _why_not(peer: str, bench: str, on_gpus: bool) -> str | None:
         return f"it has no part in the {bench} bench"
     if on_gpus and peer != "torch":
         return "it is measured on CPU contexts only; leave --gpus out"
+    if peer == "mpi" and not _mpi_ways(1):
+        return (
+            "neither .peers/mpi nor .peers/mpich is there; install them with `make peers` (Open MPI after "
+            "`apt-get install openmpi-bin libopenmpi-dev`)"
+        )
     python = interpreter(peer)
     if python is not None and not python.exists():
         return f"{python} is not there; install it with `make peers`"
@@ -73,6 +81,40 @@ def settings(who: str, stores: Sequence[str] = ()) -> list[Setting]:
             Setting({"OMP_NUM_THREADS": str(threads)}) for threads in _powers(cores) if threads * 2 <= max(cores, 2)
         ]
     return [Setting({"OMP_NUM_THREADS": str(threads)}) for threads in _powers(cores)]
+
+
+def ways(who: str, ranks: int) -> list[Way]:
+    """In which ways a gang of ranks is tried.
+
+    Args:
+        who: "gangline", "gloo" or "mpi".
+        ranks: how many there are: with fewer cores than ranks none is bound to a core.
+    """
+    if who == "mpi":
+        return _mpi_ways(ranks)
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+    if who == "gangline":
+        return [Way("gangline_collectives", env=threads)]
+    return [Way("gloo_collectives", "OMP_NUM_THREADS=1", {"OMP_NUM_THREADS": "1"})]
+
+
+def _mpi_ways(ranks: int) -> list[Way]:
+    """Open MPI and MPICH, as far as they are there, bound to cores and not."""
+    found = []
+    bindings = ("none", "core") if ranks <= (os.cpu_count() or 1) else ("none",)
+    python = _ROOT / ".peers" / "mpi" / "bin" / "python"
+    mpirun = shutil.which("mpirun.openmpi")
+    if python.exists() and mpirun is not None:
+        as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        for binding in bindings:
+            launcher = [mpirun, "-n", "{size}", "--oversubscribe", "--bind-to", binding]
+            found.append(Way("mpi_collectives", f"--bind-to {binding}", as_root, python, launcher))
+    python, mpiexec = (_ROOT / ".peers" / "mpich" / "bin" / name for name in ("python", "mpiexec"))
+    if python.exists() and mpiexec.exists():
+        for binding in bindings:
+            launcher = [str(mpiexec), "-n", "{size}", "-bind-to", binding]
+            found.append(Way("mpi_collectives", f"-bind-to {binding}", {}, python, launcher))
+    return found
 
 
 def _powers(most: int) -> list[int]:

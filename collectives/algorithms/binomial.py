@@ -1,0 +1,62 @@
+"""Binomial tree: in every round, each rank that has the data gives it to one that has not.
+
+ceil(log2 p) rounds. Broadcast and reduce: the root sends (receives) n bytes in each round, so small tensors only.
+Scatter and gather: a rank passes on the rows of all below it, so the root sends n (p - 1) / p bytes, as few as can be.
+
+Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH" (2005).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from collectives.rounds import Rounds, Transfers, cyclic, transfers
+from collectives.schedule import Schedule
+
+
+def broadcast(size: int, root: int) -> Schedule:
+    """From the root to all."""
+    return Schedule("broadcast", "binomial", size, 1, tree(size, root), root)
+
+
+def reduce(size: int, root: int) -> Schedule:
+    """The broadcast turned back, with sums."""
+    return Schedule("reduce", "binomial", size, 1, tree(size, root).backwards(reduce=True), root)
+
+
+def scatter(size: int, root: int) -> Schedule:
+    """Each rank gets the rows of all below it, and passes them on."""
+    return Schedule("scatter", "binomial", size, size, _rows(size, root), root)
+
+
+def gather(size: int, root: int) -> Schedule:
+    """The scatter turned back."""
+    return Schedule("gather", "binomial", size, size, _rows(size, root).backwards(reduce=False), root)
+
+
+def tree(size: int, root: int, chunks: int = 1) -> Rounds:
+    """The broadcast's rounds, in which ``chunks`` chunks travel together."""
+
+    def at(number: int) -> Iterator[Transfers]:
+        place, distance = _senders(size, number)
+        yield transfers((place + root) % size, (place + distance + root) % size, 0, chunks)
+
+    return Rounds((size - 1).bit_length(), at)
+
+
+def _rows(size: int, root: int) -> Rounds:
+    def at(number: int) -> Iterator[Transfers]:
+        place, distance = _senders(size, number)
+        to = place + distance
+        below = np.minimum(distance, size - to)
+        yield from cyclic((place + root) % size, (to + root) % size, to + root, below, size)
+
+    return Rounds((size - 1).bit_length(), at)
+
+
+def _senders(size: int, number: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], int]:
+    """Places, counted from the root, that send in a round, and how far; distances halve from round to round."""
+    distance = 1 << ((size - 1).bit_length() - 1 - number)
+    return np.arange(0, size - distance, 2 * distance), distance

@@ -1,0 +1,112 @@
+"""Direct: every rank sends to every rank that needs what it has, with nobody in between.
+
+One round (two for "two_shot"), so the fewest waits there can be; but a rank has up to p - 1 messages in it. Best for
+small tensors, and wherever ranks reach each other's memory. Sums are rounded once, in rank order.
+
+| collective | rounds | bytes that a rank sends at most (p ranks, n bytes) |
+| --- | --- | --- |
+| all_reduce "one_shot" | 1 | n (p - 1) |
+| all_reduce "two_shot" | 2 | 2 n (p - 1) / p |
+| all_gather, reduce_scatter, all_to_all | 1 | n (p - 1) / p |
+| broadcast | 1 | n (p - 1), the root |
+| scatter | 1 | n (p - 1) / p, the root |
+| reduce; gather | 1 | n; n / p |
+
+In its k-th message rank r sends to r + k, so that no two ranks send to the same one at a time. Two-shot is the direct
+reduce-scatter followed by the direct all-gather; after one-shot and two-shot of NVIDIA's TensorRT-LLM and PyTorch's
+symmetric memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from collectives.rounds import Round, Rounds, Transfers, transfers
+from collectives.schedule import Schedule
+
+
+def one_shot(size: int) -> Schedule:
+    """All-reduce in which every rank gets all tensors and sums them itself."""
+
+    def tables(_: int) -> Iterator[Transfers]:
+        ranks = np.arange(size)
+        for shift in range(1, size):
+            yield transfers(ranks, (ranks + shift) % size, 0, reduce=True)
+
+    return Schedule("all_reduce", "one_shot", size, 1, _one_round(size, tables))
+
+
+def two_shot(size: int) -> Schedule:
+    """All-reduce in which rank r sums chunk r of all and hands it to all."""
+    gather = gather_rows(size)
+    return Schedule("all_reduce", "two_shot", size, size, gather.backwards(reduce=True) + gather)
+
+
+def all_gather(size: int) -> Schedule:
+    """Every rank sends its row to all others."""
+    return Schedule("all_gather", "direct", size, size, gather_rows(size))
+
+
+def reduce_scatter(size: int) -> Schedule:
+    """Every rank gets its row of all others and sums it."""
+    return Schedule("reduce_scatter", "direct", size, size, gather_rows(size).backwards(reduce=True))
+
+
+def all_to_all(size: int) -> Schedule:
+    """Every rank sends each other rank the row that is for it."""
+
+    def tables(_: int) -> Iterator[Transfers]:
+        ranks = np.arange(size)
+        for shift in range(1, size):
+            to = (ranks + shift) % size
+            yield transfers(ranks, to, ranks * size + to)
+
+    return Schedule("all_to_all", "direct", size, size * size, _one_round(size, tables))
+
+
+def broadcast(size: int, root: int) -> Schedule:
+    """The root sends to every rank."""
+    return Schedule("broadcast", "direct", size, 1, _from_root(size, root, rows=False), root)
+
+
+def reduce(size: int, root: int) -> Schedule:
+    """Every rank sends to the root, which sums."""
+    rounds = _from_root(size, root, rows=False).backwards(reduce=True)
+    return Schedule("reduce", "direct", size, 1, rounds, root)
+
+
+def scatter(size: int, root: int) -> Schedule:
+    """The root sends every rank its row."""
+    return Schedule("scatter", "direct", size, size, _from_root(size, root, rows=True), root)
+
+
+def gather(size: int, root: int) -> Schedule:
+    """Every rank sends its row to the root."""
+    rounds = _from_root(size, root, rows=True).backwards(reduce=False)
+    return Schedule("gather", "direct", size, size, rounds, root)
+
+
+def gather_rows(size: int, width: int = 1) -> Rounds:
+    """The all-gather's round, with ``width`` chunks a row."""
+
+    def tables(_: int) -> Iterator[Transfers]:
+        ranks = np.arange(size)
+        for shift in range(1, size):
+            yield transfers(ranks, (ranks + shift) % size, ranks * width, (ranks + 1) * width)
+
+    return _one_round(size, tables)
+
+
+def _from_root(size: int, root: int, *, rows: bool) -> Rounds:
+    def tables(_: int) -> Iterator[Transfers]:
+        for shift in range(1, size):
+            to = (root + shift) % size
+            yield transfers(root, to, to if rows else 0)
+
+    return _one_round(size, tables)
+
+
+def _one_round(size: int, tables: Callable[[int], Round]) -> Rounds:
+    return Rounds(1 if size > 1 else 0, tables)

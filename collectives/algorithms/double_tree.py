@@ -1,0 +1,181 @@
+"""Double binary tree: two trees over all ranks, each for one half of the tensor, no rank being inside both.
+
+In one tree half of the ranks are leaves and have nothing to pass on, so there they are the inside of the other one:
+all send and receive alike. Each half is pipelined in S segments. With depth D, at most floor(log2 p):
+
+| collective | rounds | bytes that a rank sends at most (n bytes) |
+| --- | --- | --- |
+| broadcast, reduce | D + S, with D of the tree of the p - 1 others | n |
+| all_reduce | 2 D + S - 1 | 2 n |
+
+As few bytes as a ring (but for a factor p / (p - 1)) in a logarithm of its waits: best for many ranks. The trees
+follow the hosts: below a rank are its neighbours. The edges of both trees together have two colours, so that of one
+colour a rank has at most one edge up and one down: the ports of all ranks are in use all the time.
+
+Source: P. Sanders, J. Speck, J. L. Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan"
+(2009); their two steps, one of each colour, are one round here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from collectives.rounds import IntArray, Rounds, Transfers, transfers
+from collectives.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tree:
+    """A binary tree over ranks, an entry a rank in each array."""
+
+    parent: IntArray
+    """-1 for the root."""
+    depth: IntArray
+    """Edges up to the root."""
+
+
+def all_reduce(order: Sequence[int], segments: int = 1) -> Schedule:
+    """Up each tree with sums and down again; a segment goes down while later ones still come up."""
+    edges = _edges(two_trees(order))
+    depth = edges.deepest
+
+    def at(number: int) -> Iterator[Transfers]:
+        yield from edges.tables(segments, lambda of_child: number - (depth - of_child), up=True)
+        yield from edges.tables(segments, lambda of_child: number - depth - (of_child - 1), up=False)
+
+    count = 2 * depth + segments - 1 if len(order) > 1 else 0
+    return Schedule("all_reduce", "double_tree", len(order), 2 * segments, Rounds(count, at))
+
+
+def broadcast(order: Sequence[int], root: int, segments: int = 1) -> Schedule:
+    """The root gives each half to the root of one tree over the other ranks."""
+    return Schedule("broadcast", "double_tree", len(order), 2 * segments, _down(order, root, segments), root)
+
+
+def reduce(order: Sequence[int], root: int, segments: int = 1) -> Schedule:
+    """The broadcast turned back, with sums."""
+    rounds = _down(order, root, segments).backwards(reduce=True)
+    return Schedule("reduce", "double_tree", len(order), 2 * segments, rounds, root)
+
+
+def two_trees(order: Sequence[int]) -> tuple[Tree, Tree]:
+    """Two trees over the ranks of ``order``; a rank that has children in one is a leaf in the other.
+
+    The inside of the first are places 1, 3, 5, ... of ``order``. The second is the first moved on by one place.
+    """
+    tree = _in_order(len(order))
+    return _renamed(tree, np.asarray(order)), _renamed(tree, np.roll(np.asarray(order), -1))
+
+
+def _in_order(size: int) -> Tree:
+    """A tree in which what is below a place on the left comes before it, and what is on the right after it.
+
+    A part of the tree begins at an even place and its root is the odd place nearest to its middle, so that only odd
+    places have children.
+    """
+    parent, depth = np.full((2, size), -1)
+    parts = [(0, size, -1, 0)]
+    while parts:
+        begin, end, above, level = parts.pop()
+        if begin < end:
+            root = min(begin + ((end - begin) // 2 | 1), end - 1)
+            parent[root], depth[root] = above, level
+            parts += [(begin, root, root, level + 1), (root + 1, end, root, level + 1)]
+    return Tree(parent, depth)
+
+
+def _renamed(tree: Tree, ranks: IntArray) -> Tree:
+    """The tree whose rank i is ``ranks[i]``."""
+    place = np.argsort(ranks)
+    above = tree.parent[place]
+    return Tree(np.where(above < 0, -1, ranks[above]), tree.depth[place])
+
+
+def _below(root: int, tree: Tree) -> Tree:
+    """A tree over ``root`` and all others, from one whose rank i is the i-th of the others."""
+    others = np.delete(np.arange(len(tree.parent) + 1), root)
+    parent, depth = np.full(len(others) + 1, -1), np.zeros(len(others) + 1, dtype=np.int64)
+    parent[others] = np.where(tree.parent < 0, root, others[tree.parent])
+    depth[others] = tree.depth + 1
+    return Tree(parent, depth)
+
+
+def _down(order: Sequence[int], root: int, segments: int) -> Rounds:
+    """Round i brings segment i - d + 1 to the ranks d below the root."""
+    if len(order) == 1:
+        return Rounds(0, lambda _: ())
+    begin = order.index(root)
+    others = [rank - (rank > root) for rank in (*order[begin + 1 :], *order[:begin])]
+    first, second = two_trees(others)
+    edges = _edges((_below(root, first), _below(root, second)))
+
+    def at(number: int) -> Iterator[Transfers]:
+        return edges.tables(segments, lambda of_child: number - (of_child - 1), up=False)
+
+    return Rounds(edges.deepest + segments - 1, at)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Edges:
+    """The edges of two trees, an entry an edge in each array."""
+
+    parent: IntArray
+    child: IntArray
+    depth: IntArray
+    """Of the child."""
+    half: IntArray
+    """The tree, and the half of the tensor."""
+    colour: IntArray
+
+    @property
+    def deepest(self) -> int:
+        return int(self.depth.max(initial=0))
+
+    def tables(self, segments: int, segment_at: Callable[[IntArray], IntArray], *, up: bool) -> Iterator[Transfers]:
+        """The messages of a round, a table a colour; ``segment_at`` gives the segment for each depth of a child."""
+        segment = segment_at(self.depth)
+        chunk = self.half * segments + segment
+        for colour in (0, 1):
+            on = (segment >= 0) & (segment < segments) & (self.colour == colour)
+            if on.any():
+                parent, child = self.parent[on], self.child[on]
+                yield transfers(child, parent, chunk[on], reduce=True) if up else transfers(parent, child, chunk[on])
+
+
+def _edges(trees: tuple[Tree, Tree]) -> _Edges:
+    children = [np.flatnonzero(tree.parent >= 0) for tree in trees]
+    child = np.concatenate(children)
+    parent, depth = (
+        np.concatenate([getattr(tree, column)[of_tree] for tree, of_tree in zip(trees, children, strict=True)])
+        for column in ("parent", "depth")
+    )
+    half = np.repeat([0, 1], [len(of_tree) for of_tree in children])
+    return _Edges(parent, child, depth, half, _two_colours(parent, child))
+
+
+def _two_colours(parent: IntArray, child: IntArray) -> IntArray:
+    """Colours of edges, of which no parent has more than two and no child more than two: different at each.
+
+    From edge to edge, over parents and children by turns, one comes to an end or back after an even number of them.
+    """
+    meeting: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+    for edge, (above, below) in enumerate(zip(parent.tolist(), child.tolist(), strict=True)):
+        meeting["parent", above].append(edge)
+        meeting["child", below].append(edge)
+    beside: list[list[int]] = [[] for _ in child]
+    for edges in meeting.values():
+        for edge in edges:
+            beside[edge] += [other for other in edges if other != edge]
+    colours = [-1] * len(child)
+    for first in range(len(child)):
+        found = [(first, 0)] if colours[first] < 0 else []
+        while found:
+            edge, colour = found.pop()
+            if colours[edge] < 0:
+                colours[edge] = colour
+                found += [(other, 1 - colour) for other in beside[edge]]
+    return np.asarray(colours, dtype=np.int64)

@@ -1,0 +1,62 @@
+"""Recursive halving and doubling: what ranks hold doubles from round to round, and so does how far they reach.
+
+| collective | rounds | bytes that a rank sends (p ranks, n bytes) |
+| --- | --- | --- |
+| all_gather (doubling), reduce_scatter (halving) | ceil(log2 p) | n (p - 1) / p |
+| all_reduce (halving, then doubling) | 2 ceil(log2 p) | 2 n (p - 1) / p |
+
+As few bytes as a ring in far fewer rounds, but most of them between distant ranks. Where p is a power of two, ranks
+exchange with each other. Else rank r sends to r - 1, r - 2, r - 4, ... the rows from its own on, of which there are
+never more than it lacks; so that no rank is folded away, which would send up to n bytes more. A range of rows that
+goes on from the last row to the first one is two messages.
+
+Sources: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH" (2005);
+for other numbers of ranks J. Bruck et al., "Efficient algorithms for all-to-all communications in multiport
+message-passing systems" (1997), and for its reverse as a reduce-scatter J. L. Traeff, "Optimal, non-pipelined
+reduce-scatter and allreduce algorithms" (2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from collectives.rounds import Rounds, Transfers, cyclic, transfers
+from collectives.schedule import Schedule
+
+
+def all_reduce(size: int) -> Schedule:
+    """A reduce-scatter and an all-gather of the parts of one tensor."""
+    return Schedule("all_reduce", "halving_doubling", size, size, sum_rows(size))
+
+
+def all_gather(size: int) -> Schedule:
+    """Doubling: before round i a rank holds 2**i rows."""
+    return Schedule("all_gather", "halving_doubling", size, size, _doubling(size))
+
+
+def reduce_scatter(size: int) -> Schedule:
+    """Halving: the all-gather turned back, with sums."""
+    return Schedule("reduce_scatter", "halving_doubling", size, size, _doubling(size).backwards(reduce=True))
+
+
+def sum_rows(size: int) -> Rounds:
+    """The rounds of the all-reduce; it has a chunk for each rank."""
+    doubling = _doubling(size)
+    return doubling.backwards(reduce=True) + doubling
+
+
+def _doubling(size: int) -> Rounds:
+    ranks = np.arange(size)
+    is_power_of_two = size & (size - 1) == 0
+
+    def at(number: int) -> Iterator[Transfers]:
+        held = 1 << number
+        if is_power_of_two:
+            first = ranks & -held
+            yield transfers(ranks, ranks ^ held, first, first + held)
+        else:
+            yield from cyclic(ranks, (ranks - held) % size, ranks, min(held, size - held), size)
+
+    return Rounds((size - 1).bit_length(), at)

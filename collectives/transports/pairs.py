@@ -1,0 +1,240 @@
+"""A ZeroMQ socket for each other rank, all connected: what the roster and the ZeroMQ transport are made of."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgpack
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from collectives.errors import ProtocolError, StallError
+from collectives.transports.base import Exchange
+
+_CONNECT_LIMIT = 60.0
+"""Seconds for all to connect: everybody is there already, for they exchanged their addresses."""
+
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED  # few: a monitor that nobody reads must not fill up
+_HALF = 16  # bytes of a token that each side says
+
+
+class Pairs:
+    """A PAIR socket to each other rank, in a ZeroMQ context of its own; the lower rank of a pair binds.
+
+    Args:
+        exchange: used once. ``card`` travels along and is given back for every rank in ``cards``.
+        address: "ipc" (all ranks on one host: sockets in a directory that only this user may enter, gone again
+            before this returns) or "tcp://HOST", HOST being this host's address for the others; the port is free to be
+            any.
+        options: ZeroMQ socket options by number.
+        io_threads: of the context.
+
+    Raises:
+        RuntimeError: ``address`` may be reached by strangers (`check_address`).
+        ValueError: ``address`` is neither.
+        StallError: a rank did not connect within 60 s.
+        ProtocolError: what was exchanged is not what gangline sends.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        exchange: Exchange,
+        *,
+        address: str,
+        options: Mapping[int, int],
+        card: bytes = b"",
+        io_threads: int = 1,
+    ) -> None:
+        kind, separator, host = address.partition("://")
+        if address != "ipc" and (kind != "tcp" or not separator or not host):
+            raise ValueError(f"address is {address!r}; expected 'ipc' or 'tcp://HOST'")
+        if kind == "tcp":
+            check_address(host)
+        self.rank = rank
+        self.size = size
+        self.lines: dict[int, Line] = {}
+        self.cards: list[bytes] = []
+        self._options = {**options, int(zmq.IPV6): int(":" in host)}
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
+        self._context.set(zmq.MAX_SOCKETS, max(1023, 8 * size))
+        directory = tempfile.mkdtemp(prefix="gangline-") if kind == "ipc" else None
+        try:
+            self._meet(exchange, card, f"ipc://{directory}" if directory else address)
+            self._wait_until_connected()
+        except BaseException:
+            self.close(0)
+            raise
+        finally:
+            if directory:  # who is connected needs no name any more, and a later kill leaves nothing behind
+                shutil.rmtree(directory, ignore_errors=True)
+
+    def close(self, linger_ms: int) -> None:
+        """Give the sockets back; wait up to ``linger_ms`` for what is on its way out. Again: nothing."""
+        for line in self.lines.values():
+            line.close(linger_ms)
+        self._context.term()
+
+    def _meet(self, exchange: Exchange, card: bytes, address: str) -> None:
+        endpoints = {}
+        for peer in range(self.rank + 1, self.size):
+            line = self._line(peer, secrets.token_bytes(2 * _HALF))
+            line.socket.bind(f"{address}/{peer}" if address.startswith("ipc") else f"{address}:*")
+            endpoints[peer] = (line.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"), line.token)
+        cards = [_read_card(rank, packed) for rank, packed in enumerate(exchange(msgpack.packb((card, endpoints))))]
+        self.cards = [theirs for theirs, _ in cards]
+        for peer in range(self.rank):
+            endpoint, token = cards[peer][1][self.rank]
+            self._line(peer, token).socket.connect(endpoint)
+
+    def _line(self, peer: int, token: bytes) -> Line:
+        socket = self._context.socket(zmq.PAIR)
+        for option, value in self._options.items():
+            socket.setsockopt(option, value)
+        self.lines[peer] = Line(socket, token, binds=peer > self.rank)
+        return self.lines[peer]
+
+    def _wait_until_connected(self) -> None:
+        deadline = time.monotonic() + _CONNECT_LIMIT
+        poller = zmq.Poller()
+        waiting = dict(self.lines)
+        for line in waiting.values():
+            poller.register(line.monitor, zmq.POLLIN)
+            poller.register(line.socket, zmq.POLLIN)
+        while waiting:
+            if time.monotonic() > deadline:
+                ranks = ", ".join(map(str, waiting))
+                raise StallError(f"rank {self.rank} has no connection with rank {ranks} after {_CONNECT_LIMIT:g} s")
+            poller.poll(100)
+            for peer, line in list(waiting.items()):
+                if line.wait_up():
+                    poller.unregister(line.monitor)
+                    poller.unregister(line.socket)  # what comes after the hello is not ours to read
+                    del waiting[peer]
+
+
+class Line:
+    """One socket to one rank, and what its monitor says of the connection.
+
+    A line is up from the peer's hello to the end of the connection it came by. The hello is half of a token that only
+    the ranks know: others who find the port neither bring a line up nor down, nor hear anything.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], token: bytes, *, binds: bool) -> None:
+        self.socket = socket
+        self.token = token
+        self.down_since: float | None = time.monotonic()
+        """When the connection was seen to be gone, by `time.monotonic`; None while it is there."""
+        self.on_up: Callable[[], None] = lambda: None
+        self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_EVENTS)
+        self._binds = binds
+        halves = token[:_HALF], token[_HALF:]
+        self._mine, self._peers = halves if binds else halves[::-1]
+        self._descriptor = -1  # of the connection by which the hello came
+
+    def look(self) -> None:
+        """Read what the monitor has; never blocks."""
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)
+            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED and not self._binds:
+                self.send(self._mine)
+            elif event["event"] == zmq.EVENT_DISCONNECTED and event["value"] == self._descriptor:
+                self.down_since = time.monotonic()
+
+    def receive(self) -> bytes | None:
+        """The next message that the peer sent, or None; never blocks. Hellos, and what strangers sent, are left out."""
+        while self.socket.poll(0):
+            frame = self.socket.recv(copy=False)
+            if self._greet(frame):
+                continue
+            if frame.get(zmq.SRCFD) == self._descriptor:  # of a lost connection too: what was sent before counts
+                return frame.bytes
+        return None
+
+    def wait_up(self) -> bool:
+        """Read the monitor, and the socket up to the peer's hello and no further; whether the line is up."""
+        self.look()
+        if self.socket.poll(0):
+            self._greet(self.socket.recv(copy=False))
+        return self.down_since is None
+
+    def send(self, message: bytes) -> bool:
+        """Send if that goes without waiting; whether it did."""
+        try:
+            self.socket.send(message, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self, linger_ms: int) -> None:
+        """Give the sockets back; what was sent may still go out for ``linger_ms``."""
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+            self.monitor.close(0)
+            self.socket.close(linger_ms)
+
+    def _greet(self, frame: zmq.Frame) -> bool:
+        if self.down_since is None or frame.bytes != self._peers:
+            return False
+        self._descriptor = int(frame.get(zmq.SRCFD))
+        self.down_since = None
+        if self._binds:
+            self.send(self._mine)
+        self.on_up()
+        return True
+
+
+def check_address(host: str) -> None:
+    """See that nobody but this machine can reach an address, or that the user said it may be so.
+
+    Raises:
+        RuntimeError: it is not a loopback address, and GANGLINE_INSECURE=1 is not set.
+    """
+    try:
+        loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        loopback = host in ("localhost", "lo")
+    if not loopback and os.environ.get("GANGLINE_INSECURE") != "1":
+        raise RuntimeError(
+            f"address {host} can be reached from other machines, and without a job key anybody there could read and "
+            "change what the ranks send; on a network that you trust, set GANGLINE_INSECURE=1 in every process"
+        )
+
+
+def this_process() -> list[str | int]:
+    """What tells this process from all others: its host's boot, its namespace of process ids, its id, its start."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return [f"{boot} {os.readlink('/proc/self/ns/pid')}", os.getpid(), _state_and_start(os.getpid())[1]]
+
+
+def state_of(process: list[str | int]) -> str:
+    """The letter that the kernel has for a process's state ("T": stopped), "" if it is dead, "?" if unknown here."""
+    place, pid, start = process
+    if place != this_process()[0]:
+        return "?"
+    try:
+        state, started = _state_and_start(int(pid))
+    except OSError:
+        return ""
+    return state if started == start and state not in "ZX" else ""
+
+
+def _state_and_start(pid: int) -> tuple[str, int]:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[19])
+
+
+def _read_card(rank: int, packed: bytes) -> tuple[bytes, dict[int, tuple[str, bytes]]]:
+    try:
+        card, endpoints = msgpack.unpackb(packed, strict_map_key=False)
+        return bytes(card), {int(peer): (str(name), bytes(token)) for peer, (name, token) in endpoints.items()}
+    except (ValueError, TypeError, AttributeError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"rank {rank} exchanged {packed[:80]!r}, which is no list of its sockets") from error

@@ -1,0 +1,398 @@
+"""The benches of collectives: gangs of real ranks, what they compute, the command, and tuning."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from bench import tune
+from bench.collectives import COLLECTIVES
+from bench.command import bench
+from bench.curves import draw
+from bench.gangs import Gang, GangError, Way
+from bench.peers import installed, rank
+from bench.sweep import IN_PLACE, Sweep, bus_factor, numbers, options_of, sizes_between
+from collectives.tuner import Choice, Place, Rule, Table
+
+ROOT = Path(installed.__file__).resolve().parents[2]
+ROW = {
+    *("who", "collective", "transport", "ranks", "size", "count", "dtype", "redop", "in_place", "registered"),
+    *("time_us", "algbw_gbs", "busbw_gbs", "wrong", "p50", "p99", "max", "runs"),
+}
+ALONE = """
+import os, sys
+import numpy as np
+
+def join():
+    print("the last words", file=sys.stderr, flush=True)
+    if os.environ.get("REFUSE"):
+        raise OSError("nobody is here")
+    return {"who": "alone 1", "rank": 0, "size": 1, "barrier": lambda: None, "prepare": prepare, "leave": lambda: None}
+
+def prepare(options):
+    if options["dtype"] == "bfloat16":
+        raise ValueError("no bfloat16")
+    given = np.zeros(options["inputs"])
+    out = np.zeros(options["outputs"])
+    def step():
+        out[:] = given
+        out[options.get("damaged", [])] += 1
+        if options.get("end"):
+            os._exit(3)
+    def write(start, values):
+        given[start:start + len(values)] = values
+    return {"step": step, "write": write, "read": lambda start, stop: out[start:stop]}
+"""
+
+
+def options(collective: str = "all_reduce", ranks: int = 1, size: int = 4000, **more: Any) -> dict[str, Any]:
+    """What ranks are to prepare."""
+    places = IN_PLACE.get(collective, (False,))
+    sweep = Sweep(collective, [size], dtype=more.get("dtype", "float32"), op=more.get("op", "sum"))
+    return {**options_of(sweep, ranks, size, in_place=more.get("in_place", places[0])), **more}
+
+
+def wrong(gang: Gang, prepared: dict[str, Any]) -> list[int]:
+    """The wrong elements of each rank."""
+    gang.ask({"prepare": prepared, "as": "x"})
+    return [answer["wrong"] for answer in gang.ask({"check": "x"})]
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Way:
+    """A side of one rank that needs nothing but numpy."""
+    (tmp_path / "alone.py").write_text(ALONE)
+    return Way("alone", env={"PYTHONPATH": str(tmp_path)})
+
+
+@pytest.fixture(scope="module")
+def gloo() -> Iterator[Gang]:
+    with Gang(Way("gloo_collectives", env={"OMP_NUM_THREADS": "1"}), 3) as gang:
+        yield gang
+
+
+def test_a_rank_prepares_measures_checks_and_sleeps(alone: Way) -> None:
+    with Gang(alone, 1) as gang:
+        assert gang.who == "alone 1"
+        assert gang.ask({"prepare": options(), "as": "a"})[0]["seconds"] > 0
+        assert gang.seconds("a", 5, 2) > 0
+        assert len(gang.ask({"spread": "a", "steps": 7})[0]["seconds"]) == 7
+        assert gang.ask({"check": "a"}) == [{"wrong": 0}]
+        (process,) = gang._processes
+        stat = Path(f"/proc/{process.pid}/task/{process.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "S":  # it may be on its way back from the answer
+            pass
+        assert gang.ask({"release": True}) == [{}]
+        with pytest.raises(GangError, match="alone, rank 0 failed: KeyError: 'a'"):
+            gang.seconds("a", 5, 2)
+    assert process.returncode == 0
+
+
+def test_each_damaged_element_is_counted(alone: Way) -> None:
+    with Gang(alone, 1) as gang:
+        assert wrong(gang, options(damaged=[0, 17, 999])) == [3]
+        assert wrong(gang, options(size=8 * 2_000_001, dtype="float64", damaged=[1_048_576, 2_000_000])) == [2]
+        assert wrong(gang, options(op="product", damaged=[5])) == [1]
+
+
+def test_a_ranks_error_is_told_and_it_lives_on(alone: Way) -> None:
+    with Gang(alone, 1) as gang:
+        with pytest.raises(GangError, match="alone, rank 0 failed: ValueError: no bfloat16"):
+            gang.ask({"prepare": options(dtype="bfloat16"), "as": "a"})
+        assert wrong(gang, options()) == [0]
+
+
+def test_a_rank_that_ends_or_never_comes_leaves_its_last_words(alone: Way) -> None:
+    with (
+        Gang(alone, 1) as gang,
+        pytest.raises(GangError, match="alone, rank 0 ended: the last words"),
+    ):
+        gang.ask({"prepare": options(end=True), "as": "a"})
+    with pytest.raises(GangError, match="alone did not start: a process ended: OSError: nobody is here"):
+        Gang(Way("alone", env={**alone.env, "REFUSE": "1"}), 1)
+
+
+def test_ranks_end_when_the_driver_is_killed(alone: Way) -> None:
+    code = (
+        f"import sys; from bench.gangs import Gang, Way; gang = Gang(Way('alone', env={dict(alone.env)!r}), 1)\n"
+        "print(gang._processes[0].pid, gang._folder, flush=True); sys.stdin.read()\n"
+    )
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert driver.stdin is not None
+    assert driver.stdout is not None
+    pid, folder = driver.stdout.readline().split()
+    end = os.pidfd_open(int(pid))
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    assert select.select([end], [], [], 30)[0]
+    os.close(end)
+    driver.stdin.close()
+    driver.stdout.close()
+    for path in Path(folder).iterdir():
+        path.unlink()
+    Path(folder).rmdir()
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_gloo_computes_what_is_expected_of_every_collective(gloo: Gang, collective: str) -> None:
+    assert (gloo.who.split(",")[0], gloo.transport) == ("gloo", "tcp")
+    for in_place in IN_PLACE.get(collective, (False,)):
+        for dtype in ("float32", "bfloat16", "int8"):
+            assert wrong(gloo, options(collective, 3, dtype=dtype, in_place=in_place, root=1)) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("op", ["product", "min", "max"])
+def test_gloo_computes_what_is_expected_of_every_op(gloo: Gang, op: str) -> None:
+    for dtype in ("float32", "int64", "uint8"):
+        assert wrong(gloo, options("all_reduce", 3, dtype=dtype, op=op)) == [0, 0, 0]
+
+
+def test_what_a_peer_cannot_do_is_an_error_of_all_its_ranks(gloo: Gang) -> None:
+    with pytest.raises(GangError, match="gloo_collectives, rank 0 failed: ValueError: gloo has no mean"):
+        gloo.ask({"prepare": options("all_reduce", 3, op="mean"), "as": "x"})
+    assert wrong(gloo, options("all_reduce", 3)) == [0, 0, 0]
+
+
+@pytest.mark.skipif(not installed.ways("mpi", 2), reason="no MPI: run `make peers`")
+def test_each_mpi_computes_what_is_expected_and_ends() -> None:
+    for way in installed.ways("mpi", 2):
+        if "none" in way.setting:
+            with Gang(way, 2) as gang:
+                for collective in COLLECTIVES:
+                    for in_place in IN_PLACE.get(collective, (False,)):
+                        assert wrong(gang, options(collective, 2, in_place=in_place, root=1)) == [0, 0]
+                processes = gang._processes
+            assert all(process.returncode == 0 for process in processes)
+
+
+def test_expected_results_in_closed_form() -> None:
+    index = np.arange(4)
+    base = {"op": "sum", "dtype": "int64", "root": 2, "count": 2}
+    assert rank.value({**base}, 3, 1, index).tolist() == [1, 4, 7, 10]
+
+    def of(collective: str, own: int = 1, **more: Any) -> Any:
+        return rank.result({**base, "collective": collective, **more}, 3, own, index)[0].tolist()
+
+    assert of("all_reduce") == of("reduce") == [3, 12, 21, 30]
+    assert of("all_reduce", op="max") == [2, 5, 8, 11]
+    assert of("all_reduce", op="mean", dtype="float64") == [1, 4, 7, 10]
+    assert of("all_reduce", op="product", dtype="float64") == [6, 6, 6, 6]
+    assert of("reduce_scatter") == [21, 30, 39, 48]
+    assert of("broadcast") == [2, 5, 8, 11]
+    assert of("sendrecv") == [0, 3, 6, 9]
+    assert of("all_gather") == of("gather") == [0, 3, 1, 4]
+    assert of("all_to_all") == [6, 9, 7, 10]
+    assert of("scatter") == [8, 11, 14, 17]
+    index = np.array([100])  # 300, 301 and 302, of which int8 holds 44, 45 and 46
+    assert of("all_reduce", dtype="int8") == [44 + 45 + 46 - 256]
+    assert of("all_reduce", dtype="int8", op="max") == [46]
+    assert [rank.result_lies_with({"collective": "gather", "root": 2}, own) for own in range(3)] == [False, False, True]
+
+
+def test_sizes_and_counts() -> None:
+    assert sizes_between("8", "64", 2) == [8, 16, 32, 64]
+    assert sizes_between("1K", "1M", 32) == [1024, 32768, 1 << 20]
+    assert sizes_between("4", "5", 2) == [4]
+    assert sizes_between("8", "256M", 2)[-1] == 256 << 20
+    for words, message in ((("8", "4"), "-b 8 is above -e 4"), (("0", "4"), "-b is '0'"), (("8", "4X"), "-e is '4X'")):
+        with pytest.raises(ValueError, match=message):
+            sizes_between(*words, 2)
+    assert numbers("2, 4,2") == [2, 4]
+    with pytest.raises(ValueError, match="--ranks is '2,x'"):
+        numbers("2,x")
+    all_gather = options("all_gather", 4, 100)
+    assert (all_gather["count"], all_gather["inputs"], all_gather["outputs"]) == (6, 6, 24)
+    all_to_all = options("all_to_all", 4, 100)
+    assert (all_to_all["count"], all_to_all["inputs"], all_to_all["outputs"]) == (6, 24, 24)
+    assert options("reduce_scatter", 4, 15)["count"] == 0
+
+
+def test_bus_bandwidth_is_nccl_tests() -> None:
+    assert [bus_factor(collective, 4) for collective in COLLECTIVES] == [1.5, 0.75, 0.75, 1, 1, 0.75, 1]
+
+
+def test_all_reduce_gives_rows_as_the_specification_has_them(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    words = ["all_reduce", "-b", "8", "-e", "1K", "-f", "128", "-n", "3", "-w", "1", "--runs", "2", "--peers", "gloo"]
+    done = CliRunner().invoke(bench, [*words, "--percentiles", "--json", str(path)], catch_exceptions=False)
+    assert done.exit_code == 0
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    who = ["gangline", "gangline", f"gloo, torch {__import__('torch').__version__.partition('+')[0]}"]
+    assert [row["who"] for row in rows] == who * 4
+    assert [(row["size"], row["in_place"]) for row in rows[::3]] == [(8, False), (8, True), (1024, False), (1024, True)]
+    assert [row["registered"] for row in rows] == [False, True, False] * 4
+    for row in rows:
+        assert set(row) >= ROW
+        assert (row["wrong"], row["runs"], row["ranks"], row["redop"], row["root"]) == (0, 2, 2, "sum", None)
+        assert row["count"] == row["size"] / 4
+        assert row["time_us"] == row["p50"] > 0
+        assert row["busbw_gbs"] == row["algbw_gbs"] == pytest.approx(row["size"] / row["time_us"] / 1e3)
+        assert row["step_p50_us"] <= row["step_p99_us"] <= row["step_max_us"]
+        assert ("ratio_to_gloo" in row) == (row["who"] == "gangline")
+    lines = done.output.splitlines()
+    assert sum(line.split()[:3] == ["1024", "256", "float32"] for line in lines) == 3
+    assert sum(line.startswith("gangline is ") and " times as fast as gloo" in line for line in lines) == 8
+
+
+def test_a_peer_that_cannot_do_it_is_left_out() -> None:
+    words = [
+        "all_reduce",
+        "-b",
+        "8",
+        "-e",
+        "8",
+        "-n",
+        "2",
+        "--runs",
+        "1",
+        "--ordinary",
+        "--op",
+        "mean",
+        "--peers",
+        "gloo",
+    ]
+    done = CliRunner().invoke(bench, words, catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "skipping gloo: gloo_collectives, rank 0 failed: ValueError: gloo has no mean" in done.output
+    assert [line.split()[-1] for line in done.output.splitlines() if line.split()[0] == "8"] == ["gangline"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_every_collective_runs_and_is_right(collective: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    words = [collective, "-b", "4000", "-e", "400000", "-f", "100", "-n", "2", "--runs", "1", "--ranks", "3"]
+    done = CliRunner().invoke(bench, [*words, "--json", str(path), "--root", "1"], catch_exceptions=False)
+    assert done.exit_code == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 4 * len(IN_PLACE.get(collective, (False,)))
+    assert {(row["who"], row["wrong"]) for row in rows} == {("gangline", 0)}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["all_reduce", "--dtype", "float31"], "--dtype is 'float31'; expected one of float32"),
+        (["all_reduce", "--op", "xor"], "--op is 'xor'; expected one of sum"),
+        (["all_reduce", "--transport", "pigeon"], "--transport is 'pigeon'; expected one of auto, shared_memory"),
+        (["all_to_all", "--algo", "ring"], "all_to_all has no algorithm 'ring'"),
+        (["broadcast", "--root", "2"], "--root is 2; expected a rank below 2"),
+        (["reduce", "-b", "1K", "-e", "8"], "-b 1K is above -e 8"),
+        (["all_reduce", "--peers", "horovod"], "--peers has 'horovod'"),
+        (["all_gather", "--ranks", "two"], "--ranks is 'two'"),
+        (["tune", "--transports", "pigeon"], "--transports has 'pigeon'"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_measured(words: list[str], message: str) -> None:
+    done = CliRunner().invoke(bench, words)
+    assert isinstance(done.exception, ValueError)
+    assert message in str(done.exception)
+
+
+def test_mpi_is_both_of_its_kinds_or_skipped_with_how_to_install_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(installed, "_ROOT", tmp_path)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    assert installed.chosen("gloo,mpi", "collectives", on_gpus=False) == ["gloo"]
+    assert "skipping mpi: neither .peers/mpi nor .peers/mpich is there; install them with `make peers`" in (
+        capsys.readouterr().out
+    )
+    for path in ("mpi/bin/python", "mpich/bin/python", "mpich/bin/mpiexec"):
+        (tmp_path / ".peers" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / ".peers" / path).touch()
+    assert installed.chosen("gloo,mpi", "collectives", on_gpus=False) == ["gloo", "mpi"]
+    found = [(Path(way.launcher[0]).name, way.setting) for way in installed.ways("mpi", 2)]
+    assert found == [
+        ("mpirun.openmpi", "--bind-to none"),
+        ("mpirun.openmpi", "--bind-to core"),
+        ("mpiexec", "-bind-to none"),
+        ("mpiexec", "-bind-to core"),
+    ]
+    assert [way.setting for way in installed.ways("mpi", 3)] == ["--bind-to none", "-bind-to none"]
+    assert installed.ways("gangline", 1)[0].env == {"OMP_NUM_THREADS": "2"}
+    assert installed.ways("gangline", 4)[0].env == {"OMP_NUM_THREADS": "1"}
+
+
+def test_a_plot_has_a_curve_for_each_side(tmp_path: Path) -> None:
+    figures = {"time_us": 2.0, "p50": 2.0, "min": 1.0, "max": 3.0}
+    rows = [
+        {"who": who, "collective": "reduce", "ranks": ranks, "size": size, "in_place": place, "registered": False}
+        | figures
+        for who in ("gangline", "gloo")
+        for ranks in (2, 4)
+        for size in (8, 1024)
+        for place in (False, True)
+    ]
+    draw("gangline bench reduce", rows, tmp_path / "rows.png")
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="there are no rows"):
+        draw("gangline bench reduce", [], tmp_path / "rows.png")
+
+
+def test_rules_follow_from_times() -> None:
+    shared, ring, shot = Choice("shared"), Choice("ring", 4), Choice("one_shot")
+    times = {
+        1024: {shared: 1.0, shot: 3.0, ring: 9.0},
+        65536: {shared: 5.0, shot: 6.0, ring: 9.0},
+        262144: {shot: 20.0, ring: 21.2},
+        1 << 20: {shot: 99.0, ring: 98.0},  # no more than chance
+        1 << 24: {shot: 999.0, ring: 800.0},
+    }
+    unusual = Choice("two_shot")
+    assert tune.rules_from(times, lambda size: unusual) == [
+        Rule(65536, shared),
+        Rule(1 << 22, shot),
+        Rule(None, ring),
+    ]
+    assert tune.rules_from(times, lambda size: ring) == [Rule(65536, shared), Rule(1 << 19, shot), Rule(None, ring)]
+    only_small = {size: times[size] for size in (1024, 65536)}
+    assert tune.rules_from(only_small, lambda size: unusual) == [Rule(65536, shared), Rule(None, shot)]
+    Table({Place("all_reduce", "shared_memory", 2, 1): tune.rules_from(times, lambda size: ring)})
+
+
+def test_candidates_are_all_algorithms_with_segments_where_these_matter() -> None:
+    found = tune.candidates(Place("broadcast", "shared_memory", 4, 1))
+    assert found[0] == Choice("shared")
+    assert sorted(choice.segments for choice in found if choice.algorithm == "double_tree") == [1, 4, 16]
+    assert [choice.segments for choice in found if choice.algorithm == "direct"] == [1]
+    assert Choice("shared") not in tune.candidates(Place("broadcast", "tcp", 4, 1))
+    assert tune.candidates(Place("all_to_all", "tcp", 2, 1)) == [Choice("direct")]  # pairwise is the same
+
+
+def test_an_algorithm_with_a_wrong_sum_is_refused_however_quick(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from collectives.algorithms import REGISTRY, direct
+
+    (tmp_path / "sitecustomize.py").write_text(
+        "from collectives.algorithms import REGISTRY, direct\n"
+        "REGISTRY['all_reduce']['lazy'] = lambda wish: direct.broadcast(wish.size, 0)\n"
+    )
+    monkeypatch.setitem(REGISTRY["all_reduce"], "lazy", lambda wish: direct.broadcast(wish.size, 0))
+    kept = ("lazy", "one_shot", "halving_doubling", "ring")
+    monkeypatch.setitem(REGISTRY, "all_reduce", {name: REGISTRY["all_reduce"][name] for name in kept})
+    own = Way("gangline_collectives", env={"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    monkeypatch.setattr(installed, "ways", lambda who, ranks: [own])
+    found = tune.measure("ipc", 2, ["all_reduce"], [1024, 4096])
+    place = Place("all_reduce", "ipc", 2, 1)
+    assert {rule.choice.algorithm for rule in found.rules[place]} <= {"one_shot", "halving_doubling"}
+    assert len(found.refused) == 1
+    assert found.refused[0].startswith("all_reduce by lazy, 2 ranks over ipc: ")
+    assert found.refused[0].endswith("elements of 8024 bytes are wrong")
+    measured = {(row["algorithm"], row["size"], row["runs"]) for row in found.rows}
+    assert measured == {(name, size, 3) for name in ("one_shot", "halving_doubling") for size in (1024, 4096)}

@@ -1,0 +1,93 @@
+"""Ranks as real processes that talk with their test, and are torn down whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from importlib import import_module
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgpack
+import torch
+
+from collectives.family import Family
+
+
+class Rank:
+    """A rank's way to the test, in the rank's process."""
+
+    def __init__(self, rank: int, size: int, pipe: Connection) -> None:
+        self.rank = rank
+        self.size = size
+        self._pipe = pipe
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        self._pipe.send_bytes(msgpack.packb(["exchange", data]))
+        return msgpack.unpackb(self._pipe.recv_bytes())
+
+    def tell(self, value: Any) -> None:
+        self._pipe.send_bytes(msgpack.packb(["told", value]))
+
+    def hear(self) -> Any:
+        return msgpack.unpackb(self._pipe.recv_bytes())
+
+
+class Processes:
+    """The ranks, seen from the test. `function(rank, *arguments)` runs in each; what it tells is `heard` here."""
+
+    def __init__(self, function: Callable[..., None], size: int, *arguments: Any, limit: float = 60) -> None:
+        self._deadline = time.monotonic() + limit
+        self._exchanged: dict[int, bytes] = {}
+        self._told: list[list[Any]] = [[] for _ in range(size)]
+        self._family = Family(_main, size)
+        for rank in range(size):
+            self.say(rank, [function.__module__, function.__name__, rank, size, arguments])
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._family.close()
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        os.kill(self._family.pids[rank], number)
+
+    def say(self, rank: int, value: Any) -> None:
+        self._family.connections[rank].send_bytes(msgpack.packb(value))
+
+    def heard(self, rank: int) -> Any:
+        """The next thing that a rank tells; exchanges are served meanwhile."""
+        while not self._told[rank]:
+            left = self._deadline - time.monotonic()
+            assert left > 0, f"rank {rank} told nothing in time"
+            for ready in self._family.wait(left)[0]:
+                self._serve(ready)
+        return self._told[rank].pop(0)
+
+    def all_heard(self) -> list[Any]:
+        return [self.heard(rank) for rank in range(len(self._told))]
+
+    def _serve(self, rank: int) -> None:
+        connection = self._family.connections[rank]
+        try:
+            kind, value = msgpack.unpackb(connection.recv_bytes(), strict_map_key=False)
+        except (EOFError, ConnectionError):
+            connection.close()
+            return
+        if kind == "told":
+            self._told[rank].append(value)
+            return
+        self._exchanged[rank] = value
+        if len(self._exchanged) == len(self._told):
+            everybody = [self._exchanged.pop(other) for other in range(len(self._told))]
+            for other in range(len(self._told)):
+                self.say(other, everybody)
+
+
+def _main(connection: Connection) -> None:
+    torch.set_num_threads(1)  # several ranks share a core
+    module, name, rank, size, arguments = msgpack.unpackb(connection.recv_bytes())
+    getattr(import_module(module), name)(Rank(rank, size, connection), *arguments)

@@ -1,0 +1,218 @@
+"""Ranks as threads, inputs in closed form, and what every collective must make of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from collectives.calls import DTYPES, OPS
+from collectives.communicator import Communicator
+from collectives.errors import DeadNodeError
+from collectives.opening import in_process, open_communicator
+from collectives.work import Work
+
+HALVES = (torch.float16, torch.bfloat16)
+REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+MOVING = ("broadcast", "all_gather", "all_to_all", "gather", "scatter")
+ROOTED = ("reduce", "broadcast", "gather", "scatter")
+BOARD = 1 << 16  # bytes
+PIECE = 1 << 19  # bytes
+
+_UFUNCS = {"sum": np.add, "mean": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}
+
+
+def in_threads(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60) -> list[Any]:
+    """What ``function(comm, *arguments)`` returns in each of so many threads, in rank order, or its error."""
+    results = outcomes_in_threads(size, function, *arguments, timeout=timeout)
+    failed = [result for result in results if isinstance(result, BaseException)]
+    for error in sorted(failed, key=lambda error: isinstance(error, DeadNodeError)):  # those miss one that failed
+        raise error
+    return results
+
+
+def outcomes_in_threads(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60) -> list[Any]:
+    """The same, but an error is a result."""
+    results: list[Any] = [None] * size
+
+    def run(comm: Communicator) -> None:
+        try:
+            with comm:
+                results[comm.rank] = function(comm, *arguments)
+        except BaseException as error:  # noqa: BLE001  the caller raises it
+            results[comm.rank] = error
+
+    threads = [threading.Thread(target=run, args=(comm,)) for comm in in_process(size, timeout=timeout)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def exchange_over(comm: Communicator) -> Callable[[bytes], list[bytes]]:
+    """Everybody's bytes by way of a communicator: by it another one can be opened between the same ranks."""
+
+    def exchange(blob: bytes) -> list[bytes]:
+        lengths = comm.all_gather(torch.tensor([len(blob)]))
+        padded = torch.zeros(int(lengths.max()) + 1, dtype=torch.uint8)
+        padded[: len(blob)] = torch.tensor(list(blob), dtype=torch.uint8)
+        rows = comm.all_gather(padded)
+        return [bytes(row[: int(length)].tolist()) for row, length in zip(rows, lengths.view(-1), strict=True)]
+
+    return exchange
+
+
+def open_again(comm: Communicator, transport: str, timeout: float | None = 60) -> Communicator:
+    """Another communicator of the same ranks, which heeds the environment as it is now."""
+    return open_communicator(comm.rank, comm.size, exchange_over(comm), transport=transport, timeout=timeout)
+
+
+def ops_for(dtype: torch.dtype) -> tuple[str, ...]:
+    return OPS if dtype.is_floating_point else tuple(op for op in OPS if op != "mean")
+
+
+def cases() -> Iterator[tuple[str, torch.dtype, str]]:
+    """Every collective with every dtype and every operation that it may have."""
+    for dtype in DTYPES:
+        yield from ((collective, dtype, op) for collective in REDUCING for op in ops_for(dtype))
+        yield from ((collective, dtype, "sum") for collective in MOVING)
+
+
+def values(count: int, rank: int, dtype: torch.dtype) -> Tensor:
+    """Of index * stride + rank, folded into the dtype's range; floats of both signs, whose sums must be rounded."""
+    numbers = torch.arange(count, dtype=torch.int64) * 37 + rank * 11
+    if dtype == torch.bool:
+        return numbers % 3 == 0
+    if dtype.is_floating_point:
+        return ((numbers % 1009 - 504).double() / 8 / (1 + rank)).to(dtype)
+    return numbers.to(dtype)
+
+
+def given(collective: str, count: int, rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    """What a rank gives: ``count`` elements, or as many a row where there is a row for each rank."""
+    if collective in ("reduce_scatter", "all_to_all", "scatter"):
+        return values(count * size, rank, dtype).view(size, count)
+    return values(count, rank, dtype)
+
+
+def combined(rows: Sequence[Tensor], op: str) -> Tensor:
+    """The rows reduced in rank order; halves in float32, rounded once."""
+    dtype = rows[0].dtype
+    arrays = [row.float().numpy() if dtype in HALVES else row.numpy() for row in rows]
+    with np.errstate(all="ignore"):
+        total = reduce(_UFUNCS[op], arrays)
+        if op == "mean":
+            total = (total / np.asarray(len(rows), total.dtype)).astype(total.dtype)
+    return torch.from_numpy(np.array(total)).to(dtype)
+
+
+def expected(
+    collective: str, count: int, rank: int, size: int, dtype: torch.dtype, op: str, root: int
+) -> Tensor | None:
+    """What a rank must get."""
+    everybody = [given(collective, count, other, size, dtype) for other in range(size)]
+    match collective:
+        case "all_reduce":
+            return combined(everybody, op)
+        case "reduce":
+            return combined(everybody, op) if rank == root else None
+        case "broadcast":
+            return everybody[root]
+        case "all_gather":
+            return torch.stack(everybody)
+        case "gather":
+            return torch.stack(everybody) if rank == root else None
+        case "scatter":
+            return everybody[root][rank]
+        case "reduce_scatter":
+            return combined([rows[rank] for rows in everybody], op)
+        case "all_to_all":
+            return torch.stack([rows[rank] for rows in everybody])
+    raise ValueError(collective)
+
+
+def call(comm: Communicator, collective: str, tensor: Tensor, op: str, root: int, **options: Any) -> Any:
+    """Make the call; a scatter puts its row into a new tensor."""
+    if collective in REDUCING:
+        options["op"] = op
+    if collective in ROOTED:
+        options["root"] = root
+    if collective == "scatter":
+        out = options.pop("out", None)
+        out = torch.empty(tensor.shape[1:], dtype=tensor.dtype) if out is None else out
+        return comm.scatter(tensor if comm.rank == root else None, out, **options)
+    return getattr(comm, collective)(tensor, **options)
+
+
+def check(
+    comm: Communicator, collective: str, count: int, dtype: torch.dtype, op: str, root: int, **options: Any
+) -> Tensor | None:
+    """Make a call with `given` tensors, and see that inputs are untouched and the result is `expected`, which it gives.
+
+    Bit by bit, but for floats that were rounded at each hop, as algorithms do that ranks without common memory use.
+    """
+    tensor = given(collective, count, comm.rank, comm.size, dtype)
+    got = call(comm, collective, tensor, op, root, **options)
+    if isinstance(got, Work):
+        got.wait()
+        got = got.result
+    name = f"{comm}: {collective} of {count} x {dtype}, {op}, root {root}"
+    want = expected(collective, count, comm.rank, comm.size, dtype, op, root)
+    by_hops = comm.transport in ("ipc", "tcp") and collective in REDUCING and dtype.is_floating_point
+    if want is not None and by_hops and op in ("sum", "mean", "product"):
+        everybody = [given(collective, count, rank, comm.size, dtype) for rank in range(comm.size)]
+        rows = [each[comm.rank] for each in everybody] if collective == "reduce_scatter" else everybody
+        near(got, rows, op, name)
+    else:
+        same(got, want, name)
+    if collective not in ("all_reduce", "broadcast") and got is not tensor:
+        same(tensor, given(collective, count, comm.rank, comm.size, dtype), f"{name}: its input")
+    return got
+
+
+def near(got: Tensor, rows: Sequence[Tensor], op: str, name: str) -> None:
+    """See that a result is off by no more than a rounding a rank: (p - 1) eps sum|x|, and one eps more for a mean."""
+    exact = torch.stack([row.double() for row in rows])
+    size, eps = len(rows), torch.finfo(got.dtype).eps
+    if op == "product":
+        want, bound = exact.prod(0), exact.prod(0).abs() * size * eps
+    else:
+        divisor = size if op == "mean" else 1
+        want, bound = exact.sum(0) / divisor, exact.abs().sum(0) * size * eps / divisor
+    want = want.to(got.dtype).double()  # beyond the largest number is infinity
+    bad = ((got.double() - want).abs() > bound + torch.finfo(got.dtype).tiny).nonzero().view(-1)
+    assert got.dtype == rows[0].dtype, f"{name}: got {got.dtype}"
+    assert not len(bad), f"{name}: {len(bad)} elements are too far off, the first is {bad[:1]}: {got[bad[:1]]}"
+
+
+def same(got: Tensor | None, want: Tensor | None, name: str) -> None:
+    """See that two tensors are equal in shape, dtype and bits."""
+    if got is None or want is None:
+        assert got is want, f"{name}: got {got}, expected {want}"
+        return
+    assert (got.shape, got.dtype) == (want.shape, want.dtype), f"{name}: got {got.shape} of {got.dtype}"
+    if not torch.equal(bits(got), bits(want)):
+        different = (bits(got) != bits(want)).nonzero().view(-1)
+        first = int(different[0]) // got.element_size()
+        flat = got.detach().reshape(-1)[first], want.reshape(-1)[first]
+        raise AssertionError(f"{name}: {len(different)} bytes differ, the first in element {first}: {flat}")
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def small_sizes(size: int) -> list[int]:
+    return sorted({0, 1, 2, size - 1, size, size + 1, 17})
+
+
+def edge_sizes(dtype: torch.dtype) -> list[int]:
+    """Around what the board takes and around a piece of a message, and one that nothing divides."""
+    board, piece = BOARD // dtype.itemsize, PIECE // dtype.itemsize
+    return [board - 1, board, board + 1, piece - 1, piece, piece + 1, 2 * piece + 3, 100_003]

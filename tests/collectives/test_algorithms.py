@@ -1,0 +1,333 @@
+"""Every algorithm: right for every number of ranks, in as many steps and bytes as its file says."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from collectives import algorithms
+from collectives.algorithms.double_tree import Tree, two_trees
+from collectives.rounds import Transfers
+from collectives.schedule import ROOTED, Reduce, Schedule
+
+EVERY = [(collective, name) for collective in algorithms.REGISTRY for name in algorithms.names(collective)]
+SUMS = [(collective, name) for collective, name in EVERY if "reduce" in collective]
+SIZES = (*range(1, 33), 47, 48, 63, 64)
+OTHER_SIZES = sorted({*range(1, 65)} - {*SIZES})
+LAYOUTS = {
+    "equal": (0, 0, 0, 1, 1, 1, 2, 2, 2),
+    "interleaved": (0, 1, 2, 0, 1, 2, 0, 1, 2),
+    "unequal": (0, 0, 0, 0, 0, 1, 1, 2, 2),
+    "unequal_and_scattered": (2, 0, 2, 2, 1, 0, 2, 5, 2),
+    "one_rank_each": (8, 7, 6, 5, 4, 3, 2, 1, 0),
+    "one_host": (3,) * 9,
+    "two_of_one_size": (0, 0, 1, 1),
+    "other_numbers": (0,) * 4 + (1,) * 4 + (2,) * 4,
+}
+
+
+@pytest.mark.parametrize(("collective", "name"), EVERY)
+class TestIsRight:
+    @pytest.mark.parametrize(
+        "sizes", [SIZES, pytest.param(OTHER_SIZES, marks=pytest.mark.slow)], ids=["some", "others"]
+    )
+    def test_for_every_number_of_ranks(self, collective: str, name: str, sizes: Sequence[int]) -> None:
+        for size in sizes:
+            hosts = tuple(rank // 4 for rank in range(size)) if name == "hierarchical" else None
+            built(collective, name, size, root=size // 3, hosts=hosts).verify()
+
+    def test_for_every_root(self, collective: str, name: str) -> None:
+        for size in range(2, 10) if collective in ROOTED else ():
+            for root in range(size):
+                built(collective, name, size, root).verify()
+
+    def test_in_any_number_of_segments(self, collective: str, name: str) -> None:
+        for size in range(1, 9):
+            for segments in (2, 3, 7):
+                built(collective, name, size, root=size - 1, segments=segments).verify()
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_on_any_hosts(self, collective: str, name: str, layout: str) -> None:
+        hosts = LAYOUTS[layout]
+        for root in range(len(hosts)) if collective in ROOTED else (0,):
+            built(collective, name, len(hosts), root, segments=2, hosts=hosts).verify()
+
+    def test_and_no_rank_is_twice_in_a_table(self, collective: str, name: str) -> None:
+        """The price is taken table by table and would be wrong."""
+        for size in (2, 5, 8, 12):
+            for table in tables(
+                built(collective, name, size, segments=2, hosts=(0,) * (size // 2) + (1,) * (size - size // 2))
+            ):
+                assert len(set(table.source.tolist())) == len(set(table.target.tolist())) == len(table) > 0
+
+
+@pytest.mark.parametrize(("collective", "name"), [pair for pair in SUMS if pair[1] != "one_shot"])
+def test_each_chunk_is_completed_at_one_rank_so_that_all_have_the_same_bits(collective: str, name: str) -> None:
+    for size in (2, 7, 8):
+        schedule = built(collective, name, size)
+        completed = Counter(
+            chunk
+            for rank in range(size)
+            for step in schedule.program(rank)
+            if isinstance(step, Reduce) and step.complete
+            for chunk in range(step.first, step.last)
+        )
+        assert completed == dict.fromkeys(range(schedule.chunks), 1)
+
+
+def test_one_shot_sums_the_same_on_every_rank() -> None:
+    schedule = built("all_reduce", "one_shot", 5)
+    assert {schedule.program(rank)[-1] for rank in range(5)} == {Reduce((0, 1, 2, 3, 4), 0, 1, complete=True)}
+    assert schedule.messages() == 5 * 4
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 13, 16, 31])
+class TestStepsAndBytes:
+    """Closed forms, for n = 840 * size bytes, which all numbers of chunks here divide."""
+
+    def check(self, schedule: Schedule, steps: int, each: float) -> None:
+        """``each`` is in units of n."""
+        n = 840 * schedule.size
+        assert schedule.steps() == steps
+        assert schedule.bytes_on_wire(n) == pytest.approx(each * n, abs=0.5)
+
+    @pytest.mark.parametrize("segments", [1, 4])
+    def test_of_the_ring(self, size: int, segments: int) -> None:
+        part = (size - 1) / size
+        self.check(built("all_reduce", "ring", size, segments=segments), 2 * (size - 1), 2 * part)
+        self.check(built("all_gather", "ring", size, segments=segments), size - 1, part)
+        self.check(built("reduce_scatter", "ring", size, segments=segments), size - 1, part)
+        self.check(built("broadcast", "ring", size, segments=segments), size - 2 + segments, 1)
+        self.check(built("reduce", "ring", size, segments=segments), size - 2 + segments, 1)
+
+    def test_of_halving_and_doubling(self, size: int) -> None:
+        part, log = (size - 1) / size, math.ceil(math.log2(size))
+        self.check(built("all_reduce", "halving_doubling", size), 2 * log, 2 * part)
+        self.check(built("all_gather", "halving_doubling", size), log, part)
+        self.check(built("reduce_scatter", "halving_doubling", size), log, part)
+
+    def test_of_direct(self, size: int) -> None:
+        part = (size - 1) / size
+        self.check(built("all_reduce", "one_shot", size), 1, size - 1)
+        self.check(built("all_reduce", "two_shot", size), 2, 2 * part)
+        for collective in ("all_gather", "reduce_scatter", "all_to_all", "scatter"):
+            self.check(built(collective, "direct", size), 1, part)
+        self.check(built("broadcast", "direct", size), 1, size - 1)
+        self.check(built("reduce", "direct", size), 1, 1)
+        self.check(built("gather", "direct", size), 1, 1 / size)
+
+    @pytest.mark.parametrize("segments", [1, 4])
+    def test_of_the_double_tree(self, size: int, segments: int) -> None:
+        depth = max(int(tree.depth.max()) for tree in two_trees(range(size)))
+        schedule = built("all_reduce", "double_tree", size, segments=segments)
+        assert schedule.steps() == 2 * depth + segments - 1
+        assert schedule.bytes_on_wire(840 * size) <= 2 * 840 * size
+        below = max(int(tree.depth.max()) for tree in two_trees(range(size - 1)))
+        for collective in ("broadcast", "reduce"):
+            schedule = built(collective, "double_tree", size, segments=segments)
+            assert schedule.steps() == below + segments
+            assert schedule.bytes_on_wire(840 * size) == 840 * size
+
+    def test_of_binomial_trees(self, size: int) -> None:
+        log = math.ceil(math.log2(size))
+        self.check(built("broadcast", "binomial", size), log, log)
+        self.check(built("reduce", "binomial", size), log, 1)
+        self.check(built("scatter", "binomial", size), log, (size - 1) / size)
+        below_the_second = max(min(1 << power, size - (1 << power)) for power in range(log))
+        self.check(built("gather", "binomial", size), log, below_the_second / size)
+
+    def test_of_the_pairwise_exchange(self, size: int) -> None:
+        self.check(built("all_to_all", "pairwise", size), size - 1, (size - 1) / size)
+
+    @pytest.mark.parametrize("places", [1, 3, 4])
+    def test_of_hierarchical_on_equal_hosts(self, size: int, places: int) -> None:
+        hosts = tuple(host for host in range(size) for _ in range(places))
+        schedule = built("all_reduce", "hierarchical", len(hosts), hosts=hosts)
+        inside = 2 if places > 1 else 0
+        self.check(schedule, inside + 2 * math.ceil(math.log2(size)), 2 * (len(hosts) - 1) / len(hosts))
+
+
+def test_hierarchical_sends_a_place_s_share_of_the_ring_s_bytes_between_hosts() -> None:
+    hosts, n = (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2), 12 * 840
+    schedule = built("all_reduce", "hierarchical", 12, hosts=hosts)
+    between = sum(
+        int(schedule.message_bytes(table, n)[np.asarray(hosts)[table.source] != np.asarray(hosts)[table.target]].sum())
+        for table in tables(schedule)
+    )
+    assert between == 12 * (2 * n // 4 * 2 // 3)
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_the_ring_s_pairs_form_a_ring(collective: str) -> None:
+    schedule = built(collective, "ring", 7, segments=2)
+    assert pairs(schedule) == {(rank, (rank + 1) % 7) for rank in range(7)}
+
+
+@pytest.mark.parametrize("name", ["ring", "double_tree"])
+def test_what_heeds_hosts_leaves_them_seldom(name: str) -> None:
+    hosts = tuple(rank % 4 for rank in range(32))
+    crossing = {pair for pair in pairs(built("all_reduce", name, 32, hosts=hosts)) if hosts[pair[0]] != hosts[pair[1]]}
+    blind = {pair for pair in pairs(built("all_reduce", name, 32)) if hosts[pair[0]] != hosts[pair[1]]}
+    assert len(crossing) < len(blind) / 2
+    if name == "ring":
+        assert len(crossing) == 4
+
+
+def test_pairwise_ranks_of_a_power_of_two_exchange() -> None:
+    for table in tables(built("all_to_all", "pairwise", 8)):
+        found = set(zip(table.source.tolist(), table.target.tolist(), strict=True))
+        assert found == {(target, source) for source, target in found}
+
+
+class TestTwoTrees:
+    def test_no_rank_is_inside_both(self) -> None:
+        for size in range(1, 300):
+            first, second = two_trees(range(size))
+            assert not set(inside(first)) & set(inside(second)), size
+
+    def test_are_binary_and_reach_every_rank_from_one_root_in_a_logarithm(self) -> None:
+        for size in range(1, 300):
+            for tree in two_trees(range(size)):
+                (root,) = np.flatnonzero(tree.parent < 0)
+                others = np.flatnonzero(tree.parent >= 0)
+                assert (tree.depth[others] == tree.depth[tree.parent[others]] + 1).all()
+                assert tree.depth[root] == 0
+                assert max(Counter(tree.parent[others].tolist()).values(), default=0) <= 2
+                assert tree.depth.max() <= math.log2(size)
+
+    def test_follow_the_order_that_is_given(self) -> None:
+        order = [4, 2, 0, 1, 3]
+        for plain, named in zip(two_trees(range(5)), two_trees(order), strict=True):
+            for place, rank in enumerate(order):
+                above = plain.parent[place]
+                assert named.parent[rank] == (-1 if above < 0 else order[above])
+
+
+class TestClosedFormsOfCosts:
+    """The model's seconds for equal links are the textbook's."""
+
+    ALPHA, BETA, GAMMA = 3.0, 0.5, 0.25
+
+    @pytest.mark.parametrize("size", [2, 5, 8, 16])
+    def test_ring(self, size: int) -> None:
+        n, part = 840 * size, (size - 1) / size
+        expected = 2 * (size - 1) * self.ALPHA + 2 * n * part * self.BETA + n * part * self.GAMMA
+        assert self.cost("all_reduce", "ring", size) == pytest.approx(expected)
+
+    @pytest.mark.parametrize("segments", [2, 4])
+    def test_a_ring_s_segments_hide_all_but_the_last_one_s_combining(self, segments: int) -> None:
+        expected = 14 * (segments * self.ALPHA + 840 * self.BETA) + 7 * 840 / segments * self.GAMMA
+        assert self.cost("all_reduce", "ring", 8, segments=segments) == pytest.approx(expected)
+
+    @pytest.mark.parametrize("size", [2, 4, 8, 32])
+    def test_halving_doubling(self, size: int) -> None:
+        n, part = 840 * size, (size - 1) / size
+        expected = 2 * math.log2(size) * self.ALPHA + 2 * n * part * self.BETA + n * part * self.GAMMA
+        assert self.cost("all_reduce", "halving_doubling", size) == pytest.approx(expected)
+
+    @pytest.mark.parametrize("size", [2, 5, 8])
+    def test_direct(self, size: int) -> None:
+        n, others = 840 * size, size - 1
+        one = others * (self.ALPHA + n * self.BETA) + n * self.GAMMA
+        assert self.cost("all_reduce", "one_shot", size) == pytest.approx(one)
+        two = 2 * others * (self.ALPHA + 840 * self.BETA) + 840 * self.GAMMA
+        assert self.cost("all_reduce", "two_shot", size) == pytest.approx(two)
+        rows = others * (self.ALPHA + 840 * self.BETA)
+        for collective, name in (("all_gather", "direct"), ("all_to_all", "direct"), ("all_to_all", "pairwise")):
+            assert self.cost(collective, name, size) == pytest.approx(rows)
+
+    @pytest.mark.parametrize("size", [2, 5, 8])
+    def test_trees_and_chains(self, size: int) -> None:
+        n, log = 840 * size, math.ceil(math.log2(size))
+        assert self.cost("broadcast", "binomial", size) == pytest.approx(log * (self.ALPHA + n * self.BETA))
+        chain = (size - 2 + 4) * (self.ALPHA + n / 4 * self.BETA)
+        assert self.cost("broadcast", "ring", size, segments=4) == pytest.approx(chain)
+
+    @pytest.mark.parametrize("segments", [1, 8, 64])
+    def test_the_double_tree_costs_at_most_four_messages_a_round(self, segments: int) -> None:
+        n, depth = 840 * 16, 4
+        part = n / (2 * segments)
+        a_round = 4 * (self.ALPHA + part * self.BETA) + 2 * part * self.GAMMA
+        found = self.cost("all_reduce", "double_tree", 16, segments=segments)
+        assert segments * 4 * part * self.BETA < found <= (2 * depth + segments - 1) * a_round
+
+    def test_the_double_tree_keeps_all_ports_busy(self) -> None:
+        """With free messages and long tensors, what is left is that a rank sends and receives 2 n bytes."""
+        for size in (8, 64, 100):
+            schedule = built("all_reduce", "double_tree", size, segments=256)
+            assert 2 < schedule.cost(10**9, 0, 1e-9, 0) < 2.15
+
+    def cost(self, collective: str, name: str, size: int, segments: int = 1) -> float:
+        schedule = built(collective, name, size, segments=segments)
+        return schedule.cost(840 * size, self.ALPHA, self.BETA, self.GAMMA)
+
+
+def test_4096_ranks_take_no_memory_until_rounds_are_asked_for() -> None:
+    schedule = algorithms.build("all_to_all", "pairwise", 4096)
+    assert schedule.steps() == 4095
+    assert schedule.chunks == 4096**2
+    (table,) = schedule.rounds.at(4000)
+    assert len(table) == 4096
+
+
+class TestBuild:
+    def test_remembers(self) -> None:
+        assert algorithms.build("all_reduce", "ring", 4) is algorithms.build("all_reduce", "ring", 4)
+
+    def test_names_what_it_has(self) -> None:
+        assert set(algorithms.names("all_reduce")) == {
+            "ring",
+            "halving_doubling",
+            "double_tree",
+            "one_shot",
+            "two_shot",
+            "hierarchical",
+        }
+        for collective, name in EVERY:
+            schedule = built(collective, name, 3)
+            assert (schedule.collective, schedule.algorithm, schedule.size) == (collective, name, 3)
+
+    @pytest.mark.parametrize(
+        ("arguments", "options", "message"),
+        [
+            (("all_reduce", "rings", 4), {}, "no algorithm 'rings'; expected one of ring, halving_doubling"),
+            (("allreduce", "ring", 4), {}, "no collective 'allreduce' has algorithms; expected one of all_reduce"),
+            (("all_reduce", "ring", 0), {}, "size is 0 and segments is 1"),
+            (("all_reduce", "ring", 4), {"segments": 0}, "size is 4 and segments is 0"),
+            (("all_reduce", "ring", 4), {"hosts": (0, 1)}, "hosts has 2 entries for 4 ranks"),
+            (("all_reduce", "ring", 4), {"root": 1}, "root of all_reduce is 1; expected None"),
+            (("reduce", "ring", 4), {}, "root of reduce is None; expected a rank from 0 to 3"),
+            (("reduce", "ring", 4), {"root": 4}, "root of reduce is 4; expected a rank from 0 to 3"),
+        ],
+    )
+    def test_refuses(self, arguments: tuple[str, str, int], options: dict[str, object], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            algorithms.build(*arguments, **options)  # type: ignore[arg-type]
+
+
+def built(
+    collective: str,
+    name: str,
+    size: int,
+    root: int = 0,
+    segments: int = 1,
+    hosts: tuple[int, ...] | None = None,
+) -> Schedule:
+    rooted = root if collective in ROOTED else None
+    return algorithms.build(collective, name, size, root=rooted, segments=segments, hosts=hosts)
+
+
+def tables(schedule: Schedule) -> Iterator[Transfers]:
+    return (table for found in schedule.rounds for table in found)
+
+
+def pairs(schedule: Schedule) -> set[tuple[int, int]]:
+    return {(source, target) for table in tables(schedule) for source, target, *_ in table.rows()}
+
+
+def inside(tree: Tree) -> list[int]:
+    return tree.parent[tree.parent >= 0].tolist()

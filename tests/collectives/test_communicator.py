@@ -1,0 +1,827 @@
+"""Communicator: values of every collective, layouts of tensors, asynchronous calls, groups, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from collectives.calls import DTYPES
+from collectives.communicator import Communicator
+from collectives.errors import GanglineError, MismatchError
+from collectives.opening import in_process
+from collectives.spawning import spawn
+from collectives.work import Work
+from tests.collectives.ranks import (
+    MOVING,
+    REDUCING,
+    call,
+    cases,
+    check,
+    combined,
+    edge_sizes,
+    expected,
+    given,
+    in_threads,
+    open_again,
+    outcomes_in_threads,
+    same,
+    small_sizes,
+    values,
+)
+
+LARGE = 40_011  # float32 elements that no board takes
+COLLECTIVES = (*REDUCING, *MOVING)
+
+
+# Values
+
+
+def _every_case(comm: Communicator, every: int = 1) -> None:
+    for number, (collective, dtype, op) in enumerate(cases()):
+        for count in small_sizes(comm.size) if number % every == 0 else ():
+            check(comm, collective, count, dtype, op, root=(number + count) % comm.size)
+
+
+def _edges(comm: Communicator, every: int, sizes: int = 1) -> None:
+    for number, (collective, dtype, op) in enumerate(cases()):
+        edges = edge_sizes(dtype)
+        for count in (edges * 2)[number % 8 :][:sizes] if number % every == 0 else ():
+            check(comm, collective, count, dtype, op, root=number % comm.size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_every_collective_dtype_and_operation_gives_what_the_docs_say(size: int) -> None:
+    in_threads(size, _every_case)
+
+
+@pytest.mark.parametrize(("size", "every"), [(1, 9), (2, 3), (3, 7), (5, 31)])
+def test_values_are_right_around_the_limits_of_board_and_piece(size: int, every: int) -> None:
+    in_threads(size, _edges, every)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_values_are_right_around_every_limit(size: int) -> None:
+    in_threads(size, _edges, 1, 8)
+
+
+def _in_a_process(comm: Communicator, every: int, every_edge: int) -> str:
+    _every_case(comm, every)
+    _edges(comm, every_edge)
+    return comm.transport
+
+
+@pytest.mark.parametrize(
+    ("transport", "size", "every", "every_edge"),
+    [
+        ("shared_memory", 2, 1, 7),
+        ("shared_memory", 3, 5, 23),
+        ("shared_memory", 4, 7, 61),
+        ("ipc", 2, 7, 23),
+        ("tcp", 3, 11, 61),
+    ],
+)
+def test_processes_get_the_same_values(transport: str, size: int, every: int, every_edge: int) -> None:
+    assert spawn(_in_a_process, size, every, every_edge, transport=transport, timeout=60) == [transport] * size
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_processes_get_the_same_values_in_every_case(transport: str, size: int) -> None:
+    assert spawn(_in_a_process, size, 1, 3, transport=transport, timeout=300) == [transport] * size
+
+
+def _odd_values(comm: Communicator, count: int) -> None:
+    inf, nan = float("inf"), float("nan")
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        tensor = torch.full((count,), float(comm.rank), dtype=dtype)
+        tensor[0] = nan if comm.rank == 1 else 5
+        tensor[1] = inf if comm.rank == 0 else -1
+        tensor[2] = -inf if comm.rank == comm.size - 1 else 1
+        tensor[3] = torch.finfo(dtype).max
+        for op, beginning in {
+            "min": [nan, -1, -inf, torch.finfo(dtype).max],
+            "max": [nan, inf, 1, torch.finfo(dtype).max],
+            "sum": [nan, inf, -inf, inf],
+            "product": [nan, inf * (-1) ** (comm.size - 1), -inf, inf],
+        }.items():
+            got = comm.all_reduce(tensor, op, torch.empty_like(tensor))
+            assert isinstance(got, Tensor)
+            torch.testing.assert_close(
+                got[:4].double(), torch.tensor(beginning, dtype=torch.float64), equal_nan=True, rtol=0, atol=0
+            )
+            if op == "max":
+                assert bool((got[4:] == comm.size - 1).all())
+
+
+@pytest.mark.parametrize("count", [5, LARGE])
+@pytest.mark.parametrize("size", [2, 3])
+def test_nan_wins_and_infinities_are_results_without_warnings(size: int, count: int) -> None:
+    in_threads(size, _odd_values, count)
+
+
+def _extremes(comm: Communicator, dtype: torch.dtype) -> None:
+    limits = torch.iinfo(dtype)
+    tensor = torch.tensor([limits.max, limits.min, limits.max - comm.rank], dtype=dtype)
+    want = torch.tensor([limits.max * 2, limits.min * 2, limits.max * 2 - 1]).remainder(256).to(dtype)
+    same(comm.all_reduce(tensor), want, str(dtype))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_integers_wrap_around(dtype: torch.dtype) -> None:
+    in_threads(2, _extremes, dtype)
+
+
+def _halves(comm: Communicator, count: int) -> Any:
+    tensor = torch.full((count,), 2048 if comm.rank == 0 else 0.75, dtype=torch.float16)
+    comm.all_reduce(tensor)
+    mean = torch.full((count,), 65504.0, dtype=torch.float16)
+    comm.all_reduce(mean, "mean")
+    return tensor.unique().tolist(), mean.unique().tolist()
+
+
+@pytest.mark.parametrize("count", [3, 2 * LARGE])
+def test_halves_are_added_in_float32_and_rounded_once(count: int) -> None:
+    # each 0.75 alone is lost in float16, whose step is 2 here; their sum of 3 is not; and no sum of a mean overflows
+    assert in_threads(5, _halves, count) == [([2052.0], [65504.0])] * 5
+
+
+# Layouts
+
+
+def _layouts(comm: Communicator, rows: int) -> None:
+    def laid_out(rank: int) -> dict[str, Tensor]:
+        base = values(rows * 6, rank, torch.float32)
+        return {
+            "transposed": base.view(rows, 6).clone().t(),
+            "strided": base.clone()[::2],
+            "3-d, permuted": base.view(rows, 3, 2).clone().permute(2, 0, 1),
+            "inner column": base.view(rows, 6).clone()[:, 1:3],
+            "0-d": base.clone()[3],
+            "one element of a stride": base.clone()[1::3][:1],
+            "empty with strides": base.clone()[::2][:0],
+            "channels last": base.clone().view(1, 6, rows, 1).contiguous(memory_format=torch.channels_last),
+        }
+
+    for name, tensor in laid_out(comm.rank).items():
+        everybody = [laid_out(other)[name] for other in range(comm.size)]
+        before = tensor.stride()
+        got = comm.all_reduce(tensor)
+        assert got is tensor
+        assert tensor.stride() == before
+        same(tensor, combined([each.contiguous() for each in everybody], "sum"), f"all_reduce, {name}")
+
+        tensor = laid_out(comm.rank)[name]
+        assert comm.broadcast(tensor, 1) is tensor
+        same(tensor, everybody[1], f"broadcast, {name}")
+
+        tensor = laid_out(comm.rank)[name]
+        out = torch.empty((*reversed(tensor.shape), comm.size)).permute(*reversed(range(tensor.dim() + 1)))
+        assert comm.all_gather(tensor, out) is out
+        same(out, torch.stack(everybody), f"all_gather, {name}")
+        same(tensor, everybody[comm.rank], f"all_gather's input, {name}")
+
+        given = torch.stack(everybody).flip(0).transpose(0, -1).contiguous().transpose(0, -1)
+        got = comm.all_to_all(given)
+        same(got, torch.stack([everybody[-1 - comm.rank]] * comm.size), f"all_to_all, {name}")  # type: ignore[arg-type]
+        out = tensor.new_empty((*tensor.shape, 2))[..., 0]
+        assert comm.reduce_scatter(given, "max", out) is out
+        same(out, everybody[-1 - comm.rank], f"reduce_scatter, {name}")
+
+        result = comm.reduce(tensor, 0, "sum", None)
+        if comm.rank == 0:
+            assert result is tensor
+            same(tensor, combined([each.contiguous() for each in everybody], "sum"), f"reduce, {name}")
+        else:
+            same(tensor, everybody[comm.rank], f"reduce elsewhere, {name}")
+
+
+@pytest.mark.parametrize("rows", [2, 9_001])
+def test_tensors_of_any_layout_serve(rows: int) -> None:
+    in_threads(3, _layouts, rows)
+
+
+def _expanded(comm: Communicator) -> None:
+    tensor = torch.tensor([1.0 + comm.rank]).expand(3)
+    out = torch.empty(3)
+    comm.all_reduce(tensor, out=out)
+    assert out.tolist() == [3.0] * 3
+    comm.broadcast(tensor if comm.rank == 0 else out, 0)
+    assert out.tolist() == [1.0 if comm.rank else 3.0] * 3
+    comm.reduce(tensor if comm.rank else out, 0)
+    assert tensor.tolist() == [1.0 + comm.rank] * 3
+    assert torch.equal(comm.all_gather(tensor), torch.tensor([[1.0] * 3, [2.0] * 3]))  # type: ignore[arg-type]
+
+
+def test_expanded_tensors_can_be_read() -> None:
+    in_threads(2, _expanded)
+
+
+def _with_gradient(comm: Communicator, count: int) -> None:
+    tensor = values(count, comm.rank, torch.float32).requires_grad_()
+    assert comm.all_reduce(tensor) is tensor
+    same(tensor, expected("all_reduce", count, comm.rank, comm.size, torch.float32, "sum", 0), "all_reduce")
+    assert (tensor.requires_grad, tensor.grad_fn) == (True, None)
+    parameter = torch.nn.Parameter(values(count, comm.rank, torch.float32))
+    assert comm.broadcast(parameter, 1) is parameter
+    same(parameter, values(count, 1, torch.float32), "broadcast")
+    doubled = parameter * 2  # has a history
+    gathered = comm.all_gather(doubled)
+    assert isinstance(gathered, Tensor)
+    assert not gathered.requires_grad
+    if comm.rank == 0:
+        comm.send(doubled, to=1)
+    else:
+        assert comm.recv(tensor, source=0) is tensor
+        same(tensor, 2 * values(count, 1, torch.float32), "recv")
+
+
+@pytest.mark.parametrize("count", [5, LARGE])
+def test_tensors_that_want_gradients_are_taken_as_their_values(count: int) -> None:
+    in_threads(2, _with_gradient, count)
+
+
+def _into_out(comm: Communicator, count: int) -> None:
+    size, rank = comm.size, comm.rank
+    for collective in COLLECTIVES:
+        if collective == "broadcast":
+            continue
+        want = expected(collective, count, rank, size, torch.float32, "sum", 0)
+        out = torch.full(want.shape, -7.0) if want is not None else torch.full((3,), -7.0)
+        tensor = given(collective, count, rank, size, torch.float32)
+        got = call(comm, collective, tensor, "sum", 0, out=out)
+        assert got is (out if want is not None else None)
+        same(tensor, given(collective, count, rank, size, torch.float32), f"{collective}'s input")
+        same(out, want if want is not None else torch.full((3,), -7.0), f"{collective}'s output")
+    rows = comm.all_gather(values(count, rank, torch.float32))
+    assert isinstance(rows, Tensor)
+    own = values(count * size, rank, torch.float32).view(size, count)
+    same(
+        comm.all_gather(own[rank], own),
+        comm.all_gather(values(count * size, rank, torch.float32)[rank * count :][:count]),
+        "in place",
+    )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [4, LARGE])
+def test_results_go_where_out_says_and_inputs_stay(count: int) -> None:
+    in_threads(3, _into_out, count)
+
+
+# Asynchronous calls
+
+
+def _in_flight(comm: Communicator) -> None:
+    works: list[tuple[str, int, Work, Tensor]] = []
+    for number, collective in enumerate(COLLECTIVES * 2):
+        count = (3, LARGE, 0)[number % 3]
+        tensor = given(collective, count, comm.rank, comm.size, torch.float32)
+        work = call(comm, collective, tensor, "sum", number % comm.size, async_op=True)
+        assert isinstance(work, Work)
+        works.append((collective, count, work, tensor))
+        if number == 5:
+            check(comm, "all_reduce", 7, torch.int32, "sum", 0)  # behind all of them, and before the next
+    barrier = comm.barrier(async_op=True)
+    for number, (collective, count, work, tensor) in reversed(list(enumerate(works))):
+        work.wait()
+        assert work.is_completed()
+        assert work.exception() is None
+        want = expected(collective, count, comm.rank, comm.size, torch.float32, "sum", number % comm.size)
+        same(work.result, want, f"{collective} of {count}")
+        if collective == "all_reduce":
+            assert work.result is tensor
+    assert barrier is not None
+    barrier.wait()
+    assert barrier.result is None
+
+
+def test_calls_in_flight_run_in_order_and_mix_with_others() -> None:
+    in_threads(3, _in_flight)
+
+
+def test_processes_have_calls_in_flight() -> None:
+    spawn(_in_flight, 2, transport="shared_memory", timeout=60)
+
+
+def test_waiting_for_a_call_in_flight_can_end_before_it() -> None:
+    timed_out = threading.Event()
+
+    def run(comm: Communicator) -> None:
+        tensor = values(9, comm.rank, torch.float32)
+        if comm.rank:
+            timed_out.wait()
+            comm.all_reduce(tensor)
+        else:
+            work = comm.all_reduce(tensor, async_op=True)
+            assert isinstance(work, Work)
+            with pytest.raises(TimeoutError, match=r"all_reduce is still running after 0\.02 s"):
+                work.wait(timeout=0.02)
+            assert not work.is_completed()
+            timed_out.set()
+            work.wait()
+        same(tensor, expected("all_reduce", 9, comm.rank, 2, torch.float32, "sum", 0), "all_reduce")
+
+    in_threads(2, run)
+
+
+def test_a_call_in_flight_keeps_its_error_for_the_waiter() -> None:
+    def run(comm: Communicator) -> str:
+        work = comm.all_reduce(values(4 + comm.rank, 0, torch.float32), async_op=True)
+        assert isinstance(work, Work)
+        with pytest.raises(MismatchError, match="ranks are at different calls") as caught:
+            work.wait()
+        assert str(work.exception()) == str(caught.value)
+        for later in (lambda: comm.barrier(), lambda: comm.barrier(async_op=True)):
+            with pytest.raises(MismatchError, match="ranks are at different calls"):
+                later()
+        return str(caught.value)
+
+    assert len(set(in_threads(2, run))) == 1
+
+
+def test_close_finishes_what_is_in_flight() -> None:
+    def run(comm: Communicator) -> None:
+        tensors = [values(LARGE, comm.rank + number, torch.float32) for number in range(5)]
+        works = [comm.all_reduce(tensor, async_op=True) for tensor in tensors]
+        comm.close()
+        assert all(isinstance(work, Work) and work.exception() is None and work.is_completed() for work in works)
+        for number, tensor in enumerate(tensors):
+            same(tensor, combined([values(LARGE, rank + number, torch.float32) for rank in (0, 1)], "sum"), str(number))
+
+    in_threads(2, run)
+
+
+def _two_threads(comm: Communicator) -> None:
+    other = comm.split(0)
+    assert other is not None
+    problems: list[BaseException] = []
+
+    def use(which: Communicator, step: int) -> None:
+        try:
+            for number in range(40):
+                check(which, "all_reduce", (number * step) % 23, torch.int64, "sum", 0)
+                check(
+                    which, "broadcast", LARGE if number % 20 == 0 else number, torch.float32, "sum", number % which.size
+                )
+        except BaseException as error:  # noqa: BLE001  told by the test's own thread
+            problems.append(error)
+
+    threads = [threading.Thread(target=use, args=(which, step)) for which, step in ((comm, 5), (other, 7))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    other.close()
+    assert not problems, problems
+
+
+def test_a_thread_each_uses_one_of_two_communicators() -> None:
+    in_threads(2, _two_threads)
+
+
+def test_in_a_process_a_thread_each_uses_one_of_two_communicators() -> None:
+    spawn(_two_threads, 2, transport="shared_memory", timeout=60)
+
+
+def test_another_thread_may_make_the_calls() -> None:
+    def run(comm: Communicator) -> None:
+        for _ in range(3):
+            thread = threading.Thread(target=check, args=(comm, "all_reduce", 11, torch.float32, "sum", 0))
+            thread.start()
+            thread.join()
+        check(comm, "all_reduce", 11, torch.float32, "sum", 0)
+
+    in_threads(2, run)
+
+
+# Groups
+
+
+def _groups(comm: Communicator) -> None:
+    rank = comm.rank
+    halves = comm.split(rank % 2, key=-rank)
+    assert halves is not None
+    ranks = [other for other in reversed(range(comm.size)) if other % 2 == rank % 2]
+    assert (halves.size, halves.rank) == (len(ranks), ranks.index(rank))
+    for count in (3, LARGE):  # the group and all, in turn
+        for _ in range(2):
+            tensor = values(count, rank, torch.float32)
+            halves.all_reduce(tensor)
+            same(tensor, combined([values(count, other, torch.float32) for other in ranks], "sum"), "in the group")
+            check(comm, "all_reduce", count, torch.float32, "sum", 0)
+    inner = halves.split(0 if halves.rank == 0 else None)
+    assert (inner is None) == (halves.rank != 0)
+    if inner is not None:
+        assert (inner.size, inner.rank) == (1, 0)
+        check(inner, "all_gather", 4, torch.int16, "sum", 0)
+        inner.close()
+    registered = comm.empty(LARGE)  # the parent's, used in the group
+    registered.copy_(values(LARGE, rank, torch.float32))
+    halves.all_reduce(registered)
+    same(registered, combined([values(LARGE, other, torch.float32) for other in ranks], "sum"), "registered")
+    own = halves.empty(LARGE)
+    own.copy_(values(LARGE, rank, torch.float32))
+    halves.broadcast(own, halves.size - 1)
+    same(own, values(LARGE, ranks[-1], torch.float32), "registered with the group")
+    halves.close()
+    check(comm, "all_to_all", 5, torch.float32, "sum", 0)
+    same_order = comm.split(7)
+    assert same_order is not None
+    assert (same_order.rank, same_order.size) == (rank, comm.size)
+    same_order.close()
+    assert comm.split(None) is None
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_groups_are_communicators_of_their_own(size: int) -> None:
+    in_threads(size, _groups)
+
+
+@pytest.mark.parametrize(("transport", "size"), [("shared_memory", 3), ("ipc", 2), ("tcp", 3)])
+def test_groups_of_processes(transport: str, size: int) -> None:
+    spawn(_groups, size, transport=transport, timeout=60)
+
+
+# Registered memory
+
+
+def _registered(comm: Communicator) -> None:
+    for shape, dtype in (((3, 5), torch.float64), (4, torch.bool), ((), torch.int32), ((2, 0), torch.float32)):
+        tensor = comm.empty(shape, dtype)
+        assert tensor.shape == torch.empty(shape).shape if shape != 4 else tensor.shape == (4,)
+        assert tensor.dtype == dtype
+        tensor.copy_(values(tensor.numel(), comm.rank, dtype).view(tensor.shape))
+        gathered = comm.all_gather(tensor)
+        want = [values(tensor.numel(), rank, dtype).view(tensor.shape) for rank in range(comm.size)]
+        same(gathered, torch.stack(want), f"{shape}")  # type: ignore[arg-type]
+    large = comm.empty(3 * LARGE)
+    for begin, end, step in ((0, 3 * LARGE, 1), (1, LARGE, 1), (LARGE + 3, 3 * LARGE - 5, 1), (0, 3 * LARGE, 3)):
+        large.copy_(values(3 * LARGE, comm.rank, torch.float32))
+        part = large[begin:end:step]
+        comm.all_reduce(part)
+        want_all = [values(3 * LARGE, rank, torch.float32) for rank in range(comm.size)]
+        total = combined(want_all, "sum")
+        own = want_all[comm.rank].clone()
+        own[begin:end:step] = total[begin:end:step]
+        same(large, own, f"elements {begin} to {end} by {step}, and the others as they were")
+    plain = torch.empty(LARGE)
+    for registered_rank in range(comm.size):  # registered on one rank only
+        mixed = large[7 : 7 + LARGE] if comm.rank == registered_rank else plain
+        for collective in ("all_reduce", "broadcast"):
+            mixed.copy_(values(LARGE, comm.rank, torch.float32))
+            call(comm, collective, mixed, "sum", 0)
+            same(mixed, expected(collective, LARGE, comm.rank, comm.size, torch.float32, "sum", 0), collective)
+
+
+def _after_close(comm: Communicator) -> bool:
+    _registered(comm)
+    kept = comm.empty((LARGE, 2))
+    kept.copy_(torch.arange(2 * LARGE).view(LARGE, 2))
+    view = kept[5:, 1]
+    comm.barrier()
+    comm.close()
+    comm.close()
+    del kept
+    gc.collect()
+    view += 1  # the memory lives as long as a view of it
+    assert torch.equal(view, torch.arange(11, 2 * LARGE, 2) + 1)
+    for later in (lambda: comm.all_reduce(view), lambda: comm.empty(3), lambda: comm.split(0), comm.barrier):
+        with pytest.raises(GanglineError, match="the communicator is closed"):
+            later()
+    for message in (lambda: comm.send(view, 1 - comm.rank), lambda: comm.recv(view, 1 - comm.rank)):
+        with pytest.raises(GanglineError, match="the communicator is closed"):
+            message()
+    return True
+
+
+def test_registered_memory_in_slices_and_after_close() -> None:
+    assert in_threads(2, _after_close) == [True] * 2
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp"])
+def test_registered_memory_of_processes_in_slices_and_after_close(transport: str) -> None:
+    assert spawn(_after_close, 2, transport=transport, timeout=60) == [True] * 2
+
+
+# What is refused
+
+REFUSED: dict[str, tuple[Callable[[Communicator], Any], type[Exception], str]] = {
+    "op": (
+        lambda c: c.all_reduce(torch.ones(2), "avg"),
+        ValueError,
+        r"op is 'avg'; expected one of sum, mean, product",
+    ),
+    "reduce's op": (lambda c: c.reduce(torch.ones(2), 0, "avg"), ValueError, r"op is 'avg'"),
+    "reduce_scatter's op": (lambda c: c.reduce_scatter(torch.ones(2), "avg"), ValueError, r"op is 'avg'"),
+    "mean of integers": (
+        lambda c: c.all_reduce(torch.ones(2, dtype=torch.int32), "mean"),
+        TypeError,
+        r"the mean of torch\.int32 is no torch\.int32; sum, and divide, or convert",
+    ),
+    "mean of bools": (
+        lambda c: c.reduce(torch.ones(2, dtype=torch.bool), 0, "mean"),
+        TypeError,
+        r"the mean of torch\.bool",
+    ),
+    "complex": (
+        lambda c: c.broadcast(torch.ones(2, dtype=torch.complex64)),
+        TypeError,
+        r"a tensor of torch\.complex64 was given; expected one of float32, float64",
+    ),
+    "list": (lambda c: c.all_reduce([1.0]), TypeError, r"tensor is a list; expected a torch\.Tensor"),  # type: ignore[arg-type]
+    "sparse": (
+        lambda c: c.all_reduce(torch.ones(2).to_sparse()),
+        TypeError,
+        r"tensor is torch\.sparse_coo on cpu; expected a dense",
+    ),
+    "elsewhere": (
+        lambda c: c.all_gather(torch.ones(2, device="meta")),
+        TypeError,
+        r"tensor is torch\.strided on meta; expected",
+    ),
+    "out of another shape": (
+        lambda c: c.all_reduce(torch.ones(2), out=torch.ones(3)),
+        ValueError,
+        r"out has shape \(3,\) and torch\.float32; expected \(2,\) and torch\.float32",
+    ),
+    "out of another dtype": (
+        lambda c: c.reduce(torch.ones(2), 0, "sum", torch.ones(2).double()),
+        ValueError,
+        r"out has shape \(2,\) and torch\.float64; expected \(2,\) and torch\.float32",
+    ),
+    "out that is no tensor": (lambda c: c.all_reduce(torch.ones(2), out=[0.0, 0.0]), TypeError, r"out is a list"),  # type: ignore[arg-type]
+    "all_gather's out": (
+        lambda c: c.all_gather(torch.ones(4), torch.ones(4)),
+        ValueError,
+        r"out has shape \(4,\).*expected \(2, 4\)",
+    ),
+    "gather's out": (
+        lambda c: c.gather(torch.ones(4), 0, torch.ones(4)),
+        ValueError,
+        r"out has shape \(4,\).*expected \(2, 4\)",
+    ),
+    "all_to_all's out": (
+        lambda c: c.all_to_all(torch.ones(2), torch.ones(4)),
+        ValueError,
+        r"out has shape \(4,\).*expected \(2,\)",
+    ),
+    "rows": (
+        lambda c: c.reduce_scatter(torch.ones(3)),
+        ValueError,
+        r"tensor has shape \(3,\); expected a row for each of 2 ranks",
+    ),
+    "no rows": (
+        lambda c: c.all_to_all(torch.tensor(1.0)),
+        ValueError,
+        r"tensor has shape \(\); expected a row for each of 2 ranks",
+    ),
+    "scatter's tensor": (
+        lambda c: c.scatter(torch.ones(3), torch.ones(3)),
+        ValueError,
+        r"tensor has shape \(3,\).*expected \(2, 3\)",
+    ),
+    "no tensor at the root": (
+        lambda c: c.scatter(None, torch.ones(3)),
+        TypeError,
+        r"tensor is None at the root of a scatter",
+    ),
+    "root": (lambda c: c.broadcast(torch.ones(2), 2), ValueError, r"root is 2; expected a rank from 0 to 1"),
+    "negative root": (lambda c: c.gather(torch.ones(2), -1), ValueError, r"root is -1; expected a rank from 0 to 1"),
+    "root of another type": (
+        lambda c: c.reduce(torch.ones(2), True),
+        TypeError,
+        r"root is True; expected a rank, an int",
+    ),
+    "expanded": (
+        lambda c: c.all_reduce(torch.ones(1).expand(3)),
+        ValueError,
+        r"tensor has shape \(3,\) and strides \(0,\), so that",
+    ),
+    "expanded out": (
+        lambda c: c.scatter(None, torch.ones(1).expand(3), 1),
+        ValueError,
+        r"out has shape \(3,\) and strides \(0,\)",
+    ),
+    "expanded and received": (
+        lambda c: c.recv(torch.ones(1).expand(3), 1),
+        ValueError,
+        r"tensor has shape \(3,\) and strides",
+    ),
+    "to itself": (lambda c: c.send(torch.ones(2), 0), ValueError, r"to is 0, this rank itself; expected another"),
+    "from itself": (lambda c: c.recv(torch.ones(2), 0), ValueError, r"source is 0, this rank itself; expected another"),
+    "to nobody": (lambda c: c.send(torch.ones(2), 2), ValueError, r"to is 2; expected a rank from 0 to 1"),
+    "tag": (
+        lambda c: c.send(torch.ones(2), 1, tag=-1),
+        ValueError,
+        r"tag is -1; expected a number from 0 to 2\*\*31 - 1",
+    ),
+    "large tag": (lambda c: c.recv(torch.ones(2), 1, tag=1 << 31), ValueError, r"tag is 2147483648; expected a number"),
+    "tag of another type": (lambda c: c.send(torch.ones(2), 1, tag=1.0), TypeError, r"tag is 1\.0; expected an int"),  # type: ignore[arg-type]
+    "color": (lambda c: c.split("red"), TypeError, r"color is 'red'; expected an int or None"),  # type: ignore[arg-type]
+    "key": (lambda c: c.split(0, 1.5), TypeError, r"key is 1\.5; expected an int or None"),  # type: ignore[arg-type]
+    "dtype of registered memory": (lambda c: c.empty(3, torch.complex64), TypeError, r"a tensor of torch\.complex64"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_arguments_are_named_before_anything_moves(name: str) -> None:
+    refused, kind, text = REFUSED[name]
+
+    def run(comm: Communicator) -> None:
+        comm.all_reduce(torch.ones(2))  # the short way is known
+        if comm.rank == 0:
+            with pytest.raises(kind, match=text):
+                refused(comm)
+        check(comm, "all_reduce", 2, torch.float32, "sum", 0)
+
+    in_threads(2, run)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_communicator_has_a_rank_at_least(size: int) -> None:
+    with pytest.raises(ValueError, match=f"size is {size}; expected at least 1"):
+        in_process(size)
+
+
+# Ranks that disagree
+
+ODD: dict[str, tuple[Callable[[Communicator], Any], Callable[[Communicator], Any], str, str]] = {
+    "collective": (
+        lambda c: c.all_reduce(torch.ones(4)),
+        lambda c: c.all_gather(torch.ones(4)),
+        r"all_reduce(4 x float32, sum)",
+        "all_gather(4 x float32)",
+    ),
+    "size": (
+        lambda c: c.all_reduce(torch.ones(4)),
+        lambda c: c.all_reduce(torch.ones(5)),
+        "all_reduce(4 x float32, sum)",
+        "all_reduce(5 x float32, sum)",
+    ),
+    "size, by a schedule": (
+        lambda c: c.all_reduce(torch.ones(LARGE)),
+        lambda c: c.all_reduce(torch.ones(LARGE + 1)),
+        f"all_reduce({LARGE} x float32, sum)",
+        f"all_reduce({LARGE + 1} x float32, sum)",
+    ),
+    "board and schedule": (
+        lambda c: c.all_reduce(torch.ones(4)),
+        lambda c: c.all_reduce(torch.ones(LARGE)),
+        "all_reduce(4 x float32, sum)",
+        f"all_reduce({LARGE} x float32, sum)",
+    ),
+    "dtype": (
+        lambda c: c.reduce_scatter(torch.ones(c.size, 2)),
+        lambda c: c.reduce_scatter(torch.ones(c.size, 2, dtype=torch.int32)),
+        "reduce_scatter(2 x float32, sum)",
+        "reduce_scatter(2 x int32, sum)",
+    ),
+    "op": (
+        lambda c: c.all_reduce(torch.ones(LARGE), "max"),
+        lambda c: c.all_reduce(torch.ones(LARGE), "min"),
+        f"all_reduce({LARGE} x float32, max)",
+        f"all_reduce({LARGE} x float32, min)",
+    ),
+    "root": (
+        lambda c: c.broadcast(torch.ones(3), 0),
+        lambda c: c.broadcast(torch.ones(3), 1),
+        "broadcast(3 x float32, root 0)",
+        "broadcast(3 x float32, root 1)",
+    ),
+    "root, by a schedule": (
+        lambda c: c.broadcast(torch.ones(LARGE), 0),
+        lambda c: c.broadcast(torch.ones(LARGE), 1),
+        f"broadcast({LARGE} x float32, root 0)",
+        f"broadcast({LARGE} x float32, root 1)",
+    ),
+    "barrier": (
+        lambda c: c.barrier(),
+        lambda c: c.all_gather(torch.ones(LARGE, dtype=torch.uint8)),
+        "barrier()",
+        f"all_gather({LARGE} x uint8)",
+    ),
+    "registered memory": (
+        lambda c: c.empty(8),
+        lambda c: c.empty(9),
+        "empty(8 x float32)",
+        "empty(9 x float32)",
+    ),
+}
+
+
+UNNOTICED = ("root", "root, by a schedule")
+"""Where a rank may end the call well: all that it had to do with agree with it, or it had only to give."""
+
+
+def _disagree(comm: Communicator, name: str, odd: int) -> str:
+    usual, other, *_ = ODD[name]
+    check(comm, "all_reduce", 3, torch.float32, "sum", 0)
+    texts = []
+    for attempt in (other if comm.rank == odd else usual, lambda c: c.barrier(), usual):
+        try:
+            attempt(comm)
+            texts.clear()
+        except MismatchError as error:
+            texts.append(str(error))
+    assert len(texts) == 3 or (len(texts) == 2 and name in UNNOTICED), texts
+    assert len(set(texts)) == 1, texts
+    return texts[0]
+
+
+def _text(name: str, size: int, odd: int) -> str:
+    *_, usual, other = ODD[name]
+    others = [rank for rank in range(size) if rank != odd]
+    words = {
+        min(others): f"rank{'s' if size > 2 else ''} {', '.join(map(str, others))}: {usual}",
+        odd: f"rank {odd}: {other}",
+    }
+    return f"ranks are at different calls: {'; '.join(words[rank] for rank in sorted(words))}"
+
+
+@pytest.mark.parametrize(("size", "odd"), [(2, 1), (3, 0), (4, 2)])
+@pytest.mark.parametrize("name", ODD)
+def test_ranks_at_different_calls_all_get_the_same_error(name: str, size: int, odd: int) -> None:
+    texts = in_threads(size, _disagree, name, odd)
+    assert len(set(texts)) == 1
+    if name == "root, by a schedule":
+        assert re.match("ranks are at different calls: .*broadcast", texts[0])
+    else:
+        assert texts[0] == _text(name, size, odd)
+
+
+def _disagree_in_all_ways(comm: Communicator, transport: str) -> dict[str, str]:
+    texts = {}
+    for number, name in enumerate(ODD):
+        with open_again(comm, transport) as again:
+            texts[name] = _disagree(again, name, number % comm.size)
+    check(comm, "all_reduce", 3, torch.float32, "sum", 0)  # other communicators go on
+    return texts
+
+
+@pytest.mark.parametrize(("transport", "size"), [("shared_memory", 2), ("shared_memory", 3), ("ipc", 2), ("tcp", 3)])
+def test_processes_at_different_calls_all_get_the_same_error(transport: str, size: int) -> None:
+    texts = spawn(_disagree_in_all_ways, size, transport, transport=transport, timeout=60)
+    for number, name in enumerate(ODD):
+        of_ranks = [each[name] for each in texts]
+        assert len(set(of_ranks)) == 1
+        if name in UNNOTICED:
+            assert re.match("ranks are at different calls: .*broadcast", of_ranks[0])
+        else:
+            assert of_ranks[0] == _text(name, size, number % size)
+
+
+def test_a_call_too_many_is_told_from_the_calls_before_it() -> None:
+    def run(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.broadcast(torch.ones(LARGE), 0) if comm.size == 1 else comm.all_reduce(torch.ones(3))
+        comm.all_reduce(torch.ones(3))
+        comm.all_gather(torch.ones(3))
+
+    errors = outcomes_in_threads(2, run)
+    assert all(isinstance(error, MismatchError) for error in errors), errors
+    assert str(errors[0]) == str(errors[1])
+
+
+# Odds and ends
+
+
+def test_a_communicator_says_who_it_is() -> None:
+    first, second = in_process(2)
+    assert repr(second) == "<Communicator rank 1 of 2 over in_process>"
+    assert (first.rank, first.size, first.hosts, first.transport) == (0, 2, (0, 0), "in_process")
+    first.close()
+    second.close()
+
+
+def test_a_rank_alone_needs_nobody() -> None:
+    def run(comm: Communicator) -> None:
+        for collective in COLLECTIVES:
+            for dtype in DTYPES:
+                check(comm, collective, LARGE, dtype, "sum", 0)
+        comm.barrier()
+        group = comm.split(3)
+        assert group is not None
+        group.close()
+
+    in_threads(1, run)
+
+
+def _pid(comm: Communicator) -> int:
+    comm.barrier()
+    return os.getpid()
+
+
+def test_ranks_are_processes() -> None:
+    pids = spawn(_pid, 3, transport="shared_memory", timeout=60)
+    assert len({*pids, os.getpid()}) == 4

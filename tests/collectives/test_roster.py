@@ -1,0 +1,516 @@
+"""What ranks know of each other, and with what words a wait ends: real processes, killed and stopped."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import resource
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from collectives.calls import Call
+from collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
+from collectives.roster import CLOSED, LOST, ProcessRoster, ThreadRoster
+from collectives.transports.pairs import Pairs, check_address
+from collectives.watch import Watch, limits, mismatch
+from tests.collectives.processes import Processes, Rank
+
+pytestmark = pytest.mark.timeout(60)
+
+LIMIT = 1.0
+SUM = Call("all_reduce", 4, torch.float32, "sum").code
+FROM_0 = Call("broadcast", 8, torch.float32, root=0).code
+ADDRESSES = ("ipc", "tcp://127.0.0.1")
+
+
+@pytest.fixture(autouse=True)
+def _no_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # of the ranks
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield
+    assert list(tmp_path.iterdir()) == []
+
+
+def open_roster(rank: Rank, address: str, limit: float = LIMIT) -> ProcessRoster:
+    return ProcessRoster(rank.rank, rank.size, rank.exchange, heartbeat=0.2, limit=limit, address=address)
+
+
+def until(condition: Callable[[], Any], roster: ProcessRoster, sequence: int = 1, code: int = SUM) -> None:
+    while not condition():
+        roster.look(sequence, code)
+        time.sleep(0.001)  # gives the processor away; what is waited for is the condition
+
+
+def in_processes(function: Callable[..., None], size: int, *arguments: Any) -> list[Any]:
+    with Processes(function, size, *arguments) as ranks:
+        return ranks.all_heard()
+
+
+# Ranks that go
+
+
+def _until_gone(rank: Rank, address: str, victim: int) -> None:
+    roster = open_roster(rank, address)
+    rank.tell("ready")
+    wanted = {victim} if rank.rank != victim else set(range(rank.size)) - {victim}
+    until(lambda: wanted <= roster.gone.keys(), roster)
+    rank.tell(roster.gone)
+    roster.close()
+    rank.tell("closed")
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+@pytest.mark.parametrize(("size", "victim"), [(2, 0), (2, 1), (4, 1)])
+def test_a_killed_rank_is_gone_for_all_others(address: str, size: int, victim: int) -> None:
+    with Processes(_until_gone, size, address, victim) as ranks:
+        assert ranks.all_heard() == ["ready"] * size
+        ranks.kill(victim)
+        for rank in set(range(size)) - {victim}:
+            assert ranks.heard(rank)[victim] == LOST
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_a_stopped_rank_is_gone_for_all_others_and_knows_it_when_it_wakes(address: str) -> None:
+    with Processes(_until_gone, 3, address, 1) as ranks:
+        assert ranks.all_heard() == ["ready"] * 3
+        ranks.kill(1, signal.SIGSTOP)
+        for rank in (0, 2):
+            assert ranks.heard(rank)[1] == f"gave no sign of life for {LIMIT:g} s"
+            assert ranks.heard(rank) == "closed"
+        ranks.kill(1, signal.SIGCONT)
+        assert ranks.heard(1).keys() == {0, 2}
+
+
+def _say_goodbye(rank: Rank, address: str) -> None:
+    roster = open_roster(rank, address)
+    if rank.rank == 1:
+        roster.close()
+        roster.close()
+    until(lambda: rank.rank == 1 or roster.gone, roster)
+    rank.tell(roster.gone)
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_who_says_goodbye_closed_and_did_not_die(address: str) -> None:
+    assert in_processes(_say_goodbye, 3, address) == [{1: CLOSED}, {}, {1: CLOSED}]
+
+
+def _busy(rank: Rank) -> None:
+    roster = open_roster(rank, "ipc", limit=0.5)
+    rank.tell("ready")
+    if rank.rank == 0:
+        rank.hear()
+        until(lambda: roster.at.get(1) == (2, FROM_0), roster)
+        rank.tell(roster.gone)
+    else:
+        end = time.monotonic() + 3 * 0.5
+        while time.monotonic() < end:  # says nothing, but its heartbeats go on
+            pass
+        rank.tell("done")
+        roster.look(2, FROM_0)
+    rank.hear()
+
+
+def test_a_rank_busy_in_python_is_not_taken_for_dead() -> None:
+    with Processes(_busy, 2) as ranks:
+        assert ranks.all_heard() == ["ready"] * 2
+        ranks.say(0, "look")
+        assert ranks.heard(1) == "done"
+        assert ranks.heard(0) == {}
+
+
+# What ranks say
+
+
+def _tell_where(rank: Rank, address: str) -> None:
+    roster = open_roster(rank, address)
+    here = {peer: (peer + 10, SUM + peer) for peer in range(rank.size)}
+    until(lambda: roster.at == here, roster, *here[rank.rank])
+    rank.tell("all")
+    rank.hear()
+    until(lambda: roster.at.get(0) == (99, FROM_0), roster, *((99, FROM_0) if rank.rank == 0 else here[rank.rank]))
+    rank.tell(roster.junk)
+    rank.hear()
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_all_hear_where_the_others_are(address: str) -> None:
+    with Processes(_tell_where, 3, address) as ranks:
+        assert ranks.all_heard() == ["all"] * 3
+        for rank in range(3):
+            ranks.say(rank, "on")
+        assert ranks.all_heard() == [0] * 3
+
+
+KINDS = (GanglineError, DeadNodeError, StallError, ProtocolError, MismatchError)
+
+
+def _tell_failure(rank: Rank, index: int) -> None:
+    roster = open_roster(rank, "ipc")
+    text = "rank 1: größer " + "x" * 50_000
+    if rank.rank == 1:
+        roster.fail(KINDS[index](text))
+        rank.tell(None)
+    else:
+        until(lambda: roster.failure is not None, roster)
+        rank.tell([type(roster.failure).__name__, str(roster.failure) == text[:32_000]])
+    rank.hear()
+
+
+@pytest.mark.parametrize("index", range(len(KINDS)))
+def test_an_error_reaches_the_others_with_its_class_and_text(index: int) -> None:
+    told = [KINDS[index].__name__, True]
+    assert in_processes(_tell_failure, 3, index) == [told, None, told]
+
+
+# Bad input
+
+
+def pair_of(function: Callable[[ProcessRoster, Pairs], None]) -> None:
+    """A roster of rank 0, and the bare sockets of rank 1, in this process."""
+    barrier = threading.Barrier(2)
+    cards: list[bytes] = [b"", b""]
+
+    def exchange_of(rank: int) -> Callable[[bytes], list[bytes]]:
+        def exchange(card: bytes) -> list[bytes]:
+            cards[rank] = card
+            barrier.wait(10)
+            return list(cards)
+
+        return exchange
+
+    made: list[Pairs] = []
+    card = msgpack.packb(["another host", 1, 1])
+
+    def other() -> None:
+        made.append(Pairs(1, 2, exchange_of(1), address="ipc", options={}, card=card))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    roster = ProcessRoster(0, 2, exchange_of(0), heartbeat=0.2, limit=LIMIT, address="ipc")
+    thread.join()
+    try:
+        function(roster, made[0])
+    finally:
+        made[0].close(0)
+        roster.close()
+
+
+JUNK = [
+    b"",
+    b"\xff\xff",
+    b"\x93" * 5000,
+    b"\x81\x90\x90",
+    msgpack.packb(None),
+    msgpack.packb(["at"]),
+    msgpack.packb(["at", "1", 2]),
+    msgpack.packb(["at", -1, SUM]),
+    msgpack.packb(["at", 1, -1]),
+    msgpack.packb(["at", 1, 2**64 - 1]),
+    msgpack.packb(["at", 1, SUM, 0]),
+    msgpack.packb(["failed", "SystemExit", "0"]),
+    msgpack.packb(["failed", "StallError", 0]),
+    msgpack.packb(["failed", "StallError", "x" * 40_000]),
+    msgpack.packb(["closed", 1]),
+    msgpack.packb({"closed": 1}),
+    msgpack.packb(msgpack.Timestamp(0)),
+]
+
+
+def test_junk_is_counted_and_dropped() -> None:
+    def check(roster: ProcessRoster, other: Pairs) -> None:
+        for message in JUNK:
+            other.lines[0].send(message)
+        other.lines[0].send(msgpack.packb(["at", 7, FROM_0]))
+        until(lambda: 1 in roster.at, roster)
+        assert roster.junk == len(JUNK)
+        assert (roster.gone, roster.failure, roster.at[1]) == ({}, None, (7, FROM_0))
+
+    pair_of(check)
+
+
+def test_no_bytes_break_a_roster() -> None:
+    def check(roster: ProcessRoster, other: Pairs) -> None:
+        @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+        @given(st.binary(max_size=100))
+        def look(message: bytes) -> None:
+            other.lines[0].send(message)
+            before = roster.junk
+            until(lambda: roster.junk > before, roster)
+
+        look()
+
+    pair_of(check)
+
+
+def test_a_message_beyond_the_limit_ends_the_connection_and_is_not_kept() -> None:
+    def check(roster: ProcessRoster, other: Pairs) -> None:
+        other.lines[0].send(bytes(1 << 20))
+        until(lambda: roster.gone, roster)
+        assert roster.gone == {1: f"was killed, left, or gave no sign of life for {LIMIT:g} s"}
+        assert roster.junk == 0
+
+    pair_of(check)
+
+
+def _with_a_stranger(rank: Rank) -> None:
+    ports: list[str] = []
+
+    def exchange(card: bytes) -> list[bytes]:
+        cards = rank.exchange(card)
+        if rank.rank == 0:
+            ports.extend(endpoint for endpoint, _ in msgpack.unpackb(card, strict_map_key=False)[1].values())
+        return cards
+
+    roster = ProcessRoster(rank.rank, rank.size, exchange, heartbeat=0.2, limit=LIMIT, address="tcp://127.0.0.1")
+    rank.tell(ports)
+    until(lambda: roster.at.get(1 - rank.rank) == (2, SUM), roster, 2 if rank.hear() else 1)
+    rank.tell([roster.junk, roster.gone])
+    rank.hear()
+
+
+def test_a_stranger_at_the_port_neither_joins_nor_ends_a_connection() -> None:
+    with Processes(_with_a_stranger, 2) as ranks:
+        (port,), _ = ranks.all_heard()
+        with zmq.Context() as context, context.socket(zmq.PAIR) as stranger:
+            stranger.linger = 0
+            monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            stranger.connect(port)
+            assert monitor.poll(10_000)  # it was there
+            stranger.send(msgpack.packb(["closed"]))
+            host, _, number = port.removeprefix("tcp://").partition(":")
+            with socket.create_connection((host, int(number))) as other:
+                other.sendall(b"GET / HTTP/1.0\r\n\r\n" * 10)
+            for rank in range(2):
+                ranks.say(rank, True)
+            assert ranks.all_heard() == [[0, {}]] * 2
+            stranger.disable_monitor()
+            monitor.close()
+
+
+# What it costs
+
+
+def _count_descriptors(rank: Rank, address: str) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+    before = len(os.listdir("/proc/self/fd"))
+    roster = open_roster(rank, address, limit=10)
+    rank.tell(len(os.listdir("/proc/self/fd")) - before)
+    rank.hear()
+    roster.close()
+    rank.tell(len(os.listdir("/proc/self/fd")) - before)
+    rank.hear()
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_sixteen_ranks_take_few_descriptors_and_give_them_back(address: str) -> None:
+    with Processes(_count_descriptors, 16, address) as ranks:
+        assert max(ranks.all_heard()) <= 15 * 5 + 10
+        for rank in range(16):
+            ranks.say(rank, "close")
+        assert ranks.all_heard() == [0] * 16
+
+
+def test_a_failed_meeting_leaves_nothing(tmp_path: Path) -> None:
+    def exchange(card: bytes) -> list[bytes]:
+        assert len(list(tmp_path.iterdir())) == 1
+        assert (next(tmp_path.iterdir()).stat().st_mode & 0o777) == 0o700
+        raise ConnectionError(errno.ECONNRESET, "no store")
+
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConnectionError, match="no store"):
+        ProcessRoster(0, 3, exchange, heartbeat=1, limit=10, address="ipc")
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+    with pytest.raises(ProtocolError, match="rank 0 exchanged b'nonsense', which is no list of its sockets"):
+        ProcessRoster(0, 2, lambda _: [b"nonsense"] * 2, heartbeat=1, limit=10, address="ipc")
+
+
+def test_addresses_that_strangers_can_reach_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GANGLINE_INSECURE", raising=False)
+    for host in ("127.0.0.1", "127.8.8.8", "localhost", "::1", "[::1]"):
+        check_address(host)
+    for host in ("10.0.0.1", "0.0.0.0", "::", "eth0", "example.org"):
+        with pytest.raises(RuntimeError, match=r"address .* can be reached.*GANGLINE_INSECURE=1"):
+            check_address(host)
+    with pytest.raises(RuntimeError, match=r"address 10\.0\.0\.1 can be reached"):
+        ProcessRoster(0, 1, lambda card: [card], heartbeat=1, limit=10, address="tcp://10.0.0.1")
+    monkeypatch.setenv("GANGLINE_INSECURE", "1")
+    check_address("10.0.0.1")
+    for address in ("udp://1.1.1.1", "tcp://", "127.0.0.1"):
+        with pytest.raises(ValueError, match="expected 'ipc' or 'tcp://HOST'"):
+            ProcessRoster(0, 1, lambda card: [card], heartbeat=1, limit=10, address=address)
+
+
+# Waits
+
+
+def gang_at(*calls: tuple[int, int] | None) -> list[ThreadRoster]:
+    """Rosters of ranks that have said where they wait; None: that have not."""
+    gang = ThreadRoster.gang(len(calls))
+    for roster, call in zip(gang, calls, strict=True):
+        if call is not None:
+            roster.look(*call)
+    return gang
+
+
+def watch_of(roster: ThreadRoster, timeout: float = 60, stall_warn: float = 60, sequence: int = 5) -> Watch:
+    watch = Watch(roster, timeout, stall_warn)
+    watch.begin(sequence, SUM)
+    return watch
+
+
+def check_until(watch: Watch, missing: list[int]) -> GanglineError:
+    while True:
+        try:
+            watch.check(missing)
+        except GanglineError as error:
+            return error
+
+
+def test_a_wait_ends_when_any_rank_dies_and_all_are_told() -> None:
+    gang = gang_at(None, None, None, None)
+    gang[0].gone.update({3: LOST, 2: CLOSED, 1: LOST})
+    error = check_until(watch_of(gang[0]), [])
+    text = f"ranks 1, 3 {LOST} (rank 0 waited in all_reduce(4 x float32, sum))"
+    assert (type(error), str(error)) == (DeadNodeError, text)
+    assert [(type(roster.failure), str(roster.failure)) for roster in gang[1:]] == [(DeadNodeError, text)] * 3
+    again = check_until(watch_of(gang[2]), [0])
+    assert (type(again), str(again)) == (DeadNodeError, text)
+
+
+def test_who_closed_is_missed_only_by_those_who_wait_for_it() -> None:
+    gang = gang_at(None, None, None)
+    gang[1].close()
+    gang[1].close()
+    watch = watch_of(gang[0])
+    for _ in range(3):
+        watch.check([2])
+    watch.check([1])  # what it sent before may still come
+    error = check_until(watch, [1, 2])
+    assert str(error) == f"rank 1 {CLOSED} (rank 0 waited in all_reduce(4 x float32, sum))"
+    assert isinstance(error, DeadNodeError)
+
+
+def test_ranks_at_different_calls_get_the_same_error() -> None:
+    gang = gang_at((5, SUM), (5, FROM_0), (5, FROM_0))
+    text = (
+        "ranks are at different calls: rank 0: all_reduce(4 x float32, sum); ranks 1, 2: broadcast(8 x float32, root 0)"
+    )
+    alone = watch_of(gang[0])
+    with pytest.raises(MismatchError) as caught:
+        alone.check([1])
+    assert str(caught.value) == text
+    assert [str(roster.failure) for roster in gang[1:]] == [text] * 2
+
+
+def test_a_mismatch_waits_a_little_for_those_who_have_not_said_where_they_are() -> None:
+    gang = gang_at((5, SUM), (5, FROM_0), None)
+    watch = watch_of(gang[0])
+    watch.check([1])
+    gang[2].look(6, FROM_0)  # past this call
+    with pytest.raises(MismatchError, match=r"rank 0: all_reduce\(.*\); rank 1: broadcast\([^;]*\)$"):
+        watch.check([1])
+    late = gang_at((5, SUM), (5, FROM_0), None)
+    assert str(check_until(watch_of(late[0]), [1])) == str(check_until(watch, [1])) == str(gang[1].failure)
+
+
+def test_ranks_at_other_numbers_of_calls_are_no_mismatch() -> None:
+    gang = gang_at((5, SUM), (4, FROM_0), (6, FROM_0))
+    watch = watch_of(gang[0])
+    for _ in range(3):
+        watch.check([1])
+
+
+def test_a_mismatch_names_numbers_and_unknown_calls() -> None:
+    text = str(mismatch({2: (4, SUM), 0: (5, SUM), 1: (5, 15 << 59)}))
+    assert text == (
+        "ranks are at different calls: rank 0: all_reduce(4 x float32, sum) as call 5; "
+        f"rank 1: an unknown call ({15 << 59}) as call 5; rank 2: all_reduce(4 x float32, sum) as call 4"
+    )
+
+
+def test_a_late_rank_is_warned_of_once_a_call_and_then_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    gang = gang_at(None, (5, SUM), (4, SUM), (6, FROM_0))
+    watch = watch_of(gang[0], timeout=0.2, stall_warn=0.1)
+    words = r"all_reduce\(4 x float32, sum\), call 5, has waited 0\.\d+ s: ranks 0, 1, 3 came, rank 2 did not"
+    with caplog.at_level(logging.WARNING, "gangline"):
+        error = check_until(watch, [2])
+    assert isinstance(error, StallError)
+    assert re.fullmatch(words, str(error))
+    (record,) = caplog.records
+    assert re.fullmatch(words, record.getMessage())
+    assert isinstance(gang[1].failure, StallError)
+    fresh = gang_at(None, None)
+    again = watch_of(fresh[0], timeout=0.2, stall_warn=0.1)
+    again.check([1])
+    again.begin(6, SUM)  # the clock starts with the next wait
+    end = time.monotonic() + 0.19
+    again.check([1])
+    while time.monotonic() < end:
+        again.check([1])
+
+
+def test_messages_between_two_ranks_say_nothing_of_where_a_rank_is() -> None:
+    gang = gang_at((5, SUM), (9, FROM_0))
+    watch = watch_of(gang[0], timeout=0.1, sequence=0)
+    error = check_until(watch, [1])
+    assert gang[1].at[0] == (5, SUM)
+    assert isinstance(error, StallError)
+    assert str(error).startswith("all_reduce(4 x float32, sum) has waited 0.1")
+    assert str(error).endswith(" s for rank 1")
+
+
+def _killed_in_a_call(rank: Rank) -> None:
+    roster = open_roster(rank, "ipc")
+    watch = Watch(roster, 60, 60)
+    watch.begin(5, SUM)
+    rank.tell("ready")
+    try:
+        while True:
+            watch.check([(rank.rank + 1) % rank.size])
+    except GanglineError as error:
+        rank.tell([type(error).__name__, str(error)])
+    rank.hear()
+
+
+def test_all_raise_when_one_is_killed() -> None:
+    with Processes(_killed_in_a_call, 3) as ranks:
+        assert ranks.all_heard() == ["ready"] * 3
+        ranks.kill(1)
+        for rank in (0, 2):
+            name, text = ranks.heard(rank)
+            assert name == "DeadNodeError"
+            assert text.startswith(f"rank 1 {LOST} (rank ")
+
+
+def test_limits_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("GANGLINE_HEARTBEAT", "GANGLINE_HEARTBEAT_LIMIT", "GANGLINE_STALL_WARN", "GANGLINE_TIMEOUT")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert limits() == (1, 10, 60, 1800)
+    for seconds, name in enumerate(names, 2):
+        monkeypatch.setenv(name, f"{seconds}.5")
+    assert limits() == (2.5, 3.5, 4.5, 5.5)
+    for name in names:
+        for word in ("0", "-1", "nan", "inf", "ten", ""):
+            with monkeypatch.context() as patch:
+                patch.setenv(name, word)
+                with pytest.raises(ValueError, match=f"{name} is '{word}'; expected a number of seconds above 0"):
+                    limits()

@@ -1,0 +1,338 @@
+"""Schedules: programs, bytes, prices, and that `verify` finds what is wrong with a damaged one."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from collectives import algorithms
+from collectives.pricing import by_host
+from collectives.rounds import Rounds, Transfers, cyclic, side_by_side, transfers
+from collectives.schedule import ROOTED, Receive, Reduce, Schedule, Send
+from collectives.verification import Numbered, verify
+
+Programs = list[list[Numbered]]
+EVERY = [(collective, name) for collective in algorithms.REGISTRY for name in algorithms.names(collective)]
+
+
+def rounds(*tables: list[Transfers]) -> Rounds:
+    return Rounds(len(tables), tables.__getitem__)
+
+
+def rows(of: Rounds) -> list[list[tuple[int, int, int, int]]]:
+    return [sorted(row for table in tables for row in table.rows()) for tables in of]
+
+
+def sum_at_zero_and_back(size: int = 3) -> Schedule:
+    """An all-reduce of one chunk: all to rank 0, which sums, and gives it back."""
+    up = [transfers(rank, 0, 0, reduce=True) for rank in range(1, size)]
+    down = [transfers(0, rank, 0) for rank in range(1, size)]
+    return Schedule("all_reduce", "by_hand", size, 1, rounds(up, down))
+
+
+class TestProgram:
+    def test_sends_come_first_and_one_reduce_names_all_that_come_together(self) -> None:
+        schedule = sum_at_zero_and_back()
+        assert schedule.program(0) == (Reduce((0, 1, 2), 0, 1, complete=True), Send(1, 0, 1), Send(2, 0, 1))
+        assert schedule.program(2) == (Send(0, 0, 1), Receive(0, 0, 1))
+
+    def test_is_made_once(self) -> None:
+        schedule = sum_at_zero_and_back()
+        assert schedule.program(1) is schedule.program(1)
+
+    def test_a_reduce_is_complete_only_when_nobody_is_missing(self) -> None:
+        chain = rounds([transfers(2, 1, 0, reduce=True)], [transfers(1, 0, 0, reduce=True)])
+        schedule = Schedule("reduce", "by_hand", 3, 1, chain, root=0)
+        schedule.verify()
+        assert schedule.program(1)[0] == Reduce((1, 2), 0, 1, complete=False)
+        assert schedule.program(0) == (Reduce((0, 1), 0, 1, complete=True),)
+
+    @pytest.mark.parametrize(("collective", "name"), EVERY)
+    def test_of_one_rank_is_that_of_all_ranks_together(self, collective: str, name: str) -> None:
+        schedule = built(collective, name, 6)
+        together = schedule.numbered_programs()
+        assert [schedule.program(rank) for rank in range(6)] == [tuple(s for _, s in steps) for steps in together]
+
+    def test_of_a_rank_that_is_not_there_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="rank 3 is not in a schedule of 3 ranks"):
+            sum_at_zero_and_back().program(3)
+
+
+class TestBytes:
+    def test_unequal_chunks_begin_at_whole_bytes_and_make_up_the_tensor(self) -> None:
+        schedule = Schedule("all_gather", "by_hand", 3, 3, Rounds(0, lambda _: ()))
+        table = transfers(0, 1, [0, 1, 2])
+        assert schedule.message_bytes(table, 10).tolist() == [3, 3, 4]
+        assert schedule.message_bytes(transfers(0, 1, 1, 3), 10).tolist() == [7]
+
+    def test_those_of_an_all_to_all_are_of_one_rank_s_rows(self) -> None:
+        schedule = algorithms.build("all_to_all", "direct", 4)
+        assert schedule.bytes_on_wire(400) == 300
+        assert schedule.total_bytes(400) == 1200
+
+    def test_the_most_and_the_total(self) -> None:
+        schedule = sum_at_zero_and_back()
+        assert (schedule.bytes_on_wire(7), schedule.total_bytes(7), schedule.messages()) == (14, 28, 4)
+
+
+class TestCost:
+    """In units where a message costs 1, a byte 10 and a combined byte 100."""
+
+    @staticmethod
+    def of(*tables: list[Transfers], size: int = 4, nbytes: int = 1, gamma: float = 100) -> float:
+        return Schedule("broadcast", "by_hand", size, 1, rounds(*tables), root=0).cost(nbytes, 1, 10, gamma)
+
+    def test_distinct_pairs_send_side_by_side(self) -> None:
+        assert self.of([transfers([0, 2], [1, 3], 0)]) == 11
+
+    def test_a_port_takes_one_message_at_a_time(self) -> None:
+        assert self.of([transfers(0, 1, 0), transfers(0, 2, 0)]) == 22
+        assert self.of([transfers(1, 0, 0), transfers(2, 0, 0)]) == 22
+
+    def test_sending_and_receiving_do_not_wait_for_each_other(self) -> None:
+        assert self.of([transfers([0, 1], [1, 0], 0)]) == 11
+
+    def test_the_next_round_waits_for_what_this_one_brings(self) -> None:
+        assert self.of([transfers(0, 1, 0)], [transfers(1, 2, 0)], [transfers(2, 3, 0)]) == 33
+        assert self.of([transfers(0, 1, 0)], [transfers(2, 3, 0)]) == 11
+
+    def test_combining_overlaps_the_next_message_and_delays_the_next_round(self) -> None:
+        both = [transfers(1, 0, 0, reduce=True), transfers(2, 0, 0, reduce=True)]
+        assert self.of(both, gamma=2) == 22 + 2
+        assert self.of(both, gamma=100) == 11 + 2 * 100
+        assert self.of([transfers(1, 0, 0, reduce=True)], [transfers(0, 1, 0)]) == 11 + 100 + 11
+
+    def test_links_between_hosts_have_prices_of_their_own(self) -> None:
+        schedule = algorithms.build("all_gather", "ring", 4)
+        hosts = (0, 0, 1, 1)
+        alone = schedule.cost(4, by_host(hosts, 1, 1), 0, 0)
+        mixed = schedule.cost(4, by_host(hosts, 1, 100), by_host(hosts, 0, 1000), 0)
+        assert (alone, mixed) == (3, 1100 * 3)
+        assert schedule.cost(4, by_host((0, 0, 0, 0), 1, 100), 0, 0) == 3
+
+
+class TestRounds:
+    def test_backwards_is_the_last_first_and_every_message_turned(self) -> None:
+        there = rounds([transfers([0, 1], [1, 2], [5, 6])], [transfers(2, 0, 7)])
+        back = there.backwards(reduce=True)
+        assert rows(back) == [[(0, 2, 7, 8)], [(1, 0, 5, 6), (2, 1, 6, 7)]]
+        assert all(table.reduce for tables in back for table in tables)
+
+    def test_one_after_another(self) -> None:
+        first, second = rounds([transfers(0, 1, 0)]), rounds([transfers(1, 0, 1)], [transfers(1, 2, 2)])
+        assert rows(first + second) == [[(0, 1, 0, 1)], [(1, 0, 1, 2)], [(1, 2, 2, 3)]]
+
+    def test_among_other_ranks_and_chunks(self) -> None:
+        assert rows(rounds([transfers([0, 1], [1, 0], [0, 1])]).among([7, 4], first_chunk=10)) == [
+            [(4, 7, 11, 12), (7, 4, 10, 11)]
+        ]
+
+    def test_side_by_side_goes_on_until_the_longest_is_done(self) -> None:
+        short, long = rounds([transfers(0, 1, 0)]), rounds([transfers(2, 3, 0)], [transfers(3, 2, 0)])
+        assert rows(side_by_side([short, long])) == [[(0, 1, 0, 1), (2, 3, 0, 1)], [(3, 2, 0, 1)]]
+
+    def test_side_by_side_keeps_the_tables_that_only_some_have(self) -> None:
+        one, two = rounds([transfers(0, 1, 0)]), rounds([transfers(2, 3, 0), transfers(2, 4, 0)])
+        ((first, second),) = [list(tables) for tables in side_by_side([one, two])]
+        assert [list(table.rows()) for table in (first, second)] == [[(0, 1, 0, 1), (2, 3, 0, 1)], [(2, 4, 0, 1)]]
+
+    def test_a_cyclic_range_is_cut_where_it_passes_the_end(self) -> None:
+        found = cyclic([0, 1], [2, 3], np.array([1, 3]), 3, 5)
+        assert [list(table.rows()) for table in found] == [[(0, 2, 1, 4), (1, 3, 3, 5)], [(1, 3, 0, 1)]]
+
+
+class TestVerifyFinds:
+    """Damage to the programs of a good schedule: 4 ranks, so that nothing is true by chance."""
+
+    @staticmethod
+    def check(collective: str, name: str, damage: Callable[[Programs], None], message: str) -> None:
+        schedule = built(collective, name, 4)
+        programs = schedule.numbered_programs()
+        verify(schedule, programs)
+        damage(programs)
+        with pytest.raises(ValueError, match=message) as caught:
+            verify(schedule, programs)
+        assert f"{name} {collective}, rank" in str(caught.value)
+
+    def test_a_lost_send(self) -> None:
+        words = "rank 1, round 0, chunk 0: expects chunks 0 to 1 of rank 0, .* of round 1, has chunks 3 to 4"
+        self.check("all_gather", "ring", lambda programs: remove(programs, 0, Send, 0), words)
+
+    def test_a_last_send_lost(self) -> None:
+        words = "rank 1, round 2, chunk 2: waits for ever for a message of rank 0; ranks that wait: 1"
+        self.check("all_gather", "ring", lambda programs: remove(programs, 0, Send, -1), words)
+
+    def test_a_message_nobody_takes(self) -> None:
+        words = "rank 0, round 2, chunk 2: rank 1 never takes it"
+        self.check("all_gather", "ring", lambda programs: remove(programs, 1, Receive, -1), words)
+
+    def test_a_message_sent_twice(self) -> None:
+        def damage(programs: Programs) -> None:
+            programs[0].append(programs[0][-2])
+            assert isinstance(programs[0][-1][1], Send)
+
+        self.check("all_gather", "ring", damage, "rank 0, round 2, chunk 2: rank 1 never takes it")
+
+    def test_sends_in_another_order(self) -> None:
+        def damage(programs: Programs) -> None:
+            first, second = places(programs, 0, Send)[:2]
+            programs[0][first], programs[0][second] = programs[0][second], programs[0][first]
+
+        self.check("all_reduce", "ring", damage, "expects chunks 3 to 4 of rank 0, .* has chunks 2 to 3")
+
+    def test_another_chunk_at_one_end(self) -> None:
+        def damage(programs: Programs) -> None:
+            number, step = programs[2][0]
+            programs[2][0] = (number, replace(step, first=0, last=1))
+
+        self.check(
+            "all_reduce",
+            "two_shot",
+            damage,
+            r"rank 1, round 0, chunk 1: expects chunks 1 to 2 of rank 2, .* has chunks 0 to 1",
+        )
+
+    def test_a_message_of_another_round(self) -> None:
+        def damage(programs: Programs) -> None:
+            programs[0][0] = (1, programs[0][0][1])
+
+        self.check("all_gather", "ring", damage, "rank 1, round 0, chunk 0: .* rank 0, whose next message, of round 1")
+
+    def test_a_chunk_read_before_it_was_written(self) -> None:
+        def damage(programs: Programs) -> None:
+            number, step = programs[0][0]
+            programs[0][0] = (number, replace(step, first=2, last=3))
+
+        self.check("all_gather", "ring", damage, "rank 0, round 0, chunk 2: read before it was written")
+
+    def test_ranks_that_wait_for_each_other(self) -> None:
+        def damage(programs: Programs) -> None:
+            for program in programs:
+                program[0], program[1] = program[1], program[0]
+
+        self.check("all_gather", "ring", damage, "waits for ever .*; ranks that wait: 0, 1, 2, 3")
+
+    def test_a_contribution_added_twice(self) -> None:
+        def damage(programs: Programs) -> None:
+            for rank, kind in ((1, Send), (0, Reduce)):
+                place = places(programs, rank, kind)[0]
+                programs[rank].insert(place, programs[rank][place])
+            place = places(programs, 0, Reduce)[0]
+            number, step = programs[0][place]
+            programs[0][place + 1] = (number, replace(step, ranks=(0, 1), complete=True))
+
+        self.check("reduce", "direct", damage, r"rank 0, round 0, chunk 0: adds ranks \[1\] twice")
+
+    def test_a_sum_that_lacks_a_rank(self) -> None:
+        def damage(programs: Programs) -> None:
+            remove(programs, 3, Send, 0)
+            place = places(programs, 0, Reduce)[0]
+            number, _ = programs[0][place]
+            programs[0][place] = (number, Reduce((0, 1, 2), 0, 1, complete=False))
+
+        self.check("reduce", "direct", damage, r"rank 0, round 1, chunk 0: ends with ranks \[0, 1, 2\]; expected")
+
+    @pytest.mark.parametrize("complete", [True, False])
+    def test_a_wrong_word_on_completeness(self, complete: bool) -> None:
+        def damage(programs: Programs) -> None:
+            place = places(programs, 0, Reduce)[-1 if not complete else 0]
+            number, step = programs[0][place]
+            programs[0][place] = (number, replace(step, complete=complete))
+
+        words = "said to be complete"
+        self.check("all_reduce", "ring", damage, words if complete else f"not {words}")
+
+    def test_a_sum_that_is_complete_in_some_of_its_chunks_only(self) -> None:
+        uneven = rounds([transfers(1, 0, 0, 2, reduce=True)], [transfers(1, 0, 1, reduce=True)])
+        schedule = Schedule("reduce", "by_hand", 2, 2, uneven, root=0)
+        assert schedule.program(0)[0] == Reduce((0, 1), 0, 2, complete=False)
+        with pytest.raises(ValueError, match=r"rank 0, round 0, chunk 0: holds ranks \[0, 1\], and is not said to be"):
+            schedule.verify()
+
+    def test_a_reduce_without_its_own_rank(self) -> None:
+        def damage(programs: Programs) -> None:
+            place = places(programs, 0, Reduce)[0]
+            number, step = programs[0][place]
+            programs[0][place] = (number, replace(step, ranks=(1, 2, 3)))
+
+        self.check("all_reduce", "one_shot", damage, "expected this rank among them")
+
+    @pytest.mark.parametrize(("first", "last"), [(-1, 1), (2, 2), (3, 5)])
+    def test_chunks_that_are_not_there(self, first: int, last: int) -> None:
+        def damage(programs: Programs) -> None:
+            number, step = programs[0][0]
+            programs[0][0] = (number, replace(step, first=first, last=last))
+
+        self.check("all_gather", "ring", damage, f"no chunks {first} to {last} among 4")
+
+    @pytest.mark.parametrize("to", [0, 4])
+    def test_a_rank_that_is_no_other(self, to: int) -> None:
+        def damage(programs: Programs) -> None:
+            programs[0][0] = (0, Send(to, 0, 1))
+
+        self.check("all_gather", "ring", damage, f"sent to rank {to}, no other rank")
+
+    @pytest.mark.parametrize(("collective", "name"), EVERY)
+    def test_any_message_missing(self, collective: str, name: str) -> None:
+        schedule = built(collective, name, 5)
+        for index in range(schedule.messages()):
+            with pytest.raises(ValueError, match=f"{name} {collective}"):
+                damaged(schedule, index, 0).verify()
+
+    @pytest.mark.parametrize(("collective", "name"), [each for each in EVERY if "reduce" in each[0]])
+    def test_any_sum_made_twice(self, collective: str, name: str) -> None:
+        schedule = built(collective, name, 5)
+        for index, reduces in enumerate(
+            table.reduce for tables in schedule.rounds for table in tables for _ in table.rows()
+        ):
+            if reduces:
+                with pytest.raises(ValueError, match=f"{name} {collective}"):
+                    damaged(schedule, index, 2).verify()
+
+
+def test_a_drawing_of_many_ranks_is_its_first_line() -> None:
+    assert str(algorithms.build("reduce", "binomial", 9, root=2)) == (
+        "binomial reduce with root 2: 9 ranks, 1 chunk, 4 rounds"
+    )
+
+
+def test_the_documentation_shows_schedules_and_prices_as_they_are() -> None:
+    page = Path(__file__).parents[2] / "docs" / "collectives.md"
+    examples = re.sub(r"^```.*$", "", page.read_text(), flags=re.MULTILINE)
+    session = doctest.DocTestParser().get_doctest(examples, {}, page.name, str(page), 0)
+    assert len(session.examples) > 10
+    found: list[str] = []
+    assert doctest.DocTestRunner().run(session, out=found.append).failed == 0, "".join(found)
+
+
+def built(collective: str, name: str, size: int) -> Schedule:
+    return algorithms.build(collective, name, size, root=0 if collective in ROOTED else None)
+
+
+def places(programs: Programs, rank: int, kind: type) -> list[int]:
+    return [place for place, (_, step) in enumerate(programs[rank]) if isinstance(step, kind)]
+
+
+def remove(programs: Programs, rank: int, kind: type, which: int) -> None:
+    del programs[rank][places(programs, rank, kind)[which]]
+
+
+def damaged(schedule: Schedule, index: int, times: int) -> Schedule:
+    """The schedule whose message of a number, counted through all tables, is there ``times`` times."""
+
+    def at(number: int) -> Iterator[Transfers]:
+        before = sum(len(table) for tables in map(schedule.rounds.at, range(number)) for table in tables)
+        for table in schedule.rounds.at(number):
+            here = np.arange(before, before + len(table))
+            before += len(table)
+            yield table.where(here != index)
+            for _ in range(times):
+                yield table.where(here == index)
+
+    return replace(schedule, rounds=Rounds(len(schedule.rounds), at))

@@ -1,0 +1,540 @@
+"""spawn: what ranks get and give back, whose failure is named, and that nothing of them stays, whoever dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from collectives import Communicator
+from collectives.errors import DeadNodeError, MismatchError, StallError
+from collectives.spawning import Ranks, spawn
+from collectives.transports.base import Exchange
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Bare:
+    """Stands in for a communicator where a test needs none: the exchange alone."""
+
+    def __init__(self, rank: int, size: int, exchange: Exchange, **_options: Any) -> None:
+        self.rank, self.size, self.exchange = rank, size, exchange
+
+    def close(self) -> None:
+        pass
+
+
+bare_ranks = partial(Ranks, opener=Bare, timeout=20)
+
+
+@pytest.fixture(scope="module")
+def server() -> int:
+    """The fork server's process id; it has begun, and torch has opened what it keeps open."""
+    with bare_ranks(_server, 1) as ranks:
+        return int(ranks.results()[0])
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays(server: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """See that a test leaves no rank, no open file and no temporary file."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    files = _open_files()
+    yield
+    assert _open_files() == files
+    assert _children(server) == []
+    assert list(temporary.iterdir()) == []
+
+
+def _server(comm: Bare) -> int:
+    return os.getppid()
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _open_files() -> dict[str, str]:
+    names = os.listdir("/proc/self/fd")
+    return {name: os.readlink(f"/proc/self/fd/{name}") for name in names if os.path.lexists(f"/proc/self/fd/{name}")}
+
+
+# What ranks get and give back
+
+
+def _sum_of_rows(comm: Communicator, step: int) -> tuple[int, int, torch.Tensor]:
+    values = torch.arange(5, dtype=torch.float64) * step + comm.rank
+    comm.all_reduce(values)
+    return comm.rank, comm.size, values
+
+
+def test_results_come_in_rank_order_from_ranks_that_are_joined() -> None:
+    results = spawn(_sum_of_rows, 3, 7)
+
+    assert [result[:2] for result in results] == [(0, 3), (1, 3), (2, 3)]
+    for _, _, values in results:
+        assert values.tolist() == [3 * 7.0 * index + 0 + 1 + 2 for index in range(5)]
+
+
+def test_results_outlive_their_ranks_and_share_what_they_shared() -> None:
+    with bare_ranks(_tensors, 2) as ranks:
+        first, second = ranks.results()
+
+    whole, part, array = second
+    whole[2] = 50.0
+    assert part.tolist() == [1.0, 50.0, 3.0]  # a view is a view
+    assert array.tolist() == [[2, 3], [4, 5]]
+    assert first[0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def _tensors(comm: Bare) -> tuple[torch.Tensor, torch.Tensor, np.ndarray[Any, Any]]:
+    whole = torch.arange(5.0)
+    return whole, whole[1:4], np.arange(4).reshape(2, 2) + 2 * comm.rank
+
+
+def test_each_rank_gets_a_copy_of_the_arguments() -> None:
+    given = torch.arange(4.0)
+    with bare_ranks(_overwrite, 2, (given, {"by": 3})) as ranks:
+        results = ranks.results()
+
+    assert given.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert [result.tolist() for result in results] == [[0.0, 0.0, 0.0, 0.0], [0.0, 3.0, 6.0, 9.0]]
+
+
+def _overwrite(comm: Bare, values: torch.Tensor, options: dict[str, int]) -> torch.Tensor:
+    return values.mul_(options["by"] * comm.rank)
+
+
+def test_ranks_have_the_environment_folder_and_threads_of_the_call(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GANGLINE_SAID", "now")
+    monkeypatch.delenv("HOME")
+    with bare_ranks(_surroundings, 2, threads=3) as ranks:
+        assert ranks.results() == [("now", None, str(tmp_path), 3)] * 2
+
+
+def _surroundings(comm: Bare) -> tuple[str | None, str | None, str, int]:
+    return os.environ.get("GANGLINE_SAID"), os.environ.get("HOME"), os.getcwd(), torch.get_num_threads()
+
+
+def test_cores_are_shared_out_and_no_rank_goes_without() -> None:
+    cores = len(os.sched_getaffinity(0))
+    for nprocs in (1, cores + 1):
+        with bare_ranks(_threads, nprocs) as ranks:
+            assert ranks.results() == [max(1, cores // nprocs)] * nprocs
+
+
+def _threads(comm: Bare) -> int:
+    return torch.get_num_threads()
+
+
+def test_ranks_draw_different_random_numbers_by_numpy() -> None:
+    with bare_ranks(_draw, 3) as ranks:
+        assert len(set(ranks.results())) == 3
+
+
+def _draw(comm: Bare) -> float:
+    return float(np.random.random())
+
+
+def test_what_ranks_print_comes_out_where_the_caller_prints(capfd: pytest.CaptureFixture[str]) -> None:
+    with bare_ranks(_speak, 2) as ranks:
+        ranks.results()
+
+    out, err = capfd.readouterr()
+    assert sorted(out.split("\n")) == ["", "rank 0 says", "rank 1 says"]
+    assert sorted(err.split("\n")) == ["", "rank 0 warns", "rank 1 warns"]
+
+
+def _speak(comm: Bare) -> None:
+    os.write(1, f"rank {comm.rank} says\n".encode())
+    print(f"rank {comm.rank} warns", file=sys.stderr)
+
+
+def test_one_server_serves_callers_side_by_side() -> None:
+    results: dict[int, list[int]] = {}
+
+    def call(number: int) -> None:
+        with bare_ranks(_number_and_server, 2, (number,)) as ranks:
+            results[number] = ranks.results()
+
+    callers = [threading.Thread(target=call, args=(number,)) for number in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+
+    servers = {server for result in results.values() for _, server in result}
+    assert len(servers) == 1
+    for number in range(3):
+        assert [value for value, _ in results[number]] == [10 * number, 10 * number + 1]
+
+
+def _number_and_server(comm: Bare, number: int) -> tuple[int, int]:
+    return 10 * number + comm.rank, os.getppid()
+
+
+def test_exchange_gives_everybody_everything_round_after_round() -> None:
+    with bare_ranks(_exchange_twice, 3) as ranks:
+        results = ranks.results()
+
+    assert results == [[[b"0 0", b"0 1", b"0 2"], [b"1 0", b"1 1", b"1 2"]]] * 3
+
+
+def _exchange_twice(comm: Bare) -> list[list[bytes]]:
+    return [comm.exchange(f"{number} {comm.rank}".encode()) for number in range(2)]
+
+
+# Errors of the call
+
+
+@pytest.mark.parametrize(("nprocs", "error"), [(0, ValueError), (-1, ValueError), (True, TypeError), (2.0, TypeError)])
+def test_a_number_of_ranks_that_is_none_is_refused(nprocs: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"nprocs is {nprocs}; expected"):
+        spawn(_server, nprocs)
+
+
+def test_a_function_that_ranks_cannot_find_is_refused() -> None:
+    def local(comm: Communicator) -> None: ...
+
+    for function in (local, lambda comm: None):
+        with pytest.raises(
+            ValueError, match=r"the ranks cannot find <function .*; spawn needs a function .* top level"
+        ):
+            spawn(function, 2)
+    with pytest.raises(TypeError, match="spawn got 3; expected a function"):
+        spawn(3, 2)  # type: ignore[arg-type]
+
+
+def test_a_function_of_a_program_that_is_no_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = ModuleType("__main__")
+    exec("def typed(comm): pass", session.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", session)
+    with pytest.raises(ValueError, match="this program is no file; define it in a module"):
+        spawn(session.typed, 2)
+
+
+def test_an_argument_that_cannot_be_pickled_is_named() -> None:
+    with pytest.raises(ValueError, match="argument 2 of spawn, of type lock, cannot be pickled"):
+        spawn(_overwrite, 2, 1, threading.Lock())
+
+
+def test_a_script_without_a_guard_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from collectives.spawning import spawn\ndef work(comm): pass\nspawn(work, 2)\n")
+    main = ModuleType("__main__")
+    main.__file__ = str(script)
+    exec("def work(comm): pass", main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    with pytest.raises(RuntimeError, match='call it under `if __name__ == "__main__":`'):
+        spawn(main.work, 2)
+
+
+def test_a_function_of_a_script_is_found_in_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("def work(comm): return __name__, comm.rank\nif __name__ == '__main__': raise SystemExit(1)\n")
+    main = ModuleType("__main__")
+    main.__file__ = str(script)
+    exec("def work(comm): pass", main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    with bare_ranks(main.work, 2) as ranks:
+        assert ranks.results() == [("__mp_main__", 0), ("__mp_main__", 1)]
+
+
+# Failures of ranks
+
+
+class OwnError(KeyError):
+    """Of a class that the caller need not know."""
+
+
+def _fail(comm: Bare, who: int, error: BaseException) -> None:
+    if comm.rank == who:
+        raise error
+    comm.exchange(b"")  # which the failed rank never comes to
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (ValueError("count is 3", 3), ValueError("count is 3", 3)),
+        (KeyError("fc.weight"), KeyError("fc.weight")),
+        (Exception("plain"), Exception("plain")),
+        (MismatchError("ranks are at different calls"), MismatchError("ranks are at different calls")),
+        (StallError("rank 1 did not come"), StallError("rank 1 did not come")),
+        (OwnError("fc.bias"), KeyError(f"{OwnError.__module__}.OwnError: 'fc.bias'")),
+        (FileNotFoundError(2, "No such file", "a.txt"), FileNotFoundError(2, "No such file", "a.txt")),
+        (
+            ExceptionGroup("two", [ValueError("a"), TypeError("b")]),
+            RuntimeError("ExceptionGroup: two (2 sub-exceptions)"),
+        ),
+        (KeyboardInterrupt(), RuntimeError("builtins.KeyboardInterrupt: ")),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_exception_of_a_rank_is_raised_with_its_rank_and_traceback(
+    raised: BaseException, expected: Exception
+) -> None:
+    with bare_ranks(_fail, 3, (1, raised)) as ranks, pytest.raises(type(expected)) as caught:
+        ranks.results()
+
+    assert type(caught.value) is type(expected)
+    assert (caught.value.args, str(caught.value)) == (expected.args, str(expected))
+    note = caught.value.__notes__[0]
+    assert note.startswith("raised by rank 1 of 3:\n")
+    assert "Traceback" in note
+    assert "raise error\n" in note
+
+
+def test_notes_of_an_exception_come_along() -> None:
+    error = ValueError("bad")
+    error.add_note("while at fc.weight")
+    with bare_ranks(_fail_with_note, 1) as ranks, pytest.raises(ValueError, match="bad") as caught:
+        ranks.results()
+    assert caught.value.__notes__[0] == "while at fc.weight"
+
+
+def _fail_with_note(comm: Bare) -> None:
+    error = ValueError("bad")
+    error.add_note("while at fc.weight")
+    raise error
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_the_cause_is_raised_and_not_what_followed_from_it(first: int) -> None:
+    with bare_ranks(_fail, 3, (first, ValueError("the cause"))) as ranks, pytest.raises(ValueError, match="the cause"):
+        ranks.results()
+
+
+def test_consequences_that_are_heard_first_wait_for_the_cause() -> None:
+    with bare_ranks(_follow, 3) as ranks, pytest.raises(DeadNodeError) as caught:
+        ranks.results()
+
+    assert str(caught.value) == "rank 2 of 3 was killed by SIGKILL"
+    assert "rank 0 failed too: DeadNodeError: rank 2 left, says rank 0" in caught.value.__notes__
+
+
+def _follow(comm: Bare) -> None:
+    """Ranks 0 and 1 complain of rank 2, and only when both have done so does it die."""
+    if comm.rank < 2:
+        comm.exchange(b"")
+        raise DeadNodeError(f"rank 2 left, says rank {comm.rank}")
+    comm.exchange(b"")
+    server = os.getppid()
+    while len(_children(server)) > 1:
+        os.sched_yield()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("kill", "rank 1 of 2 was killed by SIGKILL"),
+        ("abort", "rank 1 of 2 was killed by SIGABRT"),
+        ("exit", "rank 1 of 2 left with exit code 3 and without a result"),
+        ("leave", "rank 1 of 2 left with exit code 0 and without a result"),
+    ],
+)
+def test_a_rank_that_ends_without_a_word_is_named_with_the_way_it_went(how: str, said: str) -> None:
+    with bare_ranks(_end, 2, (how,)) as ranks, pytest.raises(DeadNodeError) as caught:
+        ranks.results()
+    assert str(caught.value) == said
+
+
+def _end(comm: Bare, how: str) -> None:
+    if comm.rank == 1:
+        if how == "exit":
+            sys.exit(3)
+        if how == "leave":
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGABRT)
+    comm.exchange(b"")
+
+
+def test_each_rank_can_be_seen_to_end() -> None:
+    with bare_ranks(_end, 3, ("kill",)) as ranks:
+        outcomes = ranks.outcomes()
+
+    errors = [str(outcome.error) for outcome in outcomes]
+    assert errors[1] == "rank 1 of 3 was killed by SIGKILL"
+    assert errors[0] == errors[2] == "rank 1 of 3 ended before all had met"
+    assert [isinstance(outcome.error, DeadNodeError) for outcome in outcomes] == [True] * 3
+
+
+def test_ranks_of_a_communicator_lose_one_that_is_killed() -> None:
+    with pytest.raises(DeadNodeError, match="rank 1 of 3 was killed by SIGKILL"):
+        spawn(_killed_in_all_reduce, 3)
+
+
+def _killed_in_all_reduce(comm: Communicator) -> None:
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.all_reduce(torch.zeros(4))
+
+
+def test_a_rank_that_does_not_come_to_a_collective_in_time_stalls_the_others() -> None:
+    with pytest.raises(StallError, match="rank 1"):
+        spawn(_one_comes_late, 2, timeout=0.3)
+
+
+def _one_comes_late(comm: Communicator) -> None:
+    comm.barrier()
+    if comm.rank == 1:
+        signal.pause()
+    comm.barrier()
+
+
+def test_a_rank_that_does_not_come_to_an_exchange_in_time_stalls_the_others() -> None:
+    with Ranks(_one_stays_away, 3, opener=Bare, timeout=0.3) as ranks, pytest.raises(StallError) as caught:
+        ranks.results()
+    assert str(caught.value) == "rank 1 of 3 did not come within 0.3 s to where all meet"
+
+
+def _one_stays_away(comm: Bare) -> None:
+    if comm.rank == 1:
+        signal.pause()
+    comm.exchange(b"")
+
+
+# Nothing stays
+
+
+def test_ctrl_c_ends_the_ranks() -> None:
+    with bare_ranks(_interrupt, 2, (os.getpid(),)) as ranks, pytest.raises(KeyboardInterrupt):
+        ranks.results()
+    pids = ranks.pids
+    assert all(_is_dead(pid) for pid in pids)
+
+
+def _interrupt(comm: Bare, caller: int) -> None:
+    os.kill(os.getpid(), signal.SIGINT)  # as a terminal's Ctrl-C does to all, and a rank leaves it to its caller
+    comm.exchange(b"")
+    if comm.rank == 0:
+        os.kill(caller, signal.SIGINT)
+    signal.pause()
+
+
+def test_closing_ends_ranks_that_compute_or_are_stopped() -> None:
+    with bare_ranks(_compute_or_stop, 2) as ranks:
+        pids = ranks.pids
+        _wait_until_stopped(pids[1])
+    assert all(_is_dead(pid) for pid in pids)
+
+
+def _compute_or_stop(comm: Bare) -> None:
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while True:
+        pass
+
+
+def _wait_until_stopped(pid: int) -> None:
+    while _state(pid) != "T":
+        os.sched_yield()
+
+
+def _is_dead(pid: int) -> bool:
+    """Whether it is gone, but for an entry that waits for the machine's first process to look at it."""
+    return not os.path.exists(f"/proc/{pid}") or _state(pid) == "Z"
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+PROGRAM = """
+import json, os, signal, sys
+from collectives import family
+from collectives.family import Family
+
+family.PRELOAD = ()
+
+
+def busy_or_stopped(connection):
+    connection.send(os.getppid())
+    index, server = connection.recv()
+    if index == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if index == 2 and server == "dies":
+        os.kill(os.getppid(), signal.SIGKILL)
+    while True:
+        pass
+
+
+def main(server):
+    with Family(busy_or_stopped, 3) as ranks:
+        server_pid = {connection.recv() for connection in ranks.connections}
+        print(json.dumps([*ranks.pids, *server_pid]), flush=True)
+        for index, connection in enumerate(ranks.connections):
+            connection.send((index, server))
+        if server == "lives":
+            sys.stdin.read()
+        ended = {}
+        while len(ended) < 3:
+            ended.update(ranks.wait()[1])
+        print(json.dumps(ended), flush=True)
+    with Family(answer, 1) as ranks:
+        print(ranks.connections[0].recv(), flush=True)
+
+
+def answer(connection):
+    connection.send("another server")
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return tmp_path
+
+
+def _run(folder: Path, server: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", f"import program; program.main({server!r})"]
+    path = os.pathsep.join([str(folder), str(Path(__file__).parents[2])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
+
+
+def test_ranks_and_server_die_with_a_program_that_is_killed(program: Path) -> None:
+    with _run(program, "lives") as process:
+        assert process.stdout is not None
+        pids = json.loads(process.stdout.readline())
+        _wait_until_stopped(pids[1])
+        deaths = [os.pidfd_open(pid) for pid in pids]
+        process.kill()
+        left = set(deaths)
+        while left:
+            over, _, _ = select.select(left, [], [], 10)
+            assert over, "ranks outlive their program"
+            left -= set(over)
+        for death in deaths:
+            os.close(death)
+    assert len(pids) == 4  # three ranks and the server
+
+
+def test_ranks_die_with_the_server_and_the_next_ones_get_another(program: Path) -> None:
+    with _run(program, "dies") as process:
+        out, _ = process.communicate()
+    pids, ended, answer = out.splitlines()
+    assert json.loads(ended) == {"0": None, "1": None, "2": None}
+    assert answer == "another server"
+    assert all(_is_dead(pid) for pid in json.loads(pids))
+    assert process.returncode == 0

@@ -1,0 +1,236 @@
+"""The table of algorithms: what it chooses, how it travels, and what forces a choice."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectives import algorithms
+from collectives.tuner import (
+    SHARED_LIMIT,
+    TRANSPORTS,
+    TUNED,
+    Choice,
+    Place,
+    Rule,
+    Table,
+    built_in,
+    forced_algorithms,
+    forced_transport,
+    names,
+    shared_serves,
+    table_path,
+)
+
+PLACE = Place("all_reduce", "tcp", 3, 1)
+RULES = [Rule(100, Choice("one_shot")), Rule(5000, Choice("halving_doubling")), Rule(None, Choice("ring", 4))]
+TABLE = Table({PLACE: RULES})
+
+
+def test_a_rule_serves_up_to_and_with_its_limit() -> None:
+    chosen = [TABLE.choose("all_reduce", nbytes, 3, "tcp") for nbytes in (0, 100, 101, 5000, 5001, 1 << 40)]
+    assert chosen == [
+        Choice("one_shot"),
+        Choice("one_shot"),
+        Choice("halving_doubling"),
+        Choice("halving_doubling"),
+        Choice("ring", 4),
+        Choice("ring", 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("collective", "size", "transport", "hosts"),
+    [
+        ("all_gather", 3, "tcp", 1),
+        ("all_reduce", 4, "tcp", 1),
+        ("all_reduce", 3, "ipc", 1),
+        ("all_reduce", 3, "tcp", 3),
+    ],
+)
+def test_a_place_that_was_not_measured_gets_the_default(collective: str, size: int, transport: str, hosts: int) -> None:
+    assert TABLE.choose(collective, 7, size, transport, hosts) == Table().choose(collective, 7, size, transport, hosts)
+
+
+def test_small_tensors_are_shared_in_one_hosts_memory_and_only_there() -> None:
+    table = Table()
+    for collective in TUNED:
+        for transport in ("shared_memory", "in_process"):
+            assert table.choose(collective, SHARED_LIMIT, 2, transport).algorithm == "shared"
+            large = "two_shot" if collective == "all_reduce" else "direct"
+            assert table.choose(collective, SHARED_LIMIT + 1, 2, transport).algorithm == large
+            assert table.choose(collective, 4, 2, transport, 2).algorithm != "shared"
+        assert table.choose(collective, 4, 2, "tcp").algorithm != "shared"
+    assert [shared_serves(*each) for each in ((65536, "ipc", 1), (65536, "in_process", 1), (0, "in_process", 2))] == [
+        False,
+        True,
+        False,
+    ]
+
+
+def test_several_hosts_of_several_ranks_are_a_hierarchy() -> None:
+    table = Table()
+    assert table.choose("all_reduce", 1 << 24, 8, "tcp", 2) == Choice("hierarchical")
+    assert table.choose("all_reduce", 1 << 24, 8, "tcp", 8) == Choice("ring")
+    assert table.choose("all_reduce", 1 << 24, 8, "tcp", 1) == Choice("ring")
+
+
+@given(
+    collective=st.sampled_from(TUNED),
+    transport=st.sampled_from(TRANSPORTS),
+    ranks=st.integers(2, 40),
+    hosts=st.integers(1, 40),
+    nbytes=st.integers(0, 1 << 30),
+)
+def test_the_default_chooses_what_can_be_built(
+    collective: str, transport: str, ranks: int, hosts: int, nbytes: int
+) -> None:
+    hosts = min(hosts, ranks)
+    choice = Table().choose(collective, nbytes, ranks, transport, hosts)
+    rules = built_in(Place(collective, transport, ranks, hosts))
+    Table({Place(collective, transport, ranks, hosts): rules})  # holds what a measured table must
+    if choice.algorithm == "shared":
+        assert shared_serves(nbytes, transport, hosts)
+        return
+    root = 0 if collective in ("reduce", "broadcast", "gather", "scatter") else None
+    places = tuple(rank * hosts // ranks for rank in range(ranks))
+    built = algorithms.build(collective, choice.algorithm, ranks, root=root, segments=choice.segments, hosts=places)
+    assert built.size == ranks
+
+
+def test_a_table_survives_text_and_file(tmp_path: Path) -> None:
+    table = Table({PLACE: RULES, PLACE._replace(hosts=3): RULES[2:]}, {"broadcast": Choice("ring", 2)})
+    assert Table.from_json(table.to_json()) == table
+    path = tmp_path / "made" / "tuning.json"
+    table.dump(path)
+    table.dump(path)
+    assert Table.load(path) == table
+    assert [entry.name for entry in path.parent.iterdir()] == ["tuning.json"]
+    assert Table.from_json(Table().to_json()) == Table()
+
+
+def damaged(**changes: Any) -> str:
+    """TABLE's text with fields of its only place changed."""
+    data = json.loads(TABLE.to_json())
+    data["places"][0] |= changes
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no JSON"),
+        (TABLE.to_json()[:-20], "no JSON"),
+        ("[]", "no 'gangline_tuning': 1"),
+        ('{"gangline_tuning": 2, "places": [], "forced": {}}', "no 'gangline_tuning': 1"),
+        ('{"gangline_tuning": 1, "forced": {}}', "KeyError: 'places'"),
+        ('{"gangline_tuning": 1, "places": 5, "forced": {}}', "not laid out"),
+        ('{"gangline_tuning": 1, "places": [], "forced": []}', "not laid out"),
+        ('{"gangline_tuning": 1, "places": [], "forced": {"reduce": ["one_shot", 1]}}', "reduce has no algorithm"),
+        (damaged(collective="barrier"), "'barrier' has no algorithms"),
+        (damaged(transport="pigeon"), "expected one of the transports"),
+        (damaged(ranks=0), "ranks is 0; expected a number above 0"),
+        (damaged(hosts=True), "hosts is True; expected a number above 0"),
+        (damaged(ranks=[3]), "not laid out"),
+        (damaged(rules=[]), "the last rule must be for any number of bytes"),
+        (damaged(rules=[[100, "ring", 1]]), "the last rule must be for any number of bytes"),
+        (damaged(rules=[[9, "ring", 1], [9, "two_shot", 1], [None, "ring", 1]]), r"\[9, 9, None\]; expected ascending"),
+        (damaged(rules=[[-4, "ring", 1], [None, "ring", 1]]), "expected ascending"),
+        (damaged(rules=[["9", "ring", 1], [None, "ring", 1]]), "expected ascending"),
+        (damaged(rules=[[None, "nosuch", 1]]), "no algorithm 'nosuch'; expected one of shared, ring"),
+        (damaged(rules=[[None, "ring", 0]]), "segments is 0"),
+        (damaged(rules=[[None, "ring", 1, 1]]), "not laid out"),
+        (damaged(rules=[[100, "shared", 1], [None, "ring", 1]]), "shared takes up to 65536 bytes in one host's memory"),
+        (damaged(transport="shared_memory", rules=[[None, "shared", 1]]), "shared takes up to 65536"),
+    ],
+)
+def test_a_torn_or_foreign_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "tuning.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        Table.load(path)
+    assert str(caught.value).startswith(f"{path} is no tuning table: ")
+    assert "gangline bench tune" in str(caught.value)
+
+
+def test_the_environment_says_where_the_table_is(tmp_path: Path) -> None:
+    assert table_path({"GANGLINE_TUNING": "/t.json", "XDG_CACHE_HOME": "/c"}) == Path("/t.json")
+    assert table_path({"XDG_CACHE_HOME": "/c"}) == Path("/c/gangline/tuning.json")
+    assert table_path({}) == Path.home() / ".cache" / "gangline" / "tuning.json"
+    environment = {"XDG_CACHE_HOME": str(tmp_path)}
+    assert Table.from_environment(environment) == Table()
+    TABLE.dump(tmp_path / "gangline" / "tuning.json")
+    assert Table.from_environment(environment) == TABLE
+    with pytest.raises(FileNotFoundError, match=r"GANGLINE_TUNING is /nosuch/t\.json, which is not there"):
+        Table.from_environment({**environment, "GANGLINE_TUNING": "/nosuch/t.json"})
+
+
+def test_forced_algorithms_go_before_the_table_wherever_they_can(tmp_path: Path) -> None:
+    TABLE.dump(tmp_path / "gangline" / "tuning.json")
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "GANGLINE_ALGO": "all_reduce=two_shot, broadcast=ring:8"}
+    table = Table.from_environment(environment)
+    assert Table.from_json(table.to_json()) == table
+    assert table.choose("all_reduce", 5, 3, "tcp") == Choice("two_shot")
+    assert table.choose("broadcast", 5, 2, "shared_memory") == Choice("ring", 8)
+    assert table.choose("all_gather", 5, 2, "shared_memory") == Choice("shared")
+    shared = Table(TABLE.rules, forced_algorithms("shared"))
+    assert shared.choose("all_reduce", 5, 3, "tcp") == Choice("one_shot")
+    assert shared.choose("all_reduce", SHARED_LIMIT, 3, "shared_memory") == Choice("shared")
+    assert shared.choose("all_reduce", SHARED_LIMIT + 1, 3, "shared_memory") == Choice("two_shot")
+
+
+def test_a_bare_name_forces_every_collective_that_has_it() -> None:
+    assert forced_algorithms("") == {}
+    assert forced_algorithms("binomial") == dict.fromkeys(
+        [collective for collective in TUNED if "binomial" in algorithms.names(collective)], Choice("binomial")
+    )
+    assert set(forced_algorithms("ring")) == {"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"}
+    later = forced_algorithms("ring:2,all_reduce=two_shot")
+    assert (later["all_reduce"], later["broadcast"]) == (Choice("two_shot"), Choice("ring", 2))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("rng", "GANGLINE_ALGO has 'rng'; expected names out of binomial, "),
+        ("all_to_all=ring", "GANGLINE_ALGO: all_to_all has no algorithm 'ring'; expected one of shared, pairwise"),
+        ("barrier=ring", "'barrier' has no algorithms to choose from; expected one of all_reduce"),
+        ("ring:0", "'ring:0'; expected a number of segments above 0"),
+        ("all_reduce=ring:two", "expected a number of segments above 0"),
+    ],
+)
+def test_a_wrong_word_is_refused_with_what_there_is(words: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        forced_algorithms(words)
+
+
+def test_a_transport_is_forced_by_name() -> None:
+    assert forced_transport({}) is None
+    assert forced_transport({"GANGLINE_TRANSPORT": "auto"}) is None
+    assert forced_transport({"GANGLINE_TRANSPORT": "ipc"}) == "ipc"
+    with pytest.raises(
+        ValueError, match="GANGLINE_TRANSPORT is 'udp'; expected auto or one of shared_memory, ipc, tcp"
+    ):
+        forced_transport({"GANGLINE_TRANSPORT": "udp"})
+
+
+def test_names_are_the_shared_exchange_and_the_schedules() -> None:
+    assert names("all_to_all") == ("shared", *algorithms.names("all_to_all"))
+    with pytest.raises(ValueError, match="'send' has no algorithms"):
+        names("send")
+
+
+def test_a_choice_is_logged_once_for_each_size_class(caplog: pytest.LogCaptureFixture) -> None:
+    table = Table({PLACE: RULES})
+    with caplog.at_level(logging.DEBUG, "gangline"):
+        for nbytes in (64, 80, 64, 5000, 1 << 20, (1 << 20) + 1, 1 << 20):
+            table.choose("all_reduce", nbytes, 3, "tcp")
+        table.choose("broadcast", 64, 3, "tcp")
+    assert [record.getMessage().split(" ")[0] for record in caplog.records] == ["all_reduce"] * 3 + ["broadcast"]
+    assert caplog.records[2].getMessage() == "all_reduce of 1048576 bytes, 3 ranks, 1 host(s), tcp: ring:4"

@@ -1,0 +1,402 @@
+"""ZeroMQ as a transport: what arrives, in what order, and what happens when it does not."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.hosts import Hosts, enter, obstacle
+from collectives.calls import Call
+from collectives.errors import GanglineError, ProtocolError
+from collectives.roster import LOST, ProcessRoster
+from collectives.transports.base import PIECE, Stamp
+from collectives.transports.pairs import Pairs
+from collectives.transports.zeromq import INLINE, ZeroMQ
+from collectives.watch import Watch
+from tests.collectives.processes import Processes, Rank
+
+pytestmark = pytest.mark.timeout(60)
+
+ADDRESSES = ("ipc", "tcp://127.0.0.1")
+SIZES = (0, 1, 7, INLINE, INLINE + 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE, 5 * PIECE + 13)
+SUM = Call("all_reduce", 4, torch.float32, "sum").code
+LIMIT = 1.0
+
+
+@pytest.fixture(autouse=True)
+def _no_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # of the ranks
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield
+    assert list(tmp_path.iterdir()) == []
+
+
+class Forever:
+    """Patience without end."""
+
+    def check(self, missing: Iterable[int]) -> None:
+        pass
+
+
+def open_transport(rank: Rank, address: str) -> ZeroMQ:
+    return ZeroMQ(rank.rank, rank.size, rank.exchange, Forever(), address=address)
+
+
+def ramp(nbytes: int, rank: int, to: int = 0) -> Tensor:
+    """Byte i of a message is i * 7 + rank * 31 + to * 5, modulo 251."""
+    return (torch.arange(nbytes) * 7 + rank * 31 + to * 5).remainder(251).to(torch.uint8)
+
+
+def in_processes(function: Callable[..., None], size: int, *arguments: Any) -> list[Any]:
+    with Processes(function, size, *arguments) as ranks:
+        return ranks.all_heard()
+
+
+# What arrives
+
+
+def _all_sizes(rank: Rank, address: str) -> None:
+    transport = open_transport(rank, address)
+    peers = [peer for peer in range(rank.size) if peer != rank.rank]
+    tickets = [
+        transport.send(peer, ramp(nbytes, rank.rank, peer), Stamp(nbytes - 5, SUM + index))
+        for index, nbytes in enumerate(SIZES)
+        for peer in peers
+    ]
+    wrong = []
+    for index, nbytes in enumerate(SIZES):
+        for peer in peers:
+            incoming = transport.receive(peer)
+            out = torch.full((nbytes,), 255, dtype=torch.uint8)
+            if (index + rank.rank) % 2:
+                incoming.into(out)
+            else:
+                for piece in range(-(-nbytes // PIECE)):
+                    out[piece * PIECE : (piece + 1) * PIECE] = incoming.piece(piece)
+                incoming.done()
+            right = incoming.stamp == (nbytes - 5, SUM + index) and incoming.nbytes == nbytes
+            if not right or not torch.equal(out, ramp(nbytes, peer, rank.rank)):
+                wrong.append([peer, nbytes])
+    for ticket in tickets:
+        ticket.wait()
+    done = all(ticket.is_done() for ticket in tickets)
+    rank.tell([wrong, done, all(transport.poll(peer) is None for peer in peers)])
+    rank.hear()
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_size_arrives_whole_and_in_order(address: str, size: int) -> None:
+    assert in_processes(_all_sizes, size, address) == [[[], True, True]] * size
+
+
+def _side_by_side(rank: Rank) -> None:
+    transport = open_transport(rank, "ipc")
+    count = 3 * PIECE // 4
+    if rank.rank:
+        values = torch.arange(count, dtype=torch.float32) + rank.rank * 1000
+        transport.send(0, values.view(torch.uint8), Stamp(1, SUM)).wait()
+        rank.tell(None)
+    else:
+        messages = [transport.receive(source) for source in (1, 2)]
+        wrong = []
+        for piece in range(3):
+            values, others = (message.piece(piece).view(torch.float32) for message in messages)
+            begin = piece * PIECE // 4
+            expected = torch.arange(begin, begin + PIECE // 4, dtype=torch.float32) * 2 + 3000
+            if not torch.equal(values + others, expected):
+                wrong.append(piece)
+        for message in messages:
+            message.done()
+        rank.tell(wrong)
+    rank.hear()
+
+
+def test_pieces_of_several_ranks_are_read_side_by_side() -> None:
+    assert in_processes(_side_by_side, 3) == [[], None, None]
+
+
+def _skipped(rank: Rank) -> None:
+    transport = open_transport(rank, "ipc")
+    if rank.rank:
+        for number in range(3):
+            transport.send(0, ramp(3 * PIECE + 5, number), Stamp(number, SUM))
+        rank.tell(None)
+    else:
+        transport.receive(1).done()
+        second = transport.receive(1)
+        wrong = [not torch.equal(second.piece(2), ramp(3 * PIECE, 1)[2 * PIECE :])]
+        second.done()
+        out = torch.empty(3 * PIECE + 5, dtype=torch.uint8)
+        transport.receive(1).into(out)
+        rank.tell([*wrong, not torch.equal(out, ramp(3 * PIECE + 5, 2))])
+    rank.hear()
+
+
+def test_what_is_not_read_is_passed_over() -> None:
+    assert in_processes(_skipped, 2) == [[False, False], None]
+
+
+def _reused(rank: Rank) -> None:
+    transport = open_transport(rank, "ipc")
+    if rank.rank:
+        data = torch.empty(2 * PIECE, dtype=torch.uint8)
+        small = torch.empty(100, dtype=torch.uint8)
+        for number in range(20):
+            data.fill_(number)
+            small.fill_(100 + number)
+            ticket = transport.send(0, data, Stamp(number, SUM))
+            assert transport.send(0, small, Stamp(number, SUM)).is_done()
+            ticket.wait()
+        rank.tell(None)
+    else:
+        found = []
+        for _ in range(20):
+            data, small = torch.empty(2 * PIECE, dtype=torch.uint8), torch.empty(100, dtype=torch.uint8)
+            transport.receive(1).into(data)
+            transport.receive(1).into(small)
+            found.append([data.unique().tolist(), small.unique().tolist()])
+        rank.tell(found)
+    rank.hear()
+
+
+def test_memory_may_be_written_again_once_a_ticket_is_done() -> None:
+    assert in_processes(_reused, 2)[0] == [[[number], [100 + number]] for number in range(20)]
+
+
+def _close_at_once(rank: Rank, address: str, count: int) -> None:
+    transport = open_transport(rank, address)
+    if rank.rank:
+        transport.send(0, ramp(PIECE + 1, 1), Stamp(1, SUM)).wait()
+        for number in range(count):
+            transport.send(0, ramp(1000, number), Stamp(number, SUM))
+        transport.close()
+        transport.close()
+        rank.tell("closed")
+        return
+    rank.tell("open")
+    rank.hear()
+    out, small = torch.empty(PIECE + 1, dtype=torch.uint8), torch.empty(1000, dtype=torch.uint8)
+    transport.receive(1).into(out)
+    right = torch.equal(out, ramp(PIECE + 1, 1))
+    for number in range(count):
+        transport.receive(1).into(small)
+        right = right and torch.equal(small, ramp(1000, number))
+    rank.tell(right)
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_what_was_sent_before_close_arrives_after_it(address: str) -> None:
+    with Processes(_close_at_once, 2, address, 50) as ranks:
+        assert ranks.all_heard() == ["open", "closed"]
+        ranks.say(0, "receive")
+        assert ranks.heard(0) is True
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_who_closes_waits_for_a_rank_that_is_behind(address: str) -> None:
+    with Processes(_close_at_once, 2, address, 5000) as ranks:
+        assert ranks.heard(0) == "open"
+        ranks.say(0, "receive")
+        assert ranks.all_heard() == [True, "closed"]
+
+
+# What must not arrive
+
+
+def bare(function: Callable[[ZeroMQ, Pairs], None]) -> None:
+    """The transport of rank 0, and the bare sockets of rank 1, in this process."""
+    barrier = threading.Barrier(2)
+    cards: list[bytes] = [b"", b""]
+
+    def exchange_of(rank: int) -> Callable[[bytes], list[bytes]]:
+        def exchange(card: bytes) -> list[bytes]:
+            cards[rank] = card
+            barrier.wait(10)
+            return list(cards)
+
+        return exchange
+
+    made: list[Pairs] = []
+    other = threading.Thread(target=lambda: made.append(Pairs(1, 2, exchange_of(1), address="ipc", options={})))
+    other.start()
+    transport = ZeroMQ(0, 2, exchange_of(0), Forever(), address="ipc")
+    other.join()
+    try:
+        function(transport, made[0])
+    finally:
+        made[0].close(0)
+        transport.close()
+
+
+def header(
+    magic: bytes = b"gll1", number: int = 0, sequence: int = 1, code: int = SUM, nbytes: int = 0, body: bytes = b""
+) -> bytes:
+    return struct.pack("<4sQqQQ", magic, number, sequence, code, nbytes) + body
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (b"", "rank 1 sent 0 bytes in place of a header of 36"),
+        (b"x" * 35, "rank 1 sent 35 bytes in place of a header of 36"),
+        (b"x" * 36, "which is no header of a message"),
+        (header(magic=b"gll2"), "which is no header of a message"),
+        (header(nbytes=5, body=b"1234"), "which is no header of a message"),
+        (header(nbytes=0, body=b"1"), "which is no header of a message"),
+        (header(nbytes=INLINE + 1, body=b"1"), "which is no header of a message"),
+        (header(nbytes=1 << 60), "which is no header of a message"),
+        (header(number=2), "rank 1 sent message 2, expected 0: some were lost"),
+    ],
+)
+def test_a_bad_header_is_refused(message: bytes, text: str) -> None:
+    def check(transport: ZeroMQ, other: Pairs) -> None:
+        other.lines[0].send(message)
+        with pytest.raises(ProtocolError, match=text):
+            transport.receive(1)
+
+    bare(check)
+
+
+@pytest.mark.parametrize("frame", [b"", bytes(PIECE - 1), bytes(PIECE + 1)])
+def test_a_piece_of_another_size_is_refused(frame: bytes) -> None:
+    def check(transport: ZeroMQ, other: Pairs) -> None:
+        for number, read in enumerate(("piece", "into", "done")):
+            other.lines[0].send(header(number=number, nbytes=2 * PIECE))
+            other.lines[0].send(frame)
+            incoming = transport.receive(1)
+            arguments = {"piece": (0,), "into": (torch.empty(2 * PIECE, dtype=torch.uint8),), "done": ()}[read]
+            with pytest.raises(
+                ProtocolError, match=f"sent {len(frame)} bytes as a piece of a message, expected {PIECE}"
+            ):
+                getattr(incoming, read)(*arguments)
+
+    bare(check)
+
+
+# Ranks that go
+
+
+def _wait_for(rank: Rank, address: str, how: str, namespaces: list[str]) -> None:
+    host = address
+    if namespaces:
+        enter(namespaces[rank.rank])
+        os.environ["GANGLINE_INSECURE"] = "1"
+        host = address.split(",")[rank.rank]
+    roster = ProcessRoster(rank.rank, rank.size, rank.exchange, heartbeat=0.2, limit=LIMIT, address=host)
+    watch = Watch(roster, 60, 60)
+    transport = ZeroMQ(rank.rank, rank.size, rank.exchange, watch, address=host)
+    watch.begin(1, SUM)
+    rank.tell("ready")
+    peers = [peer for peer in range(rank.size) if peer != rank.rank]
+    try:
+        if how == "send":
+            transport.send(peers[0], torch.zeros(64 << 20, dtype=torch.uint8), Stamp(1, SUM)).wait()
+            transport.receive(peers[0])
+        elif how == "midway":
+            for peer in peers:
+                transport.send(peer, ramp(3 * PIECE, rank.rank), Stamp(1, SUM))
+            for peer in peers:
+                transport.receive(peer).done()
+            rank.tell("midway")
+            transport.receive(peers[0])
+        else:
+            transport.receive(peers[0])
+    except GanglineError as error:
+        begin = time.monotonic()
+        transport.close()
+        roster.close()
+        rank.tell([type(error).__name__, str(error), time.monotonic() - begin < 4])
+    rank.hear()
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+@pytest.mark.parametrize("how", ["receive", "send", "midway"])
+@pytest.mark.parametrize(("number", "why"), [(signal.SIGKILL, LOST), (signal.SIGSTOP, "gave no sign of life for 1 s")])
+def test_all_others_raise_when_a_rank_is_lost(address: str, how: str, number: int, why: str) -> None:
+    with Processes(_wait_for, 3, address, how, []) as ranks:
+        assert ranks.all_heard() == ["ready"] * 3
+        if how == "midway":
+            assert ranks.all_heard() == ["midway"] * 3
+        ranks.kill(1, number)
+        first, second = ranks.heard(0), ranks.heard(2)
+        for name, text, gave_back in (first, second):
+            assert (name, gave_back) == ("DeadNodeError", True)
+            assert text.startswith(f"rank 1 {why} (rank ")
+            assert text.endswith("waited in all_reduce(4 x float32, sum))")
+
+
+@pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+def test_a_cut_cable_between_two_hosts_is_an_error_for_both_ends() -> None:
+    with Hosts(2) as hosts:
+        address = ",".join(f"tcp://{host}" for host in hosts.addresses)
+        with Processes(_wait_for, 2, address, "receive", hosts.names) as ranks:
+            assert ranks.all_heard() == ["ready"] * 2
+            hosts.cut(1)
+            for rank, (name, text, _) in enumerate(ranks.all_heard()):
+                assert name == "DeadNodeError"
+                assert text.startswith(f"rank {1 - rank} gave no sign of life for 1 s")
+
+
+# What it costs
+
+
+def _count_descriptors(rank: Rank, address: str) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+    before = len(os.listdir("/proc/self/fd"))
+    transport = open_transport(rank, address)
+    rank.tell(len(os.listdir("/proc/self/fd")) - before)
+    rank.hear()
+    transport.close()
+    rank.tell(len(os.listdir("/proc/self/fd")) - before)
+    rank.hear()
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_sixteen_ranks_take_few_descriptors_and_give_them_back(address: str) -> None:
+    with Processes(_count_descriptors, 16, address) as ranks:
+        assert max(ranks.all_heard()) <= 15 * 5 + 10
+        for rank in range(16):
+            ranks.say(rank, "close")
+        assert ranks.all_heard() == [0] * 16
+
+
+# Hosts
+
+
+@pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+def test_hosts_are_joined_apart_from_this_machine_and_gone_afterwards() -> None:
+    def namespaces() -> set[str]:
+        return {path.name for path in Path("/run/netns").glob(f"gangline-{os.getpid()}-*")}
+
+    with Hosts(2) as hosts:
+        assert namespaces() >= set(hosts.names)
+        for host, address in enumerate(hosts.addresses):
+            shown = hosts.run(host, ["ip", "-brief", "-4", "address", "show", "eth0"], {"LANG": "C"}).stdout
+            assert f"{address}/24" in shown
+            assert "UP" in shown
+        endless = hosts.start(0, ["sleep", "infinity"])
+    assert endless.returncode == -signal.SIGKILL
+    assert namespaces() == set()
+
+    with pytest.raises(KeyboardInterrupt), Hosts(3):
+        raise KeyboardInterrupt
+    assert namespaces() == set()
+
+
+def test_a_number_of_hosts_that_cannot_be_is_refused() -> None:
+    for count in (0, 251):
+        with pytest.raises(ValueError, match=f"count is {count}; expected 1 to 250 hosts"):
+            Hosts(count)
