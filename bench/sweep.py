@@ -88,11 +88,13 @@ def rows_of(sweep: Sweep, ranks: int) -> Iterator[list[Row]]:
     """For each size the rows of all sides, out of place and in place.
 
     Raises:
-        ValueError: ``root`` is no rank.
+        ValueError: ``root`` is no rank, or there are more hosts than ranks.
         GangError: gangline failed. A peer that does is left out from there on, with a line that says so.
     """
     if sweep.root >= ranks:
         raise ValueError(f"--root is {sweep.root}; expected a rank below {ranks}")
+    if sweep.hosts > ranks:
+        raise ValueError(f"--hosts is {sweep.hosts}; expected at most one for each of {ranks} ranks")
     with ExitStack() as stack:
         hosts = None
         if sweep.hosts > 1:

@@ -173,7 +173,7 @@ class Engine:
             transport.close()
 
     def _disagreement(self, misplaced: MisplacedMessageError, code: int) -> GanglineError:
-        """The error for a message of another call: all ranks' calls, if they say so soon, else another's text or those two."""
+        """The error for a message of another call: all ranks' calls if said soon, or others' words, or those two."""
         until = time.monotonic() + _GATHER_SECONDS + _TURN_SECONDS * self.lines.rank
         while time.monotonic() < until:
             try:

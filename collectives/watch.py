@@ -59,7 +59,8 @@ class Watch:
             self._odd_since = 0.0
             self._closed_since = 0.0
         roster = self._roster
-        roster.look(self._sequence, self._code)
+        message_only = (0, self._code)  # says nothing of the collective that another lane may wait in
+        roster.look(*(self._sequence, self._code) if self._sequence else roster.at.get(roster.rank, message_only))
         if roster.failure is not None:
             raise type(roster.failure)(*roster.failure.args)
         if roster.gone:

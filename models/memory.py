@@ -19,7 +19,7 @@ def keep_freed_memory() -> None:
     """Have the host's malloc keep what a step frees for the next step, here and in all threads of the process.
 
     glibc hands large blocks back to the kernel when they are freed, and the next step gets them page by page, each
-    cleared by a fault: 2,500 faults, a sixth of a step of LeNet on two CPU contexts. Its limits rise with the largest
+    cleared by a fault: 2,500 faults, a seventh of a step of LeNet on two CPU contexts. Its limits rise with the largest
     block freed so far (mallopt(3), M_MMAP_THRESHOLD), so one is freed here, untouched. Limits that a user has set by
     environment variables stay; other allocators are not affected.
     """

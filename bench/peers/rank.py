@@ -202,7 +202,7 @@ def _end_with(driver: socket.socket) -> None:
     os._exit(1)
 
 
-_GRACE = 5.0  # seconds for a rank to leave its group in an orderly way
+_GRACE = 2.0  # seconds for a rank to leave its group in an orderly way
 
 
 if __name__ == "__main__":

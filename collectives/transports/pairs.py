@@ -21,7 +21,7 @@ from collectives.transports.base import Exchange
 _CONNECT_LIMIT = 60.0
 """Seconds for all to connect: everybody is there already, for they exchanged their addresses."""
 
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED  # few: a monitor that nobody reads must not fill up
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _HALF = 16  # bytes of a token that each side says
 
 
@@ -134,7 +134,7 @@ class Line:
         self.down_since: float | None = time.monotonic()
         """When the connection was seen to be gone, by `time.monotonic`; None while it is there."""
         self.on_up: Callable[[], None] = lambda: None
-        self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_EVENTS)
+        self.monitor = _monitor(socket)
         self._binds = binds
         halves = token[:_HALF], token[_HALF:]
         self._mine, self._peers = halves if binds else halves[::-1]
@@ -146,6 +146,8 @@ class Line:
             event = recv_monitor_message(self.monitor)
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED and not self._binds:
                 self.send(self._mine)
+            elif event["event"] == zmq.EVENT_ACCEPTED and event["value"] == self._descriptor:
+                self._descriptor = -1  # the number goes round: what comes by it now is not the peer's
             elif event["event"] == zmq.EVENT_DISCONNECTED and event["value"] == self._descriptor:
                 self.down_since = time.monotonic()
 
@@ -177,7 +179,7 @@ class Line:
     def close(self, linger_ms: int) -> None:
         """Give the sockets back; what was sent may still go out for ``linger_ms``."""
         if not self.socket.closed:
-            self.socket.disable_monitor()
+            self.socket.monitor(None, 0)
             self.monitor.close(0)
             self.socket.close(linger_ms)
 
@@ -190,6 +192,15 @@ class Line:
             self.send(self._mine)
         self.on_up()
         return True
+
+
+def _monitor(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    name = f"inproc://monitor-{secrets.token_hex(8)}"
+    socket.monitor(name, _EVENTS)
+    monitor: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
+    monitor.setsockopt(zmq.RCVHWM, 0)  # nobody may look for hours, and ZeroMQ's thread would wait for room
+    monitor.connect(name)
+    return monitor
 
 
 def check_address(host: str) -> None:

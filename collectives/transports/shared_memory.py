@@ -170,7 +170,7 @@ class Registered:
 
     def view(self, number: int, rank: int, offset: int, nbytes: int) -> Tensor:
         """Bytes of a rank's memory."""
-        if not 0 <= number < len(self._segments) or offset + nbytes > self._segments[number][rank].nbytes:
+        if not 0 <= number < len(self._segments) or not 0 <= offset <= self._segments[number][rank].nbytes - nbytes:
             raise ProtocolError(
                 f"rank {rank} names bytes {offset} to {offset + nbytes} of memory {number}: there are none"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ ROW = {
     *("time_us", "algbw_gbs", "busbw_gbs", "wrong", "p50", "p99", "max", "runs"),
 }
 ALONE = """
-import os, sys
+import os, signal, sys
 import numpy as np
 
 def join():
@@ -50,6 +51,9 @@ def prepare(options):
         out[options.get("damaged", [])] += 1
         if options.get("end"):
             os._exit(3)
+        if options.get("hang"):
+            open(options["hang"], "w").close()
+            signal.pause()
     def write(start, values):
         given[start:start + len(values)] = values
     return {"step": step, "write": write, "read": lambda start, stop: out[start:stop]}
@@ -102,7 +106,7 @@ def test_a_rank_prepares_measures_checks_and_sleeps(alone: Way) -> None:
 def test_each_damaged_element_is_counted(alone: Way) -> None:
     with Gang(alone, 1) as gang:
         assert wrong(gang, options(damaged=[0, 17, 999])) == [3]
-        assert wrong(gang, options(size=8 * 2_000_001, dtype="float64", damaged=[1_048_576, 2_000_000])) == [2]
+        assert wrong(gang, options(size=8 * 2_000_001, dtype="float64", damaged=[5, 1_048_576, 2_000_000])) == [3]
         assert wrong(gang, options(op="product", damaged=[5])) == [1]
 
 
@@ -123,10 +127,15 @@ def test_a_rank_that_ends_or_never_comes_leaves_its_last_words(alone: Way) -> No
         Gang(Way("alone", env={**alone.env, "REFUSE": "1"}), 1)
 
 
-def test_ranks_end_when_the_driver_is_killed(alone: Way) -> None:
+@pytest.mark.parametrize("hanging", [False, True])
+def test_ranks_end_when_the_driver_is_killed(alone: Way, tmp_path: Path, hanging: bool) -> None:
+    step = tmp_path / "step"
+    os.mkfifo(step)
+    prepared = options(hang=str(step) if hanging else None)
     code = (
         f"import sys; from bench.gangs import Gang, Way; gang = Gang(Way('alone', env={dict(alone.env)!r}), 1)\n"
-        "print(gang._processes[0].pid, gang._folder, flush=True); sys.stdin.read()\n"
+        "print(gang._processes[0].pid, gang._folder, flush=True)\n"
+        f"gang.ask({{'prepare': {prepared!r}, 'as': 'x'}}); print('prepared', flush=True); sys.stdin.read()\n"
     )
     driver = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
@@ -135,15 +144,17 @@ def test_ranks_end_when_the_driver_is_killed(alone: Way) -> None:
     assert driver.stdout is not None
     pid, folder = driver.stdout.readline().split()
     end = os.pidfd_open(int(pid))
+    if hanging:
+        step.read_text()  # returns when the rank is in its step
+    else:
+        driver.stdout.readline()
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     assert select.select([end], [], [], 30)[0]
     os.close(end)
     driver.stdin.close()
     driver.stdout.close()
-    for path in Path(folder).iterdir():
-        path.unlink()
-    Path(folder).rmdir()
+    shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -291,6 +302,7 @@ def test_every_collective_runs_and_is_right(collective: str, tmp_path: Path) -> 
         (["all_to_all", "--algo", "ring"], "all_to_all has no algorithm 'ring'"),
         (["broadcast", "--root", "2"], "--root is 2; expected a rank below 2"),
         (["reduce", "-b", "1K", "-e", "8"], "-b 1K is above -e 8"),
+        (["all_reduce", "--hosts", "3"], "--hosts is 3; expected at most one for each of 2 ranks"),
         (["all_reduce", "--peers", "horovod"], "--peers has 'horovod'"),
         (["all_gather", "--ranks", "two"], "--ranks is 'two'"),
         (["tune", "--transports", "pigeon"], "--transports has 'pigeon'"),

@@ -16,6 +16,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from unittest.mock import patch
 
 from collectives.spawning import Outcome, Ranks
 from collectives.watch import Watch
@@ -69,6 +70,12 @@ class Audience:
         self._stack = ExitStack()
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="stage-"))  # a short path for the socket
         self.path = str(Path(folder, "line"))
+        self._files = Path(folder, "files")
+        self._files.mkdir()
+        self.environment = {"TMPDIR": str(self._files), "XDG_CACHE_HOME": str(self._files)}
+        """Variables for the ranks: where their temporary files go, and no table of this machine's user."""
+        self._left: set[str] = set()
+        self._stack.callback(self._see_what_is_left)  # when all that is entered below has ended
         self._server = self._stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         self._server.bind(self.path)
         self._server.listen()
@@ -140,7 +147,10 @@ class Audience:
     ) -> None:
         self.close()
         if kind is None:
-            assert self._held & _all_holdings() == set()
+            assert self._left == set()
+
+    def _see_what_is_left(self) -> None:
+        self._left = (self._held & _all_holdings()) | {str(file) for file in self._files.iterdir()}
 
     def _last_words(self) -> str:
         return "see its output"
@@ -158,7 +168,8 @@ class Stage(Audience):
     def __init__(self, play: Callable[..., Any], size: int, *arguments: Any, transport: str) -> None:
         super().__init__()
         try:
-            self._gang = self._stack.enter_context(Ranks(play, size, (self.path, *arguments), transport=transport))
+            with patch.dict(os.environ, self.environment):
+                self._gang = self._stack.enter_context(Ranks(play, size, (self.path, *arguments), transport=transport))
             self._ending = self._stack.enter_context(ThreadPoolExecutor(1)).submit(self._gang.outcomes)
             for rank, pid in enumerate(self._gang.pids):
                 self._know(rank, pid)

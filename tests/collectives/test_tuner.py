@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,9 @@ def test_a_table_survives_text_and_file(tmp_path: Path) -> None:
     assert Table.from_json(table.to_json()) == table
     path = tmp_path / "made" / "tuning.json"
     table.dump(path)
-    table.dump(path)
+    with path.open() as before:  # as long as it is open, its inode is not given to another
+        table.dump(path)
+        assert not os.path.samestat(os.fstat(before.fileno()), path.stat())
     assert Table.load(path) == table
     assert [entry.name for entry in path.parent.iterdir()] == ["tuning.json"]
     assert Table.from_json(Table().to_json()) == Table()

@@ -1,0 +1,103 @@
+"""Calls in which ranks may lose another one; each returns only if what came is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from collectives import Communicator
+from collectives.errors import GanglineError
+
+
+def ramp(count: int, rank: int) -> Tensor:
+    return torch.arange(count, dtype=torch.float32).remainder(1000) * 4 + rank
+
+
+def expect(found: Tensor, expected: Tensor) -> None:
+    assert torch.equal(found, expected), f"{found} came, expected {expected}"
+
+
+def all_reduce(count: int, comm: Communicator, _victim: int) -> None:
+    values = ramp(count, comm.rank)
+    comm.all_reduce(values)
+    expect(values, ramp(count, 0) * comm.size + comm.size * (comm.size - 1) // 2)
+
+
+def _all_reduce_in_the_background(count: int, comm: Communicator, _victim: int) -> None:
+    first, second = ramp(count, comm.rank), ramp(count, 2 * comm.rank)
+    works = [comm.all_reduce(values, async_op=True) for values in (first, second)]
+    for work in works:
+        work.wait()
+    expect(second, ramp(count, 0) * comm.size + comm.size * (comm.size - 1))
+
+
+def broadcast(count: int, step: int, comm: Communicator, victim: int) -> None:
+    root = (victim + step) % comm.size
+    values = ramp(count, comm.rank)
+    comm.broadcast(values, root)
+    expect(values, ramp(count, root))
+
+
+def _all_to_all(count: int, comm: Communicator, _victim: int) -> None:
+    rows = torch.stack([ramp(count, 10 * to + comm.rank) for to in range(comm.size)])
+    came = comm.all_to_all(rows)
+    expect(came, torch.stack([ramp(count, 10 * comm.rank + source) for source in range(comm.size)]))
+
+
+def _barrier(comm: Communicator, _victim: int) -> None:
+    comm.barrier()
+
+
+def _receive_from_it(count: int, comm: Communicator, victim: int) -> None:
+    comm.recv(torch.empty(count), victim if comm.rank != victim else (victim + 1) % comm.size)
+
+
+def _send_to_it(count: int, comm: Communicator, victim: int) -> None:
+    comm.send(ramp(count, comm.rank), victim if comm.rank != victim else (victim + 1) % comm.size)
+
+
+def _receive_from_each_other(count: int, comm: Communicator, victim: int) -> None:
+    others = [rank for rank in range(comm.size) if rank != victim]
+    place = others.index(comm.rank) if comm.rank != victim else 0
+    comm.recv(torch.empty(count), others[(place + 1) % len(others)])
+
+
+class Situation(NamedTuple):
+    call: Callable[[Communicator, int], None]
+    text: str
+    """How an error names the call."""
+    needs_all: bool = True
+    """Whether no rank can get through it without the lost one."""
+
+
+SITUATIONS = {
+    "small all_reduce": Situation(partial(all_reduce, 100), "all_reduce(100 x float32, sum)"),
+    "large all_reduce": Situation(partial(all_reduce, 1 << 20), "all_reduce(1048576 x float32, sum)"),
+    "async all_reduce": Situation(partial(_all_reduce_in_the_background, 1 << 18), "all_reduce(262144 x float32, sum)"),
+    "broadcast from it": Situation(partial(broadcast, 1 << 18, 0), "broadcast(262144 x float32, root {victim})"),
+    "broadcast to it": Situation(partial(broadcast, 1 << 18, 1), "broadcast(262144 x float32, root {next})", False),
+    "all_to_all": Situation(partial(_all_to_all, 1 << 16), "all_to_all(65536 x float32)"),
+    "barrier": Situation(_barrier, "barrier()"),
+    "recv from it": Situation(partial(_receive_from_it, 1 << 14), "recv(16384 x float32)"),
+    "send to it": Situation(partial(_send_to_it, 1 << 20), "send(1048576 x float32)", False),
+    "recv from each other": Situation(partial(_receive_from_each_other, 100), "recv(100 x float32)"),
+}
+
+
+class Said(NamedTuple):
+    """An error as a rank saw it."""
+
+    kind: str
+    text: str
+
+
+def error_of(call: Callable[[], object]) -> Said | None:
+    try:
+        call()
+    except (GanglineError, AssertionError, OSError) as error:
+        return Said(type(error).__name__, str(error))
+    return None

@@ -1,0 +1,162 @@
+"""Whatever the algorithm, dtype and size: all ranks hold the same bits, and sums are off by few roundings."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from collectives import tuner
+from collectives.calls import DTYPES
+from collectives.communicator import Communicator
+from collectives.spawning import spawn
+from tests.collectives.ranks import REDUCING, call, combined, in_threads, near, open_again, ops_for, same
+
+ALGORITHMS = sorted({name for collective in tuner.TUNED for name in tuner.names(collective)})
+PIPELINED = ("ring", "double_tree")
+
+
+def _values(count: int, rank: int, dtype: torch.dtype, op: str, stride: int) -> Tensor:
+    """Of index * stride + rank; factors stay near 1, so that no product overflows on one way and not on another."""
+    numbers = torch.arange(count, dtype=torch.int64) * stride + rank * 7
+    if not dtype.is_floating_point:
+        return numbers % 3 == 0 if dtype == torch.bool else (numbers * numbers).to(dtype)
+    if op == "product":
+        return (1 + (numbers % 17 - 8).double() / 16).to(dtype)
+    return ((numbers % 2003 - 1001).double() / 3 / 10 ** (rank % 3)).to(dtype)
+
+
+def _given(collective: str, count: int, rank: int, size: int, dtype: torch.dtype, op: str, stride: int) -> Tensor:
+    if collective in ("reduce_scatter", "all_to_all", "scatter"):
+        return _values(count * size, rank, dtype, op, stride).view(size, count)
+    return _values(count, rank, dtype, op, stride)
+
+
+def _result(
+    comm: Communicator, collective: str, count: int, dtype: torch.dtype, op: str, root: int, stride: int
+) -> Tensor | None:
+    tensor = _given(collective, count, comm.rank, comm.size, dtype, op, stride)
+    result: Tensor | None = call(comm, collective, tensor, op, root)
+    return result
+
+
+def _check(
+    results: list[Tensor | None], collective: str, count: int, dtype: torch.dtype, op: str, root: int, stride: int
+) -> None:
+    size = len(results)
+    everybody = [_given(collective, count, rank, size, dtype, op, stride) for rank in range(size)]
+    for rank, got in enumerate(results):
+        name = f"rank {rank} of {size}: {collective} of {count} x {dtype}, {op}, root {root}"
+        if collective in REDUCING:
+            rows = [each[rank] for each in everybody] if collective == "reduce_scatter" else everybody
+            if collective == "reduce" and rank != root:
+                assert got is None, name
+                continue
+            assert got is not None, name
+            if dtype.is_floating_point and op in ("sum", "mean", "product"):
+                near(got, rows, op, name)
+            else:
+                same(got, combined(rows, op), name)
+            if collective == "all_reduce":
+                same(got, results[0], f"{name}, against rank 0")
+            continue
+        want = {
+            "broadcast": everybody[root],
+            "all_gather": torch.stack(everybody),
+            "gather": torch.stack(everybody) if rank == root else None,
+            "scatter": everybody[root][rank] if collective == "scatter" else None,
+            "all_to_all": torch.stack([rows[rank] for rows in everybody]) if collective == "all_to_all" else None,
+        }[collective]
+        same(got, want, name)
+
+
+@st.composite
+def _calls(draw: st.DrawFn) -> tuple[str, str, int, int, torch.dtype, str, int, int]:
+    collective = draw(st.sampled_from(tuner.TUNED))
+    algorithm = draw(st.sampled_from(tuner.names(collective)))
+    if algorithm in PIPELINED:
+        algorithm += f":{draw(st.integers(1, 5))}"
+    size = draw(st.integers(1, 5))
+    dtype = draw(st.sampled_from(DTYPES))
+    op = draw(st.sampled_from(ops_for(dtype))) if collective in REDUCING else "sum"
+    counts = st.one_of(
+        st.integers(0, 40), st.integers(0, 3_000), st.sampled_from([16_383, 16_384, 16_385, 65_537, 100_003])
+    )
+    return (
+        collective,
+        algorithm,
+        size,
+        draw(counts),
+        dtype,
+        op,
+        draw(st.integers(0, size - 1)),
+        draw(st.integers(1, 99)),
+    )
+
+
+@given(_calls())
+@example(("reduce_scatter", "halving_doubling", 3, 5, torch.float32, "sum", 0, 3))  # a row summed in two rounds
+@example(("all_reduce", "one_shot", 5, 100_003, torch.bfloat16, "mean", 0, 37))
+@example(("all_reduce", "double_tree:5", 5, 3, torch.float16, "sum", 0, 37))  # more segments than elements
+def test_every_algorithm_leaves_the_same_bits_on_all_ranks(
+    case: tuple[str, str, int, int, torch.dtype, str, int, int],
+) -> None:
+    collective, algorithm, size, count, dtype, op, root, stride = case
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GANGLINE_ALGO", f"{collective}={algorithm}")
+        results = in_threads(size, _result, collective, count, dtype, op, root, stride)
+    _check(results, collective, count, dtype, op, root, stride)
+
+
+def _sweep(comm: Communicator, transport: str, counts: list[int]) -> int:
+    number = 0
+    for algorithm in ALGORITHMS:
+        os.environ["GANGLINE_ALGO"] = f"{algorithm}:3" if algorithm in PIPELINED else algorithm
+        collectives = [collective for collective in tuner.TUNED if algorithm in tuner.names(collective)]
+        with open_again(comm, transport) as forced:
+            for collective in collectives:
+                for count in counts:
+                    number += 1
+                    dtype = DTYPES[number % len(DTYPES)]
+                    ops = ops_for(dtype)
+                    op = ops[number % len(ops)] if collective in REDUCING else "sum"
+                    root = number % comm.size
+                    got = _result(forced, collective, count, dtype, op, root, 13)
+                    results: list[Tensor | None] = [None] * comm.size
+                    if got is not None and collective not in ("reduce", "gather"):  # see what the others have
+                        results = list(comm.all_gather(got))  # type: ignore[arg-type]
+                    else:
+                        results[comm.rank] = got
+                        if comm.rank != root:
+                            continue
+                    _check(results, collective, count, dtype, op, root, 13)
+    return number
+
+
+@pytest.mark.parametrize(
+    ("transport", "size", "counts"),
+    [
+        ("shared_memory", 2, [0, 1, 5, 40_011, 100_003]),
+        ("shared_memory", 3, [2, 70_001]),
+        ("shared_memory", 4, [3, 20_001]),
+        ("ipc", 3, [3, 40_011]),
+        ("tcp", 2, [3, 40_011]),
+        ("tcp", 4, [3, 20_001]),
+    ],
+)
+def test_every_algorithm_leaves_the_same_bits_in_all_processes(transport: str, size: int, counts: list[int]) -> None:
+    ran = spawn(_sweep, size, transport, counts, transport=transport, timeout=60)
+    assert ran == [len(counts) * sum(len(tuner.names(collective)) for collective in tuner.TUNED)] * size
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_algorithm_and_size_in_all_processes(transport: str, size: int) -> None:
+    counts = [0, 1, size - 1, size, size + 1, 17, 16_384, 16_385, 32_769, 65_536, 100_003, 262_145]
+    spawn(_sweep, size, transport, counts, transport=transport, timeout=300)

@@ -1,0 +1,172 @@
+"""Execution of schedules: what is still being read is not written, sums are rounded once, foreign messages are told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from collectives import algorithms
+from collectives.arithmetic import combine
+from collectives.calls import DTYPES
+from collectives.errors import ProtocolError
+from collectives.execution import MisplacedMessageError, Parts, Rows, run
+from collectives.roster import ThreadRoster
+from collectives.schedule import Receive, Reduce, Send, Step
+from collectives.transports.base import PIECE, Stamp
+from collectives.transports.threads import Gang, Threads
+from collectives.watch import Watch
+from tests.collectives.ranks import combined, ops_for, same, values
+
+STAMP = Stamp(7, 1234)
+
+
+def transports(size: int) -> list[Threads]:
+    """Of so many ranks that are threads of this process."""
+    gang = Gang(size)
+    rosters = ThreadRoster.gang(size)
+    return [Threads(rank, gang, Watch(roster, timeout=30, stall_warn=30)) for rank, roster in enumerate(rosters)]
+
+
+class Running:
+    """A function in a thread; `result` waits for it and raises what it raised."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(function, *arguments))
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def result(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, function: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            function(*arguments)
+        except BaseException as error:  # noqa: BLE001  raised by `result`
+            self._error = error
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+@pytest.mark.parametrize("is_reduced", [False, True])
+@pytest.mark.parametrize("count", [3, PIECE // 4 + 5])
+def test_what_a_slow_rank_has_yet_to_read_is_not_written(is_reduced: bool, count: int) -> None:
+    here, there = transports(2)
+    own, others = values(count, 0, torch.float32), values(count, 1, torch.float32)
+    mine = own.clone()
+    step: Step = Reduce((0, 1), 0, 1, complete=True) if is_reduced else Receive(1, 0, 1)
+    running = Running(run, [Send(1, 0, 1), step], here, Parts(mine, 1), STAMP)
+    there.send(0, as_bytes(others), STAMP).wait()  # rank 0 has taken it all in, and would have written by now
+    late = torch.empty(count)
+    incoming = there.receive(0)
+    assert (incoming.stamp, incoming.nbytes) == (STAMP, count * 4)
+    assert running.is_alive()  # it waits for what it sent to be read
+    incoming.into(as_bytes(late))
+    running.result()
+    same(late, own, "what rank 0 sent")
+    same(mine, combined([own, others], "sum") if is_reduced else others, "what rank 0 has in the end")
+
+
+def test_an_incomplete_sum_is_not_divided() -> None:
+    here, there = transports(3)[:2]
+    mine = torch.tensor([8.0, 16.0])
+    program = [Reduce((0, 1), 0, 1, complete=False), Reduce((0, 1), 1, 2, complete=True)]
+    for number in (1.0, 5.0):
+        there.send(0, as_bytes(torch.tensor([number])), STAMP)
+    run(program, here, Parts(mine, 2), STAMP, "mean", divisor=3)
+    assert mine.tolist() == [9.0, 7.0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_messages_of_several_pieces_are_combined_in_rank_order(dtype: torch.dtype) -> None:
+    ranks = transports(3)
+    count = 2 * PIECE // dtype.itemsize + 3
+    everybody = [values(count, rank, dtype) for rank in range(3)]
+    for op in ops_for(dtype)[:2]:
+        mine = everybody[1].clone()
+        for rank in (2, 0):  # whatever the order in which they come
+            ranks[rank].send(1, as_bytes(everybody[rank]), STAMP)
+        divisor = 3 if op == "mean" else 1
+        run([Reduce((0, 1, 2), 0, 1, complete=True)], ranks[1], Parts(mine, 1), STAMP, op, divisor)
+        same(mine, combined(everybody, op), f"{op} of {dtype}")
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("algorithm", algorithms.names("all_reduce"))
+def test_chunks_may_be_empty(algorithm: str, size: int) -> None:
+    schedule = algorithms.build("all_reduce", algorithm, size, segments=4)
+    everybody = [values(2, rank, torch.int32) for rank in range(size)]
+    mine = [each.clone() for each in everybody]
+    running = [
+        Running(run, schedule.program(rank), transport, Parts(mine[rank], schedule.chunks), STAMP)
+        for rank, transport in enumerate(transports(size))
+    ]
+    for one in running:
+        one.result()
+    for rank in range(size):
+        same(mine[rank], combined(everybody, "sum"), f"rank {rank}")
+
+
+@pytest.mark.parametrize("stamp", [Stamp(8, 1234), Stamp(7, 1235)])
+def test_a_message_of_another_call_is_told(stamp: Stamp) -> None:
+    here, there = transports(2)
+    for step in (Receive(1, 0, 1), Reduce((0, 1), 0, 1, complete=True)):
+        there.send(0, as_bytes(torch.ones(3)), stamp)
+        with pytest.raises(MisplacedMessageError, match=f"rank 1 sent a message of call {stamp.sequence}") as caught:
+            run([step], here, Parts(torch.ones(3), 1), STAMP)
+        assert (caught.value.source, caught.value.stamp) == (1, stamp)
+        here.receive(1).done()
+
+
+def test_a_message_of_another_length_is_told() -> None:
+    here, there = transports(2)
+    there.send(0, as_bytes(torch.ones(4)), STAMP)
+    with pytest.raises(ProtocolError, match="rank 1 sent 16 bytes, expected 12"):
+        run([Receive(1, 0, 1)], here, Parts(torch.ones(3), 1), STAMP)
+
+
+def test_rows_of_an_all_to_all_are_given_and_taken_by_their_numbers() -> None:
+    given = (torch.arange(12) * 10 + 1).view(3, 4)
+    taken = torch.zeros(3, 4, dtype=torch.int64)
+    rows = Rows(1, 3, given, taken)
+    assert torch.equal(rows.source(5, 6), given[2])
+    assert torch.equal(rows.source(3, 5), given[:2].reshape(-1))
+    rows.target(7, 8).fill_(9)
+    assert torch.equal(taken, torch.tensor([[0] * 4, [0] * 4, [9] * 4]))
+    with pytest.raises(ValueError, match="chunks 4 to 7 of an all-to-all come from several ranks; expected one chunk"):
+        rows.target(4, 7)
+
+
+@pytest.mark.parametrize(("count", "chunks"), [(10, 3), (3, 10), (0, 4), (7, 7)])
+def test_parts_share_out_every_element_once(count: int, chunks: int) -> None:
+    flat = torch.arange(count)
+    parts = Parts(flat, chunks)
+    found = [parts.source(chunk, chunk + 1) for chunk in range(chunks)]
+    assert torch.equal(torch.cat(found), flat)
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+    assert torch.equal(parts.target(0, chunks), flat)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("number", [1, 2, 3, 5])
+def test_the_result_may_be_one_of_the_values(dtype: torch.dtype, number: int) -> None:
+    for op in ops_for(dtype):
+        for place in range(number):
+            rows = [values(19, rank, dtype) for rank in range(number)]
+            want = combined([row.clone() for row in rows], op)
+            combine(rows, op, rows[place], number if op == "mean" else 1)
+            same(rows[place], want, f"{op} of {dtype} into {place} of {number}")
+            for rank, row in enumerate(rows):
+                if rank != place:
+                    same(row, values(19, rank, dtype), "another value")

@@ -1,0 +1,302 @@
+"""What becomes of the others when a rank leaves, is late or busy, or makes another call."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from collectives import Communicator
+from collectives.errors import StallError
+from collectives.opening import in_process
+from tests.collectives.situations import Said, all_reduce, broadcast, error_of, expect, ramp
+from tests.collectives.stage import WAITS, Actor, Stage
+
+pytestmark = pytest.mark.timeout(110)
+
+TRANSPORTS = ("shared_memory", "ipc", "tcp")
+
+
+# A rank that leaves
+
+
+def leave_with_an_error(comm: Communicator, path: str, leaver: int) -> list[Said | None]:
+    Actor(comm.rank, path)
+    comm.barrier()
+    if comm.rank == leaver:
+        raise LookupError(f"sample {comm.rank} is missing")
+    return [error_of(comm.barrier), error_of(comm.barrier)]
+
+
+@pytest.mark.parametrize(("transport", "size", "leaver"), [("shared_memory", 3, 1), ("ipc", 2, 0), ("tcp", 4, 3)])
+def test_a_rank_that_leaves_by_its_own_error_is_missed_by_name(transport: str, size: int, leaver: int) -> None:
+    with Stage(leave_with_an_error, size, leaver, transport=transport) as stage:
+        outcomes = stage.outcomes()
+    assert isinstance(outcomes[leaver].error, LookupError)
+    for rank in set(range(size)) - {leaver}:
+        first, second = outcomes[rank].value
+        assert first.kind == "DeadNodeError"
+        assert re.fullmatch(rf"rank {leaver} closed its communicator \(rank \d waited in barrier\(\)\)", first.text), (
+            first
+        )
+        assert second == first
+
+
+def leave_two_behind(comm: Communicator, path: str) -> None:
+    actor = Actor(comm.rank, path)
+    pair = comm.split(0 if comm.rank < 2 else None)
+    comm.barrier()
+    if pair is None:
+        return
+    actor.hear()  # the third is gone
+    all_reduce(100, pair, 0)
+    all_reduce(1 << 18, pair, 0)
+    other = 1 - comm.rank
+    came = torch.empty(1 << 18)
+    sending = comm.send(ramp(1 << 18, comm.rank), other, async_op=True)
+    comm.recv(came, other)
+    sending.wait()
+    expect(came, ramp(1 << 18, other))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_leaves_does_not_disturb_those_who_do_not_need_it(transport: str) -> None:
+    with Stage(leave_two_behind, 3, transport=transport) as stage:
+        stage.wait_for_end(2)
+        for rank in (0, 1):
+            stage.say(rank)
+        assert [(outcome.value, outcome.error) for outcome in stage.outcomes()] == [(None, None)] * 3
+
+
+def close_at_once(comm: Communicator, path: str, rounds: int) -> None:
+    Actor(comm.rank, path)
+    for index in range(rounds):
+        with comm.split(0) as child:
+            broadcast(1 << (index % 20), 0, child, index % comm.size)
+        with comm.split(0) as child:
+            all_reduce(1 << (index % 20), child, 0)
+
+
+@pytest.mark.parametrize(("transport", "size"), [("shared_memory", 4), ("ipc", 3), ("tcp", 2), ("tcp", 4)])
+def test_what_was_sent_before_a_goodbye_arrives(transport: str, size: int) -> None:
+    with Stage(close_at_once, size, 6, transport=transport) as stage:
+        assert [(outcome.value, outcome.error) for outcome in stage.outcomes()] == [(None, None)] * size
+
+
+# A rank that is late, or busy
+
+
+def _pass_on(comm: Communicator, late: int) -> None:
+    if comm.rank == late:
+        for rank in set(range(comm.size)) - {late}:
+            comm.send(ramp(100, rank), rank)
+    else:
+        came = torch.empty(100)
+        comm.recv(came, late)
+        expect(came, ramp(100, comm.rank))
+
+
+WAITED_FOR: dict[str, tuple[Callable[[Communicator, int], None], str]] = {
+    "small": (partial(all_reduce, 100), r"all_reduce\(100 x float32, sum\), call 1, has waited \S+ s: {who}"),
+    "large": (partial(all_reduce, 1 << 18), r"all_reduce\(262144 x float32, sum\), call 1, has waited \S+ s: {who}"),
+    "recv": (_pass_on, r"recv\(100 x float32\) on rank \d has waited \S+ s for rank {late}"),
+}
+
+
+class _Telling(logging.Handler):
+    """Tells the test what is logged."""
+
+    def __init__(self, actor: Actor) -> None:
+        super().__init__()
+        self._actor = actor
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._actor.tell({"warns": record.getMessage()})
+
+
+def come_late(comm: Communicator, path: str, late: int, variable: str) -> list[Said | None]:
+    actor = Actor(comm.rank, path)
+    logging.getLogger("gangline").addHandler(_Telling(actor))
+    errors = []
+    for call, _ in WAITED_FOR.values():
+        os.environ[variable] = "0.5"
+        child = comm.split(0)
+        assert child is not None
+        del os.environ[variable]
+        if comm.rank == late:
+            actor.hear()
+        else:
+            actor.announce_waits(1 << 30)
+        errors.append(error_of(partial(call, child, late)) or error_of(child.barrier))
+        actor.announce_waits(0)
+        actor.tell("over")
+        comm.barrier()
+        child.close()
+    return errors
+
+
+def _who(size: int, late: int) -> str:
+    came = [str(rank) for rank in range(size) if rank != late]
+    return f"rank{'s' if size > 2 else ''} {', '.join(came)} came, rank {late} did not"
+
+
+@pytest.mark.parametrize(("transport", "size", "late"), [("shared_memory", 3, 1), ("ipc", 2, 0), ("tcp", 4, 3)])
+def test_a_late_rank_is_named_in_one_warning_and_then_all_goes_well(transport: str, size: int, late: int) -> None:
+    others = [rank for rank in range(size) if rank != late]
+    with Stage(come_late, size, late, "GANGLINE_STALL_WARN", transport=transport) as stage:
+        for _, text in WAITED_FOR.values():
+            for rank in others:
+                warning = next(word for word in iter(partial(stage.heard, rank), None) if word != WAITS)
+                assert re.fullmatch(text.format(who=_who(size, late), late=late), warning["warns"]), warning
+                assert [stage.heard(rank) for _ in range(10)] == [WAITS] * 10
+            stage.say(late)
+            for rank in range(size):
+                assert next(word for word in iter(partial(stage.heard, rank), None) if word != WAITS) == "over"
+        assert [outcome.value for outcome in stage.outcomes()] == [[None] * len(WAITED_FOR)] * size
+
+
+@pytest.mark.parametrize(("transport", "size", "late"), [("shared_memory", 2, 1), ("ipc", 4, 2), ("tcp", 3, 0)])
+def test_a_rank_that_does_not_come_in_time_is_the_same_error_for_it_too(transport: str, size: int, late: int) -> None:
+    others = [rank for rank in range(size) if rank != late]
+    with Stage(come_late, size, late, "GANGLINE_TIMEOUT", transport=transport) as stage:
+        for _ in WAITED_FOR:
+            for rank in others:
+                assert next(word for word in iter(partial(stage.heard, rank), None) if word != WAITS) == "over"
+            stage.say(late)
+            assert stage.heard(late) == "over"
+        outcomes = stage.outcomes()
+    for index, (_, text) in enumerate(WAITED_FOR.values()):
+        errors = [outcome.value[index] for outcome in outcomes]
+        for rank in others:
+            assert errors[rank].kind == "StallError"
+            assert re.fullmatch(text.format(who=_who(size, late), late=late), errors[rank].text), errors[rank]
+        assert errors[late] in [errors[rank] for rank in others]
+
+
+def test_the_timeout_of_a_communicator_can_be_given() -> None:
+    comm, other = in_process(2, timeout=0.2)
+    with pytest.raises(StallError, match=r"barrier\(\), call 1, has waited \S+ s: rank 0 came, rank 1 did not"):
+        comm.barrier()
+    with pytest.raises(StallError, match="rank 0 came, rank 1 did not"):
+        _twice(other.barrier)  # who comes last to a call misses nobody in it
+
+
+def _twice(call: Callable[[], object]) -> None:
+    call()
+    call()
+
+
+def be_busy(comm: Communicator, path: str, busy: int, limit: float) -> None:
+    actor = Actor(comm.rank, path)
+    os.environ["GANGLINE_HEARTBEAT_LIMIT"] = str(limit)
+    child = comm.split(0)
+    assert child is not None
+    for occupation in (_hold_the_interpreter, _make_one_long_call):
+        child.barrier()
+        if comm.rank == busy:
+            actor.hear()  # the others are inside
+            occupation(3 * limit)
+        else:
+            actor.announce_waits()
+        all_reduce(100, child, 0)
+        all_reduce(1 << 18, child, 0)
+    child.close()
+
+
+def _hold_the_interpreter(seconds: float) -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+    sys.setswitchinterval(interval)
+
+
+def _make_one_long_call(seconds: float) -> None:
+    matrix = torch.arange(1 << 20).view(1 << 10, 1 << 10)  # products of integers are slow
+    rows, lasted = 16, 0.0
+    while lasted < seconds:
+        begin = time.monotonic()
+        matrix.repeat(-(-rows // len(matrix)), 1)[:rows] @ matrix
+        lasted = time.monotonic() - begin
+        rows = int(rows * min(100.0, max(1.2, 1.2 * seconds / lasted)))
+
+
+@pytest.mark.parametrize(("transport", "size", "busy"), [("shared_memory", 2, 1), ("tcp", 3, 0), ("ipc", 2, 0)])
+def test_a_busy_rank_is_not_taken_for_dead(transport: str, size: int, busy: int) -> None:
+    with Stage(be_busy, size, busy, 0.5, transport=transport) as stage:
+        for _ in range(2):
+            for rank in set(range(size)) - {busy}:
+                assert stage.heard(rank) == WAITS
+            stage.say(busy)
+        assert [(outcome.value, outcome.error) for outcome in stage.outcomes()] == [(None, None)] * size
+
+
+# A rank at another call
+
+
+DISAGREEMENTS: tuple[tuple[Callable[[Communicator], object], str, Callable[[Communicator], object], str], ...] = (
+    (
+        lambda comm: comm.all_reduce(ramp(10, comm.rank)),
+        "all_reduce(10 x float32, sum)",
+        lambda comm: comm.all_gather(ramp(10, comm.rank)),
+        "all_gather(10 x float32)",
+    ),
+    (
+        lambda comm: comm.all_reduce(ramp(10, comm.rank)),
+        "all_reduce(10 x float32, sum)",
+        lambda comm: comm.all_reduce(ramp(11, comm.rank)),
+        "all_reduce(11 x float32, sum)",
+    ),
+    (
+        lambda comm: comm.all_reduce(ramp(1 << 18, comm.rank)),
+        "all_reduce(262144 x float32, sum)",
+        lambda comm: comm.all_reduce(ramp(1 << 18, comm.rank).long()),
+        "all_reduce(262144 x int64, sum)",
+    ),
+    (
+        lambda comm: comm.all_reduce(ramp(1 << 18, comm.rank)),
+        "all_reduce(262144 x float32, sum)",
+        lambda comm: comm.all_reduce(ramp(1 << 18, comm.rank), "max"),
+        "all_reduce(262144 x float32, max)",
+    ),
+    (
+        lambda comm: comm.all_reduce(ramp(1 << 18, comm.rank)),
+        "all_reduce(262144 x float32, sum)",
+        lambda comm: comm.barrier(),
+        "barrier()",
+    ),
+)
+
+
+def disagree(comm: Communicator, path: str) -> list[list[Said | None]]:
+    Actor(comm.rank, path)
+    errors = []
+    for index, (usual, _, odd, _) in enumerate(DISAGREEMENTS):
+        with comm.split(0) as child:
+            call = odd if comm.rank == index % comm.size else usual
+            errors.append([error_of(partial(call, child)), error_of(child.barrier)])
+            comm.barrier()
+    return errors
+
+
+@pytest.mark.parametrize(("transport", "size"), [("shared_memory", 3), ("ipc", 4), ("tcp", 2), ("tcp", 3)])
+def test_ranks_at_different_calls_all_get_the_same_error(transport: str, size: int) -> None:
+    with Stage(disagree, size, transport=transport) as stage:
+        outcomes = stage.outcomes()
+    for index, (_, usual, _, odd) in enumerate(DISAGREEMENTS):
+        others = [rank for rank in range(size) if rank != index % size]
+        groups = [(others, usual), ([index % size], odd)]
+        words = [
+            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {call}"
+            for ranks, call in sorted(groups, key=lambda group: group[0][0])
+        ]
+        expected = Said("MismatchError", f"ranks are at different calls: {'; '.join(words)}")
+        assert [outcome.value[index] for outcome in outcomes] == [[expected] * 2] * size

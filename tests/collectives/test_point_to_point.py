@@ -1,0 +1,195 @@
+"""send and recv: tags in any order, many under way, messages that do not fit, and collectives in between."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from collectives.communicator import Communicator
+from collectives.errors import GanglineError, MismatchError
+from collectives.spawning import spawn
+from collectives.transports.base import Incoming
+from collectives.transports.threads import Threads
+from collectives.work import Work
+from tests.collectives.ranks import check, in_threads, same, values
+
+SIZES = (1, 0, 300_007, 17, 8_192, 8_193, 20_000)  # of float32: nothing, little, around and above what is copied
+
+
+def _message(number: int, rank: int) -> Tensor:
+    return values(SIZES[number % len(SIZES)], rank + number, torch.float32)
+
+
+def _receive(comm: Communicator, source: int, tag: int, want: Tensor) -> None:
+    got = torch.empty_like(want)
+    assert comm.recv(got, source, tag) is got
+    same(got, want, f"{comm}: tag {tag} from {source}")
+
+
+def _work(work: object) -> Work:
+    assert isinstance(work, Work)
+    return work
+
+
+def _tags_out_of_order(comm: Communicator) -> None:
+    if comm.rank == 0:
+        works = [_work(comm.send(_message(tag, 0), 1, tag, async_op=True)) for tag in range(7)]
+        for work in works:
+            work.wait()
+            assert work.result is None
+    else:
+        for tag in (6, 1, 0, 2, 5, 4, 3):  # the large one is kept, and so are those behind it
+            _receive(comm, 0, tag, _message(tag, 0))
+
+
+def _many_under_way(comm: Communicator, number: int = 150) -> None:
+    other = 1 - comm.rank
+    sends = [_work(comm.send(_message(index, comm.rank), other, index % 3, async_op=True)) for index in range(number)]
+    targets = [torch.empty_like(_message(index, other)) for index in range(number)]
+    receives = [_work(comm.recv(target, other, index % 3, async_op=True)) for index, target in enumerate(targets)]
+    for index, work in enumerate(receives):
+        work.wait()
+        assert work.result is targets[index]
+        same(targets[index], _message(index, other), f"message {index}")
+    for work in sends:
+        work.wait()
+
+
+def _between_collectives(comm: Communicator) -> None:
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for number in range(6):
+        sending = _work(comm.send(_message(number, comm.rank), after, async_op=True))
+        tensor = values(30_011, comm.rank, torch.int64)
+        reducing = _work(comm.all_reduce(tensor, async_op=True))
+        _receive(comm, before, 0, _message(number, before))
+        check(comm, "broadcast", 5, torch.float32, "sum", number % comm.size)
+        reducing.wait()
+        sending.wait()
+
+
+def _any_layout(comm: Communicator) -> None:
+    def tensors(rank: int) -> list[Tensor]:
+        base = values(60_000, rank, torch.float32)
+        return [base.view(200, 300).t(), base[::3], base[1::7][:1], base[3], base[:0], base.view(3, 20_000)[:, 4:9]]
+
+    for number, want in enumerate(tensors(0)):
+        if comm.rank == 0:
+            comm.send(want, 1, number)
+        else:
+            got = tensors(5)[number]
+            assert comm.recv(got, 0, number) is got
+            same(got, want, f"tensor {number}")
+    if comm.rank == 0:
+        comm.send(torch.tensor([2.5]).expand(4), 1)
+    else:
+        _receive(comm, 0, 0, torch.tensor([2.5] * 4))
+
+
+def _misfits(comm: Communicator, count: int) -> None:
+    """A message that does not fit is kept for a recv that does."""
+    sent = values(count, 0, torch.int32)
+    if comm.rank == 0:
+        works = [_work(comm.send(sent + step, 1, tag, async_op=True)) for tag, step in ((4, 0), (4, 1), (9, 2))]
+        for work in works:
+            work.wait()
+    else:
+        text = rf"rank 0 sent {count} x int32 with tag 4, and this rank's recv expects"
+        for other in (torch.empty(count + 1, dtype=torch.int32), torch.empty(count)):
+            expects = f"{other.numel()} x {str(other.dtype).removeprefix('torch.')}"
+            with pytest.raises(MismatchError, match=f"{text} {expects}; the message is kept for a recv that fits"):
+                comm.recv(other, 0, 4)
+            with pytest.raises(ValueError, match=text):
+                _work(comm.recv(other, 0, 4, async_op=True)).wait()
+        _receive(comm, 0, 9, sent + 2)
+        _receive(comm, 0, 4, sent)
+        _receive(comm, 0, 4, sent + 1)
+    check(comm, "all_reduce", 6, torch.float32, "sum", 0)
+
+
+def _everything(comm: Communicator) -> None:
+    _between_collectives(comm)
+    if comm.size == 2:
+        _tags_out_of_order(comm)
+        _many_under_way(comm)
+        _any_layout(comm)
+        _misfits(comm, 5)
+        _misfits(comm, 50_000)
+    comm.barrier()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_messages_between_threads(size: int) -> None:
+    in_threads(size, _everything)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_messages_between_processes(transport: str, size: int) -> None:
+    spawn(_everything, size, transport=transport, timeout=60)
+
+
+def test_two_receives_of_a_tag_end_in_their_order_though_a_message_comes_between_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    poll = Threads.poll
+    looks = 0
+
+    def late(transport: Threads, source: int) -> Incoming | None:
+        nonlocal looks
+        looks += transport.rank == 1
+        return None if transport.rank == 1 and looks == 1 else poll(transport, source)
+
+    posted = threading.Event()
+
+    def run(comm: Communicator) -> None:
+        if comm.rank == 0:
+            works = [_work(comm.send(values(3, step, torch.float32), 1, async_op=True)) for step in (0, 1)]
+            posted.set()
+            for work in works:
+                work.wait()
+        else:
+            posted.wait()
+            first, second = torch.empty(3), torch.empty(3)
+            with monkeypatch.context() as patch:
+                patch.setattr(Threads, "poll", late)
+                messages = comm._messages  # recv itself would look between the two
+                works = [messages.receive(first, 0, 0), messages.receive(second, 0, 0)]
+                messages.finish(works[1], async_op=False)
+                works[0].wait()
+            same(first, values(3, 0, torch.float32), "first")
+            same(second, values(3, 1, torch.float32), "second")
+
+    in_threads(2, run)
+
+
+def test_waiting_for_a_message_can_end_before_it() -> None:
+    timed_out = threading.Event()
+
+    def run(comm: Communicator) -> None:
+        if comm.rank == 0:
+            timed_out.wait()
+            comm.send(values(4, 0, torch.float32), 1)
+        else:
+            got = torch.empty(4)
+            work = _work(comm.recv(got, 0, async_op=True))
+            with pytest.raises(TimeoutError, match=r"recv is still running after 0\.02 s"):
+                work.wait(timeout=0.02)
+            timed_out.set()
+            work.wait()
+            same(got, values(4, 0, torch.float32), "the message")
+
+    in_threads(2, run)
+
+
+def test_what_nobody_sent_fails_at_close() -> None:
+    def run(comm: Communicator) -> None:
+        comm.barrier()
+        work = _work(comm.recv(torch.empty(3), 1 - comm.rank, async_op=True))
+        comm.close()
+        with pytest.raises(GanglineError, match="the communicator is closed"):
+            work.wait()
+
+    in_threads(2, run)

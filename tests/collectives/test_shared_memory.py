@@ -1,0 +1,500 @@
+"""Shared memory: which way bytes take, what happens when there is no room, who may write what, and what stays."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from collectives import opening, rendezvous
+from collectives.communicator import Communicator
+from collectives.errors import ProtocolError
+from collectives.spawning import Ranks, spawn
+from collectives.transports import remote_memory, segments, shared_memory
+from collectives.transports.base import PIECE, Exchange, Stamp
+from collectives.transports.shared_memory import Registered, SharedMemory
+from collectives.work import Work
+from tests.collectives.ranks import cases, check, combined, expected, open_again, same, values
+
+MIB = 1 << 18  # float32 elements of one
+
+
+class Counts:
+    """How bytes came from other ranks, in this process."""
+
+    def __init__(self) -> None:
+        self.reads: list[int] = []
+        """Bytes of each read of another process's memory."""
+        self.staged: list[int] = []
+        """Bytes of each piece that this rank copied for another one."""
+
+    def take(self) -> tuple[int, int, int, int]:
+        """Reads, their bytes, pieces staged, their bytes, since the last call."""
+        taken = len(self.reads), sum(self.reads), len(self.staged), sum(self.staged)
+        self.reads.clear()
+        self.staged.clear()
+        return taken
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    """Count in this process, which is a rank's."""
+    counts = Counts()
+    read, stage = remote_memory.read, shared_memory._Out._stage
+
+    def counted_read(process: int, address: int, target: int, nbytes: int) -> None:
+        counts.reads.append(nbytes)
+        read(process, address, target, nbytes)
+
+    def counted_stage(out: Any, message: Any) -> None:
+        left = message.data.numel() - (out._staged - message.place) * PIECE
+        counts.staged.append(min(PIECE, left))
+        stage(out, message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote_memory, "read", counted_read)
+        patch.setattr(shared_memory._Out, "_stage", counted_stage)
+        yield counts
+
+
+@contextmanager
+def unreadable(comm: Communicator) -> Iterator[Communicator]:
+    """A communicator of the same ranks, as it would be where the kernel lets no process read another."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote_memory, "may_read", lambda *_: False)
+        other = open_again(comm, "shared_memory")
+    with other:
+        yield other
+
+
+def _work(work: object) -> Work:
+    assert isinstance(work, Work)
+    return work
+
+
+# Ways
+
+
+def _filled(tensor: Tensor, rank: int) -> Tensor:
+    return tensor.copy_(values(tensor.numel(), rank, tensor.dtype))
+
+
+def _reduced(comm: Communicator, tensor: Tensor, counts: Counts) -> tuple[int, int, int, int]:
+    _filled(tensor, comm.rank)
+    comm.barrier()
+    counts.take()
+    comm.all_reduce(tensor)
+    taken = counts.take()
+    same(tensor, expected("all_reduce", tensor.numel(), comm.rank, comm.size, tensor.dtype, "sum", 0), "all_reduce")
+    return taken
+
+
+def _ways(comm: Communicator) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with counted() as counts:
+        registered = comm.empty(2 * MIB)
+        found["registered"] = _reduced(comm, registered, counts)
+        found["slice of registered"] = _reduced(comm, registered[5 : 5 + MIB], counts)
+        found["plain"] = _reduced(comm, torch.empty(2 * MIB), counts)
+        found["mixed"] = _reduced(comm, registered if comm.rank == 0 else torch.empty(2 * MIB), counts)
+        found["on the board"] = _reduced(comm, torch.empty(100), counts)
+        with unreadable(comm) as other:
+            found["staged"] = _reduced(other, torch.empty(2 * MIB), counts)
+            found["registered with another"] = _reduced(other, registered, counts)
+            found["registered, unreadable"] = _reduced(other, other.empty(2 * MIB), counts)
+    return found
+
+
+def test_registered_memory_is_read_in_place_plain_memory_remotely_and_staged_where_that_is_forbidden() -> None:
+    nbytes, half = 2 << 20, 1 << 20
+    for rank, found in enumerate(spawn(_ways, 2, transport="shared_memory", timeout=60)):
+        nothing = (0, 0, 0, 0)
+        assert found["registered"] == found["slice of registered"] == found["registered, unreadable"] == nothing
+        assert found["on the board"] == nothing
+        # half of the other's tensor piece by piece, to be added; then the other half at once, straight to its place
+        assert found["plain"] == (half // PIECE + 1, nbytes, 0, 0)
+        assert found["mixed"] == (nothing if rank == 1 else (half // PIECE + 1, nbytes, 0, 0))
+        assert found["staged"] == found["registered with another"] == (0, 0, nbytes // PIECE, nbytes)
+
+
+def _small_and_large(comm: Communicator) -> list[tuple[int, int, int, int]]:
+    taken = []
+    with counted() as counts:
+        for nbytes in (0, 1, 1 << 15, (1 << 15) + 1, PIECE + 1):
+            counts.take()
+            if comm.rank == 0:
+                comm.send(values(nbytes, 0, torch.uint8), 1)
+            else:
+                got = torch.empty(nbytes, dtype=torch.uint8)
+                comm.recv(got, 0)
+                same(got, values(nbytes, 0, torch.uint8), f"{nbytes} bytes")
+            taken.append(counts.take())
+    return taken
+
+
+def test_small_messages_are_staged_even_where_memory_can_be_read() -> None:
+    sender, receiver = spawn(_small_and_large, 2, transport="shared_memory", timeout=60)
+    assert sender == [(0, 0, 0, 0), (0, 0, 1, 1), (0, 0, 1, 1 << 15), (0, 0, 0, 0), (0, 0, 0, 0)]
+    assert receiver[:3] == [(0, 0, 0, 0)] * 3
+    assert receiver[3:] == [(1, (1 << 15) + 1, 0, 0), (1, PIECE + 1, 0, 0)]
+
+
+def _root_alone_gives(comm: Communicator) -> list[tuple[int, int, int, int]]:
+    taken = []
+    with counted() as counts:
+        for tensor in (torch.empty(MIB), comm.empty(MIB)):
+            _filled(tensor, comm.rank)
+            comm.barrier()
+            counts.take()
+            comm.broadcast(tensor, 1)
+            taken.append(counts.take())
+            same(tensor, values(MIB, 1, torch.float32), "broadcast")
+    return taken
+
+
+def test_a_broadcast_is_one_read_for_each_rank() -> None:
+    found = spawn(_root_alone_gives, 3, transport="shared_memory", timeout=60)
+    one_read = (1, 1 << 20, 0, 0)
+    nothing = (0, 0, 0, 0)
+    assert found == [[one_read, nothing], [nothing, nothing], [one_read, nothing]]
+
+
+# No room
+
+
+def _more_than_fits(comm: Communicator) -> int:
+    """More messages than a queue has entries, more pieces than it has slots, both ways at once, before one is read."""
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    sizes = [{0: 3 * PIECE + 5, 10: PIECE}.get(number % 20, (1, 0, 40_000)[number % 3]) for number in range(80)]
+
+    def message(number: int, rank: int) -> Tensor:
+        return values(sizes[number], rank + number, torch.uint8)
+
+    with unreadable(comm) as other, counted() as counts:
+        sends = [
+            _work(other.send(message(number, comm.rank), to, number % 2, async_op=True))
+            for number in range(len(sizes))
+            for to in others
+        ]
+        assert not sends[-1].is_completed()
+        comm.barrier()  # nobody has read anything
+        for source in others:
+            targets = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+            receives = [
+                _work(other.recv(target, source, number % 2, async_op=True)) for number, target in enumerate(targets)
+            ]
+            for number, work in enumerate(receives):
+                work.wait()
+                same(targets[number], message(number, source), f"message {number} from {source}")
+        for work in sends:
+            work.wait()
+        pieces, nbytes = counts.take()[2:]
+        assert nbytes == sum(sizes) * len(others)
+        other.barrier()
+    return pieces
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_messages_wait_for_room_and_none_is_lost(size: int) -> None:
+    pieces_of_one = 4 * 4 + 4 * 1 + sum(number % 20 not in (0, 10) and number % 3 != 1 for number in range(80))
+    assert spawn(_more_than_fits, size, transport="shared_memory", timeout=60) == [pieces_of_one * (size - 1)] * size
+
+
+def _collectives_staged(comm: Communicator) -> None:
+    count = 5 * PIECE // 4 + 7  # of float32: more pieces a message than there are slots
+    with unreadable(comm) as other:
+        for collective in ("all_to_all", "all_gather", "reduce_scatter", "broadcast", "gather"):
+            check(other, collective, count, torch.float32, "sum", comm.size - 1)
+        check(other, "all_reduce", count * comm.size, torch.float32, "sum", 0)
+        for number, (collective, dtype, op) in enumerate(cases()):
+            if number % 17 == 0:
+                check(other, collective, 70_001, dtype, op, number % comm.size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives_go_on_where_every_byte_is_staged(size: int) -> None:
+    spawn(_collectives_staged, size, transport="shared_memory", timeout=60)
+
+
+def _open_elsewhere(rank: int, size: int, exchange: Exchange, **options: Any) -> Communicator:
+    """As if every second rank were on another host, and no rank could read its neighbours' memory."""
+    rendezvous.hosts = lambda _: tuple(other % 2 for other in range(size))
+    remote_memory.may_read = lambda *_: False
+    return opening.open_communicator(rank, size, exchange, **options)
+
+
+def _on_two_hosts(comm: Communicator) -> tuple[int, ...]:
+    count = 5 * PIECE // 4 + 7
+    for collective in ("all_to_all", "broadcast"):
+        check(comm, collective, count, torch.float32, "sum", comm.size - 1)
+    for number, (collective, dtype, op) in enumerate(cases()):
+        if number % 13 == 0:
+            check(comm, collective, (3, 70_001)[number % 2], dtype, op, number % comm.size)
+    registered = comm.empty(MIB, torch.int32)
+    registered.copy_(values(MIB, comm.rank, torch.int32))
+    comm.all_reduce(registered)
+    everybody = [values(MIB, rank, torch.int32) for rank in range(comm.size)]
+    same(registered, combined(everybody, "sum"), "registered")
+    # to a neighbour, who reads only once a message from the other host has come, which waits for its own neighbour
+    neighbour, stranger = (comm.rank + 2) % comm.size, (comm.rank + 1) % comm.size
+    if comm.size == 4:
+        sending = [_work(comm.send(everybody[comm.rank], to, async_op=True)) for to in (neighbour, stranger)]
+        for source in ((comm.rank - 1) % comm.size, neighbour):
+            got = torch.empty(MIB, dtype=torch.int32)
+            comm.recv(got, source)
+            same(got, everybody[source], f"from {source}")
+        for work in sending:
+            work.wait()
+    group = comm.split(comm.rank % 2)
+    assert group is not None
+    assert group.transport == "shared_memory"
+    check(group, "all_gather", 70_001, torch.float32, "sum", 0)
+    group.close()
+    return comm.hosts
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_neighbours_share_memory_and_others_a_network(size: int) -> None:
+    with Ranks(_on_two_hosts, size, transport="auto", timeout=60, opener=_open_elsewhere) as ranks:
+        assert ranks.results() == [(0, 1, 0, 1)[:size]] * size
+
+
+def _far_waits_for_near(comm: Communicator) -> None:
+    """0 and 2 are neighbours: 2 answers 1 only after it has all of 0's bytes; 0 waits for 1 meanwhile."""
+    large, small = 9 * PIECE // 4, 5
+    transport = comm._lines.transport
+
+    def as_bytes(tensor: Tensor) -> Tensor:
+        return tensor.view(torch.uint8)
+
+    if comm.rank == 0:
+        near = transport.send(2, as_bytes(values(large, 0, torch.float32)), Stamp(1, 1))
+        got = torch.empty(small)
+        transport.receive(1).into(as_bytes(got))
+        same(got, values(small, 2, torch.float32), "passed on")
+        near.wait()
+    elif comm.rank == 1:
+        got = torch.empty(small)
+        transport.receive(2).into(as_bytes(got))
+        transport.send(0, as_bytes(got), Stamp(1, 1)).wait()
+    else:
+        got = torch.empty(large)
+        transport.receive(0).into(as_bytes(got))
+        same(got, values(large, 0, torch.float32), "from the neighbour")
+        transport.send(1, as_bytes(values(small, 2, torch.float32)), Stamp(1, 1)).wait()
+    comm.barrier()
+
+
+def test_who_waits_for_another_host_goes_on_serving_its_neighbours() -> None:
+    with Ranks(_far_waits_for_near, 3, transport="auto", timeout=20, opener=_open_elsewhere) as ranks:
+        ranks.results()
+
+
+# Who may write, and what stays
+
+
+def _mappings() -> dict[str, str]:
+    """The segments that this process has mapped: inode -> permissions."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:gangline" in line]
+    return {line[4]: line[1] for line in lines}
+
+
+def _permissions(comm: Communicator) -> tuple[dict[str, str], int]:
+    kept = comm.empty(1000)
+    comm.barrier()
+    found = _mappings()
+    comm.barrier()
+    return found, kept.numel()
+
+
+def test_ranks_write_their_own_segments_only() -> None:
+    of_ranks = [found for found, _ in spawn(_permissions, 3, transport="shared_memory", timeout=60)]
+    assert len({frozenset(found) for found in of_ranks}) == 1  # all have mapped the same
+    for inode in of_ranks[0]:
+        assert sorted(found[inode] for found in of_ranks) == ["r--s", "r--s", "rw-s"]
+
+
+def in_two_threads(function: Callable[[int, Exchange], Any]) -> list[Any]:
+    """What ``function(rank, exchange)`` gives in two threads, or its error."""
+    barrier = threading.Barrier(2)
+    blobs: list[bytes] = [b"", b""]
+    results: list[Any] = [None, None]
+
+    def run(rank: int) -> None:
+        def exchange(blob: bytes) -> list[bytes]:
+            blobs[rank] = blob
+            barrier.wait()
+            everybody = list(blobs)
+            barrier.wait()
+            return everybody
+
+        try:
+            results[rank] = function(rank, exchange)
+        except (OSError, ProtocolError) as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_a_segment_can_neither_shrink_nor_grow_nor_be_unsealed() -> None:
+    def share(rank: int, exchange: Exchange) -> None:
+        def and_look(blob: bytes) -> list[bytes]:
+            everybody = exchange(blob)
+            number = segments._CARD.unpack(blob)[1] if len(blob) == segments._CARD.size else None
+            if number is not None:
+                assert fcntl.fcntl(number, 1034) == 1 | 2 | 4
+                for nbytes in (0, 1 << 20):
+                    with pytest.raises(PermissionError):
+                        os.ftruncate(number, nbytes)
+            return everybody
+
+        mine, theirs = (lambda found: (found[rank], found[1 - rank]))(segments.share(rank, 100 + rank, and_look))
+        assert (mine.nbytes, theirs.nbytes) == (100 + rank, 101 - rank)
+
+    assert in_two_threads(share) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("unsealed", r"rank 0 cannot open the memory of rank 1: /proc/\d+/fd/\d+ can still shrink"),
+        ("token", r"rank 0 cannot open the memory of rank 1: /proc/\d+/fd/\d+ is another job's memory"),
+        ("size", r"rank 0 cannot open the memory of rank 1: /proc/\d+/fd/\d+ holds 116 bytes, expected 117"),
+        ("gone", r"rank 0 cannot open the memory of rank 1: \[Errno 2\] No such file"),
+    ],
+)
+def test_memory_that_is_not_what_was_meant_is_refused_by_all_ranks(change: str, text: str) -> None:
+    foreign = os.memfd_create("foreign", os.MFD_ALLOW_SEALING)
+    os.ftruncate(foreign, 100 + 16)
+
+    def share(rank: int, exchange: Exchange) -> None:
+        def and_change(blob: bytes) -> list[bytes]:
+            if rank == 1 and len(blob) == segments._CARD.size:
+                process, number, nbytes, token = segments._CARD.unpack(blob)
+                changed = {
+                    "unsealed": (process, foreign, nbytes, token),
+                    "token": (process, number, nbytes, bytes(16)),
+                    "size": (process, number, nbytes + 1, token),
+                    "gone": (process, 1 << 20, nbytes, token),
+                }
+                blob = segments._CARD.pack(*changed[change])
+            return exchange(blob)
+
+        segments.share(rank, 100, and_change)
+
+    try:
+        errors = in_two_threads(share)
+    finally:
+        os.close(foreign)
+    assert all(isinstance(error, OSError) and re.match(text, str(error)) for error in errors), errors
+
+
+def _descriptors() -> dict[str, str]:
+    names = os.listdir("/proc/self/fd")
+    return {name: os.readlink(f"/proc/self/fd/{name}") for name in names if os.path.lexists(f"/proc/self/fd/{name}")}
+
+
+def _outside() -> list[set[str]]:
+    return [set(os.listdir("/dev/shm")), {name for name in os.listdir("/tmp") if name.startswith("gangline")}]
+
+
+def _open_and_close(comm: Communicator, transport: str) -> None:
+    def some(number: int) -> None:
+        with open_again(comm, transport) as other:
+            kept = [other.empty(1000 * number + 1) for _ in range(3)]
+            other.all_reduce(kept[0])
+            other.all_reduce(torch.ones(20_000))
+            group = other.split(comm.rank % 2)
+            assert group is not None
+            with group:
+                group.barrier()
+
+    some(0)  # what is made once in a process
+    gc.collect()
+    comm.barrier()
+    before = _descriptors(), _mappings(), _outside(), threading.active_count()
+    comm.barrier()
+    for number in range(12):
+        some(number)
+    gc.collect()
+    comm.barrier()
+    after = _descriptors(), _mappings(), _outside(), threading.active_count()
+    assert after[0].keys() == before[0].keys(), (before[0], after[0])
+    assert after[1:] == before[1:]
+    comm.barrier()
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp"])
+def test_nothing_stays_of_communicators_that_were_closed(transport: str) -> None:
+    spawn(_open_and_close, 2, transport, transport="shared_memory", timeout=60)
+
+
+def _many_registered(comm: Communicator) -> None:
+    before = len(_descriptors())
+    kept = [comm.empty(100, torch.int16) for _ in range(200)]
+    assert len(_descriptors()) <= before
+    kept[150].copy_(values(100, comm.rank, torch.int16))
+    comm.all_reduce(kept[150])
+    same(kept[150], expected("all_reduce", 100, comm.rank, comm.size, torch.int16, "sum", 0), "the 150th")
+
+
+def test_registered_memory_holds_no_descriptors() -> None:
+    spawn(_many_registered, 3, transport="shared_memory", timeout=60)
+
+
+# What arrives
+
+
+def _shared(rank: int, exchange: Exchange) -> SharedMemory:
+    class Patient:
+        def check(self, missing: Any) -> None:
+            pass
+
+    return SharedMemory(rank, 2, exchange, Patient())
+
+
+def test_an_entry_that_makes_no_sense_is_an_error() -> None:
+    first, second = in_two_threads(_shared)
+    first.send(1, torch.zeros(8, dtype=torch.uint8), Stamp(1, 1))
+    entry = first._out[1]._entries
+    kind = shared_memory._WORDS + shared_memory._KIND
+    for number, text in ((9, "rank 0 posted a message of kind 9"), (1, "rank 0 names bytes 0 to 8 of memory 0")):
+        entry[kind] = number
+        with pytest.raises(ProtocolError, match=text):
+            second.poll(0)
+
+
+def test_registered_memory_is_found_by_address() -> None:
+    registered = Registered()
+    pieces = []
+
+    def make(rank: int, exchange: Exchange) -> list[segments.Segment]:
+        return segments.share(rank, 1000, exchange)
+
+    for _ in range(3):
+        found = in_two_threads(make)[0]
+        pieces.append(registered.add(found, 0, 1000))
+    for number, piece in enumerate(pieces):
+        assert registered.find(piece) == (number, 0)
+        assert registered.find(piece[10:20]) == (number, 10)
+        assert registered.find(piece[999:]) == (number, 999)
+    assert registered.find(torch.empty(10, dtype=torch.uint8)) is None
+    assert registered.view(2, 0, 990, 10).data_ptr() == pieces[2].data_ptr() + 990
+    for number, offset in ((3, 0), (-1, 0), (1, 991), (1, -5)):
+        with pytest.raises(ProtocolError, match="there are none"):
+            registered.view(number, 0, offset, 10)
