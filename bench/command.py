@@ -7,11 +7,12 @@ import typer
 from bench.collectives import COLLECTIVES, collective
 from bench.compare import compare
 from bench.kvstore import kvstore
+from bench.simulate import simulate
 from bench.training import training
 from bench.tune import tune
 
 bench = typer.Typer(help="Measure gangline, side by side with what a user would otherwise run.", no_args_is_help=True)
-for command in (kvstore, training, tune, compare):
+for command in (kvstore, training, tune, simulate, compare):
     bench.command()(command)
 for name in COLLECTIVES:
     bench.command(name)(collective)

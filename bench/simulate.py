@@ -15,8 +15,6 @@ from bench.workload import command_line
 if TYPE_CHECKING:
     from collectives.schedule import Schedule
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
 
 @dataclass(frozen=True)
 class Cluster:
@@ -74,9 +72,11 @@ def simulate(
     combining takes bytes / gamma. Algorithms that pipeline get the number of segments that serves them best. steps are
     rounds of messages; bytes_a_rank the most that a rank sends. algbw is size / seconds; busbw as in nccl-tests.
     """
+    from bench.sweep import size_in_bytes
+
     check_outputs(json, None)
     cluster = Cluster(ranks, hosts, alpha_inside, alpha_between, beta_inside, beta_between, gamma)
-    publish(command_line(), measure(cluster, collective, _bytes(size)), json)
+    publish(command_line(), measure(cluster, collective, size_in_bytes(size, "--size")), json)
 
 
 def measure(cluster: Cluster, collective: str, nbytes: int) -> list[Row]:
@@ -140,10 +140,3 @@ def _schedule(cluster: Cluster, collective: str, algorithm: str, segments: int) 
     root = 0 if collective in ROOTED else None
     hosts = cluster.host_of_rank
     return algorithms.build(collective, algorithm, cluster.ranks, root=root, segments=segments, hosts=hosts)
-
-
-def _bytes(word: str) -> int:
-    number, unit = (word[:-1], word[-1].upper()) if word[-1:].isalpha() else (word, "")
-    if not number.isdecimal() or not int(number) or unit not in _UNITS:
-        raise ValueError(f"--size is {word!r}; expected a number of bytes above 0, such as 8, 64K or 100M")
-    return int(number) * _UNITS[unit]

@@ -138,7 +138,7 @@ def sizes_between(smallest: str, largest: str, factor: int) -> list[int]:
     Raises:
         ValueError: a word is no size, or the largest is below the smallest.
     """
-    low, high = _bytes(smallest, "-b"), _bytes(largest, "-e")
+    low, high = size_in_bytes(smallest, "-b"), size_in_bytes(largest, "-e")
     if low > high:
         raise ValueError(f"-b {smallest} is above -e {largest}")
     return [low * factor**power for power in range(math.floor(math.log(high / low, factor) + 1e-9) + 1)]
@@ -303,7 +303,12 @@ def _gangs(stack: ExitStack, peer: str, ranks: int, hosts: Hosts | None) -> list
         return []
 
 
-def _bytes(word: str, flag: str) -> int:
+def size_in_bytes(word: str, flag: str) -> int:
+    """A number of bytes from words such as 8, 64K or 256M.
+
+    Raises:
+        ValueError: the flag's words are none.
+    """
     number, unit = (word[:-1], word[-1].upper()) if word[-1:].isalpha() else (word, "")
     if not number.isdecimal() or not int(number) or unit not in _UNITS:
         raise ValueError(f"{flag} is {word!r}; expected a number of bytes above 0, such as 8, 64K or 256M")

@@ -21,6 +21,8 @@ from collectives.layout import (
     flat_of,
     in_place,
     into_rows,
+    is_like,
+    is_plain,
     made_or_fitting,
     overwrite,
 )
@@ -82,12 +84,12 @@ class Communicator:
             TypeError: no CPU tensor, or a dtype or op that does not go together.
             GanglineError: a rank is dead, late, or at another call.
         """
-        if out is None and not async_op:  # the shortest way, for it is taken most often
-            key = (tensor.dtype, tensor.numel(), op) if isinstance(tensor, Tensor) else None
-            small = self._small.get(key)
-            if small is not None and tensor.is_contiguous() and tensor.is_cpu and self._engine.queue.is_idle():
-                small(data_of(tensor))
-                return tensor
+        small = self._small.get((tensor.dtype, tensor.numel(), op)) if isinstance(tensor, Tensor) else None
+        if small is not None and not async_op and is_plain(tensor) and (out is None or is_like(out, tensor)):
+            self._engine.settle()  # the shortest way, for it is taken most often
+            given = data_of(tensor)
+            small(given, given if out is None else data_of(out))
+            return tensor if out is None else out
         check_tensor(tensor)
         arithmetic.check(op, tensor.dtype)
         result = self._in_place_or(tensor, out)
@@ -404,7 +406,8 @@ class Communicator:
             if len(self._small) >= _REMEMBERED:
                 self._small.clear()
             self._small[key] = SmallAllReduce(self._engine, tensor.numel(), tensor.dtype, op)
-        return self._small[key]
+        small = self._small[key]
+        return lambda flat: small(flat, flat)
 
     def _call(self, name: str, operation: Callable[[], None], result: _Result, async_op: bool) -> _Result | Work:
         if async_op:

@@ -64,6 +64,18 @@ def made_or_fitting(name: str, tensor: Tensor | None, shape: Sequence[int], dtyp
     return tensor
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is contiguous on the CPU."""
+    return tensor.is_cpu and tensor.layout == torch.strided and tensor.is_contiguous()
+
+
+def is_like(tensor: object, other: Tensor) -> bool:
+    """Whether a tensor is contiguous on the CPU and has the shape and dtype of another."""
+    if not isinstance(tensor, Tensor) or not is_plain(tensor):
+        return False
+    return tensor.shape == other.shape and tensor.dtype == other.dtype
+
+
 def data_of(tensor: Tensor) -> Tensor:
     """The values, which no gradient looks at."""
     return tensor.detach() if tensor.requires_grad else tensor

@@ -14,9 +14,8 @@ from collectives.transports.base import Exchange, Patience
 from collectives.transports.segments import share
 
 _LOOKS = 3_000  # before the first yield, when there is a core for every rank: some 300 us
-_YIELDS = 100
-_SLEEP_SECONDS = 0.002
-_SLEEPS_A_CHECK = 5
+_YIELDS = 5_000  # before the first sleep, some milliseconds: a virtual processor that sleeps is slow to wake
+_CHECK_NANOSECONDS = 10_000_000  # of sleep between two looks at who is alive
 _FUTEX = {"x86_64": 202}.get(platform.machine())  # the system call's number; elsewhere stores may overtake each other
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 
@@ -27,7 +26,8 @@ class _TimeSpec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-_NAP = _TimeSpec(0, int(_SLEEP_SECONDS * 1e9))
+_NAP = _TimeSpec(0, 2_000_000)
+_SHORT_NAP = _TimeSpec(0, 100_000)
 
 
 class Bells:
@@ -75,29 +75,30 @@ class Bells:
         for _ in range(self._looks):
             if is_there():
                 return
-        naps = 0
         busy = meanwhile is not None and meanwhile()
-        while True:
-            for _ in range(_YIELDS):
-                if is_there():
-                    return
-                _libc.sched_yield()
-                if busy:
-                    assert meanwhile is not None
-                    busy = meanwhile()
-            self._nap(rank, is_there)
+        for _ in range(_YIELDS):
+            if is_there():
+                return
+            _libc.sched_yield()
+            if busy:
+                busy = meanwhile is not None and meanwhile()
+        since_check = 0.0
+        while not is_there():
+            nap = _SHORT_NAP if busy else _NAP  # who makes room for more of it does not ring for this
+            self._nap(rank, is_there, nap)
             busy = meanwhile is not None and meanwhile()
-            naps += 1
-            if naps % _SLEEPS_A_CHECK == 0 and not is_there():
+            since_check += nap.nanoseconds
+            if since_check >= _CHECK_NANOSECONDS:
+                since_check = 0.0
                 self._patience.check([rank])
 
-    def _nap(self, rank: int, is_there: Callable[[], bool]) -> None:
+    def _nap(self, rank: int, is_there: Callable[[], bool], nap: _TimeSpec) -> None:
         self._asleep[rank] = 1
         try:
             bell = self._bells[rank][0]
             if not is_there():
                 _libc.syscall(
-                    _FUTEX, ctypes.c_void_p(self._addresses[rank]), _FUTEX_WAIT, bell, ctypes.byref(_NAP), None, 0
+                    _FUTEX, ctypes.c_void_p(self._addresses[rank]), _FUTEX_WAIT, bell, ctypes.byref(nap), None, 0
                 )
         finally:
             self._asleep[rank] = 0

@@ -172,6 +172,7 @@ def test_a_rank_that_does_not_come_in_time_is_the_same_error_for_it_too(transpor
             stage.say(late)
             assert stage.heard(late) == "over"
         outcomes = stage.outcomes()
+    assert [outcome.error for outcome in outcomes] == [None] * size
     for index, (_, text) in enumerate(WAITED_FOR.values()):
         errors = [outcome.value[index] for outcome in outcomes]
         for rank in others:
