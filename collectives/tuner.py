@@ -20,7 +20,7 @@ from collectives import algorithms
 SHARED = "shared"
 """The exchange of small tensors: all copy theirs into memory that all can reach, and after one synchronisation each
 takes what it needs. It is no schedule: the Communicator does it itself."""
-SHARED_LIMIT = 1 << 16
+SHARED_LIMIT = 1 << 20
 """The most bytes of a rank's tensor that the shared exchange takes."""
 TRANSPORTS = ("shared_memory", "ipc", "tcp", "in_process")
 """Names that a transport can have; the Communicator offers "auto" as well."""
@@ -285,7 +285,7 @@ def built_in(place: Place) -> Sequence[Rule]:
 
 def _built_in(place: Place) -> Iterator[Rule]:
     if place.hosts == 1 and place.transport in _IN_MEMORY:
-        yield Rule(SHARED_LIMIT, Choice(SHARED))
+        yield Rule(1 << 17 if place.ranks <= 2 else 1 << 19, Choice(SHARED))  # the more ranks, the dearer each wait
         yield Rule(None, Choice("two_shot" if place.collective == "all_reduce" else "direct"))
         return
     few, several_a_host = place.ranks <= 4, 1 < place.hosts < place.ranks

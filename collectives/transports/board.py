@@ -15,9 +15,10 @@ from torch import Tensor
 from collectives.transports.base import Exchange, Patience
 from collectives.transports.bells import Bells
 from collectives.transports.segments import share
+from collectives.tuner import SHARED_LIMIT
 
-LIMIT = 1 << 16
-"""Bytes that a rank may put on the board."""
+LIMIT = SHARED_LIMIT
+"""Bytes that a rank may put on the board; pages that nobody touches cost nothing."""
 
 _LINE = 64  # bytes of a cache line
 

@@ -47,7 +47,7 @@ def outcomes_in_threads(size: int, function: Callable[..., Any], *arguments: Any
         except BaseException as error:  # noqa: BLE001  the caller raises it
             results[comm.rank] = error
 
-    threads = [threading.Thread(target=run, args=(comm,)) for comm in in_process(size, timeout=timeout)]
+    threads = [threading.Thread(target=run, args=(comm,), daemon=True) for comm in in_process(size, timeout=timeout)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -41,6 +41,9 @@ def _result(
 ) -> Tensor | None:
     tensor = _given(collective, count, comm.rank, comm.size, dtype, op, stride)
     result: Tensor | None = call(comm, collective, tensor, op, root)
+    if result is not tensor:
+        before = _given(collective, count, comm.rank, comm.size, dtype, op, stride)
+        same(tensor, before, f"{comm}: input of {collective} of {count} x {dtype}")
     return result
 
 

@@ -377,7 +377,7 @@ def _two_threads(comm: Communicator) -> None:
         except BaseException as error:  # noqa: BLE001  told by the test's own thread
             problems.append(error)
 
-    threads = [threading.Thread(target=use, args=(which, step)) for which, step in ((comm, 5), (other, 7))]
+    threads = [threading.Thread(target=use, args=(which, step), daemon=True) for which, step in ((comm, 5), (other, 7))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -397,7 +397,7 @@ def test_in_a_process_a_thread_each_uses_one_of_two_communicators() -> None:
 def test_another_thread_may_make_the_calls() -> None:
     def run(comm: Communicator) -> None:
         for _ in range(3):
-            thread = threading.Thread(target=check, args=(comm, "all_reduce", 11, torch.float32, "sum", 0))
+            thread = threading.Thread(target=check, args=(comm, "all_reduce", 11, torch.float32, "sum", 0), daemon=True)
             thread.start()
             thread.join()
         check(comm, "all_reduce", 11, torch.float32, "sum", 0)

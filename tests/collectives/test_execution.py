@@ -37,7 +37,7 @@ class Running:
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(function, *arguments))
+        self._thread = threading.Thread(target=self._run, args=(function, *arguments), daemon=True)
         self._thread.start()
 
     def is_alive(self) -> bool:

@@ -157,8 +157,8 @@ def test_two_receives_of_a_tag_end_in_their_order_though_a_message_comes_between
                 patch.setattr(Threads, "poll", late)
                 messages = comm._messages  # recv itself would look between the two
                 works = [messages.receive(first, 0, 0), messages.receive(second, 0, 0)]
-                messages.finish(works[1], async_op=False)
-                works[0].wait()
+                for work in reversed(works):
+                    messages.finish(work, async_op=False)
             same(first, values(3, 0, torch.float32), "first")
             same(second, values(3, 1, torch.float32), "second")
 

@@ -343,7 +343,7 @@ def in_two_threads(function: Callable[[int, Exchange], Any]) -> list[Any]:
         except (OSError, ProtocolError) as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -63,9 +63,10 @@ def test_small_tensors_are_shared_in_one_hosts_memory_and_only_there() -> None:
     table = Table()
     for collective in TUNED:
         for transport in ("shared_memory", "in_process"):
-            assert table.choose(collective, SHARED_LIMIT, 2, transport).algorithm == "shared"
             large = "two_shot" if collective == "all_reduce" else "direct"
-            assert table.choose(collective, SHARED_LIMIT + 1, 2, transport).algorithm == large
+            for ranks, limit in ((2, 1 << 17), (3, 1 << 19)):
+                assert table.choose(collective, limit, ranks, transport).algorithm == "shared"
+                assert table.choose(collective, limit + 1, ranks, transport).algorithm == large
             assert table.choose(collective, 4, 2, transport, 2).algorithm != "shared"
         assert table.choose(collective, 4, 2, "tcp").algorithm != "shared"
     assert [shared_serves(*each) for each in ((65536, "ipc", 1), (65536, "in_process", 1), (0, "in_process", 2))] == [
@@ -149,8 +150,8 @@ def damaged(**changes: Any) -> str:
         (damaged(rules=[[None, "nosuch", 1]]), "no algorithm 'nosuch'; expected one of shared, ring"),
         (damaged(rules=[[None, "ring", 0]]), "segments is 0"),
         (damaged(rules=[[None, "ring", 1, 1]]), "not laid out"),
-        (damaged(rules=[[100, "shared", 1], [None, "ring", 1]]), "shared takes up to 65536 bytes in one host's memory"),
-        (damaged(transport="shared_memory", rules=[[None, "shared", 1]]), "shared takes up to 65536"),
+        (damaged(rules=[[100, "shared", 1], [None, "ring", 1]]), "shared takes up to 1048576 bytes in one host's memory"),
+        (damaged(transport="shared_memory", rules=[[None, "shared", 1]]), "shared takes up to 1048576"),
     ],
 )
 def test_a_torn_or_foreign_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
