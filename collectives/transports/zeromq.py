@@ -53,7 +53,9 @@ class ZeroMQ(Transport):
             int(zmq.SNDHWM): 0,
             int(zmq.RCVHWM): 0,  # libzmq (4.3) loses what it has not read yet when a line ends while it holds back
             int(zmq.MAXMSGSIZE): PIECE + INLINE,
-            int(zmq.RECONNECT_IVL): -1,  # what was on its way on a lost connection would be missing
+            # Never again, for what was on its way on a lost connection would be missing; but not "-1", by which ZeroMQ
+            # drops with the connection what came over it and is not read yet.
+            int(zmq.RECONNECT_IVL): (1 << 31) - 1,
         }
         self._pairs = Pairs(rank, size, exchange, address=address, options=options)
         self._sent = dict.fromkeys(self._pairs.lines, 0)  # messages: what is lost or foreign shows in their numbers

@@ -54,7 +54,7 @@ def open_roster(rank: Rank, address: str, limit: float = LIMIT) -> ProcessRoster
 def until(condition: Callable[[], Any], roster: ProcessRoster, sequence: int = 1, code: int = SUM) -> None:
     while not condition():
         roster.look(sequence, code)
-        time.sleep(0.001)  # gives the processor away; what is waited for is the condition
+        os.sched_yield()  # what is waited for is the condition
 
 
 def in_processes(function: Callable[..., None], size: int, *arguments: Any) -> list[Any]:
