@@ -285,7 +285,7 @@ def built_in(place: Place) -> Sequence[Rule]:
 
 def _built_in(place: Place) -> Iterator[Rule]:
     if place.hosts == 1 and place.transport in _IN_MEMORY:
-        yield Rule(1 << 17 if place.ranks <= 2 else 1 << 19, Choice(SHARED))  # the more ranks, the dearer each wait
+        yield Rule(SHARED_LIMIT if place.ranks <= 4 else 1 << 17, Choice(SHARED))  # every rank reads what all give
         yield Rule(None, Choice("two_shot" if place.collective == "all_reduce" else "direct"))
         return
     few, several_a_host = place.ranks <= 4, 1 < place.hosts < place.ranks

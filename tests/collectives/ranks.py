@@ -21,7 +21,7 @@ HALVES = (torch.float16, torch.bfloat16)
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 MOVING = ("broadcast", "all_gather", "all_to_all", "gather", "scatter")
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
-BOARD = 1 << 16  # bytes
+BOARD = 1 << 20  # bytes
 PIECE = 1 << 19  # bytes
 
 _UFUNCS = {"sum": np.add, "mean": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}

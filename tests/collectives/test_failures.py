@@ -33,7 +33,7 @@ WAYS = ("absent", "alone", "midway")
 
 LATER: tuple[Callable[[Communicator], object], ...] = (
     lambda comm: comm.all_reduce(ramp(100, comm.rank)),
-    lambda comm: comm.all_reduce(ramp(1 << 18, comm.rank)),
+    lambda comm: comm.all_reduce(ramp(1 << 19, comm.rank)),
     lambda comm: comm.broadcast(ramp(10, comm.rank)),
     lambda comm: comm.all_gather(ramp(10, comm.rank), async_op=True),
     lambda comm: comm.barrier(),

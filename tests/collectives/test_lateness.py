@@ -57,13 +57,13 @@ def leave_two_behind(comm: Communicator, path: str) -> None:
         return
     actor.hear()  # the third is gone
     all_reduce(100, pair, 0)
-    all_reduce(1 << 18, pair, 0)
+    all_reduce(1 << 19, pair, 0)
     other = 1 - comm.rank
-    came = torch.empty(1 << 18)
-    sending = comm.send(ramp(1 << 18, comm.rank), other, async_op=True)
+    came = torch.empty(1 << 19)
+    sending = comm.send(ramp(1 << 19, comm.rank), other, async_op=True)
     comm.recv(came, other)
     sending.wait()
-    expect(came, ramp(1 << 18, other))
+    expect(came, ramp(1 << 19, other))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -105,7 +105,7 @@ def _pass_on(comm: Communicator, late: int) -> None:
 
 WAITED_FOR: dict[str, tuple[Callable[[Communicator, int], None], str]] = {
     "small": (partial(all_reduce, 100), r"all_reduce\(100 x float32, sum\), call 1, has waited \S+ s: {who}"),
-    "large": (partial(all_reduce, 1 << 18), r"all_reduce\(262144 x float32, sum\), call 1, has waited \S+ s: {who}"),
+    "large": (partial(all_reduce, 1 << 19), r"all_reduce\(524288 x float32, sum\), call 1, has waited \S+ s: {who}"),
     "recv": (_pass_on, r"recv\(100 x float32\) on rank \d has waited \S+ s for rank {late}"),
 }
 
@@ -207,7 +207,7 @@ def be_busy(comm: Communicator, path: str, busy: int, limit: float) -> None:
         else:
             actor.announce_waits()
         all_reduce(100, child, 0)
-        all_reduce(1 << 18, child, 0)
+        all_reduce(1 << 19, child, 0)
     child.close()
 
 
@@ -257,20 +257,20 @@ DISAGREEMENTS: tuple[tuple[Callable[[Communicator], object], str, Callable[[Comm
         "all_reduce(11 x float32, sum)",
     ),
     (
-        lambda comm: comm.all_reduce(ramp(1 << 18, comm.rank)),
-        "all_reduce(262144 x float32, sum)",
-        lambda comm: comm.all_reduce(ramp(1 << 18, comm.rank).long()),
-        "all_reduce(262144 x int64, sum)",
+        lambda comm: comm.all_reduce(ramp(1 << 19, comm.rank)),
+        "all_reduce(524288 x float32, sum)",
+        lambda comm: comm.all_reduce(ramp(1 << 19, comm.rank).long()),
+        "all_reduce(524288 x int64, sum)",
     ),
     (
-        lambda comm: comm.all_reduce(ramp(1 << 18, comm.rank)),
-        "all_reduce(262144 x float32, sum)",
-        lambda comm: comm.all_reduce(ramp(1 << 18, comm.rank), "max"),
-        "all_reduce(262144 x float32, max)",
+        lambda comm: comm.all_reduce(ramp(1 << 19, comm.rank)),
+        "all_reduce(524288 x float32, sum)",
+        lambda comm: comm.all_reduce(ramp(1 << 19, comm.rank), "max"),
+        "all_reduce(524288 x float32, max)",
     ),
     (
-        lambda comm: comm.all_reduce(ramp(1 << 18, comm.rank)),
-        "all_reduce(262144 x float32, sum)",
+        lambda comm: comm.all_reduce(ramp(1 << 19, comm.rank)),
+        "all_reduce(524288 x float32, sum)",
         lambda comm: comm.barrier(),
         "barrier()",
     ),

@@ -104,7 +104,7 @@ def _ways(comm: Communicator) -> dict[str, Any]:
     with counted() as counts:
         registered = comm.empty(2 * MIB)
         found["registered"] = _reduced(comm, registered, counts)
-        found["slice of registered"] = _reduced(comm, registered[5 : 5 + MIB], counts)
+        found["slice of registered"] = _reduced(comm, registered[5:], counts)
         found["plain"] = _reduced(comm, torch.empty(2 * MIB), counts)
         found["mixed"] = _reduced(comm, registered if comm.rank == 0 else torch.empty(2 * MIB), counts)
         found["on the board"] = _reduced(comm, torch.empty(100), counts)
@@ -152,19 +152,19 @@ def test_small_messages_are_staged_even_where_memory_can_be_read() -> None:
 def _root_alone_gives(comm: Communicator) -> list[tuple[int, int, int, int]]:
     taken = []
     with counted() as counts:
-        for tensor in (torch.empty(MIB), comm.empty(MIB)):
+        for tensor in (torch.empty(2 * MIB), comm.empty(2 * MIB)):
             _filled(tensor, comm.rank)
             comm.barrier()
             counts.take()
             comm.broadcast(tensor, 1)
             taken.append(counts.take())
-            same(tensor, values(MIB, 1, torch.float32), "broadcast")
+            same(tensor, values(2 * MIB, 1, torch.float32), "broadcast")
     return taken
 
 
 def test_a_broadcast_is_one_read_for_each_rank() -> None:
     found = spawn(_root_alone_gives, 3, transport="shared_memory", timeout=60)
-    one_read = (1, 1 << 20, 0, 0)
+    one_read = (1, 2 << 20, 0, 0)
     nothing = (0, 0, 0, 0)
     assert found == [[one_read, nothing], [nothing, nothing], [one_read, nothing]]
 

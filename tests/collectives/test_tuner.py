@@ -64,7 +64,7 @@ def test_small_tensors_are_shared_in_one_hosts_memory_and_only_there() -> None:
     for collective in TUNED:
         for transport in ("shared_memory", "in_process"):
             large = "two_shot" if collective == "all_reduce" else "direct"
-            for ranks, limit in ((2, 1 << 17), (3, 1 << 19)):
+            for ranks, limit in ((4, SHARED_LIMIT), (5, 1 << 17)):
                 assert table.choose(collective, limit, ranks, transport).algorithm == "shared"
                 assert table.choose(collective, limit + 1, ranks, transport).algorithm == large
             assert table.choose(collective, 4, 2, transport, 2).algorithm != "shared"
