@@ -13,7 +13,7 @@ from collections.abc import Callable
 from collectives.transports.base import Exchange, Patience
 from collectives.transports.segments import share
 
-_LOOKS = 3_000  # before the first yield, when there is a core for every rank: some 300 us
+_LOOKS = 300  # before the first yield, when there is a core for every rank: some 30 us
 _YIELDS = 5_000  # before the first sleep, some milliseconds: a virtual processor that sleeps is slow to wake
 _CHECK_NANOSECONDS = 10_000_000  # of sleep between two looks at who is alive
 _FUTEX = {"x86_64": 202}.get(platform.machine())  # the system call's number; elsewhere stores may overtake each other

@@ -15,13 +15,16 @@ from collectives.calls import DTYPES, OPS
 from collectives.communicator import Communicator
 from collectives.errors import DeadNodeError
 from collectives.opening import in_process, open_communicator
+from collectives.tuner import SHARED_LIMIT
 from collectives.work import Work
 
 HALVES = (torch.float16, torch.bfloat16)
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 MOVING = ("broadcast", "all_gather", "all_to_all", "gather", "scatter")
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
-BOARD = 1 << 20  # bytes
+BOARD = SHARED_LIMIT  # bytes
+LARGE = BOARD // 4 + 4_011
+"""Elements of four bytes that no board takes, and no number of ranks divides."""
 PIECE = 1 << 19  # bytes
 
 _UFUNCS = {"sum": np.add, "mean": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}

@@ -24,9 +24,9 @@ from collectives.transports import remote_memory, segments, shared_memory
 from collectives.transports.base import PIECE, Exchange, Stamp
 from collectives.transports.shared_memory import Registered, SharedMemory
 from collectives.work import Work
-from tests.collectives.ranks import cases, check, combined, expected, open_again, same, values
+from tests.collectives.ranks import BOARD, LARGE, cases, check, combined, expected, open_again, same, values
 
-MIB = 1 << 18  # float32 elements of one
+COUNT = 2 * (BOARD // 4)  # float32 elements, in whole pieces; even half of them are more than a board takes
 
 
 class Counts:
@@ -102,21 +102,21 @@ def _reduced(comm: Communicator, tensor: Tensor, counts: Counts) -> tuple[int, i
 def _ways(comm: Communicator) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with counted() as counts:
-        registered = comm.empty(2 * MIB)
+        registered = comm.empty(COUNT)
         found["registered"] = _reduced(comm, registered, counts)
         found["slice of registered"] = _reduced(comm, registered[5:], counts)
-        found["plain"] = _reduced(comm, torch.empty(2 * MIB), counts)
-        found["mixed"] = _reduced(comm, registered if comm.rank == 0 else torch.empty(2 * MIB), counts)
+        found["plain"] = _reduced(comm, torch.empty(COUNT), counts)
+        found["mixed"] = _reduced(comm, registered if comm.rank == 0 else torch.empty(COUNT), counts)
         found["on the board"] = _reduced(comm, torch.empty(100), counts)
         with unreadable(comm) as other:
-            found["staged"] = _reduced(other, torch.empty(2 * MIB), counts)
+            found["staged"] = _reduced(other, torch.empty(COUNT), counts)
             found["registered with another"] = _reduced(other, registered, counts)
-            found["registered, unreadable"] = _reduced(other, other.empty(2 * MIB), counts)
+            found["registered, unreadable"] = _reduced(other, other.empty(COUNT), counts)
     return found
 
 
 def test_registered_memory_is_read_in_place_plain_memory_remotely_and_staged_where_that_is_forbidden() -> None:
-    nbytes, half = 2 << 20, 1 << 20
+    nbytes, half = COUNT * 4, COUNT * 2
     for rank, found in enumerate(spawn(_ways, 2, transport="shared_memory", timeout=60)):
         nothing = (0, 0, 0, 0)
         assert found["registered"] == found["slice of registered"] == found["registered, unreadable"] == nothing
@@ -152,19 +152,19 @@ def test_small_messages_are_staged_even_where_memory_can_be_read() -> None:
 def _root_alone_gives(comm: Communicator) -> list[tuple[int, int, int, int]]:
     taken = []
     with counted() as counts:
-        for tensor in (torch.empty(2 * MIB), comm.empty(2 * MIB)):
+        for tensor in (torch.empty(COUNT), comm.empty(COUNT)):
             _filled(tensor, comm.rank)
             comm.barrier()
             counts.take()
             comm.broadcast(tensor, 1)
             taken.append(counts.take())
-            same(tensor, values(2 * MIB, 1, torch.float32), "broadcast")
+            same(tensor, values(COUNT, 1, torch.float32), "broadcast")
     return taken
 
 
 def test_a_broadcast_is_one_read_for_each_rank() -> None:
     found = spawn(_root_alone_gives, 3, transport="shared_memory", timeout=60)
-    one_read = (1, 2 << 20, 0, 0)
+    one_read = (1, COUNT * 4, 0, 0)
     nothing = (0, 0, 0, 0)
     assert found == [[one_read, nothing], [nothing, nothing], [one_read, nothing]]
 
@@ -218,7 +218,7 @@ def _collectives_staged(comm: Communicator) -> None:
         check(other, "all_reduce", count * comm.size, torch.float32, "sum", 0)
         for number, (collective, dtype, op) in enumerate(cases()):
             if number % 17 == 0:
-                check(other, collective, 70_001, dtype, op, number % comm.size)
+                check(other, collective, LARGE, dtype, op, number % comm.size)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -239,18 +239,18 @@ def _on_two_hosts(comm: Communicator) -> tuple[int, ...]:
         check(comm, collective, count, torch.float32, "sum", comm.size - 1)
     for number, (collective, dtype, op) in enumerate(cases()):
         if number % 13 == 0:
-            check(comm, collective, (3, 70_001)[number % 2], dtype, op, number % comm.size)
-    registered = comm.empty(MIB, torch.int32)
-    registered.copy_(values(MIB, comm.rank, torch.int32))
+            check(comm, collective, (3, LARGE)[number % 2], dtype, op, number % comm.size)
+    registered = comm.empty(COUNT, torch.int32)
+    registered.copy_(values(COUNT, comm.rank, torch.int32))
     comm.all_reduce(registered)
-    everybody = [values(MIB, rank, torch.int32) for rank in range(comm.size)]
+    everybody = [values(COUNT, rank, torch.int32) for rank in range(comm.size)]
     same(registered, combined(everybody, "sum"), "registered")
     # to a neighbour, who reads only once a message from the other host has come, which waits for its own neighbour
     neighbour, stranger = (comm.rank + 2) % comm.size, (comm.rank + 1) % comm.size
     if comm.size == 4:
         sending = [_work(comm.send(everybody[comm.rank], to, async_op=True)) for to in (neighbour, stranger)]
         for source in ((comm.rank - 1) % comm.size, neighbour):
-            got = torch.empty(MIB, dtype=torch.int32)
+            got = torch.empty(COUNT, dtype=torch.int32)
             comm.recv(got, source)
             same(got, everybody[source], f"from {source}")
         for work in sending:
@@ -258,7 +258,7 @@ def _on_two_hosts(comm: Communicator) -> tuple[int, ...]:
     group = comm.split(comm.rank % 2)
     assert group is not None
     assert group.transport == "shared_memory"
-    check(group, "all_gather", 70_001, torch.float32, "sum", 0)
+    check(group, "all_gather", LARGE, torch.float32, "sum", 0)
     group.close()
     return comm.hosts
 
