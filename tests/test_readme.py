@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,11 @@ def test_code_blocks_run_as_printed(
     code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    if "__main__" in code:  # a script, whose ranks import it
+        (tmp_path / "script.py").write_text(code)
+        ran = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, check=True, timeout=60)
+        assert ran.stdout == "[(1.0, [0, 1, 2]), (1.0, [0, 1, 2]), (1.0, [0, 1, 2])]\n"
+        return
     exec(compile(code, "README.md", "exec"), {})
     if "print" in code:
         printed = capsys.readouterr().out

@@ -58,6 +58,8 @@ class ZeroMQ(Transport):
             int(zmq.RECONNECT_IVL): (1 << 31) - 1,
         }
         self._pairs = Pairs(rank, size, exchange, address=address, options=options)
+        for line in self._pairs.lines.values():
+            line.socket.copy_threshold = 0  # or a small last frame is copied, and done before the others left
         self._sent = dict.fromkeys(self._pairs.lines, 0)  # messages: what is lost or foreign shows in their numbers
         self._received = dict.fromkeys(self._pairs.lines, 0)
         self._is_sound = True

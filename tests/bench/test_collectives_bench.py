@@ -24,7 +24,7 @@ from bench.curves import draw
 from bench.gangs import Gang, GangError, Way
 from bench.peers import installed, rank
 from bench.sweep import IN_PLACE, Sweep, bus_factor, numbers, options_of, sizes_between
-from collectives.tuner import Choice, Place, Rule, Table
+from collectives.tuner import SHARED_LIMIT, Choice, Place, Rule, Table
 
 ROOT = Path(installed.__file__).resolve().parents[2]
 ROW = {
@@ -367,13 +367,13 @@ def test_rules_follow_from_times() -> None:
     }
     unusual = Choice("two_shot")
     assert tune.rules_from(times, lambda size: unusual) == [
-        Rule(65536, shared),
+        Rule(1 << 17, shared),  # between 65,536 and 262,144
         Rule(1 << 22, shot),
         Rule(None, ring),
     ]
-    assert tune.rules_from(times, lambda size: ring) == [Rule(65536, shared), Rule(1 << 19, shot), Rule(None, ring)]
+    assert tune.rules_from(times, lambda size: ring) == [Rule(1 << 17, shared), Rule(1 << 19, shot), Rule(None, ring)]
     only_small = {size: times[size] for size in (1024, 65536)}
-    assert tune.rules_from(only_small, lambda size: unusual) == [Rule(65536, shared), Rule(None, shot)]
+    assert tune.rules_from(only_small, lambda size: unusual) == [Rule(SHARED_LIMIT, shared), Rule(None, shot)]
     Table({Place("all_reduce", "shared_memory", 2, 1): tune.rules_from(times, lambda size: ring)})
 
 

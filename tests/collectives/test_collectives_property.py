@@ -144,10 +144,10 @@ def _sweep(comm: Communicator, transport: str, counts: list[int]) -> int:
     ("transport", "size", "counts"),
     [
         ("shared_memory", 2, [0, 1, 5, 40_011, 100_003]),
-        ("shared_memory", 3, [2, 70_001]),
+        pytest.param("shared_memory", 3, [2, 70_001], marks=pytest.mark.slow),
         ("shared_memory", 4, [3, 20_001]),
-        ("ipc", 3, [3, 40_011]),
-        ("tcp", 2, [3, 40_011]),
+        ("ipc", 3, [3, 40_011, 131_073]),
+        pytest.param("tcp", 2, [3, 40_011, 131_073], marks=pytest.mark.slow),
         ("tcp", 4, [3, 20_001]),
     ],
 )

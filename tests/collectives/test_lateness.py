@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,10 @@ from tests.collectives.stage import WAITS, Actor, Stage
 pytestmark = pytest.mark.timeout(110)
 
 TRANSPORTS = ("shared_memory", "ipc", "tcp")
+
+
+def _slow(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 # A rank that leaves
@@ -84,7 +89,7 @@ def close_at_once(comm: Communicator, path: str, rounds: int) -> None:
             all_reduce(1 << (index % 20), child, 0)
 
 
-@pytest.mark.parametrize(("transport", "size"), [("shared_memory", 4), ("ipc", 3), ("tcp", 2), ("tcp", 4)])
+@pytest.mark.parametrize(("transport", "size"), [("shared_memory", 4), _slow("ipc", 3), _slow("tcp", 2), ("tcp", 4)])
 def test_what_was_sent_before_a_goodbye_arrives(transport: str, size: int) -> None:
     with Stage(close_at_once, size, 6, transport=transport) as stage:
         assert [outcome.error for outcome in stage.outcomes()] == [None] * size
@@ -147,7 +152,9 @@ def _who(size: int, late: int) -> str:
     return f"rank{'s' if size > 2 else ''} {', '.join(came)} came, rank {late} did not"
 
 
-@pytest.mark.parametrize(("transport", "size", "late"), [("shared_memory", 3, 1), ("ipc", 2, 0), ("tcp", 4, 3)])
+@pytest.mark.parametrize(
+    ("transport", "size", "late"), [("shared_memory", 3, 1), _slow("ipc", 2, 0), _slow("tcp", 4, 3)]
+)
 def test_a_late_rank_is_named_in_one_warning_and_then_all_goes_well(transport: str, size: int, late: int) -> None:
     others = [rank for rank in range(size) if rank != late]
     with Stage(come_late, size, late, "GANGLINE_STALL_WARN", transport=transport) as stage:
@@ -162,7 +169,9 @@ def test_a_late_rank_is_named_in_one_warning_and_then_all_goes_well(transport: s
         assert [outcome.value for outcome in stage.outcomes()] == [[None] * len(WAITED_FOR)] * size
 
 
-@pytest.mark.parametrize(("transport", "size", "late"), [("shared_memory", 2, 1), ("ipc", 4, 2), ("tcp", 3, 0)])
+@pytest.mark.parametrize(
+    ("transport", "size", "late"), [_slow("shared_memory", 2, 1), _slow("ipc", 4, 2), ("tcp", 3, 0)]
+)
 def test_a_rank_that_does_not_come_in_time_is_the_same_error_for_it_too(transport: str, size: int, late: int) -> None:
     others = [rank for rank in range(size) if rank != late]
     with Stage(come_late, size, late, "GANGLINE_TIMEOUT", transport=transport) as stage:
@@ -230,7 +239,9 @@ def _make_one_long_call(seconds: float) -> None:
         rows = int(rows * min(100.0, max(1.2, 1.2 * seconds / lasted)))
 
 
-@pytest.mark.parametrize(("transport", "size", "busy"), [("shared_memory", 2, 1), ("tcp", 3, 0), ("ipc", 2, 0)])
+@pytest.mark.parametrize(
+    ("transport", "size", "busy"), [_slow("shared_memory", 2, 1), ("tcp", 3, 0), _slow("ipc", 2, 0)]
+)
 def test_a_busy_rank_is_not_taken_for_dead(transport: str, size: int, busy: int) -> None:
     with Stage(be_busy, size, busy, 0.5, transport=transport) as stage:
         for _ in range(2):

@@ -26,7 +26,7 @@ from collectives.transports.shared_memory import Registered, SharedMemory
 from collectives.work import Work
 from tests.collectives.ranks import BOARD, LARGE, cases, check, combined, expected, open_again, same, values
 
-COUNT = 2 * (BOARD // 4)  # float32 elements, in whole pieces; even half of them are more than a board takes
+COUNT = 2 * (BOARD // 4)  # float32 elements, in whole pieces, and more than a board takes
 
 
 class Counts:
@@ -263,7 +263,7 @@ def _on_two_hosts(comm: Communicator) -> tuple[int, ...]:
     return comm.hosts
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_neighbours_share_memory_and_others_a_network(size: int) -> None:
     with Ranks(_on_two_hosts, size, transport="auto", timeout=60, opener=_open_elsewhere) as ranks:
         assert ranks.results() == [(0, 1, 0, 1)[:size]] * size

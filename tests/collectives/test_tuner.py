@@ -150,7 +150,10 @@ def damaged(**changes: Any) -> str:
         (damaged(rules=[[None, "nosuch", 1]]), "no algorithm 'nosuch'; expected one of shared, ring"),
         (damaged(rules=[[None, "ring", 0]]), "segments is 0"),
         (damaged(rules=[[None, "ring", 1, 1]]), "not laid out"),
-        (damaged(rules=[[100, "shared", 1], [None, "ring", 1]]), "shared takes up to 1048576 bytes in one host's memory"),
+        (
+            damaged(rules=[[100, "shared", 1], [None, "ring", 1]]),
+            "shared takes up to 1048576 bytes in one host's memory",
+        ),
         (damaged(transport="shared_memory", rules=[[None, "shared", 1]]), "shared takes up to 1048576"),
     ],
 )
