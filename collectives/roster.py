@@ -60,10 +60,11 @@ class Roster(ABC):
 
 
 class ProcessRoster(Roster):
-    """Of ranks that are processes: a socket to each, whose heartbeats ZeroMQ's own thread sends and expects.
+    """Of ranks that are processes: a socket to each, with heartbeats by tcp that ZeroMQ's own thread sends and expects.
 
     A rank busy in Python is therefore never taken for dead. A killed one is seen at once on its own host, elsewhere
-    after a second in which it did not come back; a stopped one, or one behind a cut cable, after ``limit``.
+    after a second in which it did not come back; one behind a cut cable after ``limit``, and so is a stopped one, which
+    by ipc the kernel tells.
 
     Args:
         exchange: used once.
@@ -90,11 +91,12 @@ class ProcessRoster(Roster):
         self._limit = limit
         self._patience = min(1.0, limit / 4)  # seconds in which a lost connection may come back
         self._wired = address != "ipc"
-        options = {
-            int(zmq.HEARTBEAT_IVL): max(1, round(min(heartbeat, limit / 2) * 1000)),
-            int(zmq.HEARTBEAT_TIMEOUT): max(1, round(limit * 1000)),
-            int(zmq.MAXMSGSIZE): _MESSAGE_LIMIT,
-        }
+        options = {int(zmq.MAXMSGSIZE): _MESSAGE_LIMIT}
+        if self._wired:  # ZeroMQ aborts the process if one falls due while a socket closes whose peer has closed
+            options[int(zmq.HEARTBEAT_IVL)] = max(1, round(min(heartbeat, limit / 2) * 1000))
+            options[int(zmq.HEARTBEAT_TIMEOUT)] = max(1, round(limit * 1000))
+        self._stopped: dict[int, float] = {}  # since when a neighbour has been seen to be stopped
+        self._states_due = 0.0
         card = msgpack.packb(this_process())
         self._pairs = Pairs(rank, size, exchange, address=address, options=options, card=card)
         self._processes = [_read_process(peer, card) for peer, card in enumerate(self._pairs.cards)]
@@ -119,6 +121,10 @@ class ProcessRoster(Roster):
             for peer, line in list(self._pairs.lines.items()):
                 if line.down_since is not None:
                     self._judge(peer, line.down_since)
+            if not self._wired and time.monotonic() >= self._states_due:
+                self._states_due = time.monotonic() + self._limit / 20
+                for peer in list(self._pairs.lines):
+                    self._judge_neighbour(peer)
 
     def fail(self, error: GanglineError) -> None:  # noqa: D102
         text = str(error).encode("utf-8", "replace").decode()[:_TEXT_LIMIT]
@@ -178,6 +184,12 @@ class ProcessRoster(Roster):
                 self._drop(peer, f"was killed, left, or {silent}")
             else:
                 self._drop(peer, silent if self._wired or state in "Tt" else LOST)
+
+    def _judge_neighbour(self, peer: int) -> None:
+        if state_of(self._processes[peer]) not in ("T", "t"):
+            self._stopped.pop(peer, None)
+        elif time.monotonic() - self._stopped.setdefault(peer, time.monotonic()) >= self._limit:
+            self._drop(peer, f"gave no sign of life for {self._limit:g} s")
 
     def _drop(self, peer: int, why: str) -> None:
         self.gone[peer] = why
