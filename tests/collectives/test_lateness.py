@@ -22,8 +22,6 @@ from tests.collectives.stage import WAITS, Actor, Stage
 
 pytestmark = pytest.mark.timeout(110)
 
-TRANSPORTS = ("shared_memory", "ipc", "tcp")
-
 
 def _slow(*case: Any) -> Any:
     return pytest.param(*case, marks=pytest.mark.slow)
