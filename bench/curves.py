@@ -6,10 +6,8 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.plot import check
+from bench.plot import COLOURS, check
 from bench.report import Row
-
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # told apart by colour-blind eyes too
 
 
 def draw(title: str, rows: Sequence[Row], path: Path) -> None:
@@ -35,7 +33,7 @@ def draw(title: str, rows: Sequence[Row], path: Path) -> None:
     for panel, (ranks, in_place) in zip(axes[0], panels, strict=True):
         for place, side in enumerate(sides):
             found = [row for row in rows if (row["ranks"], row["in_place"], _side(row)) == (ranks, in_place, side)]
-            sizes, colour = [row["size"] for row in found], _COLOURS[place % len(_COLOURS)]
+            sizes, colour = [row["size"] for row in found], COLOURS[place % len(COLOURS)]
             panel.plot(sizes, [row["p50"] for row in found], marker="o", markersize=3, color=colour, label=side)
             lows, highs = ([row[end] for row in found] for end in ("min", "max"))
             panel.fill_between(sizes, lows, highs, color=colour, alpha=0.2, linewidth=0)

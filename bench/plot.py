@@ -10,7 +10,7 @@ from types import ModuleType
 from bench.figures import describing, figure
 from bench.report import Row
 
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # told apart by colour-blind eyes too
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # told apart by colour-blind eyes too
 
 
 def draw(title: str, rows: Sequence[Row], path: Path) -> None:
@@ -31,7 +31,7 @@ def draw(title: str, rows: Sequence[Row], path: Path) -> None:
     lows = [row["p50"] - row.get("min", row["p50"]) for row in rows]
     highs = [row["max"] - row["p50"] for row in rows]
     drawing, axes = pyplot.subplots(figsize=(9, 1.2 + 0.4 * len(rows)), layout="constrained")
-    colours = [_COLOURS[whos.index(row["who"]) % len(_COLOURS)] for row in rows]
+    colours = [COLOURS[whos.index(row["who"]) % len(COLOURS)] for row in rows]
     places = range(len(rows))
     bars = axes.barh(places, medians, xerr=[lows, highs], color=colours, height=0.7, capsize=3, ecolor="#444444")
     axes.bar_label(bars, [f"{median:.4g}" for median in medians], padding=6)

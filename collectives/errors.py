@@ -1,5 +1,9 @@
 """gangline's own errors: what can go wrong between processes. Wrong arguments raise Python's own classes."""
 
+from __future__ import annotations
+
+from collections.abc import Collection
+
 
 class GanglineError(RuntimeError):
     """Something between processes went wrong; the message names the ranks and the call."""
@@ -19,3 +23,8 @@ class ProtocolError(GanglineError):
 
 class MismatchError(GanglineError, ValueError):
     """Processes that must agree do not: on a collective, a size, a dtype, an operation."""
+
+
+def name_ranks(ranks: Collection[int]) -> str:
+    """Ranks in words: "rank 1" or "ranks 0, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

@@ -8,14 +8,14 @@ import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from collectives.errors import DeadNodeError, StallError
+from collectives.errors import DeadNodeError, StallError, name_ranks
 from collectives.place import LOOPBACK, find_place
 from collectives.transports.base import Exchange
 
@@ -212,8 +212,3 @@ def time_limit(timeout: float | None) -> float:
     if not timeout > 0:
         raise ValueError(f"timeout is {timeout!r}; expected seconds above 0, or None")
     return timeout
-
-
-def name_ranks(ranks: Collection[int]) -> str:
-    """Ranks in words: "rank 1" or "ranks 0, 2"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

@@ -14,11 +14,11 @@ from types import TracebackType
 from typing import Any
 
 from collectives import rank_process
-from collectives.errors import DeadNodeError, StallError
+from collectives.errors import DeadNodeError, StallError, name_ranks
 from collectives.family import Family
 from collectives.opening import open_communicator
 from collectives.rank_process import Job, Report
-from collectives.rendezvous import name_ranks, time_limit
+from collectives.rendezvous import time_limit
 
 _GRACE = 2.0
 """Seconds in which it comes out how a rank ended that another one has missed."""

@@ -6,11 +6,11 @@ import logging
 import math
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from collectives.calls import Call
-from collectives.errors import DeadNodeError, GanglineError, MismatchError, StallError
+from collectives.errors import DeadNodeError, GanglineError, MismatchError, StallError, name_ranks
 from collectives.roster import CLOSED, Roster
 
 _log = logging.getLogger("gangline")
@@ -79,7 +79,7 @@ class Watch:
         dead = {rank: why for rank, why in sorted(self._roster.gone.items()) if why != CLOSED or rank in needed}
         if dead:
             reasons = {why: [rank for rank in dead if dead[rank] == why] for why in dead.values()}
-            text = "; ".join(f"{_name(ranks)} {why}" for why, ranks in reasons.items())
+            text = "; ".join(f"{name_ranks(ranks)} {why}" for why, ranks in reasons.items())
             self._raise(DeadNodeError(f"{text} (rank {self._roster.rank} waited in {self._call()})"))
 
     def _check_calls(self, now: float) -> None:
@@ -102,12 +102,12 @@ class Watch:
 
     def _lateness(self, missing: set[int], waited: float) -> str:
         if not self._sequence:
-            whom = f" for {_name(missing)}" if missing else ""
+            whom = f" for {name_ranks(missing)}" if missing else ""
             return f"{self._call()} on rank {self._roster.rank} has waited {waited:.3g} s{whom}"
         came = {rank for rank, (number, _) in list(self._roster.at.items()) if number >= self._sequence}
         came.add(self._roster.rank)
         late = set(range(self._roster.size)) - came
-        who = f"{_name(came)} came, {_name(late)} did not" if late else "all ranks came"
+        who = f"{name_ranks(came)} came, {name_ranks(late)} did not" if late else "all ranks came"
         return f"{self._call()}, call {self._sequence}, has waited {waited:.3g} s: {who}"
 
     def _call(self) -> str:
@@ -129,7 +129,7 @@ def mismatch(calls: Mapping[int, tuple[int, int]]) -> MismatchError:
     for rank, call in sorted(calls.items()):
         groups.setdefault(call, []).append(rank)
     texts = [
-        f"{_name(ranks)}: {_text(code)}{f' as call {sequence}' if numbered else ''}"
+        f"{name_ranks(ranks)}: {_text(code)}{f' as call {sequence}' if numbered else ''}"
         for (sequence, code), ranks in groups.items()
     ]
     return MismatchError(f"ranks are at different calls: {'; '.join(texts)}")
@@ -178,7 +178,3 @@ def _text(code: int) -> str:
         return str(Call.from_code(code))
     except ValueError:
         return f"an unknown call ({code})"
-
-
-def _name(ranks: Collection[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from collectives.errors import DeadNodeError, StallError
+from collectives.errors import DeadNodeError, StallError, name_ranks
 from collectives.place import find_place, from_environment
-from collectives.rendezvous import Job, hosts, name_ranks, time_limit
+from collectives.rendezvous import Job, hosts, time_limit
 from collectives.spawning import Ranks
 from collectives.transports.base import Exchange
 

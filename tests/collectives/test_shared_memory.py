@@ -22,7 +22,8 @@ from collectives.errors import ProtocolError
 from collectives.spawning import Ranks, spawn
 from collectives.transports import remote_memory, segments, shared_memory
 from collectives.transports.base import PIECE, Exchange, Stamp
-from collectives.transports.shared_memory import Registered, SharedMemory
+from collectives.transports.registered import Registered
+from collectives.transports.shared_memory import SharedMemory
 from collectives.work import Work
 from tests.collectives.ranks import BOARD, LARGE, cases, check, combined, expected, open_again, same, values
 
