@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
@@ -64,6 +65,7 @@ class Communicator:
         self._engine = Engine(lines)
         self._messages = PointToPoint(lines, self._engine)
         self._small: dict[tuple[torch.dtype, int, str], SmallAllReduce] = {}
+        self._leave = weakref.finalize(self, self._engine.leave)  # when it is dropped, or the program ends
 
     def all_reduce(
         self, tensor: Tensor, op: str = "sum", out: Tensor | None = None, *, async_op: bool = False
@@ -383,6 +385,7 @@ class Communicator:
 
     def close(self) -> None:
         """Finish what was begun, tell the others, and give everything back; a second call does nothing."""
+        self._leave.detach()
         self._messages.close()
         self._engine.close()
 

@@ -172,6 +172,16 @@ class Engine:
         for transport in (self.lines.transport, self.lines.messages):
             transport.close()
 
+    def leave(self) -> None:
+        """Close what nobody closed; where a call is still under way, say goodbye and no more.
+
+        So what was sent still goes out, and the others do not take this rank for killed.
+        """
+        if self.queue.is_idle() and not self.lock.locked():
+            self.close()
+        else:
+            self.lines.roster.close()
+
     def _disagreement(self, misplaced: MisplacedMessageError, code: int) -> GanglineError:
         """The error for a message of another call: all ranks' calls if said soon, or others' words, or those two."""
         until = time.monotonic() + _GATHER_SECONDS + _TURN_SECONDS * self.lines.rank

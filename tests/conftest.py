@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from collectives import family
 # Ranks import the module of a test to find its functions: by pytest's name for it, and quicker for what they share.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 family.PRELOAD += ("pytest", "hypothesis", "numpy.random")
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has programs in its background ignore Ctrl-C
 
 settings.register_profile("repeatable", max_examples=120, deadline=None, derandomize=True)
 settings.register_profile("explore", max_examples=600, deadline=None)  # what `make test-all` uses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import re
@@ -10,9 +11,9 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -39,6 +40,8 @@ class Actor:
         self._line.connect(path)
         self._due = 0
         self._watch_waits()
+        self._stacks = open(_stacks_of(Path(path), rank), "w")  # noqa: SIM115  open as long as the rank lives
+        faulthandler.register(signal.SIGUSR1, self._stacks)
         self.tell({"rank": rank, "pid": os.getpid(), "holds": _holdings()})
 
     def tell(self, what: Any) -> None:
@@ -105,7 +108,8 @@ class Audience:
 
     def heard(self, rank: int) -> Any:
         """The next thing that a rank tells."""
-        packed = self._lines[rank].recv(1 << 16)
+        with self._in_time(f"rank {rank} told nothing"):
+            packed = self._lines[rank].recv(1 << 16)
         assert packed, f"rank {rank} ended without a further word: {self._last_words()}"
         return json.loads(packed)
 
@@ -133,8 +137,9 @@ class Audience:
             assert time.monotonic() < deadline, f"rank {rank} does not stop"
 
     def wait_for_end(self, rank: int) -> None:
-        ended, _, _ = select.select([self._processes[rank]], [], [], LIMIT)
-        assert ended, f"rank {rank} has not ended"
+        with self._in_time(f"rank {rank} has not ended"):
+            if not select.select([self._processes[rank]], [], [], LIMIT)[0]:
+                raise TimeoutError
 
     def close(self) -> None:
         self._stack.close()
@@ -154,6 +159,25 @@ class Audience:
 
     def _last_words(self) -> str:
         return "see its output"
+
+    @contextmanager
+    def _in_time(self, problem: str) -> Iterator[None]:
+        """Around a wait of up to `LIMIT`: where it ends in vain, say where each rank is."""
+        try:
+            yield
+        except TimeoutError:
+            stacks = "\n".join(f"rank {rank}:\n{self._stack_of(rank)}" for rank in sorted(self._lines))
+            raise AssertionError(f"{problem} within {LIMIT:g} s. {stacks}") from None
+
+    def _stack_of(self, rank: int) -> str:
+        if select.select([self._processes[rank]], [], [], 0)[0]:
+            return "ended\n"
+        file = _stacks_of(Path(self.path), rank)
+        self.signal(rank, signal.SIGUSR1)
+        deadline = time.monotonic() + 5
+        while "(most recent call first)" not in (text := file.read_text()) and time.monotonic() < deadline:
+            select.select([self._processes[rank]], [], [], 0.1)
+        return text
 
     def _know(self, rank: int, pid: int) -> None:
         if rank not in self._processes:
@@ -181,12 +205,17 @@ class Stage(Audience):
 
     def outcomes(self) -> list[Outcome]:
         """How the ranks ended, when all have."""
-        return self._ending.result(LIMIT)
+        with self._in_time("the ranks have not ended"):
+            return self._ending.result(LIMIT)
 
     def _last_words(self) -> str:
         for rank in self._processes:
             self.signal(rank, signal.SIGKILL)
         return "; ".join(str(outcome.error) for outcome in self.outcomes())
+
+
+def _stacks_of(path: Path, rank: int) -> Path:
+    return path.with_name(f"rank-{rank}.stacks")
 
 
 def _holdings() -> list[str]:

@@ -78,6 +78,35 @@ def test_a_rank_that_leaves_does_not_disturb_those_who_do_not_need_it(transport:
         assert [outcome.error for outcome in stage.outcomes()] == [None] * 3
 
 
+def leave_a_group_open(comm: Communicator, path: str) -> None:
+    actor = Actor(comm.rank, path)
+    group = comm.split(0)
+    assert group is not None
+    if comm.rank == 0:
+        group.send(ramp(1 << 19, 0), 1)
+        return
+    actor.hear()  # rank 0 is gone, who closed what he opened but not what he split off
+    came = torch.empty(1 << 19)
+    if comm.rank == 2:
+        group.send(ramp(1 << 19, 2), 1)
+    else:
+        actor.announce_waits()
+        group.recv(came, 2)
+        expect(came, ramp(1 << 19, 2))
+        group.recv(came, 0)
+        expect(came, ramp(1 << 19, 0))
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_a_rank_may_leave_with_a_group_still_open(transport: str) -> None:
+    with Stage(leave_a_group_open, 3, transport=transport) as stage:
+        stage.wait_for_end(0)
+        stage.say(1)
+        assert stage.heard(1) == WAITS
+        stage.say(2)
+        assert [outcome.error for outcome in stage.outcomes()] == [None] * 3
+
+
 def close_at_once(comm: Communicator, path: str, rounds: int) -> None:
     Actor(comm.rank, path)
     for index in range(rounds):
