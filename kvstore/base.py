@@ -73,6 +73,11 @@ class KVStore(abc.ABC):
         """Return when every worker has come here."""
         self._check_open()
 
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Give bytes to every worker, and get what each gave, in rank order; all workers call it."""
+        self._check_open()
+        return [data]
+
     def dead_nodes(self) -> list[str]:
         """Which workers and servers are known to be dead."""
         return []
