@@ -13,8 +13,9 @@ import zmq
 
 from collectives.calls import Call
 from collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
+from collectives.processes import state_of, this_process
 from collectives.transports.base import Exchange
-from collectives.transports.pairs import Line, Pairs, state_of, this_process
+from collectives.transports.pairs import Line, Pairs
 
 CLOSED = "closed its communicator"
 """Why a rank is gone that said goodbye: an error only for those who still need it."""

@@ -9,7 +9,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import msgpack
 import zmq
@@ -218,29 +217,6 @@ def check_address(host: str) -> None:
             f"address {host} can be reached from other machines, and without a job key anybody there could read and "
             "change what the ranks send; on a network that you trust, set GANGLINE_INSECURE=1 in every process"
         )
-
-
-def this_process() -> list[str | int]:
-    """What tells this process from all others: its host's boot, its namespace of process ids, its id, its start."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return [f"{boot} {os.readlink('/proc/self/ns/pid')}", os.getpid(), _state_and_start(os.getpid())[1]]
-
-
-def state_of(process: list[str | int]) -> str:
-    """The letter that the kernel has for a process's state ("T": stopped), "" if it is dead, "?" if unknown here."""
-    place, pid, start = process
-    if place != this_process()[0]:
-        return "?"
-    try:
-        state, started = _state_and_start(int(pid))
-    except OSError:
-        return ""
-    return state if started == start and state not in "ZX" else ""
-
-
-def _state_and_start(pid: int) -> tuple[str, int]:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return fields[0], int(fields[19])
 
 
 def _read_card(rank: int, packed: bytes) -> tuple[bytes, dict[int, tuple[str, bytes]]]:

@@ -79,14 +79,14 @@ def share(rank: int, nbytes: int, exchange: Exchange) -> list[Segment]:
     Raises:
         OSError: on all ranks alike, when one could not open another's memory.
     """
-    descriptor, own, token = _create(nbytes)
+    offer = Offer(nbytes)
     try:
-        cards = [_CARD.unpack(card) for card in exchange(_CARD.pack(os.getpid(), descriptor, nbytes, token))]
+        cards = exchange(offer.card)
         segments: list[Segment] = []
         problem = ""
         try:
-            for other, (process, number, size, theirs) in enumerate(cards):
-                segments.append(own if other == rank else _attach(process, number, size, theirs))
+            for other, card in enumerate(cards):
+                segments.append(offer.segment if other == rank else open_offered(card))
         except OSError as error:
             problem = f"rank {rank} cannot open the memory of rank {len(segments)}: {error}"
         problems = [said.decode() for said in exchange(problem.encode()) if said]
@@ -94,7 +94,41 @@ def share(rank: int, nbytes: int, exchange: Exchange) -> list[Segment]:
             raise OSError(problems[0])
         return segments
     finally:
-        os.close(descriptor)
+        offer.close()
+
+
+class Offer:
+    """A new segment of this process, and the card by which others of this host open it until `close`.
+
+    Memory that nobody touches is not taken: a segment may be larger than what is used of it.
+
+    Raises:
+        OSError: the system gives no such memory.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._descriptor, self.segment, token = _create(nbytes)
+        self.card = _CARD.pack(os.getpid(), self._descriptor, nbytes, token)
+
+    def close(self) -> None:
+        """Let nobody else open the segment; who has, keeps it. Again: nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def open_offered(card: bytes) -> Segment:
+    """Map a segment that another process of this host offers, to be read only.
+
+    Raises:
+        OSError: it is no card, it cannot be opened, can still shrink (its maker's truncation would kill us), or is not
+            the one meant.
+    """
+    try:
+        process, number, nbytes, token = _CARD.unpack(card)
+    except struct.error as error:
+        raise OSError(f"{card[:80]!r} is no card of shared memory") from error
+    return _attach(process, number, nbytes, token)
 
 
 def _create(nbytes: int) -> tuple[int, Segment, bytes]:
@@ -112,13 +146,8 @@ def _create(nbytes: int) -> tuple[int, Segment, bytes]:
 
 
 def _attach(process: int, number: int, nbytes: int, token: bytes) -> Segment:
-    """Map another rank's segment, to be read only.
-
-    Raises:
-        OSError: it cannot be opened, can still shrink (a peer's truncation would kill us), or is not the one meant.
-    """
     path = f"/proc/{process}/fd/{number}"
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would have us wait
     try:
         if not fcntl.fcntl(descriptor, _F_GET_SEALS) & _F_SEAL_SHRINK:
             raise OSError(f"{path} can still shrink")
