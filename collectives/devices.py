@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from collectives.links import LinkMatrix, matrix_table, nvml_handle, read_links
+
 
 @dataclass(frozen=True)
 class Device:
@@ -27,11 +29,21 @@ class Device:
     """The other GPUs, each with the nearest link to it."""
 
 
+@dataclass(frozen=True)
+class GPU(Device):
+    """A row for a GPU, with what is known of its place in the machine."""
+
+    peers_gb_per_s: dict[str, float] | None = None
+    """The other GPUs, each with the estimated GB/s of that link each way."""
+    numa_node: int | None = None
+
+
 def devices(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the devices to train on, with their memory and links."""
-    rows = device_table()
+    links = read_links()
+    rows = device_table(links)
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return
@@ -41,18 +53,18 @@ def devices(
     table = Table("context", "name", "memory free", "memory total", "capability", "display", "peer links")
     for row in rows:
         display = "" if row.display is None else "yes" if row.display else "no"
-        links = ", ".join(f"{peer} {link}" for peer, link in (row.peers or {}).items())
+        peers = ", ".join(f"{peer} {link}" for peer, link in (row.peers or {}).items())
         free, total = f"{row.memory_free / 2**30:.1f} GiB", f"{row.memory_total / 2**30:.1f} GiB"
-        table.add_row(row.context, row.name, free, total, row.compute_capability or "", display, links)
+        table.add_row(row.context, row.name, free, total, row.compute_capability or "", display, peers)
     Console().print(table)
+    if len(links) > 1:
+        print(f"\n{matrix_table(links)}")
 
 
-def device_table() -> list[Device]:
-    """The host, then every GPU that torch sees, in torch's order."""
-    import torch
-
-    gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
-    return [_host(), *gpus]
+def device_table(links: LinkMatrix | None = None) -> list[Device]:
+    """The host, then every GPU that torch sees, in torch's order; the links between them are read unless given."""
+    matrix = read_links() if links is None else links
+    return [_host(), *(_gpu(matrix, index) for index in range(len(matrix)))]
 
 
 def _host() -> Device:
@@ -67,33 +79,23 @@ def _host() -> Device:
     return Device("cpu(0)", f"{name}, {os.cpu_count()} cores", free, total)
 
 
-def _gpu(index: int) -> Device:
+def _gpu(links: LinkMatrix, index: int) -> GPU:
     import torch
 
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
-    handle = _nvml_handle(index)
-    return Device(
+    peers = {f"gpu({peer})": links.links[index][peer] for peer in range(len(links)) if peer != index}
+    return GPU(
         f"gpu({index})",
         properties.name,
         free,
         total,
         f"{properties.major}.{properties.minor}",
-        _display(handle),
-        {f"gpu({peer})": _link(handle, index, peer) for peer in range(torch.cuda.device_count()) if peer != index},
+        _display(nvml_handle(index)),
+        {peer: str(link) for peer, link in peers.items()},
+        {peer: link.gb_per_s for peer, link in peers.items()},
+        links.numa_nodes[index],
     )
-
-
-def _nvml_handle(index: int) -> Any:
-    """NVML's handle of torch's GPU, found by UUID, for NVML numbers all GPUs of the machine; None without NVML."""
-    import pynvml
-    import torch
-
-    try:
-        pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
-    except pynvml.NVMLError:
-        return None
 
 
 def _display(handle: Any) -> bool | None:
@@ -103,40 +105,3 @@ def _display(handle: Any) -> bool | None:
         return None if handle is None else bool(pynvml.nvmlDeviceGetDisplayMode(handle))
     except pynvml.NVMLError:
         return None
-
-
-def _link(handle: Any, index: int, peer: int) -> str:
-    """NVLink with its lanes, or how far the PCIe path goes."""
-    import pynvml
-    import torch
-
-    other = _nvml_handle(peer)
-    if handle is None or other is None:
-        return "P2P" if torch.cuda.can_device_access_peer(index, peer) else "host"
-    lanes = sum(_leads_to(handle, lane, other) for lane in range(pynvml.NVML_NVLINK_MAX_LINKS))
-    if lanes:
-        return f"NV{lanes}"
-    try:
-        level = pynvml.nvmlDeviceGetTopologyCommonAncestor(handle, other)
-    except pynvml.NVMLError:
-        return "unknown"
-    return _PCIE.get(level, "unknown")
-
-
-def _leads_to(handle: Any, lane: int, other: Any) -> bool:
-    """Whether an active NVLink lane ends at the other GPU, or at a switch, which reaches every GPU."""
-    import pynvml
-
-    try:
-        if not pynvml.nvmlDeviceGetNvLinkState(handle, lane):
-            return False
-        if pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, lane) == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
-            return True
-        remote = pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, lane)
-        return bool(remote.busId == pynvml.nvmlDeviceGetPciInfo(other).busId)
-    except pynvml.NVMLError:  # no such lane
-        return False
-
-
-# NVML's topology levels, in the words of `nvidia-smi topo`.
-_PCIE = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}

@@ -1,0 +1,267 @@
+"""The links between the GPUs of this machine: a matrix, read through NVML, and the table that shows it.
+
+A link's bandwidth is an estimate from what the hardware says of itself: NVLinks times their speed, or the PCIe
+generation and width of the slower GPU times a share that falls with the length of the path (a rule of thumb: its
+order is relied upon, its value is not). It counts one way; all these links carry as much the other way meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+
+class Kind(IntEnum):
+    """How two GPUs are joined, from near to far; PCIe in the words of `nvidia-smi topo`."""
+
+    SAME = 0
+    NVLINK = 1
+    NVSWITCH = 2
+    BOARD = 3
+    PIX = 4
+    PXB = 5
+    PHB = 6
+    NODE = 7
+    SYS = 8
+    PEER = 9
+    HOST = 10
+    UNKNOWN = 11
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What joins two GPUs."""
+
+    kind: Kind
+    gb_per_s: float
+    """Estimated GB/s (1e9 bytes) each way; infinite from a GPU to itself."""
+    lanes: int = 0
+    """NVLinks: between these two alone, or to the switch, where a GPU's links serve all its peers."""
+
+    def __str__(self) -> str:
+        return f"NV{self.lanes}" if self.lanes else _SHORT[self.kind]
+
+
+SELF = Link(Kind.SAME, math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMatrix:
+    """The link between each two GPUs: ``links[a][b]``, the same as ``links[b][a]``, with `SELF` where a is b.
+
+    Raises:
+        ValueError: the parts are not of one length, or the links not symmetric.
+    """
+
+    gpus: tuple[int, ...] = ()
+    """As torch numbers them. A GPU may stand here twice, with `SELF` between the two."""
+    links: tuple[tuple[Link, ...], ...] = ()
+    numa_nodes: tuple[int | None, ...] = ()
+    """The node of the host's memory that each GPU is near; None where it is not known."""
+
+    def __post_init__(self) -> None:
+        size = len(self.gpus)
+        if not size == len(self.links) == len(self.numa_nodes) or any(len(row) != size for row in self.links):
+            raise ValueError(
+                f"a matrix for {size} GPUs has {len(self.numa_nodes)} NUMA nodes and rows of "
+                f"{[len(row) for row in self.links]} links; expected {size} of each"
+            )
+        for a, row in enumerate(self.links):
+            for b, link in enumerate(row):
+                if link != self.links[b][a]:
+                    raise ValueError(f"links[{a}][{b}] is {link}, links[{b}][{a}] {self.links[b][a]}; expected one")
+                if (link.kind is Kind.SAME) != (self.gpus[a] == self.gpus[b]):
+                    raise ValueError(f"links[{a}][{b}] is {link} from gpu({self.gpus[a]}) to gpu({self.gpus[b]})")
+
+    def __len__(self) -> int:
+        return len(self.gpus)
+
+    def select(self, places: Sequence[int]) -> LinkMatrix:
+        """The matrix of the GPUs at these places, in this order; the same place may come twice."""
+        return LinkMatrix(
+            tuple(self.gpus[place] for place in places),
+            tuple(tuple(self.links[a][b] for b in places) for a in places),
+            tuple(self.numa_nodes[place] for place in places),
+        )
+
+
+def nvlink(lanes: int, lane_gb_per_s: float = 25.0, *, switched: bool = False) -> Link:
+    """So many NVLinks, straight from one to the other or through a switch; by default of NVLink 2 to 4."""
+    return Link(Kind.NVSWITCH if switched else Kind.NVLINK, lanes * lane_gb_per_s, lanes)
+
+
+def pcie(kind: Kind, generation: int, width: int) -> Link:
+    """A path over PCIe between GPUs of which the slower has this generation (from 1) and width (in PCIe lanes)."""
+    lane = _PCIE_LANE[min(max(generation, 1), len(_PCIE_LANE)) - 1]
+    return Link(kind, round(lane * width * _PCIE_SHARE[kind], 1))
+
+
+def read_links() -> LinkMatrix:
+    """The links between all GPUs that torch sees; empty where there are none.
+
+    Where NVML knows nothing of two GPUs, the link says only whether torch has one read the other's memory.
+    """
+    import torch
+
+    size = torch.cuda.device_count()
+    handles = [nvml_handle(index) for index in range(size)]
+    if size and None not in handles:
+        import pynvml
+
+        return links_by_nvml(pynvml, handles)
+    rows = [[_link_by_torch(a, b) for b in range(size)] for a in range(size)]
+    rows = [[max(rows[a][b], rows[b][a], key=lambda link: link.kind) for b in range(size)] for a in range(size)]
+    return LinkMatrix(tuple(range(size)), tuple(map(tuple, rows)), (None,) * size)
+
+
+def nvml_handle(index: int) -> Any:
+    """NVML's handle of torch's GPU, found by UUID, for NVML numbers all GPUs of the machine; None without NVML."""
+    import pynvml
+    import torch
+
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+    except pynvml.NVMLError:
+        return None
+
+
+def links_by_nvml(nvml: Any, handles: Sequence[Any]) -> LinkMatrix:
+    """What NVML (the module pynvml) says of the GPUs with these handles; what it does not know is left out."""
+    addresses = [nvml.nvmlDeviceGetPciInfo(handle).busId for handle in handles]
+    remotes = [_remotes(nvml, handle) for handle in handles]
+    speeds = [_lane_speed(nvml, handle) for handle in handles]
+    buses = [_bus(nvml, handle) for handle in handles]
+
+    def link(a: int, b: int) -> Link:
+        if a == b:
+            return SELF
+        if lanes := min(remotes[a][addresses[b]], remotes[b][addresses[a]]):
+            return nvlink(lanes, min(speeds[a], speeds[b]))
+        if lanes := min(remotes[a][_SWITCH], remotes[b][_SWITCH]):
+            return nvlink(lanes, min(speeds[a], speeds[b]), switched=True)
+        try:
+            kind = _LEVELS.get(nvml.nvmlDeviceGetTopologyCommonAncestor(handles[a], handles[b]), Kind.UNKNOWN)
+        except nvml.NVMLError:
+            kind = Kind.UNKNOWN
+        return min((pcie(kind, *buses[place]) for place in (a, b)), key=lambda path: path.gb_per_s)
+
+    half = {(a, b): link(a, b) for b in range(len(handles)) for a in range(b + 1)}
+    return LinkMatrix(
+        tuple(range(len(handles))),
+        tuple(tuple(half[min(a, b), max(a, b)] for b in range(len(handles))) for a in range(len(handles))),
+        tuple(_numa_node(nvml, handle) for handle in handles),
+    )
+
+
+def matrix_table(matrix: LinkMatrix) -> str:
+    """The matrix as `nvidia-smi topo -m` lays it out, with what its words mean; "" below two GPUs."""
+    if len(matrix) < 2:
+        return ""
+    names = [f"gpu({gpu})" for gpu in matrix.gpus]
+    nodes = ["" if node is None else str(node) for node in matrix.numa_nodes]
+    lines = [["", *names, "NUMA node"]]
+    lines += [[name, *map(str, row), node] for name, row, node in zip(names, matrix.links, nodes, strict=True)]
+    widths = [max(map(len, column)) + 2 for column in zip(*lines, strict=True)]
+    text = ["".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    links = sorted({link for row in matrix.links for link in row}, key=lambda link: (link.kind, -link.lanes))
+    width = max(len(str(link)) for link in links)
+    return "\n".join([*text, "", *(f"  {link!s:<{width}}  {_meaning(link)}" for link in links)])
+
+
+def _meaning(link: Link) -> str:
+    words = _MEANING[link.kind].format(lanes=f"{link.lanes} NVLink{'s' if link.lanes > 1 else ''}")
+    return words if math.isinf(link.gb_per_s) else f"{words}, about {link.gb_per_s:.0f} GB/s each way"
+
+
+def _remotes(nvml: Any, handle: Any) -> Counter[str]:
+    """How many active NVLinks lead to each PCI address, or to a switch."""
+    found: Counter[str] = Counter()
+    for lane in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            if not nvml.nvmlDeviceGetNvLinkState(handle, lane):
+                continue
+            if nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, lane) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+                found[_SWITCH] += 1
+            else:
+                found[nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, lane).busId] += 1
+        except nvml.NVMLError:  # no such lane
+            continue
+    return found
+
+
+def _lane_speed(nvml: Any, handle: Any) -> float:
+    """GB/s of an NVLink each way."""
+    try:
+        (field,) = nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
+    except nvml.NVMLError:
+        return 25.0
+    known = field.nvmlReturn == nvml.NVML_SUCCESS and field.value.uiVal > 0
+    return field.value.uiVal / 1000 if known else 25.0
+
+
+def _bus(nvml: Any, handle: Any) -> tuple[int, int]:
+    """PCIe generation and width as the GPU and its slot allow; idle GPUs run at less."""
+    try:
+        return nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle), nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
+    except nvml.NVMLError:
+        return 3, 16
+
+
+def _numa_node(nvml: Any, handle: Any) -> int | None:
+    try:
+        (nodes,) = nvml.nvmlDeviceGetMemoryAffinity(handle, 1, nvml.NVML_AFFINITY_SCOPE_NODE)
+    except nvml.NVMLError:
+        return None
+    return nodes.bit_length() - 1 if nodes.bit_count() == 1 else None
+
+
+def _link_by_torch(a: int, b: int) -> Link:
+    import torch
+
+    if a == b:
+        return SELF
+    return pcie(Kind.PEER if torch.cuda.can_device_access_peer(a, b) else Kind.HOST, 3, 16)
+
+
+_SWITCH = "switch"
+_LEVELS = {0: Kind.BOARD, 10: Kind.PIX, 20: Kind.PXB, 30: Kind.PHB, 40: Kind.NODE, 50: Kind.SYS}
+"""NVML's topology levels."""
+_PCIE_LANE = (0.25, 0.5, 0.985, 1.97, 3.94, 7.56)
+"""GB/s of a PCIe lane each way, from generation 1."""
+_PCIE_SHARE = {
+    Kind.BOARD: 0.85,
+    Kind.PIX: 0.8,
+    Kind.PXB: 0.75,
+    Kind.PHB: 0.7,
+    Kind.NODE: 0.65,
+    Kind.SYS: 0.5,
+    Kind.PEER: 0.5,
+    Kind.HOST: 0.3,
+    Kind.UNKNOWN: 0.3,
+}
+_SHORT = {kind: kind.name for kind in Kind} | {
+    Kind.SAME: "X",
+    Kind.BOARD: "same board",
+    Kind.PEER: "P2P",
+    Kind.HOST: "host",
+    Kind.UNKNOWN: "unknown",
+}
+_MEANING = {
+    Kind.SAME: "the GPU itself",
+    Kind.NVLINK: "{lanes} between the two",
+    Kind.NVSWITCH: "{lanes} of each to a switch",
+    Kind.BOARD: "PCIe on one board",
+    Kind.PIX: "PCIe through one switch",
+    Kind.PXB: "PCIe through several switches",
+    Kind.PHB: "PCIe through a host bridge",
+    Kind.NODE: "PCIe through host bridges of one NUMA node",
+    Kind.SYS: "PCIe and the link between CPU sockets",
+    Kind.PEER: "one reads the other's memory; NVML does not say how",
+    Kind.HOST: "through the host's memory",
+    Kind.UNKNOWN: "NVML does not say",
+}

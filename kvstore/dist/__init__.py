@@ -1,0 +1,1 @@
+"""The parameter server: a scheduler, servers, and the store that a worker sees (`dist_*`)."""

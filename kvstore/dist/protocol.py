@@ -1,0 +1,401 @@
+"""Every message of the parameter server, as data: what is in it, how it is packed, what is refused on arrival.
+
+A message is a header frame (msgpack: ``[VERSION, kind, *fields]``) and, where tensors travel by socket, a data frame
+for each entry.
+What arrives is checked field by field before anything is allocated for it; nothing in it is ever unpickled or run.
+docs/protocol.md describes it for clients in other languages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeVar
+
+import msgpack
+
+from collectives.errors import ProtocolError
+
+VERSION = 1
+MAX_HEADER = 4 << 20
+"""Bytes of a header frame at most."""
+MAX_PART = 1 << 35
+"""Bytes of one part of a key at most, whole-tensor keys included."""
+MAX_RANKS = 1 << 16
+MAX_EXCHANGED = 64 << 20
+"""Bytes that a worker may give to one exchange."""
+
+Kind = type["Message"]
+_M = TypeVar("_M", bound="Message")
+_kinds: dict[int, Kind] = {}
+
+# What a field may hold, by the name of its annotation.
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "Rank": lambda v: _is_int(v) and -1 <= v < MAX_RANKS,
+    "Count": lambda v: _is_int(v) and 0 <= v < 1 << 62,
+    "Word": lambda v: isinstance(v, str) and len(v) <= 4096,
+    "Text": lambda v: isinstance(v, str) and len(v) <= 1 << 20,
+    "Blob": lambda v: isinstance(v, bytes) and len(v) <= MAX_EXCHANGED,
+    "Flag": lambda v: isinstance(v, bool),
+    "Number": lambda v: isinstance(v, (int, float)) and not isinstance(v, bool),
+    "MaybeNumber": lambda v: v is None or (isinstance(v, (int, float)) and not isinstance(v, bool)),
+    "Words": lambda v: isinstance(v, list) and len(v) <= MAX_RANKS and all(isinstance(w, str) for w in v),
+    "Blobs": lambda v: isinstance(v, list) and len(v) <= MAX_RANKS and all(isinstance(b, bytes) for b in v),
+    "Process": lambda v: isinstance(v, list) and [type(one) for one in v] == [str, int, int],
+    "Sequences": lambda v: isinstance(v, list) and all(_is_int(one) and 0 <= one < 1 << 62 for one in v),
+    "Place": lambda v: v is None or (isinstance(v, list) and len(v) == 2 and all(_is_int(n) and n >= 0 for n in v)),
+    "Entries": lambda v: isinstance(v, list) and all(_is_entry(one) for one in v),
+    "Defined": lambda v: isinstance(v, list) and all(_is_definition(one) for one in v),
+}
+Rank = Count = int
+Word = Text = str
+Blob = bytes
+Flag = bool
+Number = float
+MaybeNumber = float | None
+Words = list[str]
+Blobs = list[bytes]
+Process = list[str | int]
+Sequences = list[int]
+Place = list[int] | None
+"""Where data lie in the sender's shared memory, entry behind entry, each begun at a multiple of 64 bytes: offset and
+bytes. None: they are in the data frames."""
+Entries = list[list[Any]]
+"""``[part, round, kind, bytes]`` each; kinds are DENSE, ROWS and CODED."""
+Defined = list[list[Any]]
+"""``[part, dtype, shape, width of a row, key as msgpack, begin in the key]`` each, all in elements."""
+
+
+class Message:
+    """A message; subclasses are its kinds."""
+
+    kind: ClassVar[int]
+
+
+def message(kind: int) -> Callable[[type[_M]], type[_M]]:
+    """Class decorator: a dataclass is the message of this number."""
+
+    def decorate(cls: type[_M]) -> type[_M]:
+        cls.kind = kind
+        _kinds[kind] = cls
+        return cls
+
+    return decorate
+
+
+def pack(one: Message) -> bytes:
+    """A message as its header frame."""
+    return bytes(msgpack.packb([VERSION, one.kind, *(getattr(one, field.name) for field in fields(one))]))  # type: ignore[arg-type]
+
+
+def unpack(frame: bytes | memoryview) -> Message:
+    """The message of a header frame.
+
+    Raises:
+        ProtocolError: it is none; the text says what is wrong with it.
+    """
+    if len(frame) > MAX_HEADER + MAX_EXCHANGED:
+        raise ProtocolError(f"a header of {len(frame)} bytes came; expected at most {MAX_HEADER}")
+    try:
+        items = msgpack.unpackb(frame, strict_map_key=True, max_ext_len=0)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"a header came that is no msgpack: {error}") from None
+    if not isinstance(items, list) or len(items) < 2:
+        raise ProtocolError("a header came that is no list of version, kind and fields")
+    version, kind, *values = items
+    if version != VERSION:
+        raise ProtocolError(f"a message of protocol version {version!r} came; expected {VERSION}")
+    cls = _kinds.get(kind) if _is_int(kind) else None
+    if cls is None:
+        raise ProtocolError(f"a message of unknown kind {kind!r} came")
+    expected = fields(cls)  # type: ignore[arg-type]
+    if len(values) != len(expected):
+        raise ProtocolError(f"{cls.__name__} came with {len(values)} fields; expected {len(expected)}")
+    for field, value in zip(expected, values, strict=True):
+        if not _CHECKS[str(field.type)](value):
+            raise ProtocolError(f"{cls.__name__} came with {field.name}={_shown(value)}; expected a {field.type}")
+    return cls(*values)
+
+
+# To and from the scheduler
+
+
+@message(1)
+@dataclass(frozen=True)
+class Join(Message):
+    """A process asks to take part; its ZeroMQ identity is its incarnation."""
+
+    role: Word
+    rank: Rank
+    """The rank it wants; -1: any."""
+    process: Process
+    address: Word
+    """Where a server is to be reached; "" for workers."""
+
+
+@message(2)
+@dataclass(frozen=True)
+class Joined(Message):
+    """All are here."""
+
+    rank: Rank
+    view: Count
+    workers: Count
+    servers: Words
+    """Their addresses in rank order."""
+    heartbeat: Number
+    """Seconds between two signs of life that the scheduler expects."""
+    limit: Number
+
+
+@message(3)
+@dataclass(frozen=True)
+class Refused(Message):
+    """What was asked for cannot be."""
+
+    text: Text
+
+
+@message(4)
+@dataclass(frozen=True)
+class Beat(Message):
+    """A sign of life, either way."""
+
+
+@message(5)
+@dataclass(frozen=True)
+class Gone(Message):
+    """A process is dead, or has left by itself (``why`` is empty)."""
+
+    role: Word
+    rank: Rank
+    why: Text
+
+
+@message(6)
+@dataclass(frozen=True)
+class Meet(Message):
+    """A worker's bytes for the exchange of this number; a barrier is one without bytes."""
+
+    number: Count
+    data: Blob
+
+
+@message(7)
+@dataclass(frozen=True)
+class Met(Message):
+    """All have come to the exchange: what each gave; joined workers gave nothing."""
+
+    number: Count
+    data: Blobs
+
+
+@message(8)
+@dataclass(frozen=True)
+class Rest(Message):
+    """A worker takes no further part until all say so."""
+
+    data: Blob
+
+
+@message(9)
+@dataclass(frozen=True)
+class Rested(Message):
+    """All workers rest: who came last, and what each gave."""
+
+    last: Rank
+    number: Count
+    """Of the exchange that comes next."""
+    data: Blobs
+
+
+@message(10)
+@dataclass(frozen=True)
+class Leave(Message):
+    """Goodbye."""
+
+
+@message(11)
+@dataclass(frozen=True)
+class Over(Message):
+    """The answer to a goodbye; to servers: all workers have left."""
+
+
+# Between workers and servers
+
+
+@message(20)
+@dataclass(frozen=True)
+class Hello(Message):
+    """A worker's first message to a server, on every connection."""
+
+    rank: Rank
+    view: Count
+    memory: Blob
+    """The card of its shared memory; empty: it has none."""
+
+
+@message(21)
+@dataclass(frozen=True)
+class Welcome(Message):
+    """The server's answer."""
+
+    shared: Flag
+    """Whether the server could open the worker's memory."""
+    memory: Blob
+    """The card of the server's; empty: it has none."""
+
+
+@message(22)
+@dataclass(frozen=True)
+class Define(Message):
+    """Parts of keys with their first values, from rank 0."""
+
+    sequence: Count
+    parts: Defined
+    place: Place
+
+
+@message(23)
+@dataclass(frozen=True)
+class Push(Message):
+    """A worker's contributions to rounds of parts."""
+
+    sequence: Count
+    entries: Entries
+    weight: MaybeNumber
+    learning_rate: MaybeNumber
+    """Rank 0's from this round on."""
+    wants: Flag
+    """Whether the answer is the values of those rounds: `Values` in place of `Ack`."""
+    place: Place
+
+
+@message(24)
+@dataclass(frozen=True)
+class Pull(Message):
+    """Parts that a worker wants, each when its round is closed."""
+
+    sequence: Count
+    entries: Entries
+    has_rows: Flag
+    """Whether the data are row numbers, and only those rows are wanted."""
+    place: Place
+
+
+@message(25)
+@dataclass(frozen=True)
+class Ack(Message):
+    """What came with these numbers is in the server's hands."""
+
+    sequences: Sequences
+
+
+@message(26)
+@dataclass(frozen=True)
+class Free(Message):
+    """The memory of these may be written again."""
+
+    sequences: Sequences
+
+
+@message(27)
+@dataclass(frozen=True)
+class Values(Message):
+    """Values of parts, in the data frames or in the server's shared memory (then to be answered by `Done`)."""
+
+    sequence: Count
+    entries: Entries
+    """For values in shared memory the fourth is their offset."""
+    is_shared: Flag
+
+
+@message(28)
+@dataclass(frozen=True)
+class Done(Message):
+    """The worker has read these values from the server's memory."""
+
+    sequences: Sequences
+
+
+@message(29)
+@dataclass(frozen=True)
+class Failed(Message):
+    """What was asked with this number went wrong."""
+
+    sequence: Count
+    error: Word
+    """A class of collectives.errors, or ValueError, KeyError, TypeError, RuntimeError."""
+    text: Text
+
+
+@message(30)
+@dataclass(frozen=True)
+class Command(Message):
+    """Something for all parts of a server: "optimizer", "compression", "state", "load", "assign", "rest"."""
+
+    sequence: Count
+    name: Word
+    payload: Blob
+    place: Place
+
+
+@message(31)
+@dataclass(frozen=True)
+class Answer(Message):
+    """What a command gives."""
+
+    sequence: Count
+    payload: Blob
+
+
+# What entries hold
+
+DENSE, ROWS, CODED = 0, 1, 2
+"""Kinds of data: elements; row numbers (int64) then rows; a codec's payload."""
+
+DTYPES = (
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "bool",
+)
+
+
+def _is_entry(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 4
+        and all(_is_int(one) and one >= 0 for one in value)
+        and value[2] in (DENSE, ROWS, CODED)
+        and value[3] <= MAX_PART
+    )
+
+
+def _is_definition(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and [type(one) for one in value] == [int, str, list, int, bytes, int]
+        and value[0] >= 0
+        and value[1] in DTYPES
+        and all(_is_int(axis) and axis >= 0 for axis in value[2])
+        and math.prod(value[2]) <= MAX_PART
+        and value[3] > 0
+        and value[5] >= 0
+    )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

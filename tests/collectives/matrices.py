@@ -1,0 +1,170 @@
+"""Link matrices of machines: as `nvidia-smi topo -m` prints them, and as NVML tells them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from collectives.links import SELF, Kind, Link, LinkMatrix, nvlink, pcie
+
+
+def matrix(rows: str, nodes: Sequence[int | None] = (), *, switched: bool = False, generation: int = 3) -> LinkMatrix:
+    """The matrix of these rows, without their heads."""
+    words = [row.split() for row in rows.strip().splitlines()]
+
+    def link(word: str) -> Link:
+        if word == "X":
+            return SELF
+        lanes = word.removeprefix("NV")
+        return nvlink(int(lanes), switched=switched) if lanes != word else pcie(Kind[word], generation, 16)
+
+    links = tuple(tuple(map(link, row)) for row in words)
+    return LinkMatrix(tuple(range(len(words))), links, tuple(nodes) or (None,) * len(words))
+
+
+def full(size: int, word: str, *, switched: bool = False) -> LinkMatrix:
+    """The same link between any two."""
+    rows = [" ".join("X" if a == b else word for b in range(size)) for a in range(size)]
+    return matrix("\n".join(rows), switched=switched)
+
+
+CUBE_MESH = matrix(  # DGX-1 with 8 V100, EC2's p3.16xlarge: 6 NVLinks a GPU, two fully joined quads
+    """
+    X   NV1 NV1 NV2 NV2 SYS SYS SYS
+    NV1 X   NV2 NV1 SYS NV2 SYS SYS
+    NV1 NV2 X   NV2 SYS SYS NV1 SYS
+    NV2 NV1 NV2 X   SYS SYS SYS NV1
+    NV2 SYS SYS SYS X   NV1 NV1 NV2
+    SYS NV2 SYS SYS NV1 X   NV2 NV1
+    SYS SYS NV1 SYS NV1 NV2 X   NV2
+    SYS SYS SYS NV1 NV2 NV1 NV2 X
+    """,
+    (0, 0, 0, 0, 1, 1, 1, 1),
+)
+PASCAL_CUBE_MESH = matrix(  # DGX-1 with 8 P100: 4 NVLinks a GPU
+    """
+    X   NV1 NV1 NV1 NV1 SYS SYS SYS
+    NV1 X   NV1 NV1 SYS NV1 SYS SYS
+    NV1 NV1 X   NV1 SYS SYS NV1 SYS
+    NV1 NV1 NV1 X   SYS SYS SYS NV1
+    NV1 SYS SYS SYS X   NV1 NV1 NV1
+    SYS NV1 SYS SYS NV1 X   NV1 NV1
+    SYS SYS NV1 SYS NV1 NV1 X   NV1
+    SYS SYS SYS NV1 NV1 NV1 NV1 X
+    """,
+    (0, 0, 0, 0, 1, 1, 1, 1),
+)
+SWITCHED = full(8, "NV18", switched=True)  # 8 H100 on NVSwitch
+TWO_ROOTS = matrix(  # 4 GPUs, the first and the third on one socket
+    """
+    X   SYS PHB SYS
+    SYS X   SYS PHB
+    PHB SYS X   SYS
+    SYS PHB SYS X
+    """,
+    (0, 1, 0, 1),
+)
+BRIDGE = matrix("X NV4 \n NV4 X", (0, 0))  # 2 A40 with a bridge
+BRIDGED_PAIRS = matrix(  # 4 A6000, each two with a bridge
+    """
+    X   NODE NV4 NODE
+    NODE X   NODE NV4
+    NV4 NODE X   NODE
+    NODE NV4 NODE X
+    """
+)
+SWITCHES_OF_FOUR = matrix(  # 8 GPUs, two PCIe switches a socket
+    """
+    X   PIX PXB PXB SYS SYS SYS SYS
+    PIX X   PXB PXB SYS SYS SYS SYS
+    PXB PXB X   PIX SYS SYS SYS SYS
+    PXB PXB PIX X   SYS SYS SYS SYS
+    SYS SYS SYS SYS X   PIX PXB PXB
+    SYS SYS SYS SYS PIX X   PXB PXB
+    SYS SYS SYS SYS PXB PXB X   PIX
+    SYS SYS SYS SYS PXB PXB PIX X
+    """
+)
+ONE = full(1, "")
+NONE = LinkMatrix()
+TWICE = BRIDGE.select([0, 1, 0])
+MACHINES = {
+    "cube mesh": CUBE_MESH,
+    "Pascal cube mesh": PASCAL_CUBE_MESH,
+    "NVSwitch": SWITCHED,
+    "two roots": TWO_ROOTS,
+    "bridge": BRIDGE,
+    "bridged pairs": BRIDGED_PAIRS,
+    "two switches a socket": SWITCHES_OF_FOUR,
+    "all NVLink": full(4, "NV4"),
+    "one": ONE,
+    "none": NONE,
+    "the same twice": TWICE,
+    "only the same": ONE.select([0, 0, 0]),
+    "16 on NVSwitch": full(16, "NV6", switched=True),
+    "two switches a socket, mixed": SWITCHES_OF_FOUR.select([0, 4, 2, 6, 1, 5, 3, 7]),
+}
+
+
+class NVMLError(Exception):
+    """As pynvml's."""
+
+
+class RecordedNVML:
+    """Answers of NVML on a machine, in pynvml's words; a handle is a GPU's number.
+
+    Args:
+        lanes: for each GPU the far end of each of its NVLinks: a GPU, "switch", "cpu", or None for one that is down.
+        levels: NVML's topology level between each two.
+        speed: of an NVLink in MB/s; 0 where the driver does not tell.
+        nodes: for each GPU the bits of the NUMA nodes that it is near.
+    """
+
+    NVML_NVLINK_MAX_LINKS = 18
+    NVML_NVLINK_DEVICE_TYPE_SWITCH = 2
+    NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON = 90
+    NVML_AFFINITY_SCOPE_NODE = 0
+    NVML_SUCCESS = 0
+    NVMLError = NVMLError
+
+    def __init__(
+        self,
+        lanes: Sequence[Sequence[int | str | None]],
+        levels: Sequence[Sequence[int]],
+        speed: int,
+        nodes: Sequence[int],
+    ) -> None:
+        self.lanes, self.levels, self.speed, self.nodes = lanes, levels, speed, nodes
+
+    def nvmlDeviceGetPciInfo(self, gpu: int) -> Any:  # noqa: N802
+        return SimpleNamespace(busId=f"00000000:{gpu + 6:02X}:00.0")
+
+    def nvmlDeviceGetNvLinkState(self, gpu: int, lane: int) -> int:  # noqa: N802
+        if lane >= len(self.lanes[gpu]):
+            raise NVMLError("Invalid Argument")
+        return int(self.lanes[gpu][lane] is not None)
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, gpu: int, lane: int) -> int:  # noqa: N802
+        return {"cpu": 1, "switch": 2}.get(str(self.lanes[gpu][lane]), 0)
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, gpu: int, lane: int) -> Any:  # noqa: N802
+        far = self.lanes[gpu][lane]
+        return SimpleNamespace(busId="00000004:04:00.0") if far == "cpu" else self.nvmlDeviceGetPciInfo(int(far or 0))
+
+    def nvmlDeviceGetFieldValues(self, gpu: int, fields: list[int]) -> Any:  # noqa: N802
+        assert fields == [self.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON]
+        return [SimpleNamespace(nvmlReturn=0 if self.speed else 3, value=SimpleNamespace(uiVal=self.speed))]
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, gpu: int, other: int) -> int:  # noqa: N802
+        return self.levels[gpu][other]
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, gpu: int) -> int:  # noqa: N802
+        return 3
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, gpu: int) -> int:  # noqa: N802
+        return 16 if gpu else 8
+
+    def nvmlDeviceGetMemoryAffinity(self, gpu: int, size: int, scope: int) -> list[int]:  # noqa: N802
+        assert (size, scope) == (1, self.NVML_AFFINITY_SCOPE_NODE)
+        return [self.nodes[gpu]]

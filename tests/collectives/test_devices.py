@@ -1,0 +1,219 @@
+"""The link matrix: read from recorded answers of NVML, checked, and shown by `gangline devices`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from collectives.devices import device_table, devices
+from collectives.links import SELF, Kind, LinkMatrix, links_by_nvml, matrix_table, nvlink, pcie, read_links
+from tests.collectives.matrices import (
+    BRIDGE,
+    CUBE_MESH,
+    NONE,
+    ONE,
+    SWITCHED,
+    TWO_ROOTS,
+    NVMLError,
+    RecordedNVML,
+)
+
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="what is shown where there is no GPU; here is one")
+SYS, PHB = 50, 30
+
+
+def lanes_of(machine: LinkMatrix) -> list[list[int | str | None]]:
+    return [[peer for peer, link in enumerate(row) for _ in range(link.lanes)] for row in machine.links]
+
+
+def levels(size: int, level: int) -> list[list[int]]:
+    return [[0 if a == b else level for b in range(size)] for a in range(size)]
+
+
+class TestNVML:
+    def test_nvlinks_between_pairs_are_counted_and_the_rest_goes_over_pcie(self) -> None:
+        nvml = RecordedNVML(lanes_of(CUBE_MESH), levels(8, SYS), 25_000, [1] * 4 + [2] * 4)
+        found = links_by_nvml(nvml, range(8))
+        narrow = pcie(Kind.SYS, 3, 8)  # GPU 0's slot is
+        assert found.links[0][5] == found.links[7][0] == narrow
+        assert found.links[0][4] == CUBE_MESH.links[0][4] == nvlink(2)
+        assert found.links[1:4] == tuple(
+            tuple(narrow if link.kind is Kind.SYS and not peer else link for peer, link in enumerate(row))
+            for row in CUBE_MESH.links[1:4]
+        )
+        assert found.numa_nodes == (0, 0, 0, 0, 1, 1, 1, 1)
+
+    def test_nvlinks_to_a_switch_serve_all_peers(self) -> None:
+        nvml = RecordedNVML([["switch"] * 18] * 8, levels(8, SYS), 25_000, [0] * 8)
+        assert links_by_nvml(nvml, range(8)) == SWITCHED
+
+    def test_a_lane_that_is_down_does_not_count_from_either_end(self) -> None:
+        nvml = RecordedNVML([[1, 1, None, 1], [0, 0, None, None]], levels(2, PHB), 14_062, [1, 1])
+        assert links_by_nvml(nvml, range(2)).links[0][1] == nvlink(2, 14.062)
+
+    def test_nvlinks_to_the_cpu_join_no_gpus(self) -> None:
+        nvml = RecordedNVML([["cpu"] * 3, ["cpu"] * 3], levels(2, SYS), 25_000, [1, 2])
+        assert links_by_nvml(nvml, range(2)).links[0][1].kind is Kind.SYS
+
+    @pytest.mark.parametrize(
+        ("level", "kind"),
+        [
+            (0, Kind.BOARD),
+            (10, Kind.PIX),
+            (20, Kind.PXB),
+            (30, Kind.PHB),
+            (40, Kind.NODE),
+            (50, Kind.SYS),
+            (60, Kind.UNKNOWN),
+        ],
+    )
+    def test_each_level_has_its_kind(self, level: int, kind: Kind) -> None:
+        nvml = RecordedNVML([[], [], []], levels(3, level), 0, [0] * 3)
+        assert links_by_nvml(nvml, range(3)).links[1][2] == pcie(kind, 3, 16)
+
+    def test_an_unknown_speed_is_that_of_nvlink_2_to_4(self) -> None:
+        nvml = RecordedNVML(lanes_of(BRIDGE), levels(2, PHB), 0, [1, 1])
+        assert links_by_nvml(nvml, range(2)) == BRIDGE
+
+    @pytest.mark.parametrize(("nodes", "expected"), [(0b1000, 3), (0b11, None), (0, None)])
+    def test_a_numa_node_is_known_where_it_is_the_only_one(self, nodes: int, expected: int | None) -> None:
+        assert links_by_nvml(RecordedNVML([[]], levels(1, SYS), 0, [nodes]), [0]).numa_nodes == (expected,)
+
+    def test_what_a_driver_does_not_answer_is_left_out(self) -> None:
+        class Old(RecordedNVML):
+            def refuse(self, *arguments: object) -> None:
+                raise NVMLError("Not Supported")
+
+            nvmlDeviceGetFieldValues = nvmlDeviceGetTopologyCommonAncestor = refuse  # noqa: N815
+            nvmlDeviceGetMaxPcieLinkGeneration = nvmlDeviceGetMemoryAffinity = refuse  # noqa: N815
+
+        found = links_by_nvml(Old([[1], [0], []], levels(3, PHB), 25_000, [1] * 3), range(3))
+        assert found.links[0][1] == nvlink(1)
+        assert found.links[1][2] == pcie(Kind.UNKNOWN, 3, 16)
+        assert found.numa_nodes == (None, None, None)
+
+    @WITHOUT_GPU
+    def test_without_a_gpu_the_matrix_is_empty(self) -> None:
+        assert read_links() == NONE
+        assert len(read_links()) == 0
+
+
+class TestMatrix:
+    def test_nearer_is_faster_over_pcie(self) -> None:
+        paths = [pcie(kind, 4, 16) for kind in (Kind.PIX, Kind.PXB, Kind.PHB, Kind.NODE, Kind.SYS)]
+        assert sorted(paths, key=lambda link: -link.gb_per_s) == paths
+        assert len({link.gb_per_s for link in paths}) == 5
+
+    @pytest.mark.parametrize(("generation", "ratio"), [(3, 1), (4, 2), (5, 4), (6, 7.7)])
+    def test_a_generation_doubles(self, generation: int, ratio: float) -> None:
+        assert pcie(Kind.PIX, generation, 16).gb_per_s == pytest.approx(12.6 * ratio, rel=0.01)
+
+    def test_a_generation_to_come_counts_as_the_last_known(self) -> None:
+        assert pcie(Kind.PIX, 9, 16) == pcie(Kind.PIX, 6, 16)
+
+    def test_select_takes_places_in_order_and_more_than_once(self) -> None:
+        found = TWO_ROOTS.select([3, 1, 3])
+        assert found.gpus == (3, 1, 3)
+        assert found.numa_nodes == (1, 1, 1)
+        assert found.links[0] == (SELF, TWO_ROOTS.links[3][1], SELF)
+
+    def test_one_way_links_are_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"links\[0\]\[1\] is NV1, links\[1\]\[0\] NV2; expected one"):
+            LinkMatrix((0, 1), ((SELF, nvlink(1)), (nvlink(2), SELF)), (None, None))
+
+    def test_missing_parts_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="2 GPUs has 1 NUMA nodes"):
+            replace(BRIDGE, numa_nodes=(0,))
+
+    def test_a_link_to_itself_is_only_from_a_gpu_to_itself(self) -> None:
+        with pytest.raises(ValueError, match=r"links\[0\]\[1\] is NV4 from gpu\(0\) to gpu\(0\)"):
+            replace(BRIDGE, gpus=(0, 0))
+
+
+class TestShown:
+    def test_as_rows_and_columns_with_what_the_words_mean(self) -> None:
+        assert matrix_table(CUBE_MESH.select([0, 1, 4, 5])).splitlines() == [
+            "        gpu(0)  gpu(1)  gpu(4)  gpu(5)  NUMA node",
+            "gpu(0)  X       NV1     NV2     SYS     0",
+            "gpu(1)  NV1     X       SYS     NV2     0",
+            "gpu(4)  NV2     SYS     X       NV1     1",
+            "gpu(5)  SYS     NV2     NV1     X       1",
+            "",
+            "  X    the GPU itself",
+            "  NV2  2 NVLinks between the two, about 50 GB/s each way",
+            "  NV1  1 NVLink between the two, about 25 GB/s each way",
+            "  SYS  PCIe and the link between CPU sockets, about 8 GB/s each way",
+        ]
+
+    def test_a_switch_is_told_from_a_bridge(self) -> None:
+        assert "  NV18  18 NVLinks of each to a switch, about 450 GB/s each way" in matrix_table(SWITCHED)
+
+    def test_words_of_all_lengths_stand_in_columns(self) -> None:
+        nvml = RecordedNVML([[], []], levels(2, 0), 0, [0, 0])
+        lines = matrix_table(links_by_nvml(nvml, range(2))).splitlines()
+        assert lines[:2] == ["        gpu(0)      gpu(1)      NUMA node", "gpu(0)  X           same board"]
+        assert lines[4:] == [
+            "  X           the GPU itself",
+            "  same board  PCIe on one board, about 7 GB/s each way",
+        ]
+
+    @pytest.mark.parametrize("machine", [NONE, ONE])
+    def test_one_gpu_has_nothing_to_show(self, machine: LinkMatrix) -> None:
+        assert matrix_table(machine) == ""
+
+    @pytest.fixture
+    def _two_gpus_unknown_to_nvml(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As torch speaks of them; no machine has such GPUs, so that NVML does not find them."""
+        properties = SimpleNamespace(name="Recorded", major=8, minor=6, uuid="0-1-2-3-4")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (index << 30, 8 << 30))
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one < other)
+
+    @pytest.mark.usefixtures("_two_gpus_unknown_to_nvml")
+    def test_below_the_table_and_in_json(self, capsys: pytest.CaptureFixture[str]) -> None:
+        devices()
+        assert capsys.readouterr().out.endswith(
+            "\n\n"
+            "        gpu(0)  gpu(1)  NUMA node\n"
+            "gpu(0)  X       host\n"
+            "gpu(1)  host    X\n"
+            "\n"
+            "  X     the GPU itself\n"
+            "  host  through the host's memory, about 5 GB/s each way\n"
+        )
+        devices(as_json=True)
+        _, first, second = json.loads(capsys.readouterr().out)
+        assert (first["context"], first["peers"], first["numa_node"]) == ("gpu(0)", {"gpu(1)": "host"}, None)
+        assert second["peers_gb_per_s"] == {"gpu(0)": 4.7}
+        assert second["memory_free"] == 1 << 30
+
+    @pytest.mark.usefixtures("_two_gpus_unknown_to_nvml")
+    def test_a_link_that_nvml_does_not_know_is_as_good_as_its_worse_direction(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert read_links().links[0][1].kind is Kind.HOST
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
+        assert read_links().links[0][1].kind is Kind.PEER
+
+    @WITHOUT_GPU
+    def test_without_a_gpu_only_the_host_is_shown(self, capsys: pytest.CaptureFixture[str]) -> None:
+        (host,) = device_table()
+        assert host.context == "cpu(0)"
+        devices()
+        assert capsys.readouterr().out.splitlines()[-1].startswith("└")
+        devices(as_json=True)
+        (row,) = json.loads(capsys.readouterr().out)
+        assert list(row) == [
+            "context",
+            "name",
+            "memory_free",
+            "memory_total",
+            "compute_capability",
+            "display",
+            "peers",
+        ]
