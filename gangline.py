@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         num_gpus,
         split_batch,
     )
-    from kvstore import KVStore
+    from kvstore import KVStore, Trainer
     from models import Checkpoint, Module, ProgressBar, Speedometer, module_checkpoint
 
 _HOMES = {
@@ -43,7 +43,7 @@ _HOMES = {
         "num_gpus",
         "split_batch",
     ),
-    "kvstore": ("KVStore",),
+    "kvstore": ("KVStore", "Trainer"),
     "models": ("Checkpoint", "Module", "ProgressBar", "Speedometer", "module_checkpoint"),
 }
 
@@ -60,6 +60,7 @@ __all__ = [
     "ProtocolError",
     "Speedometer",
     "StallError",
+    "Trainer",
     "Work",
     "contexts",
     "cpu",
@@ -100,6 +101,7 @@ def main() -> None:
 
     from bench.command import bench
     from collectives.devices import devices
+    from kvstore.launch.command import launch
     from models.train import train
 
     app = typer.Typer(
@@ -110,6 +112,7 @@ def main() -> None:
     )
     for command in (train, devices):
         app.command()(command)
+    app.command(context_settings={"allow_interspersed_args": False})(launch)  # from CMD on all options are its own
     app.add_typer(bench, name="bench")
     try:
         app()

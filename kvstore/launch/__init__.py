@@ -1,0 +1,1 @@
+"""Starting the processes of a job: `gangline launch`, a file a launcher."""

@@ -1,0 +1,446 @@
+"""`gangline launch` with real processes: what it says of them, its exit code, and that it leaves none of them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(60)
+ROOT = Path(__file__).parents[2]
+PYTHON = (sys.executable, "-S", "-E", "-c")
+_MARK = "GANGLINE_TEST_JOB"
+
+
+class Launch:
+    """A launcher in a process of its own; whatever descends from it carries a mark by which it is found."""
+
+    def __init__(self, command: Sequence[str], **options: object) -> None:
+        self.mark = uuid.uuid4().hex
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+        environment = {**os.environ, _MARK: self.mark}
+        self.process = subprocess.Popen(command, env=environment, **pipes)
+        self._heard = b""
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self.running():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def running(self) -> set[int]:
+        """The launcher and all that descends from it, as far as it runs."""
+        found = set()
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if f"{_MARK}={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.add(int(entry.name))
+        return found
+
+    def hear(self, *expected: str) -> str:
+        """Standard output until it holds each of these texts."""
+        while not all(text.encode() in self._heard for text in expected):
+            data = os.read(self.process.stdout.fileno(), 1 << 16)
+            assert data, f"the launcher ended with {self._heard!r} and {self.process.stderr.read()!r}"
+            self._heard += data
+        return self._heard.decode()
+
+    def end(self) -> tuple[int, list[str], list[str]]:
+        """Exit code and lines of standard output and standard error; nothing must be left then."""
+        out, errors = self.process.communicate(timeout=30)
+        assert self.running() == set()
+        return self.process.returncode, (self._heard + (out or b"")).decode().splitlines(), errors.decode().splitlines()
+
+
+def launch(*arguments: str, **options: object) -> Launch:
+    return Launch([sys.executable, "-m", "gangline", "launch", *arguments], cwd=ROOT, **options)
+
+
+def workers(code: str, count: int = 2, **options: object) -> Launch:
+    """Workers alone that run ``code`` with their rank as ``rank``."""
+    head = "import os, signal, sys, time; rank = int(os.environ['RANK'])\n"
+    return launch("-n", str(count), "-s", "0", "--", *PYTHON, head + code, **options)
+
+
+def job(processes: dict[str, str], servers: float = 20, stop: float = 20, **options: object) -> Launch:
+    """Stand-ins for scheduler, servers and workers, each a shell command, and what patience to have with them."""
+    code = (
+        "import json, sys\n"
+        "from kvstore.launch.environment import Process\n"
+        "from kvstore.launch.local import run\n"
+        "from kvstore.launch.supervisor import Patience\n"
+        "processes, servers, stop = json.loads(sys.argv[1])\n"
+        "labels = [(label.partition(' '), command) for label, command in processes.items()]\n"
+        "table = [Process(role, int(rank) if rank else None, ('sh', '-c', command), {})\n"
+        "         for (role, _, rank), command in labels]\n"
+        "sys.exit(run(table, Patience(servers, stop)))\n"
+    )
+    return Launch([sys.executable, "-c", code, json.dumps([processes, servers, stop])], cwd=ROOT, **options)
+
+
+READY = "print('ready', flush=True)\nwhile True: signal.pause()\n"
+DAEMON = (
+    "if os.fork() == 0:\n"
+    "    os.setsid()\n"
+    "    if os.fork() == 0:\n"
+    "        print('daemon', flush=True); signal.pause()\n"
+    "    os._exit(0)\n"
+)
+
+
+# What the processes get
+
+
+def test_every_worker_finds_its_place() -> None:
+    code = "import json; print(json.dumps(dict(os.environ)))"
+    with workers(code) as run:
+        code_, out, errors = run.end()
+    assert (code_, errors, len(out)) == (0, [], 2)
+    found = [json.loads(line.partition("] ")[2]) for line in sorted(out)]
+    for rank, own in enumerate(found):
+        assert {name: own[name] for name in ("DMLC_ROLE", "DMLC_WORKER_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE")} == {
+            "DMLC_ROLE": "worker",
+            "DMLC_WORKER_ID": str(rank),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+        }
+        assert (own["DMLC_PS_ROOT_PORT"], own["MASTER_PORT"]) == (
+            found[0]["DMLC_PS_ROOT_PORT"],
+            found[0]["MASTER_PORT"],
+        )
+    assert found[0]["DMLC_PS_ROOT_PORT"] != found[0]["MASTER_PORT"]
+
+
+def test_workers_join_by_connect_without_arguments() -> None:
+    code = (
+        "import collectives, torch\n"
+        "with collectives.connect() as comm:\n"
+        "    print(comm.rank, comm.all_reduce(torch.arange(3) * 10 + comm.rank).tolist(), torch.get_num_threads())\n"
+    )
+    with launch("-n", "2", "-s", "0", "--", sys.executable, "-c", code) as run:
+        code_, out, errors = run.end()
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert sorted(out) == [f"[worker {rank}] {rank} [1, 21, 41] {threads}" for rank in range(2)], errors
+    assert code_ == 0
+
+
+def test_standard_input_is_empty() -> None:
+    with launch("-n", "1", "-s", "0", "--", "cat", stdin=None) as run:
+        assert run.end() == (0, [], [])
+
+
+# Output
+
+
+def test_lines_of_all_processes_come_out_whole_and_in_order() -> None:
+    code = (
+        "for i in range(1000):\n"
+        "    for word in (f'{i} ', 'x' * (i % 90), '\\n'): os.write(1, word.encode())\n"
+        "    if i % 10 == 0: os.write(2, b'%d\\n' % i)\n"
+    )
+    with workers(code, 3) as run:
+        code_, out, errors = run.end()
+    assert code_ == 0
+    for lines, expected in ((out, [f"{i} {'x' * (i % 90)}" for i in range(1000)]), (errors, range(0, 1000, 10))):
+        for rank in range(3):
+            head = f"[worker {rank}] "
+            assert [line.removeprefix(head) for line in lines if line.startswith(head)] == [*map(str, expected)]
+        assert len(lines) == 3 * len(expected)
+
+
+def test_what_is_printed_shows_before_the_line_and_the_process_end() -> None:
+    code = "sys.stdout.write('no newline'); signal.pause()"  # not even flushed: by PYTHONUNBUFFERED
+    with launch("-n", "1", "-s", "0", "--", sys.executable, "-c", f"import signal, sys; {code}") as run:
+        run.hear("[worker 0] no newline")
+        run.process.terminate()
+        assert run.end()[:2] == (143, ["[worker 0] no newline"])
+
+
+# Failures
+
+
+def test_the_first_failure_is_named_after_its_last_words_and_the_others_are_stopped() -> None:
+    code = (
+        "import fcntl\n"
+        "if rank == 1:\n"
+        "    fcntl.fcntl(2, fcntl.F_SETPIPE_SZ, 1 << 20)\n"  # so that all of it is in the pipe when the worker ends
+        "    print(os.getpid(), flush=True); os.write(2, b'alas\\n' * 100_000); sys.exit(3)\n"
+    )
+    with workers(code + READY, 3) as run:
+        code_, out, errors = run.end()
+    (pid,) = (line.split()[-1] for line in out if line.startswith("[worker 1]"))
+    assert code_ == 3
+    assert errors == [
+        *["[worker 1] alas"] * 100_000,
+        f"gangline: worker 1 (pid {pid}) left with exit code 3; stopping what still runs",
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_worker_killed_by_a_signal_gives_128_and_its_number(number: signal.Signals) -> None:
+    with workers(f"if rank == 0: os.kill(os.getpid(), {number})\n" + READY) as run:
+        code, _, errors = run.end()
+    assert code == 128 + number
+    assert re.fullmatch(rf"gangline: worker 0 \(pid \d+\) was killed by {number.name}; .*", errors[0]), errors
+
+
+def test_a_command_that_cannot_be_run_gives_the_codes_of_a_shell(tmp_path: Path) -> None:
+    for command, code, reason in ((tmp_path / "none", 127, "No such file"), (tmp_path, 126, "Permission denied")):
+        with launch("-n", "2", "-s", "0", "--", str(command)) as run:
+            code_, _, errors = run.end()
+        assert code_ == code
+        assert errors[0].startswith(f"gangline: worker 0 cannot be started: '{command}': {reason}")
+        assert len(errors) == 1
+
+
+def test_who_ignores_sigterm_is_killed_when_the_patience_is_over(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    stubborn = f"trap '' TERM; echo > {fifo}; while :; do sleep 100; done"
+    with job({"worker 0": stubborn, "worker 1": f"read x < {fifo}; exit 5"}, stop=0.3) as run:
+        code, _, errors = run.end()
+    assert code == 5
+    assert re.match(r"gangline: worker 1 \(pid \d+\) left with exit code 5", errors[0])
+    assert re.fullmatch(r"gangline: worker 0 \(pid \d+\) did not end within 0.3 s of SIGTERM: killed", errors[1])
+
+
+# Servers and scheduler
+
+
+def test_servers_have_time_to_end_by_themselves_after_the_last_worker(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    until_worker_left = f"cat {fifo}; sleep 0.2; echo ended"
+    with job({"scheduler": "exit 0", "server 0": until_worker_left, "worker 0": f"exec 3> {fifo}"}) as run:
+        assert run.end() == (0, ["[server 0] ended"], [])
+
+
+def test_servers_that_stay_are_named_and_stopped_and_the_job_went_well() -> None:
+    with job({"scheduler": "exit 0", "server 0": "exec sleep 100", "worker 0": "exit 0"}, servers=0.3) as run:
+        code, _, errors = run.end()
+    assert code == 0
+    assert re.fullmatch(
+        r"gangline: all workers ended well, but server 0 \(pid \d+\) did not end within 0.3 s after them; .*", errors[0]
+    )
+
+
+@pytest.mark.parametrize("worker", ["exit 0", "exec sleep 100"])
+def test_a_server_that_fails_is_a_failure_of_the_job(worker: str) -> None:
+    with job({"scheduler": "exec sleep 100", "server 0": "sleep 0.1; exit 7", "worker 0": worker}) as run:
+        code, _, errors = run.end()
+    assert code == 7
+    assert re.match(r"gangline: server 0 \(pid \d+\) left with exit code 7", errors[0])
+
+
+# Nothing is left
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_launcher_ends_everything(number: signal.Signals) -> None:
+    with workers(DAEMON + READY) as run:
+        run.hear("[worker 0] ready", "[worker 1] ready", "[worker 0] daemon", "[worker 1] daemon")
+        assert len(run.running()) == 6
+        run.process.send_signal(number)
+        code, _, errors = run.end()
+    assert code == 128 + number
+    assert errors == [f"gangline: {number.name}; stopping what still runs"]
+
+
+def test_ctrl_c_on_a_terminal_ends_everything() -> None:
+    ours, theirs = pty.openpty()
+
+    def lead_session() -> None:
+        os.setsid()
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+    with workers(READY, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=lead_session) as run:
+        os.close(theirs)
+        heard = b""
+        while heard.count(b"ready") < 2:
+            heard += os.read(ours, 1 << 16)
+        os.write(ours, b"\x03")
+        assert run.process.wait(30) == 130
+        assert run.running() == set()
+    os.close(ours)
+
+
+def test_a_second_signal_kills_at_once() -> None:
+    stubborn = (
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); print('ready', flush=True)\n"
+        "signal.sigwait([signal.SIGTERM]); print('later', flush=True); signal.pause()\n"
+    )
+    with workers(stubborn) as run:
+        run.hear("[worker 0] ready", "[worker 1] ready")
+        run.process.send_signal(signal.SIGINT)
+        run.hear("[worker 0] later", "[worker 1] later")
+        run.process.send_signal(signal.SIGINT)
+        code, _, errors = run.end()
+    assert code == 130
+    assert errors == ["gangline: SIGINT; stopping what still runs"]  # and nothing of a patience that was over
+
+
+def test_a_killed_launcher_leaves_nothing() -> None:
+    _kill_and_see_all_end(lambda run: run.process.pid)
+
+
+def test_a_killed_supervisor_leaves_nothing_and_is_named() -> None:
+    def supervisor(run: Launch) -> int:
+        task = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children")
+        (pid,) = task.read_text().split()
+        return int(pid)
+
+    code, errors = _kill_and_see_all_end(supervisor)
+    assert code == 137
+    assert errors == ["gangline: the launcher's supervisor was killed by signal 9: all is stopped"]
+
+
+def _kill_and_see_all_end(victim: Callable[[Launch], int]) -> tuple[int, list[str]]:
+    with workers(DAEMON + READY) as run:
+        run.hear("[worker 0] ready", "[worker 1] ready", "[worker 0] daemon", "[worker 1] daemon")
+        all_of_them = [os.pidfd_open(pid) for pid in run.running()]
+        assert len(all_of_them) == 6
+        os.kill(victim(run), signal.SIGKILL)
+        until = time.monotonic() + 20
+        for fd in all_of_them:
+            assert select.select([fd], [], [], max(0.0, until - time.monotonic()))[0], "a process did not end"
+            os.close(fd)
+        code, _, errors = run.end()
+        return code, errors
+
+
+def test_what_a_worker_left_behind_is_ended_when_all_went_well() -> None:
+    with workers(DAEMON + "sys.exit(0)") as run:
+        code, _, errors = run.end()
+    assert (code, errors) == (0, [])
+
+
+def test_when_nobody_reads_its_output_any_more_the_job_ends() -> None:
+    with workers("while True: print('more', flush=True)") as run:
+        run.hear("more")
+        run.process.stdout.close()
+        run.process.stdout = None
+        code, _, errors = run.end()
+    assert code == 128 + signal.SIGPIPE
+    assert errors[0] == "gangline: output cannot be written: Broken pipe; stopping what still runs"
+
+
+def test_a_reader_that_does_not_read_holds_nobody_up() -> None:
+    with job({"worker 0": "exec yes"}, stop=0.2) as run:
+        pipe = run.process.stdout.fileno()
+        run.hear("y")
+        _wait_until_full(pipe)
+        run.process.terminate()
+        assert run.process.wait(30) == 143
+        assert run.running() == set()
+
+
+def _wait_until_full(pipe: int) -> None:
+    """Wait until a pipe holds as much as it can, to the page."""
+    capacity = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
+    until = time.monotonic() + 20
+    waiting = bytearray(4)
+    while int.from_bytes(waiting, sys.byteorder) <= capacity - 2 * select.PIPE_BUF:
+        assert time.monotonic() < until
+        fcntl.ioctl(pipe, termios.FIONREAD, waiting)
+
+
+def test_under_nohup_a_hangup_is_ignored() -> None:
+    def ignore() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    with workers(READY, preexec_fn=ignore) as run:
+        run.hear("[worker 0] ready", "[worker 1] ready")
+        run.process.send_signal(signal.SIGHUP)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end()[0] == 143
+
+
+# The command
+
+
+def test_dry_run_prints_lines_for_a_shell_and_runs_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "a file"
+    command = ["sh", "-c", f"echo \"$RANK of $WORLD_SIZE, $TEXT, $GANGLINE_WORK_LOAD_LIST\" >> '{file}'"]
+    environment = {**os.environ, "TEXT": 'it\'s "this" $HOME'}
+    arguments = ["-n", "2", "--env", "TEXT", "--work-load-list", "3,0.5", "--dry-run", *command]
+    done = subprocess.run(
+        [sys.executable, "-m", "gangline", "launch", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4
+    assert all(f"-m kvstore.dist.{role}" in line for role, line in zip(("scheduler", "server"), lines, strict=False))
+    assert not file.exists()
+    for line in lines[2:]:
+        subprocess.run(line, shell=True, check=True)
+    assert file.read_text().splitlines() == [f'{rank} of 2, it\'s "this" $HOME, 3,0.5' for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-n", "2"], "CMD"),
+        (["--", "true"], "-n"),
+        (["-n", "0", "--", "true"], "--num-workers"),
+        (["-n", "2", "-s", "-1", "--", "true"], "--num-servers"),
+        (["-n", "two", "--", "true"], "--num-workers"),
+        (["-n", "2", "--nosuch", "--", "true"], "--nosuch"),
+        (["-n", "2", "--launcher", "yarn", "--", "true"], "'yarn' is unknown; expected one of local"),
+        (["-n", "2", "--gpus", "0,x", "--", "true"], "--gpus is '0,x'; expected numbers such as 0,2"),
+        (["-n", "2", "--gpus", "", "--", "true"], "--gpus is ''"),
+        (["-n", "2", "--work-load-list", "3,1,1", "--", "true"], "has 3 entries for 2 workers"),
+        (["-n", "2", "--work-load-list", "3,x", "--", "true"], "'3,x'; expected numbers such as 3,1"),
+        (["-n", "2", "--work-load-list", "3,-1", "--", "true"], "work_load_list[1] is -1"),
+        (["-n", "2", "--work-load-list", "3,nan", "--", "true"], "work_load_list[1] is nan"),
+        (["-n", "2", "--work-load-list", "0,0", "--", "true"], "at least one load above 0"),
+        (["-n", "2", "--env", "NOT_SET_HERE", "--", "true"], "NOT_SET_HERE is not set here"),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_says_what_is_wrong(arguments: list[str], words: str) -> None:
+    import typer
+    from typer.testing import CliRunner
+
+    from kvstore.launch.command import launch as command
+
+    app = typer.Typer()
+    app.command(context_settings={"allow_interspersed_args": False})(command)
+    done = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, arguments)
+    assert done.exit_code == 2
+    assert words in " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.output).split())
+
+
+def test_the_launcher_needs_no_torch() -> None:
+    code = "import sys, kvstore.launch.command, kvstore.launch.local; print({'torch', 'numpy', 'zmq'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_options_after_the_command_are_its_own() -> None:
+    with launch("-n", "1", "-s", "0", "echo", "--gpus", "x", "--", "-n") as run:
+        assert run.end() == (0, ["[worker 0] --gpus x -- -n"], [])

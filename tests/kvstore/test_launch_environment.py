@@ -1,0 +1,126 @@
+"""Which processes a job has, and what each finds in its environment; nothing is started here."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import pytest
+
+from kvstore.launch.environment import Job, Process, free_ports, process_table
+
+
+def table(launchers: dict[str, str] | None = None, cores: int = 8, **job: object) -> list[Process]:
+    asked = Job(**{"command": ("train",), "workers": 2, "servers": 1, **job})
+    return process_table(asked, launchers or {}, root_port=9100, master_port=9200, cores=cores)
+
+
+def values(processes: list[Process], name: str) -> list[str | None]:
+    return [process.environment.get(name) for process in processes if process.role == "worker"]
+
+
+def test_a_job_is_a_scheduler_its_servers_and_its_workers() -> None:
+    processes = table(workers=3, servers=2)
+    assert [process.label for process in processes] == [
+        *("scheduler", "server 0", "server 1"),
+        *("worker 0", "worker 1", "worker 2"),
+    ]
+    assert [process.command for process in processes[:2]] == [
+        (sys.executable, "-m", "kvstore.dist.scheduler"),
+        (sys.executable, "-m", "kvstore.dist.server"),
+    ]
+    assert {process.command for process in processes[3:]} == {("train",)}
+    for process in processes:
+        found = {name: value for name, value in process.environment.items() if name.startswith("DMLC_")}
+        assert found.pop("DMLC_ROLE") == process.role
+        assert found.pop("DMLC_WORKER_ID", None) == (str(process.rank) if process.role == "worker" else None)
+        assert found == {
+            "DMLC_PS_ROOT_URI": "127.0.0.1",
+            "DMLC_PS_ROOT_PORT": "9100",
+            "DMLC_NUM_WORKER": "3",
+            "DMLC_NUM_SERVER": "2",
+        }
+
+
+def test_without_servers_there_is_no_scheduler() -> None:
+    assert [process.label for process in table(servers=0)] == ["worker 0", "worker 1"]
+
+
+def test_workers_have_torchruns_variables_and_servers_do_not() -> None:
+    scheduler, server, *workers = table()
+    for rank, worker in enumerate(workers):
+        expected = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "9200",
+        }
+        assert expected.items() <= worker.environment.items()
+        assert not expected.keys() & (scheduler.environment.keys() | server.environment.keys())
+
+
+@pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, "4"), (8, 3, "2"), (2, 4, "1")])
+def test_workers_share_the_cores(cores: int, workers: int, threads: str) -> None:
+    assert values(table(cores=cores, workers=workers), "OMP_NUM_THREADS") == [threads] * workers
+
+
+def test_what_the_user_has_set_stays() -> None:
+    mine = {"OMP_NUM_THREADS": "5", "PYTHONUNBUFFERED": "x", "PATH": "/bin"}
+    for process in table(mine)[2:]:
+        assert mine.items() <= process.full_environment(mine).items()
+    assert table()[0].environment["PYTHONUNBUFFERED"] == "1"
+
+
+def test_an_agent_of_torchrun_above_is_not_the_workers() -> None:
+    outer = {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "7", "HOME": "/root"}
+    process = table(outer)[-1]
+    inner = process.full_environment(outer)
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in inner
+    assert (inner["RANK"], inner["HOME"]) == ("1", "/root")
+    assert process.shell_line().startswith("env -u TORCHELASTIC_USE_AGENT_STORE ")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workers", "dealt"),
+    [
+        ((0, 2), 2, ["0", "2"]),
+        ((0, 2), 3, ["0", "2", "0"]),
+        ((0, 1, 2), 2, ["0,2", "1"]),
+        ((1,), 2, ["1", "1"]),
+        ((), 2, [None, None]),
+    ],
+)
+def test_gpus_are_dealt_out_in_turn(gpus: tuple[int, ...], workers: int, dealt: list[str | None]) -> None:
+    processes = table(gpus=gpus, workers=workers)
+    assert values(processes, "CUDA_VISIBLE_DEVICES") == dealt
+    assert "CUDA_VISIBLE_DEVICES" not in processes[1].environment
+
+
+def test_gpus_are_numbered_within_those_that_the_launcher_may_see() -> None:
+    assert values(table({"CUDA_VISIBLE_DEVICES": "4,5,GPU-77"}, gpus=(0, 2)), "CUDA_VISIBLE_DEVICES") == ["4", "GPU-77"]
+    with pytest.raises(ValueError, match=r"GPU 2 is not there: CUDA_VISIBLE_DEVICES is '4,5', so the GPUs are 0, 1"):
+        table({"CUDA_VISIBLE_DEVICES": "4,5"}, gpus=(0, 2))
+
+
+def test_loads_are_for_workers_and_read_back_as_they_were() -> None:
+    processes = table(work_load_list=(3, 0.1))
+    assert values(processes, "GANGLINE_WORK_LOAD_LIST") == ["3,0.1"] * 2
+    assert "GANGLINE_WORK_LOAD_LIST" not in processes[1].environment
+    assert values(table(), "GANGLINE_WORK_LOAD_LIST") == [None] * 2
+
+
+def test_a_variable_to_pass_on_is_named_for_every_process() -> None:
+    for process in table({"TOKEN": "a b"}, passed_on=("TOKEN",)):
+        assert process.environment["TOKEN"] == "a b"
+        assert "'TOKEN=a b'" in process.shell_line()
+    with pytest.raises(ValueError, match="TOKEN is not set here"):
+        table(passed_on=("TOKEN",))
+
+
+def test_free_ports_differ_and_can_be_listened_at() -> None:
+    ports = free_ports(4)
+    assert len(set(ports)) == 4
+    for port in ports:
+        socket.create_server(("127.0.0.1", port)).close()
