@@ -22,9 +22,12 @@ from kvstore.arguments import (
     by_key,
     check_flat,
     check_like,
+    check_mean,
+    check_weight,
     checked_priority,
     outs,
     pushed,
+    pushed_or_none,
     row_pulls,
     single,
 )
@@ -78,6 +81,17 @@ class KVStore(abc.ABC):
         self._check_open()
         return [data]
 
+    def join(self) -> int:
+        """Have rounds go on without this worker until all workers have joined; then everybody is in again.
+
+        What the others push meanwhile is their sum alone; `barrier` counts this worker as present.
+
+        Returns:
+            The rank that joined last.
+        """
+        self._check_open()
+        return self.rank
+
     def dead_nodes(self) -> list[str]:
         """Which workers and servers are known to be dead."""
         return []
@@ -114,6 +128,27 @@ class KVStore(abc.ABC):
         pairs = pushed(key, value)
         self._check(pairs)
         return self._push(pairs, checked_priority(priority), async_op)
+
+    def push_weighted(self, key: Any, value: Any, weight: float, priority: int = 0, *, async_op: bool = False) -> Work:
+        """Push this worker's part of a mean: the sum over workers of weight times value, by the sum of the weights.
+
+        What `push` would take the sum of a round for, this takes the mean for. A key that no worker with a weight above
+        0 has a value for is left alone.
+
+        Args:
+            key: one, or a list; the same on all workers.
+            value: as for `push`, of floating-point numbers; None for a key that this worker has nothing for.
+            weight: of this worker's values, 0 or more: how many samples they are the mean of.
+            priority: larger goes first.
+            async_op: return at once.
+        """
+        self._check_open()
+        pairs = pushed_or_none(key, value)
+        self._check(pairs)
+        check_weight(weight)
+        for one, _ in pairs:
+            check_mean(one, self._layout[one][1])
+        return self._push_weighted(pairs, float(weight), checked_priority(priority), async_op)
 
     def pull(self, key: Any, out: Any, priority: int = 0, *, async_op: bool = False) -> Work:
         """Copy the stored value into each tensor of ``out``."""
@@ -197,9 +232,12 @@ class KVStore(abc.ABC):
         keys: Collection[Key] | None = None,
         priority: int = 0,
         *,
+        weight: float | None = None,
         async_op: bool = False,
     ) -> Work:
-        """`push` those of the bucket's keys that are among ``keys`` (None: all).
+        """`push` those of the bucket's keys that are among ``keys`` (None: all), or `push_weighted` with a ``weight``.
+
+        All workers push the bucket; a key that some of them leave out is the sum, or mean, of the others.
 
         Args:
             bucket: what was fused.
@@ -207,6 +245,7 @@ class KVStore(abc.ABC):
                 the sum of the others.
             keys: which.
             priority: larger goes first.
+            weight: of this worker's values; None for a plain sum.
             async_op: return at once.
         """
         self._check_open()
@@ -214,7 +253,12 @@ class KVStore(abc.ABC):
         if bucket not in self._buckets:
             self._check_bucket(bucket)
         present = bucket.keys if keys is None else [key for key in bucket.keys if key in keys]
-        return self._push_bucket(bucket, values, present, checked_priority(priority), async_op)
+        priority = checked_priority(priority)
+        if weight is None:
+            return self._push_bucket(bucket, values, present, priority, async_op)
+        check_weight(weight)
+        check_mean(bucket.keys[0], bucket.dtype)
+        return self._push_bucket_weighted(bucket, values, present, float(weight), priority, async_op)
 
     def pull_bucket(
         self, bucket: Bucket, outs: Sequence[torch.Tensor], priority: int = 0, *, async_op: bool = False
@@ -282,12 +326,7 @@ class KVStore(abc.ABC):
             FileNotFoundError: no such file.
             ValueError: a torn or foreign file, another optimizer, unknown keys, or other shapes.
         """
-        from kvstore import files
-
-        tensors, header = files.load(Path(path))
-        if "optimizer" not in header:
-            raise ValueError(f"{path} holds no optimizer state; expected a file of save_optimizer_states")
-        self.load_optimizer_state(OptimizerState.from_parts(header, tensors))
+        self.load_optimizer_state(read_optimizer_states(path))
 
     @property
     def learning_rate(self) -> float:
@@ -318,6 +357,10 @@ class KVStore(abc.ABC):
     @abc.abstractmethod
     def _push(self, pairs: Pushed, priority: int, async_op: bool) -> Work: ...
 
+    def _push_weighted(self, pairs: Pushed, weight: float, priority: int, async_op: bool) -> Work:
+        self._check_is_alone()
+        return self._push([pair for pair in pairs if pair[1] and weight], priority, async_op)  # its mean is its own
+
     @abc.abstractmethod
     def _pull(self, pairs: Pairs, priority: int, async_op: bool) -> Work: ...
 
@@ -339,6 +382,22 @@ class KVStore(abc.ABC):
         self, bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key], priority: int, async_op: bool
     ) -> Work:
         return self._push(by_key(bucket, values, keys), priority, async_op)
+
+    def _push_bucket_weighted(
+        self,
+        bucket: Bucket,
+        values: Sequence[BucketValue],
+        keys: Sequence[Key],
+        weight: float,
+        priority: int,
+        async_op: bool,
+    ) -> Work:
+        self._check_is_alone()
+        return self._push_bucket(bucket, values, keys if weight else (), priority, async_op)
+
+    def _check_is_alone(self) -> None:
+        if self.num_workers > 1:
+            raise ValueError(f"a {self.type!r} store of {self.num_workers} workers takes no weights")
 
     def _pull_bucket(self, bucket: Bucket, outs: Sequence[torch.Tensor], priority: int, async_op: bool) -> Work:
         views = [bucket.views(out) for out in outs]
@@ -382,3 +441,18 @@ class KVStore(abc.ABC):
                 raise KeyError(f"key {key!r} was not initialised; known keys: {shown}")
             for tensor in tensors:
                 check_like(key, tensor, *self._layout[key])
+
+
+def read_optimizer_states(path: str | Path) -> OptimizerState:
+    """The state in a file of `KVStore.save_optimizer_states`.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a torn or foreign file.
+    """
+    from kvstore import files
+
+    tensors, header = files.load(Path(path))
+    if "optimizer" not in header:
+        raise ValueError(f"{path} holds no optimizer state; expected a file of save_optimizer_states")
+    return OptimizerState.from_parts(header, tensors)

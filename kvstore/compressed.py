@@ -72,7 +72,7 @@ class CompressedPushes:
         """
         loaded = {}
         for name, residual in residuals.items():
-            key, place = _parsed(name)
+            key, place = parsed_place(name)
             if key not in layout:
                 raise ValueError(
                     f"a compression residual is of key {key!r}, which is unknown here; known: {list(layout)}"
@@ -82,7 +82,12 @@ class CompressedPushes:
         self._residuals = loaded
 
 
-def _parsed(name: str) -> tuple[Key, int]:
+def parsed_place(name: str) -> tuple[Key, int]:
+    """Key and place of the sender, from a residual's name.
+
+    Raises:
+        ValueError: it is no such name.
+    """
     encoded, _, place = name.rpartition("/")
     with contextlib.suppress(ValueError):
         key = json.loads(encoded)

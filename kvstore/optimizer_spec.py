@@ -95,9 +95,14 @@ class OptimizerSpec:
         return self.optimizer_class in _CLASSES.values()
 
     @property
-    def takes_rows(self) -> bool:
-        """Whether some rows can be updated without the others: the optimizer works element by element."""
+    def is_elementwise(self) -> bool:
+        """Whether parts of a tensor can be updated by themselves: each element depends on its own state only."""
         return self.is_torchs and self.optimizer_class not in _WHOLE_TENSOR
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether some rows can be updated without the others."""
+        return self.is_elementwise
 
     @property
     def takes_dense(self) -> bool:

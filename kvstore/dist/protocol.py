@@ -48,8 +48,10 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "Entries": lambda v: isinstance(v, list) and all(_is_entry(one) for one in v),
     "Defined": lambda v: isinstance(v, list) and all(_is_definition(one) for one in v),
 }
-Rank = Count = int
-Word = Text = str
+Rank = int
+Count = int
+Word = str
+Text = str
 Blob = bytes
 Flag = bool
 Number = float
@@ -64,7 +66,8 @@ bytes. None: they are in the data frames."""
 Entries = list[list[Any]]
 """``[part, round, kind, bytes]`` each; kinds are DENSE, ROWS and CODED."""
 Defined = list[list[Any]]
-"""``[part, dtype, shape, width of a row, key as msgpack, begin in the key]`` each, all in elements."""
+"""``[part, dtype, shape, width of a row, key as msgpack, begin in the key, whether it is the whole key]``
+each, all in elements."""
 
 
 class Message:
@@ -232,6 +235,10 @@ class Hello(Message):
 
     rank: Rank
     view: Count
+    mode: Word
+    """"sync" or "async"."""
+    staleness: Rank
+    """How many pushes of a key a worker may be ahead of the slowest; -1: any number."""
     memory: Blob
     """The card of its shared memory; empty: it has none."""
 
@@ -306,17 +313,19 @@ class Values(Message):
     """Values of parts, in the data frames or in the server's shared memory (then to be answered by `Done`)."""
 
     sequence: Count
+    number: Count
+    """Of this message among the server's; 0: it need not be answered."""
     entries: Entries
-    """For values in shared memory the fourth is their offset."""
-    is_shared: Flag
+    places: Sequences
+    """Offsets in the server's shared memory, one an entry; empty: the values are in data frames."""
 
 
 @message(28)
 @dataclass(frozen=True)
 class Done(Message):
-    """The worker has read these values from the server's memory."""
+    """The worker has read the values of these messages from the server's memory."""
 
-    sequences: Sequences
+    numbers: Sequences
 
 
 @message(29)
@@ -333,12 +342,11 @@ class Failed(Message):
 @message(30)
 @dataclass(frozen=True)
 class Command(Message):
-    """Something for all parts of a server: "optimizer", "compression", "state", "load", "assign", "rest"."""
+    """Something for all parts of a server: "optimizer", "compression", "state", "load", "rest", "wake"."""
 
     sequence: Count
     name: Word
     payload: Blob
-    place: Place
 
 
 @message(31)
@@ -382,7 +390,7 @@ def _is_entry(value: Any) -> bool:
 def _is_definition(value: Any) -> bool:
     return (
         isinstance(value, list)
-        and [type(one) for one in value] == [int, str, list, int, bytes, int]
+        and [type(one) for one in value] == [int, str, list, int, bytes, int, bool]
         and value[0] >= 0
         and value[1] in DTYPES
         and all(_is_int(axis) and axis >= 0 for axis in value[2])

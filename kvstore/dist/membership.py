@@ -1,0 +1,257 @@
+"""A process's line to the scheduler: joining, signs of life, meeting the others, news of who is gone, goodbye."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import zmq
+
+from collectives.errors import DeadNodeError, GanglineError, ProtocolError, StallError
+from collectives.limits import limits
+from collectives.processes import this_process
+from kvstore.dist import protocol
+from kvstore.dist.protocol import Beat, Gone, Join, Joined, Leave, Meet, Message, Met, Over, Refused, Rest, Rested
+
+_log = logging.getLogger("gangline")
+_TICK_MS = 100
+_GOODBYE_SECONDS = 5.0
+
+
+class Membership:
+    """What a worker or server is in its job; a thread of its own talks with the scheduler.
+
+    Args:
+        role: "worker" or "server".
+        scheduler: "tcp://HOST:PORT".
+        rank: the rank wanted; -1: any.
+        address: where a server is to be reached.
+        timeout: seconds to wait for the others; None: GANGLINE_TIMEOUT.
+
+    Raises:
+        StallError: the scheduler, or somebody else, did not come in time.
+        ValueError: the scheduler refuses, for a rank that is taken say.
+    """
+
+    def __init__(
+        self, role: str, scheduler: str, *, rank: int = -1, address: str = "", timeout: float | None = None
+    ) -> None:
+        self.role = role
+        self.identity = secrets.token_bytes(16).replace(b"\0", b"\1")
+        """This process's incarnation, by which ZeroMQ and servers know it."""
+        self.gone: dict[tuple[str, int], str] = {}
+        """(role, rank) -> why; "" where it said goodbye."""
+        self.lost = ""
+        """Why the scheduler counts as dead."""
+        self.is_over = False
+        """Whether the scheduler says that the job is over."""
+        self.on_news: Callable[[], None] = lambda: None
+        """Called in the thread when ``gone``, ``lost`` or ``is_over`` has changed."""
+        self._timeout = limits().timeout if timeout is None else timeout
+        self._number = 0
+        self._answers: dict[object, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self._outbox: list[Message] = []
+        self._ending = threading.Event()
+        self._address = scheduler
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._bell = self._pair()
+        self._socket = self._dealer()
+        joining: Future[Joined] = Future()
+        self._answers["joined"] = joining
+        self._outbox.append(Join(role, rank, this_process(), address))
+        self._thread = threading.Thread(target=self._serve, name="gangline-member", daemon=True)
+        self._thread.start()
+        try:
+            joined = self._answer(joining, f"{role} waits for the job to begin at {scheduler}")
+        except BaseException:
+            self.close()
+            raise
+        self.rank: int = joined.rank
+        self.view: int = joined.view
+        self.num_workers: int = joined.workers
+        self.servers: list[str] = joined.servers
+        self._limit = joined.limit
+        self._heartbeat = joined.heartbeat
+
+    def meet(self, data: bytes, what: str = "exchange") -> list[bytes]:
+        """Give bytes to all workers, and get what each gave in rank order (of those that rest: nothing).
+
+        Raises:
+            DeadNodeError: a worker is gone.
+            StallError: one did not come within the timeout.
+            ValueError: too many bytes.
+        """
+        if len(data) > protocol.MAX_EXCHANGED:
+            raise ValueError(f"{len(data)} bytes are given to an exchange; expected at most {protocol.MAX_EXCHANGED}")
+        with self._lock:
+            self._number += 1
+            number = self._number
+        met: Met = self._ask(Meet(number, data), number, f"{what}, number {number} of worker {self.rank}")
+        return met.data
+
+    def rest(self, data: bytes) -> Rested:
+        """Take no further part until all workers rest; gives who came last and what each gave.
+
+        Raises:
+            DeadNodeError: a worker is gone.
+            StallError: one worked on for longer than the timeout.
+        """
+        rested: Rested = self._ask(Rest(data), "rest", f"join() of worker {self.rank}")
+        self._number = rested.number
+        return rested
+
+    def close(self) -> None:
+        """Say goodbye and end the thread; again: nothing."""
+        if self._ending.is_set():
+            return
+        if "joined" not in self._answers and not self.lost:
+            goodbye: Future[Any] = Future()
+            self._answers["over"] = goodbye
+            self._say(Leave())
+            try:
+                goodbye.result(_GOODBYE_SECONDS)
+            except (TimeoutError, GanglineError):
+                _log.debug("the scheduler did not answer the goodbye of %s %d", self.role, self.rank)
+        self._ending.set()
+        self._ring()
+        self._thread.join()
+        self._context.term()
+
+    def _ask(self, message: Message, key: object, what: str) -> Any:
+        answer: Future[Any] = Future()
+        with self._lock:
+            self._answers[key] = answer
+            problem = self._problem()
+        if problem:
+            raise DeadNodeError(f"{problem} (worker {self.rank} waited in {what})")
+        self._say(message)
+        return self._answer(answer, what)
+
+    def _answer(self, answer: Future[Any], what: str) -> Any:
+        try:
+            return answer.result(self._timeout)
+        except TimeoutError:
+            raise StallError(f"{what} has waited {self._timeout:g} s") from None
+        except DeadNodeError as error:
+            raise DeadNodeError(f"{error} ({what})") from None
+
+    def _problem(self) -> str:
+        """Why workers can meet no more."""
+        if self.lost:
+            return f"the scheduler {self.lost}"
+        for (role, rank), why in self.gone.items():
+            if role == "worker":
+                return f"worker {rank} {why or 'has left the job'}"
+        return ""
+
+    def _say(self, message: Message) -> None:
+        with self._lock:
+            self._outbox.append(message)
+        self._ring()
+
+    def _ring(self) -> None:
+        with self._lock:
+            if not self._bell[0].closed:
+                self._bell[0].send(b"", zmq.NOBLOCK)
+
+    def _pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        ends = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        name = f"inproc://{secrets.token_hex(8)}"
+        for end in ends:
+            end.setsockopt(zmq.LINGER, 0)
+            end.setsockopt(zmq.SNDHWM, 0)
+        ends[0].bind(name)
+        ends[1].connect(name)
+        return ends
+
+    def _dealer(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, self.identity)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, int("[" in self._address))
+        socket.setsockopt(zmq.MAXMSGSIZE, -1)
+        socket.connect(self._address)
+        return socket
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._bell[1], zmq.POLLIN)
+        heard = time.monotonic()
+        due = 0.0
+        while not self._ending.is_set():
+            poller.poll(_TICK_MS)
+            while self._bell[1].poll(0):
+                self._bell[1].recv()
+            with self._lock:
+                leaving, self._outbox = self._outbox, []
+            if "joined" not in self._answers and time.monotonic() >= due:
+                leaving.append(Beat())
+                due = time.monotonic() + self._heartbeat
+            for message in leaving:
+                self._socket.send(protocol.pack(message))
+            while self._socket.poll(0):
+                heard = time.monotonic()
+                self._hear(self._socket.recv())
+            if "joined" not in self._answers and not self.lost and time.monotonic() - heard > self._limit:
+                self._lose(f"gave no sign of life for {self._limit:g} s")
+        with self._lock:
+            for end in (*self._bell, self._socket):
+                end.close()
+
+    def _hear(self, frame: bytes) -> None:
+        try:
+            message = protocol.unpack(frame)
+        except ProtocolError as error:
+            _log.warning("%s drops what the scheduler sent: %s", self.role, error)
+            return
+        match message:
+            case Joined(_, _, _, _, heartbeat, limit):
+                self._heartbeat, self._limit = heartbeat, limit
+                self._give("joined", message)
+            case Refused(text):
+                self._give("joined", error=ValueError(text))
+            case Met(number, _):
+                self._give(number, message)
+            case Rested():
+                self._give("rest", message)
+            case Gone(role, rank, why):
+                with self._lock:
+                    self.gone[role, rank] = why
+                self._fail_meetings()
+                self.on_news()
+            case Over():
+                self.is_over = True
+                self._give("over", message)
+                self.on_news()
+            case _:
+                pass
+
+    def _lose(self, why: str) -> None:
+        self.lost = why
+        self._fail_meetings()
+        self._give("over", error=DeadNodeError(why))
+        self.on_news()
+
+    def _fail_meetings(self) -> None:
+        with self._lock:
+            problem = self._problem()
+            waiting = [key for key in self._answers if isinstance(key, int) or key == "rest"]
+        for key in waiting if problem else ():
+            self._give(key, error=DeadNodeError(problem))
+
+    def _give(self, key: object, value: Any = None, error: Exception | None = None) -> None:
+        with self._lock:
+            answer = self._answers.pop(key, None)
+        if answer is None:
+            return
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(value)

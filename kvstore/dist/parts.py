@@ -1,0 +1,169 @@
+"""A part of a key on its server: its value, the rounds that are open for it, and who waits for which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvstore.dist.arena import typed
+from kvstore.dist.protocol import CODED, DENSE, ROWS
+from kvstore.optimizer_spec import Key
+from kvstore.sparse import RowSparse, summed
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What a worker gave to a round."""
+
+    value: Tensor | RowSparse | None
+    """Flat and of the part's dtype; None where it did not fit."""
+    weight: float | None
+    release: Callable[[], None]
+    """To be called when the value is no longer looked at."""
+    problem: str = ""
+    """Why it did not fit."""
+
+
+@dataclass(slots=True)
+class Round:
+    """Contributions by rank, and the learning rate that rank 0 sent along."""
+
+    contributions: dict[int, Contribution] = field(default_factory=dict)
+    learning_rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    """A worker that waits for the value of a round."""
+
+    rank: int
+    sequence: int
+    round: int
+    rows: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Part:
+    """A part: all but its arithmetic is touched by the server's own thread only."""
+
+    number: int
+    key: Key
+    begin: int
+    width: int
+    stored: Tensor
+    is_whole: bool
+    """Whether the key has no other part."""
+    offset: int
+    """Of ``stored`` in the server's shared memory."""
+    lane: int
+    closed: int = 0
+    """Rounds that are closed."""
+    open: dict[int, Round] = field(default_factory=dict)
+    pushed: dict[int, int] = field(default_factory=dict)
+    """By rank: its last round; what comes again is known by it."""
+    waiters: list[Waiter] = field(default_factory=list)
+    readers: set[tuple[int, int]] = field(default_factory=set)
+    """(rank, sequence) of those who read ``stored`` where it lies."""
+    busy: bool = False
+    """Whether a lane changes ``stored``."""
+    problems: dict[int, str] = field(default_factory=dict)
+    """Rounds that closed without effect, and why."""
+    merged: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.flat = self.stored.view(-1)
+        self.weight = self.stored if self.is_whole else self.flat.view(-1, self.width)
+        """What an optimizer sees: the key's own shape where this is all of it, else rows."""
+
+    def read(self, kind: int, data: Tensor, decode: Callable[[Tensor, Tensor], None] | None) -> Tensor | RowSparse:
+        """The value of a contribution's bytes.
+
+        Args:
+            kind: DENSE, ROWS or CODED.
+            data: uint8.
+            decode: of the codec that is set; None: none is.
+
+        Raises:
+            ValueError: the bytes do not fit the part.
+        """
+        if kind == CODED:
+            if decode is None:
+                raise ValueError("is compressed, but no compression is set")
+            value = torch.empty_like(self.flat)
+            decode(data, value)
+            return value
+        if kind == DENSE:
+            if data.numel() != self.flat.nbytes:
+                raise ValueError(f"has {data.numel()} bytes; expected {self.flat.nbytes} of {self.flat.dtype}")
+            return self._typed(data)
+        assert kind == ROWS
+        bytes_of_row = self.width * self.flat.itemsize
+        count, rest = divmod(data.numel(), 8 + bytes_of_row)
+        if rest:
+            raise ValueError(f"has {data.numel()} bytes of rows; expected a multiple of {8 + bytes_of_row}")
+        rows = typed(data[: 8 * count], torch.int64)
+        values = self._typed(data[8 * count :]).view(count, self.width)
+        return RowSparse(rows, values, (self.flat.numel() // self.width, self.width))
+
+    def _typed(self, data: Tensor) -> Tensor:
+        if self.flat.dtype is torch.bool:  # only 0 and 1 are bools, whatever was sent
+            return data.ne(0)
+        return typed(data, self.flat.dtype)
+
+    def ready(self, needed: Collection[int]) -> Round | None:
+        """The next round, if all ``needed`` have contributed and nobody reads or changes the value."""
+        following = self.open.get(self.closed + 1)
+        if following is None or self.busy or self.readers or not following.contributions.keys() >= set(needed):
+            return None
+        return following
+
+    def total(self, contributions: Sequence[Contribution], *, into_stored: bool) -> Tensor | RowSparse:
+        """The sum of a round in the order given, or its weighted mean where weights came with it.
+
+        Args:
+            contributions: each of which has a value, in rank order.
+            into_stored: whether the sum may be written over the stored value.
+        """
+        values = [one.value for one in contributions]
+        weights = [one.weight for one in contributions]
+        weighted = any(weight is not None for weight in weights)
+        sparse = [value for value in values if isinstance(value, RowSparse)]
+        if len(sparse) == len(values) and not weighted:
+            return summed(sparse, self.flat.device)
+        dense = [value.to_dense().view(-1) if isinstance(value, RowSparse) else value for value in values]
+        out = self.flat if into_stored else self._merge_buffer()
+        add_up([value for value in dense if value is not None], out, weights if weighted else None)
+        return out
+
+    def _merge_buffer(self) -> Tensor:
+        if self.merged is None:
+            self.merged = torch.empty_like(self.flat)
+        return self.merged
+
+
+def add_up(values: Sequence[Tensor], out: Tensor, weights: Sequence[float | None] | None) -> None:
+    """Write the sum into ``out``, in the order given; float16 and bfloat16 are added in float32 and rounded once.
+
+    With weights it is the sum of weight x value over the sum of weights (a weight that is None counts as 1).
+    """
+    total = out
+    narrow = out.dtype in (torch.float16, torch.bfloat16)
+    if narrow and (len(values) > 2 or weights is not None):
+        total = torch.empty_like(out, dtype=torch.float32)
+    if weights is not None:
+        factors = [1.0 if weight is None else weight for weight in weights]
+        torch.mul(values[0].to(total.dtype), factors[0], out=total)
+        for value, factor in zip(values[1:], factors[1:], strict=True):
+            total.add_(value.to(total.dtype), alpha=factor)
+        total.div_(sum(factors) or 1.0)
+    elif len(values) == 1:
+        total.copy_(values[0])
+    else:
+        torch.add(values[0].to(total.dtype), values[1].to(total.dtype), out=total)
+        for value in values[2:]:
+            total.add_(value)
+    if total is not out:
+        out.copy_(total)

@@ -1,0 +1,317 @@
+"""The scheduler: who takes part, who is alive, where all meet, and when the job is over. It never imports torch."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from collectives.errors import ProtocolError, name_ranks
+from collectives.limits import limits
+from collectives.processes import state_of
+from kvstore.dist import protocol, roles
+from kvstore.dist.protocol import Beat, Gone, Join, Joined, Leave, Meet, Message, Met, Over, Refused, Rest, Rested
+
+_log = logging.getLogger("gangline")
+_TICK_MS = 100
+_CONFIRM_SECONDS = 1.0
+"""A lost connection that nothing comes by for so long was a process's end."""
+
+_FAREWELL_SECONDS = 10.0
+"""For servers to say goodbye once all workers have."""
+
+
+@dataclass(eq=False)
+class _Member:
+    identity: bytes
+    join: Join
+    rank: int = -1
+    heard: float = 0.0
+    lost: float = 0.0
+    """When its connection was lost; 0: it is there."""
+    descriptor: int = -1
+    gone: str | None = None
+    """Why it is no longer there; "" where it said goodbye."""
+    rests: bytes | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.join.role} {self.rank}"
+
+
+@dataclass
+class _Book:
+    """What the scheduler knows: no socket, no clock."""
+
+    workers: int
+    servers: int
+    members: dict[bytes, _Member] = field(default_factory=dict)
+    meetings: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    number: int = 0
+    """The highest number of an exchange so far."""
+    complete: bool = False
+
+    def of(self, role: str) -> list[_Member]:
+        return sorted((m for m in self.members.values() if m.join.role == role), key=lambda member: member.rank)
+
+    def expected(self, role: str) -> int:
+        return self.workers if role == "worker" else self.servers
+
+    def refusal(self, join: Join) -> str:
+        """Why a process cannot take part; "" if it can."""
+        if join.role not in ("worker", "server"):
+            return f"role is {join.role!r}; expected worker or server"
+        count = self.expected(join.role)
+        here = self.of(join.role)
+        if len(here) >= count:
+            return f"the job has its {count} {join.role}s already"
+        if join.rank >= count:
+            return f"{join.role} {join.rank} wants to join; ranks are 0 to {count - 1}"
+        if join.rank >= 0 and any(member.join.rank == join.rank for member in here):
+            return f"{join.role} {join.rank} takes part already; each needs a rank of its own (DMLC_WORKER_ID)"
+        return ""
+
+    def deal_ranks(self) -> bool:
+        """Once all are here, give each its rank: what was asked for first, then in the order of arrival."""
+        if self.complete or any(len(self.of(role)) < self.expected(role) for role in ("worker", "server")):
+            return False
+        for role in ("worker", "server"):
+            here = [member for member in self.members.values() if member.join.role == role]
+            free = sorted(set(range(len(here))) - {member.join.rank for member in here})
+            for member in here:
+                member.rank = member.join.rank if member.join.rank >= 0 else free.pop(0)
+        self.complete = True
+        return True
+
+    def active(self) -> set[int]:
+        """Workers whom an exchange waits for."""
+        return {member.rank for member in self.of("worker") if member.rests is None and member.gone is None}
+
+
+class Scheduler:
+    """Serves one job.
+
+    Args:
+        workers: how many.
+        servers: how many.
+        host: the address to listen at.
+        port: 0: any.
+
+    Raises:
+        RuntimeError: the address can be reached from other machines, and GANGLINE_INSECURE=1 is not set.
+        zmq.ZMQError: it cannot be listened at.
+    """
+
+    def __init__(self, workers: int, servers: int, host: str = "127.0.0.1", port: int = 0) -> None:
+        roles.check_address(host)
+        self._book = _Book(workers, servers)
+        bounds = limits()
+        self._heartbeat, self._limit, self._timeout = bounds.heartbeat, bounds.heartbeat_limit, bounds.timeout
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.ROUTER_HANDOVER, 1),
+            (zmq.LINGER, 2000),
+            (zmq.MAXMSGSIZE, protocol.MAX_EXCHANGED + protocol.MAX_HEADER),
+            (zmq.IPV6, int(":" in host)),
+        ):
+            self._socket.setsockopt(option, value)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
+        """Where it listens."""
+        self.junk = 0
+        """Messages that were dropped because nobody of the job sends such."""
+        self._last: int | None = None  # the worker that came to rest last
+        self._over_since = 0.0
+
+    def run(self) -> None:
+        """Serve until the job is over."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        began = time.monotonic()
+        try:
+            while not self._is_over():
+                poller.poll(_TICK_MS)
+                while self._socket.poll(0):
+                    self._receive()
+                self._watch()
+                if not self._book.complete and time.monotonic() - began > self._timeout:
+                    self._give_up()
+                    return
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Give the sockets back; what was sent still goes out. Again: nothing."""
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close()
+        self._context.term()
+
+    def _receive(self) -> None:
+        frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        identity, descriptor = frames[0].bytes, int(frames[-1].get(zmq.SRCFD))
+        try:
+            if len(frames) != 2:
+                raise ProtocolError(f"a message of {len(frames)} frames came; expected 2")
+            message = protocol.unpack(frames[1].buffer)
+            member = self._book.members.get(identity)
+            if member is None:
+                if not isinstance(message, Join):
+                    raise ProtocolError(f"{type(message).__name__} came from somebody who has not joined")
+                member = self._join(identity, message)
+                if member is None:
+                    return
+            member.heard, member.lost, member.descriptor = time.monotonic(), 0.0, descriptor
+            self._handle(member, message)
+        except ProtocolError as error:
+            self.junk += 1
+            _log.warning("the scheduler drops a message: %s", error)
+
+    def _handle(self, member: _Member, message: Message) -> None:
+        match message:
+            case Beat():
+                self._send(member, Beat())
+            case Join():
+                if self._book.complete:  # asked again, for the answer was lost
+                    self._send(member, self._joined(member))
+            case Meet(number, data) if member.join.role == "worker":
+                self._book.number = max(self._book.number, number)
+                self._book.meetings.setdefault(number, {})[member.rank] = data
+                self._meet()
+            case Rest(data) if member.join.role == "worker":
+                member.rests = data
+                self._last = member.rank
+                self._meet()
+                self._wake()
+            case Leave():
+                self._send(member, Over())
+                self._remove(member, "")
+            case _:
+                raise ProtocolError(f"{type(message).__name__} came from {member.name}, who has no business with it")
+
+    def _join(self, identity: bytes, join: Join) -> _Member | None:
+        refusal = self._book.refusal(join)
+        member = _Member(identity, join, heard=time.monotonic())
+        if refusal:
+            self._send(member, Refused(refusal))
+            return None
+        self._book.members[identity] = member
+        if self._book.deal_ranks():
+            for one in self._book.members.values():
+                self._send(one, self._joined(one))
+        return member
+
+    def _joined(self, member: _Member) -> Joined:
+        book = self._book
+        addresses = [server.join.address for server in book.of("server")]
+        return Joined(member.rank, 1, book.workers, addresses, self._heartbeat, self._limit)
+
+    def _meet(self) -> None:
+        """End the exchanges to which all have come."""
+        active = self._book.active()
+        for number, came in list(self._book.meetings.items()):
+            if came.keys() >= active:
+                del self._book.meetings[number]
+                met = Met(number, [came.get(rank, b"") for rank in range(self._book.workers)])
+                self._tell("worker", met, came.keys().__contains__)
+
+    def _wake(self) -> None:
+        """End the rest of all, once nobody is left who works."""
+        resting = [member for member in self._book.of("worker") if member.rests is not None]
+        if self._book.active() or not resting or self._last is None:
+            return
+        data = [b""] * self._book.workers
+        for member in resting:
+            data[member.rank] = member.rests or b""
+            member.rests = None
+        self._book.number += 1
+        self._tell("worker", Rested(self._last, self._book.number, data), lambda _: True)
+
+    def _watch(self) -> None:
+        """See who has died."""
+        now = time.monotonic()
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            for member in self._book.members.values():
+                if member.descriptor == event["value"] and member.gone is None:
+                    member.lost, member.descriptor = now, -1
+        for member in self._book.members.values():
+            if member.gone is not None:
+                continue
+            why = self._end_of(member, now)
+            if why:
+                self._remove(member, why)
+        if not self._book.complete:  # who dies before the start may be replaced
+            for identity in [key for key, member in self._book.members.items() if member.gone is not None]:
+                del self._book.members[identity]
+
+    def _end_of(self, member: _Member, now: float) -> str:
+        """Why a member counts as dead; "" while it does not."""
+        if member.lost:
+            silent = min(now - member.lost, now - member.heard)
+            if silent > _CONFIRM_SECONDS or state_of(member.join.process) == "":
+                return "was killed or left: connection lost"
+        return f"gave no sign of life for {self._limit:g} s" if now - member.heard > self._limit else ""
+
+    def _remove(self, member: _Member, why: str) -> None:
+        member.gone = why
+        if why:
+            _log.warning("%s %s", member.name, why)
+        if self._book.complete:
+            for other in self._book.members.values():
+                if other is not member:
+                    self._send(other, Gone(member.join.role, member.rank, why))
+            self._meet()
+            self._wake()
+
+    def _is_over(self) -> bool:
+        if not self._book.complete or any(member.gone is None for member in self._book.of("worker")):
+            return False
+        servers = [member for member in self._book.of("server") if member.gone is None]
+        if not self._over_since:
+            self._over_since = time.monotonic()
+            self._tell("server", Over(), lambda _: True)
+        return not servers or time.monotonic() - self._over_since > _FAREWELL_SECONDS
+
+    def _give_up(self) -> None:
+        book = self._book
+        missing = [f"{book.expected(r) - len(book.of(r))} of {book.expected(r)} {r}s" for r in ("worker", "server")]
+        text = f"{' and '.join(missing)} did not join within {self._timeout:g} s"
+        _log.error("%s", text)
+        for member in book.members.values():
+            self._send(member, Refused(text))
+
+    def _tell(self, role: str, message: Message, whom: Callable[[int], bool]) -> None:
+        for member in self._book.of(role):
+            if member.gone is None and whom(member.rank):
+                self._send(member, message)
+
+    def _send(self, member: _Member, message: Message) -> None:
+        try:
+            self._socket.send_multipart([member.identity, protocol.pack(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # gone, or it does not read: its silence will tell
+            _log.debug("%s cannot be told %s: %s", name_ranks([member.rank]), type(message).__name__, error)
+
+
+def main() -> int:
+    """Be the scheduler that the environment describes (DMLC_PS_ROOT_URI and the others)."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    job = roles.from_environment()
+    scheduler = Scheduler(job.workers, job.servers, job.host, job.port)
+    if job.announce_fd is not None:
+        roles.announce(job.announce_fd, scheduler.port)
+    scheduler.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,562 @@
+"""A server: holds parts of keys, sums what workers push, updates, gives out values."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+
+import msgpack
+import torch
+import zmq
+from torch import Tensor
+
+from collectives.compression import Compression, parse
+from collectives.errors import DeadNodeError, MismatchError, ProtocolError
+from collectives.transports.segments import Segment, open_offered
+from kvstore.dist import protocol, roles, server_state
+from kvstore.dist.arena import Arena, aligned, piece
+from kvstore.dist.crew import Crew
+from kvstore.dist.frames import bytes_of, memory_of
+from kvstore.dist.membership import Membership
+from kvstore.dist.parts import Contribution, Part, Round, Waiter
+from kvstore.dist.protocol import (
+    CODED,
+    DENSE,
+    ROWS,
+    Ack,
+    Answer,
+    Command,
+    Define,
+    Done,
+    Failed,
+    Free,
+    Hello,
+    Message,
+    Pull,
+    Push,
+    Values,
+    Welcome,
+)
+from kvstore.sparse import RowSparse
+
+_log = logging.getLogger("gangline")
+_TICK_MS = 200
+INLINE = 1 << 15
+"""Bytes up to which values go through the socket even where memory is shared: two messages less."""
+
+
+@dataclass(eq=False)
+class _Worker:
+    identity: bytes
+    rank: int
+    memory: Segment | None
+    shares: bool
+    """Whether it reads values in this server's memory."""
+    acks: list[int] = field(default_factory=list)
+    frees: list[int] = field(default_factory=list)
+    ready: list[tuple[Waiter, Part]] = field(default_factory=list)
+
+
+class _Held:
+    """A message's memory, which may be written again when all contributions in it have been used."""
+
+    def __init__(self, count: int, release: Callable[[], None]) -> None:
+        self._count = count
+        self._release = release
+
+    def release(self) -> None:
+        self._count -= 1
+        if not self._count:
+            self._release()
+
+
+class Server:
+    """Serves the workers of one job until it is over."""
+
+    def __init__(self, membership: Membership, socket: zmq.Socket[bytes]) -> None:
+        """Serve by a ROUTER socket that is bound already; see `open_server`."""
+        self._member = membership
+        self._socket = socket
+        self._workers: dict[bytes, _Worker] = {}
+        self._parts: dict[int, Part] = {}
+        self._compression: Compression | None = None
+        self._optimizers: server_state.Optimizers | None = None
+        self._is_sync = True
+        self._staleness = -1
+        self._resting: set[int] = set()
+        self._dead: dict[int, str] = {}
+        self._reads: dict[int, tuple[int, list[Part]]] = {}
+        self._number = 0
+        self._touched: set[Part] = set()
+        self._crew = Crew()
+        self.junk = 0
+        """Messages that were dropped because they were not what workers send."""
+        try:
+            self._arena: Arena | None = Arena()
+        except OSError as error:
+            _log.warning("server %d shares no memory with workers: %s", membership.rank, error)
+            self._arena = None
+        membership.on_news = self._crew.ring
+
+    def run(self) -> None:
+        """Serve until the scheduler says that the job is over, or is gone itself."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._crew.bell, zmq.POLLIN)
+        try:
+            while not (self._member.is_over or self._member.lost):
+                poller.poll(_TICK_MS)
+                while True:
+                    try:
+                        frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                    except zmq.Again:
+                        break
+                    self._receive(frames)
+                self._crew.finish()
+                self._bury()
+                self._advance()
+                self._answer()
+        finally:
+            self._crew.close()
+            if self._arena is not None:
+                self._arena.close()
+
+    # What comes in
+
+    def _receive(self, frames: list[zmq.Frame]) -> None:
+        identity = frames[0].bytes
+        sequence = 0
+        try:
+            if len(frames) < 2:
+                raise ProtocolError(f"a message of {len(frames)} frame came")
+            message = protocol.unpack(frames[1].buffer)
+            sequence = getattr(message, "sequence", 0)
+            if isinstance(message, Hello):
+                self._greet(identity, message)
+                return
+            worker = self._workers.get(identity)
+            if worker is None:
+                raise ProtocolError(f"{type(message).__name__} came before a Hello")
+            self._handle(worker, message, frames[2:])
+        except (ProtocolError, MismatchError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, ProtocolError):
+                self.junk += 1
+            _log.warning("server %d refuses a message: %s", self._member.rank, error)
+            self._send(identity, Failed(sequence, type(error).__name__, str(error)))
+
+    def _greet(self, identity: bytes, hello: Hello) -> None:
+        if not 0 <= hello.rank < self._member.num_workers or hello.view != self._member.view:
+            raise ProtocolError(
+                f"worker {hello.rank} of view {hello.view} says hello; expected view {self._member.view}"
+            )
+        if hello.mode not in ("sync", "async"):
+            raise ProtocolError(f"mode is {hello.mode!r}; expected sync or async")
+        mode = hello.mode == "sync", hello.staleness
+        if self._workers and mode != (self._is_sync, self._staleness):
+            raise MismatchError(
+                f"worker {hello.rank} wants {hello.mode} rounds with staleness {hello.staleness}, others "
+                f"{'sync' if self._is_sync else 'async'} with {self._staleness}"
+            )
+        self._is_sync, self._staleness = mode
+        memory = None
+        if hello.memory:
+            try:
+                memory = open_offered(hello.memory)
+            except OSError as error:
+                _log.info("server %d and worker %d share no memory: %s", self._member.rank, hello.rank, error)
+        shares = memory is not None and self._arena is not None
+        known = self._workers.get(identity)
+        if known is None:
+            self._workers[identity] = _Worker(identity, hello.rank, memory, shares)
+        card = self._arena.card if shares and self._arena is not None else b""
+        self._send(identity, Welcome(memory is not None, card))
+
+    def _handle(self, worker: _Worker, message: Message, frames: list[zmq.Frame]) -> None:
+        match message:
+            case Push():
+                self._push(worker, message, frames)
+            case Pull(sequence, entries, has_rows, place):
+                datas = self._data(worker, entries, place, frames) if has_rows else [None] * len(entries)
+                parts = [self._part(entry[0]) for entry in entries]
+                for part, entry, data in zip(parts, entries, datas, strict=True):
+                    rows = None if data is None else _row_numbers(data, part)
+                    self._wait(part, Waiter(worker.rank, sequence, entry[1], rows))
+            case Done(numbers):
+                for number in numbers:
+                    _, parts = self._reads.pop(number, (0, []))
+                    for part in parts:
+                        part.readers.discard((worker.rank, number))
+                    self._touched.update(parts)
+            case Define(sequence, definitions, place):
+                self._define(worker, definitions, place, frames)
+                worker.acks.append(sequence)
+            case Command(sequence, name, payload):
+                self._crew.drain()
+                answer, given = self._command(worker, name, payload, frames)
+                self._send(worker.identity, Answer(sequence, answer), given)
+            case _:
+                raise ProtocolError(f"{type(message).__name__} came from worker {worker.rank}")
+
+    def _data(
+        self, worker: _Worker, entries: Sequence[Sequence[int]], place: Sequence[int] | None, frames: list[zmq.Frame]
+    ) -> list[Tensor]:
+        """The bytes of each entry."""
+        sizes = [entry[3] for entry in entries]
+        if place is None:
+            if [len(frame) for frame in frames] != sizes:
+                raise ProtocolError(f"{len(frames)} data frames came for {len(entries)} entries, or of other sizes")
+            return [bytes_of(frame) for frame in frames]
+        if worker.memory is None:
+            raise ProtocolError(f"worker {worker.rank} names a place in memory that it does not share")
+        try:
+            whole = piece(worker.memory, place[0], sum(map(aligned, sizes)))
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
+        datas = []
+        begin = 0
+        for size in sizes:
+            datas.append(whole[begin : begin + size])
+            begin += aligned(size)
+        return datas
+
+    def _define(
+        self,
+        worker: _Worker,
+        definitions: Sequence[Sequence[object]],
+        place: Sequence[int] | None,
+        frames: list[zmq.Frame],
+    ) -> None:
+        """New parts, or new values of known ones, from rank 0."""
+        if worker.rank != 0:
+            raise ProtocolError(f"worker {worker.rank} defines parts; only worker 0 may")
+        self._crew.drain()
+        made = [server_state.Definition.read(definition) for definition in definitions]
+        datas = self._data(worker, [[one.number, 0, DENSE, one.nbytes] for one in made], place, frames)
+        for one, data in zip(made, datas, strict=True):
+            part = self._parts.get(one.number)
+            if part is None:
+                stored, offset = self._room(one)
+                lane = self._crew.lane_of(one.number)
+                part = Part(one.number, one.key, one.begin, one.width, stored, one.is_whole, offset, lane)
+                self._parts[one.number] = part
+            elif part.flat.nbytes != one.nbytes or part.key != one.key:
+                raise MismatchError(f"part {one.number} is of key {part.key!r} already; key {one.key!r} came for it")
+            part.flat.view(torch.uint8).copy_(data)
+
+    def _room(self, one: server_state.Definition) -> tuple[Tensor, int]:
+        if self._arena is None:
+            return torch.empty(one.shape, dtype=one.dtype), 0
+        offset = self._arena.allocate(one.nbytes)
+        return self._arena.bytes_at(offset, one.nbytes).view(one.dtype).view(one.shape), offset
+
+    def _part(self, number: int) -> Part:
+        part = self._parts.get(number)
+        if part is None:
+            raise KeyError(f"part {number} is unknown to server {self._member.rank}")
+        return part
+
+    def _push(self, worker: _Worker, push: Push, frames: list[zmq.Frame]) -> None:
+        datas = self._data(worker, push.entries, push.place, frames)
+        parts = [self._part(entry[0]) for entry in push.entries]
+        held = _Held(len(parts), partial(worker.frees.append, push.sequence) if push.place else _nothing)
+        for part, entry, data in zip(parts, push.entries, datas, strict=True):
+            number = entry[1]
+            if number <= part.pushed.get(worker.rank, 0):  # it came before, and the answer was lost
+                held.release()
+            else:
+                part.pushed[worker.rank] = number
+                self._contribute(part, worker.rank, number, self._read(part, worker, push, entry[2], data, held), push)
+            if push.wants:
+                self._wait(part, Waiter(worker.rank, push.sequence, number))
+        if not push.wants:
+            worker.acks.append(push.sequence)
+
+    def _read(self, part: Part, worker: _Worker, push: Push, kind: int, data: Tensor, held: _Held) -> Contribution:
+        decode = None if self._compression is None else self._compression.codec.decode
+        try:
+            value = part.read(kind, data, decode)
+        except ValueError as error:
+            held.release()
+            text = f"the push of worker {worker.rank} for key {part.key!r} {error}"
+            return Contribution(None, push.weight, _nothing, text)
+        if kind == CODED:  # decoded into memory of our own
+            held.release()
+            return Contribution(value, push.weight, _nothing)
+        return Contribution(value, push.weight, held.release)
+
+    def _contribute(self, part: Part, rank: int, number: int, one: Contribution, push: Push) -> None:
+        if self._is_sync:
+            this = part.open.setdefault(number, Round())
+            this.contributions[rank] = one
+        else:  # every push is a round of its own
+            this = part.open[part.closed + len(part.open) + 1] = Round({rank: one})
+        if rank == 0 and push.learning_rate is not None:
+            this.learning_rate = push.learning_rate
+        self._touched.add(part)
+
+    def _wait(self, part: Part, waiter: Waiter) -> None:
+        known = any(one.rank == waiter.rank and one.sequence == waiter.sequence for one in part.waiters)
+        if not known:
+            part.waiters.append(waiter)
+            self._touched.add(part)
+
+    # What is done with it
+
+    def _advance(self) -> None:
+        """Close what rounds can be closed, and find who can be answered."""
+        while self._touched:
+            part = self._touched.pop()
+            self._serve(part)
+            if self._is_sync:
+                needed = [rank for rank in range(self._member.num_workers) if rank not in self._resting]
+                following = part.ready(needed)
+            else:
+                following = part.ready(())
+            if following is not None:
+                self._close(part, following)
+
+    def _close(self, part: Part, this: Round) -> None:
+        part.busy = True
+        given = [this.contributions[rank] for rank in sorted(this.contributions)]
+        problems = [one.problem for one in given if one.problem]
+        if problems:
+            self._closed(part, given, "; ".join(problems))
+            return
+        optimizers = self._optimizers
+        into_stored = optimizers is None and self._is_sync
+
+        def work() -> None:
+            total = part.total(given, into_stored=into_stored)
+            if optimizers is not None:
+                optimizers.update(part, total, this.learning_rate)
+            elif isinstance(total, RowSparse):
+                table = part.flat.view(-1, part.width)
+                if self._is_sync:
+                    table.zero_()
+                table.index_add_(0, total.indices, total.values.to(table.dtype))
+            elif not into_stored:  # without an updater only async adds
+                part.flat.add_(total) if part.flat.dtype is not torch.bool else part.flat.logical_or_(total)
+
+        self._crew.run(part.lane, part.flat.nbytes, work, lambda error: self._closed(part, given, error))
+
+    def _closed(self, part: Part, given: Iterable[Contribution], problem: str) -> None:
+        part.closed += 1
+        part.open.pop(part.closed)
+        if problem:
+            part.problems[part.closed] = problem
+            part.problems.pop(part.closed - 64, None)
+        part.busy = False
+        for one in given:
+            one.release()
+        self._touched.add(part)
+
+    def _serve(self, part: Part) -> None:
+        """Find the workers whose round of a part is closed."""
+        if part.busy:
+            return
+        left = []
+        for waiter in part.waiters:
+            if self._must_wait(part, waiter):
+                left.append(waiter)
+            elif self._is_sync and waiter.round in part.problems:
+                self._fail(waiter, MismatchError.__name__, part.problems[waiter.round])
+            else:
+                for worker in self._of_rank(waiter.rank):
+                    worker.ready.append((waiter, part))
+        part.waiters = left
+
+    def _must_wait(self, part: Part, waiter: Waiter) -> bool:
+        if self._is_sync:
+            return waiter.round > part.closed
+        if part.open:  # what came before is applied first
+            return True
+        if self._staleness < 0:
+            return False
+        living = [r for r in range(self._member.num_workers) if r not in self._dead and r not in self._resting]
+        slowest = min((part.pushed.get(rank, 0) for rank in living), default=0)
+        return part.pushed.get(waiter.rank, 0) - slowest > self._staleness
+
+    def _bury(self) -> None:
+        """Take in who has died or left, and tell those who wait for them."""
+        news = {rank: why for (role, rank), why in list(self._member.gone.items()) if role == "worker"}
+        for rank in news.keys() - self._dead.keys():
+            self._dead[rank] = news[rank]
+            for number, (reader, parts) in list(self._reads.items()):
+                if reader == rank:
+                    del self._reads[number]
+                    for part in parts:
+                        part.readers.discard((rank, number))
+            self._touched.update(self._parts.values())
+        if not self._dead or not self._is_sync:
+            return
+        for part in self._parts.values():
+            for waiter in list(part.waiters):
+                missing = self._lost_for(part, waiter.round)
+                if missing:
+                    part.waiters.remove(waiter)
+                    self._fail(waiter, DeadNodeError.__name__, f"{missing} (key {part.key!r}, round {waiter.round})")
+
+    def _lost_for(self, part: Part, number: int) -> str:
+        """Why a round can never close; "" where it still can."""
+        for following in range(part.closed + 1, number + 1):
+            came = part.open[following].contributions if following in part.open else {}
+            for rank, why in self._dead.items():
+                if rank not in came and rank not in self._resting:
+                    return f"worker {rank} {why or 'has left the job'}"
+        return ""
+
+    # What goes out
+
+    def _answer(self) -> None:
+        for worker in self._workers.values():
+            if worker.acks:
+                self._send(worker.identity, Ack(worker.acks))
+                worker.acks = []
+            if worker.ready:
+                worker.ready.sort(key=lambda pair: pair[0].sequence)
+                for sequence, group in groupby(worker.ready, key=lambda pair: pair[0].sequence):
+                    self._give(worker, sequence, list(group))
+                worker.ready = []
+            if worker.frees:
+                self._send(worker.identity, Free(worker.frees))
+                worker.frees = []
+
+    def _give(self, worker: _Worker, sequence: int, ready: list[tuple[Waiter, Part]]) -> None:
+        """Values of parts: in shared memory where that is worth it, else as frames."""
+        codec = None if self._compression is None else self._compression.pull_codec
+        shared = [
+            (waiter, part)
+            for waiter, part in ready
+            if worker.shares
+            and waiter.rows is None
+            and part.flat.nbytes > INLINE
+            and not (codec is not None and part.flat.is_floating_point())
+        ]
+        if shared:
+            self._number += 1
+            parts = [part for _, part in shared]
+            for part in parts:
+                part.readers.add((worker.rank, self._number))
+            self._reads[self._number] = worker.rank, parts
+            entries = [[part.number, part.closed, DENSE, part.flat.nbytes] for part in parts]
+            places = [part.offset for part in parts]
+            self._send(worker.identity, Values(sequence, self._number, entries, places))
+        others = [pair for pair in ready if pair not in shared]
+        if others:
+            entries, datas = [], []
+            for waiter, part in others:
+                data, kind = part.flat, DENSE
+                if waiter.rows is not None:
+                    data, kind = part.flat.view(-1, part.width).index_select(0, waiter.rows), ROWS
+                elif codec is not None and data.is_floating_point():
+                    data, kind = codec.encode(data), CODED
+                entries.append([part.number, part.closed, kind, data.nbytes])
+                datas.append(data)
+            self._send(worker.identity, Values(sequence, 0, entries, []), datas)
+
+    def _fail(self, waiter: Waiter, kind: str, text: str) -> None:
+        for worker in self._of_rank(waiter.rank):
+            self._send(worker.identity, Failed(waiter.sequence, kind, text))
+
+    def _of_rank(self, rank: int) -> list[_Worker]:
+        return [worker for worker in self._workers.values() if worker.rank == rank]
+
+    def _send(self, identity: bytes, message: Message, datas: Sequence[Tensor] = ()) -> None:
+        frames: list[bytes | memoryview] = [identity, protocol.pack(message), *map(memory_of, datas)]
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=True)  # a copy: the values may change at once
+        except zmq.ZMQError as error:  # it is gone; who comes back asks again
+            _log.debug("server %d cannot answer: %s", self._member.rank, error)
+
+    # Commands
+
+    def _command(
+        self, worker: _Worker, name: str, payload: bytes, frames: list[zmq.Frame]
+    ) -> tuple[bytes, list[Tensor]]:
+        match name:
+            case "optimizer":
+                self._optimizers = server_state.Optimizers.read(payload, self._crew.lanes)
+            case "compression":
+                params = msgpack.unpackb(payload)
+                self._compression = None if params is None else parse(params)
+            case "state":
+                if self._optimizers is None:
+                    raise RuntimeError("there is no optimizer whose state could be given")
+                return self._optimizers.give(self._parts.values())
+            case "load":
+                if self._optimizers is None:
+                    raise ValueError("there is no optimizer that could take a state")
+                self._optimizers.take(payload, [bytes_of(frame) for frame in frames], self._parts)
+            case "rest":
+                self._resting.add(worker.rank)
+                self._touched.update(self._parts.values())
+            case "wake":
+                self._resting.discard(worker.rank)
+            case "forget":
+                self._forget(msgpack.unpackb(payload))
+            case _:
+                raise ProtocolError(f"command {name!r} is unknown")
+        return b"", []
+
+    def _forget(self, numbers: Sequence[int]) -> None:
+        """Parts whose keys have moved to another server."""
+        for number in numbers:
+            part = self._parts.pop(number, None)
+            if part is not None and self._arena is not None:
+                self._arena.free(part.offset)
+
+
+def _row_numbers(data: Tensor, part: Part) -> Tensor:
+    if data.numel() % 8:
+        raise ProtocolError(f"{data.numel()} bytes of row numbers came; expected a multiple of 8")
+    rows = data.clone().view(torch.int64)
+    count = part.flat.numel() // part.width
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < count:
+        raise ValueError(f"rows {int(rows.min())} to {int(rows.max())} are asked of {count} rows of key {part.key!r}")
+    return rows
+
+
+def _nothing() -> None:
+    pass
+
+
+def serve(job: roles.ServerJob) -> None:
+    """Be a server of a job until it is over."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    for option, value in (
+        (zmq.ROUTER_MANDATORY, 1),
+        (zmq.ROUTER_HANDOVER, 1),
+        (zmq.SNDHWM, 0),
+        (zmq.LINGER, 2000),
+        (zmq.IPV6, int(":" in job.interface)),
+    ):
+        socket.setsockopt(option, value)
+    roles.check_address(job.interface)
+    host = f"[{job.interface}]" if ":" in job.interface else job.interface
+    socket.bind(f"tcp://{host}:*")
+    address = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+    try:
+        member = Membership("server", job.scheduler, address=address)
+        try:
+            Server(member, socket).run()
+        finally:
+            member.close()
+    finally:
+        socket.close()
+        context.term()
+
+
+def main() -> int:
+    """Be the server that the environment describes."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    serve(roles.from_environment())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

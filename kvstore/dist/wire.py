@@ -1,0 +1,398 @@
+"""A worker's lines to its servers: requests go out by priority, as far as servers keep up; answers come back."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import zmq
+from torch import Tensor
+from zmq.utils.monitor import recv_monitor_message
+
+from collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
+from collectives.limits import limits
+from collectives.transports.segments import Segment, open_offered
+from kvstore.dist import protocol
+from kvstore.dist.arena import Arena
+from kvstore.dist.frames import bytes_of, memory_of
+from kvstore.dist.membership import Membership
+from kvstore.dist.protocol import Ack, Answer, Done, Failed, Free, Hello, Message, Values, Welcome
+
+_log = logging.getLogger("gangline")
+_WINDOW = 16 << 20
+"""Bytes that may be on their way to a server before it has taken them: then priorities still have a say."""
+
+_COPIED = 1 << 16
+_TICK_MS = 100
+_ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (DeadNodeError, MismatchError, ProtocolError, StallError, ValueError, KeyError, TypeError, RuntimeError)
+}
+
+
+@dataclass(eq=False)
+class Request:
+    """Something that a server is asked, and what to do with its answer."""
+
+    server: int
+    message: Callable[[int], Message]
+    """Makes the message of a sequence number."""
+    what: str
+    """For errors: what waits."""
+    nbytes: int = 0
+    """How much data go along; they count until the server has them."""
+    datas: Sequence[Tensor] = ()
+    """Of each entry, where they travel as frames."""
+    on_answer: Callable[[Message, list[Tensor]], bool] = lambda *_: True
+    """Called with the answer and its data; whether the request is over."""
+    on_error: Callable[[Exception], None] = lambda _: None
+    on_free: Callable[[], None] | None = None
+    """Called when the memory that the message names may be written again; None: it names none."""
+    priority: int = 0
+    sequence: int = field(default=0, init=False)
+    since: float = field(default=0.0, init=False)
+    packed: bytes = field(default=b"", init=False)
+    taken: bool = field(default=False, init=False)
+
+
+class _Line:
+    """One server, as the wire knows it."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket
+        self.monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self.memory: Segment | None = None
+        self.shares = False
+        self.greeted = False
+        self.under_way = 0
+        self.pending: dict[int, Request] = {}  # not answered yet
+        self.holding: dict[int, Request] = {}  # answered, but their memory is not free yet
+        self.connections = 0
+
+
+class Wire:
+    """Sockets to all servers. Whoever waits for an answer moves them; a thread does while nobody waits.
+
+    Args:
+        member: this worker's.
+        mode: "sync" or "async".
+        staleness: see `protocol.Hello`.
+        arena: what this worker shares with servers of its host; None: nothing.
+        timeout: seconds that an answer may take.
+    """
+
+    def __init__(self, member: Membership, mode: str, staleness: int, arena: Arena | None, timeout: float) -> None:
+        bounds = limits()
+        self._timeout, self._stall_warn = timeout, bounds.stall_warn
+        self._member = member
+        self._hello = Hello(member.rank, member.view, mode, staleness, arena.card if arena is not None else b"")
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sequences = itertools.count(1)
+        self._ticket = itertools.count()
+        self._outbox: list[tuple[int, int, Request]] = []
+        self._lock = threading.Lock()  # of the outbox
+        self._turn = threading.Lock()  # held by whoever moves the sockets
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closed = False
+        self._idle = threading.Condition()
+        self._waited_for = 0  # requests that nobody waits for in `wait`, but that are not over
+        self._thread: threading.Thread | None = None
+        self._checked = 0.0
+        self._warned = False
+        self._lines = [self._connect(address) for address in member.servers]
+        self._poller = zmq.Poller()
+        self._poller.register(self._bell, zmq.POLLIN)
+        for line in self._lines:
+            self._poller.register(line.socket, zmq.POLLIN)
+            self._poller.register(line.monitor, zmq.POLLIN)
+        member.on_news = self._ring
+        self._greet_all()
+
+    @property
+    def shares(self) -> list[bool]:
+        """Of each server, whether it reads this worker's memory."""
+        return [line.shares for line in self._lines]
+
+    def memory_of(self, server: int) -> Segment:
+        """A server's shared memory, of which `protocol.Values` name places."""
+        memory = self._lines[server].memory
+        if memory is None:
+            raise ProtocolError(f"server {server} names a place in memory that it does not share")
+        return memory
+
+    def submit(self, request: Request) -> None:
+        """Have a request sent; its callbacks run in whatever thread moves the sockets then."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the store is closed")
+            heapq.heappush(self._outbox, (-request.priority, next(self._ticket), request))
+        self._kick()
+        with self._idle:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="gangline-wire", daemon=True)
+                self._thread.start()
+
+    def wait(self, is_over: Callable[[], bool]) -> None:
+        """Move the sockets until something is over, or another thread does until then."""
+        while not is_over():
+            if self._turn.acquire(timeout=0.002):
+                try:
+                    while not is_over():
+                        self._progress(_TICK_MS)
+                finally:
+                    self._turn.release()
+                self._kick()
+
+    def say(self, server: int, message: Message) -> None:
+        """Send something that needs no answer; only in a callback."""
+        self._send(self._lines[server], [protocol.pack(message)])
+
+    def close(self) -> None:
+        """Give the sockets back; what is not over ends with an error. Again: nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._ring()
+        with self._idle:
+            self._idle.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        with self._turn:
+            for line in self._lines:
+                line.socket.disable_monitor()
+                line.monitor.close(0)
+                line.socket.close(1000)
+            self._fail_all(RuntimeError("the store was closed"))
+            self._context.term()
+            os.close(self._bell)
+
+    # Sending
+
+    def _connect(self, address: str) -> _Line:
+        socket = self._context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.SNDHWM, 0),
+            (zmq.RCVHWM, 0),
+            (zmq.LINGER, 0),
+            (zmq.MAXMSGSIZE, -1),
+            (zmq.IPV6, int("[" in address)),
+        ):
+            socket.setsockopt(option, value)
+        socket.setsockopt(zmq.IDENTITY, self._member.identity)
+        line = _Line(socket)
+        socket.connect(address)
+        return line
+
+    def _greet_all(self) -> None:
+        ends = time.monotonic() + self._timeout
+        with self._turn:
+            while not all(line.greeted for line in self._lines):
+                self._progress(_TICK_MS)
+                if time.monotonic() > ends:
+                    silent = [index for index, line in enumerate(self._lines) if not line.greeted]
+                    raise StallError(f"servers {silent} did not answer within {self._timeout:g} s")
+
+    def _kick(self) -> None:
+        """See that what is in the outbox goes out: now, or by whoever moves the sockets."""
+        while self._outbox:
+            if not self._turn.acquire(blocking=False):
+                self._ring()
+                return
+            try:
+                self._flush()
+            finally:
+                self._turn.release()
+            if self._outbox:  # the window is full: an answer opens it
+                return
+
+    def _flush(self) -> None:
+        with self._lock:
+            waiting, self._outbox = sorted(self._outbox, key=lambda one: one[:2]), []
+            kept = []
+            for index, (order, ticket, request) in enumerate(waiting):
+                line = self._lines[request.server]
+                if line.under_way and line.under_way + request.nbytes > _WINDOW:
+                    kept.append((order, ticket, request))
+                    continue
+                del index
+                self._dispatch(line, request)
+            self._outbox = kept
+            heapq.heapify(self._outbox)
+
+    def _dispatch(self, line: _Line, request: Request) -> None:
+        request.sequence = next(self._sequences)
+        request.since = time.monotonic()
+        request.packed = protocol.pack(request.message(request.sequence))
+        line.pending[request.sequence] = request
+        line.under_way += request.nbytes
+        self._transmit(line, request)
+
+    def _transmit(self, line: _Line, request: Request) -> None:
+        self._send(line, [request.packed, *(memory_of(data) for data in request.datas)])
+
+    def _send(self, line: _Line, frames: list[bytes | memoryview]) -> None:
+        nbytes = sum(map(len, frames))  # what is large is read where it lies, and stays there until it is acknowledged
+        line.socket.send_multipart(frames, zmq.NOBLOCK, copy=nbytes <= _COPIED)
+
+    def _ring(self) -> None:
+        if not self._closed or self._bell >= 0:
+            try:
+                os.eventfd_write(self._bell, 1)
+            except OSError:  # closed meanwhile
+                _log.debug("nobody hears the bell")
+
+    # Receiving
+
+    def _serve(self) -> None:
+        """Move the sockets while requests are under way that nobody waits for."""
+        while not self._closed:
+            if not self._is_busy():
+                with self._idle:
+                    self._idle.wait(0.05)
+                continue
+            if self._turn.acquire(timeout=0.05):
+                try:
+                    if not self._closed:
+                        self._progress(_TICK_MS)
+                finally:
+                    self._turn.release()
+                self._kick()
+
+    def _is_busy(self) -> bool:
+        return bool(self._outbox) or any(line.pending or line.holding for line in self._lines)
+
+    def _progress(self, timeout_ms: int) -> None:
+        self._flush()
+        events = dict(self._poller.poll(timeout_ms))
+        if self._bell in events:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._bell)
+        for server, line in enumerate(self._lines):
+            if line.monitor in events:
+                self._look(line)
+            if line.socket in events:
+                self._receive(server, line)
+        self._check()
+        self._flush()
+
+    def _look(self, line: _Line) -> None:
+        while line.monitor.poll(0):
+            recv_monitor_message(line.monitor)
+            line.connections += 1
+            self._send(line, [protocol.pack(self._hello)])
+            if line.connections > 1:  # what was on its way may be lost: it is asked again, and known by its number
+                for request in line.pending.values():
+                    self._transmit(line, request)
+
+    def _receive(self, server: int, line: _Line) -> None:
+        while True:
+            try:
+                frames = line.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                self._hear(server, line, protocol.unpack(frames[0].buffer), frames[1:])
+            except ProtocolError as error:
+                _log.warning("worker %d drops what server %d sent: %s", self._member.rank, server, error)
+
+    def _hear(self, server: int, line: _Line, message: Message, frames: list[zmq.Frame]) -> None:
+        match message:
+            case Welcome(shared, memory):
+                line.greeted = True
+                if shared and memory and line.memory is None:
+                    line.memory = open_offered(memory)
+                line.shares = shared and line.memory is not None
+            case Ack(sequences):
+                for sequence in sequences:
+                    self._settle(line, sequence, message, [])
+            case Free(sequences):
+                for sequence in sequences:
+                    holder = line.holding.pop(sequence, None) or line.pending.get(sequence)
+                    if holder is not None and holder.on_free is not None:
+                        holder.on_free()
+                        holder.on_free = None
+            case Values(sequence, number, _, _):
+                self._settle(line, sequence, message, [bytes_of(frame) for frame in frames])
+                if number:
+                    self.say(server, Done([number]))
+            case Answer(sequence, _):
+                self._settle(line, sequence, message, [bytes_of(frame) for frame in frames])
+            case Failed(sequence, kind, text):
+                self._fail(line, sequence, _ERRORS.get(kind, GanglineError)(text))
+            case _:
+                raise ProtocolError(f"{type(message).__name__} came")
+
+    def _settle(self, line: _Line, sequence: int, message: Message, datas: list[Tensor]) -> None:
+        request = line.pending.get(sequence)
+        if request is None:  # answered before, as happens where it was asked twice
+            return
+        if not request.taken:
+            request.taken = True
+            line.under_way -= request.nbytes
+        try:
+            is_over = request.on_answer(message, datas)
+        except Exception as error:  # noqa: BLE001  it belongs to whoever asked
+            self._fail(line, sequence, error)
+            return
+        if is_over:
+            del line.pending[sequence]
+            if request.on_free is not None:
+                line.holding[sequence] = request
+
+    def _fail(self, line: _Line, sequence: int, error: Exception) -> None:
+        request = line.pending.pop(sequence, None)
+        if request is None:
+            return
+        if not request.taken:
+            line.under_way -= request.nbytes
+        if request.on_free is not None:
+            line.holding[sequence] = request
+        request.on_error(error)
+
+    def _check(self) -> None:
+        """See whether waiting still makes sense."""
+        now = time.monotonic()
+        news = bool(self._member.gone or self._member.lost)
+        if now - self._checked < (0.02 if news else 0.1):
+            return
+        self._checked = now
+        for server, line in enumerate(self._lines):
+            why = self._member.gone.get(("server", server))
+            if self._member.lost:
+                self._fail_line(line, f"the scheduler {self._member.lost}")
+            elif why is not None:
+                self._fail_line(line, f"server {server} {why or 'has left the job'}")
+            for sequence, request in list(line.pending.items()):
+                waited = now - request.since
+                if waited > self._timeout:
+                    text = f"{request.what} has waited {waited:.3g} s for server {server}"
+                    self._fail(line, sequence, StallError(text))
+                elif waited > self._stall_warn and not self._warned:
+                    self._warned = True
+                    _log.warning("%s has waited %.3g s for server %d", request.what, waited, server)
+
+    def _fail_line(self, line: _Line, why: str) -> None:
+        for sequence, request in list(line.pending.items()):
+            self._fail(line, sequence, DeadNodeError(f"{why} (worker {self._member.rank} waited in {request.what})"))
+        with self._lock:
+            mine = [one for one in self._outbox if self._lines[one[2].server] is line]
+            self._outbox = [one for one in self._outbox if self._lines[one[2].server] is not line]
+            heapq.heapify(self._outbox)
+        for _, _, request in mine:
+            request.on_error(DeadNodeError(f"{why} (worker {self._member.rank} waited in {request.what})"))
+
+    def _fail_all(self, error: Exception) -> None:
+        for line in self._lines:
+            for sequence in list(line.pending):
+                self._fail(line, sequence, error)
+        for _, _, request in self._outbox:
+            request.on_error(error)
+        self._outbox = []

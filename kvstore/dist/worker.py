@@ -1,0 +1,568 @@
+"""The `dist_*` stores: what a worker sees of the parameter server."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import torch
+from torch import Tensor
+
+from collectives.compression import Compression
+from collectives.errors import GanglineError, MismatchError
+from collectives.limits import limits
+from collectives.work import Work, WorkQueue
+from kvstore.arguments import Pairs, Pushed, RowPulls, merged
+from kvstore.base import KVStore, read_optimizer_states
+from kvstore.dist import roles, server_state
+from kvstore.dist.arena import Arena
+from kvstore.dist.contributions import Contributions
+from kvstore.dist.embedded import Embedded, embedded_job
+from kvstore.dist.membership import Membership
+from kvstore.dist.protocol import Answer, Command, Define, Message
+from kvstore.dist.sharding import Layout, Part, Sharding
+from kvstore.dist.values import Pulled, PulledRows, Target
+from kvstore.dist.wire import Request, Wire
+from kvstore.optimizer import KeyedOptimizer, OptimizerState
+from kvstore.optimizer_spec import Key, OptimizerSpec, check_learning_rate
+from kvstore.registry import register
+
+_DEFINED_AT_ONCE = 16 << 20
+
+
+@register("dist", "dist_sync", "dist_async", "dist_device_sync", "dist_sync_device", "dist_device_async")
+class DistStore(KVStore):
+    """Keys live on servers, cut into parts; workers push to rounds and pull what they made.
+
+    A process whose environment gives it the role of scheduler or server serves here, and leaves by SystemExit(0) when
+    the job is over.
+    """
+
+    def __init__(
+        self, name: str = "dist_sync", *, max_staleness: int | None = None, timeout: float | None = None
+    ) -> None:
+        """Join the job that the environment describes: DMLC_* of `gangline launch`, or torchrun's RANK and others.
+
+        Args:
+            name: which of the stores.
+            max_staleness: for async: a pull waits while this worker has pushed a key more often than the slowest
+                living worker by more than this; None: it never waits for others.
+            timeout: seconds that a call may wait for others; None: GANGLINE_TIMEOUT, else half an hour.
+
+        Raises:
+            RuntimeError: there is no job.
+            ValueError: ``max_staleness`` is given for a sync store or is negative; or the environment is wrong.
+            StallError: somebody did not come.
+        """
+        super().__init__(name)
+        is_async = name.endswith("async")
+        if max_staleness is not None and (not is_async or isinstance(max_staleness, bool) or max_staleness < 0):
+            raise ValueError(
+                f"max_staleness is {max_staleness!r}; expected 0 or more, of an async store (not {name!r})"
+            )
+        self._on_device = "device" in name
+        self._timeout = limits().timeout if timeout is None else timeout
+        job, embedded = _job(self._timeout)
+        self._member = Membership("worker", job.scheduler, rank=job.rank, timeout=self._timeout)
+        self._arena = _arena()
+        staleness = -1 if max_staleness is None else max_staleness
+        self._wire = Wire(self._member, "async" if is_async else "sync", staleness, self._arena, self._timeout)
+        self._queue = WorkQueue()
+        self._finish = weakref.finalize(self, _finish, self._queue, self._wire, self._member, self._arena, embedded)
+        self._sharding = Sharding(len(self._member.servers))
+        self._parts: dict[Key, list[Part]] = {}
+        self._rounds: dict[Key, int] = {}
+        self._spec: OptimizerSpec | None = None
+        self._learning_rate: float | None = None
+        self._contributions = Contributions(self._wire.shares, self._arena, on_device=self._on_device)
+        self._pull_lock = threading.Lock()
+
+    @property
+    def rank(self) -> int:  # noqa: D102  inherited
+        return self._member.rank
+
+    @property
+    def num_workers(self) -> int:  # noqa: D102  inherited
+        return self._member.num_workers
+
+    def barrier(self) -> None:  # noqa: D102  inherited
+        self._check_open()
+        self._member.meet(b"", "barrier()")
+
+    def exchange(self, data: bytes) -> list[bytes]:  # noqa: D102  inherited
+        self._check_open()
+        return self._member.meet(data)
+
+    def dead_nodes(self) -> list[str]:  # noqa: D102  inherited
+        dead = [f"{role} {rank}" for (role, rank), why in self._member.gone.items() if why]
+        return [*sorted(dead), *(["scheduler"] if self._member.lost else [])]
+
+    def join(self) -> int:
+        """Take no further part: rounds close without this worker until all have joined, then everybody is in again.
+
+        Returns:
+            The rank that came last.
+        """
+        self._check_open()
+        self._settle()
+        self._command_all("rest", b"")
+        rested = self._member.rest(msgpack.packb(list(self._rounds.items())))
+        for packed in rested.data:
+            for key, number in msgpack.unpackb(packed) if packed else ():
+                self._rounds[key] = max(self._rounds.get(key, 0), number)
+        self._command_all("wake", b"")
+        self.barrier()
+        return rested.last
+
+    # Keys
+
+    def _init(self, pairs: Pairs, async_op: bool) -> Work:  # noqa: ARG002  done when it returns
+        layouts = [_layout(key, value) for key, (value,) in pairs]
+        try:
+            said = self._member.meet(_packed(layouts), "init()")
+            new = self._agreed(said)
+        except BaseException:
+            with self._layout_lock:
+                for key, _ in pairs:
+                    self._layout.pop(key, None)
+            raise
+        whole = self._spec is not None and not self._spec.is_elementwise
+        placed = self._sharding.place(new, whole=whole)
+        self._parts.update(placed)
+        self._rounds.update(dict.fromkeys(placed, 0))
+        self._by_rank_0(lambda: self._define(pairs), "init()")
+        return Work.finished("init")
+
+    def _agreed(self, said: Sequence[bytes]) -> list[Layout]:
+        """The keys that nobody knew yet, in an order that all share; raises the same error on all where they differ."""
+        new: dict[Key, tuple[int, Layout]] = {}
+        for rank, packed in enumerate(said):
+            for layout in _unpacked(packed):
+                known = self._parts.get(layout.key)
+                first, other = (0, known[0].layout) if known else new.get(layout.key, (rank, layout))
+                if other != layout:
+                    raise MismatchError(
+                        f"key {layout.key!r} has {_words(other)} on rank {first}, but {_words(layout)} on rank {rank}"
+                    )
+                if known is None:
+                    new.setdefault(layout.key, (rank, layout))
+        return [layout for _, layout in new.values()]
+
+    def _define(self, pairs: Sequence[tuple[Key, Sequence[Tensor]]]) -> None:
+        """Give the servers the values of these keys."""
+        requests: list[Request] = []
+        for server in range(len(self._member.servers)):
+            group: list[tuple[Part, Tensor]] = []
+            for key, (value,) in pairs:
+                flat = value.detach().cpu().contiguous().view(-1)
+                for part in self._parts[key]:
+                    if part.server == server:
+                        group.append((part, flat[part.begin : part.begin + part.numel]))
+                        if sum(one.nbytes for one, _ in group) >= _DEFINED_AT_ONCE:
+                            requests.append(_definition(server, group))
+                            group = []
+            if group:
+                requests.append(_definition(server, group))
+        self._ask(requests, "init()")
+
+    def _by_rank_0(self, action: Callable[[], object], what: str) -> None:
+        """Have rank 0 do something while the others wait; what it raises, all raise."""
+        said = b""
+        error: Exception | None = None
+        if self.rank == 0:
+            try:
+                action()
+            except Exception as raised:  # noqa: BLE001  raised again below
+                error = raised
+                said = msgpack.packb([type(raised).__name__, str(raised)])
+        told = self._member.meet(said, what)[0]
+        if error is not None:
+            raise error
+        if told:
+            kind, text = msgpack.unpackb(told)
+            raise {"ValueError": ValueError, "TypeError": TypeError}.get(kind, GanglineError)(text)
+
+    # Moving tensors
+
+    def _push(self, pairs: Pushed, priority: int, async_op: bool) -> Work:
+        return self._move("push", pairs, None, priority, async_op)
+
+    def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work:
+        return self._move("pushpull", values, outs, priority, async_op)
+
+    def _move(self, name: str, pairs: Pushed, outs: Pairs | None, priority: int, async_op: bool) -> Work:
+        pairs = merged(pairs)
+        wanted = None if outs is None else _merged_outs(outs)
+
+        def move(work: _Pending) -> None:
+            ready = self._contributions.prepare([(key, values, self._parts[key]) for key, values in pairs])
+            for key, _ in pairs:
+                self._rounds[key] += 1
+            rate = self._learning_rate if self.rank == 0 else None
+            targets = None if wanted is None else Pulled(self._targets(wanted), self._wire.memory_of, work.codec)
+            self._submit(ready.requests(self._rounds, rate, targets, work.name, priority), work)
+
+        return self._start(name, move, [*pairs, *(outs or ())], priority, async_op)
+
+    def _pull(self, pairs: Pairs, priority: int, async_op: bool) -> Work:
+        wanted = _merged_outs(pairs)
+
+        def pull(work: _Pending) -> None:
+            targets = Pulled(self._targets(wanted), self._wire.memory_of, work.codec)
+            self._submit(targets.requests(self._rounds, work.name, priority), work)
+
+        return self._start("pull", pull, pairs, priority, async_op)
+
+    def _row_sparse_pull(self, pulls: RowPulls, priority: int, async_op: bool) -> Work:
+        def pull(work: _Pending) -> None:
+            for key, targets in pulls:
+                rows = PulledRows(self._parts[key], targets)
+                self._submit(rows.requests(self._rounds[key], work.name, priority), work)
+
+        pairs = [(key, [part for target in targets for part in target]) for key, targets in pulls]
+        return self._start("row_sparse_pull", pull, pairs, priority, async_op)
+
+    def _targets(self, pairs: Sequence[tuple[Key, Sequence[Any]]]) -> list[Target]:
+        return [Target(part, outs) for key, outs in pairs for part in self._parts[key]]
+
+    def _start(
+        self,
+        name: str,
+        prepare: Callable[[_Pending], None],
+        pairs: Sequence[tuple[Key, Sequence[Any]]],
+        priority: int,
+        async_op: bool,
+    ) -> Work:
+        """Prepare requests behind what touches the same keys, and have the returned Work end with their answers."""
+        keys = list(dict.fromkeys(key for key, _ in pairs))
+        shown = f"key {keys[0]!r}" if len(keys) == 1 else f"{len(keys)} keys"
+        work = Work(f"{name} of {shown}")
+        pending = _Pending(work, f"{name} of {shown}", self._contributions.pull_codec)
+
+        def run() -> None:
+            with torch.no_grad(), pending:
+                prepare(pending)
+
+        if async_op:
+            self._queue.submit(run, Work(name), keys, priority)
+            return work
+        self._queue.run(run, Work(name), keys, priority)
+        self._wire.wait(work.is_completed)
+        work.wait()
+        return work
+
+    def _submit(self, requests: Sequence[Request], work: _Pending) -> None:
+        for request in requests:
+            work.add(request)
+        for request in requests:
+            self._wire.submit(request)
+
+    def _settle(self) -> None:
+        """Wait for all that was begun."""
+        self._queue.run(lambda: None, Work("settle"), list(self._layout), 0)
+
+    def _ask(self, requests: Sequence[Request], what: str) -> None:
+        work = Work(what)
+        with _Pending(work, what, None) as pending:
+            self._submit(requests, pending)
+        self._wire.wait(work.is_completed)
+        work.wait()
+
+    def _command_all(
+        self, name: str, payload: bytes | Sequence[bytes], datas: Sequence[Sequence[Tensor]] | None = None
+    ) -> list[tuple[bytes, list[Tensor]]]:
+        """Have each server do something; gives their answers."""
+        answers: list[tuple[bytes, list[Tensor]]] = [(b"", [])] * len(self._member.servers)
+        requests = []
+        for server in range(len(self._member.servers)):
+            own = payload if isinstance(payload, bytes) else payload[server]
+
+            def message(sequence: int, own: bytes = own) -> Message:
+                return Command(sequence, name, own)
+
+            def answered(answer: Message, data: list[Tensor], server: int = server) -> bool:
+                assert isinstance(answer, Answer)
+                answers[server] = answer.payload, data
+                return True
+
+            tensors = () if datas is None else datas[server]
+            requests.append(Request(server, message, name, datas=tensors, on_answer=answered))
+        self._ask(requests, name)
+        return answers
+
+    def _assign(self, pairs: Pairs) -> None:
+        self._settle()
+        self._member.meet(b"", "assign()")
+
+        def assign() -> None:
+            for key, (value,) in pairs:  # behind the open round
+                self._pull([(key, [torch.empty_like(value)])], 0, False)
+            self._define(pairs)
+
+        self._by_rank_0(assign, "assign()")
+
+    # Optimizer
+
+    def _set_optimizer(self, spec: OptimizerSpec) -> None:
+        packed = server_state.pack_spec(spec)
+        for key, parts in self._parts.items():
+            KeyedOptimizer(spec).check(key, _empty(parts[0].layout))
+        self._settle()
+        said = self._member.meet(packed, "set_optimizer()")
+        different = [rank for rank, other in enumerate(said) if other and other != said[0]]
+        if different:
+            rank = different[0]
+            raise MismatchError(
+                f"set_optimizer: rank 0 has {server_state.read_spec(said[0])}, but rank {rank} "
+                f"{server_state.read_spec(said[rank])}"
+            )
+        if not spec.is_elementwise:
+            self._make_whole()
+        self._by_rank_0(lambda: self._command_all("optimizer", packed), "set_optimizer()")
+        self._spec = spec
+        self._learning_rate = float(spec.arguments["lr"])
+
+    def _make_whole(self) -> None:
+        """Put keys that are cut together again, for an optimizer that must see all of them."""
+        cut = [key for key, parts in self._parts.items() if len(parts) > 1]
+        values: dict[Key, Tensor] = {}
+        if self.rank == 0:
+            for key in cut:
+                layout = self._parts[key][0].layout
+                values[key] = _empty(layout)
+                self._pull([(key, [values[key]])], 0, False)
+        old = {key: self._parts[key] for key in cut}
+        for parts in old.values():
+            self._sharding.remove(parts)
+        self._parts.update(self._sharding.place([parts[0].layout for parts in old.values()], whole=True))
+        self._rounds.update(dict.fromkeys(cut, 0))
+
+        def define() -> None:
+            self._define([(key, [value]) for key, value in values.items()])
+            numbers = [
+                [part.number for parts in old.values() for part in parts if part.server == server]
+                for server in range(len(self._member.servers))
+            ]
+            self._command_all("forget", [msgpack.packb(of_server) for of_server in numbers])
+
+        self._by_rank_0(define, "set_optimizer()")
+
+    @property
+    def learning_rate(self) -> float:  # noqa: D102  inherited
+        self._check_open()
+        return self._with_optimizer("learning_rate")
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Use this rate from the next push on; rank 0's travels to the servers, and decides."""
+        self._check_open()
+        check_learning_rate(learning_rate)
+        self._with_optimizer("set_learning_rate")
+        self._learning_rate = float(learning_rate)
+
+    def _with_optimizer(self, call: str) -> float:
+        if self._learning_rate is None:
+            raise RuntimeError(f"{call} needs an optimizer; call set_optimizer first")
+        return self._learning_rate
+
+    def optimizer_state(self) -> OptimizerState:  # noqa: D102  inherited
+        self._check_open()
+        rate = self._with_optimizer("optimizer_state")
+        assert self._spec is not None
+        self._settle()
+        answers = self._command_all("state", b"")
+        return server_state.joined(self._spec, rate, self._parts, answers)
+
+    def load_optimizer_state(self, state: OptimizerState) -> None:
+        """Replace the optimizer's state by rank 0's; all workers call it."""
+        self._load(lambda: state)
+
+    def load_optimizer_states(self, path: str | Path) -> None:
+        """Take over the optimizer state of rank 0's file; all workers call it, the others' paths are not looked at."""
+        self._load(lambda: read_optimizer_states(path))
+
+    def _load(self, state: Callable[[], OptimizerState]) -> None:
+        self._check_open()
+        self._with_optimizer("load_optimizer_state")
+        assert self._spec is not None
+        spec = self._spec
+        self._settle()
+        self._member.meet(b"", "load_optimizer_state()")
+
+        def load() -> None:
+            packed = server_state.split(spec, state(), self._parts, len(self._member.servers))
+            self._command_all("load", [payload for payload, _ in packed], [datas for _, datas in packed])
+
+        self._by_rank_0(load, "load_optimizer_state()")
+
+    # Compression
+
+    def _set_compression(self, compression: Compression | None) -> None:
+        params = None if compression is None else compression.params
+        packed = msgpack.packb(params)
+        self._settle()
+        said = self._member.meet(packed, "set_gradient_compression()")
+        different = [rank for rank, other in enumerate(said) if other and other != said[0]]
+        if different:
+            rank = different[0]
+            raise MismatchError(
+                f"set_gradient_compression: rank 0 has {msgpack.unpackb(said[0])}, but rank {rank} "
+                f"{msgpack.unpackb(said[rank])}"
+            )
+        self._by_rank_0(lambda: self._command_all("compression", packed), "set_gradient_compression()")
+        self._contributions.compress(compression)
+
+    @property
+    def compresses(self) -> bool:  # noqa: D102  inherited
+        return self._contributions.compresses
+
+    def compression_residuals(self) -> dict[str, Tensor]:  # noqa: D102  inherited
+        self._check_open()
+        self._settle()
+        return self._contributions.residuals()
+
+    def load_compression_residuals(self, residuals: Mapping[str, Tensor]) -> None:  # noqa: D102  inherited
+        self._check_open()
+        if not self.compresses:
+            super().load_compression_residuals(residuals)
+            return
+        self._settle()
+        self._contributions.load_residuals(residuals, self._layout)
+
+    def close(self) -> None:  # noqa: D102  inherited
+        if not self._closed:
+            super().close()
+            self._finish()
+
+
+class _Pending:
+    """A Work that is over when all its requests are, and the first error that one of them met; a context manager."""
+
+    def __init__(self, work: Work, name: str, codec: Any) -> None:
+        self.name = name
+        self.codec = codec
+        self._work = work
+        self._open = 1
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def add(self, request: Request) -> None:
+        """Have the Work wait for a request."""
+        with self._lock:
+            self._open += 1
+        answered = request.on_answer
+
+        def on_answer(message: Message, datas: list[Tensor]) -> bool:
+            if not answered(message, datas):
+                return False
+            self._end(None)
+            return True
+
+        request.on_answer = on_answer
+        request.on_error = self._end
+
+    def __enter__(self) -> _Pending:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self._end(error)
+        return True  # the Work raises it
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._lock:
+            self._open -= 1
+            self._error = self._error or error
+            is_over = not self._open
+        if is_over:
+            self._work.complete(self._error)
+
+
+def _merged_outs(pairs: Pairs) -> Pairs:
+    outs: dict[Key, list[Tensor]] = {}
+    for key, targets in pairs:
+        outs[key] = outs.get(key, []) + targets
+    return list(outs.items())
+
+
+def _definition(server: int, group: Sequence[tuple[Part, Tensor]]) -> Request:
+    entries = [
+        [
+            part.number,
+            part.layout.dtype,
+            list(part.shape),
+            part.width,
+            msgpack.packb(part.layout.key),
+            part.begin,
+            part.is_whole,
+        ]
+        for part, _ in group
+    ]
+    return Request(
+        server,
+        lambda sequence: Define(sequence, entries, None),
+        "init()",
+        nbytes=sum(part.nbytes for part, _ in group),
+        datas=[value for _, value in group],
+    )
+
+
+def _layout(key: Key, value: Tensor) -> Layout:
+    name = str(value.dtype).removeprefix("torch.")
+    return Layout(key, name, tuple(value.shape), value.dtype.itemsize)
+
+
+def _empty(layout: Layout) -> Tensor:
+    return torch.empty(layout.shape, dtype=getattr(torch, layout.dtype))
+
+
+def _packed(layouts: Sequence[Layout]) -> bytes:
+    return bytes(msgpack.packb([[one.key, one.dtype, list(one.shape), one.itemsize] for one in layouts]))
+
+
+def _unpacked(packed: bytes) -> list[Layout]:
+    if not packed:
+        return []
+    return [Layout(key, dtype, tuple(shape), itemsize) for key, dtype, shape, itemsize in msgpack.unpackb(packed)]
+
+
+def _words(layout: Layout) -> str:
+    return f"shape {layout.shape} and dtype {layout.dtype}"
+
+
+def _arena() -> Arena | None:
+    if os.environ.get("GANGLINE_TRANSPORT") in ("tcp", "ipc"):
+        return None
+    try:
+        return Arena()
+    except OSError:
+        return None
+
+
+def _job(timeout: float) -> tuple[roles.ServerJob, Embedded | None]:
+    """This worker's job; serves in its place where the environment gives it another role."""
+    if roles.is_set():
+        job = roles.from_environment()
+        if job.role == "scheduler":
+            from kvstore.dist import scheduler
+
+            raise SystemExit(scheduler.main())
+        if job.role == "server":
+            from kvstore.dist import server
+
+            raise SystemExit(server.main())
+        return job, None
+    return embedded_job(timeout)
+
+
+def _finish(queue: WorkQueue, wire: Wire, member: Membership, arena: Arena | None, embedded: Embedded | None) -> None:
+    queue.close()
+    wire.close()
+    member.close()
+    if arena is not None:
+        arena.close()
+    if embedded is not None:
+        embedded.close()

@@ -1,0 +1,77 @@
+"""Whole parameter-server jobs for tests: scheduler, servers and workers, each a process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from collectives.spawning import Outcome, Ranks
+from collectives.transports.base import Exchange
+from kvstore.dist import scheduler, server
+from kvstore.dist.roles import from_environment
+
+
+class Place:
+    """What a process of the job knows: its part, until `serve_or_work` has run it."""
+
+    def __init__(self, rank: int, size: int, exchange: Exchange, **_: object) -> None:
+        self.rank = rank
+        self.size = size
+        self.exchange = exchange
+
+    def close(self) -> None:
+        pass
+
+
+def _play(place: Place, workers: int, servers: int, play: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Rank 0 is the scheduler, then come the servers, then the workers, who call ``play(*args)``."""
+    torch.set_num_threads(1)
+    own = scheduler.Scheduler(workers, servers) if place.rank == 0 else None
+    port = place.exchange(b"" if own is None else str(own.port).encode())[0].decode()
+    os.environ.update(
+        DMLC_PS_ROOT_URI="127.0.0.1", DMLC_PS_ROOT_PORT=port, DMLC_NUM_WORKER=str(workers), DMLC_NUM_SERVER=str(servers)
+    )
+    if own is not None:
+        own.run()
+        return None
+    if place.rank <= servers:
+        os.environ["DMLC_ROLE"] = "server"
+        server.serve(from_environment())
+        return None
+    os.environ.update(DMLC_ROLE="worker", DMLC_WORKER_ID=str(place.rank - 1 - servers))
+    return play(*args)
+
+
+class DistJob:
+    """A job whose workers run ``play(*args)``; a context manager."""
+
+    def __init__(self, play: Callable[..., Any], workers: int, servers: int, *args: Any) -> None:
+        self._first = 1 + servers
+        size = 1 + servers + workers
+        self._ranks = Ranks(_play, size, (workers, servers, play, args), opener=Place)
+
+    def results(self) -> list[Any]:
+        """What the workers returned; raises what one raised."""
+        return list(self._ranks.results()[self._first :])
+
+    def outcomes(self) -> list[Outcome]:
+        """How scheduler, servers and workers ended, in this order."""
+        return self._ranks.outcomes()
+
+    def pid(self, role: str, rank: int) -> int:
+        return self._ranks.pids[{"scheduler": 0, "server": 1, "worker": self._first}[role] + rank]
+
+    def __enter__(self) -> DistJob:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ranks.close()
+
+
+def run_job(play: Callable[..., Any], workers: int, servers: int, *args: Any) -> list[Any]:
+    """The results of a job's workers."""
+    with DistJob(play, workers, servers, *args) as job:
+        return job.results()
