@@ -1,35 +1,228 @@
-"""Sums and copies among the tensors of one process, whatever devices they lie on.
+"""`DeviceGroup`: the collectives between the devices of one process, on lists of tensors.
 
-The caller chooses where a sum is made (its owner); torch moves the bytes, between GPUs from device to
-device, and orders them on the current streams. Large sums on the host go chunk by chunk, so that a chunk is added up,
-and copied out, while it lies in a core's cache.
+How tensors move between devices is chosen by what is there (`collectives.device_backends.choice`).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
-from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
-from collectives import threads
+from collectives import arithmetic
+from collectives.context import Context, contexts, cpu, gpu
+from collectives.device_backends import copies
+from collectives.device_backends.base import Transfer
+from collectives.device_backends.choice import opened
+from collectives.layout import check_written
 
-_CHUNK = 512 * 1024  # bytes; 256 KiB pay for calls, more than 1 MiB leaves the cache
-_SHARED_OUT = 8 << 20  # bytes of sums below which a thread costs more than it brings
-
-Transfer = tuple[Sequence[torch.Tensor], torch.Tensor, Sequence[torch.Tensor]]
-"""Tensors to add up, where their sum goes, and where it is copied to."""
+__all__ = ["DeviceGroup", "Transfer", "broadcast", "move", "reduce"]
 
 
-def reduce(values: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+class DeviceGroup:
+    """The devices of one process, which move and reduce tensors together.
+
+    A place is an index into the list of devices: every list of tensors has one for each place, on its device, all of
+    one shape and dtype. Dtypes, ``op`` and what they mean are those of `Communicator`: float16 and bfloat16 are
+    combined in float32 and rounded once, but by NCCL at each hop. All places hold the same bits afterwards; but by
+    NCCL, values are combined in the order of the places. Tensors may have any strides and be empty; what is written
+    must not be expanded.
+
+    All ``cpu(i)`` are the host, yet places of their own, and a GPU may stand several times. On GPUs a call returns
+    before it is done: it is ordered on each device's current stream, like any operation of torch.
+    """
+
+    def __init__(self, devices: Sequence[Context | torch.device], implementation: str | None = None) -> None:
+        """Join devices.
+
+        Args:
+            devices: at least one.
+            implementation: "nccl", "peer_to_peer", "staged" or "copies"; None: the best that serves. The environment's
+                GANGLINE_DEVICE_GROUP goes before it.
+
+        Raises:
+            ValueError: no device, a GPU that is not there, or an implementation unknown or not for these devices.
+            TypeError: something is no device.
+            RuntimeError: this machine lacks what the implementation needs; the message says what.
+        """
+        self.devices = tuple(_device(device) for device in devices)
+        """The device of each place."""
+        contexts([cpu() if device.type == "cpu" else gpu(device.index) for device in self.devices])  # all are there
+        self._backend = opened(self.devices, implementation)
+        self.implementation = self._backend.name
+        """How tensors move: "nccl", "peer_to_peer", "staged" or "copies"."""
+
+    @property
+    def size(self) -> int:
+        """The number of places."""
+        return len(self.devices)
+
+    @torch.no_grad()
+    def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum") -> list[Tensor]:
+        """Reduce tensors over all places, in place.
+
+        Args:
+            tensors: one for each place, any shape.
+            op: how elements are combined.
+
+        Returns:
+            ``tensors``.
+
+        Raises:
+            ValueError: an unknown ``op``, or tensors that do not fit the devices or each other.
+            TypeError: no dense tensors, or a dtype or op that does not go together.
+        """
+        self._check("tensors", tensors)
+        _check_targets("tensors", tensors)
+        arithmetic.check(op, tensors[0].dtype)
+        if tensors[0].numel() and self.size > 1:
+            self._backend.all_reduce(tensors, op)
+        return list(tensors)
+
+    @torch.no_grad()
+    def reduce(self, tensors: Sequence[Tensor], root: int = 0, op: str = "sum", out: Tensor | None = None) -> Tensor:
+        """Reduce tensors over all places for one of them.
+
+        Args:
+            tensors: one for each place, any shape; left as they are, but for the root's where ``out`` is None.
+            root: the place that gets the result.
+            op: how elements are combined.
+            out: where the result goes, on the root's device; None: into ``tensors[root]``.
+
+        Returns:
+            The tensor that holds the result.
+
+        Raises:
+            ValueError: an unknown ``op`` or root, or tensors that do not fit the devices or each other.
+            TypeError: no dense tensors, or a dtype or op that does not go together.
+        """
+        self._check("tensors", tensors)
+        arithmetic.check(op, tensors[0].dtype)
+        self._check_root(root)
+        result = tensors[root] if out is None else out
+        _check_dense("out", result)
+        _check_fits("out", result, self.devices[root], tensors[0].shape, tensors[0].dtype)
+        _check_targets("out", [result])
+        if result.numel():
+            self._backend.move([(tensors, result, ())], op)
+        return result
+
+    @torch.no_grad()
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
+        """Make all places' tensors what one place's is.
+
+        Args:
+            tensors: one for each place, any shape; all but the root's are overwritten.
+            root: whose values are taken.
+
+        Returns:
+            ``tensors``.
+
+        Raises:
+            ValueError: an unknown root, or tensors that do not fit the devices or each other.
+            TypeError: no dense tensors, or a dtype that collectives do not take.
+        """
+        self._check("tensors", tensors)
+        self._check_root(root)
+        _check_targets("tensors", [tensor for place, tensor in enumerate(tensors) if place != root])
+        if tensors[0].numel() and self.size > 1:
+            self._backend.move([((), tensors[root], tensors)])
+        return list(tensors)
+
+    @torch.no_grad()
+    def all_gather(self, tensors: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Gather every place's tensor at all places.
+
+        Args:
+            tensors: one for each place, any shape.
+            outs: for each place (size, *shape), row r from place r; None makes them.
+
+        Returns:
+            ``outs``.
+
+        Raises:
+            ValueError: tensors that do not fit the devices or each other.
+            TypeError: no dense tensors, or a dtype that collectives do not take.
+        """
+        self._check("tensors", tensors)
+        results = self._made_or_fitting(outs, (self.size, *tensors[0].shape), tensors[0].dtype)
+        if tensors[0].numel():
+            self._backend.all_gather(tensors, results)
+        return results
+
+    @torch.no_grad()
+    def reduce_scatter(
+        self, tensors: Sequence[Tensor], op: str = "sum", outs: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Reduce rows over all places, and give each place one of them.
+
+        Args:
+            tensors: for each place (size, ...), a row for each place; left as they are.
+            op: how elements are combined.
+            outs: for each place where its row goes; None makes them.
+
+        Returns:
+            ``outs``.
+
+        Raises:
+            ValueError: no row for each place, an unknown ``op``, or tensors that do not fit the devices or each other.
+            TypeError: no dense tensors, or a dtype or op that does not go together.
+        """
+        self._check("tensors", tensors)
+        arithmetic.check(op, tensors[0].dtype)
+        if not tensors[0].ndim or tensors[0].shape[0] != self.size:
+            raise ValueError(f"tensors have shape {tuple(tensors[0].shape)}; expected ({self.size}, ...)")
+        results = self._made_or_fitting(outs, tensors[0].shape[1:], tensors[0].dtype)
+        if tensors[0].numel():
+            self._backend.reduce_scatter(tensors, results, op)
+        return results
+
+    @torch.no_grad()
+    def move(self, transfers: Sequence[Transfer]) -> None:
+        """Many sums and copies at once: for each (values, total, outs) sum ``values`` and copy the sum out.
+
+        Args:
+            transfers: values and outs hold a tensor for each place, or nothing; ``total``, on one of the devices, gets
+                the sum of the values, or is only copied where there are none, and is copied into each of the outs. It
+                may be one of the values. Unlike those of the collectives, these tensors are taken as they come.
+        """
+        self._backend.move(transfers)
+
+    def _check(self, name: str, tensors: Sequence[Tensor]) -> None:
+        if len(tensors) != self.size:
+            raise ValueError(f"{name} has {len(tensors)} entries for {self.size} devices")
+        for place, tensor in enumerate(tensors):
+            _check_dense(f"{name}[{place}]", tensor)
+            _check_fits(f"{name}[{place}]", tensor, self.devices[place], tensors[0].shape, tensors[0].dtype)
+
+    def _check_root(self, root: int) -> None:
+        if not isinstance(root, int) or isinstance(root, bool) or not 0 <= root < self.size:
+            raise ValueError(f"root is {root!r}; expected a place from 0 to {self.size - 1}")
+
+    def _made_or_fitting(self, outs: Sequence[Tensor] | None, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        if outs is None:
+            return [torch.empty(tuple(shape), dtype=dtype, device=device) for device in self.devices]
+        if len(outs) != self.size:
+            raise ValueError(f"outs has {len(outs)} entries for {self.size} devices")
+        for place, out in enumerate(outs):
+            _check_dense(f"outs[{place}]", out)
+            _check_fits(f"outs[{place}]", out, self.devices[place], shape, dtype)
+        _check_targets("outs", outs)
+        return list(outs)
+
+    def __repr__(self) -> str:
+        return f"<DeviceGroup {', '.join(map(str, self.devices))} by {self.implementation}>"
+
+
+def reduce(values: Sequence[Tensor], out: Tensor) -> None:
     """Write ``values[0] + values[1] + ...`` into ``out``; see `move`."""
     move([(values, out, ())])
 
 
-def broadcast(value: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
+def broadcast(value: Tensor, outs: Sequence[Tensor]) -> None:
     """Copy ``value`` into each of ``outs``."""
     move([((), value, outs)])
 
@@ -37,89 +230,83 @@ def broadcast(value: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
 def move(transfers: Sequence[Transfer]) -> None:
     """For each (values, total, outs): write the sum of ``values`` into ``total``, and copy that into each of ``outs``.
 
+    What lies on several GPUs goes through the `DeviceGroup` of these, made when they first come; all else by copies.
+
     Args:
-        transfers: tensors of one shape and dtype each. Values are added in the order given, so that the sum has the
-            same bits each time; float16 and bfloat16 are added in float32 and rounded once. Without values ``total``
-            is only copied. A total may have any strides; it must not overlap ``values[1:]``.
+        transfers: tensors of one shape and dtype each, any number of them on any devices. Values are added in the order
+            given, so that the sum has the same bits each time (but by NCCL); float16 and bfloat16 are added in float32
+            and rounded once (likewise). Without values ``total`` is only copied. A total may have any strides.
     """
-    plain = [_is_plain(transfer) for transfer in transfers]
-    chunked = [transfer for transfer, is_plain in zip(transfers, plain, strict=True) if is_plain]
-    if sum(total.nbytes for _, total, _ in chunked) >= _SHARED_OUT:
-        _move_in_chunks(chunked)
-        transfers = [transfer for transfer, is_plain in zip(transfers, plain, strict=True) if not is_plain]
-    for values, total, outs in transfers:
-        if values:
-            _add_up(values, total)
-        for out in outs:
-            out.copy_(total, non_blocking=total.is_cuda and out.is_cuda)
+    by_copies: list[Transfer] = []
+    joined: dict[tuple[torch.device, ...], list[Transfer]] = {}
+    for transfer in transfers:
+        places = _places(transfer) if transfer[1].is_cuda else None
+        (by_copies if places is None else joined.setdefault(places, [])).append(transfer)
+    copies.move(by_copies)
+    for places, some in joined.items():
+        _group(places).move(some)
 
 
-def _add_up(values: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    first, *others = values
-    if not others:
-        out.copy_(first)
-        return
-    total = out
-    if out.dtype in (torch.float16, torch.bfloat16) and len(others) > 1:
-        total = torch.empty_like(out, dtype=torch.float32)
-    torch.add(_on(first, out).to(total.dtype), _on(others[0], out), out=total)
-    for value in others[1:]:
-        total.add_(_on(value, out))
-    if total is not out:
-        out.copy_(total)
-
-
-def _on(value: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    return value if value.device == out.device else value.to(out.device, non_blocking=value.is_cuda and out.is_cuda)
-
-
-def _is_plain(transfer: Transfer) -> bool:
-    """Whether numpy moves it as well as torch does, but with less ado: on the host, in one piece, of full precision."""
+def _places(transfer: Transfer) -> tuple[torch.device, ...] | None:
+    """The GPUs that a transfer is between, one for each of its values and outs; None where it is no such transfer."""
     values, total, outs = transfer
-    return all(
-        tensor.device.type == "cpu"
-        and tensor.dtype in (torch.float32, torch.float64)
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        for tensor in (total, *values, *outs)
+    lists = {tuple(tensor.device for tensor in tensors) for tensors in (values, outs) if tensors}
+    if len(lists) != 1:
+        return None
+    [devices] = lists
+    fits = len(devices) > 1 and total.device in devices and all(device.type == "cuda" for device in devices)
+    return devices if fits else None
+
+
+_groups: dict[tuple[torch.device, ...], DeviceGroup] = {}
+_lock = threading.Lock()
+
+
+def _group(devices: tuple[torch.device, ...]) -> DeviceGroup:
+    with _lock:
+        if devices not in _groups:
+            _groups[devices] = DeviceGroup(devices)
+        return _groups[devices]
+
+
+def _device(device: object) -> torch.device:
+    if isinstance(device, Context):
+        return device.torch_device
+    if not isinstance(device, torch.device):
+        raise TypeError(f"a device is {device!r}; expected a Context, such as gpu(0), or a torch.device")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ValueError(f"a device is {device}; expected the CPU or a GPU")
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+
+
+def _check_dense(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} is {tensor.layout}; expected a dense tensor")
+    arithmetic.check_dtype(tensor.dtype)
+
+
+def _check_fits(name: str, tensor: Tensor, device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}; expected {device}")
+    if tensor.shape != tuple(shape) or tensor.dtype != dtype:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} and {tensor.dtype}; expected {tuple(shape)} and {dtype}"
+        )
+
+
+def _check_targets(name: str, tensors: Sequence[Tensor]) -> None:
+    """See that tensors can be written, and that none lies in another."""
+    for tensor in tensors:
+        check_written(tensor, name)
+    spans = sorted(
+        (tensor.get_device(), tensor.data_ptr(), tensor.nbytes)
+        for tensor in tensors
+        if tensor.is_contiguous() and tensor.numel()
     )
-
-
-def _move_in_chunks(transfers: Sequence[Transfer]) -> None:
-    """Cut the transfers into chunks, and share these out over as many threads as torch uses."""
-    chunks: list[tuple[list[Any], Any, list[Any]]] = []
-    ends: list[int] = []  # elements up to the end of each chunk
-    done = 0
-    for values, total, outs in transfers:
-        flat_values, flat_outs = [_flat(value) for value in values], [_flat(out) for out in outs]
-        flat_total = _flat(total)
-        step = _CHUNK // total.itemsize
-        for start in range(0, len(flat_total), step):
-            part = slice(start, start + step)
-            chunks.append(([v[part] for v in flat_values], flat_total[part], [o[part] for o in flat_outs]))
-            done += min(step, len(flat_total) - start)
-            ends.append(done)
-    count = torch.get_num_threads()
-    borders = [int(np.searchsorted(ends, done * number // count)) for number in range(count)] + [len(chunks)]
-    parts = [chunks[begin:end] for begin, end in pairwise(borders) if end > begin]
-    threads.run([partial(_run, part) for part in parts])
-    written = [tensor for _, total, outs in transfers for tensor in (total, *outs) if not tensor.is_inference()]
-    torch.autograd.graph.increment_version(written)  # as torch's own copies do: autograd must see what has changed
-
-
-def _flat(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    array: np.ndarray[Any, Any] = tensor.detach().reshape(-1).numpy()
-    return array
-
-
-def _run(chunks: Sequence[tuple[list[Any], Any, list[Any]]]) -> None:
-    with np.errstate(all="ignore"):  # infinities and NaN are the caller's business, as they are torch's
-        for values, total, outs in chunks:
-            if len(values) == 1:
-                np.copyto(total, values[0])
-            elif values:
-                np.add(values[0], values[1], out=total)
-                for value in values[2:]:
-                    np.add(total, value, out=total)
-            for out in outs:
-                np.copyto(out, total)
+    for (device, begin, length), (next_device, next_begin, _) in pairwise(spans):
+        if device == next_device and next_begin < begin + length:
+            raise ValueError(f"two of {name} share memory; expected a tensor of its own for each place")

@@ -1,0 +1,203 @@
+"""`gangline bench device_group`: sums and copies between the devices of one process, beside a plain copy of one buffer.
+
+An all-reduce of k buffers in place reads each byte once and writes it once, if nothing is done twice: 2 k n bytes. A
+copy of one buffer moves 2 n. ratio_to_copy is the one rate over the other; on one card that stands for all places it
+can reach 1, between cards it is bound by their links.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bench.report import Row, check_outputs, in_turn, publish, spread
+from bench.workload import command_line, context_words
+
+if TYPE_CHECKING:
+    import torch
+
+    from collectives.device_group import DeviceGroup
+
+Call = Callable[[], Any]
+
+_COPY = "torch copy_"
+_IMPLEMENTATIONS = ("nccl", "peer_to_peer", "staged", "copies")
+
+
+def device_group(
+    sizes: Annotated[str, typer.Option(help="KiB of a buffer, with commas.")] = "64,1024,16384,65536",
+    contexts: Annotated[
+        str | None, typer.Option(help="Numbers of contexts, with commas; by default 2,4, or all of --gpus.")
+    ] = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="GPUs as contexts, such as 0,1; one may stand twice. Else CPU contexts.")
+    ] = None,
+    runs: Annotated[int, typer.Option(help="Runs of each side, in turn.", min=1)] = 7,
+    run_seconds: Annotated[float, typer.Option(help="About how long a run takes.", min=0.0)] = 0.05,
+    json: Annotated[Path | None, typer.Option(help="Write the rows here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the rows into this .png.")] = None,
+) -> None:
+    """Sum k buffers of float32 in place, and broadcast one, by every implementation that serves the devices.
+
+    Beside it torch: copy_ of one buffer, add_ and copy_ of all, and torch.cuda.nccl where there are distinct GPUs.
+    wrong counts the wrong elements of one call; memory_gbs is bytes read and written, at least, per second.
+    """
+    check_outputs(json, plot)
+    words = context_words(contexts, gpus, default=(2, 4))
+    rows = run(words, [int(float(size) * 1024) for size in sizes.split(",")], runs, run_seconds)
+    publish(command_line(), rows, json, plot)
+
+
+def run(contexts: dict[int, str], sizes: Sequence[int], runs: int, run_seconds: float) -> list[Row]:
+    """Rows for each number of contexts and size; the sides of one such pair are measured in turn.
+
+    Args:
+        contexts: numbers of contexts, each with the words that name them.
+        sizes: bytes of a buffer.
+        runs: of each side.
+        run_seconds: about how long a run takes.
+    """
+    import collectives
+
+    rows: list[Row] = []
+    for count, words in contexts.items():
+        groups = _groups(collectives.contexts(words))
+        for size in sizes:
+            rows += _measured(groups, count, size, runs, run_seconds)
+    return rows
+
+
+def _groups(contexts: Sequence[Any]) -> list[DeviceGroup]:
+    """A group of each implementation that serves these devices here."""
+    from collectives.device_backends.choice import ThisMachine, check
+    from collectives.device_group import DeviceGroup
+
+    groups = []
+    for name in _IMPLEMENTATIONS:
+        try:
+            check(name, [context.torch_device for context in contexts], ThisMachine(), "the bench")
+        except (ValueError, RuntimeError) as error:
+            print(f"{name} is left out: {error}")
+        else:
+            groups.append(DeviceGroup(contexts, name))
+    return groups
+
+
+def _measured(groups: Sequence[DeviceGroup], count: int, size: int, runs: int, run_seconds: float) -> list[Row]:
+    import torch
+
+    buffers = [torch.empty(size // 4, device=device) for device in groups[0].devices]
+    sides = _sides(groups, buffers)
+    wrong = {name: _wrong(name, call, buffers) for name, call in sides.items()}
+    for buffer in buffers:
+        buffer.zero_()  # the sums of zeros stay zeros, however often they are made
+    timed = {name: _timed(call, buffers, run_seconds) for name, call in sides.items()}
+    seconds = in_turn(timed, runs)
+    rows = []
+    for name, found in seconds.items():
+        who, _, collective = name.rpartition(" ")
+        moved, median = _moved(collective, count) * size, spread(found)["p50"]
+        by_copy = [moved / own / (2 * size / copy) for own, copy in zip(found, seconds[_COPY], strict=True)]
+        around = 2 * (count - 1) / count if collective == "all_reduce" else 1
+        rows.append(
+            {
+                "who": "gangline" if who in _IMPLEMENTATIONS else f"torch {torch.__version__}",
+                "collective": collective,
+                "transport": who,
+                "contexts": count,
+                "devices": len(set(groups[0].devices)),
+                "size": size,
+                "count": size // 4,
+                "dtype": "float32",
+                "redop": "sum" if collective == "all_reduce" else "none",
+                "in_place": True,
+                "registered": False,
+                "time_us": 1e6 * median,
+                "algbw_gbs": size / median / 1e9,
+                "busbw_gbs": size / median / 1e9 * around,
+                "memory_gbs": moved / median / 1e9,
+                "ratio_to_copy": spread(by_copy)["p50"],
+                "wrong": wrong[name],
+                **spread([1e6 * one for one in found]),
+            }
+        )
+    return rows
+
+
+def _moved(collective: str, count: int) -> int:
+    """How many times the bytes of a buffer are read or written, at least."""
+    return {"all_reduce": 2 * count, "broadcast": count}.get(collective, 2)
+
+
+def _sides(groups: Sequence[DeviceGroup], buffers: Sequence[torch.Tensor]) -> dict[str, Call]:
+    """What is measured, each named by what does it and what it does."""
+    import torch
+
+    first, *others = buffers
+    target = torch.empty_like(first)
+
+    def add_and_copy() -> None:
+        for other in others:
+            first.add_(other if other.device == first.device else other.to(first.device, non_blocking=True))
+        for other in others:
+            other.copy_(first, non_blocking=True)
+
+    sides: dict[str, Call] = {_COPY: lambda: target.copy_(first)}
+    for group in groups:
+        sides[f"{group.implementation} all_reduce"] = _call(group.all_reduce, buffers)
+        sides[f"{group.implementation} broadcast"] = _call(group.broadcast, buffers)
+    sides["add_, copy_ all_reduce"] = add_and_copy
+    if first.is_cuda and len({buffer.device for buffer in buffers}) == len(buffers):
+        import torch.cuda.nccl
+
+        sides["torch.cuda.nccl all_reduce"] = _call(torch.cuda.nccl.all_reduce, buffers)
+    return sides
+
+
+def _call(function: Callable[[Sequence[torch.Tensor]], Any], buffers: Sequence[torch.Tensor]) -> Call:
+    return lambda: function(buffers)
+
+
+def _wrong(name: str, call: Call, buffers: Sequence[torch.Tensor]) -> int:
+    """How many elements one call gets wrong."""
+    import torch
+
+    pattern = torch.arange(len(buffers[0]), dtype=torch.float32) % 1024
+    for place, buffer in enumerate(buffers):
+        buffer.copy_(pattern * 7 + place)
+    call()
+    count = len(buffers)
+    if name.endswith("all_reduce"):
+        expected = pattern * 7 * count + count * (count - 1) / 2
+    elif name.endswith("broadcast"):
+        expected = pattern * 7
+    else:
+        return 0
+    return sum(int((buffer.cpu() != expected).sum()) for buffer in buffers)
+
+
+def _timed(call: Call, buffers: Sequence[torch.Tensor], run_seconds: float) -> Callable[[], float]:
+    """Measures seconds of a call, over as many calls as take about ``run_seconds``."""
+    import torch
+
+    gpus = {buffer.device for buffer in buffers if buffer.is_cuda}
+
+    def finish() -> None:
+        for device in gpus:
+            torch.cuda.synchronize(device)
+
+    def measure(calls: int) -> float:
+        finish()
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        finish()
+        return (time.perf_counter() - began) / calls
+
+    measure(2)  # kernels compiled, buffers made
+    calls = max(1, round(run_seconds / measure(3)))
+    return lambda: measure(calls)

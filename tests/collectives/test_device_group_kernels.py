@@ -1,0 +1,263 @@
+"""The peer-to-peer kernels: their arithmetic by a host's compiler, what is launched where, and the proof of peers."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from collectives import arithmetic, gpu, num_gpus
+from collectives.calls import DTYPES, OPS
+from collectives.device_backends import choice, kernels, peers
+from collectives.device_backends.peer_to_peer import Launch, moves, one_shot, two_shot
+from collectives.device_group import DeviceGroup
+
+NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
+CASES = [(dtype, op) for dtype in DTYPES for op in OPS if op != "mean" or dtype.is_floating_point]
+COUNTS = [(1, 1), (1, 3), (3, 1), (3, 3), (2, 2), (4, 4)]  # of values and outs
+SHIM = """
+#define __device__
+#define __global__
+struct Index { unsigned x; };
+static Index blockIdx, threadIdx, blockDim, gridDim;
+"""
+RUN = """
+extern "C" void run_{name}(void** p, long long count, unsigned blocks, unsigned threads) {{
+  gridDim.x = blocks; blockDim.x = threads;
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
+    for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) of_{name}::{kernel}({arguments}, count);
+}}
+"""
+
+Run = Callable[[Launch, str], None]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs a launch on the host: every thread of every block, one after another."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no g++: apt-get install g++")
+    folder = tmp_path_factory.mktemp("kernels")
+    (folder / "all.cpp").write_text(SHIM + "".join(_on_host(*case, *counts) for case in CASES for counts in COUNTS))
+    subprocess.run(
+        [compiler, "-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-o", "all.so", "all.cpp"], cwd=folder, check=True
+    )
+    library = ctypes.CDLL(str(folder / "all.so"))
+
+    def run(launch: Launch, op: str, blocks: int = 3) -> None:
+        tensors = (*launch.values, *launch.outs)
+        name = _name(launch.values[0].dtype, op, len(launch.values), len(launch.outs))
+        pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+        library[f"run_{name}"](pointers, ctypes.c_longlong(launch.values[0].numel()), blocks, 8)
+
+    return run
+
+
+def _name(dtype: torch.dtype, op: str, values: int, outs: int) -> str:
+    return f"{NAMES[dtype]}_{op}_{values}_{outs}"
+
+
+def _on_host(dtype: torch.dtype, op: str, values: int, outs: int) -> str:
+    name = _name(dtype, op, values, outs)
+    source = kernels.source(NAMES[dtype], op, values, outs).replace('extern "C"', "")
+    arguments = [f"(const T*)p[{i}]" for i in range(values)] + [f"(T*)p[{values + i}]" for i in range(outs)]
+    arguments = [one.replace("T*", f"of_{name}::T*") for one in arguments]
+    return f"namespace of_{name} {{ {source} }}" + RUN.format(
+        name=name, kernel=kernels.NAME, arguments=", ".join(arguments)
+    )
+
+
+def drawn(dtype: torch.dtype, count: int, seed: int) -> Tensor:
+    """Any bits, NaN, infinities and integers at their limits among them."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(2, (count,), generator=generator).bool()
+    octets = torch.randint(256, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+    return octets.view(dtype)
+
+
+def combined(values: Iterable[Tensor], op: str) -> Tensor:
+    values = list(values)
+    out = torch.empty_like(values[0])
+    arithmetic.combine(values, op, out, len(values) if op == "mean" else 1)
+    return out
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Equal, NaN to NaN; which of the NaN is left open."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+# -- the arithmetic -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "op"), CASES, ids=lambda one: str(one))
+def test_a_kernel_combines_as_torch_does(run: Run, dtype: torch.dtype, op: str) -> None:
+    for values, outs in COUNTS:
+        for count in (1, 2, 7, 64, 1023):
+            for offset in (0, 1):  # aligned for loads of 16 bytes, and not
+                given = [drawn(dtype, count + offset, seed)[offset:] for seed in range(values)]
+                before = [one.clone() for one in given]
+                results = [torch.zeros_like(given[0]) for _ in range(outs)]
+                run(Launch(0, tuple(given), tuple(results)), op)
+                expected = combined(before, op)
+                assert all(same(result, expected) for result in results), (values, outs, count, offset)
+                assert all(same(one, kept) for one, kept in zip(given, before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_half_is_widened_and_rounded_as_torch_does(run: Run, dtype: torch.dtype) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    copied, halved = torch.empty_like(every), torch.empty_like(every)
+    run(Launch(0, (every,), (copied,)), "sum")
+    assert same(copied, every)
+    other = every[torch.randperm(len(every), generator=torch.Generator().manual_seed(0))].clone()
+    run(Launch(0, (every, other), (halved, copied)), "mean")
+    assert same(halved, combined([every, other], "mean"))
+
+
+def test_an_out_may_be_a_value(run: Run) -> None:
+    given = [drawn(torch.int32, 100, seed) for seed in range(3)]
+    expected = combined([one.clone() for one in given], "sum")
+    run(Launch(0, tuple(given), tuple(given)), "sum")
+    assert all(torch.equal(one, expected) for one in given)
+
+
+def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
+    compiler = shutil.which("nvcc")
+    if compiler is None:
+        pytest.skip("there is no nvcc: apt-get install nvidia-cuda-toolkit")
+    sources = [
+        kernels.source(NAMES[dtype], op, 3, 2).replace(kernels.NAME, f"kernel_{number}")
+        for number, (dtype, op) in enumerate(CASES)
+    ]
+    text = "".join(f"namespace n{number} {{ {source} }}\n" for number, source in enumerate(sources))
+    (tmp_path / "all.cu").write_text(text)
+    subprocess.run([compiler, "-ptx", "-arch=sm_80", "-o", "all.ptx", "all.cu"], cwd=tmp_path, check=True)
+    assert (tmp_path / "all.ptx").read_text().count(".entry") == len(CASES)
+
+
+def test_a_kernel_has_a_thread_for_each_16_bytes_up_to_a_limit() -> None:
+    assert kernels.blocks(1, 4) == 1
+    assert kernels.blocks(4 * kernels.BLOCK, 4) == 1
+    assert kernels.blocks(4 * kernels.BLOCK + 1, 4) == 2
+    assert kernels.blocks(1 << 40, 1) == 2048
+
+
+# -- what is launched -----------------------------------------------------------------------------------------------
+
+
+def spans(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    return sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors)
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 100, 1000])
+@pytest.mark.parametrize("places", [2, 3, 4])
+def test_two_shot_combines_each_element_once_and_writes_it_everywhere(run: Run, places: int, count: int) -> None:
+    tensors = [torch.arange(count, dtype=torch.float32) * 7 + place for place in range(places)]
+    launches = two_shot(tensors, range(places))
+    assert sum(len(launch.values[0]) for launch in launches) == count
+    assert len({launch.place for launch in launches}) == len(launches)
+    for launch in launches:  # nothing that one launch writes is read by another: they need no order
+        assert spans(launch.values) == spans(launch.outs)
+        assert (launch.values[0].data_ptr() - tensors[0].data_ptr()) % 64 == 0
+    ordered = spans(tensor for launch in launches for tensor in launch.outs)
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(ordered))
+    for launch in reversed(launches):
+        run(launch, "sum")
+    expected = torch.arange(count) * 7.0 * places + places * (places - 1) / 2
+    assert all(torch.equal(tensor, expected) for tensor in tensors)
+
+
+def test_one_gpu_that_stands_for_all_places_takes_one_launch() -> None:
+    tensors = [torch.zeros(100) for _ in range(3)]
+    [launch] = two_shot(tensors, [0])
+    assert launch.place == 0
+    assert spans(launch.values) == spans(launch.outs) == spans(tensors)
+
+
+def test_one_shot_writes_nothing_that_is_read(run: Run) -> None:
+    tensors = [torch.arange(100, dtype=torch.float32) * 7 + place for place in range(3)]
+    results = [torch.zeros(100) for _ in range(3)]
+    launches = one_shot(tensors, results)
+    assert [launch.place for launch in launches] == [0, 1, 2]
+    assert all(launch.values == tuple(tensors) for launch in launches)
+    for launch in launches:
+        run(launch, "max")
+    assert all(torch.equal(result, tensors[2]) for result in results)
+
+
+def test_a_transfer_is_one_launch_at_its_owner(run: Run) -> None:
+    values = [torch.arange(50, dtype=torch.float32) * 7 + place for place in range(3)]
+    total, outs = torch.zeros(50), [torch.zeros(50) for _ in range(2)]
+    launches = moves([(values, total, outs), ((), total, outs), ((), total, [total])], [2, 1, 0])
+    assert [launch.place for launch in launches] == [2, 1]  # a copy onto itself is none
+    run(launches[0], "sum")
+    assert all(torch.equal(one, torch.arange(50) * 21.0 + 3) for one in (total, *outs))
+
+
+# -- the proof of peers ---------------------------------------------------------------------------------------------
+
+CHILD = """
+for pair in "$@"; do
+  case "$pair" in
+    0,2) exec sleep 1000 ;;
+    1,2) exit 3 ;;
+    2,1) echo "what is read there is not what should be" ;;
+    *) echo ok ;;
+  esac
+done
+"""
+
+
+def test_pairs_that_hang_or_kill_their_child_are_named_and_the_others_are_tried() -> None:
+    pairs = [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+    found = peers.prove(pairs, ["sh", "-c", CHILD, "child"], deadline=1.0)
+    assert found == {
+        (0, 1): "",
+        (0, 2): "no answer within 1 s",
+        (1, 0): "",
+        (1, 2): "the process that tried it ended with 3",
+        (2, 0): "",
+        (2, 1): "what is read there is not what should be",
+    }
+
+
+def test_a_gpu_needs_no_proof_that_it_reaches_itself() -> None:
+    assert peers.problem([0, 0, 0]) == ""
+
+
+def test_without_the_library_a_pair_is_not_proven() -> None:
+    if num_gpus() > 1:
+        pytest.skip("here the proof may well succeed")
+    [problem] = peers.prove([(0, 1)]).values()
+    assert problem
+
+
+# -- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_gpu_three_times_against_the_host(dtype: torch.dtype) -> None:
+    if not num_gpus():
+        pytest.skip("there is no GPU")
+    lack = choice.ThisMachine().missing("peer_to_peer", [gpu(0).torch_device] * 3)
+    if lack:
+        pytest.skip(lack)
+    group = DeviceGroup([gpu(0)] * 3, "peer_to_peer")
+    for op in OPS:
+        if (dtype, op) in CASES:
+            for count in (1, 1023, 1 << 20):
+                given = [drawn(dtype, count, seed) for seed in range(3)]
+                tensors = [one.cuda(0) for one in given]
+                group.all_reduce(tensors, op)
+                assert all(same(tensor.cpu(), combined(given, op)) for tensor in tensors), (op, count)

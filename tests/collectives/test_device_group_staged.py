@@ -1,0 +1,148 @@
+"""The pipeline through host memory: that its schedule waits for all it must, and its steps in any order it allows."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from collectives.device_backends import staged
+from collectives.device_backends.pipeline import Buffer, Piece, Step, plan
+from collectives.device_backends.staged import Work, Workspace, cut
+
+
+def all_reduce(places: int, pieces: int) -> list[Piece]:
+    """Each piece combined by the next place, for all."""
+    return [
+        Piece(owner := number % places, others := tuple({*range(places)} - {owner}), others, combines=True)
+        for number in range(pieces)
+    ]
+
+
+SITUATIONS = {
+    "all_reduce_2": all_reduce(2, 9),
+    "all_reduce_4": all_reduce(4, 10),
+    "one_piece": all_reduce(3, 1),
+    "to_one_owner": [Piece(1, (0, 2), (), combines=True) for _ in range(9)],
+    "from_one_owner": [Piece(0, (), (1, 2), combines=False) for _ in range(9)],
+    "near_and_far": [Piece(0, (2,), (2,), combines=True) for _ in range(6)],
+    "all_near": [Piece(0, (), (), combines=True) for _ in range(3)],
+    "mixed": [*all_reduce(3, 5), Piece(2, (), (0,), combines=False), Piece(1, (0, 2), (), combines=True)] * 2,
+    "nothing": [],
+}
+situations = pytest.mark.parametrize("name", SITUATIONS)
+depths = pytest.mark.parametrize("depth", [1, 2, 4])
+
+
+def before(steps: Sequence[Step]) -> list[set[int]]:
+    """For each step the steps that are surely done when it begins: by its lane's order, and by what it waits for."""
+    found: list[set[int]] = []
+    last: dict[tuple[int, str], int] = {}
+    for number, step in enumerate(steps):
+        direct = {*step.waits, *([last[step.lane]] if step.lane in last else [])}
+        found.append(direct.union(*(found[one] for one in direct)))
+        last[step.lane] = number
+    return found
+
+
+@situations
+@depths
+def test_what_touches_a_buffer_is_in_order_where_one_writes(name: str, depth: int) -> None:
+    steps = plan(SITUATIONS[name], depth)
+    done = before(steps)
+    users: dict[Buffer, list[int]] = {}
+    for number, step in enumerate(steps):
+        assert all(one < number for one in step.waits)
+        for buffer in dict.fromkeys((*step.reads, *step.writes)):
+            for other in users.setdefault(buffer, []):
+                if buffer in step.writes or buffer in steps[other].writes:
+                    assert other in done[number], (steps[other], step)
+            users[buffer].append(number)
+
+
+@situations
+@depths
+def test_what_is_read_is_what_the_piece_has_put_there(name: str, depth: int) -> None:
+    steps = plan(SITUATIONS[name], depth)
+    written: dict[Buffer, int] = {}
+    for step in steps:
+        for buffer in step.reads:
+            if buffer.kind != "tensor":
+                assert written[buffer] == step.piece
+        written.update(dict.fromkeys(step.writes, step.piece))
+
+
+@situations
+def test_each_contribution_and_result_crosses_the_host_once(name: str) -> None:
+    pieces = SITUATIONS[name]
+    counts = Counter(step.kind for step in plan(pieces))
+    assert counts["give"] == counts["take"] == sum(len(piece.givers) for piece in pieces)
+    assert counts["combine"] == sum(piece.combines for piece in pieces)
+    assert counts["return"] == sum(bool(piece.takers) for piece in pieces)
+    assert counts["fetch"] == sum(len(piece.takers) for piece in pieces)
+
+
+def test_no_more_host_buffers_than_slots() -> None:
+    steps = plan(all_reduce(4, 100), depth=3)
+    buffers = {buffer for step in steps for buffer in step.writes}
+    assert len({buffer for buffer in buffers if buffer.kind == "host"}) == 4 * 3
+    assert len({buffer.slot for buffer in buffers if buffer.kind == "result"}) == 3
+
+
+def test_pieces_follow_each_other_without_waiting_for_the_end_of_the_first() -> None:
+    steps = plan(all_reduce(2, 8))
+    started = {(step.kind, step.piece): number for number, step in enumerate(steps)}
+    assert started["give", 3] < started["return", 1] < started["give", 5]
+    done = before(steps)
+    for later in (1, 2):  # as the first they find free buffers, and streams with nothing else to do
+        for earlier in range(later):
+            assert not done[started["give", later]] & {started[kind, earlier] for kind in ("take", "return", "fetch")}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_order_that_the_schedule_allows_gives_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged, "PIECE", 64)
+    places, count = 3, 200
+    tensors = [torch.arange(count, dtype=torch.float32) * 7 + place for place in range(places)]
+    works = []
+    for number, part in enumerate(cut(tensors[0], 1)):
+        owner, pieces = number % places, [tensor[part] for tensor in tensors]
+        others = tuple({*range(places)} - {owner})
+        outs = {place: pieces[place] for place in others}
+        works.append(Work(Piece(owner, others, others, combines=True), pieces, pieces[owner], outs))
+    assert len(works) == 13
+    run_in_some_order(works, random.Random(seed))
+    expected = torch.arange(count) * 21.0 + 3
+    assert all(torch.equal(tensor, expected) for tensor in tensors)
+
+
+def run_in_some_order(works: Sequence[Work], chance: random.Random) -> None:
+    """Do the steps as streams of unknown speed might: a step may come whenever its lane and its waits let it."""
+    steps = plan([work.piece for work in works], depth=2)
+    workspace = Workspace([torch.device("cpu")] * 3)
+    workspace.make(steps)
+    lanes: dict[tuple[int, str], list[int]] = {}
+    for number, step in enumerate(steps):
+        lanes.setdefault(step.lane, []).append(number)
+    done: set[int] = set()
+    while any(lanes.values()):
+        ready = [lane for lane in lanes.values() if lane and done.issuperset(steps[lane[0]].waits)]
+        number = chance.choice(ready).pop(0)
+        workspace.do(steps[number], works[steps[number].piece], "sum")
+        done.add(number)
+
+
+def test_a_tensor_is_cut_into_pieces_of_the_size_or_one_for_each_place() -> None:
+    def sizes(tensor: Tensor, places: int) -> list[int]:
+        return [part.stop - part.start for part in cut(tensor, places)]
+
+    million = 1 << 20
+    assert sizes(torch.empty(5 * million), 2) == [million] * 5
+    assert sizes(torch.empty(5 * million, dtype=torch.float64), 1) == [million // 2] * 10
+    assert sizes(torch.empty(100), 3) == [48, 48, 4]
+    assert sizes(torch.empty(1), 4) == [1]
+    assert sizes(torch.empty(0), 2) == []

@@ -1,0 +1,308 @@
+"""Every collective of a `DeviceGroup`, by every implementation that this machine has: one table, one reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+
+import pytest
+import torch
+from torch import Tensor
+
+from collectives import Context, cpu, gpu, num_gpus
+from collectives.calls import DTYPES, OPS
+from collectives.device_backends import choice, staged
+from collectives.device_backends.base import parts
+from collectives.device_backends.copies import Copies
+from collectives.device_group import DeviceGroup, move
+
+ON_HOST = [("copies", "cpu"), ("staged", "cpu")]
+ON_GPUS = [(name, "gpu") for name in ("copies", "staged", "peer_to_peer", "nccl")]
+SIZES = [0, 1, 2, 3, 17, 64, 1001]
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+@pytest.fixture(params=[*ON_HOST, *(pytest.param(one, marks=pytest.mark.gpu) for one in ON_GPUS)], ids="-".join)
+def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], DeviceGroup]:
+    """Makes a group of so many places by one of the implementations."""
+    name, kind = request.param
+    if kind == "cpu":
+        monkeypatch.setattr(staged, "PIECE", 256)  # small tensors come in many pieces
+        return lambda count: DeviceGroup([cpu(place) for place in range(count)], name)
+    if not num_gpus():
+        pytest.skip("there is no GPU")
+    return lambda count: _on_gpus(name, count)
+
+
+def _on_gpus(name: str, count: int) -> DeviceGroup:
+    contexts: Sequence[Context] = [gpu(place % num_gpus()) for place in range(count)]
+    try:
+        choice.check(name, [one.torch_device for one in contexts], choice.ThisMachine(), "the test")
+    except (ValueError, RuntimeError) as error:
+        pytest.skip(str(error))
+    return DeviceGroup(contexts, name)
+
+
+def given(place: int, shape: Sequence[int], dtype: torch.dtype, op: str = "sum") -> Tensor:
+    """Element i of a place holds i * 7 + place, and of a product something that four places cannot overflow."""
+    elements = torch.arange(torch.Size(shape).numel()).reshape(tuple(shape)) * 7 + place
+    if op == "product":
+        elements = elements % 3 + 1
+    return elements % 3 == 0 if dtype == torch.bool else elements.to(dtype)
+
+
+def reference(values: Sequence[Tensor], op: str) -> Tensor:
+    """In float64 or int64, rounded once; a mean is divided in the precision that is promised."""
+    dtype = values[0].dtype
+    if dtype == torch.bool:
+        return reduce(torch.logical_and if op in ("product", "min") else torch.logical_or, values)
+    wide = torch.float64 if dtype.is_floating_point else torch.int64
+    result = reduce(FUNCTIONS[op], [value.to(wide) for value in values])
+    if op != "mean":
+        return result.to(dtype)
+    return (result.to(torch.promote_types(dtype, torch.float32)) / len(values)).to(dtype)
+
+
+def is_there(op: str, dtype: torch.dtype) -> bool:
+    return op != "mean" or dtype.is_floating_point
+
+
+def on(group: DeviceGroup, tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.to(device, copy=True) for tensor, device in zip(tensors, group.devices, strict=True)]
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """The same values with gaps in between, the axes swapped in memory."""
+    wide = tensor.new_zeros(tensor.shape[1] * 2, tensor.shape[0] + 1)
+    return wide[::2, 1:].t().copy_(tensor)
+
+
+def agree(tensors: Sequence[Tensor], expected: Tensor) -> bool:
+    return all(torch.equal(tensor.cpu(), expected) for tensor in tensors)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_all_reduce(make: Callable[[int], DeviceGroup], op: str, dtype: torch.dtype) -> None:
+    if not is_there(op, dtype):
+        with pytest.raises(TypeError, match="mean of"):
+            make(1).all_reduce([torch.ones(1, dtype=dtype, device=make(1).devices[0])], op)
+        return
+    for count in (1, 2, 3, 4):
+        group = make(count)
+        for size in SIZES:
+            values = [given(place, (size,), dtype, op) for place in range(count)]
+            tensors = on(group, values)
+            assert group.all_reduce(tensors, op) == tensors
+            assert agree(tensors, reference(values, op)), (count, size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_reduce(make: Callable[[int], DeviceGroup], op: str, dtype: torch.dtype) -> None:
+    for count in (1, 2, 3, 4):
+        group = make(count)
+        for size in SIZES:
+            values = [given(place, (size,), dtype) for place in range(count)]
+            expected, root = reference(values, op), size % count
+            tensors = on(group, values)
+            out = torch.empty_like(tensors[root])
+            assert group.reduce(tensors, root, op, out) is out
+            assert agree([out], expected)
+            assert all(agree([tensor], value) for tensor, value in zip(tensors, values, strict=True))
+            assert group.reduce(tensors, root, op) is tensors[root]
+            assert agree([tensors[root]], expected), (count, size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_broadcast(make: Callable[[int], DeviceGroup], dtype: torch.dtype) -> None:
+    for count in (1, 2, 3, 4):
+        group = make(count)
+        for size in SIZES:
+            values = [given(place, (size,), dtype) for place in range(count)]
+            tensors, root = on(group, values), size % count
+            assert group.broadcast(tensors, root) == tensors
+            assert agree(tensors, values[root]), (count, size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_gather(make: Callable[[int], DeviceGroup], dtype: torch.dtype) -> None:
+    for count in (1, 2, 3, 4):
+        group = make(count)
+        for shape in [(size,) for size in SIZES] + [(3, 5), ()]:
+            values = [given(place, shape, dtype) for place in range(count)]
+            made = group.all_gather(on(group, values))
+            outs = [torch.zeros_like(one) for one in made]
+            assert group.all_gather(on(group, values), outs) == outs
+            assert agree([*made, *outs], torch.stack(values)), (count, shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", ["sum", "min"])
+def test_reduce_scatter(make: Callable[[int], DeviceGroup], op: str, dtype: torch.dtype) -> None:
+    for count in (1, 2, 3, 4):
+        group = make(count)
+        for size in SIZES:
+            values = [given(place, (count, size), dtype) for place in range(count)]
+            expected, tensors = reference(values, op), on(group, values)
+            made = group.reduce_scatter(tensors, op)
+            outs = [torch.zeros_like(one) for one in made]
+            assert group.reduce_scatter(tensors, op, outs) == outs
+            for place in range(count):
+                assert agree([made[place], outs[place]], expected[place]), (count, size)
+                assert agree([tensors[place]], values[place])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_tensors_of_any_strides(make: Callable[[int], DeviceGroup], dtype: torch.dtype) -> None:
+    for count in (2, 3):
+        group = make(count)
+        values = [given(place, (count, 37), dtype) for place in range(count)]
+        expected = reference(values, "sum")
+        tensors = [apart(tensor) for tensor in on(group, values)]
+        outs = [apart(tensor[0].zero_().unsqueeze(0))[0] for tensor in on(group, values)]
+        group.reduce_scatter(tensors, "sum", outs)
+        assert all(agree([out], expected[place]) for place, out in enumerate(outs))
+        gathered = [
+            apart(torch.zeros(count * count, 37, dtype=dtype, device=device)).unflatten(0, (count, count))
+            for device in group.devices
+        ]
+        group.all_gather(tensors, gathered)
+        assert agree(gathered, torch.stack(values))
+        group.reduce(tensors, 1, out=gathered[1][0])
+        assert agree([gathered[1][0]], expected)
+        assert agree([gathered[1][1]], values[1])
+        group.all_reduce(tensors)
+        assert agree(tensors, expected)
+        group.broadcast(tensors := [apart(tensor) for tensor in on(group, values)], 1)
+        assert agree(tensors, values[1])
+
+
+def test_many_transfers_in_one_call(make: Callable[[int], DeviceGroup]) -> None:
+    group, count = make(3), 3
+    values = [[given(place, (size,), torch.float32) for place in range(count)] for size in SIZES]
+    summed = [on(group, of_key) for of_key in values]
+    outs = [[torch.zeros_like(value) for value in of_key] for of_key in summed]
+    totals = [torch.zeros_like(of_key[number % count]) for number, of_key in enumerate(summed)]
+    group.move([(of_key, total, out) for of_key, total, out in zip(summed, totals, outs, strict=True)])
+    for of_key, total, out in zip(values, totals, outs, strict=True):
+        assert agree([total, *out], reference(of_key, "sum"))
+    for total in totals:
+        total.add_(1)
+    group.move([((), total, out) for total, out in zip(totals, outs, strict=True)])
+    for of_key, out in zip(values, outs, strict=True):
+        assert agree(out, reference(of_key, "sum") + 1)
+
+
+@pytest.mark.parametrize("op", ["min", "max", "sum", "product"])
+def test_nan_and_infinity_go_through(make: Callable[[int], DeviceGroup], op: str) -> None:
+    nan, inf = float("nan"), float("inf")
+    group = make(3)
+    values = [torch.tensor([nan, 1.0, 2.0, inf]), torch.tensor([1.0, nan, 2.0, inf]), torch.tensor([1.0, 1.0, nan, 1])]
+    tensors = on(group, values)
+    group.all_reduce(tensors, op)
+    for tensor in tensors:
+        assert tensor.isnan().tolist() == [True, True, True, False]
+        assert tensor[3].item() == (1.0 if op == "min" else inf)
+
+
+def test_sums_are_made_in_the_order_of_the_places(make: Callable[[int], DeviceGroup]) -> None:
+    group = make(4)
+    if group.implementation == "nccl":
+        pytest.skip("NCCL chooses the order")
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(999, generator=generator) * 10.0**place for place in (3, 0, -3, 2)]
+    tensors = on(group, values)
+    group.all_reduce(tensors)
+    assert agree(tensors, reduce(torch.add, values))
+    assert not torch.equal(tensors[0].cpu(), reduce(torch.add, values[::-1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_halves_are_rounded_once(make: Callable[[int], DeviceGroup], dtype: torch.dtype) -> None:
+    group = make(4)
+    if group.implementation == "nccl":
+        pytest.skip("NCCL rounds at each hop")
+    generator = torch.Generator().manual_seed(1)
+    values = [(torch.randn(999, generator=generator) * 10).to(dtype) for _ in range(4)]
+    for op in ("sum", "mean"):
+        tensors = on(group, values)
+        group.all_reduce(tensors, op)
+        total = reduce(torch.add, [value.float() for value in values])
+        assert agree(tensors, (total / 4 if op == "mean" else total).to(dtype))
+    assert not torch.equal(total.to(dtype), reduce(torch.add, values))
+
+
+def test_autograd_sees_what_is_written_and_takes_no_part(make: Callable[[int], DeviceGroup]) -> None:
+    group = make(2)
+    leaves = [given(place, (5,), torch.float32).to(group.devices[place]).requires_grad_() for place in range(2)]
+    kept = [(leaf * leaf).sum() for leaf in leaves]
+    versions = [leaf._version for leaf in leaves]
+    group.all_reduce(leaves)
+    assert agree([leaf.detach() for leaf in leaves], torch.arange(5) * 14.0 + 1)
+    assert all(leaf.is_leaf and leaf._version > version for leaf, version in zip(leaves, versions, strict=True))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept[1].backward()
+
+
+def test_nothing_beside_a_tensor_is_written(make: Callable[[int], DeviceGroup]) -> None:
+    group = make(3)
+    wide = [torch.full((101,), -1.0, device=device) for device in group.devices]
+    values = [given(place, (90,), torch.float32) for place in range(3)]
+    for one, value in zip(wide, values, strict=True):
+        one[3:93] = value.to(one.device)
+    group.all_reduce([one[3:93] for one in wide])
+    assert agree([one[3:93] for one in wide], reference(values, "sum"))
+    assert all((one[:3] == -1).all() and (one[93:] == -1).all() for one in wide)
+
+
+@pytest.mark.parametrize("root", [0, 1, 2])
+def test_what_the_host_adds_chunk_by_chunk(root: int) -> None:
+    """Tensors large enough for threads; the sum may replace any of its values."""
+    group, size = DeviceGroup([cpu(place) for place in range(3)], "copies"), (9 << 20) // 4 + 5
+    values = [given(place, (size,), torch.float32) % 1000 for place in range(3)]
+    expected, tensors = reference(values, "sum"), on(group, values)
+    group.reduce(tensors, root)
+    assert agree([tensors[root]], expected)
+    assert all(agree([tensors[place]], values[place]) for place in range(3) if place != root)
+    group.broadcast(tensors, root)
+    assert agree(tensors, expected)
+    versions = [tensor._version for tensor in tensors]
+    group.all_reduce(tensors)
+    assert all(tensor._version > version for tensor, version in zip(tensors, versions, strict=True))
+    assert agree(tensors, expected * 3)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_copies_have_each_of_several_devices_combine_a_part(op: str) -> None:
+    backend = Copies([torch.device("cpu", index) for index in range(3)])  # one memory, and yet not one name
+    for size in SIZES:
+        values = [given(place, (size,), torch.float32, op) for place in range(3)]
+        tensors = [value.clone() for value in values]
+        backend.all_reduce(tensors, op)
+        assert agree(tensors, reference(values, op)), size
+
+
+def test_parts_are_as_equal_as_they_can_be_and_leave_nothing_out() -> None:
+    assert parts(10, 3) == [slice(0, 4), slice(4, 8), slice(8, 10)]
+    assert parts(100, 3, align=16) == [slice(0, 48), slice(48, 96), slice(96, 100)]
+    assert parts(1, 3) == [slice(0, 1), slice(1, 1), slice(1, 1)]
+
+
+@pytest.mark.gpu
+def test_what_a_store_moves_between_gpus_goes_by_their_group() -> None:
+    if not num_gpus():
+        pytest.skip("there is no GPU")
+    devices = [gpu(place % num_gpus()).torch_device for place in range(2)]
+    values = [given(place, (1001,), torch.float32) for place in range(2)]
+    on_gpus = [value.to(device) for value, device in zip(values, devices, strict=True)]
+    outs, total = [torch.zeros_like(one) for one in on_gpus], torch.zeros_like(on_gpus[1])
+    host = torch.zeros(1001)
+    move([(on_gpus, total, outs), (on_gpus, host, ())])  # the second, onto the host, by copies
+    assert agree([total, *outs, host], reference(values, "sum"))

@@ -1,0 +1,253 @@
+"""NCCL: which of its calls gangline makes, over a stand-in on the host; and the real bindings, where there is a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from collectives import gpu, num_gpus
+from collectives.device_backends import nccl_bindings
+from collectives.device_backends.nccl import Nccl
+from collectives.device_group import DeviceGroup
+
+ELEMENTS = {0: torch.int8, 1: torch.uint8, 2: torch.int32, 4: torch.int64, 6: torch.float16, 7: torch.float32}
+ELEMENTS |= {8: torch.float64, 9: torch.bfloat16}
+FUNCTIONS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
+    0: torch.add,
+    1: torch.mul,
+    2: torch.maximum,
+    3: torch.minimum,
+}
+
+
+class HostBinding:
+    """NCCL as its manual has it, on the host's memory: a group's calls are matched place by place, and run at its end.
+
+    It holds every caller to the rules: calls within groups only, and the same from each place.
+    """
+
+    name: ClassVar[str] = "host"
+
+    def __init__(self, gpus: Sequence[int]) -> None:
+        self.size = len(gpus)
+        self.groups: list[list[str]] = []
+        self._open: list[list[tuple[Any, ...]]] | None = None
+
+    def start(self) -> None:
+        assert self._open is None
+        self._open = [[] for _ in range(self.size)]
+
+    def end(self) -> None:
+        assert self._open is not None
+        of_places, self._open = self._open, None
+        self.groups.append([call[0] for call in of_places[0]])
+        for calls in zip(*of_places, strict=True):
+            assert len({(call[0], *call[3:]) for call in calls}) == 1  # all but the addresses
+            self._run(*calls[0][:1], [call[1] for call in calls], [call[2] for call in calls], *calls[0][3:])
+
+    def all_reduce(self, place: int, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
+        self._call(place, "all_reduce", source, target, count, dtype, op, None)
+
+    def reduce(
+        self, place: int, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
+    ) -> None:
+        self._call(place, "reduce", source, target, count, dtype, op, root)
+
+    def broadcast(self, place: int, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None:
+        self._call(place, "broadcast", source, target, count, dtype, None, root)
+
+    def all_gather(self, place: int, source: int, target: int, count: int, dtype: int, stream: int) -> None:
+        self._call(place, "all_gather", source, target, count, dtype, None, None)
+
+    def reduce_scatter(
+        self, place: int, source: int, target: int, count: int, dtype: int, op: int, stream: int
+    ) -> None:
+        self._call(place, "reduce_scatter", source, target, count, dtype, op, None)
+
+    def _call(self, place: int, *call: Any) -> None:
+        assert self._open is not None, f"{call[0]} outside a group"
+        self._open[place].append(call)
+
+    def _run(
+        self,
+        name: str,
+        sources: list[int],
+        targets: list[int],
+        count: int,
+        dtype: int,
+        op: int | None,
+        root: int | None,
+    ) -> None:
+        rows = count * (self.size if name == "reduce_scatter" else 1)
+        if name == "broadcast":
+            assert root is not None
+            result = at(sources[root], rows, dtype).clone()
+        else:
+            given = [at(source, rows, dtype).clone() for source in sources]
+            result = torch.cat(given) if op is None else reduce(FUNCTIONS[op], given)
+        for place, target in enumerate(targets):
+            if name == "reduce_scatter":
+                at(target, count, dtype).copy_(result[place * count : (place + 1) * count])
+            elif name != "reduce" or place == root:
+                at(target, len(result), dtype).copy_(result)
+
+
+def at(address: int, count: int, dtype: int) -> Tensor:
+    octets = (ctypes.c_uint8 * (count * ELEMENTS[dtype].itemsize)).from_address(address)
+    return torch.frombuffer(octets, dtype=ELEMENTS[dtype])
+
+
+class OnHost(Nccl):
+    def __init__(self, size: int) -> None:
+        self.binding = HostBinding(range(size))
+        super().__init__([torch.device("cpu")] * size, self.binding)
+
+    def stream(self, place: int) -> int:
+        return 0
+
+
+def given(count: int, size: int, dtype: torch.dtype) -> list[Tensor]:
+    return [(torch.arange(size) * 7 + place).to(dtype) for place in range(count)]
+
+
+def summed(count: int, size: int, dtype: torch.dtype) -> Tensor:
+    return (torch.arange(size) * 7 * count + count * (count - 1) // 2).to(dtype)
+
+
+# -- the calls ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [one for one in ELEMENTS.values() if one != torch.uint8], ids=str)
+def test_an_all_reduce_is_one_call_a_place(dtype: torch.dtype) -> None:
+    backend, tensors = OnHost(3), given(3, 6, dtype)
+    versions = [tensor._version for tensor in tensors]
+    backend.all_reduce(tensors, "sum")
+    assert all(tensor._version > version for tensor, version in zip(tensors, versions, strict=True))
+    assert all(torch.equal(tensor, summed(3, 6, dtype)) for tensor in tensors)
+    assert backend.binding.groups == [["all_reduce"]]
+
+
+def test_a_mean_is_a_sum_divided_once() -> None:
+    for dtype in (torch.float32, torch.float16):
+        backend, tensors = OnHost(3), given(3, 6, dtype)
+        backend.all_reduce(tensors, "mean")
+        assert all(torch.equal(tensor, torch.arange(6, dtype=dtype) * 7 + 1) for tensor in tensors)
+        backend.move([(given(3, 6, dtype), total := torch.zeros(6, dtype=dtype), ())], "mean")
+        assert torch.equal(total, torch.arange(6, dtype=dtype) * 7 + 1)
+        backend.reduce_scatter(given(3, 6, dtype), outs := [torch.zeros(2, dtype=dtype) for _ in range(3)], "mean")
+        assert torch.equal(torch.cat(outs), torch.arange(6, dtype=dtype) * 7 + 1)
+
+
+def test_bools_are_bytes_whose_sum_is_their_maximum() -> None:
+    patterns = [torch.tensor([False, place == 0, place == 2, True]) for place in range(3)]
+    for op, expected in (
+        ("sum", [0, 1, 1, 1]),
+        ("max", [0, 1, 1, 1]),
+        ("product", [0, 0, 0, 1]),
+        ("min", [0, 0, 0, 1]),
+    ):
+        backend, tensors = OnHost(3), [pattern.clone() for pattern in patterns]
+        backend.all_reduce(tensors, op)
+        assert all(tensor.view(torch.uint8).tolist() == expected for tensor in tensors)
+        assert backend.binding.groups == [["all_reduce"]]
+
+
+def test_what_nccl_does_not_know_goes_by_copies(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "gangline")
+    backend, tensors = OnHost(2), given(2, 6, torch.int16)
+    backend.all_reduce(tensors, "sum")
+    assert all(torch.equal(tensor, summed(2, 6, torch.int16)) for tensor in tensors)
+    backend.all_gather(tensors, outs := [torch.zeros(2, 6, dtype=torch.int16) for _ in range(2)])
+    assert torch.equal(outs[1][1], summed(2, 6, torch.int16))
+    backend.reduce_scatter(
+        [one.reshape(2, 3) for one in given(2, 6, torch.int16)],
+        outs := [torch.zeros(3, dtype=torch.int16) for _ in range(2)],
+        "max",
+    )
+    assert not backend.binding.groups
+    assert sum("torch.int16 move by torch's copies" in record.getMessage() for record in caplog.records) <= 1
+
+
+def test_gathering_and_scattering_are_one_call_a_place() -> None:
+    backend, tensors = OnHost(3), given(3, 6, torch.float32)
+    outs = [torch.zeros(3, 6) for _ in range(3)]
+    backend.all_gather(tensors, outs)
+    assert all(torch.equal(out, torch.stack(tensors)) for out in outs)
+    rows = [torch.zeros(2) for _ in range(3)]
+    backend.reduce_scatter([tensor.reshape(3, 2) for tensor in tensors], rows, "max")
+    assert torch.equal(torch.cat(rows), tensors[2])
+    assert backend.binding.groups == [["all_gather"], ["reduce_scatter"]]
+
+
+def test_many_keys_are_one_group_of_sums_and_one_of_copies() -> None:
+    """What is copied out must be complete, and the calls of one group may run side by side."""
+    backend, sizes = OnHost(3), [1, 5, 0, 64]
+    values = [given(3, size, torch.float32) for size in sizes]
+    totals = [torch.zeros(size) for size in sizes]
+    outs = [[torch.zeros(size) for _ in range(3)] for size in sizes]
+    backend.move(list(zip(values, totals, outs, strict=True)))
+    for size, total, out in zip(sizes, totals, outs, strict=True):
+        assert all(torch.equal(one, summed(3, size, torch.float32)) for one in (total, *out))
+    assert backend.binding.groups == [["reduce"] * 3, ["broadcast"] * 3]
+    assert all(torch.equal(one, kept) for one, kept in zip(values[1], given(3, 5, torch.float32), strict=True))
+
+
+def test_tensors_in_pieces_are_put_together_and_back() -> None:
+    backend = OnHost(2)
+    tensors = [one.reshape(4, 3).t().contiguous().t() for one in given(2, 12, torch.float32)]
+    assert not tensors[0].is_contiguous()
+    backend.all_reduce(tensors, "sum")
+    assert all(torch.equal(tensor.reshape(-1), summed(2, 12, torch.float32)) for tensor in tensors)
+
+
+def test_pynccl_refuses_what_its_counts_cannot_hold() -> None:
+    binding = object.__new__(nccl_bindings.PyncclBinding)
+    with pytest.raises(ValueError, match=r"has 2147483648 elements, but pynccl .* expected GANGLINE_NCCL_BINDING=cupy"):
+        binding.count(2**31)
+    assert binding.count(2**31 - 1) == 2**31 - 1
+
+
+# -- on GPUs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("binding", nccl_bindings.BINDINGS)
+def test_one_rank_through_each_binding(binding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not num_gpus():
+        pytest.skip("there is no GPU")
+    lack = nccl_bindings.missing(binding)
+    if lack:
+        pytest.skip(lack)
+    monkeypatch.setenv("GANGLINE_NCCL_BINDING", binding)
+    backend = Nccl([gpu(0).torch_device])
+    value = torch.arange(1000, dtype=torch.float32, device="cuda:0") * 7
+    total, outs, rows, row = (torch.zeros(shape, device="cuda:0") for shape in (1000, 1000, (1, 1000), 1000))
+    backend.move([([value], total, [outs])])
+    backend.all_gather([value], [rows])
+    backend.reduce_scatter([value.unsqueeze(0)], [row], "sum")
+    backend.all_reduce([value], "sum")
+    assert all(
+        torch.equal(one.flatten(), torch.arange(1000, device="cuda:0") * 7.0) for one in (total, outs, rows, row, value)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("binding", nccl_bindings.BINDINGS)
+def test_all_gpus_through_each_binding(binding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = num_gpus()
+    if count < 2:
+        pytest.skip(f"there are {count} GPUs; expected 2")
+    lack = nccl_bindings.missing(binding)
+    if lack:
+        pytest.skip(lack)
+    monkeypatch.setenv("GANGLINE_NCCL_BINDING", binding)
+    group = DeviceGroup([gpu(place) for place in range(count)], "nccl")
+    tensors = [one.to(device) for one, device in zip(given(count, 1000, torch.float32), group.devices, strict=True)]
+    group.all_reduce(tensors)
+    assert all(torch.equal(tensor.cpu(), summed(count, 1000, torch.float32)) for tensor in tensors)
