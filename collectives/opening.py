@@ -12,6 +12,7 @@ import torch
 from collectives import operations, rendezvous
 from collectives.communicator import Communicator
 from collectives.engine import Engine, Lines
+from collectives.limits import limits
 from collectives.roster import ProcessRoster, Roster, ThreadRoster
 from collectives.transports.base import Exchange, Patience, Transport
 from collectives.transports.board import Board, SharedBoard
@@ -21,7 +22,7 @@ from collectives.transports.shared_memory import SharedMemory
 from collectives.transports.threads import Gang, ThreadBoard, Threads
 from collectives.transports.zeromq import ZeroMQ
 from collectives.tuner import TRANSPORTS, Table, forced_transport
-from collectives.watch import Watch, limits
+from collectives.watch import Watch
 
 _log = logging.getLogger("gangline")
 

@@ -15,7 +15,9 @@ from pathlib import Path
 
 from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from collectives.addresses import check_address, local_address
 from collectives.errors import DeadNodeError, StallError, name_ranks
+from collectives.limits import limits
 from collectives.place import LOOPBACK, find_place
 from collectives.transports.base import Exchange
 
@@ -88,18 +90,13 @@ class Job:
         """The address of this machine by which the machines of other ranks reach it."""
         if self.host == LOOPBACK:
             return LOOPBACK
-        family, kind, _, _, target = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)  # sends nothing, only chooses the way
-            return str(probe.getsockname()[0])
+        return local_address(self.host)
 
     def close(self) -> None:
         """Let go of the store; what rank 0 keeps of it serves later jobs of its process."""
         self._store = None
 
     def _join(self, environment: Mapping[str, str]) -> Store:
-        from collectives.transports.zeromq import check_address
-
         check_address(self.host)
         agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         agent = agent and environment.get("MASTER_PORT") == str(self.port)
@@ -205,8 +202,6 @@ def time_limit(timeout: float | None) -> float:
     Raises:
         ValueError: it is not above 0.
     """
-    from collectives.watch import limits
-
     if timeout is None:
         return limits().timeout
     if not timeout > 0:

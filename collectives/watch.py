@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
 import time
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 from collectives.calls import Call
 from collectives.errors import DeadNodeError, GanglineError, MismatchError, StallError, name_ranks
@@ -133,44 +130,6 @@ def mismatch(calls: Mapping[int, tuple[int, int]]) -> MismatchError:
         for (sequence, code), ranks in groups.items()
     ]
     return MismatchError(f"ranks are at different calls: {'; '.join(texts)}")
-
-
-class Limits(NamedTuple):
-    """Seconds, as the environment gives them."""
-
-    heartbeat: float
-    """GANGLINE_HEARTBEAT, default 1: between two signs of life."""
-    heartbeat_limit: float
-    """GANGLINE_HEARTBEAT_LIMIT, default 10: without one, and a rank is dead."""
-    stall_warn: float
-    """GANGLINE_STALL_WARN, default 60: a rank that is late by this is named in a warning."""
-    timeout: float
-    """GANGLINE_TIMEOUT, default 1800: late by this it is a `StallError`."""
-
-
-def limits() -> Limits:
-    """The limits that the environment sets.
-
-    Raises:
-        ValueError: a variable is no number of seconds above 0.
-    """
-    return Limits(
-        _seconds("GANGLINE_HEARTBEAT", 1),
-        _seconds("GANGLINE_HEARTBEAT_LIMIT", 10),
-        _seconds("GANGLINE_STALL_WARN", 60),
-        _seconds("GANGLINE_TIMEOUT", 1800),
-    )
-
-
-def _seconds(name: str, default: float) -> float:
-    word = os.environ.get(name, str(default))
-    try:
-        seconds = float(word)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < 1e6:
-        raise ValueError(f"{name} is {word!r}; expected a number of seconds above 0 and below a million")
-    return seconds
 
 
 def _text(code: int) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
-import os
 import secrets
 import shutil
 import tempfile
@@ -14,6 +12,7 @@ import msgpack
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from collectives.addresses import check_address
 from collectives.errors import ProtocolError, StallError
 from collectives.transports.base import Exchange
 
@@ -200,23 +199,6 @@ def _monitor(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
     monitor.setsockopt(zmq.RCVHWM, 0)  # nobody may look for hours, and ZeroMQ's thread would wait for room
     monitor.connect(name)
     return monitor
-
-
-def check_address(host: str) -> None:
-    """See that nobody but this machine can reach an address, or that the user said it may be so.
-
-    Raises:
-        RuntimeError: it is not a loopback address, and GANGLINE_INSECURE=1 is not set.
-    """
-    try:
-        loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        loopback = host in ("localhost", "lo")
-    if not loopback and os.environ.get("GANGLINE_INSECURE") != "1":
-        raise RuntimeError(
-            f"address {host} can be reached from other machines, and without a job key anybody there could read and "
-            "change what the ranks send; on a network that you trust, set GANGLINE_INSECURE=1 in every process"
-        )
 
 
 def _read_card(rank: int, packed: bytes) -> tuple[bytes, dict[int, tuple[str, bytes]]]:

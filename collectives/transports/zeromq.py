@@ -12,9 +12,7 @@ from torch import Tensor
 
 from collectives.errors import DeadNodeError, ProtocolError
 from collectives.transports.base import PIECE, Exchange, Incoming, Patience, Stamp, Ticket, Transport
-from collectives.transports.pairs import Pairs, check_address
-
-__all__ = ["ZeroMQ", "check_address"]
+from collectives.transports.pairs import Pairs
 
 INLINE = 1 << 16
 """Up to so many bytes travel, copied, with their header; more are sent from their memory, a frame for each piece."""

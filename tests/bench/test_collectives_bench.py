@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from bench import tune
+from bench import sweep, tune
 from bench.collectives import COLLECTIVES
 from bench.command import bench
 from bench.curves import draw
@@ -44,6 +44,8 @@ def join():
 def prepare(options):
     if options["dtype"] == "bfloat16":
         raise ValueError("no bfloat16")
+    if options["op"] == os.environ.get("NO_OP"):
+        raise ValueError("no " + options["op"])
     given = np.zeros(options["inputs"])
     out = np.zeros(options["outputs"])
     def step():
@@ -258,27 +260,15 @@ def test_all_reduce_gives_rows_as_the_specification_has_them(tmp_path: Path) -> 
     assert sum(line.startswith("gangline is ") and " times as fast as gloo" in line for line in lines) == 8
 
 
-def test_a_peer_that_cannot_do_it_is_left_out() -> None:
-    words = [
-        "all_reduce",
-        "-b",
-        "8",
-        "-e",
-        "8",
-        "-n",
-        "2",
-        "--runs",
-        "1",
-        "--ordinary",
-        "--op",
-        "mean",
-        "--peers",
-        "gloo",
-    ]
-    done = CliRunner().invoke(bench, words, catch_exceptions=False)
+def test_a_peer_that_cannot_do_it_is_left_out(alone: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = {"gangline": alone, "gloo": Way("alone", env={**alone.env, "NO_OP": "max"})}
+    monkeypatch.setattr(sweep, "ways", lambda who, ranks: [sides[who]])
+    words = ["all_reduce", "-b", "8", "-e", "16", "-n", "2", "--runs", "1", "--ordinary", "--op", "max"]
+    done = CliRunner().invoke(bench, [*words, "--ranks", "1", "--peers", "gloo"], catch_exceptions=False)
     assert done.exit_code == 0
-    assert "skipping gloo: gloo_collectives, rank 0 failed: ValueError: gloo has no mean" in done.output
-    assert [line.split()[-1] for line in done.output.splitlines() if line.split()[0] == "8"] == ["gangline"]
+    assert done.output.count("skipping gloo: alone, rank 0 failed: ValueError: no max") == 1
+    rows = [line.split() for line in done.output.splitlines() if line.split()[0] in ("8", "16")]
+    assert [(row[0], row[-2:]) for row in rows] == [(size, ["alone", "1"]) for size in ("8", "16")]
 
 
 @pytest.mark.slow

@@ -89,12 +89,15 @@ def cases() -> Iterator[tuple[str, torch.dtype, str]]:
 
 def values(count: int, rank: int, dtype: torch.dtype) -> Tensor:
     """Of index * stride + rank, folded into the dtype's range; floats of both signs, whose sums must be rounded."""
-    numbers = torch.arange(count, dtype=torch.int64) * 37 + rank * 11
+    period = 1009 if dtype.is_floating_point else 3 if dtype == torch.bool else count
+    numbers = torch.arange(min(count, period), dtype=torch.int64) * 37 + rank * 11
     if dtype == torch.bool:
-        return numbers % 3 == 0
-    if dtype.is_floating_point:
-        return ((numbers % 1009 - 504).double() / 8 / (1 + rank)).to(dtype)
-    return numbers.to(dtype)
+        one = numbers % 3 == 0
+    elif dtype.is_floating_point:
+        one = ((numbers % 1009 - 504).double() / 8 / (1 + rank)).to(dtype)
+    else:
+        return numbers.to(dtype)
+    return one.repeat(-(-count // period))[:count] if count > period else one
 
 
 def given(collective: str, count: int, rank: int, size: int, dtype: torch.dtype) -> Tensor:

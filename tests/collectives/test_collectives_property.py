@@ -143,12 +143,12 @@ def _sweep(comm: Communicator, transport: str, counts: list[int]) -> int:
 @pytest.mark.parametrize(
     ("transport", "size", "counts"),
     [
-        ("shared_memory", 2, [0, 1, 5, 40_011, 100_003]),
+        ("shared_memory", 2, [0, 5, 100_003]),
         pytest.param("shared_memory", 3, [2, 70_001], marks=pytest.mark.slow),
-        ("shared_memory", 4, [3, 20_001]),
-        ("ipc", 3, [3, 40_011, 131_073]),
+        ("shared_memory", 4, [20_001]),
+        ("ipc", 3, [3, 131_073]),
         pytest.param("tcp", 2, [3, 40_011, 131_073], marks=pytest.mark.slow),
-        ("tcp", 4, [3, 20_001]),
+        pytest.param("tcp", 4, [3, 20_001], marks=pytest.mark.slow),
     ],
 )
 def test_every_algorithm_leaves_the_same_bits_in_all_processes(transport: str, size: int, counts: list[int]) -> None:

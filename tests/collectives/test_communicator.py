@@ -57,9 +57,12 @@ def _edges(comm: Communicator, every: int, sizes: int = 1) -> None:
             check(comm, collective, count, dtype, op, root=number % comm.size)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_every_collective_dtype_and_operation_gives_what_the_docs_say(size: int) -> None:
-    in_threads(size, _every_case)
+@pytest.mark.parametrize(
+    ("size", "every"),
+    [(1, 1), (2, 1), (3, 1), (5, 3), *(pytest.param(size, 1, marks=pytest.mark.slow) for size in (4, 5))],
+)
+def test_every_collective_dtype_and_operation_gives_what_the_docs_say(size: int, every: int) -> None:
+    in_threads(size, _every_case, every)
 
 
 @pytest.mark.parametrize(("size", "every"), [(1, 19), (2, 7), (3, 19), (5, 61)])
@@ -448,7 +451,9 @@ def test_groups_are_communicators_of_their_own(size: int) -> None:
     in_threads(size, _groups)
 
 
-@pytest.mark.parametrize(("transport", "size"), [("shared_memory", 3), ("ipc", 2), ("tcp", 3)])
+@pytest.mark.parametrize(
+    ("transport", "size"), [("shared_memory", 3), pytest.param("ipc", 2, marks=pytest.mark.slow), ("tcp", 3)]
+)
 def test_groups_of_processes(transport: str, size: int) -> None:
     spawn(_groups, size, transport=transport, timeout=60)
 
@@ -774,7 +779,9 @@ def _disagree_in_all_ways(comm: Communicator, transport: str) -> dict[str, str]:
     return texts
 
 
-@pytest.mark.parametrize(("transport", "size"), [("shared_memory", 3), ("ipc", 2), ("tcp", 3)])
+@pytest.mark.parametrize(
+    ("transport", "size"), [("shared_memory", 3), ("ipc", 2), pytest.param("tcp", 3, marks=pytest.mark.slow)]
+)
 def test_processes_at_different_calls_all_get_the_same_error(transport: str, size: int) -> None:
     texts = spawn(_disagree_in_all_ways, size, transport, transport=transport, timeout=60)
     for number, name in enumerate(ODD):

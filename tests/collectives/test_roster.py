@@ -24,11 +24,13 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from collectives.addresses import check_address
 from collectives.calls import Call
 from collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
+from collectives.limits import limits
 from collectives.roster import CLOSED, LOST, ProcessRoster, ThreadRoster
-from collectives.transports.pairs import Pairs, check_address
-from collectives.watch import Watch, limits, mismatch
+from collectives.transports.pairs import Pairs
+from collectives.watch import Watch, mismatch
 from tests.collectives.processes import Processes, Rank
 
 pytestmark = pytest.mark.timeout(60)

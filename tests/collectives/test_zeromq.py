@@ -56,7 +56,8 @@ def open_transport(rank: Rank, address: str) -> ZeroMQ:
 
 def ramp(nbytes: int, rank: int, to: int = 0) -> Tensor:
     """Byte i of a message is i * 7 + rank * 31 + to * 5, modulo 251."""
-    return (torch.arange(nbytes) * 7 + rank * 31 + to * 5).remainder(251).to(torch.uint8)
+    period = (torch.arange(251) * 7 + rank * 31 + to * 5).remainder(251).to(torch.uint8)
+    return period.repeat(nbytes // 251 + 1)[:nbytes]
 
 
 def in_processes(function: Callable[..., None], size: int, *arguments: Any) -> list[Any]:
@@ -288,6 +289,8 @@ def test_a_piece_of_another_size_is_refused(frame: bytes) -> None:
 
 # Ranks that go
 
+HOWS = ("receive", "send", "midway")
+
 
 def _wait_for(rank: Rank, address: str, how: str, namespaces: list[str]) -> None:
     host = address
@@ -322,9 +325,24 @@ def _wait_for(rank: Rank, address: str, how: str, namespaces: list[str]) -> None
     rank.hear()
 
 
-@pytest.mark.parametrize("address", ADDRESSES)
-@pytest.mark.parametrize("how", ["receive", "send", "midway"])
-@pytest.mark.parametrize(("number", "why"), [(signal.SIGKILL, LOST), (signal.SIGSTOP, "gave no sign of life for 1 s")])
+QUICK_STOPS = (("receive", "tcp://127.0.0.1"), ("midway", "ipc"))
+"""A stopped rank is lost after `LIMIT` seconds, so that the others are left to `make test-all`."""
+
+
+@pytest.mark.parametrize(
+    ("number", "why", "how", "address"),
+    [
+        *((signal.SIGKILL, LOST, how, address) for how in HOWS for address in ADDRESSES),
+        *(
+            pytest.param(
+                *(signal.SIGSTOP, "gave no sign of life for 1 s", how, address),
+                marks=() if (how, address) in QUICK_STOPS else pytest.mark.slow,
+            )
+            for how in HOWS
+            for address in ADDRESSES
+        ),
+    ],
+)
 def test_all_others_raise_when_a_rank_is_lost(address: str, how: str, number: int, why: str) -> None:
     with Processes(_wait_for, 3, address, how, []) as ranks:
         assert ranks.all_heard() == ["ready"] * 3

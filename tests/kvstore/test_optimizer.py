@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import weakref
@@ -108,8 +109,9 @@ def check_equal(found: Tensors, expected: Tensors) -> None:
     assert different == []
 
 
+@functools.cache
 def reference(name: str, **kwargs: Any) -> Tensors:
-    """`torch_run` of the class and arguments that stand for ``name``."""
+    """`torch_run` of the class and arguments that stand for ``name``; the same tensors each time, to be read only."""
     optimizer_class, arguments = OPTIMIZERS[name]
     extra = {"nesterov": True} if name == "nag" else {}
     return torch_run(lambda values: optimizer_class(values, **arguments, **extra), **kwargs)

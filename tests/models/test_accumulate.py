@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 VALID = [6, 1, 3, 5, 1, 2, 1]
 """Labels not ignored in each batch of an epoch of seven."""
 
-stores = pytest.mark.parametrize("store", ["local", "device"])
+STORES = ("local", "device")
 counts = pytest.mark.parametrize("count", [1, 2, 3])
 
 
@@ -152,9 +152,15 @@ def rate(name: str) -> float:
 # -- the gradient ---------------------------------------------------------------------------------------------------
 
 
-@stores
-@counts
-@pytest.mark.parametrize("name", CASES)
+def every_second(*axes: Collection[Any]) -> list[Any]:
+    """All combinations, of which every second is left to `make test-all`: the rest pairs each value with each."""
+    return [
+        pytest.param(*(value for _, value in case), marks=pytest.mark.slow if sum(n for n, _ in case) % 2 else ())
+        for case in itertools.product(*map(enumerate, axes))
+    ]
+
+
+@pytest.mark.parametrize(("store", "count", "name"), every_second(STORES, (1, 2, 3), CASES))
 def test_fit_accumulates_as_a_plain_loop_does(name: str, count: int, store: str) -> None:
     case, network = CASES[name], perceptron()
     batches = case.batches()
@@ -175,20 +181,18 @@ def nothing(*_: Any) -> float:
     return 0.0
 
 
-@stores
-@pytest.mark.parametrize(("count", "loads"), [(1, None), (2, [3, 1]), (3, [1, 0, 2.5])])
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("last", ["separate", "eager"])
-def test_steps_under_add_accumulate_as_a_plain_loop_does(
-    name: str, count: int, loads: list[float] | None, store: str, last: str
-) -> None:
+@pytest.mark.parametrize(
+    ("store", "loads", "name", "last"),
+    every_second(STORES, ([1], [3, 1], [1, 0, 2.5]), CASES, ("separate", "eager")),
+)
+def test_steps_under_add_accumulate_as_a_plain_loop_does(store: str, loads: list[float], name: str, last: str) -> None:
     case, network = CASES[name], perceptron()
     batches = case.batches()
     updates = [batches[:3], batches[3:4], batches[4:], batches[:2]]
     expected = by_hand(copy.deepcopy(network), case, updates, rate(name))
     with (
         create(store) as kv,
-        Module(network, case.loss, contexts(count), loads, loss_normalizer=case.normalizer) as module,
+        Module(network, case.loss, contexts(len(loads)), loads, loss_normalizer=case.normalizer) as module,
     ):
         module.bind((6, FEATURES), grad_req="add")
         module.init_optimizer(kv, "sgd", {**MOMENTUM, "lr": rate(name)})
@@ -204,9 +208,13 @@ def test_steps_under_add_accumulate_as_a_plain_loop_does(
         assert distance(module.get_params(), expected) < 1e-11
 
 
-@counts
-@pytest.mark.parametrize("empty", [[0, 4, 2], [4, 0, 2], [2, 4, 0], [0, 0, 3], [3, 0, 0]], ids=str)
-@pytest.mark.parametrize("name", ["ignored", "class weights", "own"])
+@pytest.mark.parametrize(
+    ("count", "empty", "name"),
+    every_second(
+        (1, 2, 3), ([0, 4, 2], [4, 0, 2], [2, 4, 0], [0, 0, 3], [3, 0, 0]), ("ignored", "class weights", "own")
+    ),
+    ids=str,
+)
 def test_a_batch_without_a_valid_label_counts_nothing(name: str, empty: list[int], count: int) -> None:
     case, network = CASES[name], perceptron()
     batches = case.batches(empty)

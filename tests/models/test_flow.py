@@ -363,8 +363,15 @@ def by(
 
 
 @small_buckets
-@pytest.mark.parametrize("loads", LOADS, ids=str)
-@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+@pytest.mark.parametrize(
+    ("optimizer", "loads"),
+    [  # each optimizer with one of the loads, and by `make test-all` with all
+        pytest.param(optimizer, loads, marks=() if (number + place) % len(LOADS) == 0 else pytest.mark.slow)
+        for number, optimizer in enumerate(sorted(OPTIMIZERS))
+        for place, loads in enumerate(LOADS)
+    ],
+    ids=str,
+)
 def test_eager_steps_separate_steps_and_single_keys_give_the_same_bits(optimizer: str, loads: list[float]) -> None:
     for name, by_keys in (("local", LocalByKeys), ("device", DeviceByKeys)):
         weights, state = by(name, "eager", optimizer, loads)

@@ -384,12 +384,15 @@ def test_the_summary_names_layers_and_counts_parameters() -> None:
 # -- memory ---------------------------------------------------------------------------------------------------------
 
 
+KINDS = {torch.Tensor, nn.Parameter}
+
+
 def live_bytes() -> int:
     gc.collect()
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in gc.get_objects()
-        if issubclass(type(tensor), torch.Tensor) and tensor.layout == torch.strided
+        if type(tensor) in KINDS and tensor.layout == torch.strided
     }
     return sum(storages.values())
 

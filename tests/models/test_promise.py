@@ -6,13 +6,13 @@ The reference is a plain torch loop over the whole batches, with none of ganglin
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure import distance
 from torch import nn
@@ -20,6 +20,15 @@ from torch import nn
 from gangline import Module, cpu
 
 FEATURES, CLASSES = 6, 4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Nothing here is large enough for torch to share out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def perceptron() -> nn.Module:
@@ -182,6 +191,7 @@ loads = st.lists(
 ).filter(any)
 
 
+@settings(max_examples=settings.default.max_examples // 2)  # type: ignore[union-attr]
 @given(
     loads=loads,
     store=st.sampled_from(["local", "device"]),

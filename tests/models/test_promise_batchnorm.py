@@ -145,12 +145,12 @@ def replicas_are_equal(module: Module) -> None:
     ("loads", "store", "sizes"),
     [
         ([1], "device", [8, 8, 8, 5]),
-        ([3, 1], "device", [8, 8, 8, 5]),
+        pytest.param([3, 1], "device", [8, 8, 8, 5], marks=pytest.mark.slow),
         ([3, 1], "local", [9, 9, 9, 4]),
-        ([1, 1, 1], "device", [10, 10, 10, 4]),
+        pytest.param([1, 1, 1], "device", [10, 10, 10, 4], marks=pytest.mark.slow),
         ([5, 0, 2], "local", [7, 7, 7, 6]),
         ([1, 4, 2, 1], "device", [4, 11, 5, 8]),
-        ([1, 1, 1, 1, 1, 1], "device", [6, 4, 13, 5]),
+        pytest.param([1, 1, 1, 1, 1, 1], "device", [6, 4, 13, 5], marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -6,9 +6,8 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,21 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from collectives.family import Family
 from gangline import Checkpoint, Module, cpu
 from models import checkpoint
+from models.data import digits
 
 SAMPLES, FEATURES = 23, 5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Nothing here is large enough for torch to share out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Cut(BaseException):
@@ -99,13 +109,24 @@ def run(data: str, loads: list[float], optimizer: str, prefix: Path | None, resu
         return module.get_params(), module.optimizer_state()
 
 
-@pytest.mark.parametrize("data", sorted(DATA))
-@pytest.mark.parametrize(("loads", "optimizer"), [([1], "sgd"), ([2, 1, 0], "adam")])
+CUTS = (0, 1, 4, 7, 10)
+"""Batches: before the first checkpoint, in each epoch, and where an epoch ends."""
+
+
+RUNS = [(data, *run) for data in sorted(DATA) for run in (([1], "sgd", CUTS), ([2, 1, 0], "adam", CUTS))]
+FORKING = [pytest.param(*run, marks=pytest.mark.slow) for run in RUNS if run[0] == "loader-workers"]
+"""Every epoch forks the loader's workers anew, which takes its time."""
+
+
+@pytest.mark.parametrize(
+    ("data", "loads", "optimizer", "cuts"),
+    [*(run for run in RUNS if run[0] != "loader-workers"), ("loader-workers", [2, 1, 0], "adam", (7,)), *FORKING],
+)
 def test_a_run_cut_off_after_any_batch_resumes_to_the_same_bits(
-    tmp_path: Path, data: str, loads: list[float], optimizer: str
+    tmp_path: Path, data: str, loads: list[float], optimizer: str, cuts: tuple[int, ...]
 ) -> None:
     weights, state = run(data, loads, optimizer, tmp_path / "whole" / "net")
-    for cut in (0, 1, 4, 7, 10):  # before the first checkpoint, in each epoch, and where an epoch ends
+    for cut in cuts:
         prefix = tmp_path / f"cut{cut}" / "net"
         assert run(data, loads, optimizer, prefix, cut=cut) is None
         resumed_weights, resumed_state = run(data, loads, optimizer, prefix, resume="auto")
@@ -120,38 +141,48 @@ def test_saving_changes_nothing_of_the_run(tmp_path: Path) -> None:
     assert all(torch.equal(with_checkpoints[name], value) for name, value in without.items())
 
 
-KILLED = """
-import os, signal, sys
-import torch
-from torch import nn
-from gangline import Checkpoint, Module, cpu
-from models.data import digits
-prefix, kill_after, resume = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "resume"
-torch.manual_seed(0)
-network = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Dropout(0.2), nn.Tanh(), nn.Linear(32, 10))
-module = Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)], [3, 1])
-seen = 0
-def kill(param):
-    global seen
-    seen += 1
-    if seen == kill_after:
-        os.kill(os.getpid(), signal.SIGKILL)
-module.fit(digits((1, 8, 8), torch.float32, 0).train, num_epoch=2, batch_size=64, kvstore="device",
-           optimizer_params={"learning_rate": 0.1, "momentum": 0.9},
-           batch_end_callback=[Checkpoint(module, prefix, period=5), kill], resume="auto" if resume else None)
-module.save_checkpoint(prefix + "-final", 0, save_optimizer_states=True)
-"""
+def train_digits(prefix: str, kill_after: int = -1, resume: str | None = None) -> None:
+    """Two epochs of digits; the process is killed after so many batches."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Dropout(0.2), nn.Tanh(), nn.Linear(32, 10))
+    seen = 0
+
+    def kill(_: Any) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == kill_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)], [3, 1]) as module:
+        module.fit(
+            digits((1, 8, 8), torch.float32, 0).train,
+            num_epoch=2,
+            batch_size=64,
+            kvstore="device",
+            optimizer_params={"learning_rate": 0.1, "momentum": 0.9},
+            batch_end_callback=[Checkpoint(module, prefix, period=5), kill],
+            resume=resume,
+        )
+        module.save_checkpoint(prefix + "-final", 0, save_optimizer_states=True)
+
+
+def train_until_killed(connection: Connection) -> None:
+    """In a process of its own."""
+    torch.set_num_threads(1)
+    train_digits(connection.recv_bytes().decode(), kill_after=33)  # in the second epoch of 23 batches
 
 
 def test_a_process_killed_in_mid_epoch_on_digits_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    def start(folder: str, kill_after: int, resume: str) -> int:
-        arguments = [sys.executable, "-c", KILLED, str(tmp_path / folder / "net"), str(kill_after), resume]
-        return subprocess.run(arguments, env={**os.environ, "OMP_NUM_THREADS": "2"}, check=False).returncode
-
-    assert start("whole", -1, "fresh") == 0
-    assert start("killed", 33, "fresh") == -signal.SIGKILL  # in the second epoch of 23 batches
+    train_digits(str(tmp_path / "whole" / "net"))
+    with Family(train_until_killed, 1) as family:
+        (connection,) = family.connections
+        connection.send_bytes(bytes(tmp_path / "killed" / "net"))
+        with pytest.raises(EOFError):
+            connection.recv_bytes()
+        connection.close()
+        assert family.wait() == ([], {0: -signal.SIGKILL})
     assert checkpoint.read(tmp_path / "killed" / "net", 1).position["batch"] == 10
-    assert start("killed", -1, "resume") == 0
+    train_digits(str(tmp_path / "killed" / "net"), resume="auto")
     whole, resumed = (checkpoint.read(tmp_path / folder / "net-final", 0) for folder in ("whole", "killed"))
     assert all(torch.equal(whole.params[name], value) for name, value in resumed.params.items())
     states = whole.needed_optimizer_state().tensors, resumed.needed_optimizer_state().tensors

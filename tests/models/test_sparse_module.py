@@ -412,8 +412,18 @@ def run(
         return module.get_params(), module.optimizer_state()
 
 
-@pytest.mark.parametrize("optimizer", sorted(LAZY))
-@pytest.mark.parametrize(("loads", "accumulate"), [([1], 1), ([2, 1, 0], 1), ([1, 1], 2)])
+WAYS: list[tuple[list[float], int]] = [([1], 1), ([2, 1, 0], 1), ([1, 1], 2)]
+"""Loads, and batches to an update."""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "loads", "accumulate"),
+    [  # each optimizer one way, and by `make test-all` all ways
+        pytest.param(optimizer, *way, marks=() if number == place else pytest.mark.slow)
+        for number, optimizer in enumerate(sorted(LAZY))
+        for place, way in enumerate(WAYS)
+    ],
+)
 def test_a_run_cut_off_in_mid_epoch_resumes_to_the_same_bits(
     tmp_path: Path, optimizer: str, loads: list[float], accumulate: int
 ) -> None:
@@ -431,7 +441,7 @@ def test_a_run_cut_off_in_mid_epoch_resumes_to_the_same_bits(
 
 # -- what a step costs ----------------------------------------------------------------------------------------------
 
-VOCABULARY, WIDE = 1_000_000, 64
+VOCABULARY, WIDE = 1_000_000, 8
 
 
 class Wide(nn.Module):

@@ -54,7 +54,12 @@ def test_mlp_has_128_and_64_hidden_units(classes: int, inputs: int) -> None:
     assert network(torch.zeros(2, 1, 8, inputs // 8)).shape == (2, classes)
 
 
-@pytest.mark.parametrize("name", zoo.names())
+DEEP = ("resnet101", "resnet152")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in DEEP else name for name in zoo.names()]
+)
 def test_every_network_takes_the_images_it_says_and_gives_ten_classes(name: str) -> None:
     shape = zoo.find(name).image_shape
     assert zoo.create(name).eval()(torch.zeros(1, *shape)).shape == (1, 10)

@@ -1,0 +1,55 @@
+"""Addresses of this host: by which others reach it, and which of them strangers may reach too."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+
+_SIOCGIFADDR = 0x8915
+
+
+def check_address(host: str) -> None:
+    """See that nobody but this machine can reach an address, or that the user said it may be so.
+
+    Raises:
+        RuntimeError: it is not a loopback address, and GANGLINE_INSECURE=1 is not set.
+    """
+    try:
+        loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        loopback = host in ("localhost", "lo")
+    if not loopback and os.environ.get("GANGLINE_INSECURE") != "1":
+        raise RuntimeError(
+            f"address {host} can be reached from other machines, and without a job key anybody there could read and "
+            "change what the ranks send; on a network that you trust, set GANGLINE_INSECURE=1 in every process"
+        )
+
+
+def local_address(peer: str, interface: str | None = None) -> str:
+    """The address of this host by which those who meet at ``peer`` reach it.
+
+    Args:
+        peer: a host's name or address.
+        interface: the network interface to take, such as "eth0"; None: the one that leads to ``peer``.
+
+    Raises:
+        ValueError: there is no such interface, or it has no address.
+        OSError: nothing leads to ``peer``, or its name is unknown.
+    """
+    if interface:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+            except OSError as error:
+                names = [name for _, name in socket.if_nameindex()]
+                raise ValueError(
+                    f"interface {interface!r} has no IPv4 address ({error.strerror}); there are {names}"
+                ) from None
+        return socket.inet_ntoa(answer[20:24])
+    family, kind, _, _, target = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)  # sends nothing, only chooses the way
+        return str(probe.getsockname()[0])
