@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collectives.communicator import Communicator
     from collectives.context import Context, contexts, cpu, gpu, num_gpus
+    from collectives.device_group import DeviceGroup
     from collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
     from collectives.opening import connect, in_process
     from collectives.spawning import spawn
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "communicator": ("Communicator",),
     "context": ("Context", "contexts", "cpu", "gpu", "num_gpus"),
+    "device_group": ("DeviceGroup",),
     "errors": ("DeadNodeError", "GanglineError", "MismatchError", "ProtocolError", "StallError"),
     "opening": ("connect", "in_process"),
     "spawning": ("spawn",),
@@ -27,6 +29,7 @@ __all__ = [
     "Communicator",
     "Context",
     "DeadNodeError",
+    "DeviceGroup",
     "GanglineError",
     "MismatchError",
     "ProtocolError",

@@ -19,7 +19,7 @@ from collectives.device_backends.base import Transfer
 from collectives.device_backends.choice import opened
 from collectives.layout import check_written
 
-__all__ = ["DeviceGroup", "Transfer", "broadcast", "move", "reduce"]
+__all__ = ["DeviceGroup", "Transfer", "broadcast", "move", "reduce", "require"]
 
 
 class DeviceGroup:
@@ -245,6 +245,17 @@ def move(transfers: Sequence[Transfer]) -> None:
     copies.move(by_copies)
     for places, some in joined.items():
         _group(places).move(some)
+
+
+def require(devices: Sequence[torch.device], implementation: str) -> None:
+    """Have `move` join these devices by an implementation from now on.
+
+    Raises:
+        ValueError, RuntimeError: as `DeviceGroup`.
+    """
+    group = DeviceGroup(devices, implementation)
+    with _lock:
+        _groups[group.devices] = group
 
 
 def _places(transfer: Transfer) -> tuple[torch.device, ...] | None:

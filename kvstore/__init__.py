@@ -9,16 +9,18 @@ if TYPE_CHECKING:
     from kvstore.optimizer_spec import OptimizerSpec
     from kvstore.registry import create, register
     from kvstore.sparse import RowSparse
+    from kvstore.trainer import Trainer
 
 _HOMES = {
     "KVStore": "base",
     "OptimizerSpec": "optimizer_spec",
     "RowSparse": "sparse",
+    "Trainer": "trainer",
     "create": "registry",
     "register": "registry",
 }
 
-__all__ = ["KVStore", "OptimizerSpec", "RowSparse", "create", "register"]
+__all__ = ["KVStore", "OptimizerSpec", "RowSparse", "Trainer", "create", "register"]
 
 
 def __getattr__(name: str) -> Any:  # lazy, because importing torch costs seconds
@@ -26,6 +28,6 @@ def __getattr__(name: str) -> Any:  # lazy, because importing torch costs second
 
     if name not in _HOMES:
         raise AttributeError(f"module 'kvstore' has no attribute {name!r}")
-    for store in ("local", "device"):  # they register themselves
+    for store in ("local", "device", "allreduce", "dist.worker"):  # they register themselves
         import_module(f"kvstore.{store}")
     return getattr(import_module(f"kvstore.{_HOMES[name]}"), name)

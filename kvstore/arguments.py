@@ -33,6 +33,12 @@ def pushed(key: Any, value: Any) -> Pushed:
     return [(one, [_value(one, tensor) for tensor in many]) for one, many in _grouped(key, value)]
 
 
+def pushed_or_none(key: Any, value: Any) -> Pushed:
+    """Keys with what is pushed for them, one a device; nothing for a key whose value is None."""
+    pairs = _zipped(key, value) if isinstance(key, (list, tuple)) else [(key, value)]
+    return [(_checked_key(one), []) if of_one is None else pushed(one, of_one)[0] for one, of_one in pairs]
+
+
 def outs(key: Any, out: Any) -> Pairs:
     """Keys with the tensors to write into, one a device."""
     return [(one, [_writable(one, tensor) for tensor in many]) for one, many in _grouped(key, out)]
@@ -57,6 +63,20 @@ def checked_priority(priority: Any) -> int:
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise TypeError(f"priority is {priority!r}; expected an int")
     return priority
+
+
+def check_weight(weight: Any) -> None:
+    """Raise unless ``weight`` is a finite number, 0 or more."""
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+        raise TypeError(f"weight is {weight!r}; expected a number")
+    if not 0 <= weight < float("inf"):
+        raise ValueError(f"weight is {weight!r}; expected a finite number, 0 or more")
+
+
+def check_mean(key: Key, dtype: torch.dtype) -> None:
+    """Raise ValueError for a dtype that no mean is taken of."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f"key {key!r} has dtype {dtype}, of which no weighted mean is taken; push it without a weight")
 
 
 def check_like(key: Key, value: Value, shape: torch.Size, dtype: torch.dtype) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from collectives.device_group import require
 from kvstore.arguments import Value
 from kvstore.bucketing import Bucket
 from kvstore.local import LocalStore
@@ -75,3 +76,23 @@ class DeviceStore(LocalStore):
         entry.stored = entry.stored.to(device)
         if self._optimizer is not None:
             self._optimizer.add(key, entry.stored)
+
+
+@register("nccl")
+class NcclStore(DeviceStore):
+    """The `device` store for GPUs that NCCL joins: an error where it cannot.
+
+    Raises, when a list of tensors first comes: ValueError for devices that NCCL does not take (the host, a GPU twice);
+    RuntimeError where it is not installed.
+    """
+
+    def __init__(self, name: str = "nccl") -> None:
+        super().__init__(name)
+        self._joined: set[tuple[torch.device, ...]] = set()
+
+    def _place(self, pairs: Sequence[tuple[Key, Sequence[Value]]]) -> None:
+        for places in {tuple(value.device for value in values) for _, values in pairs if len(values) > 1}:
+            if places not in self._joined:
+                require(places, "nccl")
+                self._joined.add(places)
+        super()._place(pairs)

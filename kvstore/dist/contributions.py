@@ -15,7 +15,7 @@ from collectives.device_group import reduce
 from kvstore.arguments import Value, check_like
 from kvstore.compressed import Layout, parsed_place
 from kvstore.dist.arena import Arena, aligned
-from kvstore.dist.protocol import CODED, DENSE, ROWS, Message, Push
+from kvstore.dist.protocol import ABSENT, CODED, DENSE, ROWS, Message, Push
 from kvstore.dist.sharding import Part
 from kvstore.dist.values import Pulled
 from kvstore.dist.wire import Request
@@ -25,6 +25,7 @@ from kvstore.sparse import RowSparse, summed
 INLINE = 1 << 15
 """Bytes up to which a message carries its data even where memory is shared: one message less."""
 
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 _GROUP = 4 << 20
 """Bytes of parts that share a message."""
 
@@ -76,12 +77,17 @@ class Contributions:
     def prepare(self, pushed: Iterable[tuple[Key, Sequence[Value], Sequence[Part]]]) -> Prepared:
         """The pieces of a push; reads the values, and changes residuals only when all can be sent.
 
+        A key without values takes part in the round all the same: the others' sum is the sum.
+
         Raises:
             ValueError: one is to be compressed and holds NaN or infinity.
         """
         pieces: list[Piece] = []
         coded: list[tuple[Key, Tensor, Sequence[Part]]] = []
         for key, values, parts in pushed:
+            if not values:
+                pieces += [Piece(part, ABSENT, [_NOTHING]) for part in parts]
+                continue
             sparse = [value for value in values if isinstance(value, RowSparse)]
             if len(sparse) == len(values):
                 rows = summed(sparse, torch.device("cpu"))

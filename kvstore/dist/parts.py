@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvstore.dist.arena import typed
-from kvstore.dist.protocol import CODED, DENSE, ROWS
+from kvstore.dist.protocol import ABSENT, CODED, DENSE, ROWS
 from kvstore.optimizer_spec import Key
 from kvstore.sparse import RowSparse, summed
 
@@ -19,7 +19,7 @@ class Contribution:
     """What a worker gave to a round."""
 
     value: Tensor | RowSparse | None
-    """Flat and of the part's dtype; None where it did not fit."""
+    """Flat and of the part's dtype; None where there is none, or it did not fit."""
     weight: float | None
     release: Callable[[], None]
     """To be called when the value is no longer looked at."""
@@ -78,17 +78,21 @@ class Part:
         self.weight = self.stored if self.is_whole else self.flat.view(-1, self.width)
         """What an optimizer sees: the key's own shape where this is all of it, else rows."""
 
-    def read(self, kind: int, data: Tensor, decode: Callable[[Tensor, Tensor], None] | None) -> Tensor | RowSparse:
+    def read(
+        self, kind: int, data: Tensor, decode: Callable[[Tensor, Tensor], None] | None
+    ) -> Tensor | RowSparse | None:
         """The value of a contribution's bytes.
 
         Args:
-            kind: DENSE, ROWS or CODED.
+            kind: DENSE, ROWS, CODED, or ABSENT, which gives None.
             data: uint8.
             decode: of the codec that is set; None: none is.
 
         Raises:
             ValueError: the bytes do not fit the part.
         """
+        if kind == ABSENT:
+            return None
         if kind == CODED:
             if decode is None:
                 raise ValueError("is compressed, but no compression is set")
@@ -124,7 +128,7 @@ class Part:
         """The sum of a round in the order given, or its weighted mean where weights came with it.
 
         Args:
-            contributions: each of which has a value, in rank order.
+            contributions: each with a value, in rank order; at least one.
             into_stored: whether the sum may be written over the stored value.
         """
         values = [one.value for one in contributions]

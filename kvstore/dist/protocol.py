@@ -64,7 +64,7 @@ Place = list[int] | None
 """Where data lie in the sender's shared memory, entry behind entry, each begun at a multiple of 64 bytes: offset and
 bytes. None: they are in the data frames."""
 Entries = list[list[Any]]
-"""``[part, round, kind, bytes]`` each; kinds are DENSE, ROWS and CODED."""
+"""``[part, round, kind, bytes]`` each; kinds are DENSE, ROWS, CODED and ABSENT."""
 Defined = list[list[Any]]
 """``[part, dtype, shape, width of a row, key as msgpack, begin in the key, whether it is the whole key]``
 each, all in elements."""
@@ -360,8 +360,8 @@ class Answer(Message):
 
 # What entries hold
 
-DENSE, ROWS, CODED = 0, 1, 2
-"""Kinds of data: elements; row numbers (int64) then rows; a codec's payload."""
+DENSE, ROWS, CODED, ABSENT = 0, 1, 2, 3
+"""Kinds of data: elements; row numbers (int64) then rows; a codec's payload; nothing, from a worker that has none."""
 
 DTYPES = (
     "float32",
@@ -382,7 +382,7 @@ def _is_entry(value: Any) -> bool:
         isinstance(value, list)
         and len(value) == 4
         and all(_is_int(one) and one >= 0 for one in value)
-        and value[2] in (DENSE, ROWS, CODED)
+        and value[2] in (DENSE, ROWS, CODED, ABSENT)
         and value[3] <= MAX_PART
     )
 

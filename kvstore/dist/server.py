@@ -24,6 +24,7 @@ from kvstore.dist.frames import bytes_of, memory_of
 from kvstore.dist.membership import Membership
 from kvstore.dist.parts import Contribution, Part, Round, Waiter
 from kvstore.dist.protocol import (
+    ABSENT,
     CODED,
     DENSE,
     ROWS,
@@ -283,7 +284,7 @@ class Server:
             held.release()
             text = f"the push of worker {worker.rank} for key {part.key!r} {error}"
             return Contribution(None, push.weight, _nothing, text)
-        if kind == CODED:  # decoded into memory of our own
+        if kind in (CODED, ABSENT):  # decoded into memory of our own
             held.release()
             return Contribution(value, push.weight, _nothing)
         return Contribution(value, push.weight, held.release)
@@ -323,7 +324,8 @@ class Server:
         part.busy = True
         given = [this.contributions[rank] for rank in sorted(this.contributions)]
         problems = [one.problem for one in given if one.problem]
-        if problems:
+        given = [one for one in given if one.value is not None]
+        if problems or not given:
             self._closed(part, given, "; ".join(problems))
             return
         optimizers = self._optimizers
@@ -415,7 +417,7 @@ class Server:
         for worker in self._workers.values():
             if worker.acks:
                 self._send(worker.identity, Ack(worker.acks))
-                worker.acks = []
+                worker.acks.clear()
             if worker.ready:
                 worker.ready.sort(key=lambda pair: pair[0].sequence)
                 for sequence, group in groupby(worker.ready, key=lambda pair: pair[0].sequence):
@@ -423,7 +425,7 @@ class Server:
                 worker.ready = []
             if worker.frees:
                 self._send(worker.identity, Free(worker.frees))
-                worker.frees = []
+                worker.frees.clear()
 
     def _give(self, worker: _Worker, sequence: int, ready: list[tuple[Waiter, Part]]) -> None:
         """Values of parts: in shared memory where that is worth it, else as frames."""

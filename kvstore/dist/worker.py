@@ -17,8 +17,9 @@ from collectives.compression import Compression
 from collectives.errors import GanglineError, MismatchError
 from collectives.limits import limits
 from collectives.work import Work, WorkQueue
-from kvstore.arguments import Pairs, Pushed, RowPulls, merged
+from kvstore.arguments import Pairs, Pushed, RowPulls, by_key, merged
 from kvstore.base import KVStore, read_optimizer_states
+from kvstore.bucketing import Bucket, BucketValue
 from kvstore.dist import roles, server_state
 from kvstore.dist.arena import Arena
 from kvstore.dist.contributions import Contributions
@@ -192,10 +193,38 @@ class DistStore(KVStore):
     def _push(self, pairs: Pushed, priority: int, async_op: bool) -> Work:
         return self._move("push", pairs, None, priority, async_op)
 
+    def _push_weighted(self, pairs: Pushed, weight: float, priority: int, async_op: bool) -> Work:
+        given = pairs if weight else [(key, []) for key, _ in pairs]
+        return self._move("push", given, None, priority, async_op, weight)
+
+    def _push_bucket(
+        self, bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key], priority: int, async_op: bool
+    ) -> Work:
+        return self._move("push", _all_keys(bucket, values, keys), None, priority, async_op)
+
+    def _push_bucket_weighted(
+        self,
+        bucket: Bucket,
+        values: Sequence[BucketValue],
+        keys: Sequence[Key],
+        weight: float,
+        priority: int,
+        async_op: bool,
+    ) -> Work:
+        return self._push_weighted(_all_keys(bucket, values, keys), weight, priority, async_op)
+
     def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work:
         return self._move("pushpull", values, outs, priority, async_op)
 
-    def _move(self, name: str, pairs: Pushed, outs: Pairs | None, priority: int, async_op: bool) -> Work:
+    def _move(
+        self,
+        name: str,
+        pairs: Pushed,
+        outs: Pairs | None,
+        priority: int,
+        async_op: bool,
+        weight: float | None = None,
+    ) -> Work:
         pairs = merged(pairs)
         wanted = None if outs is None else _merged_outs(outs)
 
@@ -205,7 +234,7 @@ class DistStore(KVStore):
                 self._rounds[key] += 1
             rate = self._learning_rate if self.rank == 0 else None
             targets = None if wanted is None else Pulled(self._targets(wanted), self._wire.memory_of, work.codec)
-            self._submit(ready.requests(self._rounds, rate, targets, work.name, priority), work)
+            self._submit(ready.requests(self._rounds, rate, targets, work.name, priority, weight), work)
 
         return self._start(name, move, [*pairs, *(outs or ())], priority, async_op)
 
@@ -479,6 +508,12 @@ class _Pending:
             is_over = not self._open
         if is_over:
             self._work.complete(self._error)
+
+
+def _all_keys(bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key]) -> Pushed:
+    """What is pushed for each key of a bucket: for those that are not among ``keys``, nothing."""
+    given = dict(by_key(bucket, values, keys))
+    return [(key, given.get(key, [])) for key in bucket.keys]
 
 
 def _merged_outs(pairs: Pairs) -> Pairs:

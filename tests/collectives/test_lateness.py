@@ -69,7 +69,7 @@ def leave_two_behind(comm: Communicator, path: str) -> None:
     expect(came, ramp(1 << 19, other))
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "ipc", _slow("tcp")])
+@pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp"])
 def test_a_rank_that_leaves_does_not_disturb_those_who_do_not_need_it(transport: str) -> None:
     with Stage(leave_two_behind, 3, transport=transport) as stage:
         stage.wait_for_end(2)

@@ -774,7 +774,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_registry", dict(stores._registry))
 
 
-@pytest.mark.parametrize("name", ["", "Local", "dist", "loca", "local ", "no_such_store"])
+@pytest.mark.parametrize("name", ["", "Local", "dist_", "loca", "local ", "no_such_store"])
 def test_an_unknown_name_is_refused_with_the_list(name: str) -> None:
     with pytest.raises(ValueError, match=f"no store named {name!r}") as caught:
         create(name)

@@ -1,0 +1,86 @@
+"""The devices that a process group leaves to another backend, as ``"cpu:gangline,cuda:nccl"`` says."""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
+
+
+class Elsewhere:
+    """The backends of one process group for other devices than the CPU, made when the first tensor comes.
+
+    torch gives a group whose backend is written in Python no other backend beside it: so it has them here.
+    """
+
+    def __init__(self, group: ProcessGroup, store: Store, timeout: timedelta) -> None:
+        self._of = weakref.ref(group)  # a cycle would keep the store, and its port, until it is collected
+        self._rank, self._size = group.rank(), group.size()
+        self._store = store
+        self._timeout = timeout
+        self._group: ProcessGroup | None = None
+        self._backends: dict[str, Any] = {}
+
+    def group(self, device: torch.device) -> ProcessGroup:
+        """A group that serves tensors of a device.
+
+        Raises:
+            ValueError: this group was made for none of it.
+        """
+        self.backend(device)
+        assert self._group is not None
+        return self._group
+
+    def backend(self, device: torch.device) -> Any:
+        """The backend of a device.
+
+        Raises:
+            ValueError: this group was made for none of it.
+        """
+        if device.type not in self._backends:
+            self._backends[device.type] = self._make(device.type)
+        return self._backends[device.type]
+
+    def devices(self) -> list[torch.device]:
+        """The kinds of device that the group was made for, beside the CPU."""
+        return [torch.device(kind) for kind in self._names() if kind != "cpu"]
+
+    def shutdown(self) -> None:
+        """End what was made here."""
+        if self._group is not None:
+            self._group.shutdown()
+        self._group = None
+
+    def _names(self) -> dict[str, str]:
+        """Device -> backend, as init_process_group or new_group was told; known as soon as either has returned."""
+        words = dist.get_backend_config(self._of()).split(",")
+        return {kind: name for kind, _, name in (word.partition(":") for word in words)}
+
+    def _make(self, kind: str) -> Any:
+        name = self._names().get(kind, "gangline")
+        rank, size = self._rank, self._size
+        store = PrefixStore(f"elsewhere/{kind}", self._store)
+        backend: Any
+        if name == "nccl" and dist.is_nccl_available():
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            made, backend = ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL(store, rank, size, options)
+        elif name == "gloo" and dist.is_gloo_available():
+            made = ProcessGroup.BackendType.GLOO
+            backend = dist.ProcessGroupGloo(store, rank, size, timeout=self._timeout)
+        else:
+            raise ValueError(
+                f"a tensor on {kind} came to a process group of backend {dist.get_backend_config(self._of())!r}; "
+                f"expected tensors on the CPU, or a backend for {kind} that this torch has, as in "
+                f"'cpu:gangline,{kind}:nccl' or 'cpu:gangline,{kind}:gloo'"
+            )
+        backend._set_sequence_number_for_group()  # as torch does for its own
+        if self._group is None:
+            self._group = ProcessGroup(self._store, rank, size)
+            self._group._set_default_backend(made)
+        self._group._register_backend(torch.device(kind), made, backend)
+        return backend

@@ -1,0 +1,650 @@
+"""The backend "gangline" of torch.distributed: every call of it, between real processes, against closed forms."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+from collectives import torch_backend
+from collectives.errors import MismatchError
+from collectives.torch_backend import GanglineProcessGroup
+from tests.collectives.processes import Processes, Rank
+
+LARGE = 300_007  # elements that no board takes
+SIZES = (0, 1, 7, 1_001, LARGE)
+Case = Callable[[int, int], None]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def given(count: int, rank: int, dtype: torch.dtype = torch.float32, stride: int = 3) -> Tensor:
+    return (torch.arange(count) % 1_000 * stride + rank).to(dtype)
+
+
+def summed(count: int, size: int, dtype: torch.dtype = torch.float32, stride: int = 3) -> Tensor:
+    return (torch.arange(count) % 1_000 * stride * size + size * (size - 1) // 2).to(dtype)
+
+
+def same(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def group() -> GanglineProcessGroup:
+    assert isinstance(dist.group.WORLD, GanglineProcessGroup)
+    return dist.group.WORLD
+
+
+def scattered(values: Tensor) -> Tensor:
+    """The values at every third place of a longer tensor."""
+    out = values.new_zeros((values.numel(), 3))[:, 1]
+    out.copy_(values)
+    return out
+
+
+@case
+def all_reduce_of_every_size(rank: int, size: int) -> None:
+    for count in SIZES:
+        for is_async in (False, True):
+            tensor = given(count, rank)
+            work = dist.all_reduce(tensor, async_op=is_async)
+            assert (work is not None) == is_async
+            if work is not None:
+                assert work.wait()
+                assert work.is_completed()
+                assert work.is_success()
+                same(work.result()[0], tensor)
+            same(tensor, summed(count, size))
+
+
+@case
+def all_reduce_of_every_dtype(rank: int, size: int) -> None:
+    for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.int32, torch.int64, torch.uint8):
+        tensor = given(9, rank, dtype)
+        dist.all_reduce(tensor)
+        same(tensor, summed(9, size, dtype))
+    for dtype in (torch.complex64, torch.complex128):
+        tensor = given(9, rank, dtype) * (1 + 2j)
+        dist.all_reduce(tensor)
+        same(tensor, summed(9, size, dtype) * (1 + 2j))
+    flags = torch.arange(9) % (rank + 2) == 0
+    dist.all_reduce(flags)
+    same(flags, torch.stack([torch.arange(9) % (other + 2) == 0 for other in range(size)]).any(0))
+
+
+@case
+def all_reduce_by_every_operation(rank: int, size: int) -> None:
+    rows = torch.stack([given(11, other, torch.int64) + 1 for other in range(size)])
+    for op, want in {
+        ReduceOp.SUM: rows.sum(0),
+        ReduceOp.PRODUCT: rows.prod(0),
+        ReduceOp.MIN: rows.amin(0),
+        ReduceOp.MAX: rows.amax(0),
+    }.items():
+        tensor = rows[rank].clone()
+        dist.all_reduce(tensor, op)
+        same(tensor, want)
+    tensor = rows[rank].double()
+    dist.all_reduce(tensor, ReduceOp.AVG)
+    same(tensor, rows.double().sum(0) / size)
+    for op, function in {
+        ReduceOp.BAND: torch.bitwise_and,
+        ReduceOp.BOR: torch.bitwise_or,
+        ReduceOp.BXOR: torch.bitwise_xor,
+    }.items():
+        want = rows[0]
+        for row in rows[1:]:
+            want = function(want, row)
+        tensor = rows[rank].clone()
+        dist.all_reduce(tensor, op)
+        same(tensor, want)
+        tensor = rows[rank].clone()
+        dist.reduce(tensor, size - 1, op)
+        same(tensor, want if rank == size - 1 else rows[rank])
+        out = torch.zeros(11, dtype=torch.int64)
+        dist.reduce_scatter(out, [rows[rank] + place for place in range(size)], op)
+        expected = rows[0] + rank
+        for row in rows[1:]:
+            expected = function(expected, row + rank)
+        same(out, expected)
+
+
+@case
+def what_cannot_be_reduced_says_so(rank: int, size: int) -> None:
+    with pytest.raises(ValueError, match=r"ReduceOp\.PREMUL_SUM is not gangline's.*SUM, AVG"):
+        dist.all_reduce(torch.ones(3), dist._make_nccl_premul_sum(2.0))
+    with pytest.raises(TypeError, match="no bits to combine"):
+        dist.all_reduce(torch.ones(3), ReduceOp.BAND)
+    with pytest.raises(TypeError, match="SUM or AVG for complex numbers"):
+        group().allreduce([torch.ones(3, dtype=torch.complex64)], ReduceOp.PRODUCT).wait()
+    with pytest.raises(TypeError, match=r"the mean of torch\.int64"):
+        dist.all_reduce(torch.ones(3, dtype=torch.int64), ReduceOp.AVG)
+    with pytest.raises(TypeError, match="dense tensor on the CPU"):
+        dist.all_reduce(torch.eye(3).to_sparse())
+    with pytest.raises(ValueError, match="2 tensors were given; expected 1"):
+        group().allreduce([torch.ones(1), torch.ones(1)])
+
+
+@case
+def non_contiguous_tensors(rank: int, size: int) -> None:
+    for count in (10, LARGE):
+        tensor = scattered(given(count, rank))
+        dist.all_reduce(tensor)
+        same(tensor, summed(count, size))
+        outs = [scattered(torch.zeros(count)) for _ in range(size)]
+        dist.all_gather(outs, scattered(given(count, rank)))
+        for other, out in enumerate(outs):
+            same(out, given(count, other))
+        joined = scattered(torch.zeros(count * size))
+        all_gather_single(joined, scattered(given(count, rank)))
+        same(joined, torch.cat([given(count, other) for other in range(size)]))
+        out = scattered(torch.zeros(count))
+        reduce_scatter_single(out, scattered(given(count * size, rank)))
+        same(out, summed(count * size, size).view(size, count)[rank])
+
+
+@case
+def a_parameter_is_reduced_as_its_values(rank: int, size: int) -> None:
+    weight = torch.nn.Parameter(given(12, rank).view(3, 4))
+    dist.all_reduce(weight)
+    same(weight.detach(), summed(12, size).view(3, 4))
+    dist.broadcast(weight, 0)
+    assert weight.requires_grad
+    assert weight.is_leaf
+
+
+@case
+def broadcast_and_reduce_at_every_root(rank: int, size: int) -> None:
+    for root in range(size):
+        for count in SIZES:
+            tensor = given(count, rank)
+            dist.broadcast(tensor, root)
+            same(tensor, given(count, root))
+            tensor = given(count, rank)
+            dist.reduce(tensor, root)
+            same(tensor, summed(count, size) if rank == root else given(count, rank))
+        for dtype in (torch.complex64, torch.float8_e4m3fn, torch.uint16, torch.bool):
+            tensor = (torch.arange(8) % (root + 2)).to(dtype) if rank == root else torch.zeros(8).to(dtype)
+            dist.broadcast(tensor, root)
+            same(tensor.to(torch.complex64), (torch.arange(8) % (root + 2)).to(dtype).to(torch.complex64))
+
+
+def all_gather_single(out: Tensor, tensor: Tensor, **options: Any) -> Any:
+    return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(out, tensor, **options)
+
+
+def reduce_scatter_single(out: Tensor, tensor: Tensor, **options: Any) -> Any:
+    return getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(out, tensor, **options)
+
+
+@case
+def gathers(rank: int, size: int) -> None:
+    for count in SIZES:
+        rows = [given(count, other) for other in range(size)]
+        outs = [torch.zeros(count) for _ in rows]
+        dist.all_gather(outs, given(count, rank))
+        same(torch.stack(outs), torch.stack(rows))
+        for shape in ((size, count), (size * count,)):
+            out = torch.zeros(shape)
+            all_gather_single(out, given(count, rank))
+            same(out.view(-1), torch.cat(rows))
+        for root in range(size):
+            outs = [torch.zeros(count) for _ in rows]
+            dist.gather(given(count, rank), outs if rank == root else None, dst=root)
+            same(torch.stack(outs), torch.stack(rows) * (rank == root))
+    turned = [torch.zeros(2, 3, dtype=torch.complex64) for _ in range(size)]
+    dist.all_gather(turned, given(6, rank, torch.complex64).view(2, 3) * 1j)
+    for other, out in enumerate(turned):
+        same(out, given(6, other, torch.complex64).view(2, 3) * 1j)
+
+
+@case
+def all_gather_of_unequal_tensors(rank: int, size: int) -> None:
+    outs = [torch.zeros(2 * other + 1, 3) for other in range(size)]
+    dist.all_gather(outs, given(6 * rank + 3, rank).view(-1, 3))
+    for other, out in enumerate(outs):
+        same(out, given(6 * other + 3, other).view(-1, 3))
+
+
+@case
+def scatters(rank: int, size: int) -> None:
+    for count in SIZES:
+        for root in range(size):
+            out = torch.zeros(count)
+            dist.scatter(out, [given(count, place) for place in range(size)] if rank == root else None, src=root)
+            same(out, given(count, rank))
+        out = torch.zeros(count)
+        dist.reduce_scatter(out, [given(count, rank) + place for place in range(size)])
+        same(out, summed(count, size) + size * rank)
+        for shape in ((size, count), (size * count,)):
+            out = torch.zeros(count)
+            reduce_scatter_single(out, given(size * count, rank).view(shape))
+            same(out, summed(size * count, size).view(size, count)[rank])
+    out = torch.zeros(5, dtype=torch.complex64)
+    reduce_scatter_single(out, given(5 * size, rank, torch.complex64) * 1j)
+    same(out, summed(5 * size, size, torch.complex64).view(size, 5)[rank] * 1j)
+    mean = torch.zeros(4, dtype=torch.float64)
+    reduce_scatter_single(mean, given(4 * size, rank, torch.float64), op=ReduceOp.AVG)
+    same(mean, summed(4 * size, size, torch.float64).view(size, 4)[rank] / size)
+    unequal = torch.zeros(rank + 1)
+    dist.reduce_scatter(unequal, [given(place + 1, rank) for place in range(size)])
+    same(unequal, summed(rank + 1, size))
+
+
+@case
+def lists_that_do_not_fit(rank: int, size: int) -> None:
+    with pytest.raises(ValueError, match=rf"{size + 1} output tensors were given; expected one for each of {size}"):
+        dist.all_gather([torch.zeros(2)] * (size + 1), torch.zeros(2))
+    with pytest.raises(ValueError, match=rf"expected {size} times \(2,\)"):
+        all_gather_single(torch.zeros(2 * size + 1), torch.zeros(2))
+    with pytest.raises(ValueError, match="expected one size for all ranks"):
+        group().scatter([torch.zeros(1)], [[torch.zeros(n) for n in range(size)]], root=rank).wait()
+    with pytest.raises(ValueError, match="split sizes"):
+        group().alltoall_base(torch.zeros(size), torch.zeros(size), [1] * size, [2] * size).wait()
+
+
+@case
+def all_to_all(rank: int, size: int) -> None:
+    for count in SIZES:
+        out = torch.zeros(size * count)
+        dist.all_to_all_single(out, given(size * count, rank))
+        same(out, torch.cat([given(size * count, other).view(size, count)[rank] for other in range(size)]))
+    for dtype in (torch.float32, torch.int64, torch.complex64):
+        # rank r gives rank j r + 2 j elements, so that rank 0 gives itself none
+        splits, taken = [rank + 2 * j for j in range(size)], [i + 2 * rank for i in range(size)]
+        outs = [torch.zeros(count, dtype=dtype) for count in taken]
+        dist.all_to_all(outs, [given(count, rank, dtype) + 100 * j for j, count in enumerate(splits)])
+        for other, out in enumerate(outs):
+            same(out, given(other + 2 * rank, other, dtype) + 100 * rank)
+        joined = torch.zeros(sum(taken), 2, dtype=dtype)
+        parts = [given(2 * count, rank, dtype).view(-1, 2) + 100 * j for j, count in enumerate(splits)]
+        dist.all_to_all_single(joined, torch.cat(parts), taken, splits)
+        want = [given(2 * count, i, dtype).view(-1, 2) + 100 * rank for i, count in enumerate(taken)]
+        same(joined, torch.cat(want))
+    same_sized = torch.zeros(size, 2)
+    dist.all_to_all_single(same_sized, given(2 * size, rank).view(size, 2), [1] * size, None)
+    same(same_sized, torch.stack([given(2 * size, other).view(size, 2)[rank] for other in range(size)]))
+
+
+@case
+def all_to_all_of_parts_that_do_not_fit(rank: int, size: int) -> None:
+    outs = [torch.zeros(2) for _ in range(size)]
+    given_sizes = [3 if rank == 1 and place == 0 else 2 for place in range(size)]
+    with pytest.raises(MismatchError, match="rank 1 gives 3 elements to rank 0, which expects 2"):
+        dist.all_to_all(outs, [torch.zeros(count) for count in given_sizes])
+    dist.barrier()  # the group goes on
+
+
+@case
+def messages(rank: int, size: int) -> None:
+    following, before = (rank + 1) % size, (rank - 1) % size
+    for count in SIZES:
+        out = scattered(torch.zeros(count))
+        works = [dist.isend(given(count, rank), following, tag=5), dist.irecv(out, before, tag=5)]
+        for work in works:
+            assert work is not None
+            assert work.wait()
+        same(out, given(count, before))
+    outs = [torch.zeros(4, dtype=torch.complex64), torch.zeros(4)]
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, given(4, rank, torch.complex64) * 1j, following),
+            dist.P2POp(dist.isend, given(4, rank) + 50, following, tag=9),
+            dist.P2POp(dist.irecv, outs[1], before, tag=9),
+            dist.P2POp(dist.irecv, outs[0], before),
+        ]
+    )
+    for work in works:
+        work.wait()
+    same(outs[0], given(4, before, torch.complex64) * 1j)
+    same(outs[1], given(4, before) + 50)
+    if rank == 0:
+        dist.send(given(3, 0), 1)
+        future = dist.irecv(out := torch.zeros(3), 1).get_future()
+        same(future.then(lambda done: done.value()[0] + 1).wait(), given(3, 1) + 1)
+        assert out[1] == 4
+    elif rank == 1:
+        tensor = torch.zeros(3)
+        assert dist.recv(tensor, 0) == 0
+        same(tensor, given(3, 0))
+        dist.send(given(3, 1), 0)
+    with pytest.raises(ValueError, match="any source"):
+        dist.recv(torch.zeros(1))
+    with pytest.raises(MismatchError, match=r"sent 2 x float32 with tag 3, and this rank's recv expects 3 x float32"):
+        exchange_unequal(following, before)
+    dist.barrier()
+
+
+def exchange_unequal(following: int, before: int) -> None:
+    sent = dist.isend(torch.zeros(2), following, tag=3)
+    try:
+        dist.recv(torch.zeros(3), before, tag=3)
+    finally:
+        dist.recv(torch.zeros(2), before, tag=3)
+        assert sent is not None
+        sent.wait()
+
+
+@case
+def objects(rank: int, size: int) -> None:
+    mine = {"rank": rank, "words": ["x"] * rank}
+    everybody = [{"rank": other, "words": ["x"] * other} for other in range(size)]
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, mine)
+    assert found == everybody
+    found = [None] * size
+    dist.gather_object(mine, found if rank == 1 else None, dst=1)
+    assert found == (everybody if rank == 1 else [None] * size)
+    found = ["a", {"b": 2}] if rank == 1 else [None, None]
+    dist.broadcast_object_list(found, src=1)
+    assert found == ["a", {"b": 2}]
+    found = [None]
+    dist.scatter_object_list(found, everybody if rank == 0 else None, src=0)
+    assert found == [mine]
+    assert dist.get_backend() == "gangline"
+
+
+@case
+def sub_groups(rank: int, size: int) -> None:
+    members = list(range(1, size))
+    made = dist.new_group(members)
+    if rank in members:
+        assert isinstance(made, GanglineProcessGroup)
+        assert (made.rank(), made.size()) == (rank - 1, size - 1)
+        tensor = given(7, rank)
+        dist.all_reduce(tensor, group=made)
+        same(tensor, sum(given(7, other) for other in members))  # type: ignore[arg-type]
+        dist.broadcast(tensor, 1, group=made)
+        split = made.split_group([made.size() - 1])
+        assert (split is not None) == (rank == size - 1)
+        if split is not None:
+            split.allreduce(torch.ones(1)).wait()
+            split.shutdown()
+        with pytest.raises(ValueError, match="expected some of 0 to"):
+            made.split_group([size])
+        dist.destroy_process_group(made)
+        with pytest.raises(RuntimeError, match=r"came after close\(\)"):
+            made.allreduce(torch.ones(1))
+    dist.barrier()
+
+
+@case
+def coalesced_calls(rank: int, size: int) -> None:
+    manager = dist.distributed_c10d._coalescing_manager
+    tensors = [given(5, rank), given(8, rank) + 1]
+    with manager():
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    same(tensors[0], summed(5, size))
+    same(tensors[1], summed(8, size) + size)
+    outs, parts = [torch.zeros(3 * size), torch.zeros(2 * size)], [torch.zeros(3), torch.zeros(2)]
+    with manager(async_ops=True) as gathering:
+        all_gather_single(outs[0], given(3, rank))
+        all_gather_single(outs[1], given(2, rank))
+    gathering.wait()
+    with manager() as _:
+        reduce_scatter_single(parts[0], given(3 * size, rank))
+        reduce_scatter_single(parts[1], given(2 * size, rank))
+    same(outs[0], torch.cat([given(3, other) for other in range(size)]))
+    same(outs[1], torch.cat([given(2, other) for other in range(size)]))
+    same(parts[0], summed(3 * size, size).view(size, 3)[rank])
+    same(parts[1], summed(2 * size, size).view(size, 2)[rank])
+    tensor, other = given(5, rank), given(6, rank)
+    with manager(device=torch.device("cpu"), async_ops=True) as reducing:
+        dist.broadcast(tensor, 1, async_op=True)
+        dist.broadcast(other, 0, async_op=True)
+    (work,) = reducing.works
+    assert [len(one) for one in work.get_future().wait()] == [5, 6]
+    assert work.wait()
+    assert work.is_success()
+    same(tensor, given(5, 1))
+    lists = [[torch.zeros(2), torch.zeros(3)] for _ in range(size)]
+    group().allgather_coalesced(lists, [given(2, rank), given(3, rank)]).wait()
+    for place, (two, three) in enumerate(lists):
+        same(two, given(2, place))
+        same(three, given(3, place))
+
+
+@case
+def every_name_of_a_call(rank: int, size: int) -> None:
+    for name in ("_allgather_base", "all_gather_single"):
+        out = torch.zeros(size * 3)
+        getattr(group(), name)(out, given(3, rank)).wait()
+        same(out, torch.cat([given(3, other) for other in range(size)]))
+    for name in ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"):
+        out = torch.zeros(size * 3)
+        getattr(group(), name)([out], [given(3, rank)]).wait()
+        same(out, torch.cat([given(3, other) for other in range(size)]))
+    for name in ("_reduce_scatter_base", "reduce_scatter_single"):
+        out = torch.zeros(3)
+        getattr(group(), name)(out, given(size * 3, rank)).wait()
+        same(out, summed(size * 3, size).view(size, 3)[rank])
+    for name in ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"):
+        out = torch.zeros(3)
+        getattr(group(), name)([out], [given(size * 3, rank)]).wait()
+        same(out, summed(size * 3, size).view(size, 3)[rank])
+    for name in ("alltoall_base", "all_to_all_single"):
+        out = torch.zeros(size)
+        getattr(group(), name)(out, given(size, rank), [], []).wait()
+        same(out, torch.cat([given(size, other)[rank : rank + 1] for other in range(size)]))
+
+
+@case
+def the_forms_without_options(rank: int, size: int) -> None:
+    limit = timedelta(seconds=30)
+    tensor = given(3, rank)
+    group().allreduce(tensor, ReduceOp.MAX, limit).wait()
+    same(tensor, given(3, size - 1))
+    tensor = given(3, rank)
+    group().reduce(tensor, 1, ReduceOp.MAX, limit).wait()
+    same(tensor, given(3, size - 1 if rank == 1 else rank))
+    tensor = given(3, rank)
+    group().broadcast(tensor, 1, limit).wait()
+    same(tensor, given(3, 1))
+    outs = [torch.zeros(3) for _ in range(size)]
+    group().allgather(outs, given(3, rank), timeout=limit).wait()
+    same(outs[1], given(3, 1))
+    group().gather(outs if rank == 1 else [], given(3, rank) + 1, 1, limit).wait()
+    same(outs[0], given(3, 0) + (rank == 1))
+    group().scatter(tensor, [given(3, place) for place in range(size)] if rank == 1 else [], 1, limit).wait()
+    same(tensor, given(3, rank))
+    group().reduce_scatter(tensor, [given(3, rank) for _ in range(size)], ReduceOp.SUM, limit).wait()
+    same(tensor, summed(3, size))
+    group().barrier(timeout=limit).wait()
+    group().monitored_barrier(limit, wait_all_ranks=True)
+
+
+@case
+def functional_collectives(rank: int, size: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        name = group()
+        same(functional.all_reduce(given(5, rank), "sum", name).clone(), summed(5, size))
+        same(functional.all_reduce(given(5, rank), "avg", name).clone(), summed(5, size) / size)
+        rows = [given(4, other) for other in range(size)]
+        same(functional.all_gather_tensor(given(4, rank), 0, name).clone(), torch.cat(rows))
+        scattered_sum = functional.reduce_scatter_tensor(given(4 * size, rank), "sum", 0, name).clone()
+        same(scattered_sum, summed(4 * size, size).view(size, 4)[rank])
+        same(functional.broadcast(given(4, rank), 1, name).clone(), given(4, 1))
+        got = functional.all_to_all_single(given(size, rank), [1] * size, [1] * size, name).clone()
+        same(got, torch.stack([given(size, other)[rank] for other in range(size)]))
+
+
+@case
+def futures_are_chained(rank: int, size: int) -> None:
+    tensors = [given(LARGE, rank) + place for place in range(4)]
+    seen: list[int] = []
+
+    def note(place: int) -> Callable[[Any], Tensor]:
+        def noted(future: Any) -> Tensor:
+            seen.append(place)
+            (tensor,) = future.value()
+            return tensor[:7] * 2
+
+        return noted
+
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    futures = [work.get_future().then(note(place)) for place, work in enumerate(works)]
+    for place, future in enumerate(futures):
+        same(future.wait(), 2 * (summed(7, size) + size * place))
+    assert sorted(seen) == [0, 1, 2, 3]
+    late = works[0].get_future().then(note(9))
+    same(late.wait(), 2 * summed(7, size))
+
+
+@case
+def a_callback_makes_calls_of_its_own(rank: int, size: int) -> None:
+    tensor, second, third = given(LARGE, rank), given(5, rank), given(6, rank)
+
+    def more(_: Any) -> Tensor:
+        dist.all_reduce(second)
+        work = dist.all_reduce(third, async_op=True)
+        assert work is not None
+        work.wait()
+        return second
+
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    same(work.get_future().then(more).wait(), summed(5, size))
+    same(third, summed(6, size))
+
+
+@case
+def threads_call_by_turns(rank: int, size: int) -> None:
+    other = dist.new_group()
+    results = []
+
+    def use(of: ProcessGroup) -> None:
+        for count in (LARGE, 3, LARGE + 1):
+            tensor = given(count, rank)
+            dist.all_reduce(tensor, group=of)
+            results.append(torch.equal(tensor, summed(count, size)))
+
+    threads = [threading.Thread(target=use, args=(of,)) for of in (group(), other)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 6
+    dist.destroy_process_group(other)
+
+
+@case
+def a_mismatch_ends_its_group_alone(rank: int, size: int) -> None:
+    for odd_one in (lambda: torch.ones(4), lambda: torch.ones(3, dtype=torch.float64)):
+        made = dist.new_group()
+        tensor = odd_one() if rank == 0 else torch.ones(3)
+        with pytest.raises(MismatchError, match="ranks are at different calls: rank 0: all_reduce"):
+            dist.all_reduce(tensor, group=made)
+        with pytest.raises(MismatchError, match="ranks are at different calls"):
+            dist.barrier(group=made)
+        dist.destroy_process_group(made)
+    made = dist.new_group()
+    work = dist.all_reduce(torch.ones(3 + (rank == 0)), group=made, async_op=True)
+    assert work is not None
+    with pytest.raises(RuntimeError, match="MismatchError: ranks are at different calls"):
+        work.get_future().wait()
+    with pytest.raises(MismatchError, match="ranks are at different calls"):
+        work.wait()
+    assert isinstance(work.exception(), MismatchError)
+    assert not work.is_success()
+    dist.destroy_process_group(made)
+    dist.barrier()
+
+
+def run_cases(rank: Rank, path: str) -> None:
+    torch_backend.Backend.GANGLINE  # noqa: B018  it is registered
+    dist.init_process_group("gangline", init_method=f"file://{path}", rank=rank.rank, world_size=rank.size)
+    outcomes = {}
+    for name, function in CASES.items():
+        try:
+            function(rank.rank, rank.size)
+            outcomes[name] = ""
+        except BaseException:  # noqa: BLE001  the test shows it
+            outcomes[name] = traceback.format_exc()
+            rank.tell(outcomes)
+            return
+    dist.destroy_process_group()
+    outcomes["end"] = ", ".join(thread.name for thread in threading.enumerate() if "gangline" in thread.name)
+    rank.tell(outcomes)
+
+
+@cache
+def outcomes_of(size: int, folder: str) -> list[dict[str, str]]:
+    with Processes(run_cases, size, f"{folder}/{size}", limit=100) as processes:
+        return processes.all_heard()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tmp_path_factory.mktemp("torch_backend")
+    outcomes_of.cache_clear()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", [*CASES, "end"])
+def test_case(name: str, size: int, folder: Path) -> None:
+    for rank, outcomes in enumerate(outcomes_of(size, str(folder))):
+        assert not outcomes.get(name, "not reached"), f"rank {rank} of {size}: {outcomes.get(name, 'not reached')}"
+
+
+NOT_CALLS = {
+    "BackendType",
+    "CUSTOM",
+    "GLOO",
+    "MPI",
+    "NCCL",
+    "UCC",
+    "UNDEFINED",
+    "XCCL",
+    "_backend_id",
+    "_id",
+    "_pybind11_conduit_v1_",
+    "_register_backend",
+    "_set_default_backend",
+    "_set_group_desc",
+    "_set_group_name",
+    "bound_device_id",
+    "boxed",
+    "group_desc",
+    "group_name",
+    "rank",
+    "size",
+    "unbox",
+    "use_pg_for_symm_mem_rendezvous",
+}
+"""Names, numbers and what torch keeps of a group: none of them reaches a backend."""
+
+
+def test_no_method_is_left_to_the_backend_that_torch_demands() -> None:
+    names = {name for name in dir(ProcessGroup) if not (name.startswith("__") and name.endswith("__"))} - NOT_CALLS
+    inherited = {name for name in names if getattr(GanglineProcessGroup, name) is getattr(ProcessGroup, name)}
+    assert not inherited
+
+
+def test_what_torch_calls_behind_our_back_is_an_error() -> None:
+    store = dist.HashStore()
+    made = GanglineProcessGroup(store, 0, 1, timedelta(seconds=30))
+    backend = made._get_backend(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="error_on_collective"):
+        backend.allreduce([torch.ones(1)])
+    with pytest.raises(RuntimeError, match="error_on_collective"):
+        ProcessGroup.reduce(made, [torch.ones(1)])
+    made.shutdown()
+    made.shutdown()

@@ -1,0 +1,169 @@
+"""What becomes of a process group when a rank dies, does not come, or goes."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from collectives import torch_backend
+from collectives.errors import GanglineError
+from collectives.torch_work import GroupWork
+from tests.collectives.processes import Processes, Rank
+
+LARGE = 300_007
+
+
+def error_of(call: Callable[[], object]) -> list[str]:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  the test looks at it
+        return [type(error).__name__, str(error), "RuntimeError" if isinstance(error, RuntimeError) else ""]
+    return ["", "", ""]
+
+
+def join(rank: Rank, path: str) -> None:
+    assert torch_backend.__all__
+    place = {"rank": rank.rank, "world_size": rank.size}
+    dist.init_process_group("gangline", init_method=f"file://{path}", timeout=timedelta(seconds=50), **place)
+
+
+def lose_the_last(rank: Rank, path: str) -> None:
+    join(rank, path)
+    groups = [dist.new_group() for _ in range(5)]
+    model = DistributedDataParallel(nn.Linear(400, 300))
+    model(torch.ones(1, 400)).sum().backward()
+    rank.tell("ready")
+    if rank.rank == rank.size - 1:
+        rank.hear()
+    else:
+        waiting = dist.all_reduce(torch.ones(LARGE), group=groups[0], async_op=True)
+        receiving = dist.irecv(torch.zeros(3), rank.size - 1, group=groups[1])
+        rank.tell("waits")
+        calls = {
+            "sync": lambda: dist.all_reduce(torch.ones(3)),
+            "again": lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(),
+            "async": waiting.wait,
+            "future": lambda: waiting.get_future().wait(),
+            "recv": receiving.wait,
+            "list": lambda: dist.all_gather([torch.zeros(2) for _ in range(rank.size)], torch.ones(2), group=groups[2]),
+            "object": lambda: dist.all_gather_object([None] * rank.size, "x", group=groups[3]),
+            "reduce_scatter": lambda: dist.reduce_scatter(
+                torch.zeros(2), [torch.zeros(2)] * rank.size, group=groups[4]
+            ),
+            "ddp": lambda: model(torch.ones(1, 400)).sum().backward(),
+        }
+        rank.tell({name: error_of(call) for name, call in calls.items()})
+        dist.destroy_process_group()
+        rank.tell([thread.name for thread in threading.enumerate() if "gangline" in thread.name])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_killed_rank_is_an_error_that_names_it(size: int, tmp_path: Path) -> None:
+    with Processes(lose_the_last, size, f"{tmp_path}/meet") as processes:
+        processes.all_heard()
+        for rank in range(size - 1):
+            assert processes.heard(rank) == "waits"
+        processes.kill(size - 1, signal.SIGKILL)
+        for rank in range(size - 1):
+            errors = processes.heard(rank)
+            for name, (kind, text, base) in errors.items():
+                assert base == "RuntimeError", (name, kind, text)
+                assert f"rank {size - 1} was killed or left" in text, (name, kind, text)
+                assert kind == "DeadNodeError" or (name in ("future", "ddp") and "DeadNodeError" in text), (name, kind)
+            assert processes.heard(rank) == []
+
+
+def do_not_come(rank: Rank, path: str) -> None:
+    join(rank, path)
+    limited = dist.new_group()
+    short = dist.new_group(timeout=timedelta(seconds=1))
+    dist.barrier(group=limited)
+    found = {}
+    if rank.rank == 0:
+        work = dist.all_reduce(torch.ones(3), group=limited, async_op=True)
+        assert isinstance(work, GroupWork)
+        found["wait"] = error_of(lambda: work.wait(timedelta(seconds=0.05)))
+        found["is_completed"] = work.is_completed()
+        found["call"] = error_of(lambda: limited.monitored_barrier(timedelta(seconds=0.05)))
+        limited.set_timeout(timedelta(seconds=0.05))
+        found["set_timeout"] = error_of(lambda: dist.barrier(group=limited))
+        rank.tell("late")
+        found["in the end"] = work.wait(timedelta(seconds=30))
+        found["group"] = error_of(lambda: dist.all_reduce(torch.ones(3), group=short))
+        rank.tell(found)
+        rank.tell("done")
+    else:
+        rank.hear()
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, group=limited)
+        dist.barrier(group=limited)
+        dist.barrier(group=limited)
+        rank.tell(tensor.tolist())
+        rank.hear()
+    dist.destroy_process_group()
+
+
+def test_a_late_rank_is_an_error_after_the_time_of_the_wait_the_call_or_the_group(tmp_path: Path) -> None:
+    with Processes(do_not_come, 2, f"{tmp_path}/meet") as processes:
+        assert processes.heard(0) == "late"
+        processes.say(1, "come")
+        assert processes.heard(1) == [2, 2, 2]
+        found = processes.heard(0)
+        for name in ("wait", "call", "set_timeout"):
+            kind, text, _ = found[name]
+            assert kind == "StallError"
+            assert "is still running after 0.05 s" in text
+        assert found["is_completed"] is False
+        assert found["in the end"] is True
+        kind, text, _ = found["group"]
+        assert kind == "StallError"
+        assert "rank 0 came, rank 1 did not" in text
+        processes.say(1, "go")
+
+
+def never_meet(rank: Rank, path: str) -> None:
+    store = dist.PrefixStore("lonely", dist.FileStore(path, 2))
+    rank.tell(error_of(lambda: torch_backend.GanglineProcessGroup(store, 1, 3, timedelta(seconds=0.2))))
+
+
+def test_who_does_not_come_to_the_meeting_is_named(tmp_path: Path) -> None:
+    with Processes(never_meet, 1, f"{tmp_path}/meet") as processes:
+        kind, text, _ = processes.heard(0)
+        assert kind == "StallError"
+        assert text == "ranks 0, 2 of 3 did not come to the process group within 0.2 s"
+
+
+def go_early(rank: Rank, path: str) -> None:
+    join(rank, path)
+    dist.barrier()
+    if rank.rank == 1:
+        dist.destroy_process_group()
+        rank.tell("gone")
+        rank.hear()
+        return
+    kind, text, _ = error_of(lambda: dist.all_reduce(torch.ones(3)))
+    rank.tell([kind, text])
+    later = [error_of(call)[0] for call in (dist.barrier, lambda: dist.broadcast(torch.ones(1), 0))]
+    rank.tell(later)
+    assert issubclass(torch_backend.GanglineProcessGroup, dist.ProcessGroup)
+    assert issubclass(GanglineError, RuntimeError)
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_has_left_is_missed_by_those_who_need_it(tmp_path: Path) -> None:
+    with Processes(go_early, 2, f"{tmp_path}/meet") as processes:
+        assert processes.heard(1) == "gone"
+        kind, text = processes.heard(0)
+        assert kind == "DeadNodeError"
+        assert "rank 1 closed its communicator" in text
+        assert processes.heard(0) == ["DeadNodeError"] * 2
+        processes.say(1, "go")

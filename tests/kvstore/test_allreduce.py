@@ -1,0 +1,730 @@
+"""The `allreduce` store, with real processes as workers."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from collectives import Communicator, cpu, family, spawn
+from kvstore import KVStore, RowSparse, create
+from kvstore.bucketing import Bucket, plan
+from models import Module
+
+# What ranks would each import: torch takes a second for the first of these when a process makes its first optimizer.
+family.PRELOAD += ("torch._dynamo", "kvstore.allreduce", "kvstore.trainer", "models.module")
+
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+)
+
+
+def work(worker: Callable[..., Any], size: int, *arguments: Any, **options: Any) -> list[Any]:
+    """What ``worker(kv, *arguments)`` returned on each rank."""
+    return spawn(_with_store, size, worker, *arguments, threads=1, **options)
+
+
+def _with_store(comm: Communicator, worker: Callable[..., Any], *arguments: Any) -> Any:
+    with create("allreduce", communicator=comm) as kv:
+        return worker(kv, *arguments)
+
+
+def numbers(rank: int, shape: tuple[int, ...] = (2, 3), stride: int = 2, dtype: torch.dtype = torch.float64) -> Any:
+    """``index * stride + rank``: over all ranks they add up to ``size * index * stride + size * (size - 1) / 2``."""
+    return (torch.arange(math.prod(shape)) * stride + rank).reshape(shape).to(dtype)
+
+
+def total(size: int, shape: tuple[int, ...] = (2, 3), stride: int = 2, dtype: torch.dtype = torch.float64) -> Any:
+    return (torch.arange(math.prod(shape)) * stride * size + size * (size - 1) // 2).reshape(shape).to(dtype)
+
+
+def pulled(kv: KVStore, key: Any, shape: tuple[int, ...] = (2, 3), dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    out = torch.empty(shape, dtype=dtype)
+    kv.pull(key, out)
+    return out
+
+
+def said(call: Callable[[], Any]) -> tuple[str, str]:
+    """What a call raises: class and text."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  whatever it is
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+# Sums, rounds, initial values
+
+
+def _sums(kv: KVStore) -> list[Any]:
+    results: list[Any] = [kv.rank, kv.num_workers, kv.type]
+    for dtype in DTYPES:
+        kv.init(str(dtype), torch.full((2, 3), 99).to(dtype))
+        kv.push(str(dtype), numbers(kv.rank, dtype=dtype))
+        results.append(pulled(kv, str(dtype), dtype=dtype))
+    kv.push("torch.float64", [numbers(kv.rank), numbers(kv.rank, stride=5)])  # two devices; the second round replaces
+    results.append(pulled(kv, "torch.float64"))
+    kv.push(["torch.float64", "torch.float32", "torch.float64"], [numbers(1), numbers(2).float(), numbers(kv.rank)])
+    results.append(pulled(kv, "torch.float64"))
+    kv.init(3, np.zeros(5, dtype=np.float32))
+    value = numbers(kv.rank, (5,), dtype=torch.float32)
+    kv.pushpull(3, value)
+    kv.pushpull(3, value)
+    results.append(value)
+    kv.init("switch", torch.tensor([False, False, False]))
+    kv.push("switch", torch.tensor([kv.rank == 1, False, kv.rank == 0]))
+    return [*results, pulled(kv, "switch", (3,), torch.bool)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_round_is_the_sum_over_all_workers_and_their_devices(size: int) -> None:
+    for rank, (own_rank, workers, name, *found) in enumerate(work(_sums, size)):
+        assert (own_rank, workers, name) == (rank, size, "allreduce")
+        for dtype, value in zip(DTYPES, found, strict=False):
+            torch.testing.assert_close(value, total(size, dtype=dtype), rtol=0, atol=0)
+        two, twice, again, switch = found[len(DTYPES) :]
+        assert torch.equal(two, total(size) + total(size, stride=5))
+        assert torch.equal(twice, size * numbers(1) + total(size))
+        once = total(size, (5,))  # pushed, it comes from all alike the second time
+        assert torch.equal(again, (once * size).float())
+        assert switch.tolist() == [True, False, True]
+
+
+def _initial(kv: KVStore) -> list[torch.Tensor]:
+    kv.init(["a", "b"], [numbers(kv.rank + 5), numbers(kv.rank + 7, (4,))])
+    found = [pulled(kv, "a"), pulled(kv, "b", (4,))]
+    out = torch.zeros(3)
+    kv.broadcast("c", torch.full((3,), float(kv.rank + 1)), out)
+    kv.push("a", numbers(kv.rank))
+    kv.assign("a", numbers(kv.rank + 20))
+    last = numbers(kv.rank, (2,))
+    kv.init("later", last, async_op=True)
+    kv.push("later", last, async_op=True)
+    return [*found, out, pulled(kv, "a"), pulled(kv, "later", (2,))]
+
+
+def test_rank_0s_values_win() -> None:
+    for found in work(_initial, 3):
+        assert torch.equal(found[0], numbers(5))
+        assert torch.equal(found[1], numbers(7, (4,)))
+        assert found[2].tolist() == [1.0, 1.0, 1.0]
+        assert torch.equal(found[3], numbers(20))
+        assert torch.equal(found[4], total(3, (2,)))
+
+
+def _out_of_order(kv: KVStore) -> list[torch.Tensor]:
+    keys = list(range(6))
+    kv.init(keys, [torch.zeros(4, dtype=torch.float64)] * 6)
+    outs = [torch.empty(4, dtype=torch.float64) for _ in keys]
+    works = []
+    for key in keys:
+        priority = key if kv.rank else -key
+        works.append(kv.push(key, numbers(kv.rank, (4,), key), priority, async_op=True))
+        works.append(kv.pull(key, outs[key], -priority, async_op=True))
+    kv.barrier()
+    for one in works:
+        one.wait()
+    return outs
+
+
+def test_asynchronous_calls_go_in_the_order_of_the_calls_whatever_their_priorities() -> None:
+    for outs in work(_out_of_order, 2):
+        for key, out in enumerate(outs):
+            assert torch.equal(out, total(2, (4,), key))
+
+
+def _tell(kv: KVStore) -> list[list[bytes]]:
+    return [kv.exchange(b"x" * (3 * kv.rank)), kv.exchange(b""), kv.exchange(f"rank {kv.rank}".encode())]
+
+
+def test_workers_tell_each_other_bytes() -> None:
+    for found in work(_tell, 3):
+        assert found == [[b"", b"xxx", b"xxxxxx"], [b"", b"", b""], [b"rank 0", b"rank 1", b"rank 2"]]
+
+
+# Buckets
+
+
+def _bucket(kv: KVStore, dtype: torch.dtype = torch.float64) -> Bucket:
+    tensors = [("a", torch.zeros(2, 3, dtype=dtype)), ("b", torch.zeros(5, dtype=dtype)), ("c", torch.zeros(1, 1))]
+    tensors[2] = ("c", tensors[2][1].to(dtype))
+    kv.init([key for key, _ in tensors], [numbers(40, tuple(tensor.shape), dtype=dtype) for _, tensor in tensors])
+    (bucket,) = plan(tensors, 1 << 20)
+    kv.fuse(bucket)
+    return bucket
+
+
+def _flat(bucket: Bucket, rank: int) -> torch.Tensor:
+    flat = bucket.empty(torch.device("cpu"))
+    for place, view in enumerate(bucket.views(flat).values()):
+        view.copy_(numbers(rank, tuple(view.shape), place + 1))
+    return flat
+
+
+def _buckets(kv: KVStore) -> list[Any]:
+    bucket = _bucket(kv)
+    results: list[Any] = []
+
+    def note() -> None:
+        flat = bucket.empty(torch.device("cpu"))
+        kv.pull_bucket(bucket, [flat])
+        results.append({key: view.clone() for key, view in bucket.views(flat).items()})
+
+    kv.push_bucket(bucket, [_flat(bucket, kv.rank)])
+    note()
+    kv.push_bucket(bucket, [_flat(bucket, kv.rank), _flat(bucket, kv.rank)], async_op=True)
+    note()
+    views = bucket.views(_flat(bucket, kv.rank + 1))
+    kv.push_bucket(bucket, [{"a": views["a"]}, {"a": views["a"], "b": views["b"]}][: kv.rank + 1], ["a", "b"])
+    note()  # rank 0 has nothing for b, and nobody has for c
+    kv.push_bucket(bucket, [_flat(bucket, kv.rank)] if kv.rank else [{}], None if kv.rank else [])
+    note()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    address = kv._flats[bucket].merged.data_ptr()  # type: ignore[attr-defined]
+    borders = [[int(border, 16) for border in line.split()[0].split("-")] for line in maps]
+    (home,) = [line for line, (begin, end) in zip(maps, borders, strict=True) if begin <= address < end]
+    return [*results, home]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_bucket_goes_as_one_whoever_has_which_of_its_keys(size: int) -> None:
+    shapes = {"a": (2, 3), "b": (5,), "c": (1, 1)}
+    for one, two, some, others, home in work(_buckets, size):
+        for place, (key, shape) in enumerate(shapes.items()):
+            whole = total(size, shape, place + 1)
+            assert torch.equal(one[key], whole)
+            assert torch.equal(two[key], 2 * whole)
+            alone = total(size, shape, place + 1) - numbers(0, shape, place + 1)
+            assert torch.equal(others[key], alone)
+        extra = [numbers(rank + 1, shapes["a"], 1) * min(rank + 1, 2) for rank in range(size)]
+        assert torch.equal(some["a"], torch.stack(extra).sum(0))
+        assert torch.equal(some["b"], sum(numbers(rank + 1, shapes["b"], 2) for rank in range(1, size)))
+        assert torch.equal(some["c"], two["c"])
+        assert "memfd" in home  # what all ranks of the host can reach
+
+
+def _large(kv: KVStore) -> list[torch.Tensor]:
+    shape = (3, 70_001)
+    tensors = [(key, torch.zeros(shape, dtype=torch.int32 if key == "i" else torch.float32)) for key in ("x", "y", "i")]
+    kv.init([key for key, _ in tensors], [tensor for _, tensor in tensors])
+    for bucket in plan(tensors[:2], 1 << 30):
+        kv.fuse(bucket)
+        kv.push_bucket(bucket, [{key: numbers(kv.rank, shape, dtype=torch.float32) for key in bucket.keys}])
+        kv.push_bucket(bucket, [{"y": numbers(kv.rank, shape, 3).float()}], ["y"], weight=2)
+    kv.push("i", numbers(kv.rank, shape, dtype=torch.int32))
+    return [pulled(kv, key, shape, tensor.dtype) for key, tensor in tensors]
+
+
+@pytest.mark.parametrize(("size", "transport"), [(3, None), (2, "tcp")])
+def test_large_keys_over_every_transport(size: int, transport: str | None) -> None:
+    shape = (3, 70_001)
+    for x, y, i in work(_large, size, transport=transport):
+        assert torch.equal(x, total(size, shape).float())
+        torch.testing.assert_close(y, total(size, shape, 3).float() / size, rtol=1e-6, atol=0)
+        assert torch.equal(i, total(size, shape, dtype=torch.int32))
+
+
+# Rows
+
+
+def _rows(kv: KVStore) -> list[torch.Tensor]:
+    kv.init("table", numbers(0, (6, 2)))
+    mine = torch.arange(kv.rank + 1)  # rank r has rows 0 to r
+    kv.push("table", RowSparse(mine, numbers(kv.rank, (kv.rank + 1, 2)), (6, 2)))
+    results = [pulled(kv, "table", (6, 2))]
+    kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
+    kv.assign("table", numbers(0, (6, 2)))
+    nothing = RowSparse(mine[:0], torch.empty(0, 2, dtype=torch.float64), (6, 2))
+    kv.push("table", RowSparse([4, 4], numbers(kv.rank, (2, 2)), (6, 2)) if kv.rank else nothing)
+    results.append(pulled(kv, "table", (6, 2)))
+    dense = numbers(3, (6, 2))
+    kv.push("table", dense if kv.rank else RowSparse([1], numbers(0, (1, 2)), (6, 2)))  # rows here, all there
+    return [*results, pulled(kv, "table", (6, 2))]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_rows_travel_as_rows(size: int) -> None:
+    replaced = torch.zeros(6, 2, dtype=torch.float64)
+    updated = numbers(0, (6, 2))
+    for rank in range(size):
+        replaced[: rank + 1] += numbers(rank, (rank + 1, 2))
+        if rank:
+            updated[4] -= numbers(rank, (2, 2)).sum(0)
+    mixed = updated - (size - 1) * numbers(3, (6, 2))
+    mixed[1] -= numbers(0, (1, 2))[0]
+    for found in work(_rows, size):
+        assert torch.equal(found[0], replaced)
+        assert torch.equal(found[1], updated)
+        assert torch.equal(found[2], mixed)
+
+
+# Weights
+
+
+def _weighted(kv: KVStore) -> list[Any]:
+    kv.init(["a", "b"], [numbers(50), numbers(60)])
+    bucket_keys = _bucket_of_two(kv)
+    count = kv.rank + 1.0
+    results: list[Any] = []
+
+    def note() -> None:
+        results.append([pulled(kv, key) for key in ("a", "b", "p", "q")])
+
+    kv.push_weighted(["a", "b"], [numbers(kv.rank), None if kv.rank else numbers(7)], count)
+    flat = bucket_keys.empty(torch.device("cpu"))
+    for place, view in enumerate(bucket_keys.views(flat).values()):
+        view.copy_(numbers(kv.rank, stride=place + 1))
+    kv.push_bucket(bucket_keys, [flat], weight=count)
+    note()
+    spoilt = torch.full((2, 3), math.nan, dtype=torch.float64)
+    kv.push_weighted("a", numbers(3) if kv.rank else spoilt, float(kv.rank > 0))  # who has no samples has no say
+    views = bucket_keys.views(flat)
+    own = {"p": views["p"], "q": views["q"]} if kv.rank else {}
+    kv.push_bucket(bucket_keys, [own], list(own), weight=count)
+    note()
+    kv.push_weighted(["a", "b"], [numbers(3), numbers(4)], 0.0)
+    kv.push_bucket(bucket_keys, [flat], weight=0)
+    note()
+    rows = RowSparse([min(kv.rank, 1)], numbers(kv.rank, (1, 3)), (2, 3))
+    kv.push_weighted("a", rows if kv.rank < 2 else None, count)
+    return [*results, pulled(kv, "a")]
+
+
+def _bucket_of_two(kv: KVStore) -> Bucket:
+    kv.init(["p", "q"], [numbers(0), numbers(0)])
+    (bucket,) = plan([("p", numbers(0)), ("q", numbers(0))], 1 << 20)
+    kv.fuse(bucket)
+    return bucket
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_weighted_pushes_give_the_mean_over_all_samples(size: int) -> None:
+    samples = size * (size + 1) / 2
+
+    def mean(stride: int, ranks: range) -> torch.Tensor:
+        return sum((rank + 1) * numbers(rank, stride=stride) for rank in ranks) / samples
+
+    def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+
+    for first, second, third, rows in work(_weighted, size):
+        assert_near(first[0], mean(2, range(size)))
+        assert_near(first[1], numbers(7) / samples)
+        assert_near(first[2], mean(1, range(size)))
+        assert_near(first[3], mean(2, range(size)))
+        assert_near(second[0], numbers(3))
+        assert torch.equal(second[1], first[1])
+        assert_near(second[2], mean(1, range(1, size)))
+        assert_near(second[3], mean(2, range(1, size)))
+        assert all(torch.equal(one, other) for one, other in zip(second, third, strict=True))
+        assert_near(rows, torch.stack([numbers(0, (3,)), 2 * numbers(1, (3,))]) / samples)
+
+
+# Compression
+
+
+def _compressed(kv: KVStore) -> list[Any]:
+    kv.init(["w", "i", "t"], [torch.zeros(5), torch.zeros(2, dtype=torch.int64), torch.zeros(3, 2)])
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+    gradient = torch.tensor([0.3, -0.6, 0.2, 0.9, 0.0]) * (kv.rank + 1)
+    results: list[Any] = []
+    for _ in range(2):
+        kv.push(["w", "i"], [gradient, torch.tensor([kv.rank, 3])])
+        results.append(pulled(kv, "w", (5,), torch.float32))
+    results += [kv.compression_residuals()['"w"/0'], pulled(kv, "i", (2,), torch.int64)]
+    kv.push("t", RowSparse([kv.rank], torch.tensor([[0.125, 7.0]]), (3, 2)))
+    results.append(pulled(kv, "t", (3, 2), torch.float32))
+    broken = gradient.clone()
+    broken[kv.rank] = math.nan if kv.rank == 1 else 0.3
+    results.append(said(lambda: kv.push("w", broken)))
+    results.append(kv.compression_residuals()['"w"/0'])
+    kv.set_gradient_compression({"type": "fp16"})
+    kv.push_weighted("w", torch.full((5,), 1 / 3), kv.rank + 1)
+    results.append(pulled(kv, "w", (5,), torch.float32))
+    return results
+
+
+def test_compressed_pushes_are_gathered_and_keep_what_they_left_out() -> None:
+    results = work(_compressed, 2)
+    for rank, (first, second, residual, whole, rows, error, after, half) in enumerate(results):
+        # Rank 0 sends what reaches 0.5 of (0.3, -0.6, 0.2, 0.9, 0), rank 1 of twice that; then of what is left, too.
+        assert first.tolist() == [0.5, -1.0, 0.0, 1.0, 0.0]
+        assert second.tolist() == [1.0, -1.0, 0.5, 1.0, 0.0]
+        expected = torch.tensor([0.1, -0.2, 0.4, 0.8, 0.0] if rank == 0 else [0.2, -1.4, 0.3, 2.6, 0.0])
+        torch.testing.assert_close(residual, expected, rtol=0, atol=1e-6)
+        assert whole.tolist() == [1, 6]
+        assert rows.tolist() == [[0.125, 7.0], [0.125, 7.0], [0.0, 0.0]]
+        assert error == results[0][5]
+        assert error[0] == "MismatchError"
+        assert "rank 1 of 2: push of ['w'] was refused: the gradient of key 'w' holds NaN" in error[1]
+        assert torch.equal(after, residual)
+        n1, n2 = (torch.full((5,), 1 / 3) * (n / 3) for n in (1, 2))
+        torch.testing.assert_close(half, n1.half().float() + n2.half().float(), rtol=0, atol=1e-7)
+
+
+# Optimizers
+
+
+def _optimized(kv: KVStore, optimizer: str, path: str) -> list[Any]:
+    kv.init(["a", "b"], [numbers(1), numbers(2, (4,))])
+    kv.set_optimizer((optimizer, {"learning_rate": 0.1, "weight_decay": 0.01}))
+    for step in range(3):
+        if step == 1 and kv.rank == 0:
+            kv.set_learning_rate(0.05)
+        if step == 1 and kv.rank == 1:
+            kv.set_learning_rate(7.0)  # rank 0's decides
+        kv.push(["a", "b"], [numbers(kv.rank + step) / 8, numbers(kv.rank - step, (4,)) / 8])
+    state = kv.optimizer_state()
+    results = [pulled(kv, "a"), pulled(kv, "b", (4,)), kv.learning_rate]
+    if kv.rank == 0:
+        kv.save_optimizer_states(path)
+    for _ in range(2):
+        kv.push("a", numbers(kv.rank))
+    kv.barrier()
+    kv.load_optimizer_states(path if kv.rank == 0 else "/nowhere")  # rank 0's file is taken
+    loaded = kv.optimizer_state()
+    same = {name: torch.equal(tensor, loaded.tensors[name]) for name, tensor in state.tensors.items()}
+    missing = said(lambda: kv.load_optimizer_states("/nowhere"))
+    return [*results, same, state.tensors.keys() == loaded.tensors.keys(), missing]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rmsprop"])
+def test_every_worker_updates_as_one_process_would(optimizer: str, tmp_path: Path) -> None:
+    with create("local") as kv:
+        kv.init(["a", "b"], [numbers(1), numbers(2, (4,))])
+        kv.set_optimizer((optimizer, {"learning_rate": 0.1, "weight_decay": 0.01}))
+        for step in range(3):
+            if step == 1:
+                kv.set_learning_rate(0.05)
+            values = [[numbers(rank + step) / 8 for rank in range(2)], [numbers(r - step, (4,)) / 8 for r in range(2)]]
+            kv.push(["a", "b"], values)
+        expected = [pulled(kv, "a"), pulled(kv, "b", (4,))]
+    for a, b, rate, same, all_there, missing in work(_optimized, 2, optimizer, str(tmp_path / "state")):
+        assert torch.equal(a, expected[0])
+        assert torch.equal(b, expected[1])
+        assert rate == 0.05
+        assert all(same.values())
+        assert all_there
+        assert missing[0] == "MismatchError"
+        assert "rank 0 of 2: load_optimizer_states was refused: /nowhere is not there" in missing[1]
+
+
+def _updater(kv: KVStore) -> torch.Tensor:
+    def update(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
+        stored += 2 * summed
+
+    kv.init(0, numbers(0))
+    kv.set_updater(update)
+    kv.push(0, numbers(kv.rank))
+    return pulled(kv, 0)
+
+
+def test_an_updater_gets_the_sum_of_all() -> None:
+    for found in work(_updater, 2):
+        assert torch.equal(found, numbers(0) + 2 * total(2))
+
+
+# Differences
+
+
+def _differences(kv: KVStore) -> list[Any]:
+    kv.init(["a", "b"], [numbers(0), numbers(0, (4,))])
+    bucket = plan([("a", numbers(0)), ("b", numbers(0, (4,)))], 1 << 20)
+    other = plan([("b", numbers(0, (4,))), ("a", numbers(0))], 1 << 20)
+    fused = next(iter(other if kv.rank == 1 else bucket))
+    rate = 0.1 + 0.1 * (kv.rank == 1)
+    wrong = numbers(0, (5,)) if kv.rank == 1 else numbers(kv.rank)
+    found = [
+        said(lambda: kv.init("c", torch.zeros(2 + (kv.rank == 1)))),
+        said(lambda: kv.init("c", torch.zeros(2, dtype=torch.float64 if kv.rank == 1 else torch.float32))),
+        said(lambda: kv.init("d" if kv.rank == 1 else "c", torch.zeros(2))),
+        said(lambda: kv.push("b" if kv.rank == 1 else "a", numbers(0, (4,)) if kv.rank == 1 else numbers(0))),
+        said(lambda: kv.push("a", wrong)),
+        said(lambda: kv.push("a", "text" if kv.rank == 1 else numbers(0))),
+        said(lambda: kv.push_weighted("a", numbers(0), -1.0 if kv.rank == 1 else 1.0)),
+        said(lambda: kv.push("nothing", numbers(0)) if kv.rank == 1 else kv.barrier()),
+        said(lambda: kv.init("a", numbers(0)) if kv.rank == 1 else kv.pushpull("a", numbers(0))),
+        said(lambda: kv.set_optimizer(("sgd", {"learning_rate": rate}))),
+        said(lambda: kv.set_gradient_compression({"type": "2bit", "threshold": rate})),
+        said(lambda: kv.fuse(fused)),
+        said(lambda: kv.push("a", wrong, async_op=True).wait()),
+    ]
+    alike = [
+        said(lambda: kv.push("nothing", numbers(0))),
+        said(lambda: kv.init("a", numbers(0))),
+        said(lambda: kv.init("complex", torch.zeros(2, dtype=torch.complex64))),
+        said(lambda: kv.load_optimizer_states("/nowhere")),
+        said(lambda: kv.push("a", numbers(0, (5,)))),
+    ]
+    kv.push("a", numbers(kv.rank))  # as if nothing had been
+    kv.init("c", torch.zeros(1))
+    return [found, alike, pulled(kv, "a"), said(lambda: kv.pull("nothing", numbers(0)))]
+
+
+WORDS = [
+    "key 'c' is (2,) of torch.float32 on rank 0, but (3,) of torch.float32 on rank 1",
+    "key 'c' is (2,) of torch.float32 on rank 0, but (2,) of torch.float64 on rank 1",
+    "place 0 has key 'c' (2,) of torch.float32 on rank 0, but key 'd' (2,) of torch.float32 on rank 1",
+    "rank 0 came for push of ['a'], rank 1 for push of ['b']",
+    "rank 1 of 3: push was refused: key 'a' has shape (2, 3), but a tensor of shape (5,) came for it; rank 0 came for",
+    "rank 1 of 3: push was refused: key 'a' has a value of type str",
+    "rank 1 of 3: push_weighted was refused: weight is -1.0",
+    "rank 1 of 3: push was refused: key 'nothing' was not initialised; known keys: ['a', 'b']; rank 0 came for barrier",
+    "rank 1 of 3: init was refused: key 'a' is initialised already",
+    "arguments is {'lr': 0.1} on rank 0, but {'lr': 0.2} on rank 1",
+    "threshold is 0.1 on rank 0, but 0.2 on rank 1",
+    "the bucket differs: place 0 has key 'a' (2, 3) with strides (3, 1) at 0 on rank 0, but key 'b'",
+    "rank 1 of 3: push was refused: key 'a' has shape (2, 3)",
+]
+
+
+def test_what_differs_is_the_same_error_on_all_and_leaves_nothing_behind() -> None:
+    results = work(_differences, 3)
+    for found, alike, value, unknown in results:
+        assert found == results[0][0]
+        for (name, text), words in zip(found, WORDS, strict=True):
+            assert name == "MismatchError"
+            assert words in text
+        assert [name for name, _ in alike] == ["KeyError", "ValueError", "TypeError", "RuntimeError", "ValueError"]
+        assert torch.equal(value, total(3))
+        assert unknown[0] == "KeyError"
+
+
+def _failed(comm: Communicator) -> list[Any]:
+    kv = create("allreduce", communicator=comm)
+    kv.init("a", numbers(0))
+    out = numbers(0)
+    calls: list[Callable[[], Any]] = [
+        lambda: kv.push("a", numbers(0)) if comm.rank else comm.all_reduce(torch.zeros(7)),
+        lambda: kv.push("a", numbers(0)),
+        lambda: kv.pull("a", out),
+        lambda: kv.push("a", numbers(0, (9,))),
+        lambda: kv.barrier(),
+        lambda: kv.push("a", numbers(0), async_op=True),
+    ]
+    return [said(call) for call in calls]
+
+
+def test_after_a_failed_collective_every_call_raises_its_error() -> None:
+    (first, *others), behind = spawn(_failed, 2, threads=1)
+    assert first[0] == "MismatchError"
+    assert behind == [first] * 6
+    assert others[0] == first
+    assert {name for name, _ in others} == {"MismatchError"}
+
+
+# Joining
+
+
+def _join(kv: KVStore, steps: int) -> list[Any]:
+    bucket = _bucket_of_two(kv)
+    kv.init(["w", "t"], [numbers(0), torch.zeros(4, 2, dtype=torch.float64)])
+    kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
+    flat = bucket.empty(torch.device("cpu"))
+    for view in bucket.views(flat).values():
+        view.copy_(numbers(kv.rank))
+    for step in range(steps * (kv.rank + 1)):  # the last rank has most
+        kv.push_weighted("w", numbers(kv.rank), 1.0)
+        kv.push("t", RowSparse([kv.rank], torch.ones(1, 2, dtype=torch.float64), (4, 2)))
+        kv.push_bucket(bucket, [flat], async_op=True)
+        if step % 2:
+            kv.barrier()
+    last = kv.join()
+    results = [last, *(pulled(kv, key) for key in ("w", "p", "q")), pulled(kv, "t", (4, 2))]
+    kv.push("w", numbers(kv.rank))  # everybody is in again
+    return [*results, pulled(kv, "w")]
+
+
+def test_who_has_joined_is_left_out_of_rounds_until_all_have() -> None:
+    steps, size = 2, 3
+    weight, plain, rows = numbers(0), numbers(0), torch.zeros(4, 2, dtype=torch.float64)
+    for step in range(steps * size):
+        active = [rank for rank in range(size) if step < steps * (rank + 1)]
+        weight = weight - sum(numbers(rank) for rank in active) / len(active)
+        plain = plain - sum(numbers(rank) for rank in active)
+        rows[active] -= 1
+    for last, w, p, q, t, again in work(_join, size, steps):
+        assert last == size - 1
+        torch.testing.assert_close(w, weight, rtol=1e-13, atol=1e-13)
+        assert torch.equal(p, plain)
+        assert torch.equal(q, plain)
+        assert torch.equal(t, rows)
+        torch.testing.assert_close(again, weight - total(size), rtol=1e-13, atol=1e-13)
+
+
+def _join_compressed(kv: KVStore) -> list[Any]:
+    kv.init("w", torch.zeros(5))
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+    kv.push("w", torch.full((5,), 1.25))
+    if kv.rank:
+        kv.push("w", torch.full((5,), 1.25))
+    kv.join()
+    return [pulled(kv, "w", (5,), torch.float32), kv.compression_residuals()['"w"/0']]
+
+
+def test_who_has_joined_keeps_what_it_owes() -> None:
+    for rank, (value, residual) in enumerate(work(_join_compressed, 2)):
+        assert value.tolist() == [0.5] * 5
+        assert residual.tolist() == [1.5 if rank else 0.75] * 5
+
+
+def _join_wrongly(kv: KVStore) -> list[Any]:
+    error = said(kv.join) if kv.rank else said(lambda: kv.init("a", numbers(0)))
+    kv.init("a", numbers(0))
+    if not kv.rank:
+        kv.exchange(b"alone")
+    return [error, kv.join()]
+
+
+def test_only_pushes_go_on_while_a_worker_has_joined() -> None:
+    for error, last in work(_join_wrongly, 2):
+        words = "rank 0 came for init, but rank 1 of 2 joined; expected pushes, barriers and exchanges alone"
+        assert error[0] == "MismatchError"
+        assert words in error[1]
+        assert last == 0
+
+
+# Module
+
+
+def _network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(4 * 6 * 6, 10), nn.Tanh(), nn.Linear(10, 10)
+    return nn.Sequential(*layers).double()
+
+
+def _images(begin: int = 0, end: int | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Ten batches of 8 x 8 images and labels; of each batch the samples named."""
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randn(10, 12, 1, 8, 8, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 10, (10, 12), generator=generator)
+    return list(zip(images[:, begin:end], labels[:, begin:end], strict=True))
+
+
+def _fit(kv: KVStore | None, borders: list[int], contexts: int = 1) -> dict[str, torch.Tensor]:
+    rank = kv.rank if kv is not None else 0
+    module = Module(_network(), loss=nn.CrossEntropyLoss(), context=[cpu(number) for number in range(contexts)])
+    data = _images(*borders[rank : rank + 2])
+    optimizer = {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-4}
+    module.fit(data, num_epoch=2, kvstore=kv, optimizer="sgd", optimizer_params=optimizer)
+    params: dict[str, torch.Tensor] = module.get_params()
+    return params
+
+
+@pytest.mark.parametrize(("borders", "contexts"), [([0, 6, 12], 2), ([0, 7, 9, 12], 1)])
+def test_module_trains_as_one_process_does(borders: list[int], contexts: int) -> None:
+    expected = _fit(None, [0, 12])
+    first, *others = work(_fit, len(borders) - 1, borders, contexts)
+    for name, weight in expected.items():
+        assert float((first[name] - weight).norm() / weight.norm()) <= 1e-11
+        assert all(torch.equal(other[name], first[name]) for other in others)
+
+
+# Opening and closing
+
+
+def test_without_a_job_there_is_an_error_that_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RuntimeError, match="gangline launch -n WORKERS"):
+        create("allreduce")
+
+
+def test_a_job_of_one_is_a_store_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with create("allreduce") as kv:
+        kv.init("a", numbers(1))
+        kv.push("a", numbers(2))
+        assert torch.equal(pulled(kv, "a"), numbers(2))
+        with pytest.raises(KeyError, match="'b' was not initialised"):
+            kv.push("b", numbers(0))
+        kv.push_weighted("a", numbers(3), 4)
+        assert torch.equal(pulled(kv, "a"), numbers(3))
+        assert kv.exchange(b"me") == [b"me"]
+        assert kv.join() == 0
+    with pytest.raises(RuntimeError, match="closed"):
+        kv.push("a", numbers(0))
+
+
+def _from_environment(comm: Communicator) -> list[Any]:
+    port = torch.zeros(1, dtype=torch.int64)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port[0] = free.getsockname()[1]
+    comm.broadcast(port)
+    place = {"RANK": comm.rank, "WORLD_SIZE": comm.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port.item()}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    kv = create("allreduce")
+    kv.init("a", numbers(kv.rank))
+    kv.push("a", numbers(kv.rank))
+    results: list[Any] = [kv.rank, kv.num_workers, pulled(kv, "a")]
+    if kv.rank:
+        kv.close()
+    comm.barrier()
+    if not kv.rank:
+        results += [said(lambda: kv.push("a", numbers(0))), said(kv.barrier)]
+        kv.close()
+    return results
+
+
+def test_the_environments_job_is_left_with_the_store() -> None:
+    first, second = spawn(_from_environment, 2, threads=1)
+    for rank, found in enumerate((first, second)):
+        assert found[:2] == [rank, 2]
+        assert torch.equal(found[2], total(2))
+    left, again = first[3:]
+    assert left[0] == "DeadNodeError"
+    assert "rank 1" in left[1]
+    assert again == left
+
+
+def _given(comm: Communicator) -> float:
+    with create("allreduce", communicator=comm) as kv:
+        kv.init("a", numbers(0))
+    tensor = torch.tensor([float(comm.rank)])
+    comm.all_reduce(tensor)
+    return tensor.item()
+
+
+def test_a_communicator_that_was_given_stays_open() -> None:
+    assert spawn(_given, 2, threads=1) == [1.0, 1.0]
+
+
+# One process and two: the single-worker stores take weights as well
+
+
+@pytest.mark.parametrize("name", ["local", "device"])
+def test_alone_a_weighted_push_is_a_push(name: str) -> None:
+    with create(name) as kv:
+        bucket = _bucket_of_two(kv)
+        kv.init("a", numbers(1))
+        kv.push_weighted(["a", "p"], [[numbers(2), numbers(3)], None], 5)
+        assert torch.equal(pulled(kv, "a"), numbers(2) + numbers(3))
+        kv.push_weighted("a", numbers(9), 0)
+        kv.push_bucket(bucket, [{"p": numbers(4)}], ["p"], weight=2.5)
+        kv.push_bucket(bucket, [{"p": numbers(8)}], ["p"], weight=0.0)
+        assert torch.equal(pulled(kv, "a"), numbers(2) + numbers(3))
+        assert torch.equal(pulled(kv, "p"), numbers(4))
+        assert kv.join() == 0
+        kv.init("i", torch.zeros(2, dtype=torch.int32))
+        with pytest.raises(ValueError, match="of which no weighted mean is taken"):
+            kv.push_weighted("i", torch.zeros(2, dtype=torch.int32), 1)
+        with pytest.raises(TypeError, match="weight is True"):
+            kv.push_weighted("a", numbers(0), True)

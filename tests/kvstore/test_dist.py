@@ -1,0 +1,284 @@
+"""The dist stores: what servers make of what workers push, to the last bit, in real processes."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import kvstore
+from kvstore import KVStore, RowSparse
+from kvstore.dist.worker import DistStore
+from tests.kvstore.dist_job import run_job
+
+pytestmark = pytest.mark.timeout(110)
+
+Case = Callable[[KVStore], None]
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+SMALL, CUT = 37, 1_500_007
+"""Elements: of a key that travels with others, and of one that is cut over all servers."""
+
+
+def ramp(numel: int, rank: int, number: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Whole numbers small enough that sums of them are exact in every dtype but the narrow ones."""
+    return ((torch.arange(numel) * 7 + rank * 3 + number) % 61).to(dtype)
+
+
+def total(numel: int, workers: int, number: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return sum((ramp(numel, rank, number, torch.float64) for rank in range(workers)), torch.zeros(numel)).to(dtype)
+
+
+def same(got: Tensor, expected: Tensor) -> None:
+    assert got.dtype == expected.dtype
+    assert torch.equal(got, expected), f"{(got != expected).sum()} of {got.numel()} elements differ"
+
+
+def play(name: str, cases: list[str], options: dict[str, Any]) -> dict[str, str]:
+    """Run cases one after another on one store; gives what failed."""
+    problems = {}
+    with kvstore.create(name, **options) as kv:
+        for case in cases:
+            try:
+                globals()[case](kv)
+            except Exception:  # noqa: BLE001  all that fails is told
+                problems[case] = traceback.format_exc()
+            kv.barrier()
+    return problems
+
+
+def check(name: str, workers: int, servers: int, cases: list[Case], **options: Any) -> None:
+    told = run_job(play, workers, servers, name, [case.__name__ for case in cases], options)
+    for rank, problems in enumerate(told):
+        for case, trace in problems.items():
+            pytest.fail(f"{case} on rank {rank}:\n{trace}")
+
+
+# Sums of rounds
+
+
+def rounds_of_every_dtype(kv: KVStore) -> None:
+    for dtype in (*FLOATS, torch.int8, torch.int32, torch.int64, torch.uint8):
+        for numel in (0, 1, SMALL, CUT):
+            key = f"{dtype} {numel}"
+            kv.init(key, torch.full((numel,), 5, dtype=dtype))
+            out = torch.empty(numel, dtype=dtype)
+            kv.pull(key, out)
+            same(out, torch.full((numel,), 5, dtype=dtype))
+            for number in range(2):
+                kv.push(key, ramp(numel, kv.rank, number, dtype))
+                kv.pull(key, out)
+                same(out, total(numel, kv.num_workers, number, dtype))
+
+
+def narrow_dtypes_are_added_wide_and_rounded_once(kv: KVStore) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        values = [torch.rand(SMALL, generator=torch.Generator().manual_seed(rank)) for rank in range(kv.num_workers)]
+        narrow = [value.to(dtype) for value in values]
+        key = f"narrow {dtype}"
+        kv.init(key, torch.zeros(SMALL, dtype=dtype))
+        out = torch.empty(SMALL, dtype=dtype)
+        kv.pushpull(key, narrow[kv.rank], out=out)
+        wide = narrow[0].float()
+        for value in narrow[1:]:
+            wide += value.float()
+        same(out, wide.to(dtype))
+
+
+def sums_are_made_in_rank_order(kv: KVStore) -> None:
+    values = [torch.rand(CUT, generator=torch.Generator().manual_seed(9 + rank)) for rank in range(kv.num_workers)]
+    kv.init("order", torch.zeros(CUT))
+    out = torch.empty(CUT)
+    kv.pushpull("order", values[kv.rank], out=out)
+    expected = values[0].clone()
+    for value in values[1:]:
+        expected += value
+    same(out, expected)
+
+
+def rank_0_has_the_first_word(kv: KVStore) -> None:
+    kv.init("first", torch.full((CUT,), float(kv.rank + 1)))
+    kv.init(3, torch.full((2, 3), float(kv.rank + 1)))
+    kv.init("3", torch.full((3,), float(-kv.rank - 1)))
+    for key, shape, value in (("first", (CUT,), 1.0), (3, (2, 3), 1.0), ("3", (3,), -1.0)):
+        out = torch.empty(shape)
+        kv.pull(key, out)
+        same(out, torch.full(shape, value))
+
+
+def lists_of_keys_and_devices(kv: KVStore) -> None:
+    keys = [f"list {index}" for index in range(20)]
+    sizes = [1 + 997 * index for index in range(20)]
+    kv.init(keys, [torch.zeros(size) for size in sizes])
+    values = [[ramp(size, kv.rank, 1), ramp(size, kv.rank, 2)] for size in sizes]
+    outs = [[torch.empty(size), torch.empty(size, dtype=torch.float32)] for size in sizes]
+    kv.pushpull(keys, values, out=outs)
+    for size, pair in zip(sizes, outs, strict=True):
+        expected = total(size, kv.num_workers, 1) + total(size, kv.num_workers, 2)
+        for out in pair:
+            same(out, expected)
+
+
+def shapes_and_strides(kv: KVStore) -> None:
+    shape = (1031, 700)
+    kv.init("strided", torch.zeros(shape))
+    value = ramp(shape[0] * shape[1], kv.rank).view(shape)
+    out = torch.empty(shape[1], shape[0]).t()
+    kv.push("strided", value.t().contiguous().t())
+    kv.pull("strided", out)
+    same(out, total(shape[0] * shape[1], kv.num_workers).view(shape))
+    array = np.empty(shape, dtype=np.float32)
+    kv.pull("strided", array)
+    same(torch.from_numpy(array), out)
+
+
+def many_async_operations(kv: KVStore) -> None:
+    keys = [f"async {index}" for index in range(12)]
+    kv.init(keys, [torch.zeros(100_000 * (1 + index % 3)) for index in range(12)])
+    outs = [torch.empty(100_000 * (1 + index % 3)) for index in range(12)]
+    for number in range(3):
+        works = []
+        order = range(12) if kv.rank % 2 else reversed(range(12))
+        for index in order:
+            value = ramp(outs[index].numel(), kv.rank, number)
+            works.append(kv.push(keys[index], value, priority=index, async_op=True))
+            works.append(kv.pull(keys[index], outs[index], priority=index, async_op=True))
+        for work in works:
+            work.wait(60)
+        for out in outs:
+            same(out, total(out.numel(), kv.num_workers, number))
+
+
+def two_pushes_leave_the_second(kv: KVStore) -> None:
+    kv.init("twice", torch.zeros(SMALL))
+    kv.push("twice", ramp(SMALL, kv.rank, 1))
+    kv.push("twice", ramp(SMALL, kv.rank, 2))
+    out = torch.empty(SMALL)
+    kv.pull("twice", out)
+    same(out, total(SMALL, kv.num_workers, 2))
+
+
+def weights_make_a_mean(kv: KVStore) -> None:
+    weights = [3.0, 0.0, *range(1, kv.num_workers - 1)][: kv.num_workers]
+    for numel in (SMALL, CUT):
+        key = f"weighted {numel}"
+        kv.init(key, torch.zeros(numel, dtype=torch.float64))
+        value = (
+            ramp(numel, kv.rank, dtype=torch.float64) if weights[kv.rank] else torch.full((numel,), torch.nan).double()
+        )
+        kv.push_weighted(key, value, weights[kv.rank])
+        out = torch.empty(numel, dtype=torch.float64)
+        kv.pull(key, out)
+        products = [ramp(numel, rank, dtype=torch.float64) * weight for rank, weight in enumerate(weights) if weight]
+        torch.testing.assert_close(out, sum(products[1:], products[0]) / sum(weights), rtol=1e-15, atol=0)
+
+
+def a_worker_without_a_value_lets_the_others_go_on(kv: KVStore) -> None:
+    kv.init("absent", torch.zeros(SMALL))
+    out = torch.empty(SMALL)
+    kv.push_weighted("absent", None if kv.rank else ramp(SMALL, 5), 2.0)
+    kv.pull("absent", out)
+    same(out, ramp(SMALL, 5))
+    kv.push_weighted("absent", None, 1.0)  # nobody: the value stays
+    kv.pull("absent", out)
+    same(out, ramp(SMALL, 5))
+
+
+def shared_memory_is_used_again(kv: KVStore) -> None:
+    """What a push has written for the servers is free when they have added it up."""
+    assert isinstance(kv, DistStore)
+    kv.init("again", torch.zeros(CUT))
+    for number in range(3):
+        kv.push("again", ramp(CUT, kv.rank, number))
+    out = torch.empty(CUT)
+    kv.pull("again", out)
+    arena = kv._arena
+    if arena is not None:
+        kv._wire.wait(lambda: arena.in_use == 0)
+
+
+# Rows
+
+
+def sparse_rows(kv: KVStore) -> None:
+    for rows, width in ((11, 3), (50_021, 48), (70_001, 10)):
+        key = f"table {rows} {width}"
+        kv.init(key, torch.ones(rows, width))
+        ids = torch.tensor([rows - 1, 0, kv.rank + 1, rows // 2, 0])
+        values = torch.arange(5.0)[:, None] + torch.arange(width) + kv.rank
+        kv.push(key, RowSparse(ids, values, (rows, width)))
+        expected = torch.zeros(rows, width)
+        for rank in range(kv.num_workers):
+            theirs = torch.tensor([rows - 1, 0, rank + 1, rows // 2, 0])
+            expected.index_add_(0, theirs, torch.arange(5.0)[:, None] + torch.arange(width) + rank)
+        out = torch.empty(rows, width)
+        kv.pull(key, out)
+        same(out, expected)
+        wanted = torch.tensor([[rows - 1, 0], [0, 2]])
+        given = RowSparse([], torch.empty(0, width), (rows, width))
+        into = torch.full((rows, width), -1.0)
+        kv.row_sparse_pull(key, [given, into], row_ids=wanted)
+        same(given.indices, torch.tensor([0, 2, rows - 1]))
+        same(given.values, expected[[0, 2, rows - 1]])
+        same(into[[0, 2, rows - 1]], expected[[0, 2, rows - 1]])
+        same(into[1], torch.full((width,), -1.0))
+
+
+# Compression
+
+
+def compressed_pushes(kv: KVStore) -> None:
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+    for numel in (SMALL, CUT):
+        key = f"coded {numel}"
+        kv.init(key, torch.zeros(numel))
+        out = torch.empty(numel)
+        kv.pushpull(key, torch.full((numel,), 0.3), out=out)
+        same(out, torch.zeros(numel))
+        kv.pushpull(key, torch.full((numel,), 0.3), out=out)  # 0.3 is left from before
+        same(out, torch.full((numel,), 0.5 * kv.num_workers))
+    left = kv.compression_residuals()
+    assert set(left) == {f'"coded {SMALL}"/0', f'"coded {CUT}"/0'}
+    torch.testing.assert_close(left[f'"coded {SMALL}"/0'], torch.full((SMALL,), 0.1))
+    with pytest.raises(ValueError, match="coded 37"):
+        kv.push(f"coded {SMALL}", torch.full((SMALL,), torch.nan))
+    kv.set_gradient_compression({"type": "fp16", "pull_type": "fp16"})
+    value = torch.full((SMALL,), 1 / 3)
+    kv.pushpull(f"coded {SMALL}", value, out=value)
+    same(value, (torch.full((SMALL,), 1 / 3).half().float() * kv.num_workers).half().float())
+    kv.set_gradient_compression(None)
+
+
+SYNC = [
+    rounds_of_every_dtype,
+    narrow_dtypes_are_added_wide_and_rounded_once,
+    sums_are_made_in_rank_order,
+    rank_0_has_the_first_word,
+    lists_of_keys_and_devices,
+    shapes_and_strides,
+    many_async_operations,
+    two_pushes_leave_the_second,
+    weights_make_a_mean,
+    a_worker_without_a_value_lets_the_others_go_on,
+    shared_memory_is_used_again,
+    sparse_rows,
+    compressed_pushes,
+]
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 1), (3, 2)])
+def test_rounds(workers: int, servers: int) -> None:
+    check("dist_sync", workers, servers, SYNC)
+
+
+def test_rounds_over_sockets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GANGLINE_TRANSPORT", "tcp")
+    check("dist_device_sync", 2, 2, SYNC)
+
+
+def test_rounds_of_seven_workers_and_seven_servers() -> None:
+    check("dist_sync", 7, 7, SYNC)

@@ -1,0 +1,303 @@
+"""`Trainer`: plain torch loops over every store, alone and with real processes as workers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from collectives import Communicator, family, spawn
+from kvstore import KVStore, Trainer, create
+
+# What ranks would each import: torch takes a second for the first of these when a process makes its first optimizer.
+family.PRELOAD += ("torch._dynamo", "kvstore.allreduce", "kvstore.trainer", "models.module")
+
+OPTIMIZERS = [
+    ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.01}, torch.optim.SGD, {"momentum": 0.9}),
+    ("adam", {"lr": 0.1, "weight_decay": 0.01}, torch.optim.Adam, {}),
+]
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def batches(steps: int, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        yield (
+            torch.randn(size, 5, generator=generator, dtype=torch.float64),
+            torch.randint(0, 3, (size,), generator=generator),
+        )
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The largest over parameters of ||a - b|| / ||b||."""
+    pairs = zip(found, expected, strict=True)
+    return max(float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-12)) for a, b in pairs)
+
+
+# Alone
+
+
+@pytest.mark.parametrize("store", ["local", "device"])
+@pytest.mark.parametrize(("name", "arguments", "optimizer_class", "more"), OPTIMIZERS)
+def test_alone_a_step_is_torchs(
+    store: str, name: str, arguments: dict[str, Any], optimizer_class: type[torch.optim.Optimizer], more: dict[str, Any]
+) -> None:
+    model = network()
+    plain = copy.deepcopy(model)
+    optimizer = optimizer_class(plain.parameters(), lr=0.1, weight_decay=0.01, **more)
+    trainer = Trainer(model.parameters(), name, arguments, store)
+    for x, y in batches(5, 8):
+        for net, zero in ((model, trainer.zero_grad), (plain, optimizer.zero_grad)):
+            zero()
+            F.cross_entropy(net(x), y).backward()
+        trainer.step(8)
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(plain), strict=True))
+
+
+def test_every_way_to_name_parameters() -> None:
+    for give, keys in (
+        (lambda model: model, ["0.weight", "0.bias", "2.weight", "2.bias"]),
+        (lambda model: model.named_parameters(), ["0.weight", "0.bias", "2.weight", "2.bias"]),
+        (lambda model: dict(model.named_parameters()), ["0.weight", "0.bias", "2.weight", "2.bias"]),
+        (lambda model: model.parameters(), [0, 1, 2, 3]),
+    ):
+        trainer = Trainer(give(network()), "sgd")
+        assert all(key in trainer.kvstore for key in keys)
+        assert 4 not in trainer.kvstore
+        assert trainer.kvstore.type == "device"
+
+
+def test_what_nobody_has_a_gradient_for_is_left_alone() -> None:
+    model = network()
+    before = weights(model)
+    trainer = Trainer(model, "sgd", {"learning_rate": 0.1, "weight_decay": 0.5}, "local")
+    model[2](torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    trainer.step(1)
+    after = weights(model)
+    assert torch.equal(after[0], before[0])
+    assert torch.equal(after[1], before[1])
+    assert not torch.equal(after[2], before[2])
+
+
+def test_weights_that_somebody_else_writes_are_kept() -> None:
+    model, other = network(), network(1)
+    trainer = Trainer(model, "sgd", {"learning_rate": 1.0}, "local")
+    model.load_state_dict(other.state_dict())
+    model[0].bias.grad = torch.ones_like(model[0].bias)
+    trainer.step(3)
+    expected = weights(other)
+    expected[1] -= 1
+    assert all(torch.equal(a, b) for a, b in zip(weights(model), expected, strict=True))
+
+
+def test_a_sum_is_divided_and_batches_add_up() -> None:
+    x, y = next(batches(1, 7))
+    results = []
+    for reduction in ("mean", "sum"):
+        for parts in ([slice(0, 7)], [slice(0, 1), slice(1, 5), slice(5, 7)]):
+            model = network()
+            trainer = Trainer(model, "sgd", {"learning_rate": 0.5}, "local", loss_reduction=reduction)
+            *early, last = parts
+            with trainer.no_sync():
+                for part in early:
+                    F.cross_entropy(model(x[part]), y[part], reduction=reduction).backward()
+                    trainer.step(len(y[part]))
+                    assert model[0].weight.grad is None
+                trainer.step(0)
+            F.cross_entropy(model(x[last]), y[last], reduction=reduction).backward()
+            trainer.step(len(y[last]))
+            results.append(weights(model))
+    for other in results[1:]:
+        assert distance(other, results[0]) < 1e-14
+    assert distance(results[0], weights(network())) > 1e-3
+
+
+def test_rates_and_states(tmp_path: Path) -> None:
+    model = network()
+    trainer = Trainer(model, "adam", {"learning_rate": 0.25}, "local")
+    assert trainer.learning_rate == 0.25
+    trainer.set_learning_rate(0.125)
+    assert trainer.learning_rate == 0.125
+    F.cross_entropy(model(next(batches(1, 4))[0]), next(batches(1, 4))[1]).backward()
+    trainer.step(4)
+    trainer.save_states(tmp_path / "states")
+    state = trainer.kvstore.optimizer_state()
+    trainer.step(4)
+    trainer.load_states(tmp_path / "states")
+    loaded = trainer.kvstore.optimizer_state()
+    assert loaded.tensors.keys() == state.tensors.keys()
+    assert all(torch.equal(loaded.tensors[name], state.tensors[name]) for name in state.tensors)
+    trainer.zero_grad(set_to_none=False)
+    assert not model[0].weight.grad.any()
+    trainer.zero_grad()
+    assert model[0].weight.grad is None
+
+
+def test_sparse_gradients_stay_sparse() -> None:
+    torch.manual_seed(0)
+    table = nn.Embedding(6, 2, sparse=True)
+    plain = copy.deepcopy(table)
+    trainer = Trainer(table, "sgd", {"learning_rate": 0.5}, "local")
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for ids in ([1, 4, 1], [0, 4]):
+        for net in (table, plain):
+            net.zero_grad()
+            net(torch.tensor(ids)).square().sum().backward()
+        trainer.step(len(ids))
+        optimizer.step()
+    torch.testing.assert_close(table.weight, plain.weight)
+
+
+def test_wrong_arguments_are_named() -> None:
+    model = network()
+    for arguments, error, words in (
+        (
+            (model.weight if hasattr(model, "weight") else model[0].weight, "sgd"),
+            TypeError,
+            "params is a single tensor",
+        ),
+        (([3], "sgd"), TypeError, "parameter 0 is a int"),
+        (([], "sgd"), ValueError, "params has no parameters"),
+        (([model[0].bias, model[0].bias], "sgd"), ValueError, "parameter 1 comes twice"),
+        ((model, "sgd", {}, None), TypeError, "kvstore is None"),
+        ((model, "nonsense"), ValueError, "optimizer 'nonsense' is unknown"),
+        ((model, "sgd", {"lr_mult": {"nobody": 2.0}}), ValueError, "lr_mult names"),
+    ):
+        with pytest.raises(error, match=words):
+            Trainer(*arguments)
+    with pytest.raises(ValueError, match="loss_reduction is 'max'; expected one of mean, sum"):
+        Trainer(model, "sgd", loss_reduction="max")
+    trainer = Trainer(model, "sgd", {}, "local")
+    with pytest.raises(ValueError, match="holds keys"):
+        Trainer(model, "sgd", {}, trainer.kvstore)
+    with pytest.raises(ValueError, match="weight is -3"):
+        trainer.step(-3)
+
+
+# Several workers
+
+
+def _unequal(comm: Communicator, optimizer: str, arguments: dict[str, Any], sizes: list[int], reduction: str) -> Any:
+    model = network(comm.rank)  # rank 0's weights are everybody's
+    with create("allreduce", communicator=comm) as kv:
+        trainer = Trainer(model.named_parameters(), optimizer, arguments, kv, loss_reduction=reduction)
+        begin = sum(sizes[: comm.rank])
+        own = slice(begin, begin + sizes[comm.rank])
+        for step, (x, y) in enumerate(batches(20, sum(sizes))):
+            if step == 10 and comm.rank == 0:
+                trainer.set_learning_rate(0.05)
+            trainer.zero_grad()
+            F.cross_entropy(model(x[own]), y[own], reduction=reduction).backward()
+            trainer.step(sizes[comm.rank])
+    return weights(model)
+
+
+@pytest.mark.parametrize(("sizes", "reduction"), [([5, 2], "mean"), ([1, 6, 3], "sum")])
+@pytest.mark.parametrize(("name", "arguments", "optimizer_class", "more"), OPTIMIZERS)
+def test_workers_with_unequal_batches_train_as_one_process_on_all_of_them(
+    name: str,
+    arguments: dict[str, Any],
+    optimizer_class: type[torch.optim.Optimizer],
+    more: dict[str, Any],
+    sizes: list[int],
+    reduction: str,
+) -> None:
+    plain = network(0)
+    optimizer = optimizer_class(plain.parameters(), lr=0.1, weight_decay=0.01, **more)
+    for step, (x, y) in enumerate(batches(20, sum(sizes))):
+        if step == 10:
+            optimizer.param_groups[0]["lr"] = 0.05
+        optimizer.zero_grad()
+        F.cross_entropy(plain(x), y).backward()
+        optimizer.step()
+    first, *others = spawn(_unequal, len(sizes), name, arguments, sizes, reduction, threads=1)
+    assert distance(first, weights(plain)) <= 1e-11
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+class Branches(nn.Module):
+    """A network of which a worker may use one half, and a table by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(6, 5, sparse=True, dtype=torch.float64)
+        self.left, self.right, self.unused = (nn.Linear(5, 1).double() for _ in range(3))
+
+    def forward(self, ids: torch.Tensor, goes_left: bool) -> torch.Tensor:
+        return (self.left if goes_left else self.right)(self.table(ids)).square().mean()
+
+
+def _branches(kv: KVStore, ids: list[list[int]]) -> dict[str, torch.Tensor]:
+    model = Branches()
+    trainer = Trainer(model, "sgd", {"learning_rate": 0.1, "weight_decay": 0.0}, kv)
+    for step in range(4):
+        trainer.zero_grad()
+        own = ids[kv.rank] if step != 3 or kv.rank else []
+        if own:
+            model(torch.tensor(own), goes_left=(kv.rank == 0) == (step % 2 == 0)).backward()
+        trainer.step(len(own))
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def _with_store(comm: Communicator, *arguments: Any) -> Any:
+    with create("allreduce", communicator=comm) as kv:
+        return _branches(kv, *arguments)
+
+
+def test_workers_that_use_different_parts_of_a_network() -> None:
+    ids = [[1, 4, 4], [0, 4]]
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        workers = [rank for rank in range(2) if step != 3 or rank]
+        total = sum(len(ids[rank]) for rank in workers)
+        for rank in workers:
+            loss = model(torch.tensor(ids[rank]), goes_left=(rank == 0) == (step % 2 == 0))
+            (loss * len(ids[rank]) / total).backward()
+        optimizer.step()
+    for found in spawn(_with_store, 2, ids, threads=1):
+        for name, expected in model.state_dict().items():
+            torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12)
+        assert torch.equal(found["unused.weight"], Branches().unused.weight)
+
+
+def _joined(comm: Communicator, steps: list[int]) -> Any:
+    model = network()
+    with create("allreduce", communicator=comm) as kv:
+        trainer = Trainer(model, "sgd", {"learning_rate": 0.1}, kv)
+        for x, y in batches(steps[comm.rank], 4):
+            trainer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            trainer.step(4)
+        last = trainer.join()
+        return last, weights(model)
+
+
+def test_a_worker_that_has_joined_takes_the_others_weights() -> None:
+    plain = network()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for x, y in batches(5, 4):
+        optimizer.zero_grad()
+        F.cross_entropy(plain(x), y).backward()
+        optimizer.step()
+    for last, found in spawn(_joined, 2, [5, 3], threads=1):
+        assert last == 0
+        assert distance(found, weights(plain)) <= 1e-13
