@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from collectives.errors import DeadNodeError, GanglineError, ProtocolError, StallError
 from collectives.limits import limits
@@ -52,9 +53,11 @@ class Membership:
         """Whether the scheduler says that the job is over."""
         self.on_news: Callable[[], None] = lambda: None
         """Called in the thread when ``gone``, ``lost`` or ``is_over`` has changed."""
-        self._timeout = limits().timeout if timeout is None else timeout
+        bounds = limits()
+        self._timeout = bounds.timeout if timeout is None else timeout
         self._number = 0
-        self._answers: dict[object, Future[Any]] = {}
+        self._heartbeat, self._limit = bounds.heartbeat, bounds.heartbeat_limit
+        self._answers: dict[object, tuple[Future[Any], Message]] = {}  # what is waited for, and how it was asked
         self._lock = threading.Lock()
         self._outbox: list[Message] = []
         self._ending = threading.Event()
@@ -62,9 +65,13 @@ class Membership:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._bell = self._pair()
         self._socket = self._dealer()
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._connections = 0
+        self._socket.connect(scheduler)
         joining: Future[Joined] = Future()
-        self._answers["joined"] = joining
-        self._outbox.append(Join(role, rank, this_process(), address))
+        self._join = Join(role, rank, this_process(), address)
+        self._answers["joined"] = joining, self._join
+        self._outbox.append(self._join)
         self._thread = threading.Thread(target=self._serve, name="gangline-member", daemon=True)
         self._thread.start()
         try:
@@ -102,7 +109,7 @@ class Membership:
             DeadNodeError: a worker is gone.
             StallError: one worked on for longer than the timeout.
         """
-        rested: Rested = self._ask(Rest(data), "rest", f"join() of worker {self.rank}")
+        rested: Rested = self._ask(Rest(self._number, data), "rest", f"join() of worker {self.rank}")
         self._number = rested.number
         return rested
 
@@ -112,7 +119,7 @@ class Membership:
             return
         if "joined" not in self._answers and not self.lost:
             goodbye: Future[Any] = Future()
-            self._answers["over"] = goodbye
+            self._answers["over"] = goodbye, Leave()
             self._say(Leave())
             try:
                 goodbye.result(_GOODBYE_SECONDS)
@@ -126,7 +133,7 @@ class Membership:
     def _ask(self, message: Message, key: object, what: str) -> Any:
         answer: Future[Any] = Future()
         with self._lock:
-            self._answers[key] = answer
+            self._answers[key] = answer, message
             problem = self._problem()
         if problem:
             raise DeadNodeError(f"{problem} (worker {self.rank} waited in {what})")
@@ -176,22 +183,25 @@ class Membership:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, int("[" in self._address))
         socket.setsockopt(zmq.MAXMSGSIZE, -1)
-        socket.connect(self._address)
         return socket
 
     def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._bell[1], zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
         heard = time.monotonic()
         due = 0.0
         while not self._ending.is_set():
             poller.poll(_TICK_MS)
             while self._bell[1].poll(0):
                 self._bell[1].recv()
+            while self._monitor.poll(0):
+                recv_monitor_message(self._monitor)
+                self._connected()
             with self._lock:
                 leaving, self._outbox = self._outbox, []
-            if "joined" not in self._answers and time.monotonic() >= due:
+            if time.monotonic() >= due:  # also while others have yet to join
                 leaving.append(Beat())
                 due = time.monotonic() + self._heartbeat
             for message in leaving:
@@ -202,12 +212,21 @@ class Membership:
             if "joined" not in self._answers and not self.lost and time.monotonic() - heard > self._limit:
                 self._lose(f"gave no sign of life for {self._limit:g} s")
         with self._lock:
-            for end in (*self._bell, self._socket):
-                end.close()
+            self._socket.disable_monitor()
+            for end in (*self._bell, self._monitor, self._socket):
+                end.close(0)
+
+    def _connected(self) -> None:
+        """After a lost connection, ask again: what was on its way either way may be lost."""
+        self._connections += 1
+        if self._connections > 1:
+            with self._lock:
+                asked = [message for _, message in self._answers.values() if message is not self._join]
+                self._outbox = [self._join, *asked, *(one for one in self._outbox if one not in asked)]
 
     def _hear(self, frame: bytes) -> None:
         try:
-            message = protocol.unpack(frame)
+            message = protocol.unpack(frame, len(frame))  # it holds what all workers gave
         except ProtocolError as error:
             _log.warning("%s drops what the scheduler sent: %s", self.role, error)
             return
@@ -215,8 +234,8 @@ class Membership:
             case Joined(_, _, _, _, heartbeat, limit):
                 self._heartbeat, self._limit = heartbeat, limit
                 self._give("joined", message)
-            case Refused(text):
-                self._give("joined", error=ValueError(text))
+            case Refused(kind, text):
+                self._give("joined", error=StallError(text) if kind == StallError.__name__ else ValueError(text))
             case Met(number, _):
                 self._give(number, message)
             case Rested():
@@ -252,6 +271,6 @@ class Membership:
         if answer is None:
             return
         if error is not None:
-            answer.set_exception(error)
+            answer[0].set_exception(error)
         else:
-            answer.set_result(value)
+            answer[0].set_result(value)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from collectives.errors import ProtocolError, name_ranks
+from collectives.errors import ProtocolError, StallError, name_ranks
 from collectives.limits import limits
 from collectives.processes import state_of
 from kvstore.dist import protocol, roles
@@ -21,6 +20,12 @@ _log = logging.getLogger("gangline")
 _TICK_MS = 100
 _CONFIRM_SECONDS = 1.0
 """A lost connection that nothing comes by for so long was a process's end."""
+
+_KEPT = 4
+"""Exchanges that are over, kept for workers to whom the answer did not come."""
+
+_OPEN = 64
+"""Exchanges in which a worker may be at once."""
 
 _FAREWELL_SECONDS = 10.0
 """For servers to say goodbye once all workers have."""
@@ -52,6 +57,10 @@ class _Book:
     servers: int
     members: dict[bytes, _Member] = field(default_factory=dict)
     meetings: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    met: dict[int, Met] = field(default_factory=dict)
+    """The last exchanges that are over."""
+    rested: Rested | None = None
+    """How the last rest of all ended."""
     number: int = 0
     """The highest number of an exchange so far."""
     complete: bool = False
@@ -87,6 +96,33 @@ class _Book:
                 member.rank = member.join.rank if member.join.rank >= 0 else free.pop(0)
         self.complete = True
         return True
+
+    def bring(self, rank: int, meet: Meet) -> Met | None:
+        """Take in what a worker brings to an exchange; gives the answer where it is over already.
+
+        Raises:
+            ProtocolError: it is over for long, or the worker is in too many.
+        """
+        if meet.number in self.met:
+            return self.met[meet.number]
+        if meet.number not in self.meetings and meet.number <= max(self.met, default=0) - _KEPT:
+            raise ProtocolError(f"worker {rank} comes to exchange {meet.number}, which is over")
+        if meet.number not in self.meetings and sum(rank in came for came in self.meetings.values()) >= _OPEN:
+            raise ProtocolError(f"worker {rank} comes to more than {_OPEN} exchanges at once")
+        self.number = max(self.number, meet.number)
+        self.meetings.setdefault(meet.number, {})[rank] = meet.data
+        return None
+
+    def finished(self) -> list[Met]:
+        """Exchanges to which all have come by now."""
+        active = self.active()
+        done = [number for number, came in self.meetings.items() if came.keys() >= active]
+        for number in done:
+            came = self.meetings.pop(number)
+            self.met[number] = Met(number, [came.get(rank, b"") for rank in range(self.workers)])
+        for number in sorted(self.met)[:-_KEPT]:
+            del self.met[number]
+        return [self.met[number] for number in done if number in self.met]
 
     def active(self) -> set[int]:
         """Workers whom an exchange waits for."""
@@ -132,7 +168,11 @@ class Scheduler:
         self._over_since = 0.0
 
     def run(self) -> None:
-        """Serve until the job is over."""
+        """Serve until the job is over.
+
+        Raises:
+            StallError: somebody did not join within the timeout.
+        """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
@@ -140,12 +180,12 @@ class Scheduler:
         try:
             while not self._is_over():
                 poller.poll(_TICK_MS)
+                self._see_lost()  # before a new connection gets a lost one's number
                 while self._socket.poll(0):
                     self._receive()
                 self._watch()
                 if not self._book.complete and time.monotonic() - began > self._timeout:
                     self._give_up()
-                    return
         finally:
             self.close()
 
@@ -165,6 +205,10 @@ class Scheduler:
             message = protocol.unpack(frames[1].buffer)
             member = self._book.members.get(identity)
             if member is None:
+                if isinstance(message, Beat):
+                    text = "this process was taken for dead before the job began; start it again"
+                    self._send(_Member(identity, Join("", -1, [], "")), Refused(ValueError.__name__, text))
+                    return
                 if not isinstance(message, Join):
                     raise ProtocolError(f"{type(message).__name__} came from somebody who has not joined")
                 member = self._join(identity, message)
@@ -181,20 +225,25 @@ class Scheduler:
             case Beat():
                 self._send(member, Beat())
             case Join():
-                if self._book.complete:  # asked again, for the answer was lost
-                    self._send(member, self._joined(member))
-            case Meet(number, data) if member.join.role == "worker":
-                self._book.number = max(self._book.number, number)
-                self._book.meetings.setdefault(number, {})[member.rank] = data
+                if self._book.complete:  # its connection was lost, and with it what it was told
+                    self._tell_again(member)
+            case Meet() if member.join.role == "worker" and self._book.complete:
+                met = self._book.bring(member.rank, message)
+                if met is not None:
+                    self._send(member, met)
                 self._meet()
-            case Rest(data) if member.join.role == "worker":
+            case Rest(number, data) if member.join.role == "worker" and self._book.complete:
+                if self._book.rested is not None and number < self._book.rested.number:
+                    self._send(member, self._book.rested)
+                    return
                 member.rests = data
                 self._last = member.rank
                 self._meet()
                 self._wake()
             case Leave():
                 self._send(member, Over())
-                self._remove(member, "")
+                if member.gone is None:
+                    self._remove(member, "")
             case _:
                 raise ProtocolError(f"{type(message).__name__} came from {member.name}, who has no business with it")
 
@@ -202,7 +251,7 @@ class Scheduler:
         refusal = self._book.refusal(join)
         member = _Member(identity, join, heard=time.monotonic())
         if refusal:
-            self._send(member, Refused(refusal))
+            self._send(member, Refused(ValueError.__name__, refusal))
             return None
         self._book.members[identity] = member
         if self._book.deal_ranks():
@@ -215,14 +264,19 @@ class Scheduler:
         addresses = [server.join.address for server in book.of("server")]
         return Joined(member.rank, 1, book.workers, addresses, self._heartbeat, self._limit)
 
+    def _tell_again(self, member: _Member) -> None:
+        """All that a member may have missed, but for what it asks again itself."""
+        self._send(member, self._joined(member))
+        for other in self._book.members.values():
+            if other.gone is not None:
+                self._send(member, Gone(other.join.role, other.rank, other.gone))
+        if self._over_since and member.join.role == "server":
+            self._send(member, Over())
+
     def _meet(self) -> None:
         """End the exchanges to which all have come."""
-        active = self._book.active()
-        for number, came in list(self._book.meetings.items()):
-            if came.keys() >= active:
-                del self._book.meetings[number]
-                met = Met(number, [came.get(rank, b"") for rank in range(self._book.workers)])
-                self._tell("worker", met, came.keys().__contains__)
+        for met in self._book.finished():
+            self._tell("worker", met)
 
     def _wake(self) -> None:
         """End the rest of all, once nobody is left who works."""
@@ -234,16 +288,20 @@ class Scheduler:
             data[member.rank] = member.rests or b""
             member.rests = None
         self._book.number += 1
-        self._tell("worker", Rested(self._last, self._book.number, data), lambda _: True)
+        self._book.rested = Rested(self._last, self._book.number, data)
+        self._tell("worker", self._book.rested)
 
-    def _watch(self) -> None:
-        """See who has died."""
-        now = time.monotonic()
+    def _see_lost(self) -> None:
+        """See whose connection is lost."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
             for member in self._book.members.values():
                 if member.descriptor == event["value"] and member.gone is None:
-                    member.lost, member.descriptor = now, -1
+                    member.lost, member.descriptor = time.monotonic(), -1
+
+    def _watch(self) -> None:
+        """See who has died."""
+        now = time.monotonic()
         for member in self._book.members.values():
             if member.gone is not None:
                 continue
@@ -279,20 +337,25 @@ class Scheduler:
         servers = [member for member in self._book.of("server") if member.gone is None]
         if not self._over_since:
             self._over_since = time.monotonic()
-            self._tell("server", Over(), lambda _: True)
+            self._tell("server", Over())
         return not servers or time.monotonic() - self._over_since > _FAREWELL_SECONDS
 
     def _give_up(self) -> None:
         book = self._book
-        missing = [f"{book.expected(r) - len(book.of(r))} of {book.expected(r)} {r}s" for r in ("worker", "server")]
+        missing = []
+        for role in ("worker", "server"):
+            here, count = [member.join.rank for member in book.of(role)], book.expected(role)
+            if len(here) < count:
+                known = sorted(set(here) - {-1})
+                missing.append(f"{count - len(here)} of {count} {role}s{f' (here are {known})' if known else ''}")
         text = f"{' and '.join(missing)} did not join within {self._timeout:g} s"
-        _log.error("%s", text)
         for member in book.members.values():
-            self._send(member, Refused(text))
+            self._send(member, Refused(StallError.__name__, text))
+        raise StallError(text)
 
-    def _tell(self, role: str, message: Message, whom: Callable[[int], bool]) -> None:
+    def _tell(self, role: str, message: Message) -> None:
         for member in self._book.of(role):
-            if member.gone is None and whom(member.rank):
+            if member.gone is None:
                 self._send(member, message)
 
     def _send(self, member: _Member, message: Message) -> None:
@@ -309,7 +372,11 @@ def main() -> int:
     scheduler = Scheduler(job.workers, job.servers, job.host, job.port)
     if job.announce_fd is not None:
         roles.announce(job.announce_fd, scheduler.port)
-    scheduler.run()
+    try:
+        scheduler.run()
+    except StallError as error:
+        _log.error("%s", error)
+        return 1
     return 0
 
 

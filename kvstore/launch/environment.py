@@ -74,6 +74,7 @@ def process_table(
         ValueError: a variable to pass on is not set; or CUDA_VISIBLE_DEVICES does not hold a GPU asked for.
     """
     common = {
+        **_with_own_commands(launchers),
         **_passed_on(job.passed_on, launchers),
         # A launcher inside a torchrun job: its workers are no agent's, they keep their store themselves.
         **{name: None for name in launchers if name.startswith("TORCHELASTIC_")},
@@ -112,6 +113,12 @@ def _worker(job: Job, rank: int, master_port: int, threads: str) -> dict[str, st
     if job.work_load_list:
         own["GANGLINE_WORK_LOAD_LIST"] = ",".join(f"{load!r}" for load in job.work_load_list)
     return own
+
+
+def _with_own_commands(launchers: Mapping[str, str]) -> dict[str, str]:
+    """PATH, so that `gangline` and its neighbours are found where their environment is not active, behind all else."""
+    own, path = os.path.dirname(sys.executable), launchers.get("PATH", os.defpath)
+    return {} if own in path.split(os.pathsep) else {"PATH": f"{path}{os.pathsep}{own}"}
 
 
 def _passed_on(names: Sequence[str], launchers: Mapping[str, str]) -> dict[str, str | None]:

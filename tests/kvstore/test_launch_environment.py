@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +43,12 @@ def test_a_job_is_a_scheduler_its_servers_and_its_workers() -> None:
         }
 
 
+def test_commands_of_this_environment_are_found_behind_all_others() -> None:
+    own = str(Path(sys.executable).parent)
+    assert {one.environment["PATH"] for one in table({"PATH": "/first:/second"})} == {f"/first:/second:{own}"}
+    assert not any("PATH" in one.environment for one in table({"PATH": f"/first:{own}"}))
+
+
 def test_without_servers_there_is_no_scheduler() -> None:
     assert [process.label for process in table(servers=0)] == ["worker 0", "worker 1"]
 
@@ -67,7 +74,7 @@ def test_workers_share_the_cores(cores: int, workers: int, threads: str) -> None
 
 
 def test_what_the_user_has_set_stays() -> None:
-    mine = {"OMP_NUM_THREADS": "5", "PYTHONUNBUFFERED": "x", "PATH": "/bin"}
+    mine = {"OMP_NUM_THREADS": "5", "PYTHONUNBUFFERED": "x", "HOME": "/there"}
     for process in table(mine)[2:]:
         assert mine.items() <= process.full_environment(mine).items()
     assert table()[0].environment["PYTHONUNBUFFERED"] == "1"
