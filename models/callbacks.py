@@ -44,13 +44,16 @@ EpochCallback = Callable[[int, nn.Module, Mapping[str, torch.Tensor], Mapping[st
 
 
 class Speedometer:
-    """Logs samples per second and the metric every ``frequent`` batches, in MXNet's words."""
+    """Logs samples per second and the metric every ``frequent`` batches, in MXNet's words.
+
+    In a job rank 0 does it for all workers; the metric is of its own samples.
+    """
 
     def __init__(self, batch_size: int, frequent: int = 50, auto_reset: bool = True) -> None:
         """Say how to count.
 
         Args:
-            batch_size: samples in a batch.
+            batch_size: samples in a batch, over all workers.
             frequent: log every so many batches.
             auto_reset: begin the metric anew after each line, so that a line tells of its own batches.
         """
@@ -62,6 +65,8 @@ class Speedometer:
 
     def __call__(self, param: BatchEndParam) -> None:
         """Count a batch."""
+        if not _reports(param):
+            return
         count = param.nbatch
         if self._begin is None or self._begin[0] != param.epoch or count <= self._begin[1]:
             self._begin, self._since = (param.epoch, count), time.perf_counter()
@@ -78,7 +83,7 @@ class Speedometer:
 
 
 class ProgressBar:
-    """A tqdm bar for each epoch, with the metric beside it."""
+    """A tqdm bar for each epoch, with the metric beside it; in a job rank 0 shows it, with its own samples' metric."""
 
     def __init__(self, total: int | None = None) -> None:
         """``total`` batches make an epoch; None asks the data."""
@@ -88,6 +93,8 @@ class ProgressBar:
 
     def __call__(self, param: BatchEndParam) -> None:
         """Count a batch."""
+        if not _reports(param):
+            return
         from tqdm import tqdm
 
         total = self._total or param.locals.get("num_batches")
@@ -107,11 +114,16 @@ class ProgressBar:
             self._bar = None
 
 
+def _reports(param: BatchEndParam) -> bool:
+    module = param.locals.get("module")
+    return module is None or bool(module.workers.is_first)
+
+
 class Checkpoint:
     """Saves the module's checkpoint, optimizer state and all, every so many epochs or batches.
 
     Serves as both kinds of callback. An epoch's end is saved under the number of epochs completed; so is the
-    middle of the epoch after it, which replaces it until that epoch ends.
+    middle of the epoch after it, which replaces it until that epoch ends. In a job every worker has one.
     """
 
     def __init__(self, module: Module, prefix: str | Path, period: int = 1, save_optimizer_states: bool = True) -> None:

@@ -3,6 +3,7 @@
 ``PREFIX-0003.safetensors`` holds parameters and buffers by state_dict name, ``PREFIX-0003.state.safetensors``
 the optimizer's state, compression residuals and each replica's own buffers, ``PREFIX-0003.json`` the rest: where
 training stood, the learning rate, the random states, the automatic split. The number is that of epochs completed.
+Rank 0 writes for all workers of a job, and holds what each of them alone has.
 
 All three carry one id. The tensors are written aside first; renaming the JSON into place is the moment at which
 the checkpoint exists, and only then the tensors are renamed. Whoever reads a JSON whose tensors still lie aside
@@ -17,7 +18,7 @@ import os
 import re
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from torch import nn
 from kvstore import files
 from kvstore.optimizer import OptimizerState
 from models.random_streams import host_states
+from models.statistics import Buffers, averaged_over
 
 if TYPE_CHECKING:
     from models.module import Module
@@ -42,6 +44,8 @@ class Checkpoint:
 
     path: Path
     """The JSON file."""
+    id: str
+    """No two have the same."""
     params: dict[str, torch.Tensor]
     position: dict[str, Any]
     step: int
@@ -55,6 +59,14 @@ class Checkpoint:
     """Of float16's loss."""
     auto: dict[str, Any] | None
     """What ``work_load_list="auto"`` had found out."""
+    other_workers: list[Checkpoint] = field(default_factory=list)
+    """The same as the workers of rank 1 and so on need it, where it was written in a job of several."""
+
+    def of_worker(self, rank: int, count: int) -> Checkpoint:
+        """What a worker goes on from; in a job of another size, without what only the old workers can go on with."""
+        if count != len(self.other_workers) + 1:
+            return replace(self, replica_buffers={}, samples_seen=[], compression_residuals={}, other_workers=[])
+        return self.other_workers[rank - 1] if rank else self
 
     def needed_optimizer_state(self) -> OptimizerState:
         """The optimizer's state; ValueError where the checkpoint has none."""
@@ -73,20 +85,60 @@ def save(module: Module, prefix: str | Path, epoch: int, save_optimizer_states: 
         save_optimizer_states: without them the checkpoint serves prediction and a fresh start, not `resume`.
 
     Raises:
-        RuntimeError: states are asked for before ``init_optimizer``.
+        RuntimeError: states are asked for before ``init_optimizer``; or rank 0 of a job could not write.
     """
+    _paths(prefix, epoch)  # what cannot be a name is an error of each worker
+    workers = module.workers
+    buffers, samples_seen = module.replica_buffers()
+    params = module.get_params()
+    params |= averaged_over(workers, buffers, samples_seen) if workers.count > 1 else {}
+    parts = workers.exchange(_part(module, buffers, samples_seen, save_optimizer_states))
+    failure: Exception | None = None
+    if workers.is_first:
+        try:
+            _write(module, prefix, epoch, params, module.optimizer_state() if save_optimizer_states else None, parts)
+        except Exception as error:  # noqa: BLE001  raised below, once the others know
+            failure = error
+    told = workers.from_first(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    if told is not None:
+        raise RuntimeError(f"rank 0 could not write checkpoint {prefix}-{epoch:04d}: {told}")
+
+
+def _part(module: Module, buffers: Buffers, samples_seen: list[int], with_residuals: bool) -> dict[str, Any]:
+    """What a checkpoint holds of each worker by itself, as plain data and tensors."""
+    return {
+        "buffers": dict(buffers),
+        "residuals": module.compression_residuals() if with_residuals else {},
+        "plain": {
+            "samples_seen": samples_seen,
+            "random": host_states(module.data_generator),
+            "epoch_began": {"plan": module.position.plan, "random": module.position.random},
+            "auto": module.auto.state() if module.auto is not None else None,
+        },
+    }
+
+
+def _write(
+    module: Module,
+    prefix: str | Path,
+    epoch: int,
+    params: Mapping[str, torch.Tensor],
+    optimizer: OptimizerState | None,
+    parts: list[dict[str, Any]],
+) -> None:
     weights, state, description = _paths(prefix, epoch)
     save_id = uuid.uuid4().hex
-    optimizer = module.optimizer_state() if save_optimizer_states else None
     tensors = {f"{_OPTIMIZER}{place}": tensor for place, tensor in optimizer.tensors.items()} if optimizer else {}
-    buffers, samples_seen = module.replica_buffers()
-    for name, of_replicas in buffers.items():
-        tensors |= {f"{_REPLICA}{index}/{name}": tensor for index, tensor in enumerate(of_replicas)}
-    if optimizer:
-        tensors |= {f"{_RESIDUAL}{name}": tensor for name, tensor in module.compression_residuals().items()}
+    for rank, part in enumerate(parts):
+        for name, of_replicas in part["buffers"].items():
+            tensors |= {f"{_of(rank)}{_REPLICA}{index}/{name}": tensor for index, tensor in enumerate(of_replicas)}
+        tensors |= {f"{_of(rank)}{_RESIDUAL}{name}": tensor for name, tensor in part["residuals"].items()}
     position = asdict(module.position)
     if not position["batch"]:
         position["epoch"] = epoch  # a loop of the user's own has no other count
+    first, *others = [part["plain"] for part in parts]
     content = {
         "format": _FORMAT,
         "id": save_id,
@@ -94,15 +146,16 @@ def save(module: Module, prefix: str | Path, epoch: int, save_optimizer_states: 
         "position": position,
         "step": module.step,
         "optimizer": optimizer.header() if optimizer else None,
-        "samples_seen": samples_seen,
-        "random": host_states(module.data_generator),
+        "samples_seen": first["samples_seen"],
+        "random": first["random"],
         "loss_scale": module.loss_scale.state() if module.loss_scale is not None else None,
-        "auto": module.auto.state() if module.auto is not None else None,
+        "auto": first["auto"],
+        "other_workers": others,
     }
     description.parent.mkdir(parents=True, exist_ok=True)
     _finish(prefix, epoch)
     _clean(prefix, epoch)
-    files.write_aside(_aside(weights, save_id), module.get_params(), {"id": save_id, "epoch": epoch})
+    files.write_aside(_aside(weights, save_id), params, {"id": save_id, "epoch": epoch})
     files.write_aside(_aside(state, save_id), tensors, {"id": save_id})
     aside = _aside(description, save_id)
     with aside.open("w") as file:
@@ -140,26 +193,49 @@ def read(prefix: str | Path, epoch: int) -> Checkpoint:
             raise ValueError(f"{foreign[0]} is not of the checkpoint that {description} describes")
     optimizer = None
     if content["optimizer"] is not None:
-        of_optimizer = {n.removeprefix(_OPTIMIZER): t for n, t in tensors.items() if n.startswith(_OPTIMIZER)}
-        optimizer = OptimizerState.from_parts(content["optimizer"], of_optimizer)
-    buffers: dict[str, list[torch.Tensor]] = {}
-    for index in range(len(content["samples_seen"])):
-        start = f"{_REPLICA}{index}/"
-        for name in (n for n in tensors if n.startswith(start)):
-            buffers.setdefault(name.removeprefix(start), []).append(tensors[name])
-    return Checkpoint(
+        optimizer = OptimizerState.from_parts(content["optimizer"], _beginning(tensors, _OPTIMIZER))
+    checkpoint = Checkpoint(
         path=description,
+        id=content["id"],
         params=params,
         position=content["position"],
         step=content["step"],
         optimizer_state=optimizer,
-        replica_buffers=buffers,
+        replica_buffers=_buffers(tensors, 0, len(content["samples_seen"])),
         samples_seen=content["samples_seen"],
         random=content["random"],
-        compression_residuals={n.removeprefix(_RESIDUAL): t for n, t in tensors.items() if n.startswith(_RESIDUAL)},
+        compression_residuals=_beginning(tensors, _RESIDUAL),
         loss_scale=content["loss_scale"],
         auto=content["auto"],
     )
+    for rank, other in enumerate(content.get("other_workers", ()), 1):
+        of_worker = replace(
+            checkpoint,
+            position=checkpoint.position | other["epoch_began"],
+            replica_buffers=_buffers(tensors, rank, len(other["samples_seen"])),
+            samples_seen=other["samples_seen"],
+            random=other["random"],
+            compression_residuals=_beginning(tensors, f"{_of(rank)}{_RESIDUAL}"),
+            auto=other["auto"],
+        )
+        checkpoint.other_workers.append(of_worker)
+    return checkpoint
+
+
+def _of(rank: int) -> str:
+    return f"worker/{rank}/" if rank else ""
+
+
+def _beginning(tensors: Mapping[str, torch.Tensor], start: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+
+
+def _buffers(tensors: Mapping[str, torch.Tensor], rank: int, replicas: int) -> dict[str, list[torch.Tensor]]:
+    found: dict[str, list[torch.Tensor]] = {}
+    for index in range(replicas):
+        for name, tensor in _beginning(tensors, f"{_of(rank)}{_REPLICA}{index}/").items():
+            found.setdefault(name, []).append(tensor)
+    return found
 
 
 def epochs(prefix: str | Path) -> list[int]:

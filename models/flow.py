@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,7 +22,7 @@ BUCKET_BYTES = 25 << 20
 
 
 @dataclass(eq=False)
-class _Filling:
+class Filling:
     """A bucket with its flat tensors on every replica, and how far it is filled in the backward that runs."""
 
     bucket: Bucket
@@ -59,8 +59,8 @@ class Flow:
         """Hook into the parameters that are trained."""
         self._replicas = list(replicas)
         self._store = store
-        self._fillings: list[_Filling] = []
-        self._home: dict[str, _Filling] = {}
+        self._fillings: list[Filling] = []
+        self._home: dict[str, Filling] = {}
         self._arrivals: dict[str, int] = {}  # of the watched backward: how often each gradient arrived, in order
         self._places: list[int] = []  # of the replicas that take part in this backward
         self._repeated: set[str] = set()
@@ -115,19 +115,26 @@ class Flow:
             del filling.awaited[place]
             if filling.awaited:
                 return
-        for event in filling.filled:
-            torch.cuda.current_stream(event.device).wait_event(event)
+        self._filled(filling)
+
+    def _filled(self, filling: Filling) -> None:
+        """All that a backward was to bring has come."""
         self._leave(filling, self._places, None, async_op=True)
 
     def _leave(
-        self, filling: _Filling, places: Sequence[int], names: Sequence[str] | None, *, async_op: bool = False
+        self, filling: Filling, places: Sequence[int], names: Sequence[str] | None, *, async_op: bool = False
     ) -> None:
+        for event in filling.filled:
+            torch.cuda.current_stream(event.device).wait_event(event)
         if self._store.compresses:  # all must send, or residuals would change hands
             places = range(len(self._replicas))
-        values = [self._value(filling, place, names or filling.names) for place in places]
+        values = self._values(filling, places, names or filling.names)
         filling.left = self._store.push_bucket(filling.bucket, values, names, filling.priority, async_op=async_op)
 
-    def _value(self, filling: _Filling, place: int, names: Sequence[str]) -> BucketValue:
+    def _values(self, filling: Filling, places: Sequence[int], names: Sequence[str]) -> list[BucketValue]:
+        return [self._value(filling, place, names) for place in places]
+
+    def _value(self, filling: Filling, place: int, names: Sequence[str]) -> BucketValue:
         """What a replica has for a bucket; zeros for what it lacks and has to send all the same."""
         flat, views, parameters = filling.gradients[place], filling.gradient_of[place], self._replicas[place].parameters
         if flat is not None:
@@ -152,14 +159,18 @@ class Flow:
             if filling.left is None:
                 apart += self._close(filling)
         self._move_apart(apart)
+        self._pull_buckets()
+        if not self._fillings and self._arrivals:
+            self._repeated = self._repeated_here()
+            self._form(list(self._arrivals), self._lone_here())
+
+    def _pull_buckets(self) -> None:
         for filling in sorted(self._fillings, key=lambda filling: -filling.priority):
             if filling.left is not None:
                 filling.left.wait()
                 self._keep_views(filling)
                 self._store.pull_bucket(filling.bucket, filling.weights, filling.priority)
                 filling.left = None
-        if not self._fillings and self._arrivals:
-            self._form()
 
     def abandon(self) -> tuple[int, int]:
         """After a failed backward: have the replicas hold what the store holds.
@@ -178,9 +189,9 @@ class Flow:
         self._store.pull(apart, [self._weights(name) for name in apart])
         return len(gone), len(self._fillings)
 
-    def _close(self, filling: _Filling) -> list[str]:
+    def _close(self, filling: Filling) -> list[str]:
         """Push a bucket that backward left open; returns the names whose gradients turned out to be sparse."""
-        sparse = [name for name in filling.names if any(_is_sparse(p.grad) for p in self._parameters(name))]
+        sparse = [name for name in filling.names if any(is_sparse(p.grad) for p in self._parameters(name))]
         present = [
             name
             for name in filling.names
@@ -200,8 +211,11 @@ class Flow:
         dense: dict[str, list[torch.Tensor]] = {}
         for name in names:
             gradients = [p.grad for p in self._parameters(name) if p.grad is not None]
-            if gradients and all(_is_sparse(gradient) for gradient in gradients):
+            if gradients and all(is_sparse(gradient) for gradient in gradients):
                 self._store.push(name, gradients)
+                if self._store.num_workers > 1:  # others have changed other rows
+                    self._store.pull(name, self._weights(name))
+                    continue
                 rows = torch.cat([gradient._indices()[0].to(gradients[0].device) for gradient in gradients])
                 self._store.row_sparse_pull(name, self._weights(name), row_ids=rows)
             elif gradients and self._store.compresses:
@@ -211,21 +225,23 @@ class Flow:
         if dense:
             self._store.pushpull(list(dense), list(dense.values()), [self._weights(name) for name in dense])
 
-    def _form(self) -> None:
-        """Make the buckets, in the order in which the watched backward finished."""
-        self._repeated = {name for name, count in self._arrivals.items() if count > 1}
-        first = self._replicas[0].parameters
+    def _repeated_here(self) -> set[str]:
+        return {name for name, count in self._arrivals.items() if count > 1}
+
+    def _lone_here(self) -> set[str]:
+        """What stays out of buckets."""
         on_gpu = any(replica.context.device_type == "gpu" for replica in self._replicas)
         lone = _fused_by_cudnn(self._replicas[0]) if on_gpu else set()
-        names = [
-            name
-            for name in self._arrivals
-            if name not in lone and not any(_is_sparse(p.grad) for p in self._parameters(name))
-        ]
+        return lone | {n for n in self._replicas[0].parameters if any(is_sparse(p.grad) for p in self._parameters(n))}
+
+    def _form(self, order: Sequence[str], lone: Container[str]) -> None:
+        """Make the buckets, in the order in which the watched backward finished."""
+        first = self._replicas[0].parameters
+        names = [name for name in order if name not in lone]
         for number, bucket in enumerate(plan([(name, first[name].detach()) for name in names], BUCKET_BYTES)):
             self._store.fuse(bucket)
             devices = [replica.context.torch_device for replica in self._replicas]
-            filling = _Filling(
+            filling = Filling(
                 bucket,
                 number,  # what is needed first in the next forward arrives last, and goes first
                 [str(key) for key in bucket.keys],
@@ -240,7 +256,7 @@ class Flow:
                     parameter.data = view
                     self._home[name] = filling
 
-    def _keep_views(self, filling: _Filling) -> None:
+    def _keep_views(self, filling: Filling) -> None:
         """Have the parameters be the bucket's views again where something gave them memory of their own."""
         for place in range(len(self._replicas)):
             for name, view in filling.weight_of[place].items():
@@ -267,7 +283,7 @@ class Flow:
 def _gather(parameter: torch.Tensor, view: torch.Tensor | None) -> bool:
     """Have ``parameter.grad`` be ``view``, if there is one, with its values; False where it is None or sparse."""
     gradient = parameter.grad
-    if gradient is None or _is_sparse(gradient):
+    if gradient is None or is_sparse(gradient):
         return False
     if view is not None and (gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride()):
         view.copy_(gradient)
@@ -275,7 +291,8 @@ def _gather(parameter: torch.Tensor, view: torch.Tensor | None) -> bool:
     return True
 
 
-def _is_sparse(gradient: torch.Tensor | None) -> bool:
+def is_sparse(gradient: torch.Tensor | None) -> bool:
+    """Whether there is a gradient, and it is a sparse one."""
     return gradient is not None and gradient.layout != torch.strided
 
 

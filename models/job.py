@@ -24,6 +24,7 @@ from models.passes import Passes, Share, call_network
 from models.replicas import Replicas
 from models.updates import Request, Updates
 from models.weighting import Weighting
+from models.workers import Workers
 
 
 class Job:
@@ -99,7 +100,10 @@ class Job:
         self.optimizer_is_fits = False
         """Whether `fit` asked; what the user asked for himself stays."""
         self._pending_state: OptimizerState | None = None
+        self.workers = Workers()
+        """The job this one is a worker of, from `init_optimizer` on."""
         self._shares: list[Share] = []
+        self._has_no_samples = False
         self._normalizer = 0.0
         self._input_factor = 1.0
         self._gradients_used = True
@@ -219,6 +223,8 @@ class Job:
     ) -> None:
         """Choose who sums gradients and updates weights; calling it again begins with fresh optimizer state.
 
+        With a store of several workers all of them call it; rank 0's parameters and buffers win.
+
         Args:
             kvstore: a store's name, a store, or None. One context needs no store, and pays nothing for a name.
             optimizer: a name or a class of torch.optim; see `OptimizerSpec.parse`.
@@ -235,7 +241,14 @@ class Job:
         if not replicas.first.parameters:
             raise ValueError("the network has no parameter that is trained")
         own_store = self._updates.store if self._updates is not None else None
-        updates = Updates(replicas, kvstore, spec, own_store, self._compression, self._pending_state)
+        updates = Updates(
+            replicas, kvstore, spec, own_store, self._compression, self._pending_state, len(self.contexts)
+        )
+        try:
+            self._join(updates.workers)
+        except BaseException:
+            updates.close()
+            raise
         self._pending_state = None
         if self._updates is not None:
             self._updates.let_go()
@@ -246,6 +259,24 @@ class Job:
         self._updates = updates
         self.optimizer_request = (kvstore, optimizer, dict(optimizer_params or {}))
         self.optimizer_is_fits = False
+
+    def _join(self, workers: Workers) -> None:
+        """Be one of these workers."""
+        if workers.count > 1 and self._sync_batchnorm:
+            raise ValueError(
+                f"sync_batchnorm=True joins batch statistics over the contexts of one worker, not over {workers.count} "
+                "workers yet; leave it out, or use one worker with more contexts"
+            )
+        self.workers = workers
+        self.passes.first_context = workers.first_context
+        self.take_over_first()
+
+    def take_over_first(self) -> None:
+        """Give every worker's replicas what rank 0 has beside the store's keys: buffers, what is not trained."""
+        if self.workers.count > 1:
+            trained = self.replicas.first.parameters
+            others = {name: tensor for name, tensor in self.replicas.state_dict().items() if name not in trained}
+            self.replicas.load_state_dict(self.workers.agree_on_tensors(others))
 
     @property
     def optimizer_initialized(self) -> bool:
@@ -282,13 +313,22 @@ class Job:
 
     def close(self) -> None:
         """End the threads, and the store if it was made here; the network keeps its weights."""
-        if self._updates is not None:
-            self._updates.close()
-        self._updates = None
+        self._close_store()
         self._shares = []
         if self._passes is not None:
             self._passes.close()
         self._replicas = self._passes = None
+
+    def leave(self) -> None:
+        """Close the store, if it was made here: other workers then learn that they wait for this one in vain."""
+        if self._updates is not None and self._updates.owns_store:
+            self._close_store()
+
+    def _close_store(self) -> None:
+        if self._updates is not None:
+            self._updates.close()
+        self._updates = None
+        self.workers = Workers()
 
     def __enter__(self) -> Self:
         return self

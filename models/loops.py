@@ -1,19 +1,20 @@
-"""fit, score and predict, written on Module's verbs alone."""
+"""fit, written on Module's verbs alone."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from models import checkpoint
-from models.batch import concat, map_tensors
-from models.callbacks import BatchCallback, BatchEndParam, Checkpoint, EpochCallback
+from models.callbacks import BatchCallback, Checkpoint, EpochCallback
 from models.metric import EvalMetric, create
 from models.random_streams import host_states, set_host_states
+from models.scoring import after, call, many, score
 from models.sources import Source, source
 
 if TYPE_CHECKING:
@@ -47,6 +48,12 @@ def fit(
 ) -> None:
     """Train from ``begin_epoch`` to ``num_epoch``.
 
+    With a store of several workers all of them call it, with the same arguments. Arrays and datasets hold the data of
+    the whole job, and each worker reads its own share of each batch (loads: GANGLINE_WORK_LOAD_LIST, one number a
+    worker); a DataLoader or iterable holds this worker's own batches, and an epoch ends when the last worker has run
+    out of them. Callbacks are called on every worker; rank 0 logs and writes checkpoints. A worker that fails leaves
+    the job, if the store was made here: the others get a DeadNodeError, and all go on from a checkpoint.
+
     Args:
         module: what is trained. What the user's own `init_optimizer` set stays, with a warning if another store or
             optimizer is asked for here; what an earlier `fit` set is replaced if another is.
@@ -55,15 +62,15 @@ def fit(
         eval_data: likewise, scored after each epoch.
         eval_metric: as `models.metric.create` takes it.
         num_epoch: the epoch to end before; with ``resume`` too it counts from the first run's beginning.
-        batch_size: samples in a batch over all contexts.
+        batch_size: samples in a batch over all contexts of all workers.
         shuffle: read arrays and datasets by a permutation of (seed, epoch).
         seed: of the permutations and of the contexts' random streams.
         begin_epoch: the number of the first epoch.
         kvstore: as `Module.init_optimizer` takes it.
         optimizer: likewise.
         optimizer_params: likewise; None: torch's own defaults.
-        batch_end_callback: one or several, called after each update with the number of its last batch; those that have
-            a ``close`` are closed at the end.
+        batch_end_callback: one or several, called after each update with the number of its last batch, and the part of
+            that which this worker had (None: nothing); those that have a ``close`` are closed at the end.
         epoch_end_callback: one or several, called after each epoch with (epoch, network, params, buffers).
         eval_end_callback: one or several, called after each scoring.
         validation_metric: None: as ``eval_metric``.
@@ -75,6 +82,7 @@ def fit(
     Raises:
         TypeError: a wrong type.
         ValueError: anything that makes no sense, or a checkpoint of another run.
+        MismatchError: workers were given different data, batch sizes, epochs or checkpoints.
         FileNotFoundError: no such checkpoint.
     """
     _check_epochs(begin_epoch, num_epoch)
@@ -86,8 +94,8 @@ def fit(
         evaluation = source(eval_data, batch_size if needing[1] else None, shuffle=False, seed=0, what="eval_data")
     metric = create(eval_metric, module.loss.loss)
     validation = create(validation_metric if validation_metric is not None else eval_metric, module.loss.loss)
-    batch_callbacks, epoch_callbacks = _many(batch_end_callback), _many(epoch_end_callback)
-    eval_callbacks = _many(eval_end_callback)
+    batch_callbacks, epoch_callbacks = many(batch_end_callback), many(epoch_end_callback)
+    eval_callbacks = many(eval_end_callback)
     saved = _checkpoint(resume, [*batch_callbacks, *epoch_callbacks])
     module.seed, module.data_generator = seed, train.generator
     request = (kvstore, optimizer, dict(optimizer_params or {}))
@@ -102,44 +110,82 @@ def fit(
         module.logger.warning(
             "init_optimizer() was called before: what fit() is given as kvstore and optimizer is ignored"
         )
-    skip = 0
-    if saved is not None:
-        module.resume(saved)
-        begin_epoch, skip = _resumed_position(module, train)
-    else:
-        module.position.epoch = begin_epoch
-    grad_req = module.grad_req
     try:
-        if accumulate > 1:
-            module.grad_req = "add"
+        numbers = {"num_epoch": num_epoch, "begin_epoch": begin_epoch, "accumulate": accumulate}
+        _check_same(module, train, evaluation, saved, numbers)
+        skip = 0
+        if saved is not None:
+            saved = saved.of_worker(module.workers.rank, module.workers.count)
+            module.resume(saved)
+            begin_epoch, skip = _resumed_position(module, train)
+        else:
+            module.position.epoch = begin_epoch
         for epoch in range(begin_epoch, num_epoch):
             began = time.perf_counter()
             metric.reset()
-            batches = _begin_epoch(module, train, epoch, skip, saved)
-            _train(module, train, enumerate(batches, skip), epoch, metric, batch_callbacks, accumulate)
+            parts = _begin_epoch(module, train, epoch, skip, saved)
+            with _adding(module, accumulate):
+                _train(module, train, enumerate(parts, skip), epoch, metric, batch_callbacks, accumulate)
             skip = 0
             module.average_statistics()
             module.position = type(module.position)(epoch + 1)
+            metric.gather(module.workers)
             for name, value in metric.get_global_name_value():
-                module.logger.info("Epoch[%d] Train-%s=%f", epoch, name, value)
-            module.logger.info("Epoch[%d] Time cost=%.3f", epoch, time.perf_counter() - began)
+                _log(module, "Epoch[%d] Train-%s=%f", epoch, name, value)
+            _log(module, "Epoch[%d] Time cost=%.3f", epoch, time.perf_counter() - began)
             if epoch_callbacks:
                 _end_epoch(module, epoch, epoch_callbacks)
             if evaluation is not None:
                 _validate(module, evaluation, validation, epoch, eval_callbacks)
+    except BaseException:
+        if module.workers.count > 1:
+            module.leave()
+        raise
     finally:
-        module.grad_req = grad_req
-        if accumulate > 1:
-            module.drop_gradients()  # of a window that an error has cut off
         for callback in batch_callbacks:
             if hasattr(callback, "close"):
                 callback.close()
 
 
+def _log(module: Module, line: str, *values: Any) -> None:
+    if module.workers.is_first:
+        module.logger.info(line, *values)
+
+
+def _check_same(
+    module: Module,
+    train: Source,
+    evaluation: Source | None,
+    saved: checkpoint.Checkpoint | None,
+    numbers: dict[str, int],
+) -> None:
+    """See that all workers are about to do the same."""
+    settings: dict[str, Any] = {**numbers}
+    for what, data in (("train_data", train), ("eval_data", evaluation)):
+        shared = data is not None and data.is_shared
+        settings[what] = "none" if data is None else data.plan() if shared else "batches of each worker's own"
+    settings["the checkpoint to go on from"] = saved.id if saved is not None else None
+    module.workers.check_same("fit()", settings)
+
+
+@contextmanager
+def _adding(module: Module, accumulate: int) -> Iterator[None]:
+    """Have the module add up the gradients of batches while an epoch runs, if there is more than one to an update."""
+    grad_req = module.grad_req
+    try:
+        if accumulate > 1:
+            module.grad_req = "add"
+        yield
+    finally:
+        module.grad_req = grad_req
+        if accumulate > 1:
+            module.drop_gradients()  # of a window that an error has cut off
+
+
 def _train(
     module: Module,
     train: Source,
-    batches: Iterable[tuple[int, Any]],
+    parts: Iterable[tuple[int, Any]],
     epoch: int,
     metric: EvalMetric,
     callbacks: list[BatchCallback],
@@ -148,10 +194,11 @@ def _train(
     def after_update(nbatch: int, batches: int, data: Any, label: Any) -> None:
         module.position.batch = nbatch + 1
         if callbacks:
-            _call(callbacks, _after_batch(module, train, metric, epoch, nbatch, data, label, batches))
+            call(callbacks, after(module, train, metric, epoch, nbatch, data, label, batches))
 
     waiting = 0  # batches whose gradients no update has used
-    for nbatch, (data, label) in batches:
+    for nbatch, part in parts:
+        data, label = part if part is not None else (None, None)
         if accumulate == 1:
             module.forward_backward_update(data, label)
         else:
@@ -160,7 +207,8 @@ def _train(
         due = waiting == accumulate
         if due and accumulate > 1:
             module.update()
-        metric.update(label, module.get_outputs(), module)
+        if part is not None:
+            metric.update(label, module.get_outputs(), module)
         if due:
             after_update(nbatch, waiting, data, label)
             waiting = 0
@@ -174,78 +222,7 @@ def _validate(module: Module, data: Source, metric: EvalMetric, epoch: int, call
     values = score(module, data, metric, score_end_callback=callbacks, epoch=epoch)
     set_host_states(states, None)
     for name, value in values:
-        module.logger.info("Epoch[%d] Validation-%s=%f", epoch, name, value)
-
-
-def score(
-    module: Module,
-    eval_data: Any,
-    eval_metric: Any = "acc",
-    *,
-    batch_size: int | None = None,
-    num_batch: int | None = None,
-    batch_end_callback: BatchCallback | Iterable[BatchCallback] | None = None,
-    score_end_callback: BatchCallback | Iterable[BatchCallback] | None = None,
-    epoch: int = 0,
-) -> list[tuple[str, float]]:
-    """The metric over ``eval_data``, each sample counted once, as a list of (name, value).
-
-    Args:
-        module: what is scored, in evaluation mode.
-        eval_data: as `fit` takes it.
-        eval_metric: as `models.metric.create` takes it.
-        batch_size: samples in a batch over all contexts, for arrays and datasets.
-        num_batch: stop after so many batches.
-        batch_end_callback: one or several, called after each batch.
-        score_end_callback: one or several, called at the end.
-        epoch: what callbacks are told.
-    """
-    metric = eval_metric if isinstance(eval_metric, EvalMetric) else create(eval_metric, module.loss.loss)
-    metric.reset()
-    after_batch, at_end = _many(batch_end_callback), _many(score_end_callback)
-    nbatch = -1
-    data_source = eval_data
-    if not isinstance(data_source, Source):
-        data_source = source(eval_data, batch_size, shuffle=False, seed=0, what="eval_data")
-    for nbatch, (data, label) in enumerate(_first(data_source, num_batch)):
-        module.forward(data, label, is_train=False)
-        metric.update(label, module.get_outputs(), module)
-        if after_batch:
-            _call(after_batch, _after_batch(module, data_source, metric, epoch, nbatch, data, label))
-    _call(at_end, BatchEndParam(epoch, nbatch, metric, {"module": module, "num_batches": data_source.num_batches()}))
-    return metric.get_global_name_value()
-
-
-def iter_predict(
-    module: Module, data: Any, *, batch_size: int | None = None, num_batch: int | None = None
-) -> Iterator[tuple[Any, int, Any]]:
-    """Yield (outputs, number, data) for each batch, in order; outputs lie on the first context."""
-    data_source = source(data, batch_size, shuffle=False, seed=0, what="data", labels=False)
-    for number, (batch, _) in enumerate(_first(data_source, num_batch)):
-        module.forward(batch, is_train=False)
-        yield module.get_outputs(), number, batch
-
-
-def predict(module: Module, data: Any, *, batch_size: int | None = None, num_batch: int | None = None) -> Any:
-    """The outputs for all samples, in order, on the host.
-
-    Args:
-        module: what predicts, in evaluation mode.
-        data: a tensor, array or dict of them, or what `fit` takes; labels are not looked at.
-        batch_size: samples in a batch over all contexts, for arrays and datasets.
-        num_batch: stop after so many batches.
-
-    Raises:
-        ValueError: there is no batch.
-    """
-    host = torch.device("cpu")
-    parts = [
-        map_tensors(lambda tensor: tensor.to(host), outputs)
-        for outputs, _, _ in iter_predict(module, data, batch_size=batch_size, num_batch=num_batch)
-    ]
-    if not parts:
-        raise ValueError("predict() got data without batches; expected at least one")
-    return concat(parts, host)
+        _log(module, "Epoch[%d] Validation-%s=%f", epoch, name, value)
 
 
 def _check_epochs(begin_epoch: int, num_epoch: int) -> None:
@@ -263,18 +240,18 @@ def _check_int(name: str, value: Any, least: int) -> None:
 def _begin_epoch(
     module: Module, train: Source, epoch: int, skip: int, saved: checkpoint.Checkpoint | None
 ) -> Iterator[Any]:
-    """The epoch's batches; what a checkpoint in its middle must know is noted first."""
+    """This worker's part of each batch; what a checkpoint in the epoch's middle must know is noted first."""
     if saved is not None and skip:
         # The sampler draws again what it drew as the epoch began; then random states are those of the checkpoint.
         random = saved.random
         set_host_states(module.position.random, train.generator)
-        return train.epoch(epoch, skip, lambda: set_host_states(random, train.generator))
+        return train.parts(module.workers, epoch, skip, lambda: set_host_states(random, train.generator))
     if saved is not None and epoch == saved.position["epoch"]:
         begun = saved.position["batch"]  # a plain iterable, whose epoch begins anew
         set_host_states(saved.position["random"] if begun else saved.random, train.generator)
     module.position = type(module.position)(epoch, 0, train.plan(), host_states(train.generator))
     module.begin_epoch()
-    return train.epoch(epoch)
+    return train.parts(module.workers, epoch)
 
 
 def _end_epoch(module: Module, epoch: int, callbacks: list[EpochCallback]) -> None:
@@ -325,42 +302,6 @@ def _resumed_position(module: Module, train: Source) -> tuple[int, int]:
     return position.epoch, position.batch
 
 
-def _after_batch(
-    module: Module,
-    data_source: Source,
-    metric: EvalMetric,
-    epoch: int,
-    nbatch: int,
-    data: Any,
-    label: Any,
-    batches: int = 1,
-) -> BatchEndParam:
-    context = {"module": module, "data": data, "label": label, "num_batches": data_source.num_batches()}
-    return BatchEndParam(epoch, nbatch, metric, context, batches)
-
-
 def _needs_batch_size(data: Any) -> bool:
     is_iterable = isinstance(data, torch.utils.data.IterableDataset)
     return isinstance(data, (tuple, torch.utils.data.Dataset)) and not is_iterable
-
-
-def _first(data_source: Source, num_batch: int | None) -> Iterator[Any]:
-    for number, item in enumerate(data_source.epoch(0)):
-        if num_batch is not None and number >= num_batch:
-            return
-        yield item
-
-
-def _many(callbacks: Any) -> list[Any]:
-    if callbacks is None:
-        return []
-    found = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
-    for callback in found:
-        if not callable(callback):
-            raise TypeError(f"callback is {callback!r}; expected a function")
-    return found
-
-
-def _call(callbacks: list[Callable[[BatchEndParam], None]], param: BatchEndParam) -> None:
-    for callback in callbacks:
-        callback(param)

@@ -8,7 +8,7 @@ torch's GradScaler.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,14 +24,21 @@ class LossScale:
         self.value = _FIRST
         self._calm = 0
 
-    def accepts(self, gradients: Iterable[torch.Tensor]) -> bool:
-        """Whether the gradients are finite; the scale learns from it. Where they are not, the step is to be skipped."""
+    def accepts(
+        self, gradients: Iterable[torch.Tensor], any_worker: Callable[[bool], bool] = lambda overflowed: overflowed
+    ) -> bool:
+        """Whether the gradients are finite; the scale learns from it. Where they are not, the step is to be skipped.
+
+        Args:
+            gradients: all of this worker's.
+            any_worker: given whether some of them are not finite, whether some are on any worker.
+        """
         on_device: dict[torch.device, list[torch.Tensor]] = {}
         for gradient in gradients:
             if gradient.numel():
                 on_device.setdefault(gradient.device, []).append(gradient)
         largest = [torch.stack(torch._foreach_norm(those, math.inf)).max() for those in on_device.values()]
-        if all(math.isfinite(float(one)) for one in largest):
+        if not any_worker(not all(math.isfinite(float(one)) for one in largest)):
             self._calm += 1
             if self._calm == _PATIENCE:
                 self.value, self._calm = self.value * 2, 0

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import abc
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from models.gathering import value_over
+
 if TYPE_CHECKING:
     import torchmetrics
 
     from models.steps import Steps
+    from models.workers import Workers
+
+_log = logging.getLogger("gangline")
 
 
 class EvalMetric(abc.ABC):
@@ -40,6 +46,14 @@ class EvalMetric(abc.ABC):
     @abc.abstractmethod
     def reset_local(self) -> None:
         """Begin anew for `get_name_value` alone."""
+
+    def gather(self, workers: Workers) -> None:
+        """Until the next `update` or `reset`, have the values be over what all workers of a job have counted.
+
+        All workers call it. A metric of a user's own that does not have it keeps the worker's own values.
+        """
+        if workers.count > 1:
+            _log.warning("%s has no gather(): each worker has its own value of it", type(self).__name__)
 
 
 def create(metric: Any, loss: Any = None) -> EvalMetric:
@@ -101,6 +115,10 @@ class _Composite(EvalMetric):
         for metric in self._metrics:
             metric.reset_local()
 
+    def gather(self, workers: Workers) -> None:
+        for metric in self._metrics:
+            metric.gather(workers)
+
 
 class _One(EvalMetric):
     """One value, held by a torchmetrics object; a second one appears when recent batches are asked for alone."""
@@ -109,6 +127,7 @@ class _One(EvalMetric):
         self._name, self._finish = name, finish
         self._whole: torchmetrics.Metric | None = None
         self._recent: torchmetrics.Metric | None = None
+        self._gathered: float | None = None  # the value over all workers
 
     @abc.abstractmethod
     def _arguments(self, label: Any, output: Any, module: Steps) -> tuple[Any, ...] | None:
@@ -119,6 +138,7 @@ class _One(EvalMetric):
         """The object, once the first outputs tell what it must know."""
 
     def update(self, label: Any, output: Any, module: Steps) -> None:
+        self._gathered = None
         arguments = self._arguments(label, output, module)
         if arguments is None:
             return
@@ -129,18 +149,23 @@ class _One(EvalMetric):
                 metric.update(*arguments)
 
     def get_name_value(self) -> list[tuple[str, float]]:
-        return self._value(self._whole if self._recent is None else self._recent)
+        return self.get_global_name_value() if self._recent is None else [(self._name, self._value(self._recent))]
 
     def get_global_name_value(self) -> list[tuple[str, float]]:
-        return self._value(self._whole)
+        return [(self._name, self._value(self._whole) if self._gathered is None else self._gathered)]
 
-    def _value(self, metric: torchmetrics.Metric | None) -> list[tuple[str, float]]:
+    def _value(self, metric: torchmetrics.Metric | None) -> float:
         if metric is None or not metric.update_called:
-            return [(self._name, float("nan"))]
-        return [(self._name, self._finish(float(metric.compute())))]
+            return float("nan")
+        return self._finish(float(metric.compute()))
+
+    def gather(self, workers: Workers) -> None:
+        if workers.count > 1:
+            counted = self._whole if self._whole is not None and self._whole.update_called else None
+            self._gathered = value_over(workers, counted, self._finish)
 
     def reset(self) -> None:
-        self._recent = None
+        self._recent, self._gathered = None, None
         if self._whole is not None:
             self._whole.reset()
 

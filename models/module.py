@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from models import checkpoint, loops
+from models import checkpoint, loops, scoring
 from models.batch import move, zeros_of
 from models.initializer import InitializerSpec, initialise
 from models.steps import Steps
@@ -91,11 +91,16 @@ class Module(Steps):
         self._load_state(state)
 
     def get_params(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers on the host, by state_dict name; running statistics averaged over replicas."""
+        """Parameters and buffers on the host, by state_dict name; running statistics averaged over replicas.
+
+        Those are this worker's; as an epoch ends, and in a checkpoint, the average is over all workers.
+        """
         return self.replicas.state_dict()
 
     def set_params(self, params: Params, allow_missing: bool = False, allow_extra: bool = False) -> None:
         """Replace parameters and buffers everywhere, in the store too.
+
+        In a job of several workers all of them call it, and rank 0's win.
 
         Raises:
             RuntimeError: names are missing.
@@ -104,10 +109,11 @@ class Module(Steps):
         self._load_state(checkpoint.matched(self.replicas.first.network, params, allow_missing, allow_extra))
 
     def _load_state(self, state: Params) -> None:
-        self.replicas.average_buffers()
+        self.replicas.average_buffers(self.workers)
         self.replicas.load_state_dict(dict(state))
         if self._updates is not None:
             self._updates.take_over_weights()
+            self.take_over_first()
 
     def summary(self, data_shapes: Any) -> str:
         """A table of the network's layers, output shapes and parameter counts, by torchinfo.
@@ -122,20 +128,28 @@ class Module(Steps):
         return str(torchinfo.summary(first.network, input_data=move(data, first.context.torch_device), verbose=0))
 
     def average_statistics(self) -> None:
-        """Give every replica the average of running statistics, by samples seen; `fit` does it after each epoch."""
-        self.replicas.average_buffers()
+        """Give every replica the average of running statistics, by samples seen; `fit` does it after each epoch.
+
+        In a job of several workers all of them call it; those that are not in step get the store's weights, too.
+        """
+        self.replicas.average_buffers(self.workers)
+        if self._updates is not None and self.workers.count > 1 and not self.workers.in_step:
+            self._updates.pull_weights()
 
     # -- whole loops, written on the verbs ----------------------------------------------------------------------
 
     fit = loops.fit
-    score = loops.score
-    predict = loops.predict
-    iter_predict = loops.iter_predict
+    score = scoring.score
+    predict = scoring.predict
+    iter_predict = scoring.iter_predict
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, prefix: str | Path, epoch: int, save_optimizer_states: bool = False) -> None:
-        """Write ``PREFIX-%04d`` files; see `models.checkpoint`."""
+        """Write ``PREFIX-%04d`` files; see `models.checkpoint`.
+
+        In a job of several workers all of them call it; rank 0 writes, and all return when that is done.
+        """
         checkpoint.save(self, prefix, epoch, save_optimizer_states)
 
     @classmethod
@@ -173,7 +187,9 @@ class Module(Steps):
         return module
 
     def resume(self, saved: checkpoint.Checkpoint) -> None:
-        """Stand where a checkpoint stood; after `init_optimizer`, and with its contexts, bit for bit.
+        """Stand where a checkpoint stood; after `init_optimizer`, and with its contexts and workers, bit for bit.
+
+        In a job of several workers all of them call it, with the same checkpoint.
 
         The learning rate is taken over too, unless this run's optimizer was given another one to begin with.
 
@@ -182,6 +198,7 @@ class Module(Steps):
             RuntimeError: names are missing from it; or before ``init_optimizer``.
         """
         updates = self._needs_updates("resume()")
+        saved = saved.of_worker(self.workers.rank, self.workers.count)
         state = saved.needed_optimizer_state()
         params = checkpoint.matched(self.replicas.first.network, saved.params, False, False)
         updates.load_state(state)
@@ -201,5 +218,6 @@ class Module(Steps):
 
     def replica_buffers(self) -> tuple[dict[str, list[torch.Tensor]], list[int]]:
         """Each replica's buffers where they may differ, by name, and the samples it has seen since they were equal."""
-        seen = [replica.samples_seen for replica in self.replicas.all]
-        return (self.replicas.own_buffers() if len(seen) > 1 and any(seen) else {}), seen
+        seen = self.replicas.samples_seen
+        may_differ = any(seen) and (len(seen) > 1 or self.workers.count > 1)
+        return (self.replicas.own_buffers() if may_differ else {}), seen

@@ -79,6 +79,8 @@ class Passes:
         self._clocks = [_Clock(replica) for replica in replicas] if measure else []
         self.out_of_memory: list[int] = []
         """Numbers of the contexts that ran out of memory, or may have, in the pass that failed last."""
+        self.first_context = 0
+        """The number, among the contexts of all workers, of this one's first: no two share a random stream."""
 
     def forward(
         self,
@@ -204,7 +206,7 @@ class Passes:
     @contextlib.contextmanager
     def _stream(self, replica: Replica, seed: tuple[int, ...]) -> Iterator[None]:
         """A random stream of the replica's own for this step; what draws from it is noticed."""
-        with stream(replica.context.torch_device, *seed, replica.number) as drew:
+        with stream(replica.context.torch_device, *seed, self.first_context + replica.number) as drew:
             yield
         self._draws = bool(self._draws) or drew[0]
 

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from collectives.context import Context
+from models.statistics import averaged, averaged_over
+from models.workers import Workers
 
 
 @dataclass(eq=False)
@@ -126,7 +128,7 @@ class Replicas:
             for name, tensor in self.first.network.state_dict().items()
             if isinstance(tensor, torch.Tensor)
         }
-        return state | self._averaged_buffers()
+        return state | (averaged(self.own_buffers(), self.samples_seen) if len(self.all) > 1 else {})
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Give these values, by name, to every replica."""
@@ -136,29 +138,22 @@ class Replicas:
                 for name, value in state.items():
                     own[name].copy_(value)
 
-    def average_buffers(self) -> None:
-        """Give every replica the average of the buffers that differ, and count samples anew."""
-        if len(self.all) > 1:
-            self.load_state_dict(self._averaged_buffers())
+    def average_buffers(self, workers: Workers | None = None) -> None:
+        """Give every replica, of all ``workers`` too, the average of the buffers that differ, and count samples anew.
+
+        A collective of several workers.
+        """
+        if workers is not None and workers.count > 1:
+            self.load_state_dict(averaged_over(workers, self.own_buffers(), self.samples_seen))
+        elif len(self.all) > 1:
+            self.load_state_dict(averaged(self.own_buffers(), self.samples_seen))
         for replica in self.all:
             replica.samples_seen = 0
 
-    def _averaged_buffers(self) -> dict[str, torch.Tensor]:
-        seen = [replica.samples_seen for replica in self.all]
-        if len(self.all) == 1 or not any(seen):
-            return {}
-        averages = {}
-        for name, values in self.own_buffers().items():
-            if all(torch.equal(values[0], value) for value in values[1:]):
-                continue
-            if values[0].is_floating_point():
-                total = torch.stack(
-                    [value.double() * count for value, count in zip(values, seen, strict=True) if count]
-                )
-                averages[name] = (total.sum(0) / sum(seen)).to(values[0].dtype)
-            else:
-                averages[name] = values[max(range(len(seen)), key=seen.__getitem__)]
-        return averages
+    @property
+    def samples_seen(self) -> list[int]:
+        """How many samples each replica has trained on since running statistics were last averaged."""
+        return [replica.samples_seen for replica in self.all]
 
     def own_buffers(self) -> dict[str, list[torch.Tensor]]:
         """Each buffer of the state dict, as every replica has it, on the host."""

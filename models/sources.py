@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from models.batch import Batch, as_batch, num_samples, take
 from models.random_streams import mixed_seed
+from models.workers import Workers
 
 Item = tuple[Batch, Batch]
 
@@ -28,10 +29,26 @@ class Source(abc.ABC):
     """Whether an epoch can begin in its middle and give what it would have given."""
     generator: torch.Generator | None = None
     """A generator of the source's own, whose state belongs to a checkpoint."""
+    is_shared = False
+    """Whether it holds the data of the whole job, which workers share out; else each worker has its own part in it."""
 
     @abc.abstractmethod
     def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _nothing) -> Iterator[Item]:
         """The batches of an epoch, without its first ``skip``; ``skipped`` is called when those are passed over."""
+
+    def parts(
+        self, workers: Workers, epoch: int, skip: int = 0, skipped: Callable[[], None] = _nothing
+    ) -> Iterator[Item | None]:
+        """What this worker has of each step's batch, None where that is nothing; as `epoch` for one that is alone.
+
+        Where each worker has batches of its own, those who run out take part in the others' steps without samples; a
+        collective then, step by step, of workers in step.
+        """
+        for item in self.epoch(epoch, skip, skipped):
+            workers.any(True)
+            yield item
+        while workers.any(False):
+            yield None
 
     @abc.abstractmethod
     def plan(self) -> dict[str, Any]:
@@ -128,8 +145,14 @@ class _Order:
     def __len__(self) -> int:
         return -(-self.samples // self.batch_size)
 
+    def shares(self, epoch: int, workers: Workers) -> list[torch.Tensor]:
+        """What one worker has of each batch."""
+        return [indices[workers.share(len(indices))] for indices in self(epoch)]
+
 
 class _Arrays(Source):
+    is_shared = True
+
     def __init__(self, data: Batch, label: Batch | None, batch_size: int, shuffle: bool, seed: int, what: str) -> None:
         samples = num_samples(data, f"{what}[0]")
         if label is not None and num_samples(label, f"{what}[1]") != samples:
@@ -139,9 +162,18 @@ class _Arrays(Source):
 
     def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _nothing) -> Iterator[Item]:
         skipped()
-        for indices in self._order(epoch)[skip:]:
-            where: Any = indices if self._order.shuffle else slice(int(indices[0]), int(indices[-1]) + 1)
-            yield take(self._data, where), None if self._label is None else take(self._label, where)
+        yield from map(self._taken, self._order(epoch)[skip:])
+
+    def parts(
+        self, workers: Workers, epoch: int, skip: int = 0, skipped: Callable[[], None] = _nothing
+    ) -> Iterator[Item | None]:
+        skipped()
+        for indices in self._order.shares(epoch, workers)[skip:]:
+            yield self._taken(indices) if len(indices) else None
+
+    def _taken(self, indices: torch.Tensor) -> Item:
+        where: Any = indices if self._order.shuffle else slice(int(indices[0]), int(indices[-1]) + 1)
+        return take(self._data, where), None if self._label is None else take(self._label, where)
 
     def plan(self) -> dict[str, Any]:
         return self._order.plan()
@@ -153,6 +185,8 @@ class _Arrays(Source):
 class _Samples(Source):
     """A map-style Dataset."""
 
+    is_shared = True
+
     def __init__(self, dataset: Any, batch_size: int, shuffle: bool, seed: int) -> None:
         if not len(dataset):
             raise ValueError("the dataset has no samples; expected at least one")
@@ -163,6 +197,17 @@ class _Samples(Source):
         batches = [indices.tolist() for indices in self._order(epoch)]
         for item in DataLoader(self._dataset, batch_sampler=_Skipping(batches, skip, skipped)):
             yield _pair(item, "a batch of the dataset")
+
+    def parts(
+        self, workers: Workers, epoch: int, skip: int = 0, skipped: Callable[[], None] = _nothing
+    ) -> Iterator[Item | None]:
+        shares = [indices.tolist() for indices in self._order.shares(epoch, workers)][skip:]
+        own = [share for share in shares if share]
+        items = iter(DataLoader(self._dataset, batch_sampler=_Skipping(own, 0, skipped)))
+        if not own:
+            skipped()
+        for share in shares:
+            yield _pair(next(items), "a batch of the dataset") if share else None
 
     def plan(self) -> dict[str, Any]:
         return self._order.plan()

@@ -11,8 +11,10 @@ import torch
 
 from collectives.workload import split_batch
 from models.batch import Batch, as_batch, checked_batch, concat, map_tensors, num_samples
+from models.flow_in_step import Expected, named_by_any
 from models.job import Job
 from models.passes import Share
+from models.reach import reached
 from models.updates import Updates
 from models.weighting import Weighting
 
@@ -24,26 +26,32 @@ class Steps(Job):
         """Run the network on a batch, split over the contexts.
 
         Args:
-            data: a tensor, array, tuple or dict, with the batch on the first axis of each tensor.
+            data: a tensor, array, tuple or dict, with the batch on the first axis of each tensor. In a job of several
+                workers this one's part of the batch; None where it has no samples of it and only takes part.
             label: the labels, likewise; None computes no loss (unless the output is the loss).
             is_train: training mode with gradients, or evaluation mode without; None: as bound.
 
         Raises:
             ValueError: the batch sizes of data and label differ, or there are no samples.
         """
-        data, label = checked_batch(data, label)
+        data, label = self._checked(data, label)
         train = self._for_training if is_train is None else is_train
         self._make_replicas(data)
         if train:
             self._begin_batch()
         self._shares = []  # the last batch's graph goes before the next one is made
-        slices = split_batch(num_samples(data, "data"), self.work_load_list)
-        if train or self.auto is None:
-            self._shares = self._forward(data, label, slices, train)
-        else:
-            self._shares = self.auto.in_rounds(slices, self.passes, partial(self._forward, data, label, train=False))
+        if data is not None:
+            slices = split_batch(num_samples(data, "data"), self.work_load_list)
+            run = partial(self._forward, data, label, train=train)
+            in_rounds = self.auto is not None and not train
+            self._shares = self.auto.in_rounds(slices, self.passes, run) if self.auto and in_rounds else run(slices)
         self._normalizer = self._normalizer_of(self._shares)
         self._step += train
+
+    def _checked(self, data: Any, label: Any) -> tuple[Batch | None, Batch | None]:
+        """Data and label as batches; None is a part without samples, which only one of several workers can have."""
+        self._has_no_samples = data is None and self.workers.count > 1
+        return (None, None) if self._has_no_samples else checked_batch(data, label)
 
     def _begin_batch(self) -> None:
         if self._gradients_used:
@@ -85,9 +93,9 @@ class Steps(Job):
             RuntimeError: no forward in training mode came before, or it had neither loss nor out_grads.
             ValueError: ``out_grads`` has another batch size.
         """
-        if self._passes is None or not self._shares:
+        if self._passes is None or not (self._shares or self._has_no_samples):
             raise RuntimeError("backward() came before forward(); call forward(data, label) first")
-        if not any(tensor.requires_grad for tensor in _graph(self._shares)):
+        if self._shares and not any(tensor.requires_grad for tensor in _graph(self._shares)):
             raise RuntimeError("backward() needs a forward() in training mode; call forward(..., is_train=True)")
         if out_grads is not None:
             grads = as_batch(out_grads, "out_grads")
@@ -120,31 +128,52 @@ class Steps(Job):
 
     def _backward(self, *, leave_early: bool) -> None:
         """Backward of the last forward's loss."""
-        _check_loss(self._shares)
-        divisor = self._normalizer
+        if self._shares:
+            _check_loss(self._shares)
+        divisor, expected = self._normalizer, None
         counts = self.grad_req == "add" and not self.loss.is_sum
         if counts:
             divisor = self._weighting.divisor(self._normalizer)
+            leave_early = leave_early and not self.workers.in_step  # the divisor is for update() to find
+        elif self.workers.in_step:
+            divisor, expected = self._agree(leave_early=leave_early)
         with self._dropping_what_fails():
-            self._backward_of(self._shares, divisor, leave_early=leave_early)
+            self._backward_of(self._shares, divisor, leave_early=leave_early, expected=expected)
         if counts:
             self._weighting.count(self._normalizer)
         self._note_divisor(divisor)
-        if self.auto is not None:
+        if self.auto is not None and self._shares:
             self.auto.record(self._shares, self.passes)
 
-    def _backward_of(self, shares: Sequence[Share], divisor: float, *, leave_early: bool) -> None:
-        self._begin_backward(shares, leave_early=leave_early)
+    def _agree(self, *, leave_early: bool) -> tuple[float, Expected | None]:
+        """The whole batch's normaliser, and the gradients that workers in step will have; one exchange."""
+        names = list(self.replicas.first.parameters)
+        here: dict[int, set[str]] = {}
+        for share in self._shares if leave_early else ():
+            if share.loss is not None:
+                found = reached([share.loss], share.replica.parameters)
+                here.setdefault(self.replicas.all.index(share.replica), set()).update(found)
+        own = bytes(any(name in found for found in here.values()) for name in names)
+        everybody = self.workers.exchange([self._normalizer, own])
+        divisor = 1.0 if self.loss.is_sum else sum(normalizer for normalizer, _ in everybody)
+        if not leave_early:
+            return divisor, None
+        return divisor, Expected(named_by_any(names, [theirs for _, theirs in everybody]), here)
+
+    def _backward_of(
+        self, shares: Sequence[Share], divisor: float, *, leave_early: bool, expected: Expected | None = None
+    ) -> None:
+        self._begin_backward(shares, leave_early=leave_early, expected=expected)
         self.passes.backward(shares, divisor / self._loss_scaling)
 
     def _note_divisor(self, divisor: float) -> None:
         """Keep what turns the inputs' gradients into those of the batch's own mean."""
         self._input_factor = divisor / (self._normalizer or float("nan")) / self._loss_scaling
 
-    def _begin_backward(self, shares: Sequence[Share], *, leave_early: bool) -> None:
+    def _begin_backward(self, shares: Sequence[Share], *, leave_early: bool, expected: Expected | None = None) -> None:
         if self._updates is not None:
             places = [self.replicas.all.index(share.replica) for share in shares]
-            self._updates.begin(places, leave_early=leave_early)
+            self._updates.begin(places, leave_early=leave_early, expected=expected)
 
     def update(self) -> None:
         """Sum the gradients, run the optimizer once, and give every replica the new weights.
@@ -159,9 +188,11 @@ class Steps(Job):
         if self._gradients_used:
             raise RuntimeError("update() came before backward(); call forward() and backward() first")
         factor = self._weighting.factor
+        if self.workers.in_step and self.grad_req == "add":
+            factor = self._weighting.factor_for(self.workers.total(self._weighting.total))
         if self.loss_scale is not None:
             factor /= self.loss_scale.value
-            if not self.loss_scale.accepts(self.replicas.all_gradients()):
+            if not self.loss_scale.accepts(self.replicas.all_gradients(), self.workers.any):
                 self.logger.debug("gradients overflowed float16; the step is skipped")
                 self._gradients_used = True
                 return
@@ -183,28 +214,33 @@ class Steps(Job):
             self.forward(data, label, is_train=True)
             self.backward()
             return
-        data, label = checked_batch(data, label)
+        data, label = self._checked(data, label)
         self._make_replicas(data)
         self._begin_batch()
         self._shares = []
-        slices = split_batch(num_samples(data, "data"), self.work_load_list)
+        samples = num_samples(data, "data") if data is not None else 0
         weighting = self._weighting if self.grad_req == "add" else Weighting()
-        divisor = 1.0 if self.loss.is_sum else weighting.divisor(num_samples(data, "data"))
+        divisor = 1.0 if self.loss.is_sum else weighting.divisor(samples)
         kept = self.replicas.set_gradients_aside()
         put_back = self.replicas.snapshot()
         with self._dropping_what_fails():
-            run = partial(self._whole_round, data, label, divisor)
-            self._shares = self.auto.in_rounds(slices, self.passes, run, put_back)
+            if data is not None:
+                run = partial(self._whole_round, data, label, divisor)
+                slices = split_batch(samples, self.work_load_list)
+                self._shares = self.auto.in_rounds(slices, self.passes, run, put_back)
         self._normalizer = self._normalizer_of(self._shares)
         if not self.loss.is_sum:
             weighting.count(self._normalizer)
-        if self.grad_req == "write" and weighting.factor != 1.0:
-            self.replicas.scale_gradients(weighting.factor)
+        if self.grad_req == "write":
+            factor = weighting.factor_for(self.workers.total(weighting.total))
+            if factor != 1.0:
+                self.replicas.scale_gradients(factor)
         self.replicas.add_gradients(kept)
         self._note_divisor(divisor)
         self._step += 1
         self._gradients_used = False
-        self.auto.record(self._shares, self.passes)
+        if self._shares:
+            self.auto.record(self._shares, self.passes)
 
     def _whole_round(
         self, data: Batch, label: Batch | None, divisor: float, slices: Sequence[slice], number: int
@@ -228,7 +264,7 @@ class Steps(Job):
         if self._updates is None or not early:
             self.forward_backward(data, label)
         else:
-            data, label = checked_batch(data, label)
+            data, label = self._checked(data, label)
             normalizer = self._known_normalizer(data, label)
             if normalizer is None:
                 self.forward(data, label, is_train=True)
@@ -243,8 +279,10 @@ class Steps(Job):
             self._gradients_used = False
         self.update()
 
-    def _known_normalizer(self, data: Batch, label: Batch | None) -> float | None:
-        """The batch's normaliser, where it is known before forward and the replicas need not meet for it."""
+    def _known_normalizer(self, data: Batch | None, label: Batch | None) -> float | None:
+        """The batch's normaliser, where it is known before forward and nobody need meet for it."""
+        if data is None or self.workers.in_step:
+            return None
         if self.grad_req != "write" or not self.passes.can_go_on:
             return None
         return self.loss.known_normalizer(label, num_samples(data, "data"))
@@ -277,7 +315,7 @@ class Steps(Job):
             self.work_load_list = self.auto.loads
 
     def get_loss(self) -> torch.Tensor:
-        """The last forward's loss over the whole batch, without axes, on the first context."""
+        """The last forward's loss over the whole batch, of this worker, without axes, on the first context."""
         self._check_forwarded("get_loss")
         losses = [share.loss.detach() for share in self._shares if share.loss is not None]
         if not losses:
@@ -321,7 +359,7 @@ class Steps(Job):
 
     @property
     def normalizer(self) -> float:
-        """What the last forward's summed loss was divided by."""
+        """What the last forward's summed loss counts, on this worker."""
         return self._normalizer
 
 

@@ -34,12 +34,15 @@ def train(
     ] = None,
     gpus: Annotated[str | None, typer.Option(help="GPUs to train on, such as 0,2.")] = None,
     cpus: Annotated[int | None, typer.Option(help="Train on so many CPU contexts.", min=1)] = None,
-    kv_store: Annotated[str, typer.Option(help="Who sums gradients and updates weights: local or device.")] = "device",
+    kv_store: Annotated[
+        str,
+        typer.Option(help="Who sums gradients and updates weights: local, device; in a job allreduce, dist_sync."),
+    ] = "device",
     work_load_list: Annotated[
         str | None,
         typer.Option(help="The speed of each context, such as 3,1, or auto to measure it; the batch is split by it."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Samples in a batch, over all contexts.", min=1)] = 64,
+    batch_size: Annotated[int, typer.Option(help="Samples in a batch, over all contexts of all workers.", min=1)] = 64,
     num_epochs: Annotated[int, typer.Option(help="The epoch to end before.", min=0)] = 10,
     lr: Annotated[float, typer.Option(help="The learning rate to begin with.")] = 0.05,
     lr_factor: Annotated[float, typer.Option(help="What the rate is multiplied by at each of --lr-step-epochs.")] = 0.1,
@@ -68,7 +71,8 @@ def train(
     job = dict(locals())  # all options, by name
     with _log_to_stderr():
         accuracy = _run(**job)
-    print(f"Validation-accuracy={accuracy}")
+    if accuracy is not None:
+        print(f"Validation-accuracy={accuracy}")
 
 
 @contextmanager
@@ -86,8 +90,8 @@ def _log_to_stderr() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _run(**job: Any) -> float:
-    """Train as the options say and return the accuracy on the held-out data."""
+def _run(**job: Any) -> float | None:
+    """Train as the options say and return the accuracy on the held-out data; None for a worker that does not report."""
     import torch
 
     from models.callbacks import ProgressBar, Speedometer
@@ -119,7 +123,10 @@ def _run(**job: Any) -> float:
     checkpoint, resume = _checkpoints(module, job["model_prefix"], job["load_epoch"])
     rate = _StepRate(module, job["lr"], job["lr_factor"], steps)
     job["lr"] = rate.of_epoch(job["load_epoch"] or 0)
-    module.logger.info("%s", _description(job, contexts, module.work_load_list, data))
+    module.init_optimizer(job["kv_store"], job["optimizer"], _optimizer_params(job))
+    workers = module.workers
+    if workers.is_first:
+        module.logger.info("%s", _description(job, contexts, module.work_load_list, data, workers.count))
     module.fit(
         data.train,
         data.validation,
@@ -137,7 +144,7 @@ def _run(**job: Any) -> float:
     )
     [(_, accuracy)] = module.score(data.validation, "acc", batch_size=job["batch_size"])
     module.close()
-    return accuracy
+    return accuracy if workers.is_first else None
 
 
 class _StepRate:
@@ -212,8 +219,9 @@ def _optimizer_params(job: dict[str, Any]) -> dict[str, Any]:
     return params
 
 
-def _description(job: dict[str, Any], contexts: list[Context], loads: list[float], data: Splits) -> str:
+def _description(job: dict[str, Any], contexts: list[Context], loads: list[float], data: Splits, workers: int) -> str:
     return (
         f"{job['network']} on {', '.join(map(str, contexts))} by loads {', '.join(f'{load:g}' for load in loads)}, "
+        f"{f'{workers} workers, ' if workers > 1 else ''}"
         f"store {job['kv_store']}, {data.num_classes} classes, {job['dtype']}"
     )

@@ -13,7 +13,9 @@ from kvstore.optimizer import KeyedOptimizer, OptimizerState
 from kvstore.optimizer_spec import OptimizerSpec
 from kvstore.sparse import RowSparse, summed
 from models.flow import Flow
+from models.flow_in_step import Expected, FlowInStep
 from models.replicas import Replicas
+from models.workers import Workers
 
 
 class Updates:
@@ -27,8 +29,11 @@ class Updates:
         own_store: KVStore | None = None,
         compression: Mapping[str, Any] | None = None,
         state: OptimizerState | None = None,
+        num_contexts: int = 1,
     ) -> None:
         """Give the weights to a store of that name, or to the store given; one replica needs neither.
+
+        With a store of several workers it is for all of them to call, and rank 0's weights win.
 
         Args:
             replicas: whose weights are updated.
@@ -37,6 +42,7 @@ class Updates:
             own_store: the store that holds these weights already, if one does.
             compression: how gradients travel to the store; None: as they are.
             state: of an optimizer that this one goes on from.
+            num_contexts: how many contexts this worker has.
 
         Raises:
             TypeError: ``kvstore`` is something else.
@@ -53,12 +59,14 @@ class Updates:
             self._optimizer.add(name, parameter)
         if state is not None:
             self._optimizer.load_state(state)  # before a store has these keys: what does not fit changes nothing
-        self._is_own = isinstance(kvstore, str)
+        self.owns_store = isinstance(kvstore, str)
+        """Whether the store was made here, and is closed here."""
         self.store = create(kvstore) if isinstance(kvstore, str) else kvstore
         self._flow: Flow | None = None
+        self.workers = Workers(self.store, num_contexts)
         if self.store is None:
             return
-        if self._is_own and len(replicas.all) == 1 and self.store.num_workers == 1:
+        if self.owns_store and len(replicas.all) == 1 and self.store.num_workers == 1:
             self.close()
         else:
             if compression is not None:
@@ -67,7 +75,10 @@ class Updates:
             if state is not None:
                 self.store.load_optimizer_state(state)
             self._optimizer = KeyedOptimizer(spec)  # the store has its own
-            self._flow = Flow(replicas.all, self.store)
+            in_step = self.workers.in_step
+            self._flow = (
+                FlowInStep(replicas.all, self.store, self.workers) if in_step else Flow(replicas.all, self.store)
+            )
 
     def _give_to(self, store: KVStore, spec: OptimizerSpec, is_ours: bool) -> None:
         _check_forward_leaves_weights(self._replicas.first.network)
@@ -79,11 +90,21 @@ class Updates:
         weights = {name: self._replicas.weights(name) for name in names}
         new = [name for name in names if name not in held]
         store.broadcast(new, [weights[name][0] for name in new], [weights[name] for name in new])
-        for name in held:
-            store.assign(name, weights[name][0])
+        if held:
+            store.assign(held, [weights[name][0] for name in held])
+            if store.num_workers > 1:  # rank 0's won
+                store.pull(held, [weights[name] for name in held])
 
-    def begin(self, places: Sequence[int], *, leave_early: bool) -> None:
-        """Get ready for a backward of these replicas; with ``leave_early`` nothing but `step` follows it."""
+    def begin(self, places: Sequence[int], *, leave_early: bool, expected: Expected | None = None) -> None:
+        """Get ready for a backward.
+
+        Args:
+            places: of the replicas that run it.
+            leave_early: whether nothing but `step` follows it.
+            expected: what workers in step have agreed on; without it they agree in `step`.
+        """
+        if isinstance(self._flow, FlowInStep):
+            self._flow.expect(expected)
         if self._flow is not None:
             self._flow.begin(places, leave_early=leave_early)
 
@@ -96,7 +117,12 @@ class Updates:
 
     def abandon(self, error: BaseException) -> None:
         """After a backward that failed: leave replicas and store with the same weights."""
-        if self._flow is not None:
+        if self.workers.count > 1:
+            error.add_note(
+                f"it was rank {self.workers.rank} of {self.workers.count}, whose workers are out of step now: end the "
+                "job and go on from a checkpoint"
+            )
+        elif self._flow is not None:
             try:
                 gone, buckets = self._flow.abandon()
             except Exception as second:  # noqa: BLE001  the first error is the one to raise
@@ -110,8 +136,16 @@ class Updates:
     def take_over_weights(self) -> None:
         """Have the store hold what the replicas hold."""
         if self.store is not None:
-            for name, parameter in self._replicas.first.parameters.items():
-                self.store.assign(name, parameter)
+            names = list(self._replicas.first.parameters)
+            self.store.assign(names, [self._replicas.weights(name)[0] for name in names])
+            if self.workers.count > 1:  # rank 0's won
+                self.pull_weights()
+
+    def pull_weights(self) -> None:
+        """Have the replicas hold what the store holds."""
+        if self.store is not None:
+            names = list(self._replicas.first.parameters)
+            self.store.pull(names, [self._replicas.weights(name) for name in names])
 
     @property
     def learning_rate(self) -> float:
@@ -154,7 +188,7 @@ class Updates:
     def close(self) -> None:
         """Close the store, if it was made here."""
         self.let_go()
-        if self.store is not None and self._is_own:
+        if self.store is not None and self.owns_store:
             self.store.close()
         self.store = None
 

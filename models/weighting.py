@@ -48,6 +48,15 @@ class Weighting:
         self._total += normalizer
 
     @property
+    def total(self) -> float:
+        """What has counted so far."""
+        return self._total
+
+    @property
     def factor(self) -> float:
         """What the sum of the gradients is multiplied by; where nothing counted they are 0, and stay so as in torch."""
-        return self._divisor / self._total if self._total else 1.0
+        return self.factor_for(self._total)
+
+    def factor_for(self, total: float) -> float:
+        """The same, where ``total`` has counted with other workers."""
+        return self._divisor / total if total and self._divisor else 1.0

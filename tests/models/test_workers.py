@@ -1,0 +1,305 @@
+"""Several workers train, score and predict as one process does, each on its own share of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from measure import distance
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from collectives import family, spawn
+from collectives.communicator import Communicator
+from gangline import Module, cpu
+from kvstore import create
+
+family.PRELOAD += ("torch._dynamo", "torchmetrics.aggregation", "torchmetrics.classification")  # seconds for a process
+
+SAMPLES, FEATURES, CLASSES = 37, 6, 3
+IGNORED = -100
+Params = Mapping[str, torch.Tensor]
+
+
+def network(seed: int = 1) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
+
+
+def arrays(ignore: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    data = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
+    label = torch.randint(CLASSES, (SAMPLES,), generator=generator)
+    if ignore:
+        label[torch.rand(SAMPLES, generator=generator) < 0.6] = IGNORED
+    return data, label
+
+
+def weighted() -> nn.Module:
+    return nn.CrossEntropyLoss(weight=torch.tensor([0.3, 1.0, 2.2], dtype=torch.float64))
+
+
+def regression() -> tuple[torch.Tensor, torch.Tensor]:
+    data, label = arrays()
+    return data, nn.functional.one_hot(label, CLASSES).double()
+
+
+CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any]]] = {
+    "arrays": (arrays, nn.CrossEntropyLoss, {"batch_size": 8}),
+    "ignored-labels": (lambda: arrays(ignore=True), nn.CrossEntropyLoss, {"batch_size": 5}),
+    "class-weights": (lambda: arrays(ignore=True), weighted, {"batch_size": 8}),
+    "elements": (regression, nn.MSELoss, {"batch_size": 7}),
+    "sums": (arrays, lambda: nn.CrossEntropyLoss(reduction="sum"), {"batch_size": 12}),
+    "own-loss": (arrays, lambda: lambda output, label: nn.functional.cross_entropy(output, label), {"batch_size": 8}),
+    "dataset": (lambda: TensorDataset(*arrays()), nn.CrossEntropyLoss, {"batch_size": 8}),
+    "tiny-batches": (arrays, nn.CrossEntropyLoss, {"batch_size": 2}),
+    "accumulated": (lambda: arrays(ignore=True), nn.CrossEntropyLoss, {"batch_size": 4, "accumulate": 3}),
+}
+"""Data, loss, and how fit reads it; 37 samples leave a partial batch for each size."""
+
+
+def trained(case: str, kvstore: Any, contexts: list[float], epochs: int) -> Params:
+    make, loss, options = CASES[case]
+    loads = contexts or [1.0]
+    with Module(network(), loss(), [cpu(i) for i in range(len(loads))], loads) as module:
+        rate = 0.02 if case == "sums" else 0.1
+        module.fit(
+            make(),
+            num_epoch=epochs,
+            seed=5,
+            kvstore=kvstore,
+            optimizer="sgd",
+            optimizer_params={"learning_rate": rate, "momentum": 0.9, "wd": 1e-3},
+            eval_metric="loss",
+            **options,
+        )
+        return module.get_params()
+
+
+def in_a_job(comm: Communicator, cases: list[tuple[str, list[float], int]], loads: str | None) -> list[Params]:
+    with pytest.MonkeyPatch.context() as patch:
+        if loads is not None:
+            patch.setenv("GANGLINE_WORK_LOAD_LIST", loads)
+        found = []
+        for case, contexts, epochs in cases:
+            with create("allreduce", communicator=comm) as store:
+                found.append(trained(case, store, contexts, epochs))
+        return found
+
+
+def epochs_of(case: str) -> int:
+    """So many that at least 20 steps are made."""
+    options = CASES[case][2]
+    steps = -(-SAMPLES // options["batch_size"]) // options.get("accumulate", 1)
+    return -(-20 // steps)
+
+
+@cache
+def trained_alone(case: str) -> Params:
+    return trained(case, None, [], epochs_of(case))
+
+
+@pytest.mark.parametrize(
+    ("count", "loads", "contexts", "cases"),
+    [
+        (2, "3,1", [], list(CASES)),
+        (3, None, [], ["ignored-labels", "elements", "tiny-batches", "accumulated"]),
+        (2, "1,2.5", [2, 1, 0], ["class-weights", "dataset", "tiny-batches"]),
+        (3, "0,1,2", [], ["arrays"]),
+    ],
+    ids=["3,1", "three", "contexts", "idle-rank-0"],
+)
+def test_workers_train_as_one_process_does(
+    count: int, loads: str | None, contexts: list[float], cases: list[str]
+) -> None:
+    results = spawn(in_a_job, count, [(case, contexts, epochs_of(case)) for case in cases], loads)
+    for case, *of_workers in zip(cases, *results, strict=True):
+        for params in of_workers:
+            assert distance(params, trained_alone(case)) <= 1e-11, case
+        assert all(torch.equal(params[name], of_workers[0][name]) for params in of_workers for name in params), case
+
+
+class Branches(nn.Module):
+    """Has two ways for some samples, which run where there are such; and a third one that is never taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleList(nn.Linear(FEATURES, CLASSES) for _ in range(3))
+        self.shared = nn.Linear(CLASSES, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = x[:, :CLASSES]
+        for way, takes in zip(self.ways, (x[:, :1] > 0.5, x[:, :1] < -0.5), strict=False):
+            if takes.any():
+                found = found + takes * way(x)
+        return self.shared(found)
+
+
+class Words(nn.Module):
+    """A table with sparse gradients and one with dense ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sparse = nn.Embedding(20, 4, sparse=True)
+        self.dense = nn.Embedding(20, 4)
+        self.out = nn.Linear(4, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.sparse(x).mean(1) + self.dense(x).mean(1))
+
+
+def words() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(SAMPLES * 3).view(SAMPLES, 3) * 7 % 20, torch.arange(SAMPLES) % CLASSES
+
+
+def made(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return kind().double()
+
+
+def stepped(kind: type[nn.Module], batches: list[Any], store: Any, rank: int, count: int, verbs: str) -> Params:
+    """Each batch's samples go to the workers in turn."""
+    with Module(made(kind), nn.CrossEntropyLoss(), cpu()) as module:
+        module.init_optimizer(store, "sgd", {"learning_rate": 0.1, "momentum": 0.9 if kind is Branches else 0.0})
+        for data, label in batches:
+            own = (data[rank::count], label[rank::count]) if len(data) > rank else (None, None)
+            if verbs == "early":
+                module.forward_backward_update(*own)
+            else:
+                module.forward_backward(*own)
+                module.update()
+        return module.get_params()
+
+
+SIZES = {"all-at-first": [9, 1, 2, 1, 12, 1, 4, 7], "some-later": [1, 2, 9, 1, 12, 4, 1, 7]}
+"""Of batches: what a single sample gives no gradient of is in a bucket already, or has yet to come."""
+
+
+def batches_of(kind: type[nn.Module], sizes: list[int]) -> list[Any]:
+    data, label = arrays() if kind is Branches else words()
+    return [(part, of_part) for part, of_part in zip(data.split(sizes), label.split(sizes), strict=True)]
+
+
+def steps_in_a_job(comm: Communicator) -> dict[tuple[str, str, str], Params]:
+    found = {}
+    for kind, order, verbs in product((Branches, Words), SIZES, ("early", "late")):
+        with create("allreduce", communicator=comm) as store:
+            params = stepped(kind, batches_of(kind, SIZES[order]), store, comm.rank, comm.size, verbs)
+            found[kind.__name__, order, verbs] = params
+    return found
+
+
+def test_what_no_worker_has_a_gradient_of_is_left_alone_and_rows_travel_as_rows() -> None:
+    everybody = spawn(steps_in_a_job, 2)
+    for kind, order in product((Branches, Words), SIZES):
+        alone = stepped(kind, batches_of(kind, SIZES[order]), None, 0, 1, "early")
+        for found, verbs in product(everybody, ("early", "late")):
+            assert distance(found[kind.__name__, order, verbs], alone) <= 1e-11, (kind, order, verbs)
+
+
+def own_batches(rank: int) -> list[Any]:
+    """Rank 0 has 3 batches, rank 1 five, of other sizes."""
+    data, label = arrays(ignore=True)
+    sizes = [[5, 2, 6], [1, 3, 4, 2, 5]][rank]
+    start = [0, 20][rank]
+    pieces = zip(
+        data[start : start + sum(sizes)].split(sizes), label[start : start + sum(sizes)].split(sizes), strict=True
+    )
+    return list(pieces)
+
+
+def own_batches_in_a_job(comm: Communicator, as_loader: bool) -> Params:
+    with create("allreduce", communicator=comm) as store, Module(network(comm.rank), nn.CrossEntropyLoss()) as module:
+        batches: Any = own_batches(comm.rank)
+        if as_loader:
+            batches = DataLoader(batches, batch_size=None, sampler=range(len(batches)))
+        module.fit(batches, num_epoch=2, kvstore=store, optimizer_params={"learning_rate": 0.1})
+        return module.get_params()
+
+
+@pytest.mark.parametrize("as_loader", [False, True])
+def test_batches_of_a_workers_own_are_not_cut_and_may_be_fewer_than_the_others(as_loader: bool) -> None:
+    joined = []
+    for step in range(5):
+        parts = [own_batches(rank)[step] for rank in range(2) if step < len(own_batches(rank))]
+        joined.append(tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    with Module(network(0), nn.CrossEntropyLoss()) as module:
+        module.fit(joined, num_epoch=2, optimizer_params={"learning_rate": 0.1})
+        alone = module.get_params()
+    for params in spawn(own_batches_in_a_job, 2, as_loader):
+        assert distance(params, alone) <= 1e-11
+
+
+def noisy(rank: int) -> nn.Module:
+    torch.manual_seed(rank)
+    layers = [nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, CLASSES)]
+    return nn.Sequential(*layers).double()
+
+
+def noise_in_a_job(comm: Communicator) -> tuple[Params, Params]:
+    network = noisy(comm.rank)
+    network[1].running_mean.fill_(comm.rank + 1)  # rank 0's win
+    with create("allreduce", communicator=comm) as store, Module(network, nn.CrossEntropyLoss(), cpu()) as module:
+        module.init_optimizer(store, "sgd", {"learning_rate": 0.1})
+        begun = module.get_params()
+        module.fit(arrays(), num_epoch=2, batch_size=8, seed=5, kvstore=store, eval_metric="loss")
+        return begun, module.get_params()
+
+
+def test_random_streams_and_running_statistics_are_those_of_as_many_contexts_of_one_worker() -> None:
+    found = spawn(noise_in_a_job, 2)
+    network = noisy(0)
+    network[1].running_mean.fill_(1)
+    with Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
+        module.init_optimizer("local", "sgd", {"learning_rate": 0.1})
+        begun = module.get_params()
+        module.fit(arrays(), num_epoch=2, batch_size=8, seed=5, eval_metric="loss")
+        alone = module.get_params()
+    for begun_there, params in found:
+        assert all(torch.equal(begun_there[name], value) for name, value in begun.items())
+        assert distance(params, alone) <= 1e-11
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "auto": {"work_load_list": "auto", "context": [cpu(0), cpu(1)]},
+    "float16": {"autocast": torch.float16},
+    "2bit": {"compression_params": {"type": "2bit", "threshold": 0.01}, "context": [cpu(0), cpu(1)]},
+}
+
+
+def variant(name: str, store: Any) -> tuple[Params, Any]:
+    options = {"context": cpu()} | VARIANTS[name]
+    with Module(network() if name != "float16" else network().float(), nn.CrossEntropyLoss(), **options) as module:
+        data, label = arrays(ignore=True)
+        if name == "float16":
+            data = data.float() * 3000  # so that the first steps overflow, on a worker that has such a sample
+        module.init_params("uniform")
+        module.fit((data, label), num_epoch=3, batch_size=5, kvstore=store, optimizer_params={"learning_rate": 0.05})
+        begun = module.get_params()
+        module.set_params({name: value + getattr(store, "rank", 0) for name, value in begun.items()})
+        after = module.get_params()
+        assert all(torch.equal(after[name], value) for name, value in begun.items())  # rank 0's, which added nothing
+        return begun, module.loss_scale and module.loss_scale.state()
+
+
+def variants_in_a_job(comm: Communicator) -> dict[str, tuple[Params, Any]]:
+    found = {}
+    for name in VARIANTS:
+        torch.manual_seed(comm.rank)
+        with create("allreduce", communicator=comm) as store:
+            found[name] = variant(name, store)
+    return found
+
+
+def test_auto_loads_loss_scales_and_compression_work_among_workers() -> None:
+    first, second = spawn(variants_in_a_job, 2)
+    for name, (params, scale) in first.items():
+        assert all(torch.equal(second[name][0][key], value) for key, value in params.items()), name
+        assert second[name][1] == scale, name
+    assert first["float16"][1]["value"] < 2**16
+    with create("local") as store:
+        assert distance(first["auto"][0], variant("auto", store)[0]) <= 1e-11

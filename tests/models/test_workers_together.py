@@ -1,0 +1,314 @@
+"""Workers score, predict, report, write checkpoints and fail together."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import random
+import socket
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import gangline
+from collectives import family, spawn
+from collectives.communicator import Communicator
+from gangline import Checkpoint, DeadNodeError, MismatchError, Module, Speedometer, cpu
+from kvstore import create
+
+family.PRELOAD += ("torch._dynamo", "torchmetrics.aggregation", "torchmetrics.classification")  # seconds for a process
+
+SAMPLES, FEATURES, CLASSES = 47, 5, 3
+
+
+def arrays(samples: int = SAMPLES) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    data = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
+    return data[:samples], torch.randint(CLASSES, (SAMPLES,), generator=generator)[:samples]
+
+
+def network(seed: int = 1) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
+
+
+METRICS = ["acc", "ce", "loss", ("top_k_accuracy", {"top_k": 2})]
+
+
+def scored(module: Module, samples: int, batch_size: int) -> list[tuple[str, float]]:
+    return module.score(arrays(samples), METRICS, batch_size=batch_size)
+
+
+def correlations(module: Module) -> list[tuple[str, float]]:
+    """Metrics whose states are joined by something else than a sum."""
+    data = torch.arange(SAMPLES * 2.0).view(SAMPLES, 2)
+    label = (data.sum(1, keepdim=True) + 40 * data.sin().sum(1, keepdim=True)).float()
+    return module.score((data, label), [torchmetrics.PearsonCorrCoef(), torchmetrics.SpearmanCorrCoef()], batch_size=6)
+
+
+SCORED = [(SAMPLES, 7), (5, 5), (2, 4), (1, 1)]
+"""Samples and batch sizes: with three workers some have no part of a batch, or of any."""
+
+
+def scores_in_a_job(comm: Communicator, loads: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch, create("allreduce", communicator=comm) as store:
+        patch.setenv("GANGLINE_WORK_LOAD_LIST", loads)
+        with Module(network(comm.rank), nn.CrossEntropyLoss(), cpu()) as module:
+            module.init_optimizer(store)
+            found = [scored(module, *sizes) for sizes in SCORED]
+            own_share = module.score([arrays(comm.rank + 2)], "acc")
+            outputs = [module.predict(arrays(samples)[0], batch_size=size) for samples, size in SCORED]
+            of_dataset = module.predict(TensorDataset(*arrays()), batch_size=4)
+            own = [len(part) for part, _, _ in module.iter_predict(arrays()[0], batch_size=7)]
+        other = create("allreduce", communicator=comm)
+        with other, Module(nn.Linear(2, 1), nn.MSELoss(), cpu()) as module:
+            nn.init.constant_(module.network.weight, 0.5)
+            module.init_optimizer(other)
+            return found, own_share, outputs, of_dataset, own, correlations(module)
+
+
+@pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save")
+def test_scores_and_predictions_count_each_sample_once_and_keep_the_order() -> None:
+    everybody = spawn(scores_in_a_job, 3, "2,1,0.5")
+    with Module(network(0), nn.CrossEntropyLoss(), cpu()) as module:
+        expected = [scored(module, *sizes) for sizes in SCORED]
+        rights = [(module.predict(arrays(n)[0], batch_size=n).argmax(1) == arrays(n)[1]).sum() for n in (2, 3, 4)]
+        whole = module.predict(arrays()[0], batch_size=SAMPLES)
+    line = nn.Linear(2, 1)
+    nn.init.constant_(line.weight, 0.5)
+    with Module(line, nn.MSELoss(), cpu()) as module:
+        expected_of_line = correlations(module)
+    for found, own_share, outputs, of_dataset, _, of_line in everybody:
+        for values, alone in zip(found, expected, strict=True):
+            assert [name for name, _ in values] == [name for name, _ in alone]
+            assert [value for _, value in values] == pytest.approx(
+                [value for _, value in alone], rel=1e-12, nan_ok=True
+            )
+        assert own_share == [("accuracy", pytest.approx(float(sum(rights)) / 9))]
+        for (samples, _), output in zip(SCORED, outputs, strict=True):
+            torch.testing.assert_close(output, whole[:samples])
+        torch.testing.assert_close(of_dataset, whole)
+        assert dict(of_line) == pytest.approx(dict(expected_of_line), rel=1e-5)
+        assert all(0.5 < value < 0.9 for value in dict(of_line).values())
+    assert len({repr(found) for found, *_ in everybody}) == 1  # the same bits, NaN among them
+    assert [own for *_, own, _ in everybody] == [[4] * 6 + [3], [2] * 6 + [1], [1] * 7]
+
+
+class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Adds noise from all three of the host's generators when a sample is read."""
+
+    def __init__(self) -> None:
+        self.data, self.label = arrays()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        noise = torch.rand(FEATURES) + random.random() + float(np.random.rand())
+        return self.data[index] + noise, self.label[index]
+
+
+class Cut(Exception):  # noqa: N818
+    """Ends a run."""
+
+
+def run(comm: Communicator, data: str, prefix: str, resume: Any = None, cut: int = -1) -> Any:
+    """Train 3 epochs, with a checkpoint every 2 batches and each epoch; cut off after batch ``cut`` of all."""
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(11 + comm.rank)
+    layers = [nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, CLASSES)]
+    batches = 0
+
+    def count(_: Any) -> None:
+        nonlocal batches
+        if batches == cut:
+            raise Cut
+        batches += 1
+
+    train: Any = {"arrays": arrays(), "dataset": Augmented()}.get(data)
+    size: Any = {"batch_size": 12}
+    if data == "loader":
+        train, size = DataLoader(Augmented(), batch_size=6 + comm.rank, shuffle=True), {}
+    store = create("allreduce", communicator=comm)
+    with store, Module(nn.Sequential(*layers).double(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)], [2, 1]) as module:
+        saves = Checkpoint(module, prefix, period=2)
+        try:
+            module.fit(
+                train,
+                num_epoch=3,
+                seed=5,
+                kvstore=store,
+                optimizer="adam",
+                optimizer_params={"learning_rate": 0.01},
+                batch_end_callback=[saves, count],
+                epoch_end_callback=Checkpoint(module, prefix),
+                resume=resume,
+                **size,
+            )
+        except Cut:
+            return None
+        return module.get_params(), module.optimizer_state().tensors, store.num_workers
+
+
+def resumed_in_a_job(comm: Communicator, folder: str) -> list[bool]:
+    equal = []
+    for data in ("arrays", "dataset", "loader"):
+        params, state, _ = run(comm, data, f"{folder}/{data}-whole/net")
+        for cut in (3, 4, 8):
+            prefix = f"{folder}/{data}-{cut}/net"
+            assert run(comm, data, prefix, cut=cut) is None
+            params_again, state_again, _ = run(comm, data, prefix, resume=prefix)
+            same = [torch.equal(params[name], value) for name, value in params_again.items()]
+            equal.append(all(same) and all(torch.equal(state[name], value) for name, value in state_again.items()))
+    return equal
+
+
+def test_a_job_that_was_cut_off_resumes_to_the_same_bits_on_all_workers(tmp_path: Path) -> None:
+    assert spawn(resumed_in_a_job, 2, str(tmp_path)) == [[True] * 9] * 2
+    written = json.loads((tmp_path / "loader-whole" / "net-0003.json").read_text())
+    assert len(written["other_workers"]) == 1
+    assert not list(tmp_path.glob("*/*.aside"))
+
+
+def unwritable_in_a_job(comm: Communicator, folder: str) -> str:
+    with create("allreduce", communicator=comm) as store, Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+        module.init_optimizer(store)
+        with pytest.raises((OSError, RuntimeError)) as raised:
+            module.save_checkpoint(f"{folder}/file/net", 1)
+        module.save_checkpoint(f"{folder}/net", 1)
+        return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_of_all_workers(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    first, second = spawn(unwritable_in_a_job, 2, str(tmp_path))
+    assert first.startswith(("FileExistsError", "NotADirectoryError"))
+    assert second == f"RuntimeError: rank 0 could not write checkpoint {tmp_path}/file/net-0001: {first}"
+
+
+def reports_in_a_job(comm: Communicator) -> tuple[list[str], int]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gangline").addHandler(handler)
+    logging.getLogger("gangline").setLevel(logging.INFO)
+    seen: list[float] = []
+    with create("allreduce", communicator=comm) as store, Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit(
+            arrays(21),
+            arrays(7),
+            num_epoch=1,
+            batch_size=4,
+            kvstore=store,
+            batch_end_callback=Speedometer(4, 2),
+            eval_end_callback=lambda param: seen.extend(value for _, value in param.eval_metric.get_name_value()),
+        )
+    return [line.split("=")[0].split("\t")[0] for line in lines], round(seen[0] * 7)
+
+
+def test_rank_0_reports_and_a_callback_sees_the_same_score_on_all_workers() -> None:
+    (first, right), (second, right_there) = spawn(reports_in_a_job, 2)
+    assert first == [
+        "Epoch[0] Batch [0-2]",
+        "Epoch[0] Batch [2-4]",
+        "Epoch[0] Train-accuracy",
+        "Epoch[0] Time cost",
+        "Epoch[0] Validation-accuracy",
+    ]
+    assert second == []
+    assert right == right_there
+
+
+def refused_in_a_job(comm: Communicator) -> list[str]:
+    found = []
+    with create("allreduce", communicator=comm) as store, Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+        with pytest.raises(MismatchError) as mismatch:
+            module.fit(arrays(), num_epoch=1, batch_size=4 + comm.rank, kvstore=store)
+        found.append(str(mismatch.value))
+    normalised = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4))
+    joined = create("allreduce", communicator=comm)
+    with joined, Module(normalised, nn.CrossEntropyLoss(), cpu(), sync_batchnorm=True) as module:
+        with pytest.raises(ValueError, match="over 2 workers") as batchnorm:
+            module.init_optimizer(joined)
+        found.append(str(batchnorm.value))
+    with pytest.MonkeyPatch.context() as patch, create("allreduce", communicator=comm) as store:
+        patch.setenv("GANGLINE_WORK_LOAD_LIST", "1,2,3")
+        with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+            with pytest.raises(ValueError, match="GANGLINE_WORK_LOAD_LIST") as loads:
+                module.init_optimizer(store)
+            found.append(str(loads.value))
+    return found
+
+
+def test_what_workers_cannot_do_together_is_the_same_error_on_all() -> None:
+    first, second = spawn(refused_in_a_job, 2)
+    assert first == second
+    assert first[0].startswith("fit(): train_data is {")
+    assert first[0].index("'batch_size': 4") < first[0].index("on rank 0, but") < first[0].index("'batch_size': 5")
+    assert first[2] == "GANGLINE_WORK_LOAD_LIST is '1,2,3', which has 3 entries for 2 workers"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def as_launched(patch: pytest.MonkeyPatch, comm: Communicator, port: int) -> None:
+    """The environment of a launcher."""
+    values = {"RANK": comm.rank, "WORLD_SIZE": comm.size, "LOCAL_RANK": comm.rank, "MASTER_PORT": port}
+    for name, value in values.items():
+        patch.setenv(name, str(value))
+    patch.setenv("MASTER_ADDR", "127.0.0.1")
+
+
+def failing_in_a_job(comm: Communicator, port: int) -> str:
+    def fail(param: Any) -> None:
+        if comm.rank == 1 and param.nbatch == 2:
+            raise ArithmeticError("this one had enough")
+
+    with pytest.MonkeyPatch.context() as patch:
+        as_launched(patch, comm, port)
+        with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+            with pytest.raises((ArithmeticError, DeadNodeError)) as raised:
+                module.fit(arrays(), num_epoch=5, batch_size=4, kvstore="allreduce", batch_end_callback=fail)
+            return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_a_worker_that_fails_leaves_nobody_waiting() -> None:
+    first, second = spawn(failing_in_a_job, 2, free_port())
+    assert second == "ArithmeticError: this one had enough"
+    assert first.startswith("DeadNodeError")
+    assert "rank 1" in first
+
+
+def commanded(comm: Communicator, port: int, prefix: str) -> tuple[str, str]:
+    words = ["train", "--network", "mlp", "--num-epochs", "1", "--kv-store", "allreduce"]
+    with pytest.MonkeyPatch.context() as patch:
+        as_launched(patch, comm, port)
+        patch.setattr(sys, "argv", ["gangline", *words, "--model-prefix", prefix])
+        with (
+            redirect_stdout(io.StringIO()) as out,
+            redirect_stderr(io.StringIO()) as log,
+            pytest.raises(SystemExit) as end,
+        ):
+            gangline.main()
+    assert not end.value.code
+    return out.getvalue(), log.getvalue()
+
+
+def test_the_training_command_runs_in_a_job(tmp_path: Path) -> None:
+    (out, log), *others = spawn(commanded, 2, free_port(), str(tmp_path / "net"))
+    assert float(out.removeprefix("Validation-accuracy=")) > 0.5
+    assert "2 workers" in log
+    assert others == [("", "")]
+    assert (tmp_path / "net-0001.json").is_file()
