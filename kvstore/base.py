@@ -72,6 +72,11 @@ class KVStore(abc.ABC):
         """How many workers share the store."""
         return 1
 
+    @property
+    def is_async(self) -> bool:
+        """Whether each push is applied when it comes, with no regard to what other workers push."""
+        return False
+
     def barrier(self) -> None:
         """Return when every worker has come here."""
         self._check_open()

@@ -92,6 +92,10 @@ def _log_to_stderr() -> Iterator[None]:
 
 def _run(**job: Any) -> float | None:
     """Train as the options say and return the accuracy on the held-out data; None for a worker that does not report."""
+    from kvstore.dist.roles import serve_if_told
+
+    serve_if_told()  # MXNet's trackers start one command in all roles
+
     import torch
 
     from models.callbacks import ProgressBar, Speedometer

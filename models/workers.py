@@ -35,7 +35,7 @@ class Workers:
         self._store = store if store is not None and store.num_workers > 1 else None
         self.rank = self._store.rank if self._store is not None else 0
         self.count = self._store.num_workers if self._store is not None else 1
-        self.in_step = self.count > 1 and not getattr(store, "is_async", False)
+        self.in_step = self._store is not None and not self._store.is_async
         """Whether there are others, and every step of theirs is one of this worker's too."""
         self.loads = _loads(self.count) if self.count > 1 else [1.0]
         self.first_context = sum(self.exchange(num_contexts)[: self.rank])

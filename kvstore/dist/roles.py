@@ -40,6 +40,19 @@ def is_set(environment: Mapping[str, str] = os.environ) -> bool:
     return "DMLC_ROLE" in environment or "DMLC_PS_ROOT_URI" in environment
 
 
+def serve_if_told() -> None:
+    """Where the environment makes this process a scheduler or server: be that, and leave by SystemExit(0) at the end."""
+    role = os.environ.get("DMLC_ROLE")
+    if role == "scheduler":
+        from kvstore.dist import scheduler
+
+        raise SystemExit(scheduler.main())
+    if role == "server":
+        from kvstore.dist import server
+
+        raise SystemExit(server.main())
+
+
 def from_environment(environment: Mapping[str, str] = os.environ) -> ServerJob:
     """The job that DMLC_ROLE, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER and DMLC_NUM_SERVER describe.
 

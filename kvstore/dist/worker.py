@@ -91,6 +91,10 @@ class DistStore(KVStore):
     def num_workers(self) -> int:  # noqa: D102  inherited
         return self._member.num_workers
 
+    @property
+    def is_async(self) -> bool:  # noqa: D102  inherited
+        return self.type.endswith("async")
+
     def barrier(self) -> None:  # noqa: D102  inherited
         self._check_open()
         self._member.meet(b"", "barrier()")
@@ -276,6 +280,8 @@ class DistStore(KVStore):
         def run() -> None:
             with torch.no_grad(), pending:
                 prepare(pending)
+            if async_op:
+                self._wire.go_on()
 
         if async_op:
             self._queue.submit(run, Work(name), keys, priority)
@@ -580,16 +586,8 @@ def _arena() -> Arena | None:
 def _job(timeout: float) -> tuple[roles.ServerJob, Embedded | None]:
     """This worker's job; serves in its place where the environment gives it another role."""
     if roles.is_set():
-        job = roles.from_environment()
-        if job.role == "scheduler":
-            from kvstore.dist import scheduler
-
-            raise SystemExit(scheduler.main())
-        if job.role == "server":
-            from kvstore.dist import server
-
-            raise SystemExit(server.main())
-        return job, None
+        roles.serve_if_told()
+        return roles.from_environment(), None
     return embedded_job(timeout)
 
 
