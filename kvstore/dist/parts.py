@@ -63,7 +63,9 @@ class Part:
     """Rounds that are closed."""
     open: dict[int, Round] = field(default_factory=dict)
     pushed: dict[int, int] = field(default_factory=dict)
-    """By rank: its last round; what comes again is known by it."""
+    """By rank: the last round up to which all its pushes have come; what comes again is known by it."""
+    ahead: dict[int, set[int]] = field(default_factory=dict)
+    """By rank: rounds beyond, whose pushes overtook others by their priority or after a lost connection."""
     waiters: list[Waiter] = field(default_factory=list)
     readers: set[tuple[int, int]] = field(default_factory=set)
     """(rank, sequence) of those who read ``stored`` where it lies."""
@@ -116,6 +118,23 @@ class Part:
         if self.flat.dtype is torch.bool:  # only 0 and 1 are bools, whatever was sent
             return data.ne(0)
         return typed(data, self.flat.dtype)
+
+    def is_new(self, rank: int, number: int) -> bool:
+        """Whether a worker's push for a round comes for the first time; from now on it has come."""
+        last, ahead = self.pushed.get(rank, 0), self.ahead.setdefault(rank, set())
+        if number <= last or number in ahead:
+            return False
+        ahead.add(number)
+        while last + 1 in ahead:
+            last += 1
+            ahead.discard(last)
+        self.pushed[rank] = last
+        return True
+
+    def catch_up(self, rank: int) -> None:
+        """Expect a worker, who has rested, to go on at the round of the others."""
+        self.pushed[rank] = max(self.pushed.values(), default=0)
+        self.ahead.pop(rank, None)
 
     def ready(self, needed: Collection[int]) -> Round | None:
         """The next round, if all ``needed`` have contributed and nobody reads or changes the value."""

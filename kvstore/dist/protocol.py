@@ -23,8 +23,21 @@ MAX_HEADER = 4 << 20
 MAX_PART = 1 << 35
 """Bytes of one part of a key at most, whole-tensor keys included."""
 MAX_RANKS = 1 << 16
+MAX_AXES = 64
 MAX_EXCHANGED = 64 << 20
 """Bytes that a worker may give to one exchange."""
+
+ERRORS = (
+    "DeadNodeError",
+    "MismatchError",
+    "ProtocolError",
+    "StallError",
+    "ValueError",
+    "KeyError",
+    "TypeError",
+    "RuntimeError",
+)
+"""How `Failed` names what went wrong: classes of collectives.errors, or Python's own."""
 
 Kind = type["Message"]
 _M = TypeVar("_M", bound="Message")
@@ -38,8 +51,8 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "Text": lambda v: isinstance(v, str) and len(v) <= 1 << 20,
     "Blob": lambda v: isinstance(v, bytes) and len(v) <= MAX_EXCHANGED,
     "Flag": lambda v: isinstance(v, bool),
-    "Number": lambda v: isinstance(v, (int, float)) and not isinstance(v, bool),
-    "MaybeNumber": lambda v: v is None or (isinstance(v, (int, float)) and not isinstance(v, bool)),
+    "Number": lambda v: _is_number(v),
+    "MaybeNumber": lambda v: v is None or _is_number(v),
     "Words": lambda v: isinstance(v, list) and len(v) <= MAX_RANKS and all(isinstance(w, str) for w in v),
     "Blobs": lambda v: isinstance(v, list) and len(v) <= MAX_RANKS and all(isinstance(b, bytes) for b in v),
     "Process": lambda v: isinstance(v, list) and [type(one) for one in v] == [str, int, int],
@@ -55,6 +68,7 @@ Text = str
 Blob = bytes
 Flag = bool
 Number = float
+"""Finite, 0 or more."""
 MaybeNumber = float | None
 Words = list[str]
 Blobs = list[bytes]
@@ -92,14 +106,14 @@ def pack(one: Message) -> bytes:
     return bytes(msgpack.packb([VERSION, one.kind, *(getattr(one, field.name) for field in fields(one))]))  # type: ignore[arg-type]
 
 
-def unpack(frame: bytes | memoryview) -> Message:
-    """The message of a header frame.
+def unpack(frame: bytes | memoryview, most: int = MAX_HEADER + MAX_EXCHANGED) -> Message:
+    """The message of a header frame of ``most`` bytes at most.
 
     Raises:
         ProtocolError: it is none; the text says what is wrong with it.
     """
-    if len(frame) > MAX_HEADER + MAX_EXCHANGED:
-        raise ProtocolError(f"a header of {len(frame)} bytes came; expected at most {MAX_HEADER}")
+    if len(frame) > most:
+        raise ProtocolError(f"a header of {len(frame)} bytes came; expected at most {most}")
     try:
         items = msgpack.unpackb(frame, strict_map_key=True, max_ext_len=0)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
@@ -119,6 +133,11 @@ def unpack(frame: bytes | memoryview) -> Message:
         if not _CHECKS[str(field.type)](value):
             raise ProtocolError(f"{cls.__name__} came with {field.name}={_shown(value)}; expected a {field.type}")
     return cls(*values)
+
+
+def name_of(error: Exception) -> str:
+    """The name among `ERRORS` of an error's class, or of what it is derived from."""
+    return next((cls.__name__ for cls in type(error).__mro__ if cls.__name__ in ERRORS), RuntimeError.__name__)
 
 
 # To and from the scheduler
@@ -157,6 +176,8 @@ class Joined(Message):
 class Refused(Message):
     """What was asked for cannot be."""
 
+    error: Word
+    """ValueError, or StallError where somebody did not come."""
     text: Text
 
 
@@ -199,6 +220,8 @@ class Met(Message):
 class Rest(Message):
     """A worker takes no further part until all say so."""
 
+    number: Count
+    """Of the last exchange that it knows of."""
     data: Blob
 
 
@@ -209,7 +232,7 @@ class Rested(Message):
 
     last: Rank
     number: Count
-    """Of the exchange that comes next."""
+    """Above those of all exchanges so far; the next one has the next number."""
     data: Blobs
 
 
@@ -241,6 +264,8 @@ class Hello(Message):
     """How many pushes of a key a worker may be ahead of the slowest; -1: any number."""
     memory: Blob
     """The card of its shared memory; empty: it has none."""
+    read: Count
+    """The highest number of `Values` of this server that it has read; 0: none."""
 
 
 @message(21)
@@ -335,7 +360,7 @@ class Failed(Message):
 
     sequence: Count
     error: Word
-    """A class of collectives.errors, or ValueError, KeyError, TypeError, RuntimeError."""
+    """One of `ERRORS`."""
     text: Text
 
 
@@ -393,6 +418,7 @@ def _is_definition(value: Any) -> bool:
         and [type(one) for one in value] == [int, str, list, int, bytes, int, bool]
         and value[0] >= 0
         and value[1] in DTYPES
+        and len(value[2]) <= MAX_AXES
         and all(_is_int(axis) and axis >= 0 for axis in value[2])
         and math.prod(value[2]) <= MAX_PART
         and value[3] > 0
@@ -402,6 +428,10 @@ def _is_definition(value: Any) -> bool:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _shown(value: Any) -> str:

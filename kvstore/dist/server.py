@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -46,6 +48,7 @@ from kvstore.sparse import RowSparse
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 200
+_REMEMBERED = 256
 INLINE = 1 << 15
 """Bytes up to which values go through the socket even where memory is shared: two messages less."""
 
@@ -59,7 +62,25 @@ class _Worker:
     """Whether it reads values in this server's memory."""
     acks: list[int] = field(default_factory=list)
     frees: list[int] = field(default_factory=list)
+    held: set[int] = field(default_factory=set)
+    """Messages whose memory is still looked at."""
+    done: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    """The last messages that must not be followed twice."""
     ready: list[tuple[Waiter, Part]] = field(default_factory=list)
+
+    def free(self, sequence: int) -> None:
+        """Tell it that a message's memory may be written again."""
+        self.held.discard(sequence)
+        self.frees.append(sequence)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Values that a worker reads where they lie."""
+
+    rank: int
+    sequence: int
+    parts: list[Part]
 
 
 class _Held:
@@ -90,7 +111,7 @@ class Server:
         self._staleness = -1
         self._resting: set[int] = set()
         self._dead: dict[int, str] = {}
-        self._reads: dict[int, tuple[int, list[Part]]] = {}
+        self._reads: dict[int, _Read] = {}
         self._number = 0
         self._touched: set[Part] = set()
         self._crew = Crew()
@@ -143,11 +164,12 @@ class Server:
             if worker is None:
                 raise ProtocolError(f"{type(message).__name__} came before a Hello")
             self._handle(worker, message, frames[2:])
-        except (ProtocolError, MismatchError, ValueError, KeyError, TypeError) as error:
-            if isinstance(error, ProtocolError):
+        except Exception as error:  # noqa: BLE001  whoever sent it is told, the others are served on
+            if not isinstance(error, MismatchError):
                 self.junk += 1
-            _log.warning("server %d refuses a message: %s", self._member.rank, error)
-            self._send(identity, Failed(sequence, type(error).__name__, str(error)))
+            text = str(error.args[0]) if error.args else type(error).__name__  # str() of a KeyError is quoted
+            _log.warning("server %d refuses a message: %s", self._member.rank, text)
+            self._send(identity, Failed(sequence, protocol.name_of(error), text[: 1 << 16]))
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
         if not 0 <= hello.rank < self._member.num_workers or hello.view != self._member.view:
@@ -162,19 +184,26 @@ class Server:
                 f"worker {hello.rank} wants {hello.mode} rounds with staleness {hello.staleness}, others "
                 f"{'sync' if self._is_sync else 'async'} with {self._staleness}"
             )
+        if any(one.rank == hello.rank and one.identity != identity for one in self._workers.values()):
+            raise ProtocolError(f"somebody says hello as worker {hello.rank}, who is another process")
         self._is_sync, self._staleness = mode
-        memory = None
+        worker = self._workers.get(identity)
+        if worker is None:
+            memory = self._memory_of(hello)
+            shares = memory is not None and self._arena is not None
+            worker = self._workers[identity] = _Worker(identity, hello.rank, memory, shares)
+        for number in [number for number in self._reads if number <= hello.read]:  # whatever became of its Done
+            self._end_read(hello.rank, number)
+        card = self._arena.card if worker.shares and self._arena is not None else b""
+        self._send(identity, Welcome(worker.memory is not None, card))
+
+    def _memory_of(self, hello: Hello) -> Segment | None:
         if hello.memory:
             try:
-                memory = open_offered(hello.memory)
+                return open_offered(hello.memory)
             except OSError as error:
                 _log.info("server %d and worker %d share no memory: %s", self._member.rank, hello.rank, error)
-        shares = memory is not None and self._arena is not None
-        known = self._workers.get(identity)
-        if known is None:
-            self._workers[identity] = _Worker(identity, hello.rank, memory, shares)
-        card = self._arena.card if shares and self._arena is not None else b""
-        self._send(identity, Welcome(memory is not None, card))
+        return None
 
     def _handle(self, worker: _Worker, message: Message, frames: list[zmq.Frame]) -> None:
         match message:
@@ -188,16 +217,19 @@ class Server:
                     self._wait(part, Waiter(worker.rank, sequence, entry[1], rows))
             case Done(numbers):
                 for number in numbers:
-                    _, parts = self._reads.pop(number, (0, []))
-                    for part in parts:
-                        part.readers.discard((worker.rank, number))
-                    self._touched.update(parts)
+                    self._end_read(worker.rank, number)
             case Define(sequence, definitions, place):
-                self._define(worker, definitions, place, frames)
+                if sequence not in worker.done:
+                    self._define(worker, definitions, place, frames)
+                    worker.done.append(sequence)
                 worker.acks.append(sequence)
             case Command(sequence, name, payload):
                 self._crew.drain()
-                answer, given = self._command(worker, name, payload, frames)
+                answer: bytes = b""
+                given: list[Tensor] = []
+                if sequence not in worker.done:
+                    answer, given = self._command(worker, name, payload, frames)
+                    worker.done.extend([sequence] if name != "state" else [])
                 self._send(worker.identity, Answer(sequence, answer), given)
             case _:
                 raise ProtocolError(f"{type(message).__name__} came from worker {worker.rank}")
@@ -244,7 +276,7 @@ class Server:
                 lane = self._crew.lane_of(one.number)
                 part = Part(one.number, one.key, one.begin, one.width, stored, one.is_whole, offset, lane)
                 self._parts[one.number] = part
-            elif part.flat.nbytes != one.nbytes or part.key != one.key:
+            elif part.flat.nbytes != one.nbytes or part.flat.dtype is not one.dtype or part.key != one.key:
                 raise MismatchError(f"part {one.number} is of key {part.key!r} already; key {one.key!r} came for it")
             part.flat.view(torch.uint8).copy_(data)
 
@@ -263,13 +295,16 @@ class Server:
     def _push(self, worker: _Worker, push: Push, frames: list[zmq.Frame]) -> None:
         datas = self._data(worker, push.entries, push.place, frames)
         parts = [self._part(entry[0]) for entry in push.entries]
-        held = _Held(len(parts), partial(worker.frees.append, push.sequence) if push.place else _nothing)
+        release = _nothing
+        if push.place and push.sequence not in worker.held:  # else it is freed when its first copy has been used
+            worker.held.add(push.sequence)
+            release = partial(worker.free, push.sequence)
+        held = _Held(len(parts), release)
         for part, entry, data in zip(parts, push.entries, datas, strict=True):
             number = entry[1]
-            if number <= part.pushed.get(worker.rank, 0):  # it came before, and the answer was lost
+            if not part.is_new(worker.rank, number):  # it came before, and the answer was lost
                 held.release()
             else:
-                part.pushed[worker.rank] = number
                 self._contribute(part, worker.rank, number, self._read(part, worker, push, entry[2], data, held), push)
             if push.wants:
                 self._wait(part, Waiter(worker.rank, push.sequence, number))
@@ -387,11 +422,8 @@ class Server:
         news = {rank: why for (role, rank), why in list(self._member.gone.items()) if role == "worker"}
         for rank in news.keys() - self._dead.keys():
             self._dead[rank] = news[rank]
-            for number, (reader, parts) in list(self._reads.items()):
-                if reader == rank:
-                    del self._reads[number]
-                    for part in parts:
-                        part.readers.discard((rank, number))
+            for number in list(self._reads):
+                self._end_read(rank, number)
             self._touched.update(self._parts.values())
         if not self._dead or not self._is_sync:
             return
@@ -441,9 +473,10 @@ class Server:
         if shared:
             self._number += 1
             parts = [part for _, part in shared]
+            self._end_lost_reads(worker.rank, sequence, parts)
             for part in parts:
                 part.readers.add((worker.rank, self._number))
-            self._reads[self._number] = worker.rank, parts
+            self._reads[self._number] = _Read(worker.rank, sequence, parts)
             entries = [[part.number, part.closed, DENSE, part.flat.nbytes] for part in parts]
             places = [part.offset for part in parts]
             self._send(worker.identity, Values(sequence, self._number, entries, places))
@@ -459,6 +492,22 @@ class Server:
                 entries.append([part.number, part.closed, kind, data.nbytes])
                 datas.append(data)
             self._send(worker.identity, Values(sequence, 0, entries, []), datas)
+
+    def _end_read(self, rank: int, number: int) -> None:
+        """Values may change again: a worker has read them, or is gone; those that another one reads may not."""
+        read = self._reads.get(number)
+        if read is not None and read.rank == rank:
+            del self._reads[number]
+            for part in read.parts:
+                part.readers.discard((rank, number))
+            self._touched.update(read.parts)
+
+    def _end_lost_reads(self, rank: int, sequence: int, parts: Sequence[Part]) -> None:
+        """What is given again was lost on its way, or has been read when this comes; its new number tells of both."""
+        for number, read in list(self._reads.items()):
+            if (read.rank, read.sequence) == (rank, sequence):
+                for part in parts:
+                    part.readers.discard((rank, number))
 
     def _fail(self, waiter: Waiter, kind: str, text: str) -> None:
         for worker in self._of_rank(waiter.rank):
@@ -498,6 +547,8 @@ class Server:
                 self._touched.update(self._parts.values())
             case "wake":
                 self._resting.discard(worker.rank)
+                for part in self._parts.values():
+                    part.catch_up(worker.rank)
             case "forget":
                 self._forget(msgpack.unpackb(payload))
             case _:
@@ -528,24 +579,32 @@ def _nothing() -> None:
 
 def serve(job: roles.ServerJob) -> None:
     """Be a server of a job until it is over."""
+    with open_server(job) as server:
+        server.run()
+
+
+@contextmanager
+def open_server(job: roles.ServerJob) -> Iterator[Server]:
+    """A server that has joined its job, and leaves it at the end."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     for option, value in (
         (zmq.ROUTER_MANDATORY, 1),
         (zmq.ROUTER_HANDOVER, 1),
         (zmq.SNDHWM, 0),
+        (zmq.MAXMSGSIZE, protocol.MAX_PART),
         (zmq.LINGER, 2000),
         (zmq.IPV6, int(":" in job.interface)),
     ):
         socket.setsockopt(option, value)
-    roles.check_address(job.interface)
-    host = f"[{job.interface}]" if ":" in job.interface else job.interface
-    socket.bind(f"tcp://{host}:*")
-    address = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
     try:
+        roles.check_address(job.interface)
+        host = f"[{job.interface}]" if ":" in job.interface else job.interface
+        socket.bind(f"tcp://{host}:*")
+        address = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         member = Membership("server", job.scheduler, address=address)
         try:
-            Server(member, socket).run()
+            yield Server(member, socket)
         finally:
             member.close()
     finally:

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import zmq
 from torch import Tensor
@@ -75,6 +75,7 @@ class _Line:
         self.pending: dict[int, Request] = {}  # not answered yet
         self.holding: dict[int, Request] = {}  # answered, but their memory is not free yet
         self.connections = 0
+        self.read = 0  # the highest number of Values in the server's memory that has been read
 
 
 class Wire:
@@ -92,7 +93,7 @@ class Wire:
         bounds = limits()
         self._timeout, self._stall_warn = timeout, bounds.stall_warn
         self._member = member
-        self._hello = Hello(member.rank, member.view, mode, staleness, arena.card if arena is not None else b"")
+        self._hello = Hello(member.rank, member.view, mode, staleness, arena.card if arena is not None else b"", 0)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sequences = itertools.count(1)
         self._ticket = itertools.count()
@@ -102,7 +103,6 @@ class Wire:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
         self._idle = threading.Condition()
-        self._waited_for = 0  # requests that nobody waits for in `wait`, but that are not over
         self._thread: threading.Thread | None = None
         self._checked = 0.0
         self._warned = False
@@ -134,10 +134,14 @@ class Wire:
                 raise RuntimeError("the store is closed")
             heapq.heappush(self._outbox, (-request.priority, next(self._ticket), request))
         self._kick()
+
+    def go_on(self) -> None:
+        """Have answers taken in also while nobody waits for them."""
         with self._idle:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="gangline-wire", daemon=True)
                 self._thread.start()
+            self._idle.notify()
 
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Move the sockets until something is over, or another thread does until then."""
@@ -256,7 +260,8 @@ class Wire:
         while not self._closed:
             if not self._is_busy():
                 with self._idle:
-                    self._idle.wait(0.05)
+                    if not self._is_busy() and not self._closed:
+                        self._idle.wait()
                 continue
             if self._turn.acquire(timeout=0.05):
                 try:
@@ -287,9 +292,9 @@ class Wire:
         while line.monitor.poll(0):
             recv_monitor_message(line.monitor)
             line.connections += 1
-            self._send(line, [protocol.pack(self._hello)])
+            self._send(line, [protocol.pack(replace(self._hello, read=line.read))])
             if line.connections > 1:  # what was on its way may be lost: it is asked again, and known by its number
-                for request in line.pending.values():
+                for request in [*line.holding.values(), *line.pending.values()]:
                     self._transmit(line, request)
 
     def _receive(self, server: int, line: _Line) -> None:
@@ -322,6 +327,7 @@ class Wire:
             case Values(sequence, number, _, _):
                 self._settle(line, sequence, message, [bytes_of(frame) for frame in frames])
                 if number:
+                    line.read = max(line.read, number)
                     self.say(server, Done([number]))
             case Answer(sequence, _):
                 self._settle(line, sequence, message, [bytes_of(frame) for frame in frames])
