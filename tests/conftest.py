@@ -15,7 +15,8 @@ from collectives import family
 
 # Ranks import the module of a test to find its functions: by pytest's name for it, and quicker for what they share.
 sys.path.insert(0, str(Path(__file__).parent.parent))
-family.PRELOAD += ("pytest", "hypothesis", "numpy.random", "torch._dynamo", "kvstore.trainer")
+family.PRELOAD += ("pytest", "hypothesis", "numpy.random", "torch._dynamo", "kvstore.trainer", "models.module")
+family.PRELOAD += ("sklearn.datasets", "sklearn.model_selection", "torchmetrics.aggregation")
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has programs in its background ignore Ctrl-C
 

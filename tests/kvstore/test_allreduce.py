@@ -14,13 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from collectives import Communicator, cpu, family, spawn
+from collectives import Communicator, cpu, spawn
 from kvstore import KVStore, RowSparse, create
 from kvstore.bucketing import Bucket, plan
 from models import Module
-
-# What ranks would each import: torch takes a second for the first of these when a process makes its first optimizer.
-family.PRELOAD += ("torch._dynamo", "kvstore.allreduce", "kvstore.trainer", "models.module")
 
 DTYPES = (
     torch.float64,

@@ -12,11 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from collectives import Communicator, family, spawn
+from collectives import Communicator, spawn
 from kvstore import KVStore, Trainer, create
-
-# What ranks would each import: torch takes a second for the first of these when a process makes its first optimizer.
-family.PRELOAD += ("torch._dynamo", "kvstore.allreduce", "kvstore.trainer", "models.module")
 
 OPTIMIZERS = [
     ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.01}, torch.optim.SGD, {"momentum": 0.9}),

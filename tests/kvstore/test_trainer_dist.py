@@ -1,0 +1,53 @@
+"""`kvstore.Trainer` over servers: unequal workers give the mean over all samples, as one process computes it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kvstore import Trainer
+from tests.kvstore.dist_job import run_job
+
+pytestmark = pytest.mark.timeout(60)
+STEPS, SIZES = 20, (5, 3)
+OPTIMIZERS = [("sgd", {"learning_rate": 0.02, "momentum": 0.5}), ("adam", {"learning_rate": 0.01})]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(7, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 2)).double()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    size = sum(SIZES)
+    return torch.randn(size, 7, generator=generator).double(), torch.randn(size, 2, generator=generator).double()
+
+
+def plain_loop(optimizer: tuple[str, dict[str, float]], kvstore: str, mine: slice) -> list[Tensor]:
+    model = network()
+    trainer = Trainer(model.parameters(), *optimizer, kvstore)
+    for step in range(STEPS):
+        data, target = (part[mine] for part in batch(step))
+        trainer.zero_grad()
+        loss = nn.functional.mse_loss(model(data), target)
+        loss.backward()
+        trainer.step(len(data))
+    trainer.kvstore.close()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def play(optimizer: tuple[str, dict[str, float]], store: str) -> list[Tensor]:
+    import os
+
+    rank = int(os.environ["DMLC_WORKER_ID"])
+    return plain_loop(optimizer, store, slice(0, SIZES[0]) if rank == 0 else slice(SIZES[0], None))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=[name for name, _ in OPTIMIZERS])
+def test_workers_of_unequal_batches_train_as_one(optimizer: tuple[str, dict[str, float]]) -> None:
+    alone = plain_loop(optimizer, "local", slice(None))
+    for weights in run_job(play, 2, 2, optimizer, "dist_sync"):
+        for got, expected in zip(weights, alone, strict=True):
+            assert torch.linalg.norm(got - expected) / torch.linalg.norm(expected) < 1e-11
