@@ -67,6 +67,7 @@ class Membership:
         self._socket = self._dealer()
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._connections = 0
+        self._has_joined = False
         self._socket.connect(scheduler)
         joining: Future[Joined] = Future()
         self._join = Join(role, rank, this_process(), address)
@@ -117,7 +118,7 @@ class Membership:
         """Say goodbye and end the thread; again: nothing."""
         if self._ending.is_set():
             return
-        if "joined" not in self._answers and not self.lost:
+        if self._has_joined and not self.lost:
             goodbye: Future[Any] = Future()
             self._answers["over"] = goodbye, Leave()
             self._say(Leave())
@@ -232,7 +233,7 @@ class Membership:
             return
         match message:
             case Joined(_, _, _, _, heartbeat, limit):
-                self._heartbeat, self._limit = heartbeat, limit
+                self._heartbeat, self._limit, self._has_joined = heartbeat, limit, True
                 self._give("joined", message)
             case Refused(kind, text):
                 self._give("joined", error=StallError(text) if kind == StallError.__name__ else ValueError(text))

@@ -41,7 +41,7 @@ def is_set(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def serve_if_told() -> None:
-    """Where the environment makes this process a scheduler or server: be that, and leave by SystemExit(0) at the end."""
+    """Be the scheduler or server that the environment makes of this process, and leave by SystemExit(0)."""
     role = os.environ.get("DMLC_ROLE")
     if role == "scheduler":
         from kvstore.dist import scheduler

@@ -89,6 +89,8 @@ class _Book:
         """Once all are here, give each its rank: what was asked for first, then in the order of arrival."""
         if self.complete or any(len(self.of(role)) < self.expected(role) for role in ("worker", "server")):
             return False
+        if any(member.lost for member in self.members.values()):  # it may be dead, and have to be replaced
+            return False
         for role in ("worker", "server"):
             here = [member for member in self.members.values() if member.join.role == role]
             free = sorted(set(range(len(here))) - {member.join.rank for member in here})
@@ -183,6 +185,7 @@ class Scheduler:
                 self._see_lost()  # before a new connection gets a lost one's number
                 while self._socket.poll(0):
                     self._receive()
+                self._begin()
                 self._watch()
                 if not self._book.complete and time.monotonic() - began > self._timeout:
                     self._give_up()
@@ -254,10 +257,13 @@ class Scheduler:
             self._send(member, Refused(ValueError.__name__, refusal))
             return None
         self._book.members[identity] = member
+        return member
+
+    def _begin(self) -> None:
+        """Tell all that all are here, once they are."""
         if self._book.deal_ranks():
             for one in self._book.members.values():
                 self._send(one, self._joined(one))
-        return member
 
     def _joined(self, member: _Member) -> Joined:
         book = self._book

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 from collectives.compression import Compression
-from collectives.errors import GanglineError, MismatchError
 from collectives.limits import limits
 from collectives.work import Work, WorkQueue
 from kvstore.arguments import Pairs, Pushed, RowPulls, by_key, merged
@@ -24,9 +22,11 @@ from kvstore.dist import roles, server_state
 from kvstore.dist.arena import Arena
 from kvstore.dist.contributions import Contributions
 from kvstore.dist.embedded import Embedded, embedded_job
+from kvstore.dist.layouts import empty, layout_of, new_keys, pack
 from kvstore.dist.membership import Membership
-from kvstore.dist.protocol import Answer, Command, Define, Message
-from kvstore.dist.sharding import Layout, Part, Sharding
+from kvstore.dist.protocol import Define
+from kvstore.dist.sharding import Part, Sharding
+from kvstore.dist.team import Pending, Team
 from kvstore.dist.values import Pulled, PulledRows, Target
 from kvstore.dist.wire import Request, Wire
 from kvstore.optimizer import KeyedOptimizer, OptimizerState
@@ -73,6 +73,7 @@ class DistStore(KVStore):
         self._arena = _arena()
         staleness = -1 if max_staleness is None else max_staleness
         self._wire = Wire(self._member, "async" if is_async else "sync", staleness, self._arena, self._timeout)
+        self._team = Team(self._member, self._wire)
         self._queue = WorkQueue()
         self._finish = weakref.finalize(self, _finish, self._queue, self._wire, self._member, self._arena, embedded)
         self._sharding = Sharding(len(self._member.servers))
@@ -81,7 +82,6 @@ class DistStore(KVStore):
         self._spec: OptimizerSpec | None = None
         self._learning_rate: float | None = None
         self._contributions = Contributions(self._wire.shares, self._arena, on_device=self._on_device)
-        self._pull_lock = threading.Lock()
 
     @property
     def rank(self) -> int:  # noqa: D102  inherited
@@ -97,7 +97,7 @@ class DistStore(KVStore):
 
     def barrier(self) -> None:  # noqa: D102  inherited
         self._check_open()
-        self._member.meet(b"", "barrier()")
+        self._team.meet("barrier()")
 
     def exchange(self, data: bytes) -> list[bytes]:  # noqa: D102  inherited
         self._check_open()
@@ -115,22 +115,21 @@ class DistStore(KVStore):
         """
         self._check_open()
         self._settle()
-        self._command_all("rest", b"")
+        self._team.command("rest")
         rested = self._member.rest(msgpack.packb(list(self._rounds.items())))
         for packed in rested.data:
             for key, number in msgpack.unpackb(packed) if packed else ():
                 self._rounds[key] = max(self._rounds.get(key, 0), number)
-        self._command_all("wake", b"")
+        self._team.command("wake")
         self.barrier()
         return rested.last
 
     # Keys
 
     def _init(self, pairs: Pairs, async_op: bool) -> Work:  # noqa: ARG002  done when it returns
-        layouts = [_layout(key, value) for key, (value,) in pairs]
+        layouts = [layout_of(key, value) for key, (value,) in pairs]
         try:
-            said = self._member.meet(_packed(layouts), "init()")
-            new = self._agreed(said)
+            new = new_keys(self._member.meet(pack(layouts), "init()"), self._parts)
         except BaseException:
             with self._layout_lock:
                 for key, _ in pairs:
@@ -140,28 +139,13 @@ class DistStore(KVStore):
         placed = self._sharding.place(new, whole=whole)
         self._parts.update(placed)
         self._rounds.update(dict.fromkeys(placed, 0))
-        self._by_rank_0(lambda: self._define(pairs), "init()")
+        self._team.by_rank_0(lambda: self._define(pairs), "init()")
         return Work.finished("init")
-
-    def _agreed(self, said: Sequence[bytes]) -> list[Layout]:
-        """The keys that nobody knew yet, in an order that all share; raises the same error on all where they differ."""
-        new: dict[Key, tuple[int, Layout]] = {}
-        for rank, packed in enumerate(said):
-            for layout in _unpacked(packed):
-                known = self._parts.get(layout.key)
-                first, other = (0, known[0].layout) if known else new.get(layout.key, (rank, layout))
-                if other != layout:
-                    raise MismatchError(
-                        f"key {layout.key!r} has {_words(other)} on rank {first}, but {_words(layout)} on rank {rank}"
-                    )
-                if known is None:
-                    new.setdefault(layout.key, (rank, layout))
-        return [layout for _, layout in new.values()]
 
     def _define(self, pairs: Sequence[tuple[Key, Sequence[Tensor]]]) -> None:
         """Give the servers the values of these keys."""
         requests: list[Request] = []
-        for server in range(len(self._member.servers)):
+        for server in self._team.servers:
             group: list[tuple[Part, Tensor]] = []
             for key, (value,) in pairs:
                 flat = value.detach().cpu().contiguous().view(-1)
@@ -173,24 +157,7 @@ class DistStore(KVStore):
                             group = []
             if group:
                 requests.append(_definition(server, group))
-        self._ask(requests, "init()")
-
-    def _by_rank_0(self, action: Callable[[], object], what: str) -> None:
-        """Have rank 0 do something while the others wait; what it raises, all raise."""
-        said = b""
-        error: Exception | None = None
-        if self.rank == 0:
-            try:
-                action()
-            except Exception as raised:  # noqa: BLE001  raised again below
-                error = raised
-                said = msgpack.packb([type(raised).__name__, str(raised)])
-        told = self._member.meet(said, what)[0]
-        if error is not None:
-            raise error
-        if told:
-            kind, text = msgpack.unpackb(told)
-            raise {"ValueError": ValueError, "TypeError": TypeError}.get(kind, GanglineError)(text)
+        self._team.ask(requests, "init()")
 
     # Moving tensors
 
@@ -232,30 +199,30 @@ class DistStore(KVStore):
         pairs = merged(pairs)
         wanted = None if outs is None else _merged_outs(outs)
 
-        def move(work: _Pending) -> None:
+        def move(work: Pending) -> None:
             ready = self._contributions.prepare([(key, values, self._parts[key]) for key, values in pairs])
             for key, _ in pairs:
                 self._rounds[key] += 1
             rate = self._learning_rate if self.rank == 0 else None
             targets = None if wanted is None else Pulled(self._targets(wanted), self._wire.memory_of, work.codec)
-            self._submit(ready.requests(self._rounds, rate, targets, work.name, priority, weight), work)
+            work.submit(ready.requests(self._rounds, rate, targets, work.name, priority, weight), self._wire)
 
         return self._start(name, move, [*pairs, *(outs or ())], priority, async_op)
 
     def _pull(self, pairs: Pairs, priority: int, async_op: bool) -> Work:
         wanted = _merged_outs(pairs)
 
-        def pull(work: _Pending) -> None:
+        def pull(work: Pending) -> None:
             targets = Pulled(self._targets(wanted), self._wire.memory_of, work.codec)
-            self._submit(targets.requests(self._rounds, work.name, priority), work)
+            work.submit(targets.requests(self._rounds, work.name, priority), self._wire)
 
         return self._start("pull", pull, pairs, priority, async_op)
 
     def _row_sparse_pull(self, pulls: RowPulls, priority: int, async_op: bool) -> Work:
-        def pull(work: _Pending) -> None:
+        def pull(work: Pending) -> None:
             for key, targets in pulls:
                 rows = PulledRows(self._parts[key], targets)
-                self._submit(rows.requests(self._rounds[key], work.name, priority), work)
+                work.submit(rows.requests(self._rounds[key], work.name, priority), self._wire)
 
         pairs = [(key, [part for target in targets for part in target]) for key, targets in pulls]
         return self._start("row_sparse_pull", pull, pairs, priority, async_op)
@@ -266,7 +233,7 @@ class DistStore(KVStore):
     def _start(
         self,
         name: str,
-        prepare: Callable[[_Pending], None],
+        prepare: Callable[[Pending], None],
         pairs: Sequence[tuple[Key, Sequence[Any]]],
         priority: int,
         async_op: bool,
@@ -275,7 +242,7 @@ class DistStore(KVStore):
         keys = list(dict.fromkeys(key for key, _ in pairs))
         shown = f"key {keys[0]!r}" if len(keys) == 1 else f"{len(keys)} keys"
         work = Work(f"{name} of {shown}")
-        pending = _Pending(work, f"{name} of {shown}", self._contributions.pull_codec)
+        pending = Pending(work, f"{name} of {shown}", self._contributions.pull_codec)
 
         def run() -> None:
             with torch.no_grad(), pending:
@@ -291,74 +258,32 @@ class DistStore(KVStore):
         work.wait()
         return work
 
-    def _submit(self, requests: Sequence[Request], work: _Pending) -> None:
-        for request in requests:
-            work.add(request)
-        for request in requests:
-            self._wire.submit(request)
-
     def _settle(self) -> None:
         """Wait for all that was begun."""
         self._queue.run(lambda: None, Work("settle"), list(self._layout), 0)
 
-    def _ask(self, requests: Sequence[Request], what: str) -> None:
-        work = Work(what)
-        with _Pending(work, what, None) as pending:
-            self._submit(requests, pending)
-        self._wire.wait(work.is_completed)
-        work.wait()
-
-    def _command_all(
-        self, name: str, payload: bytes | Sequence[bytes], datas: Sequence[Sequence[Tensor]] | None = None
-    ) -> list[tuple[bytes, list[Tensor]]]:
-        """Have each server do something; gives their answers."""
-        answers: list[tuple[bytes, list[Tensor]]] = [(b"", [])] * len(self._member.servers)
-        requests = []
-        for server in range(len(self._member.servers)):
-            own = payload if isinstance(payload, bytes) else payload[server]
-
-            def message(sequence: int, own: bytes = own) -> Message:
-                return Command(sequence, name, own)
-
-            def answered(answer: Message, data: list[Tensor], server: int = server) -> bool:
-                assert isinstance(answer, Answer)
-                answers[server] = answer.payload, data
-                return True
-
-            tensors = () if datas is None else datas[server]
-            requests.append(Request(server, message, name, datas=tensors, on_answer=answered))
-        self._ask(requests, name)
-        return answers
-
     def _assign(self, pairs: Pairs) -> None:
         self._settle()
-        self._member.meet(b"", "assign()")
+        self._team.meet("assign()")
 
         def assign() -> None:
             for key, (value,) in pairs:  # behind the open round
                 self._pull([(key, [torch.empty_like(value)])], 0, False)
             self._define(pairs)
 
-        self._by_rank_0(assign, "assign()")
+        self._team.by_rank_0(assign, "assign()")
 
     # Optimizer
 
     def _set_optimizer(self, spec: OptimizerSpec) -> None:
         packed = server_state.pack_spec(spec)
         for key, parts in self._parts.items():
-            KeyedOptimizer(spec).check(key, _empty(parts[0].layout))
+            KeyedOptimizer(spec).check(key, empty(parts[0].layout))
         self._settle()
-        said = self._member.meet(packed, "set_optimizer()")
-        different = [rank for rank, other in enumerate(said) if other and other != said[0]]
-        if different:
-            rank = different[0]
-            raise MismatchError(
-                f"set_optimizer: rank 0 has {server_state.read_spec(said[0])}, but rank {rank} "
-                f"{server_state.read_spec(said[rank])}"
-            )
+        self._team.agree(packed, server_state.read_spec, "set_optimizer()")
         if not spec.is_elementwise:
             self._make_whole()
-        self._by_rank_0(lambda: self._command_all("optimizer", packed), "set_optimizer()")
+        self._team.by_rank_0(lambda: self._team.command("optimizer", packed), "set_optimizer()")
         self._spec = spec
         self._learning_rate = float(spec.arguments["lr"])
 
@@ -369,7 +294,7 @@ class DistStore(KVStore):
         if self.rank == 0:
             for key in cut:
                 layout = self._parts[key][0].layout
-                values[key] = _empty(layout)
+                values[key] = empty(layout)
                 self._pull([(key, [values[key]])], 0, False)
         old = {key: self._parts[key] for key in cut}
         for parts in old.values():
@@ -381,11 +306,11 @@ class DistStore(KVStore):
             self._define([(key, [value]) for key, value in values.items()])
             numbers = [
                 [part.number for parts in old.values() for part in parts if part.server == server]
-                for server in range(len(self._member.servers))
+                for server in self._team.servers
             ]
-            self._command_all("forget", [msgpack.packb(of_server) for of_server in numbers])
+            self._team.command("forget", [msgpack.packb(of_server) for of_server in numbers])
 
-        self._by_rank_0(define, "set_optimizer()")
+        self._team.by_rank_0(define, "set_optimizer()")
 
     @property
     def learning_rate(self) -> float:  # noqa: D102  inherited
@@ -409,7 +334,7 @@ class DistStore(KVStore):
         rate = self._with_optimizer("optimizer_state")
         assert self._spec is not None
         self._settle()
-        answers = self._command_all("state", b"")
+        answers = self._team.command("state")
         return server_state.joined(self._spec, rate, self._parts, answers)
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
@@ -426,13 +351,13 @@ class DistStore(KVStore):
         assert self._spec is not None
         spec = self._spec
         self._settle()
-        self._member.meet(b"", "load_optimizer_state()")
+        self._team.meet("load_optimizer_state()")
 
         def load() -> None:
-            packed = server_state.split(spec, state(), self._parts, len(self._member.servers))
-            self._command_all("load", [payload for payload, _ in packed], [datas for _, datas in packed])
+            packed = server_state.split(spec, state(), self._parts, len(self._team.servers))
+            self._team.command("load", [payload for payload, _ in packed], [datas for _, datas in packed])
 
-        self._by_rank_0(load, "load_optimizer_state()")
+        self._team.by_rank_0(load, "load_optimizer_state()")
 
     # Compression
 
@@ -440,15 +365,8 @@ class DistStore(KVStore):
         params = None if compression is None else compression.params
         packed = msgpack.packb(params)
         self._settle()
-        said = self._member.meet(packed, "set_gradient_compression()")
-        different = [rank for rank, other in enumerate(said) if other and other != said[0]]
-        if different:
-            rank = different[0]
-            raise MismatchError(
-                f"set_gradient_compression: rank 0 has {msgpack.unpackb(said[0])}, but rank {rank} "
-                f"{msgpack.unpackb(said[rank])}"
-            )
-        self._by_rank_0(lambda: self._command_all("compression", packed), "set_gradient_compression()")
+        self._team.agree(packed, msgpack.unpackb, "set_gradient_compression()")
+        self._team.by_rank_0(lambda: self._team.command("compression", packed), "set_gradient_compression()")
         self._contributions.compress(compression)
 
     @property
@@ -472,48 +390,6 @@ class DistStore(KVStore):
         if not self._closed:
             super().close()
             self._finish()
-
-
-class _Pending:
-    """A Work that is over when all its requests are, and the first error that one of them met; a context manager."""
-
-    def __init__(self, work: Work, name: str, codec: Any) -> None:
-        self.name = name
-        self.codec = codec
-        self._work = work
-        self._open = 1
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-
-    def add(self, request: Request) -> None:
-        """Have the Work wait for a request."""
-        with self._lock:
-            self._open += 1
-        answered = request.on_answer
-
-        def on_answer(message: Message, datas: list[Tensor]) -> bool:
-            if not answered(message, datas):
-                return False
-            self._end(None)
-            return True
-
-        request.on_answer = on_answer
-        request.on_error = self._end
-
-    def __enter__(self) -> _Pending:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        self._end(error)
-        return True  # the Work raises it
-
-    def _end(self, error: BaseException | None) -> None:
-        with self._lock:
-            self._open -= 1
-            self._error = self._error or error
-            is_over = not self._open
-        if is_over:
-            self._work.complete(self._error)
 
 
 def _all_keys(bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key]) -> Pushed:
@@ -549,29 +425,6 @@ def _definition(server: int, group: Sequence[tuple[Part, Tensor]]) -> Request:
         nbytes=sum(part.nbytes for part, _ in group),
         datas=[value for _, value in group],
     )
-
-
-def _layout(key: Key, value: Tensor) -> Layout:
-    name = str(value.dtype).removeprefix("torch.")
-    return Layout(key, name, tuple(value.shape), value.dtype.itemsize)
-
-
-def _empty(layout: Layout) -> Tensor:
-    return torch.empty(layout.shape, dtype=getattr(torch, layout.dtype))
-
-
-def _packed(layouts: Sequence[Layout]) -> bytes:
-    return bytes(msgpack.packb([[one.key, one.dtype, list(one.shape), one.itemsize] for one in layouts]))
-
-
-def _unpacked(packed: bytes) -> list[Layout]:
-    if not packed:
-        return []
-    return [Layout(key, dtype, tuple(shape), itemsize) for key, dtype, shape, itemsize in msgpack.unpackb(packed)]
-
-
-def _words(layout: Layout) -> str:
-    return f"shape {layout.shape} and dtype {layout.dtype}"
 
 
 def _arena() -> Arena | None:

@@ -1,0 +1,55 @@
+"""What workers tell each other of the keys they initialise, and what they make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgpack
+import torch
+from torch import Tensor
+
+from collectives.errors import MismatchError
+from kvstore.dist.sharding import Layout, Part
+from kvstore.optimizer_spec import Key
+
+
+def layout_of(key: Key, value: Tensor) -> Layout:
+    """A key's layout."""
+    return Layout(key, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.dtype.itemsize)
+
+
+def empty(layout: Layout) -> Tensor:
+    """A tensor of a layout, on the host."""
+    return torch.empty(layout.shape, dtype=getattr(torch, layout.dtype))
+
+
+def pack(layouts: Sequence[Layout]) -> bytes:
+    """Layouts as bytes."""
+    return bytes(msgpack.packb([[one.key, one.dtype, list(one.shape), one.itemsize] for one in layouts]))
+
+
+def new_keys(said: Sequence[bytes], known: Mapping[Key, Sequence[Part]]) -> list[Layout]:
+    """The keys that nobody knew yet, in an order that all workers share.
+
+    Args:
+        said: what each worker has packed, in rank order; nothing from those that rest.
+        known: keys and their parts.
+
+    Raises:
+        MismatchError: workers give a key different layouts; the text is the same on all.
+    """
+    new: dict[Key, tuple[int, Layout]] = {}
+    for rank, packed in enumerate(said):
+        for key, dtype, shape, itemsize in msgpack.unpackb(packed) if packed else ():
+            layout = Layout(key, dtype, tuple(shape), itemsize)
+            is_known = key in known
+            first, other = (0, known[key][0].layout) if is_known else new.get(key, (rank, layout))
+            if other != layout:
+                raise MismatchError(f"key {key!r} has {_words(other)} on rank {first}, but {_words(layout)} on {rank}")
+            if not is_known:
+                new.setdefault(key, (rank, layout))
+    return [layout for _, layout in new.values()]
+
+
+def _words(layout: Layout) -> str:
+    return f"shape {layout.shape} and dtype {layout.dtype}"
