@@ -18,6 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 _CLONE_NEWNET = 0x40000000
+_BURST = "128kb"
+"""What a host with a bounded rate sends at once: a token bucket (tc-tbf)."""
+_LATENCY = "50ms"
+"""How long what it sends may wait in the bucket's queue before it is dropped."""
 _counter = itertools.count()
 
 
@@ -36,7 +40,16 @@ class Hosts:
         RuntimeError: namespaces cannot be made here; `obstacle` says why beforehand.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, rate: str | None = None) -> None:
+        """Think of names; ``with`` makes the hosts.
+
+        Args:
+            count: how many.
+            rate: what each host can send at most, as tc writes it, such as "100mbit"; None: no bound.
+
+        Raises:
+            ValueError: ``count`` is out of range.
+        """
         if not 1 <= count <= 250:
             raise ValueError(f"count is {count}; expected 1 to 250 hosts")
         if (why := obstacle()) is not None:
@@ -46,6 +59,7 @@ class Hosts:
         subnet = os.getpid() * 16 + number % 16
         self.names = [f"{prefix}-host{index}" for index in range(count)]
         self.addresses = [f"10.{subnet >> 8 & 255}.{subnet & 255}.{index + 1}" for index in range(count)]
+        self._rate = rate
         self._switch = f"{prefix}-switch"
         self._made: list[str] = []
         self._processes: list[subprocess.Popen[str]] = []
@@ -131,6 +145,9 @@ class Hosts:
             _ip("-n", self._switch, "link", "set", port, "master", "switch", "up")
             _ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
+            if self._rate is not None:
+                shape = ("qdisc", "add", "dev", "eth0", "root", "tbf", "rate", self._rate)
+                _run("tc", "-n", name, *shape, "burst", _BURST, "latency", _LATENCY)
 
 
 def obstacle() -> str | None:
@@ -155,9 +172,13 @@ def enter(name: str) -> None:
 
 
 def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)  # noqa: S607
+    _run("ip", *words)
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"`ip {' '.join(words)}` failed: {done.stderr.strip()}")
+        raise RuntimeError(f"`{' '.join(words)}` failed: {done.stderr.strip()}")
 
 
 def _side_by_side(hosts: Hosts, command: Sequence[str]) -> Iterator[str]:

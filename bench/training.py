@@ -1,6 +1,6 @@
 """`gangline bench training`: samples per second of Module, beside a plain torch loop, MXNet's Module and torch's DDP.
 
-The measured steps are in bench/peers, a file a side.
+The measured steps are in bench/peers, a file a side. With several workers it is `bench.scaling` that measures.
 """
 
 from __future__ import annotations
@@ -23,9 +23,16 @@ _PLAIN = "torch"
 
 
 def training(
-    network: Annotated[str, typer.Option(help="A network of the zoo.")] = "lenet",
+    network: Annotated[
+        str | None, typer.Option(help="A network of the zoo; by default lenet, or resnet18 with --scaling.")
+    ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="Samples in a batch, over all contexts; by default 64, or 32 of colour.", min=1)
+        int | None,
+        typer.Option(
+            help="Samples in a batch, over all contexts; by default 64, or 32 of colour. With --scaling those of each "
+            "worker; by default 128.",
+            min=1,
+        ),
     ] = None,
     contexts: Annotated[
         str | None, typer.Option(help="Numbers of contexts, with commas; by default 1,2, or 1 and all of --gpus.")
@@ -33,10 +40,24 @@ def training(
     gpus: Annotated[
         str | None, typer.Option(help="GPUs as contexts, such as 0,1; one may stand twice. Else CPU contexts.")
     ] = None,
-    kv_store: Annotated[str, typer.Option(help="The store that several contexts use.")] = "device",
+    kv_store: Annotated[
+        str | None,
+        typer.Option(
+            help="The store that several contexts use, by default device; with --scaling those of the workers, with "
+            "commas, by default dist_sync,allreduce."
+        ),
+    ] = None,
+    scaling: Annotated[
+        str | None,
+        typer.Option(help="Numbers of workers, such as 1,2,4: processes of one thread, in place of contexts."),
+    ] = None,
     peers: Annotated[
-        str, typer.Option(help="What to measure beside gangline, with commas: torch (the plain loop), mxnet, ddp.")
-    ] = _PLAIN,
+        str | None,
+        typer.Option(
+            help="What to measure beside gangline, with commas: torch (the plain loop), mxnet, ddp; by default torch, "
+            "or ddp with --scaling, which has no other."
+        ),
+    ] = None,
     runs: Annotated[int, typer.Option(help="Runs of each side, in turn.", min=1)] = 7,
     run_seconds: Annotated[float, typer.Option(help="About how long a run takes.", min=0.0)] = 1.0,
     json: Annotated[Path | None, typer.Option(help="Write the rows here.")] = None,
@@ -47,14 +68,25 @@ def training(
     efficiency is samples_per_s over those of one context of the same side, for each device there is more: CPU
     contexts share the host, as one has all of it. Beside peers each side runs at its best setting, found first and
     named; ddp has a process for each context. p50, min, p99 and max are of samples_per_s.
+
+    With --scaling there is a process for each worker, and a server for dist_sync; efficiency is samples_per_s over
+    those of one worker of the same side, for each worker there is.
     """
     from bench.peers.installed import chosen
 
     check_outputs(json, plot)
+    if scaling is not None:
+        if contexts is not None or gpus is not None:
+            raise ValueError("--scaling measures workers of one CPU context each; leave --contexts and --gpus out")
+        rows = _scaled(scaling, network or "resnet18", batch_size, kv_store, peers, runs, run_seconds)
+        publish(command_line(), rows, json, plot)
+        print_ratios(rows, ("network", "store", "workers"))
+        return
+    network = network or "lenet"
     words = context_words(contexts, gpus, default=(1, 2))
-    others = chosen(peers, "training", on_gpus=gpus is not None)
+    others = chosen(_PLAIN if peers is None else peers, "training", on_gpus=gpus is not None)
     size = batch_size or (32 if images(network).shape[0] == 3 else 64)
-    rows = measure(network, size, words, kv_store, others, runs, run_seconds)
+    rows = measure(network, size, words, kv_store or "device", others, runs, run_seconds)
     publish(command_line(), rows, json, plot)
     print_ratios(rows, ("network", "contexts"))
 
@@ -94,6 +126,25 @@ def measure(
     found = measure_in_turn(sides, best_settings(sides, _TRIAL_SECONDS), runs, run_seconds)
     by_cell = dict(zip(cells, found, strict=True))
     return [_row(cell, by_cell, cells, network, batch_size) for cell in cells]
+
+
+def _scaled(
+    words: str,
+    network: str,
+    samples: int | None,
+    stores: str | None,
+    peers: str | None,
+    runs: int,
+    run_seconds: float,
+) -> list[Row]:
+    from bench import scaling
+    from bench.peers.installed import chosen
+
+    others = chosen("ddp" if peers is None else peers, "scaling", on_gpus=False)
+    kinds = scaling.STORES if stores is None else [store.strip() for store in stores.split(",")]
+    rows = scaling.measure(network, samples or scaling.SAMPLES, scaling.counts(words), kinds, others, runs, run_seconds)
+    print("\n".join(scaling.speedups(rows)))
+    return rows
 
 
 def _cells(contexts: Mapping[int, str], peers: Sequence[str]) -> dict[tuple[str, int], str]:

@@ -210,6 +210,7 @@ class Prepared:
                 request.datas = [one.whole() for one in group]
             request.message = _push(entries, weight, learning_rate, wanted is not None, place)
             if wanted is not None:
+                request.wants = True
                 request.on_answer = wanted.handler(server, [one.part.number for one in group])
             requests.append(request)
         return requests

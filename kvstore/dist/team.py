@@ -147,7 +147,9 @@ class Team:
                 return True
 
             given = () if datas is None else datas[server]
-            return Request(server, lambda sequence: Command(sequence, name, own), name, datas=given, on_answer=answered)
+            return Request(
+                server, lambda sequence: Command(sequence, name, own), name, datas=given, on_answer=answered, wants=True
+            )
 
         self.ask([request(server) for server in self.servers], name)
         return [answers[server] for server in self.servers]

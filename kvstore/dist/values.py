@@ -76,7 +76,7 @@ class Pulled:
         for server, parts in groups:
             entries = [[part.number, rounds[part.layout.key], DENSE, 0] for part in parts]
             handler = self.handler(server, [part.number for part in parts])
-            requests.append(Request(server, _pull(entries), what, on_answer=handler, priority=priority))
+            requests.append(Request(server, _pull(entries), what, on_answer=handler, priority=priority, wants=True))
         return requests
 
     def handler(self, server: int, numbers: Sequence[int]) -> Handler:
@@ -139,10 +139,10 @@ class PulledRows:
                     part.server,
                     _pull(entries, has_rows=True),
                     what,
-                    nbytes=asked.nbytes,
                     datas=[data],
                     on_answer=self._handler(part, inside),
                     priority=priority,
+                    wants=True,
                 )
             )
         return requests

@@ -56,6 +56,8 @@ class Request:
     on_free: Callable[[], None] | None = None
     """Called when the memory that the message names may be written again; None: it names none."""
     priority: int = 0
+    wants: bool = False
+    """Whether values answer it; else that the server has it is all there is to wait for."""
     sequence: int = field(default=0, init=False)
     since: float = field(default=0.0, init=False)
     packed: bytes = field(default=b"", init=False)
@@ -142,6 +144,10 @@ class Wire:
                 self._thread = threading.Thread(target=self._serve, name="gangline-wire", daemon=True)
                 self._thread.start()
             self._idle.notify()
+
+    def flush(self) -> None:
+        """Return when servers have all that was to be sent, whatever they wait for with it."""
+        self.wait(lambda: not self._outbox and not any(line.under_way for line in self._lines))
 
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Move the sockets until something is over, or another thread does until then."""
@@ -317,7 +323,7 @@ class Wire:
                 line.shares = shared and line.memory is not None
             case Ack(sequences):
                 for sequence in sequences:
-                    self._settle(line, sequence, message, [])
+                    self._take(line, sequence)
             case Free(sequences):
                 for sequence in sequences:
                     holder = line.holding.pop(sequence, None) or line.pending.get(sequence)
@@ -340,9 +346,7 @@ class Wire:
         request = line.pending.get(sequence)
         if request is None:  # answered before, as happens where it was asked twice
             return
-        if not request.taken:
-            request.taken = True
-            line.under_way -= request.nbytes
+        self._take_off(line, request)
         try:
             is_over = request.on_answer(message, datas)
         except Exception as error:  # noqa: BLE001  it belongs to whoever asked
@@ -353,12 +357,24 @@ class Wire:
             if request.on_free is not None:
                 line.holding[sequence] = request
 
+    def _take(self, line: _Line, sequence: int) -> None:
+        """The server has what a request carried; one that wants no values is over."""
+        request = line.pending.get(sequence)
+        if request is not None:
+            self._take_off(line, request)
+            if not request.wants:
+                self._settle(line, sequence, Ack([sequence]), [])
+
+    def _take_off(self, line: _Line, request: Request) -> None:
+        if not request.taken:
+            request.taken = True
+            line.under_way -= request.nbytes
+
     def _fail(self, line: _Line, sequence: int, error: Exception) -> None:
         request = line.pending.pop(sequence, None)
         if request is None:
             return
-        if not request.taken:
-            line.under_way -= request.nbytes
+        self._take_off(line, request)
         if request.on_free is not None:
             line.holding[sequence] = request
         request.on_error(error)

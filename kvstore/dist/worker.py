@@ -259,8 +259,9 @@ class DistStore(KVStore):
         return work
 
     def _settle(self) -> None:
-        """Wait for all that was begun."""
+        """Return when servers have all that was pushed."""
         self._queue.run(lambda: None, Work("settle"), list(self._layout), 0)
+        self._wire.flush()
 
     def _assign(self, pairs: Pairs) -> None:
         self._settle()

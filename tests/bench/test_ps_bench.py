@@ -1,0 +1,173 @@
+"""`gangline bench ps`, small: real jobs, whose processes come from the fork server."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from bench.command import bench
+from bench.hosts import Hosts, obstacle
+from bench.job_processes import Plan
+from bench.jobs import Job, JobError
+from bench.peers import installed
+from bench.peers.worker import Worker, value
+from bench.ps import measure
+from bench.ps_sides import Case
+
+FIELDS = {"who", "mode", "transport", "size", "time_us", "gb_per_s", "workers", "servers", "call", "error"}
+FIELDS |= {"p50", "p99", "max", "runs"}
+NAMESPACES = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+MXNET = installed.interpreter("mxnet")
+
+
+def test_rows_are_as_the_specification_has_them_and_exact(tmp_path: Path) -> None:
+    path, plot = tmp_path / "ps.json", tmp_path / "ps.png"
+    words = ["ps", "-b", "20", "-e", "300K", "-f", "4096", "--servers", "2", "--pushpull", "--runs", "2"]
+    done = CliRunner().invoke(bench, [*words, "--json", str(path), "--plot", str(plot)], catch_exceptions=False)
+    assert done.exit_code == 0
+    result = json.loads(path.read_text())
+    rows: list[dict[str, Any]] = result["rows"]
+    assert [(row["size"], row["call"]) for row in rows] == [
+        (size, call) for size in (20, 4096 * 20, 300 * 1024) for call in ("push+pull", "pushpull")
+    ]
+    for row in rows:
+        assert set(row) >= FIELDS
+        assert (row["who"], row["mode"], row["transport"]) == ("gangline", "dist_sync", "auto")
+        assert (row["workers"], row["servers"], row["runs"]) == (2, 2, 2)
+        assert row["error"] == 0
+        assert row["time_us"] == row["p50"] > 0
+        assert row["gb_per_s"] == pytest.approx(row["size"] / row["time_us"] / 1e3)
+    assert {"cpu", "cores", "memory_gb", "gpu", "python", "torch", "gangline"} <= set(result["machine"])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_compressed_pushes_stand_beside_plain_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = measure(Case([4096], transport="tcp", compression="2bit", runs=1, run_seconds=0.01))
+    assert [(row["call"], row["compression"]) for row in rows] == [
+        ("push", None),
+        ("push+pull", None),
+        ("push", "2bit"),
+        ("push+pull", "2bit, pulls fp16"),
+    ]
+    for row in rows:
+        assert (row["error"], row["transport"]) == (0, "tcp")
+    push, push_pull, coded, both_coded = rows
+    assert coded["ratio_to_float32"] == pytest.approx(push["p50"] / coded["p50"])
+    assert both_coded["ratio_to_float32"] == pytest.approx(push_pull["p50"] / both_coded["p50"])
+    assert "ratio_to_float32" not in push
+
+
+def test_async_stores_are_summed_exactly_too() -> None:
+    rows = measure(Case([40_000], workers=3, store="dist_async", pushpull=True, runs=1, run_seconds=0.01))
+    assert [(row["mode"], row["workers"], row["error"]) for row in rows] == [("dist_async", 3, 0)] * 2
+
+
+@NAMESPACES
+def test_hosts_have_a_link_of_the_rate_and_are_removed() -> None:
+    with Hosts(2, rate="100mbit") as hosts:
+        for host in range(2):
+            assert "tbf" in (shape := hosts.run(host, ["tc", "qdisc", "show", "dev", "eth0"]).stdout)
+            assert "rate 100Mbit" in shape
+    (row,) = measure(Case([4096], workers=1, hosts=2, rate="100mbit", runs=1, run_seconds=0.01))
+    assert (row["transport"], row["hosts"], row["rate"], row["error"]) == ("tcp", 2, "100mbit", 0)
+    assert not [name for name in os.listdir("/run/netns") if name.startswith(f"gangline-{os.getpid()}-")]
+
+
+def test_a_peer_that_is_missing_is_skipped_with_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installed, "_ROOT", tmp_path)
+    words = ["ps", "-b", "64", "-e", "64", "--workers", "1", "--runs", "1", "--peers", "mxnet"]
+    done = CliRunner().invoke(bench, words, catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "skipping mxnet: " in done.output
+    assert "install it with `make peers`" in done.output
+    assert "ratio_to" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--store", "device"], "--store is 'device'; expected one of dist_sync"),
+        (["--transport", "ipc"], "--transport is 'ipc'; expected one of auto, tcp"),
+        (["--compression", "1bit"], "--compression is '1bit'"),
+        (["--hosts", "3"], "--hosts is 3; expected one of 1, 2"),
+        (["--rate", "1mbit"], "expected --hosts 2 with it"),
+        (["-b", "4K", "-e", "1K"], "-b 4K is above -e 1K"),
+        (["-b", "3", "-e", "1K"], "-b is 3; expected 4 bytes or more"),
+        (["--peers", "horovod"], "--peers has 'horovod'"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_started(words: list[str], message: str) -> None:
+    done = CliRunner().invoke(bench, ["ps", *words])
+    assert isinstance(done.exception, ValueError)
+    assert message in str(done.exception)
+
+
+def test_a_store_that_cannot_be_made_is_told() -> None:
+    with pytest.raises(JobError, match=r"gangline_ps: worker [01]: ValueError: there is no store named 'nosuch'"):
+        Job(Plan("gangline_ps", 2, 1, env={"BENCH_STORE": "nosuch"}))
+
+
+def test_a_server_that_is_killed_is_told_and_nothing_is_left() -> None:
+    with Job(Plan("gangline_ps", 2, 1, env={"BENCH_STORE": "dist_sync"})) as job:
+        pids = job._processes.pids
+        ends = [os.pidfd_open(pid) for pid in pids.values()]
+        os.kill(pids["server 0"], signal.SIGKILL)
+        with pytest.raises(JobError, match="server 0"):
+            job.ask({"prepare": {"count": 10, "call": "push+pull"}, "as": "it"})
+    for end in ends:
+        assert select.select([end], [], [], 0)[0]
+        os.close(end)
+
+
+def test_an_answer_that_failed_names_the_worker_and_the_job_lives_on() -> None:
+    with Job(Plan("gangline_ps", 1, 1, env={"BENCH_STORE": "dist_sync"})) as job:
+        with pytest.raises(JobError, match="worker 0 failed: KeyError: 'nothing'"):
+            job.seconds("nothing", 1)
+        job.ask({"prepare": {"count": 10, "call": "pushpull", "workers": 1, "compression": None}, "as": "it"})
+        assert job.ask({"check": "it"}) == [{"error": 0.0}]
+        assert job.seconds("it", 2) > 0
+
+
+def test_a_wrong_sum_shows_with_how_far_off_it_is() -> None:
+    """A store that loses worker 2 in one element."""
+    options = {"count": 5000, "workers": 3, "compression": None}
+    pulled = sum(value(options, rank, np.arange(5000)) for rank in range(3))
+    assert isinstance(pulled, np.ndarray)
+    pulled[4999] -= value(options, 2, np.array([4999]))[0]
+    side = {
+        "step": lambda: None,
+        "settle": None,
+        "write": lambda *_: None,
+        "read": lambda start, stop: pulled[start:stop],
+    }
+    worker = Worker({"rank": 0, "barrier": lambda: None, "prepare": lambda _: side})
+    worker.answer({"prepare": options, "as": "it"})
+    assert worker.answer({"check": "it"}) == {"error": (4999 - 4093) * 3 + 2}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(MXNET is None or not MXNET.exists(), reason="MXNet is not there; `make peers` installs it")
+def test_mxnet_is_measured_in_the_same_turns_and_leaves_nothing() -> None:
+    rows = measure(Case([4096], pushpull=True, peers=["mxnet"], runs=2, run_seconds=0.05))
+    assert [(row["who"], row["call"]) for row in rows] == [
+        ("gangline", "push+pull"),
+        ("gangline", "pushpull"),
+        ("mxnet 1.9.1", "push+pull"),
+        ("mxnet 1.9.1", "pushpull"),
+    ]
+    assert {row["error"] for row in rows} == {0}
+    assert {row["setting"] for row in rows[2:]} <= {"OMP_NUM_THREADS=1", "OMP_NUM_THREADS=2"}
+    assert rows[0]["ratio_to_mxnet"] > 0
+    assert set(rows[1]) > {"ratio_to_mxnet", "ratio_to_mxnet_push+pull"}
+    programs = [Path(f"/proc/{pid}/cmdline") for pid in os.listdir("/proc") if pid.isdecimal()]
+    assert not [path for path in programs if path.exists() and b"bench.peers.worker\0mxnet_ps" in path.read_bytes()]
