@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +19,9 @@ from collectives import family
 sys.path.insert(0, str(Path(__file__).parent.parent))
 family.PRELOAD += ("pytest", "hypothesis", "numpy.random", "torch._dynamo", "kvstore.trainer", "models.module")
 family.PRELOAD += ("sklearn.datasets", "sklearn.model_selection", "torchmetrics.aggregation")
+
+# torch makes a folder there when it is imported; tests look for what ranks leave in TMPDIR.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), "torchinductor-of-tests")))
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has programs in its background ignore Ctrl-C
 
