@@ -36,8 +36,9 @@ def new_keys(said: Sequence[bytes], known: Mapping[Key, Sequence[Part]]) -> list
         known: keys and their parts.
 
     Raises:
-        MismatchError: workers give a key different layouts; the text is the same on all.
+        MismatchError: workers give a key different layouts, or lists of different keys; the text is the same on all.
     """
+    _check_same_keys(said)
     new: dict[Key, tuple[int, Layout]] = {}
     for rank, packed in enumerate(said):
         for key, dtype, shape, itemsize in msgpack.unpackb(packed) if packed else ():
@@ -45,10 +46,22 @@ def new_keys(said: Sequence[bytes], known: Mapping[Key, Sequence[Part]]) -> list
             is_known = key in known
             first, other = (0, known[key][0].layout) if is_known else new.get(key, (rank, layout))
             if other != layout:
-                raise MismatchError(f"key {key!r} has {_words(other)} on rank {first}, but {_words(layout)} on {rank}")
+                said_here = f"{_words(layout)} on rank {rank}"
+                raise MismatchError(f"key {key!r} has {_words(other)} on rank {first}, but {said_here}")
             if not is_known:
                 new.setdefault(key, (rank, layout))
     return [layout for _, layout in new.values()]
+
+
+def _check_same_keys(said: Sequence[bytes]) -> None:
+    """See that lists hold the same keys; single keys may come in another order on each worker."""
+    lists = [(rank, {one[0] for one in msgpack.unpackb(packed)}) for rank, packed in enumerate(said) if packed]
+    for rank, keys in lists[1:]:
+        first, expected = lists[0]
+        differing = sorted(keys ^ expected, key=str)
+        if differing and max(len(keys), len(expected)) > 1:
+            here, missing = (first, rank) if differing[0] in expected else (rank, first)
+            raise MismatchError(f"key {differing[0]!r} is initialised on rank {here}, but not on rank {missing}")
 
 
 def _words(layout: Layout) -> str:

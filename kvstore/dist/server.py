@@ -22,6 +22,7 @@ from collectives.transports.segments import Segment, open_offered
 from kvstore.dist import protocol, roles, server_state
 from kvstore.dist.arena import Arena, aligned, piece
 from kvstore.dist.crew import Crew
+from kvstore.dist.doors import Doors
 from kvstore.dist.frames import bytes_of, memory_of
 from kvstore.dist.membership import Membership
 from kvstore.dist.parts import Contribution, Part, Round, Waiter
@@ -99,10 +100,11 @@ class _Held:
 class Server:
     """Serves the workers of one job until it is over."""
 
-    def __init__(self, membership: Membership, socket: zmq.Socket[bytes]) -> None:
-        """Serve by a ROUTER socket that is bound already; see `open_server`."""
+    def __init__(self, membership: Membership, doors: Doors, crew: Crew) -> None:
+        """Serve those who come through doors that are open already; see `open_server`."""
         self._member = membership
-        self._socket = socket
+        self._doors = doors
+        self._crew = crew
         self._workers: dict[bytes, _Worker] = {}
         self._parts: dict[int, Part] = {}
         self._compression: Compression | None = None
@@ -114,7 +116,6 @@ class Server:
         self._reads: dict[int, _Read] = {}
         self._number = 0
         self._touched: set[Part] = set()
-        self._crew = Crew()
         self.junk = 0
         """Messages that were dropped because they were not what workers send."""
         try:
@@ -126,36 +127,27 @@ class Server:
 
     def run(self) -> None:
         """Serve until the scheduler says that the job is over, or is gone itself."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._crew.bell, zmq.POLLIN)
         try:
             while not (self._member.is_over or self._member.lost):
-                poller.poll(_TICK_MS)
-                while True:
-                    try:
-                        frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                    except zmq.Again:
-                        break
-                    self._receive(frames)
+                self._doors.wait(_TICK_MS)
+                for identity, frames in self._doors.receive():
+                    self._receive(identity, frames)
                 self._crew.finish()
                 self._bury()
                 self._advance()
                 self._answer()
         finally:
-            self._crew.close()
             if self._arena is not None:
                 self._arena.close()
 
     # What comes in
 
-    def _receive(self, frames: list[zmq.Frame]) -> None:
-        identity = frames[0].bytes
+    def _receive(self, identity: bytes, frames: list[zmq.Frame]) -> None:
         sequence = 0
         try:
-            if len(frames) < 2:
-                raise ProtocolError(f"a message of {len(frames)} frame came")
-            message = protocol.unpack(frames[1].buffer)
+            if not frames:
+                raise ProtocolError("a message of no frames came")
+            message = protocol.unpack(frames[0].buffer)
             sequence = getattr(message, "sequence", 0)
             if isinstance(message, Hello):
                 self._greet(identity, message)
@@ -163,7 +155,7 @@ class Server:
             worker = self._workers.get(identity)
             if worker is None:
                 raise ProtocolError(f"{type(message).__name__} came before a Hello")
-            self._handle(worker, message, frames[2:])
+            self._handle(worker, message, frames[1:])
         except Exception as error:  # noqa: BLE001  whoever sent it is told, the others are served on
             if not isinstance(error, MismatchError):
                 self.junk += 1
@@ -517,11 +509,7 @@ class Server:
         return [worker for worker in self._workers.values() if worker.rank == rank]
 
     def _send(self, identity: bytes, message: Message, datas: Sequence[Tensor] = ()) -> None:
-        frames: list[bytes | memoryview] = [identity, protocol.pack(message), *map(memory_of, datas)]
-        try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=True)  # a copy: the values may change at once
-        except zmq.ZMQError as error:  # it is gone; who comes back asks again
-            _log.debug("server %d cannot answer: %s", self._member.rank, error)
+        self._doors.send(identity, [protocol.pack(message), *map(memory_of, datas)])
 
     # Commands
 
@@ -586,30 +574,18 @@ def serve(job: roles.ServerJob) -> None:
 @contextmanager
 def open_server(job: roles.ServerJob) -> Iterator[Server]:
     """A server that has joined its job, and leaves it at the end."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.ROUTER)
-    for option, value in (
-        (zmq.ROUTER_MANDATORY, 1),
-        (zmq.ROUTER_HANDOVER, 1),
-        (zmq.SNDHWM, 0),
-        (zmq.MAXMSGSIZE, protocol.MAX_PART),
-        (zmq.LINGER, 2000),
-        (zmq.IPV6, int(":" in job.interface)),
-    ):
-        socket.setsockopt(option, value)
+    roles.check_address(job.interface)
+    crew = Crew()
+    doors = Doors(job.interface, crew.bell)
     try:
-        roles.check_address(job.interface)
-        host = f"[{job.interface}]" if ":" in job.interface else job.interface
-        socket.bind(f"tcp://{host}:*")
-        address = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        member = Membership("server", job.scheduler, address=address)
+        member = Membership("server", job.scheduler, address=doors.address)
         try:
-            yield Server(member, socket)
+            yield Server(member, doors, crew)
         finally:
             member.close()
     finally:
-        socket.close()
-        context.term()
+        doors.close()
+        crew.close()
 
 
 def main() -> int:

@@ -9,18 +9,19 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import zmq
 from torch import Tensor
-from zmq.utils.monitor import recv_monitor_message
 
 from collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
 from collectives.limits import limits
 from collectives.transports.segments import Segment, open_offered
 from kvstore.dist import protocol
 from kvstore.dist.arena import Arena
+from kvstore.dist.channels import Channel, open_channel
 from kvstore.dist.frames import bytes_of, memory_of
 from kvstore.dist.membership import Membership
 from kvstore.dist.protocol import Ack, Answer, Done, Failed, Free, Hello, Message, Values, Welcome
@@ -29,7 +30,6 @@ _log = logging.getLogger("gangline")
 _WINDOW = 16 << 20
 """Bytes that may be on their way to a server before it has taken them: then priorities still have a say."""
 
-_COPIED = 1 << 16
 _TICK_MS = 100
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
@@ -67,16 +67,14 @@ class Request:
 class _Line:
     """One server, as the wire knows it."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self.socket = socket
-        self.monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
         self.memory: Segment | None = None
         self.shares = False
         self.greeted = False
         self.under_way = 0
         self.pending: dict[int, Request] = {}  # not answered yet
         self.holding: dict[int, Request] = {}  # answered, but their memory is not free yet
-        self.connections = 0
         self.read = 0  # the highest number of Values in the server's memory that has been read
 
 
@@ -108,12 +106,9 @@ class Wire:
         self._thread: threading.Thread | None = None
         self._checked = 0.0
         self._warned = False
-        self._lines = [self._connect(address) for address in member.servers]
+        self._lines = [_Line(open_channel(address, self._context, member.identity)) for address in member.servers]
         self._poller = zmq.Poller()
         self._poller.register(self._bell, zmq.POLLIN)
-        for line in self._lines:
-            self._poller.register(line.socket, zmq.POLLIN)
-            self._poller.register(line.monitor, zmq.POLLIN)
         member.on_news = self._ring
         self._greet_all()
 
@@ -162,7 +157,7 @@ class Wire:
 
     def say(self, server: int, message: Message) -> None:
         """Send something that needs no answer; only in a callback."""
-        self._send(self._lines[server], [protocol.pack(message)])
+        self._lines[server].channel.send([protocol.pack(message)])
 
     def close(self) -> None:
         """Give the sockets back; what is not over ends with an error. Again: nothing."""
@@ -177,29 +172,12 @@ class Wire:
             self._thread.join()
         with self._turn:
             for line in self._lines:
-                line.socket.disable_monitor()
-                line.monitor.close(0)
-                line.socket.close(1000)
+                line.channel.close()
             self._fail_all(RuntimeError("the store was closed"))
             self._context.term()
             os.close(self._bell)
 
     # Sending
-
-    def _connect(self, address: str) -> _Line:
-        socket = self._context.socket(zmq.DEALER)
-        for option, value in (
-            (zmq.SNDHWM, 0),
-            (zmq.RCVHWM, 0),
-            (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, -1),
-            (zmq.IPV6, int("[" in address)),
-        ):
-            socket.setsockopt(option, value)
-        socket.setsockopt(zmq.IDENTITY, self._member.identity)
-        line = _Line(socket)
-        socket.connect(address)
-        return line
 
     def _greet_all(self) -> None:
         ends = time.monotonic() + self._timeout
@@ -224,15 +202,16 @@ class Wire:
                 return
 
     def _flush(self) -> None:
+        if not self._outbox:
+            return
         with self._lock:
             waiting, self._outbox = sorted(self._outbox, key=lambda one: one[:2]), []
             kept = []
-            for index, (order, ticket, request) in enumerate(waiting):
+            for order, ticket, request in waiting:
                 line = self._lines[request.server]
                 if line.under_way and line.under_way + request.nbytes > _WINDOW:
                     kept.append((order, ticket, request))
                     continue
-                del index
                 self._dispatch(line, request)
             self._outbox = kept
             heapq.heapify(self._outbox)
@@ -246,11 +225,7 @@ class Wire:
         self._transmit(line, request)
 
     def _transmit(self, line: _Line, request: Request) -> None:
-        self._send(line, [request.packed, *(memory_of(data) for data in request.datas)])
-
-    def _send(self, line: _Line, frames: list[bytes | memoryview]) -> None:
-        nbytes = sum(map(len, frames))  # what is large is read where it lies, and stays there until it is acknowledged
-        line.socket.send_multipart(frames, zmq.NOBLOCK, copy=nbytes <= _COPIED)
+        line.channel.send([request.packed, *map(memory_of, request.datas)])
 
     def _ring(self) -> None:
         if not self._closed or self._bell >= 0:
@@ -282,33 +257,27 @@ class Wire:
 
     def _progress(self, timeout_ms: int) -> None:
         self._flush()
+        for line in self._lines:
+            line.channel.arm(self._poller)
         events = dict(self._poller.poll(timeout_ms))
         if self._bell in events:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._bell)
         for server, line in enumerate(self._lines):
-            if line.monitor in events:
-                self._look(line)
-            if line.socket in events:
-                self._receive(server, line)
+            if line.channel.has_come(events):
+                self._greet(line)
+            self._receive(server, line, events)
         self._check()
         self._flush()
 
-    def _look(self, line: _Line) -> None:
-        while line.monitor.poll(0):
-            recv_monitor_message(line.monitor)
-            line.connections += 1
-            self._send(line, [protocol.pack(replace(self._hello, read=line.read))])
-            if line.connections > 1:  # what was on its way may be lost: it is asked again, and known by its number
-                for request in [*line.holding.values(), *line.pending.values()]:
-                    self._transmit(line, request)
+    def _greet(self, line: _Line) -> None:
+        """Say hello on a new connection, and ask again what may be lost with the last: it is known by its number."""
+        line.channel.send([protocol.pack(replace(self._hello, read=line.read))])
+        for request in [*line.holding.values(), *line.pending.values()]:
+            self._transmit(line, request)
 
-    def _receive(self, server: int, line: _Line) -> None:
-        while True:
-            try:
-                frames = line.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
+    def _receive(self, server: int, line: _Line, events: Mapping[Any, int]) -> None:
+        for frames in line.channel.receive(events):
             try:
                 self._hear(server, line, protocol.unpack(frames[0].buffer), frames[1:])
             except ProtocolError as error:

@@ -1,0 +1,141 @@
+"""Where workers reach a server: a ROUTER for all, streams for those of its host."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+
+import zmq
+
+from collectives.errors import ProtocolError
+from kvstore.dist import protocol
+from kvstore.dist.streams import Listener, Stream
+
+_log = logging.getLogger("gangline")
+
+
+class Doors:
+    """A server's sockets; workers are known by their identities, whichever way they come.
+
+    Args:
+        host: the address to listen at.
+        bell: a descriptor that ends a wait.
+
+    Raises:
+        zmq.ZMQError: the address cannot be listened at.
+    """
+
+    def __init__(self, host: str, bell: int) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.ROUTER_HANDOVER, 1),
+            (zmq.SNDHWM, 0),
+            (zmq.MAXMSGSIZE, protocol.MAX_PART),
+            (zmq.LINGER, 2000),
+            (zmq.IPV6, int(":" in host)),
+        ):
+            self._socket.setsockopt(option, value)
+        self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:*")
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        """For `channels.open_channel`."""
+        self.junk = 0
+        """Connections that were closed because no messages came by them."""
+        self._listener = Listener() if os.environ.get("GANGLINE_TRANSPORT") != "tcp" else None
+        self._streams: dict[int, Stream] = {}  # by descriptor
+        self._names: dict[int, bytes] = {}  # whose a descriptor's stream is, once it has said so
+        self._descriptors: dict[bytes, int] = {}
+        self._full: set[int] = set()
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(bell, zmq.POLLIN)
+        self._events: dict[object, int] = {}
+        if self._listener is not None:
+            self.address += f" {self._listener.name}"
+            self._poller.register(self._listener.fileno(), zmq.POLLIN)
+
+    def wait(self, timeout_ms: int) -> None:
+        """Return when something has come, the bell rings, or the time is over."""
+        self._events = dict(self._poller.poll(timeout_ms))
+
+    def receive(self) -> Iterator[tuple[bytes, list[zmq.Frame]]]:
+        """The identities and messages of those who have said something, as far as `wait` has seen it."""
+        while self._socket in self._events:
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            yield identity.bytes, frames
+        if self._listener is not None and self._listener.fileno() in self._events:
+            while (stream := self._listener.accept()) is not None:
+                self._streams[stream.fileno()] = stream
+                self._poller.register(stream.fileno(), zmq.POLLIN)
+        for descriptor in [one for one in self._streams if one in self._events]:
+            yield from self._by_stream(descriptor)
+
+    def send(self, identity: bytes, frames: Sequence[bytes | memoryview]) -> None:
+        """Send a message, of whose frames copies are made; it is lost where the other is gone."""
+        descriptor = self._descriptors.get(identity)
+        if descriptor is not None:
+            try:
+                self._streams[descriptor].send(frames)
+            except ConnectionError:
+                self._drop(descriptor)
+            else:
+                self._arm(descriptor)
+            return
+        try:
+            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=True)
+        except zmq.ZMQError as error:  # it is gone; who comes back asks again
+            _log.debug("somebody cannot be answered: %s", error)
+
+    def close(self) -> None:
+        """Give all back; what was sent still goes out."""
+        for descriptor in list(self._streams):
+            with contextlib.suppress(OSError):
+                self._streams[descriptor].flush()
+            self._drop(descriptor)
+        if self._listener is not None:
+            self._listener.close()
+        self._socket.close()
+        self._context.term()
+
+    def _by_stream(self, descriptor: int) -> Iterator[tuple[bytes, list[zmq.Frame]]]:
+        stream = self._streams[descriptor]
+        try:
+            stream.flush()
+            for frames in stream.receive():
+                identity = self._names.get(descriptor)
+                if identity is None:  # the first message says who it is
+                    self._names[descriptor] = identity = frames[0].bytes
+                    self._descriptors[identity] = descriptor
+                else:
+                    yield identity, frames
+            self._arm(descriptor)
+        except ConnectionError:
+            self._drop(descriptor)
+        except ProtocolError as error:
+            self.junk += 1
+            _log.warning("a connection is closed: %s", error)
+            self._drop(descriptor)
+
+    def _arm(self, descriptor: int) -> None:
+        """Look for room where something waits to go out."""
+        stream = self._streams.get(descriptor)
+        if stream is not None and stream.is_full != (descriptor in self._full):
+            self._full ^= {descriptor}
+            self._poller.modify(descriptor, zmq.POLLIN | (zmq.POLLOUT if stream.is_full else 0))
+
+    def _drop(self, descriptor: int) -> None:
+        stream = self._streams.pop(descriptor, None)
+        if stream is None:
+            return
+        self._poller.unregister(descriptor)
+        self._full.discard(descriptor)
+        identity = self._names.pop(descriptor, None)
+        if identity is not None and self._descriptors.get(identity) == descriptor:
+            del self._descriptors[identity]
+        stream.close()

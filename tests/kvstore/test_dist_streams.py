@@ -1,0 +1,114 @@
+"""Messages over Unix sockets: whole, in order, whatever their sizes, and refused where they are none."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from collections.abc import Iterator
+
+import pytest
+
+from collectives.errors import ProtocolError
+from kvstore.dist.streams import Listener, Stream, connect
+
+pytestmark = pytest.mark.timeout(30)
+Pair = tuple[Stream, Stream]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    listener = Listener()
+    near = connect(listener.name)
+    far = listener.accept()
+    assert far is not None
+    yield near, far
+    for one in (near, far, listener):
+        one.close()
+
+
+def received(stream: Stream, sender: Stream, count: int) -> list[list[bytes]]:
+    messages: list[list[bytes]] = []
+    while len(messages) < count:
+        sender.flush()
+        select.select([stream], [], [], 5)
+        messages += [[frame.bytes for frame in frames] for frames in stream.receive()]
+    return messages
+
+
+def bytes_like(size: int, number: int) -> bytes:
+    return bytes((index * 7 + number) % 251 for index in range(min(size, 251))) * (size // 251 + 1)
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, (1 << 18) - 1, 1 << 18, 3_000_001])
+def test_messages_of_every_size_arrive_whole_and_in_order(pair: Pair, size: int) -> None:
+    near, far = pair
+    sent = [[b"head", bytes_like(size, number)[:size], b""] for number in range(4)]
+    for frames in sent:
+        near.send(frames)
+    assert received(far, near, len(sent)) == sent
+    assert not near.is_full
+
+
+def test_what_has_no_room_waits_and_keeps_its_place(pair: Pair) -> None:
+    near, far = pair
+    sent = [[struct.pack("<I", number), bytes(100_000)] for number in range(100)]
+    for frames in sent:
+        near.send(frames)
+    assert near.is_full
+    assert received(far, near, len(sent)) == sent
+
+
+def test_what_was_sent_may_be_written_again_at_once(pair: Pair) -> None:
+    near, far = pair
+    memory = bytearray(b"a" * 5_000_000)
+    near.send([memoryview(memory)])
+    memory[:] = b"b" * len(memory)
+    assert received(far, near, 1) == [[b"a" * len(memory)]]
+
+
+def test_the_end_comes_behind_the_last_message(pair: Pair) -> None:
+    near, far = pair
+    near.send([b"last"])
+    near.close()
+    select.select([far], [], [], 5)
+    assert [[frame.bytes for frame in frames] for frames in far.receive()] == [[b"last"]]
+    with pytest.raises(ConnectionError):
+        list(far.receive())
+
+
+def test_sending_to_who_is_gone_is_an_error(pair: Pair) -> None:
+    near, far = pair
+    far.close()
+    with pytest.raises(ConnectionError):
+        near.send([bytes(100_000)])
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"glu1" + struct.pack("<I", 0),
+        b"glu1" + struct.pack("<I", 1 << 31),
+        b"glu1" + struct.pack("<IQ", 1, 1 << 60),
+    ],
+    ids=["text", "no frames", "too many frames", "too large"],
+)
+def test_what_is_no_message_is_refused_before_it_takes_memory(junk: bytes) -> None:
+    listener = Listener()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.connect(f"\0{listener.name}")
+        stranger.sendall(junk)
+        far = listener.accept()
+        assert far is not None
+        with pytest.raises(ProtocolError):
+            list(far.receive())
+        far.close()
+    listener.close()
+
+
+def test_nobody_listens_once_it_is_closed() -> None:
+    listener = Listener()
+    listener.close()
+    with pytest.raises(ConnectionError):
+        connect(listener.name)
