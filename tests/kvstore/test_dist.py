@@ -270,7 +270,7 @@ SYNC = [
 ]
 
 
-@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize(("workers", "servers"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 1), (3, 2)])
 def test_rounds(workers: int, servers: int) -> None:
     check("dist_sync", workers, servers, SYNC)
 
@@ -280,5 +280,6 @@ def test_rounds_over_sockets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     check("dist_device_sync", 2, 2, SYNC)
 
 
+@pytest.mark.slow
 def test_rounds_of_seven_workers_and_seven_servers() -> None:
     check("dist_sync", 7, 7, SYNC)

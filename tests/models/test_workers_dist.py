@@ -67,7 +67,8 @@ def apart(first: State, second: State) -> float:
 
 
 @pytest.mark.parametrize(
-    ("store", "workers", "servers"), [("dist_sync", 2, 1), ("dist_sync", 4, 2), ("dist_device_sync", 2, 2)]
+    ("store", "workers", "servers"),
+    [("dist_sync", 2, 1), ("dist_sync", 4, 2), pytest.param("dist_device_sync", 2, 2, marks=pytest.mark.slow)],
 )
 def test_servers_give_what_one_process_gives(
     store: str, workers: int, servers: int, alone: tuple[float, State]
@@ -79,7 +80,7 @@ def test_servers_give_what_one_process_gives(
         assert all(torch.equal(weights[name], results[0][1][name]) for name in weights)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_collectives_give_what_one_process_gives(workers: int, alone: tuple[float, State]) -> None:
     results = spawn(over_collectives, workers)
     for accuracy, weights in results:
