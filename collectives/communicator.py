@@ -12,21 +12,30 @@ import torch
 from torch import Tensor
 
 from collectives import arithmetic, operations
-from collectives.engine import Engine, Lines
+from collectives.calls import Call, code_of
+from collectives.engine import Lines
+from collectives.errors import GanglineError
+from collectives.gpu_way import DeviceEngine, GpuWay
+from collectives.lanes import Lanes
 from collectives.layout import (
     as_rows,
+    check_peer,
+    check_rank,
+    check_rows,
     check_tensor,
     check_written,
     data_of,
     fitting,
     flat_of,
     in_place,
+    in_place_or,
     into_rows,
     is_like,
     is_plain,
     made_or_fitting,
     overwrite,
 )
+from collectives.nccl_ranks import NcclRanks
 from collectives.operations import SmallAllReduce
 from collectives.point_to_point import PointToPoint
 from collectives.work import Work
@@ -36,7 +45,7 @@ _REMEMBERED = 4096  # numbers of elements for which the way of an all-reduce is 
 
 
 class Communicator:
-    """A group of ranks that move and reduce CPU tensors together.
+    """A group of ranks that move and reduce tensors together, on the CPU or on GPUs.
 
     Made by `collectives.connect`, `collectives.spawn` or `split`. Every rank calls the same collectives with tensors of
     the same number of elements and dtype, in the same order; what differs is a `MismatchError` on all of them. A rank
@@ -47,6 +56,12 @@ class Communicator:
     are of float32, float64, float16, bfloat16, int8 to int64, uint8 or bool. ``op`` is "sum", "mean", "product", "min"
     or "max". All ranks hold the same bits afterwards. float16 and bfloat16 are added in float32 and rounded when a
     partial sum is handed on; integers wrap around; of bools "sum" is or, "product" is and.
+
+    Tensors on GPUs are taken in the order of the current streams, and results ordered on them: a call may return before
+    its result is there. All that a rank gives to one call is on one device. Once a call came in which every rank's
+    tensor was on a GPU of its own, collectives on these go by NCCL, if cupy (or what GANGLINE_NCCL_BINDING names) is
+    installed on all. Everything else goes through host memory, which is said once, with the reason: send and recv,
+    int16, ranks that share a GPU, and ranks of which one's tensor was on the CPU in the first call with one on a GPU.
 
     With ``async_op=True`` a call returns a `Work` at once: the tensors belong to it until ``wait()``, and
     ``work.result`` is what the call would have returned.
@@ -62,7 +77,9 @@ class Communicator:
         self.transport = lines.medium
         """By what the ranks are joined: "shared_memory", "ipc", "tcp" or "in_process"."""
         self._lines = lines
-        self._engine = Engine(lines)
+        self._engine = DeviceEngine(lines)
+        self._gpus = GpuWay(self._engine)
+        self._lanes = Lanes()
         self._messages = PointToPoint(lines, self._engine)
         self._small: dict[tuple[torch.dtype, int, str], SmallAllReduce] = {}
         self._leave = weakref.finalize(self, self._engine.leave)  # when it is dropped, or the program ends
@@ -83,18 +100,19 @@ class Communicator:
 
         Raises:
             ValueError: an unknown ``op``, or ``out`` does not fit.
-            TypeError: no CPU tensor, or a dtype or op that does not go together.
+            TypeError: no tensor of the CPU or a GPU, or a dtype or op that does not go together.
             GanglineError: a rank is dead, late, or at another call.
         """
         small = self._small.get((tensor.dtype, tensor.numel(), op)) if isinstance(tensor, Tensor) else None
         if small is not None and not async_op and is_plain(tensor) and (out is None or is_like(out, tensor)):
             self._engine.settle()  # the shortest way, for it is taken most often
-            given = data_of(tensor)
-            small(given, given if out is None else data_of(out))
-            return tensor if out is None else out
+            if self._gpus.nccl is None:
+                given = data_of(tensor)
+                small(given, given if out is None else data_of(out))
+                return tensor if out is None else out
         check_tensor(tensor)
         arithmetic.check(op, tensor.dtype)
-        result = self._in_place_or(tensor, out)
+        result = in_place_or(tensor, out)
         reduce = self._all_reduce_way(tensor, op)
 
         def operation() -> None:
@@ -102,7 +120,10 @@ class Communicator:
                 data_of(result).copy_(data_of(tensor))
             in_place(result, reduce)
 
-        return self._call("all_reduce", operation, result, async_op)
+        code = code_of("all_reduce", tensor.numel(), tensor.dtype, op, None)
+        return self._call(
+            code, (tensor, result), operation, lambda nccl: nccl.all_reduce(tensor, result, op), result, async_op
+        )
 
     def reduce(
         self, tensor: Tensor, root: int = 0, op: str = "sum", out: Tensor | None = None, *, async_op: bool = False
@@ -121,15 +142,15 @@ class Communicator:
 
         Raises:
             ValueError: an unknown ``op`` or root, or ``out`` does not fit.
-            TypeError: no CPU tensor, or a dtype or op that does not go together.
+            TypeError: no tensor of the CPU or a GPU, or a dtype or op that does not go together.
             GanglineError: a rank is dead, late, or at another call.
         """
         check_tensor(tensor)
         arithmetic.check(op, tensor.dtype)
-        self._check_rank("root", root)
+        check_rank("root", root, self.size)
         result = None
         if self.rank == root:
-            result = self._in_place_or(tensor, out)
+            result = in_place_or(tensor, out)
 
         def operation() -> None:
             given = flat_of(tensor)
@@ -138,7 +159,10 @@ class Communicator:
             else:
                 in_place(result, lambda flat: operations.reduce(self._engine, given, flat, root, op))
 
-        return self._call("reduce", operation, result, async_op)
+        code = code_of("reduce", tensor.numel(), tensor.dtype, op, root)
+        return self._call(
+            code, (tensor, result), operation, lambda nccl: nccl.reduce(tensor, result, root, op), result, async_op
+        )
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Tensor | Work:
         """Make a tensor on all ranks what it is on one.
@@ -153,11 +177,11 @@ class Communicator:
 
         Raises:
             ValueError: an unknown root, or an expanded tensor to be written.
-            TypeError: no CPU tensor, or a dtype that collectives do not take.
+            TypeError: no tensor of the CPU or a GPU, or a dtype that collectives do not take.
             GanglineError: a rank is dead, late, or at another call.
         """
         check_tensor(tensor)
-        self._check_rank("root", root)
+        check_rank("root", root, self.size)
         if self.rank != root:
             check_written(tensor)
 
@@ -167,7 +191,8 @@ class Communicator:
             else:
                 in_place(tensor, lambda flat: operations.broadcast(self._engine, flat, root))
 
-        return self._call("broadcast", operation, tensor, async_op)
+        code = code_of("broadcast", tensor.numel(), tensor.dtype, None, root)
+        return self._call(code, (tensor,), operation, lambda nccl: nccl.broadcast(tensor, root), tensor, async_op)
 
     def all_gather(self, tensor: Tensor, out: Tensor | None = None, *, async_op: bool = False) -> Tensor | Work:
         """Gather every rank's tensor on all ranks.
@@ -182,16 +207,19 @@ class Communicator:
 
         Raises:
             ValueError: ``out`` does not fit.
-            TypeError: no CPU tensor, or a dtype that collectives do not take.
+            TypeError: no tensor of the CPU or a GPU, or a dtype that collectives do not take.
             GanglineError: a rank is dead, late, or at another call.
         """
         check_tensor(tensor)
-        result = self._rows_for(tensor, out)
+        result = made_or_fitting("out", out, (self.size, *tensor.shape), tensor)
 
         def operation() -> None:
             into_rows(result, lambda rows: operations.all_gather(self._engine, flat_of(tensor), rows))
 
-        return self._call("all_gather", operation, result, async_op)
+        code = code_of("all_gather", tensor.numel(), tensor.dtype, None, None)
+        return self._call(
+            code, (tensor, result), operation, lambda nccl: nccl.all_gather(tensor, result), result, async_op
+        )
 
     def reduce_scatter(
         self, tensor: Tensor, op: str = "sum", out: Tensor | None = None, *, async_op: bool = False
@@ -209,18 +237,21 @@ class Communicator:
 
         Raises:
             ValueError: no row for each rank, an unknown ``op``, or ``out`` does not fit.
-            TypeError: no CPU tensor, or a dtype or op that does not go together.
+            TypeError: no tensor of the CPU or a GPU, or a dtype or op that does not go together.
             GanglineError: a rank is dead, late, or at another call.
         """
-        self._check_rows(tensor)
+        check_rows(tensor, self.size)
         arithmetic.check(op, tensor.dtype)
-        result = made_or_fitting("out", out, tensor.shape[1:], tensor.dtype)
+        result = made_or_fitting("out", out, tensor.shape[1:], tensor)
 
         def operation() -> None:
             rows = as_rows(flat_of(tensor), self.size)
             overwrite(result, lambda flat: operations.reduce_scatter(self._engine, rows, flat, op))
 
-        return self._call("reduce_scatter", operation, result, async_op)
+        code = code_of("reduce_scatter", result.numel(), tensor.dtype, op, None)
+        return self._call(
+            code, (tensor, result), operation, lambda nccl: nccl.reduce_scatter(tensor, result, op), result, async_op
+        )
 
     def all_to_all(self, tensor: Tensor, out: Tensor | None = None, *, async_op: bool = False) -> Tensor | Work:
         """Give each rank a row of one's tensor.
@@ -235,17 +266,20 @@ class Communicator:
 
         Raises:
             ValueError: no row for each rank, or ``out`` does not fit.
-            TypeError: no CPU tensor, or a dtype that collectives do not take.
+            TypeError: no tensor of the CPU or a GPU, or a dtype that collectives do not take.
             GanglineError: a rank is dead, late, or at another call.
         """
-        self._check_rows(tensor)
-        result = made_or_fitting("out", out, tensor.shape, tensor.dtype)
+        check_rows(tensor, self.size)
+        result = made_or_fitting("out", out, tensor.shape, tensor)
 
         def operation() -> None:
             rows = as_rows(flat_of(tensor), self.size)
             into_rows(result, lambda taken: operations.all_to_all(self._engine, rows, taken))
 
-        return self._call("all_to_all", operation, result, async_op)
+        code = code_of("all_to_all", tensor[0].numel(), tensor.dtype, None, None)
+        return self._call(
+            code, (tensor, result), operation, lambda nccl: nccl.all_to_all(tensor, result), result, async_op
+        )
 
     def gather(
         self, tensor: Tensor, root: int = 0, out: Tensor | None = None, *, async_op: bool = False
@@ -263,12 +297,12 @@ class Communicator:
 
         Raises:
             ValueError: an unknown root, or ``out`` does not fit.
-            TypeError: no CPU tensor, or a dtype that collectives do not take.
+            TypeError: no tensor of the CPU or a GPU, or a dtype that collectives do not take.
             GanglineError: a rank is dead, late, or at another call.
         """
         check_tensor(tensor)
-        self._check_rank("root", root)
-        result = self._rows_for(tensor, out) if self.rank == root else None
+        check_rank("root", root, self.size)
+        result = made_or_fitting("out", out, (self.size, *tensor.shape), tensor) if self.rank == root else None
 
         def operation() -> None:
             if result is None:
@@ -276,7 +310,10 @@ class Communicator:
             else:
                 into_rows(result, lambda rows: operations.gather(self._engine, flat_of(tensor), rows, root))
 
-        return self._call("gather", operation, result, async_op)
+        code = code_of("gather", tensor.numel(), tensor.dtype, None, root)
+        return self._call(
+            code, (tensor, result), operation, lambda nccl: nccl.gather(tensor, result, root), result, async_op
+        )
 
     def scatter(self, tensor: Tensor | None, out: Tensor, root: int = 0, *, async_op: bool = False) -> Tensor | Work:
         """Give each rank a row of one rank's tensor.
@@ -292,23 +329,24 @@ class Communicator:
 
         Raises:
             ValueError: an unknown root, or the shapes do not fit.
-            TypeError: no CPU tensor, or a dtype that collectives do not take.
+            TypeError: no tensor of the CPU or a GPU, or a dtype that collectives do not take.
             GanglineError: a rank is dead, late, or at another call.
         """
         check_tensor(out, "out")
         check_written(out, "out")
-        self._check_rank("root", root)
+        check_rank("root", root, self.size)
         given = None
         if self.rank == root:
             if tensor is None:
                 raise TypeError(f"tensor is None at the root of a scatter; expected ({self.size}, *out.shape)")
-            given = fitting("tensor", tensor, (self.size, *out.shape), out.dtype)
+            given = fitting("tensor", tensor, (self.size, *out.shape), out)
 
         def operation() -> None:
             rows = None if given is None else as_rows(flat_of(given), self.size)
             overwrite(out, lambda flat: operations.scatter(self._engine, rows, flat, root))
 
-        return self._call("scatter", operation, out, async_op)
+        code = code_of("scatter", out.numel(), out.dtype, None, root)
+        return self._call(code, (out, given), operation, lambda nccl: nccl.scatter(given, out, root), out, async_op)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Return when every rank has called it.
@@ -316,18 +354,22 @@ class Communicator:
         Raises:
             GanglineError: a rank is dead, late, or at another call.
         """
-        return self._call("barrier", lambda: operations.barrier(self._engine), None, async_op)
+        if async_op:
+            return self._engine.submit("barrier", partial(operations.barrier, self._engine), None)
+        self._engine.settle()
+        operations.barrier(self._engine)
+        return None
 
     def send(self, tensor: Tensor, to: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
         """Send a tensor to another rank, which receives it by the same tag; returns when it may be written again.
 
         Raises:
             ValueError: an unknown rank, this rank itself, or a tag out of 0 to 2**31 - 1.
-            TypeError: no CPU tensor, or a dtype that collectives do not take.
+            TypeError: no tensor of the CPU or a GPU, or a dtype that collectives do not take.
             GanglineError: the other rank is dead or late.
         """
         check_tensor(tensor)
-        self._check_peer("to", to, tag)
+        check_peer("to", to, self.rank, self.size, tag)
         work = self._messages.send(flat_of(tensor), to, tag)
         return self._messages.finish(work, async_op=async_op)
 
@@ -339,13 +381,13 @@ class Communicator:
 
         Raises:
             ValueError: an unknown rank, this rank itself, a tag out of 0 to 2**31 - 1, or an expanded tensor.
-            TypeError: no CPU tensor, or a dtype that collectives do not take.
+            TypeError: no tensor of the CPU or a GPU, or a dtype that collectives do not take.
             MismatchError: what was sent is of another number of elements or dtype.
             GanglineError: the other rank is dead or late.
         """
         check_tensor(tensor)
         check_written(tensor)
-        self._check_peer("source", source, tag)
+        check_peer("source", source, self.rank, self.size, tag)
         work = self._messages.receive(tensor, source, tag)
         done = self._messages.finish(work, async_op=async_op)
         return tensor if done is None else done
@@ -387,7 +429,26 @@ class Communicator:
         """Finish what was begun, tell the others, and give everything back; a second call does nothing."""
         self._leave.detach()
         self._messages.close()
+        self._engine.settle()
+        self._gpus.close()
         self._engine.close()
+
+    def abort(self, error: GanglineError) -> None:
+        """End what is under way, here and on all ranks; from any thread.
+
+        A call of this rank that waits raises the error within some 10 ms, and so does every later one. The other ranks
+        get it where they wait for this one. What has failed or was closed before keeps its first error. `close` is
+        still to be called.
+
+        Raises:
+            TypeError: the error is not one of gangline's, which other ranks can be told.
+        """
+        if not isinstance(error, GanglineError):
+            raise TypeError(f"error is {error!r}; expected a GanglineError, which other ranks can be told")
+        if self._engine.error is None:
+            self._engine.end(error)
+            self._lines.roster.abort(error)
+            self._gpus.abort()
 
     def __enter__(self) -> Communicator:
         return self
@@ -412,38 +473,29 @@ class Communicator:
         small = self._small[key]
         return lambda flat: small(flat, flat)
 
-    def _call(self, name: str, operation: Callable[[], None], result: _Result, async_op: bool) -> _Result | Work:
-        if async_op:
+    def _call(
+        self,
+        code: int,
+        tensors: tuple[Tensor, *tuple[Tensor | None, ...]],
+        by_host: Callable[[], None],
+        by_nccl: Callable[[NcclRanks], None],
+        result: _Result,
+        async_op: bool,
+    ) -> _Result | Work:
+        """Make a call of this code, on these tensors, behind all that was called before it."""
+        operation = partial(self._gpus.run, code, tensors[0], by_host, by_nccl)
+        if not async_op:
+            self._engine.settle()
+            operation()
+            return result
+        name = Call.from_code(code).collective
+        on_gpus = [tensor for tensor in tensors if tensor is not None and tensor.is_cuda]
+        if not on_gpus:
             return self._engine.submit(name, operation, result)
-        self._engine.settle()
-        operation()
-        return result
+        section = self._lanes.behind_caller(on_gpus)
 
-    def _in_place_or(self, tensor: Tensor, out: Tensor | None) -> Tensor:
-        if out is None:
-            check_written(tensor)
-            return tensor
-        return made_or_fitting("out", out, tensor.shape, tensor.dtype)
+        def operation_in_section() -> None:
+            with section:
+                operation()
 
-    def _rows_for(self, tensor: Tensor, out: Tensor | None) -> Tensor:
-        return made_or_fitting("out", out, (self.size, *tensor.shape), tensor.dtype)
-
-    def _check_rows(self, tensor: Tensor) -> None:
-        check_tensor(tensor)
-        if tensor.dim() == 0 or tensor.shape[0] != self.size:
-            raise ValueError(f"tensor has shape {tuple(tensor.shape)}; expected a row for each of {self.size} ranks")
-
-    def _check_rank(self, name: str, rank: int) -> None:
-        if not isinstance(rank, int) or isinstance(rank, bool):
-            raise TypeError(f"{name} is {rank!r}; expected a rank, an int")
-        if not 0 <= rank < self.size:
-            raise ValueError(f"{name} is {rank}; expected a rank from 0 to {self.size - 1}")
-
-    def _check_peer(self, name: str, rank: int, tag: int) -> None:
-        self._check_rank(name, rank)
-        if rank == self.rank:
-            raise ValueError(f"{name} is {rank}, this rank itself; expected another")
-        if not isinstance(tag, int) or isinstance(tag, bool):
-            raise TypeError(f"tag is {tag!r}; expected an int")
-        if not 0 <= tag < 1 << 31:
-            raise ValueError(f"tag is {tag}; expected a number from 0 to 2**31 - 1")
+        return self._engine.submit(name, operation_in_section, result, section.join)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from collectives.calls import Call, code_of
 from collectives.engine import Engine, Lines
 from collectives.errors import GanglineError, MismatchError
+from collectives.lanes import Lanes, Ordered
 from collectives.layout import overwrite
 from collectives.transports.base import Incoming, Stamp, Ticket
 from collectives.work import Work
@@ -40,6 +41,13 @@ class _Receiving:
     work: Work
     recv_code: int
     """The same call from this side, for errors."""
+    section: Ordered | None
+    """Of a tensor on a GPU: where it is written, behind what the caller's streams held when the call came."""
+
+    def take(self, write: Callable[[Tensor], None]) -> None:
+        """Have the tensor written as a contiguous 1-d one."""
+        with self.section or nullcontext():
+            overwrite(self.tensor, write)
 
 
 @dataclass(eq=False, slots=True)
@@ -61,6 +69,7 @@ class PointToPoint:
         self._transport = lines.messages
         self._watch = lines.messages_watch
         self._lock = threading.Lock()
+        self._lanes = Lanes()
         self._sending: list[_Sending] = []
         self._receiving: list[_Receiving] = []
         self._kept: dict[int, deque[_Kept]] = {}
@@ -87,11 +96,12 @@ class PointToPoint:
     def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
         """Begin to receive into a tensor."""
         code = code_of("send", tensor.numel(), tensor.dtype, None, None)
-        work = Work("recv", result=tensor)
+        section = self._lanes.behind_caller([tensor]) if tensor.is_cuda else None
+        work = Work("recv", result=tensor) if section is None else Work("recv", section.join, tensor)
         with self._lock:
             self._check_open()
             recv_code = code_of("recv", tensor.numel(), tensor.dtype, None, None)
-            self._receiving.append(_Receiving(tensor, source, Stamp(tag, code), work, recv_code))
+            self._receiving.append(_Receiving(tensor, source, Stamp(tag, code), work, recv_code, section))
         return work
 
     def finish(self, work: Work, *, async_op: bool) -> Work | None:
@@ -216,12 +226,12 @@ class PointToPoint:
             if message.stamp.sequence == wanted.stamp.sequence:
                 if self._fits(message.stamp, wanted):
                     kept.remove(message)
-                    overwrite(wanted.tensor, message.into)
+                    wanted.take(message.into)
                     self._complete(wanted)
                 return True
         while (incoming := self._transport.poll(wanted.source)) is not None:
             if incoming.stamp == wanted.stamp:
-                overwrite(wanted.tensor, lambda flat, message=incoming: message.into(flat.view(torch.uint8)))  # type: ignore[misc]
+                wanted.take(lambda flat, message=incoming: message.into(flat.view(torch.uint8)))  # type: ignore[misc]
                 self._complete(wanted)
                 return True
             kept.append(_keep(incoming))

@@ -39,7 +39,7 @@ class Roster(ABC):
     """Rank -> (sequence, code) of the call that it last said it waits in, this rank included. Who never waits long
     says nothing."""
     failure: GanglineError | None
-    """What another rank told us has failed; the first that came."""
+    """What has failed: the first that another rank told, or that this one aborted with."""
 
     @abstractmethod
     def look(self, sequence: int, code: int) -> None:
@@ -54,6 +54,11 @@ class Roster(ABC):
     @abstractmethod
     def fail(self, error: GanglineError) -> None:
         """Tell everybody, as far as that goes; never raises, never blocks."""
+
+    def abort(self, error: GanglineError) -> None:
+        """Have this rank's waits end by an error too, and tell everybody; from any thread, and never blocks."""
+        self.failure = self.failure or error
+        self.fail(error)
 
     @abstractmethod
     def close(self) -> None:
@@ -103,6 +108,7 @@ class ProcessRoster(Roster):
         self._processes = [_read_process(peer, card) for peer, card in enumerate(self._pairs.cards)]
         self._said: dict[int, tuple[int, int]] = {}
         self._poller = zmq.Poller()
+        self._poller.register(self._pairs.door, zmq.POLLIN)
         for peer, line in self._pairs.lines.items():
             line.on_up = self._forget_said(peer)
             self._poller.register(line.monitor, zmq.POLLIN)
@@ -116,6 +122,7 @@ class ProcessRoster(Roster):
                 self.at[self.rank] = (sequence, code)
                 self._say((sequence, code))
             if self._poller.poll(0):
+                self._pairs.admit()
                 for peer, line in list(self._pairs.lines.items()):
                     line.look()
                     self._read(peer, line)

@@ -286,7 +286,7 @@ class Calls:
         Raises:
             StallError: one did not come in time.
         """
-        self.barrier(timeout=timeout).wait()
+        self.barrier().wait(timeout or timedelta(0))
 
     def _start_coalescing(self, device: torch.device) -> None:
         if device.type != "cpu":
@@ -339,9 +339,10 @@ class Calls:
         """Have ``function(communicator, *arguments)`` run behind all that was called before it."""
         self._calls += 1
         own = getattr(opts, "timeout", _UNSET) if timeout is None else timeout
-        limit = own.total_seconds() if own > timedelta(0) else self._limit
+        has_own = own > timedelta(0)
+        limit = own.total_seconds() if has_own else self._limit
         inner = Work(name)
-        work = GroupWork(inner, written, limit)
+        work = GroupWork(inner, written, limit, give_up=self.communicator.abort if has_own else None)
         is_awaited = limit is None and not getattr(opts, "asyncOp", True)
         run = self._queue.run if is_awaited else self._queue.submit
         run(partial(work.run, partial(function, self.communicator, *arguments)), inner, keys=(self,), priority=0)

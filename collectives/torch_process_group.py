@@ -10,6 +10,7 @@ import torch
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
+from collectives.errors import GanglineError
 from collectives.opening import open_communicator
 from collectives.torch_calls import Calls
 from collectives.torch_elsewhere import Elsewhere
@@ -120,7 +121,8 @@ class GanglineProcessGroup(Calls, _Base):  # type: ignore[misc]
         self.elsewhere.shutdown()
 
     def abort(self) -> None:
-        """As `shutdown`: a stuck call ends when its other ranks do."""
+        """As `shutdown`, but what is under way fails, here and on all ranks, where it is not waited for."""
+        self.communicator.abort(GanglineError(f"rank {self.rank()} aborted its process group"))
         self.shutdown()
 
     def _has_hooks(self) -> bool:

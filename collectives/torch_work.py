@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import Work as TorchWork
 from torch.futures import Future, collect_all
 
-from collectives.errors import StallError
+from collectives.errors import GanglineError, StallError
 from collectives.work import Work
 
 _NO_LIMIT = timedelta(0)  # torch's word for it
@@ -25,14 +25,24 @@ class GroupWork(TorchWork):
         tensors: those that it writes.
         limit: seconds that `wait` waits if its caller names none; None: as long as the call takes.
         source: the rank that a receive receives from.
+        give_up: what ends the call on all ranks when ``limit``, which was said with the call, has passed in a `wait`;
+            None: it goes on.
     """
 
-    def __init__(self, work: Work, tensors: Sequence[Tensor], limit: float | None = None, source: int = -1) -> None:
+    def __init__(
+        self,
+        work: Work,
+        tensors: Sequence[Tensor],
+        limit: float | None = None,
+        source: int = -1,
+        give_up: Callable[[GanglineError], None] | None = None,
+    ) -> None:
         super().__init__()
         self._work = work
         self._tensors = tensors
         self._limit = limit
         self._source = source
+        self._give_up = give_up
         self._lock = threading.Lock()
         self._is_over = False
         self._error: BaseException | None = None
@@ -59,16 +69,21 @@ class GroupWork(TorchWork):
             timeout: how long to wait; 0: as long as was said with the call, if anything was.
 
         Raises:
-            StallError: the call is still running after that; it goes on.
+            StallError: the call is still running after that. It goes on, unless the time was said with the call:
+                then all ranks get this error, and the group can be used no more.
             Exception: whatever the call raised.
         """
-        limit = timeout.total_seconds() if timeout > _NO_LIMIT else self._limit
+        is_callers = timeout > _NO_LIMIT
+        limit = timeout.total_seconds() if is_callers else self._limit
         try:
             self._work.wait(limit)
         except TimeoutError as error:
             if self._work.is_completed():
                 raise
-            raise StallError(str(error)) from None
+            late = StallError(str(error))
+            if self._give_up is not None and not is_callers:
+                self._give_up(late)
+            raise late from None
         return True
 
     def synchronize(self) -> None:

@@ -1,0 +1,343 @@
+"""Graphics cards that are not there: tensors that lie on them, streams that are as late as they may be, and NCCL.
+
+Nothing that is put on a stream is done before somebody waits for it or asks whether it is done. So who reads what was
+not waited for finds what was there before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import reduce
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from collectives import gpu_tensors, layout, nccl_ranks
+from collectives.device_backends import nccl_bindings
+
+aten = torch.ops.aten
+_LIMIT = 20.0
+_lock = threading.RLock()
+_here = threading.local()
+_defaults: dict[torch.device, Stream] = {}
+_streams: dict[int, Stream] = {}
+_AT_ONCE = {aten.detach.default, aten.view.default, aten.as_strided.default, aten.new_empty.default, aten.t.default}
+_AT_ONCE |= {aten.select.int, aten.slice.Tensor, aten.transpose.int, aten.unbind.int, aten.alias.default}
+
+
+class Stream:
+    """A queue of operations, each of which says whether it could be done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cuda_stream = len(_streams) + 1
+        _streams[self.cuda_stream] = self
+        self._operations: deque[Callable[[], bool]] = deque()
+        self._put = self._done = 0
+
+    def put(self, operation: Callable[[], bool]) -> None:
+        with _lock:
+            self._operations.append(operation)
+            self._put += 1
+
+    def reach(self, number: int) -> bool:
+        with _lock:
+            while self._done < number:
+                if not self._operations[0]():
+                    return False
+                self._operations.popleft()
+                self._done += 1
+            return True
+
+    def record_event(self) -> Event:
+        return Event(self, self._put)
+
+    def wait_event(self, event: Event) -> None:
+        self.put(event.query)
+
+
+class Event:
+    def __init__(self, stream: Stream, number: int) -> None:
+        self._stream, self._number = stream, number
+
+    def query(self) -> bool:
+        return self._stream.reach(self._number)
+
+    def synchronize(self) -> None:
+        until = time.monotonic() + _LIMIT
+        while not self.query():
+            assert time.monotonic() < until, "what a stream waits for does not come"
+            time.sleep(0.001)
+
+
+class OnCard(torch.Tensor):
+    """A tensor whose memory only operations on a stream of its card read and write."""
+
+    inner: Tensor
+    card: torch.device
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, card: torch.device) -> OnCard:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device="meta",
+        )
+        made.inner, made.card = inner, card
+        return made
+
+    device = property(lambda self: self.card)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    is_cpu = property(lambda self: False)  # type: ignore[assignment]
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def record_stream(self, stream: Any) -> None:
+        assert stream.device == self.card
+
+    def host(self) -> Tensor:
+        """The values, once the current stream has come here."""
+        current_stream(self.card).record_event().synchronize()
+        return self.inner.clone()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        card = next(arg.card for arg in args if isinstance(arg, OnCard))
+        inner = [arg.inner if isinstance(arg, OnCard) else arg for arg in args]
+        stream = current_stream(card)
+        if func in _AT_ONCE:
+            made = func(*inner, **{name: value for name, value in kwargs.items() if name == "dtype"})
+            return [OnCard(one, card) for one in made] if isinstance(made, (list, tuple)) else OnCard(made, card)
+        if func is aten.clone.default:
+            memory_format = kwargs.get("memory_format", torch.preserve_format)
+            made = torch.empty_like(inner[0], memory_format=memory_format)
+            stream.put(lambda: made.copy_(inner[0]) is not None)
+            return OnCard(made, card)
+        assert func in (aten.copy_.default, aten.div_.Tensor, aten.mul_.Tensor), func
+        stream.put(lambda: func(*inner) is not None)
+        waits = func is aten.copy_.default and not (len(args) > 2 and args[2])
+        if waits and not all(isinstance(arg, OnCard) for arg in args[:2]):
+            stream.record_event().synchronize()
+        return args[0]
+
+
+def on_card(values: Tensor, index: int = 0) -> OnCard:
+    """A tensor on a card, whose values a kernel of the current stream writes."""
+    card = torch.device("cuda", index)
+    made = OnCard(torch.full_like(values, 77 if values.dtype != torch.bool else True), card)
+    kept = values.clone()
+    current_stream(card).put(lambda: made.inner.copy_(kept) is not None)
+    return made
+
+
+def current_stream(device: torch.device) -> Stream:
+    chosen: dict[torch.device, Stream] = _here.__dict__
+    with _lock:
+        if device not in _defaults:
+            _defaults[device] = Stream(device)
+        return chosen.get(str(device)) or _defaults[device]  # type: ignore[call-overload,no-any-return]
+
+
+@contextmanager
+def _on(stream: Stream) -> Iterator[None]:
+    chosen = _here.__dict__
+    before = chosen.get(str(stream.device))
+    chosen[str(stream.device)] = stream
+    try:
+        yield
+    finally:
+        chosen[str(stream.device)] = before
+
+
+class HostRank:
+    """NCCL as its manual has it, for ranks that are threads: a call ends on a stream when all ranks' have begun."""
+
+    calls: ClassVar[list[tuple[str, int]]] = []
+    """What was called, with the number of ranks that have called it, in order; of all communicators."""
+    fails_at: ClassVar[dict[int, str]] = {}
+    """Ranks that raise in a call of this name."""
+    _shared: ClassVar[defaultdict[bytes, dict[Any, Any]]] = defaultdict(lambda: defaultdict(dict))
+    _ELEMENTS: ClassVar[dict[int, torch.dtype]] = {
+        0: torch.int8,
+        1: torch.uint8,
+        2: torch.int32,
+        4: torch.int64,
+        6: torch.float16,
+        7: torch.float32,
+    }
+    _FUNCTIONS: ClassVar[dict[int, Callable[[Tensor, Tensor], Tensor]]] = {
+        0: torch.add,
+        1: torch.mul,
+        2: torch.maximum,
+        3: torch.minimum,
+    }
+    _ids = iter(range(1, 1 << 20))
+
+    def __init__(self, device: torch.device, unique_id: bytes, rank: int, size: int) -> None:
+        assert len(unique_id) == 128
+        self.root = 0
+        self.is_aborted = False
+        self.is_destroyed = False
+        self._device, self._rank, self._size = device, rank, size
+        self._table = self._shared[unique_id]
+        self._number = 0
+        self._group: list[tuple[str, int, int, int, int]] | None = None
+
+    @classmethod
+    def unique_id(cls) -> bytes:
+        return next(cls._ids).to_bytes(128, "little")
+
+    def start(self) -> None:
+        assert self._group is None
+        self._group = []
+
+    def end(self) -> None:
+        assert self._group is not None
+        group, self._group = self._group, None
+        if not group:
+            return
+        posted: list[None] = []
+        taken = [one for one in group if one[0] == "receive"]
+        given = [one for one in group if one[0] == "send"]
+
+        def messages() -> bool:
+            if not posted:
+                posted.append(None)
+                for _, address, nbytes, to, _ in given:
+                    self._table["from", self._rank, to].setdefault("queue", deque()).append(
+                        at(address, nbytes, 1).clone()
+                    )
+            while taken and not self.is_aborted:
+                _, address, nbytes, source, _ = taken[0]
+                queue = self._table["from", source, self._rank].get("queue")
+                if not queue:
+                    return False
+                at(address, nbytes, 1).copy_(queue.popleft())
+                taken.pop(0)
+            return True
+
+        _streams[group[0][4]].put(messages)
+
+    def all_reduce(self, place: int, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
+        self._call("all_reduce", source, count, target, count, dtype, op, 0, stream)
+
+    def reduce(
+        self, place: int, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
+    ) -> None:
+        self._call("reduce", source, count, target, count, dtype, op, self.root, stream)
+
+    def broadcast(self, place: int, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None:
+        self._call("broadcast", source, count, target, count, dtype, 0, self.root, stream)
+
+    def all_gather(self, place: int, source: int, target: int, count: int, dtype: int, stream: int) -> None:
+        self._call("all_gather", source, count, target, count * self._size, dtype, 0, 0, stream)
+
+    def reduce_scatter(
+        self, place: int, source: int, target: int, count: int, dtype: int, op: int, stream: int
+    ) -> None:
+        self._call("reduce_scatter", source, count * self._size, target, count, dtype, op, 0, stream)
+
+    def send(self, source: int, nbytes: int, to: int, stream: int) -> None:
+        assert self._group is not None
+        self._group.append(("send", source, nbytes, to, stream))
+
+    def receive(self, target: int, nbytes: int, source: int, stream: int) -> None:
+        assert self._group is not None
+        self._group.append(("receive", target, nbytes, source, stream))
+
+    def abort(self) -> None:
+        assert not self.is_destroyed
+        self.is_aborted = True
+
+    def destroy(self) -> None:
+        assert not self.is_aborted
+        self.is_destroyed = True
+
+    def _call(
+        self,
+        name: str,
+        source: int,
+        given: int,
+        target: int,
+        taken: int,
+        dtype: int,
+        op: int,
+        root: int,
+        stream: int,
+    ) -> None:
+        assert self._group is not None, f"{name} outside a group"
+        if self.fails_at.get(self._rank) == name:
+            raise RuntimeError(f"NCCL has had enough of {name}")
+        self._number += 1
+        there = self._table["call", self._number]
+        own: list[Tensor] = []
+
+        def kernel() -> bool:
+            if self.is_aborted:
+                return True
+            if not own:
+                own.append(at(source, given, dtype).clone())
+                there[self._rank] = (own[0], (name, given, taken, dtype, op, root))
+                HostRank.calls.append((name, len(there)))
+            if len(there) < self._size:
+                return False
+            assert len({said for _, said in there.values()}) == 1
+            values = [there[rank][0] for rank in range(self._size)]
+            if name == "broadcast":
+                at(target, taken, dtype).copy_(values[root])
+            elif name == "all_gather":
+                at(target, taken, dtype).copy_(torch.cat(values))
+            elif name != "reduce" or self._rank == root:
+                first = self._rank * taken if name == "reduce_scatter" else 0
+                at(target, taken, dtype).copy_(reduce(self._FUNCTIONS[op], values)[first : first + taken])
+            return True
+
+        _streams[stream].put(kernel)
+
+
+def at(address: int, count: int, dtype: int) -> Tensor:
+    element = HostRank._ELEMENTS[dtype]
+    octets = (ctypes.c_uint8 * (count * element.itemsize)).from_address(address)
+    return torch.frombuffer(octets, dtype=element) if count else torch.empty(0, dtype=element)
+
+
+def _host_memory(count: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((count * dtype.itemsize,), 0x5A if dtype != torch.bool else 0, dtype=torch.uint8).view(dtype)
+
+
+@contextmanager
+def cards(*, nccl: str = "") -> Iterator[None]:
+    """Have the machine seem to have graphics cards.
+
+    Args:
+        nccl: what it lacks to use NCCL; "" where it lacks nothing.
+    """
+    _defaults.clear()
+    HostRank.calls = []
+    HostRank.fails_at = {}
+    with ExitStack() as stack:
+        for target, name, value in (
+            (torch.cuda, "current_stream", current_stream),
+            (torch.cuda, "Stream", Stream),
+            (torch.cuda, "stream", _on),
+            (torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}")),
+            (gpu_tensors, "host_memory", _host_memory),
+            (layout, "host_memory", _host_memory),
+            (nccl_bindings, "missing", lambda name: nccl),
+        ):
+            stack.enter_context(patch.object(target, name, value))
+        stack.enter_context(patch.dict(nccl_ranks.RANKS, {"cupy": HostRank}))
+        yield

@@ -1,0 +1,352 @@
+"""Tensors on GPUs: through the host's memory and by NCCL, on cards that are not there; and on those that are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from collectives import Communicator, num_gpus, spawn
+from collectives.device_backends import nccl_bindings
+from collectives.errors import MismatchError, StallError
+from collectives.work import Work
+from tests.collectives.cards import HostRank, OnCard, cards, on_card
+from tests.collectives.ranks import (
+    MOVING,
+    REDUCING,
+    ROOTED,
+    expected,
+    given,
+    in_threads,
+    outcomes_in_threads,
+    same,
+)
+
+COLLECTIVES = (*REDUCING, *MOVING)
+COUNT = 37
+LARGE = 200_003
+
+
+@pytest.fixture
+def machine() -> Iterator[None]:
+    with cards():
+        yield
+
+
+def located(values: Tensor, card: int | None) -> Tensor:
+    return values if card is None else on_card(values, card)
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    return tensor.host() if isinstance(tensor, OnCard) else tensor
+
+
+def check(
+    comm: Communicator,
+    collective: str,
+    card: int | None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    op: str = "sum",
+    root: int = 0,
+    count: int = COUNT,
+    async_op: bool = False,
+) -> None:
+    """Make a call on a tensor of a card (None: of the host), and see what comes, where, and that inputs stay."""
+    tensor = located(given(collective, count, comm.rank, comm.size, dtype), card)
+    options: dict[str, Any] = {"async_op": async_op}
+    options |= {"op": op} if collective in REDUCING else {}
+    options |= {"root": root} if collective in ROOTED else {}
+    if collective == "scatter":
+        row = located(torch.zeros(count, dtype=dtype), card)
+        got = comm.scatter(tensor if comm.rank == root else None, row, **options)
+    else:
+        got = getattr(comm, collective)(tensor, **options)
+    if isinstance(got, Work):
+        got.wait()
+        got = got.result
+    name = f"{collective} of {count} x {dtype}, {op}, on rank {comm.rank}"
+    want = expected(collective, count, comm.rank, comm.size, dtype, op, root)
+    if want is None:
+        assert got is None, name
+    else:
+        assert got.device == tensor.device, name
+        same(values_of(got), want, name)
+    if got is not tensor and collective != "broadcast":
+        same(values_of(tensor), given(collective, count, comm.rank, comm.size, dtype), f"{name}: its input")
+
+
+def check_all(comm: Communicator, card: int | None) -> None:
+    for number, collective in enumerate(COLLECTIVES):
+        root = number % comm.size
+        check(comm, collective, card, root=root)
+        check(comm, collective, card, root=root, async_op=True)
+        check(comm, collective, card, dtype=torch.int32, root=root, count=LARGE if number % 2 else 0)
+        check(comm, collective, card, dtype=torch.int16, op="max" if collective in REDUCING else "sum", root=root)
+        check(comm, collective, card, dtype=torch.bool, op="product" if collective in REDUCING else "sum", root=root)
+        check(comm, collective, card, op="mean" if collective in REDUCING else "sum", root=root)
+
+
+# -- through the host -----------------------------------------------------------------------------------------------
+
+
+def on_one_card(comm: Communicator) -> None:
+    check_all(comm, 0)
+
+
+def on_cards_and_the_host(comm: Communicator) -> None:
+    check_all(comm, None if comm.rank == 1 else comm.rank)
+    check(comm, "all_reduce", comm.rank)  # it stays as it was in the first call
+
+
+@pytest.mark.parametrize("run", [on_one_card, on_cards_and_the_host])
+def test_ranks_that_nccl_cannot_join_go_through_the_host(machine: None, run: Any) -> None:
+    in_threads(3, run)
+    assert not HostRank.calls
+
+
+def in_a_process(comm: Communicator) -> None:
+    with cards():
+        check_all(comm, comm.rank if comm.rank else None)
+        check(comm, "all_reduce", comm.rank)
+    with cards(nccl="nothing to join processes by"):  # so that all agree on the host, not one by one
+        group = comm.split(0)
+        assert group is not None
+        check(group, "all_reduce", comm.rank)
+        check(group, "all_gather", comm.rank if comm.rank else None, async_op=True)
+        group.close()
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+def test_processes_go_through_the_host(transport: str) -> None:
+    spawn(in_a_process, 2, transport=transport, timeout=30)
+
+
+def test_a_rank_on_the_cpu_that_waits_for_nobody_is_seen_too(machine: None) -> None:
+    """It leaves its part of a reduce behind and is at another call, or gone, when the others look for it."""
+
+    def run(comm: Communicator) -> Tensor | None:
+        values = torch.arange(LARGE, dtype=torch.float32) * 3 + comm.rank
+        got = comm.reduce(located(values, None if comm.rank else 0), root=0)
+        return None if got is None else values_of(got)
+
+    total, _ = in_threads(2, run)
+    assert torch.equal(total, torch.arange(LARGE, dtype=torch.float32) * 6 + 1)
+
+
+def test_what_the_ranks_lack_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    def run(comm: Communicator) -> None:
+        check(comm, "all_reduce", comm.rank)
+        check(comm, "all_gather", comm.rank)
+
+    with cards(nccl="a card index of rank and file"):
+        in_threads(2, run)
+        in_threads(2, run)
+    said = [record.getMessage() for record in caplog.records]
+    text = "tensors on GPUs go through host memory, not by NCCL: rank 0: a card index of rank and file"
+    assert said == [text]
+
+
+def test_tensors_in_pieces_and_outs(machine: None) -> None:
+    def run(comm: Communicator) -> None:
+        for card in (0, comm.rank):  # through the host on the first communicator, by NCCL on the second
+            group = comm.split(0)
+            assert group is not None
+            inner = on_card(torch.arange(12, dtype=torch.float32).view(4, 3) + comm.rank, card)
+            turned, out = inner.t(), on_card(torch.zeros(3, 4), card)
+            group.all_reduce(turned, out=out)
+            same(out.host(), torch.arange(12, dtype=torch.float32).view(4, 3).t() * 2 + 1, "into out")
+            same(turned.inner, torch.arange(12, dtype=torch.float32).view(4, 3).t() + comm.rank, "the tensor stays")
+            group.all_reduce(turned)
+            same(inner.host(), torch.arange(12, dtype=torch.float32).view(4, 3) * 2 + 1, "in place")
+            group.close()
+
+    in_threads(2, run)
+    assert HostRank.calls
+
+
+def test_all_of_a_call_is_on_one_device(machine: None) -> None:
+    def run(comm: Communicator) -> None:
+        for out in (torch.zeros(3), on_card(torch.zeros(3), 1)):
+            with pytest.raises(
+                ValueError, match=r"out is on (cpu|cuda:1); expected cuda:0, as the call's other tensor"
+            ):
+                comm.all_reduce(on_card(torch.ones(3), 0), out=out)
+        check(comm, "all_reduce", 0)
+
+    in_threads(2, run)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("cards_of", [(0, 0), (0, 1)])
+def test_calls_are_ordered_by_the_callers_own_stream(machine: None, cards_of: tuple[int, int], async_op: bool) -> None:
+    """By which the tensors are written before the call, and read behind it; through the host and by NCCL."""
+
+    def run(comm: Communicator) -> None:
+        card = torch.device("cuda", cards_of[comm.rank])
+        with torch.cuda.stream(torch.cuda.Stream(card)):
+            for collective in COLLECTIVES:
+                check(comm, collective, card.index, async_op=async_op)
+
+    in_threads(2, run)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_messages_between_cards_and_the_host(machine: None, async_op: bool) -> None:
+    def run(comm: Communicator) -> None:
+        for number, cards_of in enumerate([(0, 1), (0, None), (None, 0)]):
+            card, tag = cards_of[comm.rank], 5 * number
+            values = torch.arange(LARGE, dtype=torch.float32) + tag
+            if comm.rank == 0:
+                tensor = located(values, card)
+                work = comm.send(tensor, 1, tag, async_op=async_op)
+                assert (work is None) != async_op
+                if isinstance(tensor, OnCard):
+                    tensor.mul_(0)  # behind what was sent
+            else:
+                tensor = located(torch.zeros(LARGE), card)
+                got = comm.recv(tensor, 0, tag, async_op=async_op)
+            if async_op:
+                (work if comm.rank == 0 else got).wait()
+            if comm.rank == 1:
+                same(values_of(tensor), values, f"message {tag}")
+            comm.barrier()
+
+    in_threads(2, run)
+
+
+# -- by NCCL --------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_on_cards_of_their_own_go_by_nccl(machine: None) -> None:
+    in_threads(3, lambda comm: check_all(comm, comm.rank))
+    names = {name for name, _ in HostRank.calls}
+    assert names == {"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"}
+    assert len([name for name, _ in HostRank.calls if name == "all_reduce"]) == 3 * 4  # no int16, nothing empty
+
+
+def test_one_call_may_be_on_the_host_or_another_card(machine: None) -> None:
+    def run(comm: Communicator) -> None:
+        check(comm, "all_reduce", comm.rank)
+        for card in (None, 2):
+            check(comm, "all_reduce", card if comm.rank else 0)
+            check(comm, "broadcast", card if comm.rank else 0, count=LARGE)
+        check(comm, "all_reduce", None)
+        check(comm, "all_reduce", comm.rank)
+
+    in_threads(2, run)
+    assert [name for name, _ in HostRank.calls] == ["all_reduce"] * 4
+
+
+def test_calls_on_the_host_decide_nothing(machine: None) -> None:
+    def run(comm: Communicator) -> None:
+        check(comm, "all_reduce", None)
+        check(comm, "gather", None, root=1)
+        check(comm, "all_reduce", comm.rank)
+
+    in_threads(2, run)
+    assert [name for name, _ in HostRank.calls] == ["all_reduce"] * 2
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_ranks_at_different_calls_are_told_so(machine: None, is_first: bool) -> None:
+    def run(comm: Communicator) -> None:
+        if not is_first:
+            check(comm, "all_reduce", comm.rank)
+        comm.all_reduce(on_card(torch.ones(3 + comm.rank), comm.rank))
+
+    errors = outcomes_in_threads(2, run)
+    assert [type(error) for error in errors] == [MismatchError] * 2
+    assert str(errors[0]) == str(errors[1])
+    for count, rank in ((3, 0), (4, 1)):
+        assert f"rank {rank}: all_reduce({count} x float32, sum)" in str(errors[0])
+
+
+def test_a_rank_that_fails_ends_the_others_kernels(machine: None) -> None:
+    """Its part of the call never comes to its GPU: the other's would wait for ever."""
+    HostRank.fails_at = {1: "all_gather"}
+
+    def run(comm: Communicator) -> str:
+        check(comm, "all_reduce", comm.rank)
+
+        def gather_twice() -> None:
+            out = comm.all_gather(on_card(torch.ones(3), comm.rank))
+            assert isinstance(out, OnCard)
+            out.host()
+            comm.all_gather(on_card(torch.ones(3), comm.rank))
+
+        with pytest.raises(RuntimeError) as raised:
+            gather_twice()
+        return str(raised.value)
+
+    first, second = in_threads(2, run)
+    assert first == "rank 1 left all_gather(3 x float32) by RuntimeError: NCCL has had enough of all_gather"
+    assert second == "NCCL has had enough of all_gather"
+
+
+def test_an_abort_ends_what_runs_on_a_card(machine: None) -> None:
+    def run(comm: Communicator) -> None:
+        check(comm, "all_reduce", comm.rank)
+        if comm.rank == 0:
+            comm.abort(StallError("that was enough"))
+
+        def reduce_on_and_on() -> None:
+            while True:
+                tensor = on_card(torch.ones(3), comm.rank)
+                comm.all_reduce(tensor)
+                tensor.host()
+
+        with pytest.raises(StallError, match="that was enough"):
+            reduce_on_and_on()
+
+    in_threads(2, run)
+
+
+# -- on GPUs --------------------------------------------------------------------------------------------------------
+
+
+def check_on_gpu(comm: Communicator) -> None:
+    for collective in COLLECTIVES:
+        for dtype in (torch.float32, torch.int16):
+            tensor = given(collective, LARGE, comm.rank, comm.size, dtype).cuda()
+            options: dict[str, Any] = {"root": 0} if collective in ROOTED else {}
+            for async_op in (False, True):
+                if collective == "scatter":
+                    got: Any = comm.scatter(tensor, tensor.new_empty(LARGE), async_op=async_op)
+                else:
+                    got = getattr(comm, collective)(tensor.clone(), async_op=async_op, **options)
+                if isinstance(got, Work):
+                    got.wait()
+                    got = got.result
+                want = expected(collective, LARGE, comm.rank, comm.size, dtype, "sum", 0)
+                same(None if got is None else got.cpu(), want, f"{collective} of {dtype}")
+    other = 1 - comm.rank
+    if comm.size == 2:
+        received = torch.zeros(LARGE, device="cuda")
+        work = comm.send(torch.full((LARGE,), 7.0 + comm.rank, device="cuda"), other, async_op=True)
+        comm.recv(received, other)
+        assert work is not None
+        work.wait()
+        assert torch.equal(received.cpu(), torch.full((LARGE,), 7.0 + other))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("binding", nccl_bindings.BINDINGS)
+def test_one_rank_with_nccl(binding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not num_gpus():
+        pytest.skip("there is no GPU")
+    lack = nccl_bindings.missing(binding)
+    if lack:
+        pytest.skip(lack)
+    monkeypatch.setenv("GANGLINE_NCCL_BINDING", binding)
+    in_threads(1, check_on_gpu)
+
+
+@pytest.mark.gpu
+def test_two_ranks_on_one_gpu() -> None:
+    if not num_gpus():
+        pytest.skip("there is no GPU")
+    spawn(check_on_gpu, 2, timeout=60)
