@@ -13,9 +13,9 @@ from torch import Tensor
 
 from collectives import arithmetic, operations
 from collectives.calls import Call, code_of
-from collectives.engine import Lines
+from collectives.engine import Engine, Lines
 from collectives.errors import GanglineError
-from collectives.gpu_way import DeviceEngine, GpuWay
+from collectives.gpu_way import GpuWay
 from collectives.lanes import Lanes
 from collectives.layout import (
     as_rows,
@@ -77,7 +77,7 @@ class Communicator:
         self.transport = lines.medium
         """By what the ranks are joined: "shared_memory", "ipc", "tcp" or "in_process"."""
         self._lines = lines
-        self._engine = DeviceEngine(lines)
+        self._engine = Engine(lines)
         self._gpus = GpuWay(self._engine)
         self._lanes = Lanes()
         self._messages = PointToPoint(lines, self._engine)

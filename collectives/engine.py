@@ -64,10 +64,24 @@ class Engine:
         self.lock = threading.Lock()  # held while a collective runs, by whichever thread runs it
         self.queue = WorkQueue()
 
-    def submit(self, name: str, operation: Callable[[], None], result: object) -> Work:
-        """Have an operation, which calls this engine, run behind all that was called before it."""
+    @property
+    def next_number(self) -> int:
+        """The number that the next collective of this communicator will have."""
+        return self._sequence + 1
+
+    def submit(
+        self, name: str, operation: Callable[[], None], result: object, join: Callable[[], None] = lambda: None
+    ) -> Work:
+        """Have an operation, which calls this engine, run behind all that was called before it.
+
+        Args:
+            name: of the Work.
+            operation: what is to be done.
+            result: the Work's.
+            join: orders the waiter's GPU streams behind the operation.
+        """
         self.check_open()
-        work = Work(name, result=result)
+        work = Work(name, join, result)
         self.queue.submit(operation, work, keys=(self,), priority=0)
         return work
 

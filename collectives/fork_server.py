@@ -16,6 +16,7 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -151,6 +152,7 @@ def _live(server: int, forget: Callable[[], None], pipe: int, output: int, error
         entry, environment, folder = connection.recv()
         os.environ.clear()
         os.environ.update(environment)
+        tempfile.tempdir = None  # what the server's imports have remembered is of its own environment
         os.chdir(folder)
         if "numpy.random" in sys.modules:  # its generator would be the same in every child; Python's own sees to itself
             sys.modules["numpy.random"].seed()

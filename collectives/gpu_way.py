@@ -30,7 +30,6 @@ from collectives.limits import limits
 from collectives.nccl_ranks import RANKS, NcclRanks, RankBinding
 from collectives.roster import CLOSED
 from collectives.watch import Watch
-from collectives.work import Work
 
 _log = logging.getLogger("gangline")
 
@@ -40,28 +39,6 @@ _NUMBERS = _DECIDES - 1
 _PAUSE_SECONDS = 0.001
 _CHECK_SECONDS = 0.01
 _UNKNOWN = torch.int16  # the only dtype of ours that NCCL lacks
-
-
-class DeviceEngine(Engine):
-    """An engine whose calls may come with tensors on GPUs."""
-
-    @property
-    def next_number(self) -> int:
-        """The number that the next collective of this communicator will have."""
-        return self._sequence + 1
-
-    def submit(
-        self,
-        name: str,
-        operation: Callable[[], None],
-        result: object,
-        join: Callable[[], None] = lambda: None,
-    ) -> Work:
-        """As `Engine.submit`; ``join`` orders the waiter's GPU streams behind the operation."""
-        self.check_open()
-        work = Work(name, join, result)
-        self.queue.submit(operation, work, keys=(self,), priority=0)
-        return work
 
 
 @dataclass(frozen=True)
@@ -75,7 +52,7 @@ class _Running:
 class GpuWay:
     """The decision of one rank's communicator, and NCCL's communicator where that is what was decided."""
 
-    def __init__(self, engine: DeviceEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.nccl: NcclRanks | None = None
         """What makes the calls, once NCCL was decided for."""
         self._engine = engine

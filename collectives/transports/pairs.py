@@ -19,12 +19,16 @@ from collectives.transports.base import Exchange
 _CONNECT_LIMIT = 60.0
 """Seconds for all to connect: everybody is there already, for they exchanged their addresses."""
 
-_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _HALF = 16  # bytes of a token that each side says
 
 
 class Pairs:
     """A PAIR socket to each other rank, in a ZeroMQ context of its own; the lower rank of a pair binds.
+
+    A PAIR socket takes one connection and turns all others away. So a port is open only to who names its token: else a
+    socket of another program, or of a closed communicator, that still tries for a port which was free and is used again
+    could take the place of the rank.
 
     Args:
         exchange: used once. ``card`` travels along and is given back for every rank in ``cards``.
@@ -61,9 +65,14 @@ class Pairs:
         self.size = size
         self.lines: dict[int, Line] = {}
         self.cards: list[bytes] = []
-        self._options = {**options, int(zmq.IPV6): int(":" in host)}
+        self._options = {
+            **options,
+            int(zmq.IPV6): int(":" in host),
+            int(zmq.HANDSHAKE_IVL): round(_CONNECT_LIMIT * 1000),  # a rank that comes late to its door lets in still
+        }
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
         self._context.set(zmq.MAX_SOCKETS, max(1023, 8 * size))
+        self._doorman = _Doorman(self._context)
         directory = tempfile.mkdtemp(prefix="gangline-") if kind == "ipc" else None
         try:
             self._meet(exchange, card, f"ipc://{directory}" if directory else address)
@@ -75,23 +84,36 @@ class Pairs:
             if directory:  # who is connected needs no name any more, and a later kill leaves nothing behind
                 shutil.rmtree(directory, ignore_errors=True)
 
+    @property
+    def door(self) -> zmq.Socket[bytes]:
+        """Readable when `admit` has something to do."""
+        return self._doorman.socket
+
+    def admit(self) -> None:
+        """Let in those who name their token; never blocks. To be called while a connection may come back."""
+        self._doorman.look()
+
     def close(self, linger_ms: int) -> None:
         """Give the sockets back; wait up to ``linger_ms`` for what is on its way out. Again: nothing."""
         for line in self.lines.values():
             line.close(linger_ms)
+        self._doorman.close()
         self._context.term()
 
     def _meet(self, exchange: Exchange, card: bytes, address: str) -> None:
         endpoints = {}
         for peer in range(self.rank + 1, self.size):
             line = self._line(peer, secrets.token_bytes(2 * _HALF))
+            self._doorman.guard(line)
             line.socket.bind(f"{address}/{peer}" if address.startswith("ipc") else f"{address}:*")
             endpoints[peer] = (line.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"), line.token)
         cards = [_read_card(rank, packed) for rank, packed in enumerate(exchange(msgpack.packb((card, endpoints))))]
         self.cards = [theirs for theirs, _ in cards]
         for peer in range(self.rank):
             endpoint, token = cards[peer][1][self.rank]
-            self._line(peer, token).socket.connect(endpoint)
+            line = self._line(peer, token)
+            line.socket.plain_username = line.socket.plain_password = token.hex().encode()
+            line.socket.connect(endpoint)
 
     def _line(self, peer: int, token: bytes) -> Line:
         socket = self._context.socket(zmq.PAIR)
@@ -104,6 +126,7 @@ class Pairs:
         deadline = time.monotonic() + _CONNECT_LIMIT
         poller = zmq.Poller()
         waiting = dict(self.lines)
+        poller.register(self.door, zmq.POLLIN)
         for line in waiting.values():
             poller.register(line.monitor, zmq.POLLIN)
             poller.register(line.socket, zmq.POLLIN)
@@ -112,6 +135,7 @@ class Pairs:
                 ranks = ", ".join(map(str, waiting))
                 raise StallError(f"rank {self.rank} has no connection with rank {ranks} after {_CONNECT_LIMIT:g} s")
             poller.poll(100)
+            self.admit()
             for peer, line in list(waiting.items()):
                 if line.wait_up():
                     poller.unregister(line.monitor)
@@ -123,7 +147,8 @@ class Line:
     """One socket to one rank, and what its monitor says of the connection.
 
     A line is up from the peer's hello to the end of the connection it came by. The hello is half of a token that only
-    the ranks know: others who find the port neither bring a line up nor down, nor hear anything.
+    the ranks know, and every connection begins with one: others who find the port neither bring a line up nor down, nor
+    hear anything.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], token: bytes, *, binds: bool) -> None:
@@ -137,17 +162,24 @@ class Line:
         halves = token[:_HALF], token[_HALF:]
         self._mine, self._peers = halves if binds else halves[::-1]
         self._descriptor = -1  # of the connection by which the hello came
+        self._open: set[int] = set()  # descriptors of connections that are there, strangers' too
+        self._has_met = False
 
     def look(self) -> None:
         """Read what the monitor has; never blocks."""
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)
-            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED and not self._binds:
-                self.send(self._mine)
-            elif event["event"] == zmq.EVENT_ACCEPTED and event["value"] == self._descriptor:
-                self._descriptor = -1  # the number goes round: what comes by it now is not the peer's
-            elif event["event"] == zmq.EVENT_DISCONNECTED and event["value"] == self._descriptor:
-                self.down_since = time.monotonic()
+            match event["event"]:
+                case zmq.EVENT_HANDSHAKE_SUCCEEDED if not self._binds:
+                    self.send(self._mine)
+                case zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED:
+                    self._open.add(event["value"])
+                    if event["value"] == self._descriptor:
+                        self._descriptor = -1  # the number goes round: what comes by it now is not the peer's
+                case zmq.EVENT_DISCONNECTED:
+                    self._open.discard(event["value"])
+                    if event["value"] == self._descriptor:
+                        self.down_since = time.monotonic()
 
     def receive(self) -> bytes | None:
         """The next message that the peer sent, or None; never blocks. Hellos, and what strangers sent, are left out."""
@@ -160,11 +192,14 @@ class Line:
         return None
 
     def wait_up(self) -> bool:
-        """Read the monitor, and the socket up to the peer's hello and no further; whether the line is up."""
+        """Read the monitor, and the socket up to the peer's hello and no further; whether that came.
+
+        Who has lost its connection since is there no more, but it was: others will say what became of it.
+        """
         self.look()
         if self.socket.poll(0):
             self._greet(self.socket.recv(copy=False))
-        return self.down_since is None
+        return self._has_met
 
     def send(self, message: bytes) -> bool:
         """Send if that goes without waiting; whether it did."""
@@ -182,14 +217,46 @@ class Line:
             self.socket.close(linger_ms)
 
     def _greet(self, frame: zmq.Frame) -> bool:
-        if self.down_since is None or frame.bytes != self._peers:
+        if frame.bytes != self._peers:
             return False
+        self.look()  # what the monitor says of earlier connections must not be taken for news of this one
         self._descriptor = int(frame.get(zmq.SRCFD))
+        self._has_met = True
+        if self._descriptor not in self._open:  # it said hello, and was lost before anybody looked
+            self.down_since = self.down_since or time.monotonic()
+            return True
         self.down_since = None
         if self._binds:
             self.send(self._mine)
         self.on_up()
         return True
+
+
+class _Doorman:
+    """Answers ZeroMQ, which asks it (ZAP, RFC 27) about everybody who comes to a guarded socket of the context."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self.socket.bind("inproc://zeromq.zap.01")
+        self._tokens: dict[bytes, bytes] = {}
+
+    def guard(self, line: Line) -> None:
+        """Have a socket, before it binds, take no connection but by its line's token."""
+        domain = secrets.token_hex(8)
+        self._tokens[domain.encode()] = line.token.hex().encode()
+        line.socket.plain_server = True
+        line.socket.setsockopt_string(zmq.ZAP_DOMAIN, domain)
+
+    def look(self) -> None:
+        """Answer what has been asked; never blocks."""
+        while self.socket.poll(0):
+            version, request, domain, _address, _identity, _mechanism, *credentials = self.socket.recv_multipart()
+            is_known = credentials[-1:] == [self._tokens.get(domain)]
+            verdict = [b"200", b"OK"] if is_known else [b"400", b"not the token of this port"]
+            self.socket.send_multipart([version, request, *verdict, b"", b""])
+
+    def close(self) -> None:
+        self.socket.close(0)
 
 
 def _monitor(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:

@@ -19,6 +19,8 @@ from types import TracebackType
 from typing import Any, Self
 from unittest.mock import patch
 
+from collectives import Communicator, family
+from collectives.opening import open_communicator
 from collectives.spawning import Outcome, Ranks
 from collectives.watch import Watch
 
@@ -152,7 +154,7 @@ class Audience:
     ) -> None:
         self.close()
         if kind is None:
-            assert self._left == set()
+            assert not self._left, f"the ranks left behind {sorted(self._left)}"
 
     def _see_what_is_left(self) -> None:
         self._left = (self._held & _all_holdings()) | {str(file) for file in self._files.iterdir()}
@@ -191,9 +193,11 @@ class Stage(Audience):
 
     def __init__(self, play: Callable[..., Any], size: int, *arguments: Any, transport: str) -> None:
         super().__init__()
+        family.start()  # with this program's folders, not the stage's, which is gone before the server is
         try:
             with patch.dict(os.environ, self.environment):
-                self._gang = self._stack.enter_context(Ranks(play, size, (self.path, *arguments), transport=transport))
+                gang = Ranks(play, size, (self.path, *arguments), transport=transport, opener=_open)
+            self._gang = self._stack.enter_context(gang)
             self._ending = self._stack.enter_context(ThreadPoolExecutor(1)).submit(self._gang.outcomes)
             for rank, pid in enumerate(self._gang.pids):
                 self._know(rank, pid)
@@ -212,6 +216,11 @@ class Stage(Audience):
         for rank in self._processes:
             self.signal(rank, signal.SIGKILL)
         return "; ".join(str(outcome.error) for outcome in self.outcomes())
+
+
+def _open(*arguments: Any, **options: Any) -> Communicator:
+    tempfile.tempdir = None  # what the fork server has found for itself, not the stage's folder
+    return open_communicator(*arguments, **options)
 
 
 def _stacks_of(path: Path, rank: int) -> Path:

@@ -1,0 +1,172 @@
+"""Sockets between two ranks, when others come to their ports and when connections end at bad moments."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import msgpack
+import pytest
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from collectives.transports import pairs
+from collectives.transports.pairs import Line, Pairs
+
+pytestmark = pytest.mark.timeout(60)
+
+ADDRESS = "tcp://127.0.0.1"
+NEVER = (1 << 31) - 1
+TOKEN = secrets.token_bytes(32)
+HELLO, ANSWER = TOKEN[16:], TOKEN[:16]
+ENDS_OF_HANDSHAKES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+
+@contextmanager
+def caller(
+    port: str, token: str = "", *, again_ms: int = NEVER
+) -> Iterator[tuple[zmq.Socket[bytes], Callable[[], int]]]:
+    """A PAIR socket that calls at a port, and how its handshake ended."""
+    with zmq.Context() as context, context.socket(zmq.PAIR) as bare:
+        bare.linger = 0 if token else 1000
+        bare.setsockopt(zmq.RECONNECT_IVL, again_ms)
+        if token:
+            bare.plain_username = bare.plain_password = token.encode()
+        with bare.get_monitor_socket(ENDS_OF_HANDSHAKES) as monitor:
+            bare.connect(port)
+            yield bare, lambda: int(recv_monitor_message(monitor)["event"]) if monitor.poll(10_000) else 0
+            bare.disable_monitor()
+
+
+def two(visit: Callable[[str], None], options: dict[int, int] | None = None) -> list[Pairs]:
+    """Both ranks' sockets; ``visit`` is called with rank 0's port before rank 1 knows it."""
+    barrier = threading.Barrier(2)
+    cards = [b"", b""]
+
+    def exchange_of(rank: int) -> Callable[[bytes], list[bytes]]:
+        def exchange(card: bytes) -> list[bytes]:
+            cards[rank] = card
+            if rank == 0:
+                visit(msgpack.unpackb(card, strict_map_key=False)[1][1][0])
+            barrier.wait(30)
+            return list(cards)
+
+        return exchange
+
+    made: dict[int, Pairs] = {}
+
+    def make(rank: int) -> None:
+        made[rank] = Pairs(rank, 2, exchange_of(rank), address=ADDRESS, options=options or {})
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [made[rank] for rank in sorted(made)]
+
+
+@pytest.mark.parametrize("token", ["", TOKEN.hex()], ids=["no token", "the token of another port"])
+def test_who_is_first_at_a_port_does_not_take_the_place_of_the_rank(
+    token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairs, "_CONNECT_LIMIT", 20)
+    with ExitStack() as stack:
+        ends: list[Callable[[], int]] = []
+
+        def visit(port: str) -> None:  # as a closed communicator does whose port was free, and is used again
+            ends.append(stack.enter_context(caller(port, token))[1])
+            if not token:  # by a token it is let wait until the rank looks who is there
+                assert ends[0]() == zmq.EVENT_DISCONNECTED
+
+        both = two(visit, {int(zmq.RECONNECT_IVL): NEVER})
+        for each in both:
+            stack.callback(each.close, 0)
+        assert len(both) == 2
+        if token:
+            assert ends[0]() == zmq.EVENT_DISCONNECTED
+        both[1].lines[0].send(b"for 0")
+        both[0].lines[1].send(b"for 1")
+        assert [both[0].lines[1].socket.poll(10_000), both[1].lines[0].socket.poll(10_000)] == [zmq.POLLIN] * 2
+        assert [both[0].lines[1].receive(), both[1].lines[0].receive()] == [b"for 0", b"for 1"]
+
+
+def test_who_is_never_answered_does_not_hold_up_a_close() -> None:
+    ports: list[str] = []
+    both = two(ports.append)
+    with caller(ports[0], TOKEN.hex()):
+        assert both[0].door.poll(10_000)  # asked, and after the opening nobody has to answer
+        for each in both:
+            each.close(0)
+            each.close(0)
+
+
+@contextmanager
+def binding_line() -> Iterator[tuple[Line, str]]:
+    """A line of the lower rank, which nobody guards, and its port."""
+    with zmq.Context() as context:
+        bound = context.socket(zmq.PAIR)
+        line = Line(bound, TOKEN, binds=True)
+        bound.bind(f"{ADDRESS}:*")
+        try:
+            yield line, bound.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        finally:
+            line.close(0)
+
+
+def call_once(line: Line, port: str, *messages: bytes) -> None:
+    """Call at a line's port, say something, and be gone; returns when the line's monitor knows that."""
+    with caller(port) as (bare, end):
+        assert end() == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        for message in messages:
+            bare.send(message)
+        assert line.socket.poll(10_000)
+    host, _, number = port.removeprefix("tcp://").partition(":")
+    with socket.create_connection((host, int(number))) as later:  # whom ZeroMQ's thread greets after that end
+        assert later.recv(10)
+
+
+def test_a_rank_that_says_hello_and_dies_before_anybody_looks_is_known_to_be_gone() -> None:
+    with binding_line() as (line, port):
+        call_once(line, port, HELLO, b"last words")
+        line.look()  # reads of the end before it reads the hello
+        assert line.wait_up()
+        assert line.down_since is not None
+        assert line.receive() == b"last words"
+        assert line.down_since is not None
+
+
+def test_a_hello_by_a_new_connection_counts_before_the_end_of_the_old_one_is_read() -> None:
+    ups: list[str] = []
+    with binding_line() as (line, port):
+        line.on_up = lambda: ups.append("up")
+        with caller(port) as (bare, _):
+            bare.send(HELLO)
+            assert line.socket.poll(10_000)
+            assert line.wait_up()
+            assert line.down_since is None
+            assert bare.poll(10_000)
+            assert bare.recv() == ANSWER
+        with caller(port, again_ms=10) as (bare, _):  # until the old connection has left its place
+            bare.send(HELLO)
+            bare.send(b"here again")
+            assert line.socket.poll(10_000)
+            assert line.receive() == b"here again"
+            assert (line.down_since, ups) == (None, ["up", "up"])
+            assert bare.poll(10_000)
+            assert bare.recv() == ANSWER
+            line.look()
+            assert line.down_since is None
+
+
+def test_a_hello_of_a_stranger_is_none() -> None:
+    with binding_line() as (line, port), caller(port) as (bare, _):
+        bare.send(ANSWER)
+        bare.send(b"closed")
+        assert line.socket.poll(10_000)
+        assert not line.wait_up()
+        assert line.receive() is None
+        assert line.down_since is not None
