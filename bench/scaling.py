@@ -42,7 +42,7 @@ def measure(
         network: of the zoo.
         samples: of a worker's step.
         workers: how many there are, in turn.
-        stores: kinds of store; the ``dist_`` ones have one server.
+        stores: kinds of store; the ``dist_`` ones have one server. "ddp" is torch's DDP over backend "gangline".
         peers: names out of "ddp".
         runs: of each side.
         run_seconds: about how long a run takes.
@@ -99,6 +99,8 @@ def _plan(store: str | None, workers: int) -> Plan:
     threads = {"OMP_NUM_THREADS": "1"}
     if store is None:
         return Plan(f"{_PEER}_scaling", workers, env=threads)
+    if store == _PEER:  # the peer's way, over our backend
+        return Plan(f"{_PEER}_scaling", workers, env={**threads, "BENCH_STORE": store, "BENCH_BACKEND": "gangline"})
     servers = int(store.startswith("dist"))
     return Plan("gangline_scaling", workers, servers, env={**threads, "BENCH_STORE": store})
 

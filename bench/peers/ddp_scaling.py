@@ -1,7 +1,8 @@
-"""A worker that trains with torch's DistributedDataParallel over gloo."""
+"""A worker that trains with DistributedDataParallel: over gloo, or over gangline where BENCH_BACKEND says so."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from models.zoo import registry
 
 def join() -> dict[str, Any]:
     """This process as a rank; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say of what."""
-    distributed.init_process_group("gloo")
+    backend = os.environ.get("BENCH_BACKEND", "gloo")
+    if backend == "gangline":
+        import collectives.torch_backend  # noqa: F401  registers it
+    distributed.init_process_group(backend)
     return {
-        "who": f"ddp, torch {torch.__version__.partition('+')[0]}",
+        "who": "gangline" if backend == "gangline" else f"ddp, torch {torch.__version__.partition('+')[0]}",
         "rank": distributed.get_rank(),
         "barrier": distributed.barrier,
         "prepare": prepare,

@@ -1,4 +1,4 @@
-"""A multi-layer perceptron: 128 and 64 hidden units with ReLU, as in MXNet's examples."""
+"""Perceptrons: one of 128 and 64 hidden units with ReLU, as in MXNet's examples, and one that is mostly weights."""
 
 from __future__ import annotations
 
@@ -20,5 +20,20 @@ def mlp(num_classes: int = 10, num_inputs: int = 28 * 28) -> nn.Module:
             fc2=nn.Linear(128, 64),
             relu2=nn.ReLU(),
             fc3=nn.Linear(64, num_classes),
+        )
+    )
+
+
+@register("wide_mlp", image_shape=(1, 28, 28))
+def wide_mlp(num_classes: int = 10, num_inputs: int = 28 * 28) -> nn.Module:
+    """Two hidden layers of 2,048 units: with small batches its gradients cost more than its arithmetic."""
+    return nn.Sequential(
+        OrderedDict(
+            flatten=nn.Flatten(),
+            fc1=nn.Linear(num_inputs, 2048),
+            relu1=nn.ReLU(),
+            fc2=nn.Linear(2048, 2048),
+            relu2=nn.ReLU(),
+            fc3=nn.Linear(2048, num_classes),
         )
     )
