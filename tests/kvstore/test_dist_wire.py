@@ -1,0 +1,182 @@
+"""What a worker sends when: by priority, as far as the server keeps up, and again when a connection was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+import zmq
+
+from collectives.errors import DeadNodeError, StallError
+from kvstore.dist import protocol
+from kvstore.dist.protocol import Ack, Hello, Message, Push, Welcome
+from kvstore.dist.streams import Listener, Stream
+from kvstore.dist.wire import Request, Wire
+
+pytestmark = pytest.mark.timeout(30)
+MIB = 1 << 20
+
+
+class Server:
+    """The other end of a stream, by hand."""
+
+    def __init__(self) -> None:
+        self.listener = Listener()
+        self.address = f"tcp://127.0.0.1:1 {self.listener.name}"
+        self.stream: Stream | None = None
+        self.heard: list[Message] = []
+
+    def serve(self) -> None:
+        """Take what has come; hellos are answered."""
+        self.stream = self.listener.accept() or self.stream
+        if self.stream is None:
+            return
+        for frames in self.stream.receive():
+            if len(frames) == 1 and len(frames[0]) == 16:  # who it is
+                continue
+            message = protocol.unpack(frames[0].buffer)
+            if isinstance(message, Hello):
+                self.say(Welcome(False, b""))
+            self.heard.append(message)
+
+    def say(self, message: Message) -> None:
+        assert self.stream is not None
+        self.stream.send([protocol.pack(message)])
+
+    def pushes(self) -> list[Push]:
+        return [message for message in self.heard if isinstance(message, Push)]
+
+    def hang_up(self) -> None:
+        assert self.stream is not None
+        self.stream.close()
+        self.stream = None
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.listener.close()
+    if server.stream is not None:
+        server.stream.close()
+
+
+@pytest.fixture
+def member(server: Server) -> SimpleNamespace:
+    return SimpleNamespace(
+        rank=0, view=1, identity=b"i" * 16, servers=[server.address], gone={}, lost="", on_news=lambda: None
+    )
+
+
+@pytest.fixture
+def wire(server: Server, member: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
+    greet = Wire._progress
+
+    def progress(self: Wire, timeout_ms: int, looks_seconds: float = 0.0) -> None:  # the server's turn comes first
+        server.serve()
+        greet(self, min(timeout_ms, 1), looks_seconds)
+
+    monkeypatch.setattr(Wire, "_progress", progress)
+    wire = Wire(member, "sync", -1, None, 5.0)  # type: ignore[arg-type]
+    yield wire
+    wire.close()
+
+
+def push(number: int, priority: int, nbytes: int, over: list[int]) -> Request:
+    def answered(message: Message, datas: list[torch.Tensor]) -> bool:
+        over.append(number)
+        return True
+
+    entries = [[number, 1, protocol.DENSE, 4]]
+    return Request(
+        0,
+        lambda sequence: Push(sequence, entries, None, None, False, None),
+        f"push {number}",
+        nbytes=nbytes,
+        datas=[torch.zeros(4, dtype=torch.uint8)],
+        on_answer=answered,
+        priority=priority,
+    )
+
+
+def parts(server: Server) -> list[int]:
+    server.serve()
+    return [message.entries[0][0] for message in server.pushes()]
+
+
+def test_what_a_server_has_not_taken_is_bounded_and_the_rest_goes_by_priority(wire: Wire, server: Server) -> None:
+    over: list[int] = []
+    for number, priority in enumerate([0, 0, 0, 0, 0, 5, 9, 5]):
+        wire.submit(push(number, priority, 4 * MIB, over))
+    assert parts(server) == [0, 1, 2, 3]  # 16 MiB are under way
+    for already, following in ((0, 6), (1, 5), (2, 7), (3, 4)):
+        server.say(Ack([server.pushes()[already].sequence]))
+        wire.wait(lambda already=already: already in over)  # type: ignore[misc]
+        assert parts(server)[-1] == following
+    assert over == [0, 1, 2, 3]
+
+
+def test_one_larger_than_the_window_goes_alone(wire: Wire, server: Server) -> None:
+    over: list[int] = []
+    wire.submit(push(0, 0, 100 * MIB, over))
+    wire.submit(push(1, 0, 1, over))
+    assert parts(server) == [0]
+    server.say(Ack([server.pushes()[0].sequence]))
+    wire.wait(lambda: 0 in over)
+    assert parts(server) == [0, 1]
+
+
+def test_what_was_not_answered_is_asked_again_by_the_same_number(wire: Wire, server: Server) -> None:
+    over: list[int] = []
+    wire.submit(push(0, 0, 10, over))
+    wire.submit(push(1, 0, 10, over))
+    assert parts(server) == [0, 1]
+    first, second = server.pushes()
+    server.say(Ack([first.sequence]))
+    wire.wait(lambda: over == [0])
+    server.hang_up()
+    wire.wait(lambda: len(server.pushes()) == 3)
+    assert server.pushes()[-1] == second
+    assert isinstance(server.heard[-2], Hello)
+    server.say(Ack([second.sequence, first.sequence]))  # an answer that came before is no harm
+    wire.wait(lambda: over == [0, 1])
+
+
+def test_a_dead_server_and_a_silent_one_are_errors_that_say_what_waited(
+    wire: Wire, member: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Exception] = []
+    request = push(7, 0, 10, [])
+    request.on_error = told.append
+    wire.submit(request)
+    monkeypatch.setattr(wire, "_timeout", 0.1)
+    wire.wait(lambda: bool(told))
+    assert isinstance(told[0], StallError)
+    assert "push 7 has waited" in str(told[0])
+    monkeypatch.setattr(wire, "_timeout", 5.0)
+    again = push(8, 0, 10, [])
+    again.on_error = told.append
+    wire.submit(again)
+    member.gone["server", 0] = "was killed or left: connection lost"
+    wire.wait(lambda: len(told) == 2)
+    assert isinstance(told[1], DeadNodeError)
+    assert str(told[1]) == "server 0 was killed or left: connection lost (worker 0 waited in push 8)"
+
+
+def test_after_close_nothing_is_taken(wire: Wire) -> None:
+    told: list[Exception] = []
+    request = push(0, 0, 10, [])
+    request.on_error = told.append
+    wire.submit(request)
+    wire.close()
+    assert [str(error) for error in told] == ["the store was closed"]
+    with pytest.raises(RuntimeError, match="closed"):
+        wire.submit(push(1, 0, 10, []))
+
+
+def test_the_context_of_a_closed_wire_is_gone(server: Server, wire: Wire) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = wire._context
+    wire.close()
+    assert context.closed
