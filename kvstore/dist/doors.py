@@ -12,6 +12,7 @@ import zmq
 from collectives.errors import ProtocolError
 from kvstore.dist import protocol
 from kvstore.dist.streams import Listener, Stream
+from kvstore.dist.waiting import LOOKS_SECONDS, poll
 
 _log = logging.getLogger("gangline")
 
@@ -59,7 +60,7 @@ class Doors:
 
     def wait(self, timeout_ms: int) -> None:
         """Return when something has come, the bell rings, or the time is over."""
-        self._events = dict(self._poller.poll(timeout_ms))
+        self._events = poll(self._poller, timeout_ms, LOOKS_SECONDS)
 
     def receive(self) -> Iterator[tuple[bytes, list[zmq.Frame]]]:
         """The identities and messages of those who have said something, as far as `wait` has seen it."""

@@ -22,6 +22,8 @@ from kvstore.dist.protocol import Beat, Gone, Join, Joined, Leave, Meet, Message
 _log = logging.getLogger("gangline")
 _TICK_MS = 100
 _GOODBYE_SECONDS = 5.0
+_CONFIRM_SECONDS = 1.0
+"""A connection that is lost for so long was the scheduler's end."""
 
 
 class Membership:
@@ -65,8 +67,9 @@ class Membership:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._bell = self._pair()
         self._socket = self._dealer()
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._connections = 0
+        self._cut = 0.0  # when the connection was lost; 0: it is there, or never was
         self._has_joined = False
         self._socket.connect(scheduler)
         joining: Future[Joined] = Future()
@@ -198,8 +201,10 @@ class Membership:
             while self._bell[1].poll(0):
                 self._bell[1].recv()
             while self._monitor.poll(0):
-                recv_monitor_message(self._monitor)
-                self._connected()
+                if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED:
+                    self._cut = time.monotonic()
+                else:
+                    self._connected()
             with self._lock:
                 leaving, self._outbox = self._outbox, []
             if time.monotonic() >= due:  # also while others have yet to join
@@ -210,7 +215,10 @@ class Membership:
             while self._socket.poll(0):
                 heard = time.monotonic()
                 self._hear(self._socket.recv())
-            if "joined" not in self._answers and not self.lost and time.monotonic() - heard > self._limit:
+            now = time.monotonic()
+            if self._cut and now - self._cut > _CONFIRM_SECONDS and not self.lost:
+                self._lose("was killed or left: connection lost")
+            if self._has_joined and not self.lost and now - heard > self._limit:
                 self._lose(f"gave no sign of life for {self._limit:g} s")
         with self._lock:
             self._socket.disable_monitor()
@@ -220,6 +228,7 @@ class Membership:
     def _connected(self) -> None:
         """After a lost connection, ask again: what was on its way either way may be lost."""
         self._connections += 1
+        self._cut = 0.0
         if self._connections > 1:
             with self._lock:
                 asked = [message for _, message in self._answers.values() if message is not self._join]
@@ -256,7 +265,8 @@ class Membership:
     def _lose(self, why: str) -> None:
         self.lost = why
         self._fail_meetings()
-        self._give("over", error=DeadNodeError(why))
+        for key in ("joined", "over"):
+            self._give(key, error=DeadNodeError(f"the scheduler {why}"))
         self.on_news()
 
     def _fail_meetings(self) -> None:

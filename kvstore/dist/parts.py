@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from collectives.errors import name_ranks
 from kvstore.dist.arena import typed
 from kvstore.dist.protocol import ABSENT, CODED, DENSE, ROWS
 from kvstore.optimizer_spec import Key
@@ -43,6 +45,7 @@ class Waiter:
     sequence: int
     round: int
     rows: Tensor | None = None
+    since: float = field(default_factory=time.monotonic)
 
 
 @dataclass(eq=False)
@@ -74,6 +77,8 @@ class Part:
     problems: dict[int, str] = field(default_factory=dict)
     """Rounds that closed without effect, and why."""
     merged: Tensor | None = None
+    warned: int = 0
+    """The last round of which a warning has told who is late."""
 
     def __post_init__(self) -> None:
         self.flat = self.stored.view(-1)
@@ -142,6 +147,18 @@ class Part:
         if following is None or self.busy or self.readers or not following.contributions.keys() >= set(needed):
             return None
         return following
+
+    def late(self, needed: Collection[int], before: float) -> str:
+        """Where workers wait since before a time for others: for whom, and who has come; once a round."""
+        waits = any(waiter.since < before and waiter.round > self.closed for waiter in self.waiters)
+        if not waits or self.warned > self.closed:
+            return ""
+        came = self.open[self.closed + 1].contributions.keys() if self.closed + 1 in self.open else set()
+        missing = set(needed) - came
+        if not missing or not came:
+            return ""
+        self.warned = self.closed + 1
+        return f"key {self.key!r}, round {self.warned}, waits for {name_ranks(missing)}; {name_ranks(came)} came"
 
     def total(self, contributions: Sequence[Contribution], *, into_stored: bool) -> Tensor | RowSparse:
         """The sum of a round in the order given, or its weighted mean where weights came with it.

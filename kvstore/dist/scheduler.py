@@ -57,6 +57,8 @@ class _Book:
     servers: int
     members: dict[bytes, _Member] = field(default_factory=dict)
     meetings: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    since: dict[int, float] = field(default_factory=dict)
+    """When the first one came to an exchange, until it is over or has been warned of."""
     met: dict[int, Met] = field(default_factory=dict)
     """The last exchanges that are over."""
     rested: Rested | None = None
@@ -85,9 +87,13 @@ class _Book:
             return f"{join.role} {join.rank} takes part already; each needs a rank of its own (DMLC_WORKER_ID)"
         return ""
 
+    def is_full(self) -> bool:
+        """Whether nobody is missing."""
+        return all(len(self.of(role)) == self.expected(role) for role in ("worker", "server"))
+
     def deal_ranks(self) -> bool:
         """Once all are here, give each its rank: what was asked for first, then in the order of arrival."""
-        if self.complete or any(len(self.of(role)) < self.expected(role) for role in ("worker", "server")):
+        if self.complete or not self.is_full():
             return False
         if any(member.lost for member in self.members.values()):  # it may be dead, and have to be replaced
             return False
@@ -112,7 +118,10 @@ class _Book:
         if meet.number not in self.meetings and sum(rank in came for came in self.meetings.values()) >= _OPEN:
             raise ProtocolError(f"worker {rank} comes to more than {_OPEN} exchanges at once")
         self.number = max(self.number, meet.number)
-        self.meetings.setdefault(meet.number, {})[rank] = meet.data
+        if meet.number not in self.meetings:
+            self.meetings[meet.number] = {}
+            self.since[meet.number] = time.monotonic()
+        self.meetings[meet.number][rank] = meet.data
         return None
 
     def finished(self) -> list[Met]:
@@ -121,10 +130,20 @@ class _Book:
         done = [number for number, came in self.meetings.items() if came.keys() >= active]
         for number in done:
             came = self.meetings.pop(number)
+            self.since.pop(number, None)
             self.met[number] = Met(number, [came.get(rank, b"") for rank in range(self.workers)])
         for number in sorted(self.met)[:-_KEPT]:
             del self.met[number]
         return [self.met[number] for number in done if number in self.met]
+
+    def late(self, now: float, limit: float) -> list[str]:
+        """Of each exchange that waits for longer than a limit, who has come and who has not; once."""
+        words = []
+        for number in [number for number, began in self.since.items() if now - began > limit]:
+            del self.since[number]
+            came = self.meetings[number].keys()
+            words.append(f"exchange {number} waits for {name_ranks(self.active() - came)}; {name_ranks(came)} came")
+        return words
 
     def active(self) -> set[int]:
         """Workers whom an exchange waits for."""
@@ -150,6 +169,7 @@ class Scheduler:
         self._book = _Book(workers, servers)
         bounds = limits()
         self._heartbeat, self._limit, self._timeout = bounds.heartbeat, bounds.heartbeat_limit, bounds.timeout
+        self._stall_warn = bounds.stall_warn
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         for option, value in (
@@ -261,6 +281,9 @@ class Scheduler:
 
     def _begin(self) -> None:
         """Tell all that all are here, once they are."""
+        if not self._book.complete and self._book.is_full():
+            for one in self._book.members.values():  # who died right after its Join shows now
+                self._send(one, Beat())
         if self._book.deal_ranks():
             for one in self._book.members.values():
                 self._send(one, self._joined(one))
@@ -306,11 +329,15 @@ class Scheduler:
                     member.lost, member.descriptor = time.monotonic(), -1
 
     def _watch(self) -> None:
-        """See who has died."""
+        """See who has died, and who is late."""
         now = time.monotonic()
+        for words in self._book.late(now, self._stall_warn):
+            _log.warning("%s", words)
         for member in self._book.members.values():
             if member.gone is not None:
                 continue
+            if not member.lost and now - member.heard > _CONFIRM_SECONDS:  # its last words may have come after its end
+                self._send(member, Beat())
             why = self._end_of(member, now)
             if why:
                 self._remove(member, why)
@@ -368,6 +395,8 @@ class Scheduler:
         try:
             self._socket.send_multipart([member.identity, protocol.pack(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:  # gone, or it does not read: its silence will tell
+            if error.errno == zmq.EHOSTUNREACH:
+                member.lost = member.lost or time.monotonic()
             _log.debug("%s cannot be told %s: %s", name_ranks([member.rank]), type(message).__name__, error)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from collectives.compression import Compression, parse
 from collectives.errors import DeadNodeError, MismatchError, ProtocolError
+from collectives.limits import limits
 from collectives.transports.segments import Segment, open_offered
 from kvstore.dist import protocol, roles, server_state
 from kvstore.dist.arena import Arena, aligned, piece
@@ -114,6 +116,8 @@ class Server:
         self._resting: set[int] = set()
         self._dead: dict[int, str] = {}
         self._reads: dict[int, _Read] = {}
+        self._stall_warn = limits().stall_warn
+        self._warned = 0.0
         self._number = 0
         self._touched: set[Part] = set()
         self.junk = 0
@@ -134,6 +138,7 @@ class Server:
                     self._receive(identity, frames)
                 self._crew.finish()
                 self._bury()
+                self._warn()
                 self._advance()
                 self._answer()
         finally:
@@ -425,6 +430,17 @@ class Server:
                 if missing:
                     part.waiters.remove(waiter)
                     self._fail(waiter, DeadNodeError.__name__, f"{missing} (key {part.key!r}, round {waiter.round})")
+
+    def _warn(self) -> None:
+        """Name those whom others have waited for too long."""
+        now = time.monotonic()
+        if not self._is_sync or now - self._warned < min(1.0, self._stall_warn / 4):
+            return
+        self._warned = now
+        needed = [rank for rank in range(self._member.num_workers) if rank not in self._resting]
+        told = {part.late(needed, now - self._stall_warn): part for part in self._parts.values() if part.waiters}
+        for words in told.keys() - {""}:  # a cut key's parts say the same
+            _log.warning("%s", words)
 
     def _lost_for(self, part: Part, number: int) -> str:
         """Why a round can never close; "" where it still can."""

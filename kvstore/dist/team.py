@@ -10,7 +10,7 @@ import msgpack
 from torch import Tensor
 
 from collectives.compression import Codec
-from collectives.errors import GanglineError, MismatchError
+from collectives.errors import DeadNodeError, GanglineError, MismatchError, StallError
 from collectives.work import Work
 from kvstore.dist.membership import Membership
 from kvstore.dist.protocol import Answer, Command, Message
@@ -31,6 +31,7 @@ class Pending:
         """How values come back."""
         self._work = work
         self._open = 1
+        self._ended = False
         self._error: BaseException | None = None
         self._lock = threading.Lock()
 
@@ -64,8 +65,9 @@ class Pending:
         with self._lock:
             self._open -= 1
             self._error = self._error or error
-            is_over = not self._open
-        if is_over:
+            is_over = not self._ended and (not self._open or isinstance(error, (DeadNodeError, StallError)))
+            self._ended |= is_over
+        if is_over:  # where somebody is dead or late, what was asked of the others may never be answered
             self._work.complete(self._error)
 
 

@@ -25,6 +25,7 @@ from kvstore.dist.channels import Channel, open_channel
 from kvstore.dist.frames import bytes_of, memory_of
 from kvstore.dist.membership import Membership
 from kvstore.dist.protocol import Ack, Answer, Done, Failed, Free, Hello, Message, Values, Welcome
+from kvstore.dist.waiting import LOOKS_SECONDS, poll
 
 _log = logging.getLogger("gangline")
 _WINDOW = 16 << 20
@@ -150,7 +151,7 @@ class Wire:
             if self._turn.acquire(timeout=0.002):
                 try:
                     while not is_over():
-                        self._progress(_TICK_MS)
+                        self._progress(_TICK_MS, LOOKS_SECONDS)
                 finally:
                     self._turn.release()
                 self._kick()
@@ -255,11 +256,11 @@ class Wire:
     def _is_busy(self) -> bool:
         return bool(self._outbox) or any(line.pending or line.holding for line in self._lines)
 
-    def _progress(self, timeout_ms: int) -> None:
+    def _progress(self, timeout_ms: int, looks_seconds: float = 0.0) -> None:
         self._flush()
         for line in self._lines:
             line.channel.arm(self._poller)
-        events = dict(self._poller.poll(timeout_ms))
+        events = poll(self._poller, timeout_ms, looks_seconds)
         if self._bell in events:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._bell)

@@ -1,0 +1,151 @@
+"""Parameter-server jobs whose workers tell the test where they are, and whose servers stand behind lines that break."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from collectives.spawning import Outcome
+from kvstore.dist import server
+from kvstore.dist.membership import Membership
+from kvstore.dist.wire import Wire
+from tests.collectives.stage import LIMIT, WAITS, Actor, Audience
+from tests.kvstore.dist_job import DistJob
+
+_SERVER, _SCHEDULER = 100, 200
+"""Added to a server's rank, and the scheduler's, as the stage counts processes."""
+
+
+class DistStage(Audience):
+    """A job whose workers run ``play(path, *arguments)`` and come to the stage when they have joined."""
+
+    def __init__(self, play: Callable[..., Any], workers: int, servers: int, *arguments: Any, **more: str) -> None:
+        super().__init__()
+        try:
+            cache = str(Path(self.path).with_name("cache"))  # of libraries, which is nobody's leftover
+            with patch.dict(
+                os.environ, {**self.environment, "XDG_CACHE_HOME": cache, "XDG_CONFIG_HOME": cache, **more}
+            ):
+                self._job = self._stack.enter_context(DistJob(play, workers, servers, self.path, *arguments))
+            self._ending = self._stack.enter_context(ThreadPoolExecutor(1)).submit(self._job.outcomes)
+            places = [("worker", rank, rank) for rank in range(workers)]
+            places += [("server", rank, _SERVER + rank) for rank in range(servers)]
+            for role, rank, number in [*places, ("scheduler", 0, _SCHEDULER)]:
+                self._know(number, self._job.pid(role, rank))
+                self._stack.callback(self.signal, number, signal.SIGKILL)
+            self.admit(workers, self._ending.done)
+        except BaseException:
+            self.close()
+            raise
+
+    def kill_server(self, rank: int) -> None:
+        self.kill(_SERVER + rank)
+
+    def kill_scheduler(self) -> None:
+        self.kill(_SCHEDULER)
+
+    def outcomes(self) -> list[Outcome]:
+        """How scheduler, servers and workers ended, in this order, when all have."""
+        return self._ending.result(LIMIT)
+
+    def _last_words(self) -> str:
+        for number in self._processes:
+            self.signal(number, signal.SIGKILL)
+        return "; ".join(str(outcome.error) for outcome in self.outcomes())
+
+
+class Waits:
+    """Has a worker tell the stage, once `due`, that it is inside a call and waits for others."""
+
+    def __init__(self, actor: Actor) -> None:
+        self._actor = actor
+        self.due = False
+        self._tell_before(Membership, "_answer")
+        self._tell_before(Wire, "wait")
+
+    def _tell_before(self, cls: Any, name: str) -> None:
+        inner = getattr(cls, name)
+
+        def waits(own: Any, *args: Any) -> Any:
+            if self.due:
+                self.due = False
+                self._actor.tell(WAITS)
+            return inner(own, *args)
+
+        setattr(cls, name, waits)
+
+
+class BreakingLine:
+    """Stands between a server and its workers, and breaks each connection after some bytes, so many times.
+
+    Args:
+        listener: where workers connect.
+        connect: connects to the server.
+        breaks: after how many bytes each connection breaks; later ones do not.
+    """
+
+    def __init__(self, listener: socket.socket, connect: Callable[[], socket.socket], breaks: Sequence[int]) -> None:
+        self._listener = listener
+        self._connect = connect
+        self._left = list(breaks)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self._listener.accept()
+            far = self._connect()
+            allowed = [self._left.pop(0)] if self._left else []
+            for pair in ((near, far), (far, near)):
+                threading.Thread(target=self._carry, args=(*pair, allowed), daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket, allowed: list[int]) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 14):
+                if allowed:
+                    allowed[0] -= len(data)
+                    if allowed[0] < 0:
+                        break
+                target.sendall(data)
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
+def break_lines(breaks: Sequence[int]) -> None:
+    """Have this process, if it becomes a server, be reached by lines that break."""
+
+    def member(role: str, scheduler: str, *, address: str) -> Membership:
+        return Membership(role, scheduler, address=broken(address, breaks))
+
+    server.Membership = member  # type: ignore[assignment,misc]
+
+
+def broken(address: str, breaks: Sequence[int]) -> str:
+    """A server's address by way of lines that break: its endpoint's, and its stream's if it has one."""
+    endpoint, _, name = address.partition(" ")
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    listener = socket.create_server((host, 0))
+    BreakingLine(listener, lambda: socket.create_connection((host, int(port))), breaks)
+    endpoint = f"tcp://{host}:{listener.getsockname()[1]}"
+    if not name or os.environ["BROKEN_STREAMS"] == "no":
+        return endpoint
+    streams = socket.socket(socket.AF_UNIX)
+    streams.bind(f"\0{name}-broken")
+    streams.listen()
+
+    def connect() -> socket.socket:
+        far = socket.socket(socket.AF_UNIX)
+        far.connect(f"\0{name}")
+        return far
+
+    BreakingLine(streams, connect, breaks)
+    return f"{endpoint} {name}-broken"

@@ -1,0 +1,246 @@
+"""Workers, servers, schedulers and connections that fail: who is told what, what is counted, and that nothing stays."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import kvstore
+from collectives.errors import GanglineError
+from collectives.spawning import Outcome, Ranks
+from collectives.transports.base import Exchange
+from kvstore import KVStore
+from tests.collectives.stage import WAITS, Actor
+from tests.kvstore import dist_job
+from tests.kvstore.dist_stage import DistStage, Waits, break_lines
+
+pytestmark = pytest.mark.timeout(110)
+
+SMALL, CUT = 8, 700_003
+
+
+def push(kv: KVStore, key: str, numel: int) -> None:
+    kv.push(key, torch.ones(numel))
+
+
+CALLS: dict[str, Callable[[KVStore], Any]] = {
+    "pull": lambda kv: kv.pull("small", torch.empty(SMALL)),
+    "pull of a cut key": lambda kv: kv.pull("cut", torch.empty(CUT)),
+    "push": lambda kv: push(kv, "cut", CUT),
+    "barrier": lambda kv: kv.barrier(),
+    "init": lambda kv: kv.init("late", torch.zeros(SMALL)),
+    "set_optimizer": lambda kv: kv.set_optimizer("sgd"),
+    "join": lambda kv: kv.join(),
+    "assign": lambda kv: kv.assign("small", torch.zeros(SMALL)),
+}
+
+
+def play(path: str, pushes: list[int], options: dict[str, Any]) -> list[str]:
+    """Be a worker that does what the test says, and tells how it went; ``pushes``: who has pushed before."""
+    kv = kvstore.create("dist_sync", **options)
+    kv.init(["small", "cut"], [torch.zeros(SMALL), torch.zeros(CUT)])
+    kv.pull("cut", torch.empty(CUT))
+    if kv.rank in pushes:
+        push(kv, "small", SMALL)
+        push(kv, "cut", CUT)
+    kv.barrier()
+    actor = Actor(kv.rank, path)
+    waits = Waits(actor)
+    while True:
+        match actor.hear():
+            case "close":
+                kv.close()
+                return kv.dead_nodes()
+            case "raise":
+                raise ArithmeticError("as the test wants it")
+            case "exit":
+                sys.exit(3)
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case [call, announced]:
+                waits.due = announced
+                try:
+                    CALLS[call](kv)
+                    actor.tell("done")
+                except GanglineError as error:
+                    actor.tell([type(error).__name__, str(error)])
+
+
+def ended_by_themselves(outcomes: list[Outcome], but: int = -1) -> list[Any]:
+    """See that all ended without an error, and give what they returned."""
+    problems = [str(outcome.error) for place, outcome in enumerate(outcomes) if outcome.error and place != but]
+    assert problems == []
+    return [outcome.value for outcome in outcomes]
+
+
+def fails(stage: DistStage, rank: int, call: str) -> list[str]:
+    """How a call of a worker fails."""
+    stage.say(rank, [call, False])
+    told = stage.heard(rank)
+    assert isinstance(told, list), told
+    return told
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_who_waits_for_a_dead_worker_is_told(how: str) -> None:
+    limits = {} if how == "killed" else {"GANGLINE_HEARTBEAT_LIMIT": "2", "GANGLINE_HEARTBEAT": "0.2"}
+    calls = ["set_optimizer", "pull", "pull of a cut key", "barrier", "init", "join"]
+    victim = len(calls)
+    why = "was killed or left: connection lost" if how == "killed" else "gave no sign of life for 2 s"
+    with DistStage(play, victim + 1, 2, list(range(victim)), {}, **limits) as stage:
+        for rank, call in enumerate(calls):
+            stage.say(rank, [call, True])
+        for rank in range(victim):
+            assert stage.heard(rank) == WAITS
+        if how == "killed":
+            stage.kill(victim)
+        else:
+            stage.stop(victim)
+        for rank in range(victim):
+            name, text = stage.heard(rank)
+            assert name == "DeadNodeError"
+            assert f"worker {victim} {why}" in text
+        for rank in range(victim):  # and whatever needs the dead one fails from now on
+            for call in ("barrier", "pull of a cut key"):
+                name, text = fails(stage, rank, call)
+                assert (name, f"worker {victim} {why}" in text) == ("DeadNodeError", True)
+            stage.say(rank, "close")
+        stage.kill(victim)
+        outcomes = stage.outcomes()
+        said = ended_by_themselves(outcomes, but=3 + victim)
+        assert said[3 : 3 + victim] == [[f"worker {victim}"]] * victim
+        assert "was killed by SIGKILL" in str(outcomes[3 + victim].error)
+
+
+@pytest.mark.parametrize("how", ["raise", "exit"])
+def test_a_worker_that_leaves_is_named(how: str) -> None:
+    with DistStage(play, 3, 1, [0, 1], {}) as stage:
+        for rank, call in enumerate(("pull", "barrier")):
+            stage.say(rank, [call, True])
+            assert stage.heard(rank) == WAITS
+        stage.say(2, how)
+        for rank in range(2):
+            name, text = stage.heard(rank)
+            assert name == "DeadNodeError"
+            assert "worker 2" in text
+            stage.say(rank, "close")
+        outcomes = stage.outcomes()
+        ended_by_themselves(outcomes, but=4)
+        assert ("as the test wants it" if how == "raise" else "exit code 3") in str(outcomes[4].error)
+
+
+def test_a_dead_server_is_named_to_all_who_need_it() -> None:
+    with DistStage(play, 2, 2, [0], {}) as stage:
+        stage.say(0, ["pull of a cut key", True])
+        assert stage.heard(0) == WAITS
+        stage.kill_server(1)
+        name, text = stage.heard(0)
+        assert (name, "server " in text) == ("DeadNodeError", True)
+        assert "connection lost" in text
+        for rank in range(2):
+            name, text = fails(stage, rank, "push")
+            assert name == "DeadNodeError"
+        for rank in range(2):
+            stage.say(rank, "close")
+        outcomes = stage.outcomes()
+        (dead,) = [place for place, outcome in enumerate(outcomes) if outcome.error]
+        assert dead == 2
+        said = ended_by_themselves(outcomes, but=2)
+        assert said[3] == said[4]
+        assert len(said[3]) == 1
+        assert said[3][0].startswith("server ")
+
+
+def test_a_dead_scheduler_ends_the_job() -> None:
+    with DistStage(play, 2, 1, [0], {}) as stage:
+        for rank, call in enumerate(("pull", "barrier")):
+            stage.say(rank, [call, True])
+            assert stage.heard(rank) == WAITS
+        stage.kill_scheduler()
+        for rank in range(2):
+            name, text = stage.heard(rank)
+            assert (name, "the scheduler was killed or left" in text) == ("DeadNodeError", True)
+            assert fails(stage, rank, "push")[0] == "DeadNodeError"
+            stage.say(rank, "close")
+        said = ended_by_themselves(stage.outcomes(), but=0)
+        assert said[2:] == [["scheduler"]] * 2
+
+
+def test_a_worker_that_is_late_is_warned_of_and_then_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with DistStage(play, 3, 1, [0, 2], {"timeout": 1.5}, GANGLINE_STALL_WARN="0.3") as stage:
+        stage.say(0, ["pull", True])
+        stage.say(2, ["barrier", True])
+        assert stage.heard(0) == stage.heard(2) == WAITS
+        name, text = stage.heard(0)
+        assert (name, "pull of key 'small' has waited 1.5" in text) == ("StallError", True)
+        name, text = stage.heard(2)
+        assert (name, text) == ("StallError", "barrier(), number 4 of worker 2 has waited 1.5 s")
+        for rank in range(3):
+            stage.say(rank, "close")
+        ended_by_themselves(stage.outcomes())
+    said = capfd.readouterr().err
+    assert "key 'small', round 1, waits for rank 1; ranks 0, 2 came" in said
+    assert "exchange 4 waits for ranks 0, 1; rank 2 came" in said
+
+
+# Connections that break
+
+ROUNDS = 8
+DIGITS = 4.0 ** torch.arange(3 * ROUNDS, dtype=torch.float64)
+
+
+def push_digits(name: str) -> dict[str, list[list[int]]]:
+    """Push a digit of its own each time; gives which digits of the result are other than 1."""
+    wrong: dict[str, list[list[int]]] = {}
+    numel = {"small": SMALL, "cut": CUT}
+    with kvstore.create(name, timeout=60) as kv:
+        kv.init(list(numel), [torch.zeros(n, dtype=torch.float64) for n in numel.values()])
+        if name == "dist_sync":
+            kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
+        outs = {key: torch.empty(n, dtype=torch.float64) for key, n in numel.items()}
+        for step in range(ROUNDS):
+            for key, n in numel.items():
+                kv.push(key, torch.full((n,), float(DIGITS[kv.rank + 3 * step]), dtype=torch.float64), async_op=True)
+            if step % 2:
+                kv.pull(list(numel), list(outs.values()))
+        kv.pull(list(numel), list(outs.values()))
+        kv.barrier()
+        kv.pull(list(numel), list(outs.values()))
+        for key, out in outs.items():
+            wrong[key] = [digits_of(value) for value in out.unique().tolist()]
+    return wrong
+
+
+def digits_of(value: float) -> list[int]:
+    """The base-4 digits of a whole number, the last first."""
+    rest, digits = int(abs(value)), []
+    while rest:
+        rest, digit = divmod(rest, 4)
+        digits.append(digit)
+    return digits
+
+
+class _Place(dist_job.Place):
+    """A process that, as a server, is reached by lines that break."""
+
+    def __init__(self, rank: int, size: int, exchange: Exchange, **more: object) -> None:
+        super().__init__(rank, size, exchange, **more)
+        chance = random.Random(rank)
+        break_lines([chance.choice([300, 3_000, 40_000, 700_000]) for _ in range(12)])
+
+
+@pytest.mark.parametrize("way", ["streams", "sockets and shared memory", "sockets"])
+@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
+def test_every_push_counts_once_whatever_breaks(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GANGLINE_TRANSPORT", "tcp" if way == "sockets" else "auto")
+    monkeypatch.setenv("BROKEN_STREAMS", "yes" if way == "streams" else "no")
+    with Ranks(dist_job._play, 1 + 2 + 3, (3, 2, push_digits, (name,)), opener=_Place) as ranks:
+        for told in ranks.results()[3:]:
+            assert told == {"small": [[1] * 3 * ROUNDS], "cut": [[1] * 3 * ROUNDS]}

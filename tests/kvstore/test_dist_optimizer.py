@@ -1,0 +1,295 @@
+"""Servers' optimizers: what a local store makes of the same sums, key by key, cut or whole, with the same state."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvstore
+from collectives.errors import GanglineError
+from kvstore import KVStore, RowSparse
+from kvstore.base import read_optimizer_states
+from kvstore.optimizer import OptimizerState
+from tests.kvstore.dist_cases import check
+
+pytestmark = pytest.mark.timeout(110)
+
+SHAPES = {"small": (7, 5), "vector": (700_003,), "matrix": (601, 700), "one": ()}
+"""Some of which are cut; rows of the matrix, too."""
+
+ELEMENTWISE: dict[str, dict[str, Any]] = {
+    "sgd": {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-2, "lr_mult": {"vector": 3}, "wd_mult": {"matrix": 0.0}},
+    "nag": {"learning_rate": 0.1, "momentum": 0.5, "rescale_grad": 0.125, "clip_gradient": 2.0},
+    "adam": {"learning_rate": 0.01, "wd": 1e-2, "lr_mult": {"vector": 0.5, "small": 2}},
+    "adamw": {"learning_rate": 0.01, "wd_mult": {"vector": 4.0}},
+    "adamax": {"learning_rate": 0.01},
+    "nadam": {"learning_rate": 0.01},
+    "radam": {"learning_rate": 0.01},
+    "adagrad": {"learning_rate": 0.1},
+    "adadelta": {"learning_rate": 1.0},
+    "rmsprop": {"learning_rate": 0.01, "momentum": 0.5, "centered": True},
+    "rprop": {"learning_rate": 0.01},
+    "asgd": {"learning_rate": 0.1},
+}
+EXACT = ("sgd", "nag")
+
+
+def gradient(shape: Sequence[int], rank: int, step: int) -> Tensor:
+    """Whole numbers, of which any sum is exact."""
+    numel = torch.Size(shape).numel()
+    return (((torch.arange(numel) * (2 * step + 3) + 5 * rank) % 31) - 15).float().view(shape)
+
+
+def summed(shape: Sequence[int], workers: int, step: int) -> Tensor:
+    return sum((gradient(shape, rank, step) for rank in range(workers)), torch.zeros(shape))
+
+
+def first(shape: Sequence[int]) -> Tensor:
+    return (torch.arange(torch.Size(shape).numel()) % 13 / 8 - 0.5).view(shape)
+
+
+class Both:
+    """A dist store, and a local one that gets the sums of all workers."""
+
+    def __init__(self, kv: KVStore, shapes: dict[str, tuple[int, ...]], spec: Any, prefix: str = "") -> None:
+        self.kv = kv
+        self.local = kvstore.create("local")
+        self.shapes = shapes
+        self.steps = 0
+        for store in (kv, self.local):
+            missing = [key for key in shapes if key not in store]
+            store.init(missing, [first(shapes[key]) for key in missing])
+        for key, shape in shapes.items():
+            kv.assign(key, first(shape))
+        for store in (kv, self.local):
+            store.set_optimizer(spec)
+
+    def step(self) -> None:
+        self.steps += 1
+        keys = list(self.shapes)
+        self.kv.push(keys, [gradient(shape, self.kv.rank, self.steps) for shape in self.shapes.values()])
+        self.local.push(keys, [summed(shape, self.kv.num_workers, self.steps) for shape in self.shapes.values()])
+
+    def agree(self, *, exactly: bool) -> None:
+        for key, shape in self.shapes.items():
+            got, expected = torch.empty(shape), torch.empty(shape)
+            self.kv.pull(key, got)
+            self.local.pull(key, expected)
+            if exactly:
+                assert torch.equal(got, expected), f"{(got != expected).sum()} elements of {key} differ"
+            else:
+                torch.testing.assert_close(
+                    got,
+                    expected,
+                    rtol=1e-5,
+                    atol=1e-6,
+                )
+
+    def states_agree(self, folder: Path, *, exactly: bool) -> None:
+        """The files are the same, whoever writes them."""
+        paths = folder / "dist.safetensors", folder / "local.safetensors"
+        self.kv.save_optimizer_states(paths[0])
+        self.local.save_optimizer_states(paths[1])
+        got, expected = (read_optimizer_states(path) for path in paths)
+        same_states(got, expected, exactly=exactly)
+
+
+def same_states(got: OptimizerState, expected: OptimizerState, *, exactly: bool) -> None:
+    assert got.header() == expected.header()
+    assert set(got.tensors) == set(expected.tensors)
+    for place, tensor in expected.tensors.items():
+        assert got.tensors[place].dtype == tensor.dtype, place
+        assert got.tensors[place].shape == tensor.shape, place
+        if exactly:
+            assert torch.equal(got.tensors[place], tensor), place
+        else:
+            torch.testing.assert_close(got.tensors[place], tensor, rtol=1e-5, atol=1e-6)
+
+
+def elementwise_optimizers(kv: KVStore) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, arguments in ELEMENTWISE.items():
+            both = Both(kv, SHAPES, (name, arguments))
+            for _ in range(3):
+                both.step()
+            both.agree(exactly=name in EXACT)
+            both.states_agree(Path(folder), exactly=name in EXACT)
+
+
+def states_come_back(kv: KVStore) -> None:
+    """State that is saved by one worker, and loaded by all from rank 0's file, is where it was."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name, "states")
+        for spec in (("sgd", {"learning_rate": 0.1, "momentum": 0.9}), ("adam", {"learning_rate": 0.01})):
+            both = Both(kv, SHAPES, spec)
+            for _ in range(2):
+                both.step()
+            kv.save_optimizer_states(path)
+            saved = {key: torch.empty(shape) for key, shape in SHAPES.items()}
+            kv.pull(list(saved), list(saved.values()))
+            for _ in range(2):  # what is undone below
+                kv.push(list(SHAPES), [gradient(shape, 0, 9) for shape in SHAPES.values()])
+            for key, value in saved.items():
+                kv.assign(key, value)
+            kv.load_optimizer_states(path if kv.rank == 0 else "/there/is/no/such/file")
+            both.step()
+            both.agree(exactly=spec[0] == "sgd")
+            both.states_agree(Path(name), exactly=spec[0] == "sgd")
+            both.local.save_optimizer_states(path)  # a local store's file will do
+            kv.load_optimizer_states(path)
+            both.step()
+            both.agree(exactly=spec[0] == "sgd")
+
+
+def wrong_states_are_refused_alike(kv: KVStore) -> list[str]:
+    both = Both(kv, SHAPES, ("sgd", {"learning_rate": 0.5, "momentum": 0.5}))
+    both.step()
+    texts = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = kv.exchange(name.encode())[0].decode()  # rank 0's file is what is read
+        stores = {}
+        for key, shape, spec in (
+            ("small", (7, 5), ("adam", {"learning_rate": 0.5})),
+            ("stranger", (3,), ("sgd", {"momentum": 0.5})),
+            ("small", (5, 7), ("sgd", {"momentum": 0.5})),
+        ):
+            store = kvstore.create("local")
+            store.init(key, torch.zeros(shape))
+            store.set_optimizer(spec)
+            store.push(key, torch.ones(shape))
+            path = Path(name, f"{len(stores)}")
+            store.save_optimizer_states(path)
+            stores[path] = store
+        torn = Path(name, "torn")
+        torn.write_bytes(next(iter(stores)).read_bytes()[:-7])
+        for path in (*stores, torn):
+            with pytest.raises(ValueError, match=r".") as raised:
+                kv.load_optimizer_states(path)
+            texts.append(str(raised.value).replace(folder, ""))
+            if path is not torn and kv.rank == 1:
+                with pytest.raises(ValueError, match=r"."):
+                    both.local.load_optimizer_states(path)
+    with pytest.raises(GanglineError if kv.rank else FileNotFoundError, match="nowhere"):
+        kv.load_optimizer_states("/nowhere/at/all")
+    both.step()  # as if nothing had been asked for
+    both.agree(exactly=True)
+    return texts
+
+
+def refused_arguments(kv: KVStore) -> list[str]:
+    texts = []
+    for spec in (("sdg", {}), ("sgd", {"momentun": 1}), ("lbfgs", {})):
+        with pytest.raises(ValueError, match="optimizer") as raised:
+            kv.set_optimizer(spec)
+        texts.append(str(raised.value))
+    with pytest.raises(ValueError, match="servers run no others"):
+        kv.set_optimizer(OwnOptimizer)
+    return texts
+
+
+class OwnOptimizer(torch.optim.SGD):
+    """A class that servers do not know."""
+
+
+def rows_of_tables(kv: KVStore) -> None:
+    shapes = {"table": (50_021, 48), "short": (11, 3), "odd": (70_001, 10)}
+    for spec, exactly in (
+        (("sgd", {"learning_rate": 0.5, "momentum": 0.5, "wd": 0.25}), True),
+        (("adam", {"learning_rate": 0.01}), False),
+        (("adagrad", {"learning_rate": 0.1}), False),
+    ):
+        local = kvstore.create("local")
+        for key, shape in shapes.items():
+            for store in (kv, local):
+                if key not in store:
+                    store.init(key, first(shape))
+            kv.assign(key, first(shape))
+        for store in (kv, local):
+            store.set_optimizer(spec)
+        for step in range(3):
+            for key, shape in shapes.items():
+                pushed = [rows_at(shape, rank, step) for rank in range(kv.num_workers)]
+                kv.push(key, pushed[kv.rank])
+                local.push(key, pushed)
+        for key, shape in shapes.items():
+            got, expected = torch.empty(shape), torch.empty(shape)
+            kv.pull(key, got)
+            local.pull(key, expected)
+            if exactly:
+                assert torch.equal(got, expected), f"{(got != expected).sum()} of {key} differ"
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+        with tempfile.TemporaryDirectory() as name:
+            paths = Path(name, "dist"), Path(name, "local")
+            kv.save_optimizer_states(paths[0])
+            local.save_optimizer_states(paths[1])
+            states = [read_optimizer_states(path) for path in paths]
+            for key in shapes:
+                mine = {place: one for place, one in states[0].tensors.items() if place.startswith(f'"{key}"/')}
+                theirs = {place: one for place, one in states[1].tensors.items() if place.startswith(f'"{key}"/')}
+                assert mine.keys() == theirs.keys()
+                for place, tensor in theirs.items():
+                    torch.testing.assert_close(mine[place], tensor, rtol=1e-5, atol=1e-6)
+
+
+def rows_at(shape: tuple[int, ...], rank: int, step: int) -> RowSparse:
+    ids = torch.tensor([shape[0] - 1, 0, rank + 1, shape[0] // 2 + step, 0])
+    values = (torch.arange(5.0)[:, None] + torch.arange(shape[1]) % 7 - rank + step) / 4
+    return RowSparse(ids, values, shape)
+
+
+def test_elementwise_optimizers_on_keys_that_are_cut() -> None:
+    check("dist_sync", 2, 2, [refused_arguments, elementwise_optimizers])
+
+
+def test_states_are_saved_and_loaded() -> None:
+    check("dist_sync", 2, 2, [states_come_back, wrong_states_are_refused_alike])
+
+
+def test_row_sparse_updates() -> None:
+    check("dist_sync", 3, 2, [rows_of_tables])
+
+
+def adafactor(kv: KVStore) -> None:
+    both = Both(kv, SHAPES, ("sgd", {"learning_rate": 0.5}))  # cut first
+    both.step()
+    both = Both(kv, SHAPES, ("adafactor", {"learning_rate": 0.01}))
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(3):
+            both.step()
+            both.agree(exactly=False)
+        both.states_agree(Path(folder), exactly=False)
+    kv.init("late", torch.zeros(700_000))
+    kv.push("late", torch.ones(700_000))
+    kv.pull("late", torch.empty(700_000))
+
+
+def muon(kv: KVStore) -> None:
+    shapes = {"matrix": (601, 700), "small": (7, 5)}
+    both = Both(kv, shapes, ("muon", {"learning_rate": 0.01}))
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(2):
+            both.step()
+        for key, shape in shapes.items():
+            got, expected = torch.empty(shape), torch.empty(shape)
+            kv.pull(key, got)
+            both.local.pull(key, expected)
+            torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-3)  # it iterates in bfloat16
+        both.states_agree(Path(folder), exactly=False)
+
+
+def muon_refuses_vectors(kv: KVStore) -> str:
+    kv.init("vector", torch.zeros(9))
+    with pytest.raises(ValueError, match="'vector'") as raised:
+        kv.set_optimizer(("muon", {}))
+    return str(raised.value)
+
+
+def test_optimizers_of_whole_tensors() -> None:
+    check("dist_sync", 2, 2, [adafactor])
+    check("dist_sync", 2, 2, [muon, muon_refuses_vectors])

@@ -1,0 +1,383 @@
+"""The scheduler: ranks, meetings, rests, deaths and the end of a job; and jobs started by hand, as trackers do it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collectives.errors import DeadNodeError, StallError
+from collectives.processes import this_process
+from kvstore.dist import protocol
+from kvstore.dist.membership import Membership
+from kvstore.dist.protocol import Beat, Gone, Join, Joined, Leave, Meet, Met, Over, Push, Refused, Rest, Rested
+from kvstore.dist.scheduler import Scheduler
+from tests.kvstore.dist_threads import LIMIT, Job, Line
+
+pytestmark = pytest.mark.timeout(110)
+
+ROOT = Path(__file__).parents[2]
+
+
+# Ranks
+
+
+def test_ranks_that_are_asked_for_are_given() -> None:
+    with Job(4) as job:
+        wanted = [3, -1, 0, -1]
+        members = job.at_once(*[lambda rank=rank: job.member(rank) for rank in wanted])
+        assert [member.rank for member in members if member.rank in (0, 3)] == [3, 0]
+        assert sorted(member.rank for member in members) == [0, 1, 2, 3]
+        assert {member.num_workers for member in members} == {4}
+        assert len({tuple(member.servers) for member in members}) == 1
+        assert {member.view for member in members} == {1}
+
+
+def test_who_cannot_take_part_is_told_why() -> None:
+    with Job(2) as job:
+        first = job.later(lambda: retried(lambda: job.member(1)))
+        text = "worker 1 takes part already; each needs a rank of its own (DMLC_WORKER_ID)"
+        assert refusal(job.address, 1) == text
+        for rank, said in ((2, "worker 2 wants to join; ranks are 0 to 1"), (70, "ranks are 0 to 1")):
+            with pytest.raises(ValueError, match=said):
+                Membership("worker", job.address, rank=rank, timeout=LIMIT)
+        with pytest.raises(ValueError, match="role is 'boss'; expected worker or server"):
+            Membership("boss", job.address, timeout=LIMIT)
+        second = job.member(0)
+        assert (first.result(LIMIT).rank, second.rank) == (1, 0)
+        for role, said in (("worker", "the job has its 2 workers already"), ("server", "its 1 servers already")):
+            with pytest.raises(ValueError, match=said):
+                Membership(role, job.address, timeout=LIMIT)
+
+
+def refusal(address: str, rank: int) -> str:
+    """What somebody is told who asks for a rank, once another process has it."""
+    while True:
+        with Line(address, os.urandom(8)) as line:
+            line.say(Join("worker", rank, ["elsewhere", 1, 1], ""))
+            line.say(Beat())
+            answer = line.hear(beats=True)[0]
+        if isinstance(answer, Refused):
+            return answer.text
+
+
+def test_who_does_not_come_is_named() -> None:
+    with Job(3, 1, timeout=0.5) as job:
+        job.gives_up = True
+        joining = job.later(lambda: Membership("worker", job.address, rank=2, timeout=LIMIT))
+        text = r"2 of 3 workers \(here are \[2\]\) did not join within 0.5 s"
+        with pytest.raises(StallError, match=text):
+            joining.result(LIMIT)
+        with pytest.raises(StallError, match=text):
+            job.ending.result(LIMIT)
+
+
+def test_a_scheduler_that_is_not_there_is_named() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
+        with pytest.raises(StallError, match=f"worker waits for the job to begin at {address} has waited 0.2 s"):
+            Membership("worker", address, timeout=0.2)
+
+
+def test_addresses_that_others_reach_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="GANGLINE_INSECURE=1"):
+        Scheduler(1, 1, "0.0.0.0")
+
+
+# Meetings
+
+
+def test_exchanges_give_what_each_gave_in_rank_order() -> None:
+    with Job(3) as job:
+        members = job.members()
+        for number in range(5):
+            calls = [lambda member=member: member.meet(bytes([member.rank, number])) for member in members]  # noqa: B023
+            expected = [bytes([rank, number]) for rank in range(3)]
+            assert job.at_once(*reversed(calls)) == [expected] * 3
+
+
+def test_large_things_are_exchanged_and_too_large_ones_refused() -> None:
+    with Job(2) as job:
+        members = job.members()
+        large = [bytes([member.rank]) * (40 << 20) for member in members]
+        given = job.at_once(*[lambda m=member, d=data: m.meet(d) for member, data in zip(members, large, strict=True)])
+        assert given == [large, large]
+        with pytest.raises(ValueError, match=f"{(64 << 20) + 1} bytes are given to an exchange"):
+            members[0].meet(bytes((64 << 20) + 1))
+        assert job.at_once(*[lambda m=member: m.meet(b"") for member in members]) == [[b"", b""]] * 2
+
+
+def test_a_worker_ahead_waits_and_a_late_one_is_an_error() -> None:
+    with Job(2) as job:
+        members = job.members()
+        ahead = job.later(lambda: [members[0].meet(b"first"), members[0].meet(b"second")])
+        assert members[1].meet(b"1") == [b"first", b"1"]
+        assert not ahead.done()
+        assert members[1].meet(b"2") == [b"second", b"2"]
+        assert ahead.result(LIMIT) == [[b"first", b"1"], [b"second", b"2"]]
+        impatient = members[0]
+        impatient._timeout = 0.2
+        with pytest.raises(StallError, match=r"barrier\(\), number 3 of worker 0 has waited 0.2 s"):
+            impatient.meet(b"", "barrier()")
+
+
+def test_who_rests_is_not_waited_for_until_all_rest() -> None:
+    with Job(3) as job:
+        zero, one, two = job.members()
+        first = job.later(lambda: two.rest(b"two"))
+        assert job.at_once(lambda: zero.meet(b"0"), lambda: one.meet(b"1")) == [[b"0", b"1", b""]] * 2
+        second = job.later(lambda: zero.rest(b"zero"))
+        for number in range(3):
+            assert one.meet(bytes([number])) == [b"", bytes([number]), b""]
+        assert not first.done()
+        assert not second.done()
+        last = one.rest(b"one")
+        assert first.result(LIMIT) == second.result(LIMIT) == last
+        assert (last.last, last.data) == (1, [b"zero", b"one", b"two"])
+        calls = [lambda m=member: m.meet(bytes([m.rank])) for member in (zero, one, two)]
+        assert job.at_once(*calls) == [[b"\0", b"\1", b"\2"]] * 3
+
+
+# Deaths and ends
+
+
+def test_who_waits_hears_of_a_death() -> None:
+    with Job(3) as job, Line(job.address, b"mortal") as line:
+        line.say(Join("worker", 2, ["elsewhere", 1, 1], ""))
+        zero, one = job.at_once(lambda: job.member(0), lambda: job.member(1))
+        waiting = job.later(lambda: zero.meet(b"", "barrier()"))
+        line.close()
+        with pytest.raises(DeadNodeError, match=r"worker 2 .*connection lost.*barrier\(\), number 1 of worker 0"):
+            waiting.result(LIMIT)
+        with pytest.raises(DeadNodeError, match="worker 2"):  # and who comes later
+            one.rest(b"")
+        assert zero.gone["worker", 2] == "was killed or left: connection lost"
+
+
+def test_silence_is_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GANGLINE_HEARTBEAT_LIMIT", "0.6")
+    monkeypatch.setenv("GANGLINE_HEARTBEAT", "0.1")
+    with Job(2) as job, Line(job.address, b"silent") as line:
+        line.say(Join("worker", 1, this_process(), ""))
+        zero = job.member(0)
+        with pytest.raises(DeadNodeError, match="worker 1 gave no sign of life for"):
+            zero.meet(b"")
+        line.say(Leave())  # it wakes up, and goes
+        heard = []
+        while not isinstance(heard[-1:] and heard[-1], Over):
+            heard.append(line.hear()[0])
+        assert isinstance(heard[0], Joined)
+
+
+def test_a_goodbye_is_no_death_but_who_waits_is_told() -> None:
+    with Job(2) as job:
+        zero, one = job.members()
+        one.close()
+        with pytest.raises(DeadNodeError, match="worker 1 has left the job"):
+            zero.meet(b"")
+        assert zero.gone == {("worker", 1): ""}
+
+
+def test_who_dies_before_the_start_may_be_replaced() -> None:
+    with Job(2) as job:
+        with Line(job.address, b"first") as line:
+            line.say(Join("worker", 1, ["elsewhere", 1, 1], ""))
+            zero = job.later(lambda: job.member(0))
+        one = retried(lambda: job.member(1))
+        assert (zero.result(LIMIT).rank, one.rank) == (0, 1)
+        assert job.at_once(lambda: zero.result().meet(b"a"), lambda: one.meet(b"b")) == [[b"a", b"b"]] * 2
+
+
+def retried(call: Any) -> Any:
+    """What a call gives once the scheduler has seen that a rank is free again."""
+    while True:
+        try:
+            return call()
+        except ValueError as error:
+            assert "takes part already" in str(error) or "has its 2 workers already" in str(error)  # noqa: PT017
+
+
+def test_a_job_ends_when_all_workers_have_left() -> None:
+    with Job(2, 2) as job:
+        zero, one = job.members()
+        zero.close()
+        assert not job.ending.done()
+        one.close()
+        job.ending.result(LIMIT)
+        for end in (zero, one):
+            end.close()
+
+
+def test_a_connection_that_is_lost_for_a_moment_loses_nothing() -> None:
+    with Job(2) as job, Line(job.address, b"first") as line:
+        join = Join("worker", 1, this_process(), "")
+        line.say(join)
+        zero = job.member(0)
+        assert isinstance(line.hear()[0], Joined)
+        line.say(Meet(1, b"one"))
+        assert zero.meet(b"zero") == [b"zero", b"one"]
+        line.reconnect()  # before it has read the answer
+        line.say(join)
+        assert isinstance(line.hear()[0], Joined)
+        assert line.ask(Meet(1, b"one")) == Met(1, [b"zero", b"one"])
+        resting = job.later(lambda: zero.rest(b"zero"))
+        line.say(Rest(1, b"one"))
+        rested = resting.result(LIMIT)
+        line.reconnect()
+        line.say(join)
+        assert isinstance(line.hear()[0], Joined)
+        assert line.ask(Rest(1, b"one")) == rested
+        assert line.ask(Meet(rested.number - 1, b"")) != rested
+        zero.close()
+        line.reconnect()
+        line.say(join)
+        assert [type(line.hear()[0]) for _ in range(2)] == [Joined, Gone]
+        assert isinstance(line.ask(Leave()), Over)
+
+
+# What nobody of the job sends
+
+
+def test_a_scheduler_outlives_hostile_bytes() -> None:
+    with Job(2) as job, Line(job.address, b"stranger") as stranger:
+        hostile: list[tuple[Any, tuple[bytes, ...]]] = [
+            (b"", ()),
+            (b"\xc1\xff", ()),
+            (b"x" * 1000, (b"more", b"frames")),
+            (b"\x91" * 3000, ()),
+            (protocol.pack(Beat()) + b"\0", ()),
+            (Meet(1, b"mine"), ()),
+            (Rest(1, b"mine"), ()),
+            (Leave(), ()),
+            (Push(1, [], None, None, False, None), ()),
+            (Joined(0, 1, 1, [], 1.0, 1.0), ()),
+            (Met(1, []), ()),
+            (Gone("worker", 0, "I say so"), ()),
+            (Rested(0, 1, []), ()),
+            (Over(), ()),
+        ]
+        for message, frames in hostile:
+            stranger.say(message, *frames)
+        zero, one = job.members()
+        assert job.at_once(lambda: zero.meet(b"0"), lambda: one.meet(b"1")) == [[b"0", b"1"]] * 2
+        assert job.scheduler.junk == len(hostile)
+
+
+def test_a_worker_that_goes_wild_disturbs_nobodys_memory() -> None:
+    with Job(2) as job, Line(job.address, b"wild") as wild:
+        wild.say(Join("worker", 1, this_process(), ""))
+        zero = job.member(0)
+        assert isinstance(wild.hear()[0], Joined)
+        for number in range(2, 1002):
+            wild.say(Meet(number, bytes(100)))
+        for message in (Gone("worker", 0, "x"), Push(1, [], None, None, False, None), Over()):
+            wild.say(message)
+        assert isinstance(wild.ask(Join("worker", 1, this_process(), "")), Joined)
+        assert job.scheduler.junk == 1000 - 64 + 3
+        wild.say(Meet(1, b""))
+        wild.say(Leave())
+        with pytest.raises(DeadNodeError, match="worker 1 has left the job"):
+            zero.rest(b"")
+
+
+# Whole jobs, started by hand
+
+SCRIPT = """
+import sys
+import kvstore, torch
+kv = kvstore.create("dist_sync")
+kv.init("w", torch.zeros(3))
+out = torch.empty(3)
+kv.pushpull("w", torch.full((3,), float(kv.rank + 1)), out=out)
+assert out.tolist() == [3.0] * 3, out
+print("rank", kv.rank, "of", kv.num_workers)
+kv.close()
+"""
+
+NO_TORCH = """
+import sys
+from kvstore.dist import scheduler
+code = scheduler.main()
+assert "torch" not in sys.modules and "numpy" not in sys.modules, "the scheduler has imported torch"
+raise SystemExit(code)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def starts() -> Iterator[Any]:
+    """Starts processes of one job, and ends what is left of them."""
+    port = free_port()
+    with ExitStack() as stack:
+
+        def start(role: str, *command: str, **more: str) -> subprocess.Popen[str]:
+            environment = {
+                **{name: value for name, value in os.environ.items() if not name.startswith("DMLC_")},
+                "DMLC_ROLE": role,
+                "DMLC_PS_ROOT_URI": "127.0.0.1",
+                "DMLC_PS_ROOT_PORT": str(port),
+                "DMLC_NUM_WORKER": "2",
+                "DMLC_NUM_SERVER": "1",
+                "OMP_NUM_THREADS": "1",
+                "PYTHONWARNINGS": "error",
+                "PYTHONPATH": str(ROOT),
+                **more,
+            }
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    said, _ = process.communicate(timeout=90)
+    return process.returncode, said
+
+
+def test_one_script_in_all_roles_as_trackers_start_it(starts: Any) -> None:
+    processes = [starts(role, "-c", SCRIPT) for role in ("scheduler", "server", "worker", "worker")]
+    said = [ended(process) for process in processes]
+    assert said[:2] == [(0, ""), (0, "")]  # the rest of the script is not for them
+    assert sorted(said[2:]) == [(0, "rank 0 of 2\n"), (0, "rank 1 of 2\n")]
+
+
+@pytest.mark.slow
+def test_modules_started_alone(starts: Any) -> None:
+    server = starts("server", "-m", "kvstore.dist.server")
+    workers = [starts("worker", "-c", SCRIPT, DMLC_WORKER_ID=str(rank)) for rank in (1, 0)]
+    scheduler = starts("scheduler", "-c", NO_TORCH)  # last: the others wait for it
+    said = [ended(process) for process in (scheduler, server, *workers)]
+    assert said == [(0, ""), (0, ""), (0, "rank 1 of 2\n"), (0, "rank 0 of 2\n")]
+
+
+def test_a_scheduler_whom_nobody_joins_ends_with_an_error(starts: Any) -> None:
+    process = starts("scheduler", "-m", "kvstore.dist.scheduler", GANGLINE_TIMEOUT="0.3")
+    assert ended(process) == (1, "ERROR: 2 of 2 workers and 1 of 1 servers did not join within 0.3 s\n")
+
+
+def test_roles_that_are_none_are_named(starts: Any) -> None:
+    code, said = ended(starts("scheduler", "-m", "kvstore.dist.scheduler", DMLC_NUM_WORKER="two"))
+    assert code == 1
+    assert "DMLC_NUM_WORKER is 'two'; expected a number from 1 to 65536" in said

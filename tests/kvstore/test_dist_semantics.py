@@ -1,0 +1,357 @@
+"""What the dist stores do when workers differ, run ahead, rest, or ask for what is not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import kvstore
+from collectives.errors import MismatchError
+from kvstore import KVStore
+from kvstore.dist.worker import DistStore
+from tests.kvstore.dist_cases import check
+
+pytestmark = pytest.mark.timeout(110)
+
+SMALL, CUT = 37, 700_003
+
+
+def ramp(numel: int, factor: float) -> torch.Tensor:
+    return (torch.arange(numel) % 61 + 1).float() * factor
+
+
+def pulled(kv: KVStore, key: Any, numel: int = SMALL) -> torch.Tensor:
+    out = torch.full((numel,), -1.0)
+    kv.pull(key, out)
+    return out
+
+
+def same(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.equal(got, expected), f"{got.flatten()[:5]} ..., expected {expected.flatten()[:5]} ..."
+
+
+# Init
+
+
+def a_second_init_is_refused(kv: KVStore) -> None:
+    kv.init("again", torch.zeros(SMALL))
+    kv.init(7, torch.ones(SMALL))
+    for key in ("again", 7):
+        with pytest.raises(ValueError, match=f"key {key!r} is initialised already"):
+            kv.init(key, torch.zeros(SMALL))
+    with pytest.raises(ValueError, match="key 'twice' is initialised already"):
+        kv.init(["twice", "twice"], [torch.zeros(SMALL)] * 2)
+    kv.init("7", torch.full((SMALL,), 2.0))
+    same(pulled(kv, 7), torch.ones(SMALL))
+    same(pulled(kv, "7"), torch.full((SMALL,), 2.0))
+
+
+def unknown_keys_are_refused(kv: KVStore) -> None:
+    for call in (kv.push, kv.pull, kv.pushpull):
+        for key in ("nothing", -7):
+            with pytest.raises(KeyError, match="was not initialised"):
+                call(key, torch.zeros(SMALL))
+    with pytest.raises(KeyError, match="was not initialised"):
+        kv.row_sparse_pull("nothing", torch.zeros(2, 2), row_ids=torch.tensor([0]))
+
+
+def values_that_do_not_fit_are_refused_before_they_are_sent(kv: KVStore) -> None:
+    kv.init("fits", torch.zeros(SMALL))
+    for value in (torch.zeros(SMALL + 1), torch.zeros(SMALL, dtype=torch.float64)):
+        for call in (kv.push, kv.pull, kv.pushpull):
+            with pytest.raises(ValueError, match="'fits'"):
+                call("fits", value)
+    kv.push("fits", torch.ones(SMALL))
+    same(pulled(kv, "fits"), torch.full((SMALL,), float(kv.num_workers)))
+
+
+def differences_are_the_same_error_on_all(kv: KVStore) -> list[str]:
+    rank = kv.rank
+    kv.init("other", torch.zeros(3))
+    texts = []
+    for keys, values in (
+        ("shape", torch.zeros(4 if rank == 1 else 3)),
+        ("dtype", torch.zeros(3, dtype=torch.float64 if rank == 1 else torch.float32)),
+        (["a", "b"], [torch.zeros(3), torch.zeros(2 + rank % 2)]),
+        (["a", "c" if rank == 1 else "b"], [torch.zeros(3), torch.zeros(3)]),
+        (["a", "b"] if rank else ["a"], [torch.zeros(3)] * (2 if rank else 1)),
+    ):
+        with pytest.raises(MismatchError) as raised:
+            kv.init(keys, values)
+        texts.append(str(raised.value))
+        assert "rank 0" in texts[-1]
+        assert "rank 1" in texts[-1]
+    for key in ("shape", "dtype", "a", "b"):  # a correct init follows
+        assert key not in kv
+        kv.init(key, torch.full((3,), float(rank + 5)))
+        same(pulled(kv, key, 3), torch.full((3,), 5.0))
+        out = torch.empty(3)
+        kv.pushpull(key, torch.full((3,), float(rank + 1)), out=out)
+        same(out, torch.full((3,), kv.num_workers * (kv.num_workers + 1) / 2))
+    assert "'shape'" in texts[0]
+    assert "(3,)" in texts[0]
+    assert "(4,)" in texts[0]
+    assert "float64" in texts[1]
+    return texts
+
+
+def keys_mean_the_same_in_any_order(kv: KVStore) -> None:
+    names: list[str | int] = ["x", 3, "3", "y"]
+    numel = {"x": SMALL, 3: CUT, "3": 5, "y": CUT + 1}
+    order = names if kv.rank % 2 else names[::-1]
+    kv.init(order, [torch.zeros(numel[name]) for name in order])  # in a list
+    for name in order:  # and one by one
+        kv.init(f"single {name!r}", torch.zeros(numel[name]))
+    for keys in (names, [f"single {name!r}" for name in names]):
+        for index, key in enumerate(keys if kv.rank else keys[::-1]):
+            index = index if kv.rank else len(keys) - 1 - index
+            kv.push(key, ramp(numel[names[index]], (kv.rank + 1) * (index + 1)))
+        for index, key in enumerate(keys):
+            factor = kv.num_workers * (kv.num_workers + 1) / 2 * (index + 1)
+            same(pulled(kv, key, numel[names[index]]), ramp(numel[names[index]], factor))
+
+
+# Rounds
+
+
+def a_worker_ahead_waits_for_its_round(kv: KVStore) -> None:
+    kv.init("ahead", torch.zeros(SMALL))
+    works = []
+    outs = [torch.empty(SMALL) for _ in range(4)]
+    for number, out in enumerate(outs):
+        if kv.rank == 0:
+            works += [kv.push("ahead", ramp(SMALL, 4**number), async_op=True), kv.pull("ahead", out, async_op=True)]
+    kv.barrier()
+    for number, out in enumerate(outs):
+        if kv.rank:
+            assert kv.rank > 0
+            kv.push("ahead", ramp(SMALL, 4**number * (kv.rank + 1)))
+            kv.pull("ahead", out)
+            same(out, ramp(SMALL, 4**number * kv.num_workers * (kv.num_workers + 1) / 2))
+    if kv.rank == 0:
+        for work in works:
+            work.wait(60)
+        for number, out in enumerate(outs):
+            same(out, ramp(SMALL, 4**number * kv.num_workers * (kv.num_workers + 1) / 2))
+
+
+def later_pushes_of_a_key_may_be_more_urgent(kv: KVStore) -> None:
+    kv.init("urgent", torch.zeros(2_000_000, dtype=torch.float64))
+    value = torch.empty(2_000_000, dtype=torch.float64)
+    values = [value.fill_(4**number).clone() for number in range(6)]  # more than may be under way to a server at once
+    for work in [kv.push("urgent", one, priority=n, async_op=True) for n, one in enumerate(values)]:
+        work.wait(60)
+    kv.pull("urgent", value)
+    assert value.unique().tolist() == [4**5 * kv.num_workers]
+
+
+def assigned_values_follow_the_open_round(kv: KVStore) -> None:
+    for numel in (SMALL, CUT):
+        key = f"assigned {numel}"
+        kv.init(key, torch.zeros(numel))
+        kv.push(key, ramp(numel, kv.rank + 1))
+        kv.assign(key, ramp(numel, 100 + kv.rank))
+        same(pulled(kv, key, numel), ramp(numel, 100))
+        kv.push(key, ramp(numel, kv.rank + 1))
+        same(pulled(kv, key, numel), ramp(numel, kv.num_workers * (kv.num_workers + 1) / 2))
+
+
+def weights_make_a_round_a_mean(kv: KVStore) -> None:
+    n = kv.num_workers
+    for numel in (SMALL, CUT):
+        key = f"weighted {numel}"
+        kv.init(key, torch.zeros(numel, dtype=torch.float64))
+        out = torch.empty(numel, dtype=torch.float64)
+        weights = [float(rank + 1) for rank in range(n)]
+        expected = sum(w * 2.0 * (rank + 1) for rank, w in enumerate(weights)) / sum(weights)
+        kv.push_weighted(key, torch.full((numel,), 2.0 * (kv.rank + 1), dtype=torch.float64), weights[kv.rank])
+        kv.pull(key, out)
+        torch.testing.assert_close(out, torch.full((numel,), expected, dtype=torch.float64), rtol=1e-14, atol=0)
+        kv.push_weighted(key, None if kv.rank else out.fill_(3.0), 5.0)  # who has nothing does not count
+        kv.pull(key, out)
+        assert out.unique().tolist() == [3.0]
+        kv.push_weighted(key, None if kv.rank else out.fill_(7.0), 0.0 if kv.rank == 0 else 5.0)
+        kv.pull(key, out)
+        assert out.unique().tolist() == [3.0]  # nobody has anything: it is left alone
+        kv.push(key, out.fill_(kv.rank + 1.0))
+        kv.pull(key, out)
+        assert out.unique().tolist() == [n * (n + 1) / 2]
+
+
+# Optimizers, all alike
+
+
+def specs_that_differ_are_the_same_error_on_all(kv: KVStore) -> list[str]:
+    texts = []
+    with pytest.raises(MismatchError) as raised:
+        kv.set_optimizer(("sgd", {"learning_rate": 0.5 if kv.rank == 1 else 0.25}))
+    texts.append(str(raised.value))
+    with pytest.raises(MismatchError) as raised:
+        kv.set_optimizer(("adam" if kv.rank == 1 else "sgd", {"learning_rate": 0.5}))
+    texts.append(str(raised.value))
+    with pytest.raises(MismatchError) as raised:
+        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5 if kv.rank == 1 else 0.25})
+    texts.append(str(raised.value))
+    for text in texts:
+        assert "rank 0" in text
+        assert "rank 1" in text
+    kv.init("plain", torch.zeros(SMALL))
+    kv.push("plain", torch.ones(SMALL))
+    same(pulled(kv, "plain"), torch.full((SMALL,), float(kv.num_workers)))  # no optimizer was set
+    return texts
+
+
+def rates_travel_with_pushes_and_rank_0s_decides(kv: KVStore) -> None:
+    with pytest.raises(RuntimeError, match="set_optimizer"):
+        kv.set_learning_rate(1.0)
+    kv.init(["rated", "rated cut"], [torch.zeros(SMALL), torch.zeros(CUT)])
+    kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
+    n = kv.num_workers
+    done = 0.0
+    for rate in (1.0, 0.5, 0.25, 2.0):
+        kv.set_learning_rate(rate if kv.rank == 0 else 1000.0)
+        kv.push(["rated", "rated cut"], [ramp(SMALL, 1), ramp(CUT, 1)])
+        done -= rate * n
+    kv.set_learning_rate(77.0)  # for pushes that never come
+    same(pulled(kv, "rated"), ramp(SMALL, done))
+    same(pulled(kv, "rated cut", CUT), ramp(CUT, done))
+
+
+# Rests
+
+
+def rounds_go_on_without_who_has_joined(kv: KVStore) -> int:
+    kv.init(["joint", "joint cut"], [torch.zeros(SMALL), torch.zeros(CUT)])
+    n = kv.num_workers
+    for step in range(kv.rank + 1):  # worker r makes r + 1 steps
+        outs = [torch.empty(SMALL), torch.empty(CUT)]
+        kv.push(["joint", "joint cut"], [ramp(SMALL, 4**kv.rank), ramp(CUT, 4**kv.rank)])
+        kv.pull(["joint", "joint cut"], outs)
+        expected = sum(4**rank for rank in range(step, n))
+        same(outs[0], ramp(SMALL, expected))
+        same(outs[1], ramp(CUT, expected))
+        if step == kv.rank and kv.rank == n - 1:
+            for _ in range(3):
+                kv.barrier()  # counts who has joined as present
+    last = kv.join()
+    out = torch.empty(SMALL)
+    kv.pushpull("joint", ramp(SMALL, 4**kv.rank), out=out)  # everybody is in again
+    same(out, ramp(SMALL, sum(4**rank for rank in range(n))))
+    same(pulled(kv, "joint cut", CUT), ramp(CUT, 4 ** (n - 1)))
+    assert kv.join() in range(n)
+    kv.pushpull("joint", ramp(SMALL, 1), out=out)
+    same(out, ramp(SMALL, n))
+    return last
+
+
+SYNC = [
+    a_second_init_is_refused,
+    unknown_keys_are_refused,
+    values_that_do_not_fit_are_refused_before_they_are_sent,
+    differences_are_the_same_error_on_all,
+    keys_mean_the_same_in_any_order,
+    a_worker_ahead_waits_for_its_round,
+    later_pushes_of_a_key_may_be_more_urgent,
+    assigned_values_follow_the_open_round,
+    weights_make_a_round_a_mean,
+    specs_that_differ_are_the_same_error_on_all,
+    rounds_go_on_without_who_has_joined,
+    rates_travel_with_pushes_and_rank_0s_decides,
+]
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(3, 2), pytest.param(5, 3, marks=pytest.mark.slow)])
+def test_sync(workers: int, servers: int) -> None:
+    check("dist_sync", workers, servers, SYNC)
+
+
+# Async
+
+
+def async_pushes_add(kv: KVStore) -> None:
+    n = kv.num_workers
+    for numel in (SMALL, CUT):
+        key = f"added {numel}"
+        kv.init(key, torch.zeros(numel, dtype=torch.float64))
+        out = torch.empty(numel, dtype=torch.float64)
+        for step in range(3):  # a base-4 digit for each push
+            kv.push(key, torch.full((numel,), 4.0 ** (3 * kv.rank + step), dtype=torch.float64))
+            kv.pull(key, out)
+            mine = int(out[0]) >> (6 * kv.rank) & 63  # this worker's digits: its own pushes are in what it pulls
+            assert mine == (1, 5, 21)[step]
+        kv.barrier()
+        kv.pull(key, out)
+        assert out.unique().tolist() == [(4.0 ** (3 * n) - 1) / 3]
+
+
+def async_pushes_of_any_priority_are_all_applied(kv: KVStore) -> None:
+    kv.init("any", torch.zeros(1_000_000, dtype=torch.float64))
+    value = torch.empty(1_000_000, dtype=torch.float64)
+    values = [value.fill_(4.0 ** (6 * kv.rank + number)).clone() for number in range(6)]
+    for work in [kv.push("any", one, priority=n, async_op=True) for n, one in enumerate(values)]:
+        work.wait(60)
+    kv.pull("any", value)  # behind its own
+    kv.barrier()
+    kv.pull("any", value)
+    assert value.unique().tolist() == [(4.0 ** (6 * kv.num_workers) - 1) / 3]
+
+
+def async_updates_are_one_a_push(kv: KVStore) -> None:
+    kv.init(["updated", "updated cut"], [torch.zeros(SMALL), torch.zeros(CUT)])
+    kv.set_optimizer(("sgd", {"learning_rate": 0.5}))
+    for _ in range(4):
+        kv.push(["updated", "updated cut"], [ramp(SMALL, 2), ramp(CUT, 2)])
+    kv.pull("updated", torch.empty(SMALL))
+    kv.pull("updated cut", torch.empty(CUT))
+    kv.barrier()
+    same(pulled(kv, "updated"), ramp(SMALL, -4.0 * kv.num_workers))
+    same(pulled(kv, "updated cut", CUT), ramp(CUT, -4.0 * kv.num_workers))
+
+
+@pytest.mark.parametrize("name", ["dist_async", pytest.param("dist_device_async", marks=pytest.mark.slow)])
+def test_async(name: str) -> None:
+    cases = [async_pushes_add, async_pushes_of_any_priority_are_all_applied, async_updates_are_one_a_push]
+    check(name, 3, 2, cases)
+
+
+def staleness_blocks_and_releases(kv: KVStore) -> None:
+    assert isinstance(kv, DistStore)
+    kv.init("stale", torch.zeros(SMALL))
+    out = torch.empty(SMALL)
+    if kv.rank == 0:
+        for _ in range(2):  # two ahead of the slowest is allowed
+            kv.pushpull("stale", torch.ones(SMALL), out=out)
+        kv.push("stale", torch.ones(SMALL))
+        blocked = kv.pull("stale", out, async_op=True)
+        kv.exchange(b"")  # the others have done nothing so far
+        assert not blocked.is_completed()
+        kv.exchange(b"")
+        blocked.wait(60)
+        same(out, torch.full((SMALL,), 3.0 + kv.num_workers - 1))
+    else:
+        kv.pull("stale", out)  # who is behind never waits
+        kv.exchange(b"")
+        kv.push("stale", torch.ones(SMALL))
+        kv.pull("stale", out)
+        kv.exchange(b"")
+    kv.barrier()
+    if kv.rank == kv.num_workers - 1:  # who has joined is not waited for
+        kv.join()
+    else:
+        for _ in range(6):
+            kv.push("stale", torch.ones(SMALL))
+            kv.exchange(b"")
+        kv.pull("stale", out)
+        kv.join()
+
+
+def test_staleness() -> None:
+    check("dist_async", 3, 1, [staleness_blocks_and_releases], max_staleness=2)
+
+
+def test_staleness_is_for_async_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("dist_sync", 1), ("dist_async", -1), ("dist_async", True)):
+        with pytest.raises(ValueError, match="max_staleness is"):
+            kvstore.create(name, max_staleness=value)

@@ -1,0 +1,249 @@
+"""Which server holds what, and where it lies in memory: everything once, nothing upon another, as even as can be."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from collectives.transports.segments import open_offered
+from kvstore.dist.arena import ALIGNMENT, Arena, aligned, piece, typed
+from kvstore.dist.sharding import GRAIN, Layout, Part, Sharding
+
+ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int64": 8, "uint8": 1, "bool": 1}
+MIB = 1 << 20
+
+SHAPES = st.one_of(
+    st.just(()),
+    st.lists(st.integers(0, 40), min_size=1, max_size=3),
+    st.tuples(st.integers(1, 5_000_000)),
+    st.tuples(st.integers(1, 60_000), st.integers(1, 300)),
+).map(tuple)
+
+
+def layouts(dtypes: Sequence[str] = tuple(ITEMSIZES)) -> st.SearchStrategy[list[Layout]]:
+    kinds = st.lists(st.tuples(st.sampled_from(dtypes), SHAPES), min_size=1, max_size=12)
+    return kinds.map(
+        lambda pairs: [Layout(f"key {n}", dtype, shape, ITEMSIZES[dtype]) for n, (dtype, shape) in enumerate(pairs)]
+    )
+
+
+def key(numel: int, dtype: str = "float32", name: str | int = "k") -> Layout:
+    return Layout(name, dtype, (numel,), ITEMSIZES[dtype])
+
+
+# Sharding
+
+
+@given(layouts(), st.integers(1, 9), st.booleans())
+def test_parts_hold_each_element_once(keys: list[Layout], servers: int, whole: bool) -> None:
+    sharding = Sharding(servers)
+    placed = sharding.place(keys, whole=whole)
+    assert list(placed) == [one.key for one in sorted(keys, key=lambda one: -one.nbytes)]
+    numbers: list[int] = []
+    loads = [0] * servers
+    for layout in keys:
+        parts = placed[layout.key]
+        begin = 0
+        for part in parts:
+            assert part.layout is layout
+            assert part.begin == begin
+            assert part.begin % GRAIN == 0
+            assert part.begin % part.width == part.numel % part.width == 0
+            assert layout.row % part.width == 0
+            assert part.is_whole == (len(parts) == 1)
+            assert part.shape == (layout.shape if part.is_whole else (part.numel,))
+            begin += part.numel
+            loads[part.server] += part.nbytes
+            numbers.append(part.number)
+        assert begin == layout.numel
+        assert len(parts) == 1 or not whole
+        assert all(part.numel for part in parts) or layout.numel == 0
+    assert sorted(numbers) == list(range(len(numbers)))
+    assert sharding.loads == loads
+    assert sum(loads) == sum(layout.nbytes for layout in keys)
+
+
+@given(st.lists(layouts(), max_size=3), st.integers(1, 7))
+def test_equal_calls_give_equal_parts(calls: list[list[Layout]], servers: int) -> None:
+    first, second = Sharding(servers), Sharding(servers)
+    for keys in calls:
+        assert first.place(keys) == second.place(keys)
+
+
+@settings(max_examples=300)
+@given(layouts(("float32", "bfloat16", "uint8")), st.integers(2, 8))
+def test_servers_are_evenly_loaded(keys: list[Layout], servers: int) -> None:
+    sharding = Sharding(servers)
+    sharding.place(keys)
+    mean = sum(sharding.loads) / servers
+    if mean >= 4 * MIB:
+        assert max(sharding.loads) <= 1.1 * mean
+
+
+def test_servers_are_evenly_loaded_by_models() -> None:
+    resnet = [key(64 * 3 * 49, name="conv1"), *(key(512 * 512 * 9, name=f"conv {n}") for n in range(4))]
+    resnet += [key(n, name=f"small {n}") for n in (64, 128, 256, 512, 1000, 512_000)]
+    for keys in (resnet, [key(25_000_000)], [key(25_000_000, "float64")], [key(2_000, name=n) for n in range(30_000)]):
+        for servers in (2, 3, 4, 7):
+            sharding = Sharding(servers)
+            sharding.place(keys)
+            assert min(sharding.loads) > 4 * MIB
+            assert max(sharding.loads) <= 1.1 * sum(sharding.loads) / servers
+
+
+@pytest.mark.parametrize(
+    ("layout", "servers", "expected"),
+    [
+        (key(0), 2, [(0, 0, 0)]),
+        (key(GRAIN), 2, [(0, 0, GRAIN)]),
+        (key(GRAIN + 1), 2, [(0, 0, GRAIN), (1, GRAIN, 1)]),
+        (key(2 * GRAIN), 1, [(0, 0, 2 * GRAIN)]),
+        (key(4 * GRAIN), 2, [(n % 2, n * GRAIN, GRAIN) for n in range(4)]),
+        (key(33 * GRAIN, "float64"), 1, [(0, n * 7 * GRAIN, (7 if n < 4 else 5) * GRAIN) for n in range(5)]),
+    ],
+)
+def test_a_key_is_cut(layout: Layout, servers: int, expected: list[tuple[int, int, int]]) -> None:
+    parts = Sharding(servers).place([layout])["k"]
+    given_parts = [(part.server, part.begin, part.numel) for part in parts]
+    if layout.dtype == "float64":  # as equal as grains allow
+        assert [part.begin % GRAIN for part in parts] == [0] * len(parts)
+        sizes = [part.numel for part in parts]
+        assert max(sizes) - min(sizes) <= GRAIN
+        assert max(part.nbytes for part in parts) <= 4 * MIB
+    else:
+        assert given_parts == expected
+
+
+def test_parts_of_large_keys_are_of_one_to_four_mib_and_reach_all_servers() -> None:
+    for numel in (8_000_000, 25_557_032, 100_000_001):
+        for servers in (2, 3, 7):
+            parts = Sharding(servers).place([key(numel)])["k"]
+            assert {part.server for part in parts} == set(range(servers))
+            assert all(MIB <= part.nbytes <= 4 * MIB for part in parts[:-1])
+
+
+def test_a_key_that_went_leaves_its_room() -> None:
+    sharding = Sharding(2)
+    placed = sharding.place([key(1_000_000, name="large"), key(10, name="small")])
+    before = list(sharding.loads)
+    sharding.remove(placed["large"])
+    assert sum(sharding.loads) == 40
+    (part,) = sharding.place([key(1_000_000, name="large")], whole=True)["large"]
+    assert isinstance(part, Part)
+    assert part.is_whole
+    assert part.number > max(one.number for one in placed["large"])
+    assert sum(sharding.loads) == sum(before)
+
+
+def test_rows_of_a_cut_table_are_made_of_whole_widths() -> None:
+    for rows, columns in ((70_001, 10), (50_021, 48), (3, 1_000_003), (200_000, 64)):
+        layout = Layout("table", "float32", (rows, columns), 4)
+        parts = Sharding(3).place([layout])["table"]
+        assert len(parts) > 1
+        assert {part.width for part in parts} == {math.gcd(columns, GRAIN)}
+
+
+# Memory
+
+
+class Pieces(RuleBasedStateMachine):
+    """Pieces come and go; each keeps its own bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arena = Arena()
+        self.pieces: dict[int, tuple[int, int]] = {}
+        self.count = 0
+
+    @rule(nbytes=st.integers(0, 5000) | st.sampled_from([0, 63, 64, 65, 1 << 16, 300_001]))
+    def allocate(self, nbytes: int) -> None:
+        offset = self.arena.allocate(nbytes)
+        assert offset % ALIGNMENT == 0
+        taken = sorted((begin, begin + max(ALIGNMENT, aligned(length))) for begin, (length, _) in self.pieces.items())
+        room = max(ALIGNMENT, aligned(nbytes))
+        lowest = 0
+        for begin, end in taken:  # the lowest place that is free
+            if begin - lowest >= room:
+                break
+            lowest = end
+        assert offset == lowest
+        self.count = self.count % 250 + 1
+        self.arena.bytes_at(offset, nbytes).fill_(self.count)
+        self.pieces[offset] = nbytes, self.count
+
+    @precondition(lambda self: self.pieces)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        offset = data.draw(st.sampled_from(sorted(self.pieces)))
+        self.arena.free(offset)
+        del self.pieces[offset]
+
+    @invariant()
+    def pieces_are_as_they_were_written(self) -> None:
+        assert self.arena.in_use == sum(max(ALIGNMENT, aligned(nbytes)) for nbytes, _ in self.pieces.values())
+        for offset, (nbytes, value) in self.pieces.items():
+            assert self.arena.bytes_at(offset, nbytes).numpy().tobytes() == bytes([value]) * nbytes
+
+    def teardown(self) -> None:
+        for offset in self.pieces:
+            self.arena.free(offset)
+        assert self.arena.in_use == 0
+        assert self.arena.allocate(1 << 20) == 0  # all that is free is one piece again
+        self.arena.close()
+
+
+TestPieces = Pieces.TestCase
+TestPieces.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+
+
+def test_memory_that_is_not_there_is_refused_and_nothing_is_lost() -> None:
+    arena = Arena()
+    first = arena.allocate(100)
+    with pytest.raises(MemoryError, match=r"bytes do not fit in \d+ bytes of shared memory"):
+        arena.allocate(1 << 60)
+    with pytest.raises(KeyError):
+        arena.free(64)
+    assert arena.allocate(1) == 128
+    arena.free(first)
+    with pytest.raises(KeyError):
+        arena.free(first)
+    assert arena.allocate(128) == 0
+    arena.close()
+    arena.close()
+
+
+def test_others_read_what_is_written_and_nothing_beyond() -> None:
+    arena = Arena()
+    offset = arena.allocate(800)
+    view = typed(arena.bytes_at(offset, 800), torch.float64)
+    view.copy_(torch.arange(100, dtype=torch.float64))
+    segment = open_offered(arena.card)
+    seen = typed(piece(segment, offset, 800), torch.float64)
+    assert torch.equal(seen, torch.arange(100, dtype=torch.float64))
+    for place, nbytes in ((1, 8), (32, 8), (segment.nbytes - 64, 65), (segment.nbytes, 1), (2**62, 8), (0, 2**62)):
+        with pytest.raises(ValueError, match=rf"bytes {place} to {place + nbytes} are named of shared memory"):
+            piece(segment, place, nbytes)
+    card = arena.card
+    arena.close()
+    with pytest.raises(OSError, match=r"."):
+        open_offered(card)
+    del arena, view
+    gc.collect()
+    assert torch.equal(seen, torch.arange(100, dtype=torch.float64))  # who has it, keeps it
+
+
+def test_bytes_that_lie_askew_are_seen_as_elements_all_the_same() -> None:
+    data = torch.zeros(17, dtype=torch.uint8)
+    data[1:9] = torch.tensor([258], dtype=torch.int64).view(torch.uint8)
+    assert typed(data[1:9], torch.int64).tolist() == [258]
+    assert typed(data[1:9], torch.int64).data_ptr() % 8 == 0
+    even = torch.zeros(2, dtype=torch.int64).view(torch.uint8)
+    assert typed(even, torch.int64).data_ptr() == even.data_ptr()
+    assert [aligned(nbytes) for nbytes in (0, 1, 64, 65, 128)] == [0, 64, 64, 128, 128]
