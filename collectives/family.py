@@ -151,6 +151,7 @@ def _start_process(requests: socket.socket) -> subprocess.Popen[bytes]:
         [os.fsdecode(get_executable()), "-c", command, what],
         pass_fds=[requests.fileno()],
         stdin=subprocess.DEVNULL,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # else numpy's library starts threads when it is imported
     )
 
 

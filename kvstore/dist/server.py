@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,8 +17,7 @@ import zmq
 from torch import Tensor
 
 from collectives.compression import Compression, parse
-from collectives.errors import DeadNodeError, MismatchError, ProtocolError
-from collectives.limits import limits
+from collectives.errors import MismatchError, ProtocolError
 from collectives.transports.segments import Segment, open_offered
 from kvstore.dist import protocol, roles, server_state
 from kvstore.dist.arena import Arena, aligned, piece
@@ -27,7 +25,7 @@ from kvstore.dist.crew import Crew
 from kvstore.dist.doors import Doors
 from kvstore.dist.frames import bytes_of, memory_of
 from kvstore.dist.membership import Membership
-from kvstore.dist.parts import Contribution, Part, Round, Waiter
+from kvstore.dist.parts import Contribution, Part, Waiter
 from kvstore.dist.protocol import (
     ABSENT,
     CODED,
@@ -47,7 +45,7 @@ from kvstore.dist.protocol import (
     Values,
     Welcome,
 )
-from kvstore.sparse import RowSparse
+from kvstore.dist.rounds import Rounds
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 200
@@ -108,18 +106,10 @@ class Server:
         self._doors = doors
         self._crew = crew
         self._workers: dict[bytes, _Worker] = {}
-        self._parts: dict[int, Part] = {}
+        self._rounds = Rounds(membership.num_workers, crew, self._is_ready, self._fail)
         self._compression: Compression | None = None
-        self._optimizers: server_state.Optimizers | None = None
-        self._is_sync = True
-        self._staleness = -1
-        self._resting: set[int] = set()
-        self._dead: dict[int, str] = {}
         self._reads: dict[int, _Read] = {}
-        self._stall_warn = limits().stall_warn
-        self._warned = 0.0
         self._number = 0
-        self._touched: set[Part] = set()
         self.junk = 0
         """Messages that were dropped because they were not what workers send."""
         try:
@@ -138,8 +128,8 @@ class Server:
                     self._receive(identity, frames)
                 self._crew.finish()
                 self._bury()
-                self._warn()
-                self._advance()
+                self._rounds.warn()
+                self._rounds.advance()
                 self._answer()
         finally:
             if self._arena is not None:
@@ -176,14 +166,14 @@ class Server:
         if hello.mode not in ("sync", "async"):
             raise ProtocolError(f"mode is {hello.mode!r}; expected sync or async")
         mode = hello.mode == "sync", hello.staleness
-        if self._workers and mode != (self._is_sync, self._staleness):
+        if self._workers and mode != (self._rounds.is_sync, self._rounds.staleness):
             raise MismatchError(
                 f"worker {hello.rank} wants {hello.mode} rounds with staleness {hello.staleness}, others "
-                f"{'sync' if self._is_sync else 'async'} with {self._staleness}"
+                f"{'sync' if self._rounds.is_sync else 'async'} with {self._rounds.staleness}"
             )
         if any(one.rank == hello.rank and one.identity != identity for one in self._workers.values()):
             raise ProtocolError(f"somebody says hello as worker {hello.rank}, who is another process")
-        self._is_sync, self._staleness = mode
+        self._rounds.is_sync, self._rounds.staleness = mode
         worker = self._workers.get(identity)
         if worker is None:
             memory = self._memory_of(hello)
@@ -211,7 +201,7 @@ class Server:
                 parts = [self._part(entry[0]) for entry in entries]
                 for part, entry, data in zip(parts, entries, datas, strict=True):
                     rows = None if data is None else _row_numbers(data, part)
-                    self._wait(part, Waiter(worker.rank, sequence, entry[1], rows))
+                    self._rounds.wait(part, Waiter(worker.rank, sequence, entry[1], rows))
             case Done(numbers):
                 for number in numbers:
                     self._end_read(worker.rank, number)
@@ -267,12 +257,12 @@ class Server:
         made = [server_state.Definition.read(definition) for definition in definitions]
         datas = self._data(worker, [[one.number, 0, DENSE, one.nbytes] for one in made], place, frames)
         for one, data in zip(made, datas, strict=True):
-            part = self._parts.get(one.number)
+            part = self._rounds.parts.get(one.number)
             if part is None:
                 stored, offset = self._room(one)
                 lane = self._crew.lane_of(one.number)
                 part = Part(one.number, one.key, one.begin, one.width, stored, one.is_whole, offset, lane)
-                self._parts[one.number] = part
+                self._rounds.parts[one.number] = part
             elif part.flat.nbytes != one.nbytes or part.flat.dtype is not one.dtype or part.key != one.key:
                 raise MismatchError(f"part {one.number} is of key {part.key!r} already; key {one.key!r} came for it")
             part.flat.view(torch.uint8).copy_(data)
@@ -284,7 +274,7 @@ class Server:
         return self._arena.bytes_at(offset, one.nbytes).view(one.dtype).view(one.shape), offset
 
     def _part(self, number: int) -> Part:
-        part = self._parts.get(number)
+        part = self._rounds.parts.get(number)
         if part is None:
             raise KeyError(f"part {number} is unknown to server {self._member.rank}")
         return part
@@ -302,9 +292,10 @@ class Server:
             if not part.is_new(worker.rank, number):  # it came before, and the answer was lost
                 held.release()
             else:
-                self._contribute(part, worker.rank, number, self._read(part, worker, push, entry[2], data, held), push)
+                one = self._read(part, worker, push, entry[2], data, held)
+                self._rounds.contribute(part, worker.rank, number, one, push.learning_rate)
             if push.wants:
-                self._wait(part, Waiter(worker.rank, push.sequence, number))
+                self._rounds.wait(part, Waiter(worker.rank, push.sequence, number))
         if not push.wants or sum(data.nbytes for data in datas) > INLINE:  # small ones are answered by their values
             worker.acks.append(push.sequence)
 
@@ -321,137 +312,18 @@ class Server:
             return Contribution(value, push.weight, _nothing)
         return Contribution(value, push.weight, held.release)
 
-    def _contribute(self, part: Part, rank: int, number: int, one: Contribution, push: Push) -> None:
-        if self._is_sync:
-            this = part.open.setdefault(number, Round())
-            this.contributions[rank] = one
-        else:  # every push is a round of its own
-            this = part.open[part.closed + len(part.open) + 1] = Round({rank: one})
-        if rank == 0 and push.learning_rate is not None:
-            this.learning_rate = push.learning_rate
-        self._touched.add(part)
+    # What goes out
 
-    def _wait(self, part: Part, waiter: Waiter) -> None:
-        known = any(one.rank == waiter.rank and one.sequence == waiter.sequence for one in part.waiters)
-        if not known:
-            part.waiters.append(waiter)
-            self._touched.add(part)
-
-    # What is done with it
-
-    def _advance(self) -> None:
-        """Close what rounds can be closed, and find who can be answered."""
-        while self._touched:
-            part = self._touched.pop()
-            self._serve(part)
-            if self._is_sync:
-                needed = [rank for rank in range(self._member.num_workers) if rank not in self._resting]
-                following = part.ready(needed)
-            else:
-                following = part.ready(())
-            if following is not None:
-                self._close(part, following)
-
-    def _close(self, part: Part, this: Round) -> None:
-        part.busy = True
-        given = [this.contributions[rank] for rank in sorted(this.contributions)]
-        problems = [one.problem for one in given if one.problem]
-        given = [one for one in given if one.value is not None]
-        if problems or not given:
-            self._closed(part, given, "; ".join(problems))
-            return
-        optimizers = self._optimizers
-        into_stored = optimizers is None and self._is_sync
-
-        def work() -> None:
-            total = part.total(given, into_stored=into_stored)
-            if optimizers is not None:
-                optimizers.update(part, total, this.learning_rate)
-            elif isinstance(total, RowSparse):
-                table = part.flat.view(-1, part.width)
-                if self._is_sync:
-                    table.zero_()
-                table.index_add_(0, total.indices, total.values.to(table.dtype))
-            elif not into_stored:  # without an updater only async adds
-                part.flat.add_(total) if part.flat.dtype is not torch.bool else part.flat.logical_or_(total)
-
-        self._crew.run(part.lane, part.flat.nbytes, work, lambda error: self._closed(part, given, error))
-
-    def _closed(self, part: Part, given: Iterable[Contribution], problem: str) -> None:
-        part.closed += 1
-        part.open.pop(part.closed)
-        if problem:
-            part.problems[part.closed] = problem
-            part.problems.pop(part.closed - 64, None)
-        part.busy = False
-        for one in given:
-            one.release()
-        self._touched.add(part)
-
-    def _serve(self, part: Part) -> None:
-        """Find the workers whose round of a part is closed."""
-        if part.busy:
-            return
-        left = []
-        for waiter in part.waiters:
-            if self._must_wait(part, waiter):
-                left.append(waiter)
-            elif self._is_sync and waiter.round in part.problems:
-                self._fail(waiter, MismatchError.__name__, part.problems[waiter.round])
-            else:
-                for worker in self._of_rank(waiter.rank):
-                    worker.ready.append((waiter, part))
-        part.waiters = left
-
-    def _must_wait(self, part: Part, waiter: Waiter) -> bool:
-        if self._is_sync:
-            return waiter.round > part.closed
-        if part.open:  # what came before is applied first
-            return True
-        if self._staleness < 0:
-            return False
-        living = [r for r in range(self._member.num_workers) if r not in self._dead and r not in self._resting]
-        slowest = min((part.pushed.get(rank, 0) for rank in living), default=0)
-        return part.pushed.get(waiter.rank, 0) - slowest > self._staleness
+    def _is_ready(self, waiter: Waiter, part: Part) -> None:
+        for worker in self._of_rank(waiter.rank):
+            worker.ready.append((waiter, part))
 
     def _bury(self) -> None:
-        """Take in who has died or left, and tell those who wait for them."""
-        news = {rank: why for (role, rank), why in list(self._member.gone.items()) if role == "worker"}
-        for rank in news.keys() - self._dead.keys():
-            self._dead[rank] = news[rank]
+        """Take in who has died or left."""
+        gone = {rank: why for (role, rank), why in list(self._member.gone.items()) if role == "worker"}
+        for rank in self._rounds.bury(gone):
             for number in list(self._reads):
                 self._end_read(rank, number)
-            self._touched.update(self._parts.values())
-        if not self._dead or not self._is_sync:
-            return
-        for part in self._parts.values():
-            for waiter in list(part.waiters):
-                missing = self._lost_for(part, waiter.round)
-                if missing:
-                    part.waiters.remove(waiter)
-                    self._fail(waiter, DeadNodeError.__name__, f"{missing} (key {part.key!r}, round {waiter.round})")
-
-    def _warn(self) -> None:
-        """Name those whom others have waited for too long."""
-        now = time.monotonic()
-        if not self._is_sync or now - self._warned < min(1.0, self._stall_warn / 4):
-            return
-        self._warned = now
-        needed = [rank for rank in range(self._member.num_workers) if rank not in self._resting]
-        told = {part.late(needed, now - self._stall_warn): part for part in self._parts.values() if part.waiters}
-        for words in told.keys() - {""}:  # a cut key's parts say the same
-            _log.warning("%s", words)
-
-    def _lost_for(self, part: Part, number: int) -> str:
-        """Why a round can never close; "" where it still can."""
-        for following in range(part.closed + 1, number + 1):
-            came = part.open[following].contributions if following in part.open else {}
-            for rank, why in self._dead.items():
-                if rank not in came and rank not in self._resting:
-                    return f"worker {rank} {why or 'has left the job'}"
-        return ""
-
-    # What goes out
 
     def _answer(self) -> None:
         for worker in self._workers.values():
@@ -508,7 +380,7 @@ class Server:
             del self._reads[number]
             for part in read.parts:
                 part.readers.discard((rank, number))
-            self._touched.update(read.parts)
+            self._rounds.touch(read.parts)
 
     def _end_lost_reads(self, rank: int, sequence: int, parts: Sequence[Part]) -> None:
         """What is given again was lost on its way, or has been read when this comes; its new number tells of both."""
@@ -534,24 +406,24 @@ class Server:
     ) -> tuple[bytes, list[Tensor]]:
         match name:
             case "optimizer":
-                self._optimizers = server_state.Optimizers.read(payload, self._crew.lanes)
+                self._rounds.optimizers = server_state.Optimizers.read(payload, self._crew.lanes)
             case "compression":
                 params = msgpack.unpackb(payload)
                 self._compression = None if params is None else parse(params)
             case "state":
-                if self._optimizers is None:
+                if self._rounds.optimizers is None:
                     raise RuntimeError("there is no optimizer whose state could be given")
-                return self._optimizers.give(self._parts.values())
+                return self._rounds.optimizers.give(self._rounds.parts.values())
             case "load":
-                if self._optimizers is None:
+                if self._rounds.optimizers is None:
                     raise ValueError("there is no optimizer that could take a state")
-                self._optimizers.take(payload, [bytes_of(frame) for frame in frames], self._parts)
+                self._rounds.optimizers.take(payload, [bytes_of(frame) for frame in frames], self._rounds.parts)
             case "rest":
-                self._resting.add(worker.rank)
-                self._touched.update(self._parts.values())
+                self._rounds.resting.add(worker.rank)
+                self._rounds.touch(self._rounds.parts.values())
             case "wake":
-                self._resting.discard(worker.rank)
-                for part in self._parts.values():
+                self._rounds.resting.discard(worker.rank)
+                for part in self._rounds.parts.values():
                     part.catch_up(worker.rank)
             case "forget":
                 self._forget(msgpack.unpackb(payload))
@@ -562,7 +434,7 @@ class Server:
     def _forget(self, numbers: Sequence[int]) -> None:
         """Parts whose keys have moved to another server."""
         for number in numbers:
-            part = self._parts.pop(number, None)
+            part = self._rounds.parts.pop(number, None)
             if part is not None and self._arena is not None:
                 self._arena.free(part.offset)
 

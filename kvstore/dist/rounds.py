@@ -1,0 +1,188 @@
+"""The rounds of a server's parts: who has given, when a round closes, what comes of it, and who may have it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from collectives.errors import DeadNodeError, MismatchError
+from collectives.limits import limits
+from kvstore.dist.crew import Crew
+from kvstore.dist.parts import Contribution, Part, Round, Waiter
+from kvstore.dist.server_state import Optimizers
+from kvstore.sparse import RowSparse
+
+_log = logging.getLogger("gangline")
+
+
+class Rounds:
+    """All of a server but its sockets and its memory.
+
+    Args:
+        workers: how many there are.
+        crew: adds and updates.
+        give: called for a worker that may have a part's value.
+        fail: called for one that cannot, with the name of an error and its text.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        crew: Crew,
+        give: Callable[[Waiter, Part], None],
+        fail: Callable[[Waiter, str, str], None],
+    ) -> None:
+        self.parts: dict[int, Part] = {}
+        """By number."""
+        self.optimizers: Optimizers | None = None
+        self.is_sync = True
+        """Whether a round needs all workers; else each push is a round."""
+        self.staleness = -1
+        """See `protocol.Hello`."""
+        self.resting: set[int] = set()
+        """Workers whom no round waits for."""
+        self._workers = workers
+        self._crew = crew
+        self._give = give
+        self._fail = fail
+        self._dead: dict[int, str] = {}
+        self._touched: set[Part] = set()
+        self._stall_warn = limits().stall_warn
+        self._warned = 0.0
+
+    def touch(self, parts: Iterable[Part]) -> None:
+        """Have these looked at by `advance`: something about them has changed."""
+        self._touched.update(parts)
+
+    def contribute(self, part: Part, rank: int, number: int, one: Contribution, learning_rate: float | None) -> None:
+        """Take what a worker gives to a round of a part, and the rate that rank 0 sent along."""
+        if self.is_sync:
+            this = part.open.setdefault(number, Round())
+            this.contributions[rank] = one
+        else:  # every push is a round of its own
+            this = part.open[part.closed + len(part.open) + 1] = Round({rank: one})
+        if rank == 0 and learning_rate is not None:
+            this.learning_rate = learning_rate
+        self._touched.add(part)
+
+    def wait(self, part: Part, waiter: Waiter) -> None:
+        """Have a worker given a part's value when its round is closed."""
+        known = any(one.rank == waiter.rank and one.sequence == waiter.sequence for one in part.waiters)
+        if not known:
+            part.waiters.append(waiter)
+            self._touched.add(part)
+
+    def advance(self) -> None:
+        """Close what rounds can be closed, and find who can be answered."""
+        while self._touched:
+            part = self._touched.pop()
+            self._serve(part)
+            if self.is_sync:
+                needed = [rank for rank in range(self._workers) if rank not in self.resting]
+                following = part.ready(needed)
+            else:
+                following = part.ready(())
+            if following is not None:
+                self._close(part, following)
+
+    def _close(self, part: Part, this: Round) -> None:
+        part.busy = True
+        given = [this.contributions[rank] for rank in sorted(this.contributions)]
+        problems = [one.problem for one in given if one.problem]
+        given = [one for one in given if one.value is not None]
+        if problems or not given:
+            self._closed(part, given, "; ".join(problems))
+            return
+        optimizers = self.optimizers
+        into_stored = optimizers is None and self.is_sync
+
+        def work() -> None:
+            total = part.total(given, into_stored=into_stored)
+            if optimizers is not None:
+                optimizers.update(part, total, this.learning_rate)
+            elif isinstance(total, RowSparse):
+                table = part.flat.view(-1, part.width)
+                if self.is_sync:
+                    table.zero_()
+                table.index_add_(0, total.indices, total.values.to(table.dtype))
+            elif not into_stored:  # without an updater only async adds
+                part.flat.add_(total) if part.flat.dtype is not torch.bool else part.flat.logical_or_(total)
+
+        self._crew.run(part.lane, part.flat.nbytes, work, lambda error: self._closed(part, given, error))
+
+    def _closed(self, part: Part, given: Iterable[Contribution], problem: str) -> None:
+        part.closed += 1
+        part.open.pop(part.closed)
+        if problem:
+            part.problems[part.closed] = problem
+            part.problems.pop(part.closed - 64, None)
+        part.busy = False
+        for one in given:
+            one.release()
+        self._touched.add(part)
+
+    def _serve(self, part: Part) -> None:
+        """Find the workers whose round of a part is closed."""
+        if part.busy:
+            return
+        left = []
+        for waiter in part.waiters:
+            if self._must_wait(part, waiter):
+                left.append(waiter)
+            elif self.is_sync and waiter.round in part.problems:
+                self._fail(waiter, MismatchError.__name__, part.problems[waiter.round])
+            else:
+                self._give(waiter, part)
+        part.waiters = left
+
+    def _must_wait(self, part: Part, waiter: Waiter) -> bool:
+        if self.is_sync:
+            return waiter.round > part.closed
+        if part.open:  # what came before is applied first
+            return True
+        if self.staleness < 0:
+            return False
+        living = [r for r in range(self._workers) if r not in self._dead and r not in self.resting]
+        slowest = min((part.pushed.get(rank, 0) for rank in living), default=0)
+        return part.pushed.get(waiter.rank, 0) - slowest > self.staleness
+
+    def bury(self, gone: Mapping[int, str]) -> list[int]:
+        """Take in which workers have died or left, and tell those who wait for them; gives whom nobody knew of."""
+        new = [rank for rank in gone if rank not in self._dead]
+        self._dead.update(gone)
+        if new:
+            self._touched.update(self.parts.values())
+        if self._dead and self.is_sync:
+            self._fail_waiters()
+        return new
+
+    def _fail_waiters(self) -> None:
+        for part in self.parts.values():
+            for waiter in list(part.waiters):
+                missing = self._lost_for(part, waiter.round)
+                if missing:
+                    part.waiters.remove(waiter)
+                    self._fail(waiter, DeadNodeError.__name__, f"{missing} (key {part.key!r}, round {waiter.round})")
+
+    def warn(self) -> None:
+        """Name those whom others have waited for too long."""
+        now = time.monotonic()
+        if not self.is_sync or now - self._warned < min(1.0, self._stall_warn / 4):
+            return
+        self._warned = now
+        needed = [rank for rank in range(self._workers) if rank not in self.resting]
+        told = {part.late(needed, now - self._stall_warn): part for part in self.parts.values() if part.waiters}
+        for words in told.keys() - {""}:  # a cut key's parts say the same
+            _log.warning("%s", words)
+
+    def _lost_for(self, part: Part, number: int) -> str:
+        """Why a round can never close; "" where it still can."""
+        for following in range(part.closed + 1, number + 1):
+            came = part.open[following].contributions if following in part.open else {}
+            for rank, why in self._dead.items():
+                if rank not in came and rank not in self.resting:
+                    return f"worker {rank} {why or 'has left the job'}"
+        return ""
