@@ -11,6 +11,7 @@ from torch import nn
 
 from collectives.compression import parse
 from collectives.context import Context, contexts
+from collectives.host_memory import keep_freed_memory
 from collectives.workload import check_work_load_list
 from kvstore import KVStore
 from kvstore.optimizer import OptimizerState
@@ -19,7 +20,6 @@ from models.automatic import Automatic
 from models.batch import Batch, as_batch, map_tensors, num_samples, zeros_of
 from models.loss import Loss, Normalizer, SummedLoss
 from models.loss_scale import LossScale
-from models.memory import keep_freed_memory
 from models.passes import Passes, Share, call_network
 from models.replicas import Replicas
 from models.updates import Request, Updates

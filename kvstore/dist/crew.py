@@ -64,7 +64,7 @@ class Crew:
         self._queues[lane].put(job)
 
     def finish(self) -> None:
-        """Call what follows work that is done; never blocks."""
+        """Call what follows work that is done, when the bell has rung; never blocks."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.bell)
         while True:

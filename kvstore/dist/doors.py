@@ -29,7 +29,7 @@ class Doors:
     """
 
     def __init__(self, host: str, bell: int) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(2)
         self._socket = self._context.socket(zmq.ROUTER)
         for option, value in (
             (zmq.ROUTER_MANDATORY, 1),
@@ -52,15 +52,17 @@ class Doors:
         self._full: set[int] = set()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
+        self._bell = bell
         self._poller.register(bell, zmq.POLLIN)
         self._events: dict[object, int] = {}
         if self._listener is not None:
             self.address += f" {self._listener.name}"
             self._poller.register(self._listener.fileno(), zmq.POLLIN)
 
-    def wait(self, timeout_ms: int) -> None:
-        """Return when something has come, the bell rings, or the time is over."""
+    def wait(self, timeout_ms: int) -> bool:
+        """Return when something has come, the bell rings, or the time is over; whether the bell rang."""
         self._events = poll(self._poller, timeout_ms, LOOKS_SECONDS)
+        return self._bell in self._events
 
     def receive(self) -> Iterator[tuple[bytes, list[zmq.Frame]]]:
         """The identities and messages of those who have said something, as far as `wait` has seen it."""

@@ -88,6 +88,8 @@ class Message:
     """A message; subclasses are its kinds."""
 
     kind: ClassVar[int]
+    fields: ClassVar[tuple[tuple[str, str, Callable[[Any], bool]], ...]]
+    """Name, type and check of each, found out once."""
 
 
 def message(kind: int) -> Callable[[type[_M]], type[_M]]:
@@ -95,6 +97,7 @@ def message(kind: int) -> Callable[[type[_M]], type[_M]]:
 
     def decorate(cls: type[_M]) -> type[_M]:
         cls.kind = kind
+        cls.fields = tuple((one.name, str(one.type), _CHECKS[str(one.type)]) for one in fields(cls))  # type: ignore[arg-type]
         _kinds[kind] = cls
         return cls
 
@@ -103,7 +106,7 @@ def message(kind: int) -> Callable[[type[_M]], type[_M]]:
 
 def pack(one: Message) -> bytes:
     """A message as its header frame."""
-    return bytes(msgpack.packb([VERSION, one.kind, *(getattr(one, field.name) for field in fields(one))]))  # type: ignore[arg-type]
+    return bytes(msgpack.packb([VERSION, one.kind, *[getattr(one, name) for name, _, _ in one.fields]]))
 
 
 def unpack(frame: bytes | memoryview, most: int = MAX_HEADER + MAX_EXCHANGED) -> Message:
@@ -126,12 +129,11 @@ def unpack(frame: bytes | memoryview, most: int = MAX_HEADER + MAX_EXCHANGED) ->
     cls = _kinds.get(kind) if _is_int(kind) else None
     if cls is None:
         raise ProtocolError(f"a message of unknown kind {kind!r} came")
-    expected = fields(cls)  # type: ignore[arg-type]
-    if len(values) != len(expected):
-        raise ProtocolError(f"{cls.__name__} came with {len(values)} fields; expected {len(expected)}")
-    for field, value in zip(expected, values, strict=True):
-        if not _CHECKS[str(field.type)](value):
-            raise ProtocolError(f"{cls.__name__} came with {field.name}={_shown(value)}; expected a {field.type}")
+    if len(values) != len(cls.fields):
+        raise ProtocolError(f"{cls.__name__} came with {len(values)} fields; expected {len(cls.fields)}")
+    for (name, expected, check), value in zip(cls.fields, values, strict=True):
+        if not check(value):
+            raise ProtocolError(f"{cls.__name__} came with {name}={_shown(value)}; expected a {expected}")
     return cls(*values)
 
 

@@ -17,6 +17,7 @@ import zmq
 from torch import Tensor
 
 from collectives.compression import Compression, parse
+from collectives.host_memory import keep_freed_memory
 from collectives.errors import MismatchError, ProtocolError
 from collectives.transports.segments import Segment, open_offered
 from kvstore.dist import protocol, roles, server_state
@@ -123,10 +124,10 @@ class Server:
         """Serve until the scheduler says that the job is over, or is gone itself."""
         try:
             while not (self._member.is_over or self._member.lost):
-                self._doors.wait(_TICK_MS)
+                if self._doors.wait(_TICK_MS):
+                    self._crew.finish()
                 for identity, frames in self._doors.receive():
                     self._receive(identity, frames)
-                self._crew.finish()
                 self._bury()
                 self._rounds.warn()
                 self._rounds.advance()
@@ -320,6 +321,8 @@ class Server:
 
     def _bury(self) -> None:
         """Take in who has died or left."""
+        if not self._member.gone:
+            return
         gone = {rank: why for (role, rank), why in list(self._member.gone.items()) if role == "worker"}
         for rank in self._rounds.bury(gone):
             for number in list(self._reads):
@@ -463,6 +466,7 @@ def serve(job: roles.ServerJob) -> None:
 def open_server(job: roles.ServerJob) -> Iterator[Server]:
     """A server that has joined its job, and leaves it at the end."""
     roles.check_address(job.interface)
+    keep_freed_memory()  # what comes by socket takes 4 MiB again and again
     crew = Crew()
     doors = Doors(job.interface, crew.bell)
     try:

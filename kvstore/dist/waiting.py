@@ -8,7 +8,7 @@ from typing import Any
 
 import zmq
 
-LOOKS_SECONDS = 0.0002
+LOOKS_SECONDS = 0.0003
 
 
 def poll(poller: zmq.Poller, timeout_ms: int, looks_seconds: float) -> dict[Any, int]:

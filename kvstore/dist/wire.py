@@ -17,6 +17,7 @@ import zmq
 from torch import Tensor
 
 from collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
+from collectives.host_memory import keep_freed_memory
 from collectives.limits import limits
 from collectives.transports.segments import Segment, open_offered
 from kvstore.dist import protocol
@@ -95,7 +96,7 @@ class Wire:
         self._timeout, self._stall_warn = timeout, bounds.stall_warn
         self._member = member
         self._hello = Hello(member.rank, member.view, mode, staleness, arena.card if arena is not None else b"", 0)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(2)
         self._sequences = itertools.count(1)
         self._ticket = itertools.count()
         self._outbox: list[tuple[int, int, Request]] = []
@@ -112,6 +113,8 @@ class Wire:
         self._poller.register(self._bell, zmq.POLLIN)
         member.on_news = self._ring
         self._greet_all()
+        if not all(self.shares):  # values come by socket: 4 MiB again and again
+            keep_freed_memory()
 
     @property
     def shares(self) -> list[bool]:
