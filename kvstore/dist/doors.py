@@ -79,8 +79,14 @@ class Doors:
         for descriptor in [one for one in self._streams if one in self._events]:
             yield from self._by_stream(descriptor)
 
-    def send(self, identity: bytes, frames: Sequence[bytes | memoryview]) -> None:
-        """Send a message, of whose frames copies are made; it is lost where the other is gone."""
+    def send(self, identity: bytes, frames: Sequence[bytes | memoryview], *, in_place: bool = False) -> None:
+        """Send a message; it is lost where the other is gone.
+
+        Args:
+            identity: whose.
+            frames: copies are made of them.
+            in_place: none need be made: they stay as they are until the other says that it has them.
+        """
         descriptor = self._descriptors.get(identity)
         if descriptor is not None:
             try:
@@ -91,7 +97,7 @@ class Doors:
                 self._arm(descriptor)
             return
         try:
-            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=True)
+            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=not in_place)
         except zmq.ZMQError as error:  # it is gone; who comes back asks again
             _log.debug("somebody cannot be answered: %s", error)
 

@@ -337,11 +337,11 @@ class Free(Message):
 @message(27)
 @dataclass(frozen=True)
 class Values(Message):
-    """Values of parts, in the data frames or in the server's shared memory (then to be answered by `Done`)."""
+    """Values of parts, in the data frames or in the server's shared memory."""
 
     sequence: Count
     number: Count
-    """Of this message among the server's; 0: it need not be answered."""
+    """Of this message among the server's, to be answered by `Done`: so long the values stay. 0: no answer."""
     entries: Entries
     places: Sequences
     """Offsets in the server's shared memory, one an entry; empty: the values are in data frames."""
@@ -350,7 +350,7 @@ class Values(Message):
 @message(28)
 @dataclass(frozen=True)
 class Done(Message):
-    """The worker has read the values of these messages from the server's memory."""
+    """The worker has the values of these messages."""
 
     numbers: Sequences
 

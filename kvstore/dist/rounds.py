@@ -75,16 +75,24 @@ class Rounds:
             part.waiters.append(waiter)
             self._touched.add(part)
 
+    def are_settled(self) -> bool:
+        """Whether no round is complete and yet open, because a lane is at it or somebody reads what it would change."""
+        return not any(part.busy or self._complete(part) for part in self.parts.values())
+
+    def _complete(self, part: Part) -> bool:
+        following = part.open.get(part.closed + 1)
+        return following is not None and following.contributions.keys() >= self._needed()
+
+    def _needed(self) -> set[int]:
+        """The workers without whom no round closes."""
+        return set(range(self._workers)) - self.resting if self.is_sync else set()
+
     def advance(self) -> None:
         """Close what rounds can be closed, and find who can be answered."""
         while self._touched:
             part = self._touched.pop()
             self._serve(part)
-            if self.is_sync:
-                needed = [rank for rank in range(self._workers) if rank not in self.resting]
-                following = part.ready(needed)
-            else:
-                following = part.ready(())
+            following = part.ready(self._needed())
             if following is not None:
                 self._close(part, following)
 

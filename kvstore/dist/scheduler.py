@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from dataclasses import dataclass, field
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -14,140 +13,17 @@ from collectives.errors import ProtocolError, StallError, name_ranks
 from collectives.limits import limits
 from collectives.processes import state_of
 from kvstore.dist import protocol, roles
-from kvstore.dist.protocol import Beat, Gone, Join, Joined, Leave, Meet, Message, Met, Over, Refused, Rest, Rested
+from kvstore.dist.book import Book, Member
+from kvstore.dist.protocol import Beat, Gone, Join, Joined, Leave, Meet, Message, Over, Refused, Rest, Rested
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 100
 _CONFIRM_SECONDS = 1.0
 """A lost connection that nothing comes by for so long was a process's end."""
 
-_KEPT = 4
-"""Exchanges that are over, kept for workers to whom the answer did not come."""
-
-_OPEN = 64
-"""Exchanges in which a worker may be at once."""
 
 _FAREWELL_SECONDS = 10.0
 """For servers to say goodbye once all workers have."""
-
-
-@dataclass(eq=False)
-class _Member:
-    identity: bytes
-    join: Join
-    rank: int = -1
-    heard: float = 0.0
-    lost: float = 0.0
-    """When its connection was lost; 0: it is there."""
-    descriptor: int = -1
-    gone: str | None = None
-    """Why it is no longer there; "" where it said goodbye."""
-    rests: bytes | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.join.role} {self.rank}"
-
-
-@dataclass
-class _Book:
-    """What the scheduler knows: no socket, no clock."""
-
-    workers: int
-    servers: int
-    members: dict[bytes, _Member] = field(default_factory=dict)
-    meetings: dict[int, dict[int, bytes]] = field(default_factory=dict)
-    since: dict[int, float] = field(default_factory=dict)
-    """When the first one came to an exchange, until it is over or has been warned of."""
-    met: dict[int, Met] = field(default_factory=dict)
-    """The last exchanges that are over."""
-    rested: Rested | None = None
-    """How the last rest of all ended."""
-    number: int = 0
-    """The highest number of an exchange so far."""
-    complete: bool = False
-
-    def of(self, role: str) -> list[_Member]:
-        return sorted((m for m in self.members.values() if m.join.role == role), key=lambda member: member.rank)
-
-    def expected(self, role: str) -> int:
-        return self.workers if role == "worker" else self.servers
-
-    def refusal(self, join: Join) -> str:
-        """Why a process cannot take part; "" if it can."""
-        if join.role not in ("worker", "server"):
-            return f"role is {join.role!r}; expected worker or server"
-        count = self.expected(join.role)
-        here = self.of(join.role)
-        if len(here) >= count:
-            return f"the job has its {count} {join.role}s already"
-        if join.rank >= count:
-            return f"{join.role} {join.rank} wants to join; ranks are 0 to {count - 1}"
-        if join.rank >= 0 and any(member.join.rank == join.rank for member in here):
-            return f"{join.role} {join.rank} takes part already; each needs a rank of its own (DMLC_WORKER_ID)"
-        return ""
-
-    def is_full(self) -> bool:
-        """Whether nobody is missing."""
-        return all(len(self.of(role)) == self.expected(role) for role in ("worker", "server"))
-
-    def deal_ranks(self) -> bool:
-        """Once all are here, give each its rank: what was asked for first, then in the order of arrival."""
-        if self.complete or not self.is_full():
-            return False
-        if any(member.lost for member in self.members.values()):  # it may be dead, and have to be replaced
-            return False
-        for role in ("worker", "server"):
-            here = [member for member in self.members.values() if member.join.role == role]
-            free = sorted(set(range(len(here))) - {member.join.rank for member in here})
-            for member in here:
-                member.rank = member.join.rank if member.join.rank >= 0 else free.pop(0)
-        self.complete = True
-        return True
-
-    def bring(self, rank: int, meet: Meet) -> Met | None:
-        """Take in what a worker brings to an exchange; gives the answer where it is over already.
-
-        Raises:
-            ProtocolError: it is over for long, or the worker is in too many.
-        """
-        if meet.number in self.met:
-            return self.met[meet.number]
-        if meet.number not in self.meetings and meet.number <= max(self.met, default=0) - _KEPT:
-            raise ProtocolError(f"worker {rank} comes to exchange {meet.number}, which is over")
-        if meet.number not in self.meetings and sum(rank in came for came in self.meetings.values()) >= _OPEN:
-            raise ProtocolError(f"worker {rank} comes to more than {_OPEN} exchanges at once")
-        self.number = max(self.number, meet.number)
-        if meet.number not in self.meetings:
-            self.meetings[meet.number] = {}
-            self.since[meet.number] = time.monotonic()
-        self.meetings[meet.number][rank] = meet.data
-        return None
-
-    def finished(self) -> list[Met]:
-        """Exchanges to which all have come by now."""
-        active = self.active()
-        done = [number for number, came in self.meetings.items() if came.keys() >= active]
-        for number in done:
-            came = self.meetings.pop(number)
-            self.since.pop(number, None)
-            self.met[number] = Met(number, [came.get(rank, b"") for rank in range(self.workers)])
-        for number in sorted(self.met)[:-_KEPT]:
-            del self.met[number]
-        return [self.met[number] for number in done if number in self.met]
-
-    def late(self, now: float, limit: float) -> list[str]:
-        """Of each exchange that waits for longer than a limit, who has come and who has not; once."""
-        words = []
-        for number in [number for number, began in self.since.items() if now - began > limit]:
-            del self.since[number]
-            came = self.meetings[number].keys()
-            words.append(f"exchange {number} waits for {name_ranks(self.active() - came)}; {name_ranks(came)} came")
-        return words
-
-    def active(self) -> set[int]:
-        """Workers whom an exchange waits for."""
-        return {member.rank for member in self.of("worker") if member.rests is None and member.gone is None}
 
 
 class Scheduler:
@@ -166,7 +42,7 @@ class Scheduler:
 
     def __init__(self, workers: int, servers: int, host: str = "127.0.0.1", port: int = 0) -> None:
         roles.check_address(host)
-        self._book = _Book(workers, servers)
+        self._book = Book(workers, servers)
         bounds = limits()
         self._heartbeat, self._limit, self._timeout = bounds.heartbeat, bounds.heartbeat_limit, bounds.timeout
         self._stall_warn = bounds.stall_warn
@@ -230,7 +106,7 @@ class Scheduler:
             if member is None:
                 if isinstance(message, Beat):
                     text = "this process was taken for dead before the job began; start it again"
-                    self._send(_Member(identity, Join("", -1, [], "")), Refused(ValueError.__name__, text))
+                    self._send(Member(identity, Join("", -1, [], "")), Refused(ValueError.__name__, text))
                     return
                 if not isinstance(message, Join):
                     raise ProtocolError(f"{type(message).__name__} came from somebody who has not joined")
@@ -243,7 +119,7 @@ class Scheduler:
             self.junk += 1
             _log.warning("the scheduler drops a message: %s", error)
 
-    def _handle(self, member: _Member, message: Message) -> None:
+    def _handle(self, member: Member, message: Message) -> None:
         match message:
             case Beat():
                 self._send(member, Beat())
@@ -270,9 +146,9 @@ class Scheduler:
             case _:
                 raise ProtocolError(f"{type(message).__name__} came from {member.name}, who has no business with it")
 
-    def _join(self, identity: bytes, join: Join) -> _Member | None:
+    def _join(self, identity: bytes, join: Join) -> Member | None:
         refusal = self._book.refusal(join)
-        member = _Member(identity, join, heard=time.monotonic())
+        member = Member(identity, join, heard=time.monotonic())
         if refusal:
             self._send(member, Refused(ValueError.__name__, refusal))
             return None
@@ -288,12 +164,12 @@ class Scheduler:
             for one in self._book.members.values():
                 self._send(one, self._joined(one))
 
-    def _joined(self, member: _Member) -> Joined:
+    def _joined(self, member: Member) -> Joined:
         book = self._book
         addresses = [server.join.address for server in book.of("server")]
         return Joined(member.rank, 1, book.workers, addresses, self._heartbeat, self._limit)
 
-    def _tell_again(self, member: _Member) -> None:
+    def _tell_again(self, member: Member) -> None:
         """All that a member may have missed, but for what it asks again itself."""
         self._send(member, self._joined(member))
         for other in self._book.members.values():
@@ -345,7 +221,7 @@ class Scheduler:
             for identity in [key for key, member in self._book.members.items() if member.gone is not None]:
                 del self._book.members[identity]
 
-    def _end_of(self, member: _Member, now: float) -> str:
+    def _end_of(self, member: Member, now: float) -> str:
         """Why a member counts as dead; "" while it does not."""
         if member.lost:
             silent = min(now - member.lost, now - member.heard)
@@ -353,7 +229,7 @@ class Scheduler:
                 return "was killed or left: connection lost"
         return f"gave no sign of life for {self._limit:g} s" if now - member.heard > self._limit else ""
 
-    def _remove(self, member: _Member, why: str) -> None:
+    def _remove(self, member: Member, why: str) -> None:
         member.gone = why
         if why:
             _log.warning("%s %s", member.name, why)
@@ -391,7 +267,7 @@ class Scheduler:
             if member.gone is None:
                 self._send(member, message)
 
-    def _send(self, member: _Member, message: Message) -> None:
+    def _send(self, member: Member, message: Message) -> None:
         try:
             self._socket.send_multipart([member.identity, protocol.pack(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:  # gone, or it does not read: its silence will tell

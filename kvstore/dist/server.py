@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 
 import msgpack
 import torch
@@ -17,72 +14,36 @@ import zmq
 from torch import Tensor
 
 from collectives.compression import Compression, parse
-from collectives.host_memory import keep_freed_memory
 from collectives.errors import MismatchError, ProtocolError
+from collectives.host_memory import keep_freed_memory
 from collectives.transports.segments import Segment, open_offered
 from kvstore.dist import protocol, roles, server_state
+from kvstore.dist.answers import INLINE, Answers, Worker
 from kvstore.dist.arena import Arena, aligned, piece
 from kvstore.dist.crew import Crew
 from kvstore.dist.doors import Doors
-from kvstore.dist.frames import bytes_of, memory_of
+from kvstore.dist.frames import bytes_of
 from kvstore.dist.membership import Membership
 from kvstore.dist.parts import Contribution, Part, Waiter
 from kvstore.dist.protocol import (
     ABSENT,
     CODED,
     DENSE,
-    ROWS,
-    Ack,
     Answer,
     Command,
     Define,
     Done,
     Failed,
-    Free,
     Hello,
     Message,
     Pull,
     Push,
-    Values,
     Welcome,
 )
 from kvstore.dist.rounds import Rounds
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 200
-_REMEMBERED = 256
-INLINE = 1 << 15
-"""Bytes up to which values go through the socket even where memory is shared: two messages less."""
-
-
-@dataclass(eq=False)
-class _Worker:
-    identity: bytes
-    rank: int
-    memory: Segment | None
-    shares: bool
-    """Whether it reads values in this server's memory."""
-    acks: list[int] = field(default_factory=list)
-    frees: list[int] = field(default_factory=list)
-    held: set[int] = field(default_factory=set)
-    """Messages whose memory is still looked at."""
-    done: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    """The last messages that must not be followed twice."""
-    ready: list[tuple[Waiter, Part]] = field(default_factory=list)
-
-    def free(self, sequence: int) -> None:
-        """Tell it that a message's memory may be written again."""
-        self.held.discard(sequence)
-        self.frees.append(sequence)
-
-
-@dataclass(frozen=True)
-class _Read:
-    """Values that a worker reads where they lie."""
-
-    rank: int
-    sequence: int
-    parts: list[Part]
 
 
 class _Held:
@@ -106,11 +67,10 @@ class Server:
         self._member = membership
         self._doors = doors
         self._crew = crew
-        self._workers: dict[bytes, _Worker] = {}
-        self._rounds = Rounds(membership.num_workers, crew, self._is_ready, self._fail)
+        self._answers = Answers(doors, lambda parts: self._rounds.touch(parts))
+        self._rounds = Rounds(membership.num_workers, crew, self._answers.is_ready, self._answers.fail)
         self._compression: Compression | None = None
-        self._reads: dict[int, _Read] = {}
-        self._number = 0
+        self._commands: list[tuple[Worker, Command, list[zmq.Frame]]] = []
         self.junk = 0
         """Messages that were dropped because they were not what workers send."""
         try:
@@ -131,7 +91,9 @@ class Server:
                 self._bury()
                 self._rounds.warn()
                 self._rounds.advance()
-                self._answer()
+                if self._commands and self._rounds.are_settled():
+                    self._follow_commands()
+                self._answers.flush()
         finally:
             if self._arena is not None:
                 self._arena.close()
@@ -148,16 +110,19 @@ class Server:
             if isinstance(message, Hello):
                 self._greet(identity, message)
                 return
-            worker = self._workers.get(identity)
+            worker = self._answers.workers.get(identity)
             if worker is None:
                 raise ProtocolError(f"{type(message).__name__} came before a Hello")
             self._handle(worker, message, frames[1:])
         except Exception as error:  # noqa: BLE001  whoever sent it is told, the others are served on
-            if not isinstance(error, MismatchError):
-                self.junk += 1
-            text = str(error.args[0]) if error.args else type(error).__name__  # str() of a KeyError is quoted
-            _log.warning("server %d refuses a message: %s", self._member.rank, text)
-            self._send(identity, Failed(sequence, protocol.name_of(error), text[: 1 << 16]))
+            self._refuse(identity, sequence, error)
+
+    def _refuse(self, identity: bytes, sequence: int, error: Exception) -> None:
+        if not isinstance(error, MismatchError):
+            self.junk += 1
+        text = str(error.args[0]) if error.args else type(error).__name__  # str() of a KeyError is quoted
+        _log.warning("server %d refuses a message: %s", self._member.rank, text)
+        self._answers.send(identity, Failed(sequence, protocol.name_of(error), text[: 1 << 16]))
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
         if not 0 <= hello.rank < self._member.num_workers or hello.view != self._member.view:
@@ -167,23 +132,22 @@ class Server:
         if hello.mode not in ("sync", "async"):
             raise ProtocolError(f"mode is {hello.mode!r}; expected sync or async")
         mode = hello.mode == "sync", hello.staleness
-        if self._workers and mode != (self._rounds.is_sync, self._rounds.staleness):
+        if self._answers.workers and mode != (self._rounds.is_sync, self._rounds.staleness):
             raise MismatchError(
                 f"worker {hello.rank} wants {hello.mode} rounds with staleness {hello.staleness}, others "
                 f"{'sync' if self._rounds.is_sync else 'async'} with {self._rounds.staleness}"
             )
-        if any(one.rank == hello.rank and one.identity != identity for one in self._workers.values()):
+        if any(one.rank == hello.rank and one.identity != identity for one in self._answers.workers.values()):
             raise ProtocolError(f"somebody says hello as worker {hello.rank}, who is another process")
         self._rounds.is_sync, self._rounds.staleness = mode
-        worker = self._workers.get(identity)
+        worker = self._answers.workers.get(identity)
         if worker is None:
             memory = self._memory_of(hello)
             shares = memory is not None and self._arena is not None
-            worker = self._workers[identity] = _Worker(identity, hello.rank, memory, shares)
-        for number in [number for number in self._reads if number <= hello.read]:  # whatever became of its Done
-            self._end_read(hello.rank, number)
+            worker = self._answers.workers[identity] = Worker(identity, hello.rank, memory, shares)
+        self._answers.end_reads(hello.rank, hello.read)  # whatever became of its Done
         card = self._arena.card if worker.shares and self._arena is not None else b""
-        self._send(identity, Welcome(worker.memory is not None, card))
+        self._answers.send(identity, Welcome(worker.memory is not None, card))
 
     def _memory_of(self, hello: Hello) -> Segment | None:
         if hello.memory:
@@ -193,7 +157,7 @@ class Server:
                 _log.info("server %d and worker %d share no memory: %s", self._member.rank, hello.rank, error)
         return None
 
-    def _handle(self, worker: _Worker, message: Message, frames: list[zmq.Frame]) -> None:
+    def _handle(self, worker: Worker, message: Message, frames: list[zmq.Frame]) -> None:
         match message:
             case Push():
                 self._push(worker, message, frames)
@@ -205,25 +169,19 @@ class Server:
                     self._rounds.wait(part, Waiter(worker.rank, sequence, entry[1], rows))
             case Done(numbers):
                 for number in numbers:
-                    self._end_read(worker.rank, number)
+                    self._answers.end_read(worker.rank, number)
             case Define(sequence, definitions, place):
                 if sequence not in worker.done:
                     self._define(worker, definitions, place, frames)
                     worker.done.append(sequence)
                 worker.acks.append(sequence)
-            case Command(sequence, name, payload):
-                self._crew.drain()
-                answer: bytes = b""
-                given: list[Tensor] = []
-                if sequence not in worker.done:
-                    answer, given = self._command(worker, name, payload, frames)
-                    worker.done.extend([sequence] if name != "state" else [])
-                self._send(worker.identity, Answer(sequence, answer), given)
+            case Command():
+                self._commands.append((worker, message, frames))
             case _:
                 raise ProtocolError(f"{type(message).__name__} came from worker {worker.rank}")
 
     def _data(
-        self, worker: _Worker, entries: Sequence[Sequence[int]], place: Sequence[int] | None, frames: list[zmq.Frame]
+        self, worker: Worker, entries: Sequence[Sequence[int]], place: Sequence[int] | None, frames: list[zmq.Frame]
     ) -> list[Tensor]:
         """The bytes of each entry."""
         sizes = [entry[3] for entry in entries]
@@ -246,7 +204,7 @@ class Server:
 
     def _define(
         self,
-        worker: _Worker,
+        worker: Worker,
         definitions: Sequence[Sequence[object]],
         place: Sequence[int] | None,
         frames: list[zmq.Frame],
@@ -280,7 +238,7 @@ class Server:
             raise KeyError(f"part {number} is unknown to server {self._member.rank}")
         return part
 
-    def _push(self, worker: _Worker, push: Push, frames: list[zmq.Frame]) -> None:
+    def _push(self, worker: Worker, push: Push, frames: list[zmq.Frame]) -> None:
         datas = self._data(worker, push.entries, push.place, frames)
         parts = [self._part(entry[0]) for entry in push.entries]
         release = _nothing
@@ -300,7 +258,7 @@ class Server:
         if not push.wants or sum(data.nbytes for data in datas) > INLINE:  # small ones are answered by their values
             worker.acks.append(push.sequence)
 
-    def _read(self, part: Part, worker: _Worker, push: Push, kind: int, data: Tensor, held: _Held) -> Contribution:
+    def _read(self, part: Part, worker: Worker, push: Push, kind: int, data: Tensor, held: _Held) -> Contribution:
         decode = None if self._compression is None else self._compression.codec.decode
         try:
             value = part.read(kind, data, decode)
@@ -313,99 +271,33 @@ class Server:
             return Contribution(value, push.weight, _nothing)
         return Contribution(value, push.weight, held.release)
 
-    # What goes out
-
-    def _is_ready(self, waiter: Waiter, part: Part) -> None:
-        for worker in self._of_rank(waiter.rank):
-            worker.ready.append((waiter, part))
-
     def _bury(self) -> None:
         """Take in who has died or left."""
         if not self._member.gone:
             return
         gone = {rank: why for (role, rank), why in list(self._member.gone.items()) if role == "worker"}
         for rank in self._rounds.bury(gone):
-            for number in list(self._reads):
-                self._end_read(rank, number)
-
-    def _answer(self) -> None:
-        for worker in self._workers.values():
-            if worker.acks:
-                self._send(worker.identity, Ack(worker.acks))
-                worker.acks.clear()
-            if worker.ready:
-                worker.ready.sort(key=lambda pair: pair[0].sequence)
-                for sequence, group in groupby(worker.ready, key=lambda pair: pair[0].sequence):
-                    self._give(worker, sequence, list(group))
-                worker.ready = []
-            if worker.frees:
-                self._send(worker.identity, Free(worker.frees))
-                worker.frees.clear()
-
-    def _give(self, worker: _Worker, sequence: int, ready: list[tuple[Waiter, Part]]) -> None:
-        """Values of parts: in shared memory where that is worth it, else as frames."""
-        codec = None if self._compression is None else self._compression.pull_codec
-        shared = [
-            (waiter, part)
-            for waiter, part in ready
-            if worker.shares
-            and waiter.rows is None
-            and part.flat.nbytes > INLINE
-            and not (codec is not None and part.flat.is_floating_point())
-        ]
-        if shared:
-            self._number += 1
-            parts = [part for _, part in shared]
-            self._end_lost_reads(worker.rank, sequence, parts)
-            for part in parts:
-                part.readers.add((worker.rank, self._number))
-            self._reads[self._number] = _Read(worker.rank, sequence, parts)
-            entries = [[part.number, part.closed, DENSE, part.flat.nbytes] for part in parts]
-            places = [part.offset for part in parts]
-            self._send(worker.identity, Values(sequence, self._number, entries, places))
-        others = [pair for pair in ready if pair not in shared]
-        if others:
-            entries, datas = [], []
-            for waiter, part in others:
-                data, kind = part.flat, DENSE
-                if waiter.rows is not None:
-                    data, kind = part.flat.view(-1, part.width).index_select(0, waiter.rows), ROWS
-                elif codec is not None and data.is_floating_point():
-                    data, kind = codec.encode(data), CODED
-                entries.append([part.number, part.closed, kind, data.nbytes])
-                datas.append(data)
-            self._send(worker.identity, Values(sequence, 0, entries, []), datas)
-
-    def _end_read(self, rank: int, number: int) -> None:
-        """Values may change again: a worker has read them, or is gone; those that another one reads may not."""
-        read = self._reads.get(number)
-        if read is not None and read.rank == rank:
-            del self._reads[number]
-            for part in read.parts:
-                part.readers.discard((rank, number))
-            self._rounds.touch(read.parts)
-
-    def _end_lost_reads(self, rank: int, sequence: int, parts: Sequence[Part]) -> None:
-        """What is given again was lost on its way, or has been read when this comes; its new number tells of both."""
-        for number, read in list(self._reads.items()):
-            if (read.rank, read.sequence) == (rank, sequence):
-                for part in parts:
-                    part.readers.discard((rank, number))
-
-    def _fail(self, waiter: Waiter, kind: str, text: str) -> None:
-        for worker in self._of_rank(waiter.rank):
-            self._send(worker.identity, Failed(waiter.sequence, kind, text))
-
-    def _of_rank(self, rank: int) -> list[_Worker]:
-        return [worker for worker in self._workers.values() if worker.rank == rank]
-
-    def _send(self, identity: bytes, message: Message, datas: Sequence[Tensor] = ()) -> None:
-        self._doors.send(identity, [protocol.pack(message), *map(memory_of, datas)])
+            self._answers.end_reads(rank)
 
     # Commands
 
+    def _follow_commands(self) -> None:
+        """Do what was told, behind all rounds that were complete then."""
+        commands, self._commands = self._commands, []
+        for worker, command, frames in commands:
+            answer: bytes = b""
+            given: list[Tensor] = []
+            try:
+                if command.sequence not in worker.done:
+                    answer, given = self._command(worker, command.name, command.payload, frames)
+                    worker.done.extend([command.sequence] if command.name != "state" else [])
+            except Exception as error:  # noqa: BLE001  as in `_receive`
+                self._refuse(worker.identity, command.sequence, error)
+            else:
+                self._answers.send(worker.identity, Answer(command.sequence, answer), given)
+
     def _command(
-        self, worker: _Worker, name: str, payload: bytes, frames: list[zmq.Frame]
+        self, worker: Worker, name: str, payload: bytes, frames: list[zmq.Frame]
     ) -> tuple[bytes, list[Tensor]]:
         match name:
             case "optimizer":
@@ -413,6 +305,7 @@ class Server:
             case "compression":
                 params = msgpack.unpackb(payload)
                 self._compression = None if params is None else parse(params)
+                self._answers.pull_codec = None if self._compression is None else self._compression.pull_codec
             case "state":
                 if self._rounds.optimizers is None:
                     raise RuntimeError("there is no optimizer whose state could be given")

@@ -171,5 +171,34 @@ class PulledRows:
                 out.index_copy_(0, wanted.to(out.device), rows.to(out.device))
 
 
+def closed(parts: Sequence[tuple[Part, int]]) -> list[Request]:
+    """Requests that are over when rounds of parts are closed: they ask for no rows of each."""
+    of_server: dict[int, list[list[int]]] = {}
+    for part, number in parts:
+        of_server.setdefault(part.server, []).append([part.number, number, ROWS, 0])
+    nothing = torch.empty(0, dtype=torch.uint8)
+    return [
+        Request(
+            server,
+            _pull(entries, has_rows=True),
+            "the end of rounds",
+            datas=[nothing] * len(entries),
+            on_answer=_counting(len(entries)),
+            wants=True,
+        )
+        for server, entries in of_server.items()
+    ]
+
+
+def _counting(left: int) -> Handler:
+    def take(message: Message, datas: list[Tensor]) -> bool:  # noqa: ARG001  there are no data
+        nonlocal left
+        assert isinstance(message, Values)
+        left -= len(message.entries)
+        return left <= 0
+
+    return take
+
+
 def _pull(entries: list[list[int]], *, has_rows: bool = False) -> Callable[[int], Message]:
     return lambda sequence: Pull(sequence, entries, has_rows, None)

@@ -27,7 +27,7 @@ from kvstore.dist.membership import Membership
 from kvstore.dist.protocol import Define
 from kvstore.dist.sharding import Part, Sharding
 from kvstore.dist.team import Pending, Team
-from kvstore.dist.values import Pulled, PulledRows, Target
+from kvstore.dist.values import Pulled, PulledRows, Target, closed
 from kvstore.dist.wire import Request, Wire
 from kvstore.optimizer import KeyedOptimizer, OptimizerState
 from kvstore.optimizer_spec import Key, OptimizerSpec, check_learning_rate
@@ -263,16 +263,17 @@ class DistStore(KVStore):
         self._queue.run(lambda: None, Work("settle"), list(self._layout), 0)
         self._wire.flush()
 
-    def _assign(self, pairs: Pairs) -> None:
+    def _catch_up(self) -> None:
+        """Return when the rounds of all that was pushed are closed."""
         self._settle()
+        rounds = [(part, self._rounds[key]) for key, parts in self._parts.items() for part in parts]
+        self._team.ask(closed([(part, number) for part, number in rounds if number]), "the end of rounds")
+
+    def _assign(self, pairs: Pairs) -> None:
+        self._catch_up()
         self._team.meet("assign()")
 
-        def assign() -> None:
-            for key, (value,) in pairs:  # behind the open round
-                self._pull([(key, [torch.empty_like(value)])], 0, False)
-            self._define(pairs)
-
-        self._team.by_rank_0(assign, "assign()")
+        self._team.by_rank_0(lambda: self._define(pairs), "assign()")
 
     # Optimizer
 
@@ -280,7 +281,7 @@ class DistStore(KVStore):
         packed = server_state.pack_spec(spec)
         for key, parts in self._parts.items():
             KeyedOptimizer(spec).check(key, empty(parts[0].layout))
-        self._settle()
+        self._catch_up()
         self._team.agree(packed, server_state.read_spec, "set_optimizer()")
         if not spec.is_elementwise:
             self._make_whole()
@@ -334,7 +335,7 @@ class DistStore(KVStore):
         self._check_open()
         rate = self._with_optimizer("optimizer_state")
         assert self._spec is not None
-        self._settle()
+        self._catch_up()
         answers = self._team.command("state")
         return server_state.joined(self._spec, rate, self._parts, answers)
 
@@ -351,7 +352,7 @@ class DistStore(KVStore):
         self._with_optimizer("load_optimizer_state")
         assert self._spec is not None
         spec = self._spec
-        self._settle()
+        self._catch_up()
         self._team.meet("load_optimizer_state()")
 
         def load() -> None:

@@ -333,9 +333,9 @@ def staleness_blocks_and_releases(kv: KVStore) -> None:
     else:
         kv.pull("stale", out)  # who is behind never waits
         kv.exchange(b"")
+        kv.exchange(b"")  # rank 0 has looked
         kv.push("stale", torch.ones(SMALL))
         kv.pull("stale", out)
-        kv.exchange(b"")
     kv.barrier()
     if kv.rank == kv.num_workers - 1:  # who has joined is not waited for
         kv.join()

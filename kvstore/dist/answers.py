@@ -1,0 +1,162 @@
+"""What a server tells its workers: that it has what they sent, what they asked for, what they may write again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from torch import Tensor
+
+from collectives.compression import Codec
+from collectives.transports.segments import Segment
+from kvstore.dist import protocol
+from kvstore.dist.doors import Doors
+from kvstore.dist.frames import memory_of
+from kvstore.dist.parts import Part, Waiter
+from kvstore.dist.protocol import CODED, DENSE, ROWS, Ack, Failed, Free, Message, Values
+
+_REMEMBERED = 256
+INLINE = 1 << 15
+"""Bytes up to which values go through the socket even where memory is shared: two messages less."""
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker, as its server knows it."""
+
+    identity: bytes
+    rank: int
+    memory: Segment | None
+    shares: bool
+    """Whether it reads values in this server's memory."""
+    acks: list[int] = field(default_factory=list)
+    frees: list[int] = field(default_factory=list)
+    held: set[int] = field(default_factory=set)
+    """Messages whose memory is still looked at."""
+    done: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    """The last messages that must not be followed twice."""
+    ready: list[tuple[Waiter, Part]] = field(default_factory=list)
+
+    def free(self, sequence: int) -> None:
+        """Tell it that a message's memory may be written again."""
+        self.held.discard(sequence)
+        self.frees.append(sequence)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Values that a worker reads where they lie."""
+
+    rank: int
+    sequence: int
+    parts: list[Part]
+
+
+class Answers:
+    """The workers of a server, and all that goes out to them.
+
+    Args:
+        doors: by which it goes.
+        touch: told of parts whose values nobody reads any more.
+    """
+
+    def __init__(self, doors: Doors, touch: Callable[[Iterable[Part]], None]) -> None:
+        self.workers: dict[bytes, Worker] = {}
+        """By identity."""
+        self.pull_codec: Codec | None = None
+        """How values go out; None: as they are."""
+        self._doors = doors
+        self._touch = touch
+        self._reads: dict[int, _Read] = {}
+        self._number = 0
+
+    def is_ready(self, waiter: Waiter, part: Part) -> None:
+        """Have a worker given a part's value by the next `flush`."""
+        for worker in self._of_rank(waiter.rank):
+            worker.ready.append((waiter, part))
+
+    def flush(self) -> None:
+        """Send what has come together."""
+        for worker in self.workers.values():
+            if worker.acks:
+                self.send(worker.identity, Ack(worker.acks))
+                worker.acks.clear()
+            if worker.ready:
+                worker.ready.sort(key=lambda pair: pair[0].sequence)
+                for sequence, group in groupby(worker.ready, key=lambda pair: pair[0].sequence):
+                    self._give(worker, sequence, list(group))
+                worker.ready = []
+            if worker.frees:
+                self.send(worker.identity, Free(worker.frees))
+                worker.frees.clear()
+
+    def _give(self, worker: Worker, sequence: int, ready: list[tuple[Waiter, Part]]) -> None:
+        """Values of parts: large ones are read where they lie, and stay until the worker has them."""
+        codec = self.pull_codec
+        in_place = [
+            (waiter, part)
+            for waiter, part in ready
+            if waiter.rows is None
+            and part.flat.nbytes > INLINE
+            and not (codec is not None and part.flat.is_floating_point())
+        ]
+        if in_place:
+            self._number += 1
+            parts = [part for _, part in in_place]
+            self._end_lost_reads(worker.rank, sequence, parts)
+            for part in parts:
+                part.readers.add((worker.rank, self._number))
+            self._reads[self._number] = _Read(worker.rank, sequence, parts)
+            entries = [[part.number, part.closed, DENSE, part.flat.nbytes] for part in parts]
+            places = [part.offset for part in parts] if worker.shares else []
+            frames = [] if worker.shares else [memory_of(part.flat) for part in parts]
+            message = protocol.pack(Values(sequence, self._number, entries, places))
+            self._doors.send(worker.identity, [message, *frames], in_place=True)
+        others = [pair for pair in ready if pair not in in_place]
+        if others:
+            entries, datas = [], []
+            for waiter, part in others:
+                data, kind = part.flat, DENSE
+                if waiter.rows is not None:
+                    data, kind = part.flat.view(-1, part.width).index_select(0, waiter.rows), ROWS
+                elif codec is not None and data.is_floating_point():
+                    data, kind = codec.encode(data), CODED
+                entries.append([part.number, part.closed, kind, data.nbytes])
+                datas.append(data)
+            self.send(worker.identity, Values(sequence, 0, entries, []), datas)
+
+    def end_read(self, rank: int, number: int) -> None:
+        """Values may change again: a worker has read them, or is gone; those that another one reads may not."""
+        read = self._reads.get(number)
+        if read is not None and read.rank == rank:
+            del self._reads[number]
+            for part in read.parts:
+                part.readers.discard((rank, number))
+            self._touch(read.parts)
+
+    def _end_lost_reads(self, rank: int, sequence: int, parts: Sequence[Part]) -> None:
+        """What is given again was lost on its way, or has been read when this comes; its new number tells of both."""
+        for number, read in list(self._reads.items()):
+            if (read.rank, read.sequence) == (rank, sequence):
+                for part in parts:
+                    part.readers.discard((rank, number))
+
+    def fail(self, waiter: Waiter, kind: str, text: str) -> None:
+        """Tell a worker that what it waits for cannot be."""
+        for worker in self._of_rank(waiter.rank):
+            self.send(worker.identity, Failed(waiter.sequence, kind, text))
+
+    def _of_rank(self, rank: int) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.rank == rank]
+
+    def send(self, identity: bytes, message: Message, datas: Sequence[Tensor] = ()) -> None:
+        """Send a message, with a copy of each tensor."""
+        self._doors.send(identity, [protocol.pack(message), *map(memory_of, datas)])
+
+    def end_reads(self, rank: int, most: int | None = None) -> None:
+        """`end_read` of all messages up to a number; None: of all."""
+        for number in list(self._reads):
+            if most is None or number <= most:
+                self.end_read(rank, number)
