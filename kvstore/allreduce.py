@@ -148,7 +148,7 @@ class AllReduceStore(LocalStore):
                 self._workers.check_same("what is initialised", shapes)
                 for _, (value,) in pairs:
                     check_dtype(value.dtype)
-            except Exception:
+            except Exception:  # whatever it was is raised again, and the keys are unknown as before
                 with self._layout_lock:
                     for key, _ in pairs:
                         del self._layout[key]
