@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -107,10 +107,10 @@ class ProcessRoster(Roster):
         self._pairs = Pairs(rank, size, exchange, address=address, options=options, card=card)
         self._processes = [_read_process(peer, card) for peer, card in enumerate(self._pairs.cards)]
         self._said: dict[int, tuple[int, int]] = {}
+        self._told_failure = b""
         self._poller = zmq.Poller()
-        self._poller.register(self._pairs.door, zmq.POLLIN)
         for peer, line in self._pairs.lines.items():
-            line.on_up = self._forget_said(peer)
+            line.on_up = partial(self._say_again, peer)
             self._poller.register(line.monitor, zmq.POLLIN)
             self._poller.register(line.socket, zmq.POLLIN)
 
@@ -122,7 +122,6 @@ class ProcessRoster(Roster):
                 self.at[self.rank] = (sequence, code)
                 self._say((sequence, code))
             if self._poller.poll(0):
-                self._pairs.admit()
                 for peer, line in list(self._pairs.lines.items()):
                     line.look()
                     self._read(peer, line)
@@ -137,7 +136,8 @@ class ProcessRoster(Roster):
     def fail(self, error: GanglineError) -> None:  # noqa: D102
         text = str(error).encode("utf-8", "replace").decode()[:_TEXT_LIMIT]
         name = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS)
-        self._tell(["failed", name, text])
+        self._told_failure = msgpack.packb(["failed", name, text])
+        self._tell(self._told_failure)
 
     def close(self) -> None:  # noqa: D102
         with self._lock:
@@ -146,14 +146,13 @@ class ProcessRoster(Roster):
             for peer, line in list(self._pairs.lines.items()):
                 line.look()
                 self._read(peer, line)
-            self._tell(["closed"])
+            self._tell(msgpack.packb(["closed"]))
             self._closed = True
             for line in self._pairs.lines.values():  # to those who are gone nothing goes out, however long one waits
                 line.close(_LINGER_MS if line.down_since is None else 0)
             self._pairs.close(0)
 
-    def _tell(self, message: list[Any]) -> None:
-        packed = msgpack.packb(message)
+    def _tell(self, packed: bytes) -> None:
         with self._lock:
             for line in self._pairs.lines.values() if not self._closed else ():
                 line.send(packed)
@@ -166,8 +165,11 @@ class ProcessRoster(Roster):
                 if line.send(packed):
                     self._said[peer] = here
 
-    def _forget_said(self, peer: int) -> Callable[[], None]:
-        return lambda: self._said.pop(peer, None) and None  # a new connection: it may have missed what was said
+    def _say_again(self, peer: int) -> None:
+        """By a new connection: what was said by the old one may not have arrived."""
+        self._said.pop(peer, None)
+        if self._told_failure:
+            self._pairs.lines[peer].send(self._told_failure)
 
     def _read(self, peer: int, line: Line) -> None:
         while (packed := line.receive()) is not None:

@@ -21,14 +21,16 @@ _CONNECT_LIMIT = 60.0
 
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _HALF = 16  # bytes of a token that each side says
+_NAME = b"gangline-"  # a name that began with a zero byte would be ZeroMQ's own
 
 
 class Pairs:
-    """A PAIR socket to each other rank, in a ZeroMQ context of its own; the lower rank of a pair binds.
+    """A socket to each other rank, in a ZeroMQ context of its own; the lower rank of a pair binds.
 
-    A PAIR socket takes one connection and turns all others away. So a port is open only to who names its token: else a
-    socket of another program, or of a closed communicator, that still tries for a port which was free and is used again
-    could take the place of the rank.
+    Who binds has a ROUTER, which takes everybody in and knows a rank by a name that only the two have: a socket of
+    another program, or of a closed communicator, that tries for a port which was free and is used again takes nobody's
+    place. (A PAIR would be taken by the first who comes. To have ZeroMQ ask us about everybody, by ZAP, is no way out:
+    with libzmq 4.3 some hundred openings led to a context that never ended.)
 
     Args:
         exchange: used once. ``card`` travels along and is given back for every rank in ``cards``.
@@ -72,7 +74,6 @@ class Pairs:
         }
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
         self._context.set(zmq.MAX_SOCKETS, max(1023, 8 * size))
-        self._doorman = _Doorman(self._context)
         directory = tempfile.mkdtemp(prefix="gangline-") if kind == "ipc" else None
         try:
             self._meet(exchange, card, f"ipc://{directory}" if directory else address)
@@ -84,49 +85,34 @@ class Pairs:
             if directory:  # who is connected needs no name any more, and a later kill leaves nothing behind
                 shutil.rmtree(directory, ignore_errors=True)
 
-    @property
-    def door(self) -> zmq.Socket[bytes]:
-        """Readable when `admit` has something to do."""
-        return self._doorman.socket
-
-    def admit(self) -> None:
-        """Let in those who name their token; never blocks. To be called while a connection may come back."""
-        self._doorman.look()
-
     def close(self, linger_ms: int) -> None:
         """Give the sockets back; wait up to ``linger_ms`` for what is on its way out. Again: nothing."""
         for line in self.lines.values():
             line.close(linger_ms)
-        self._doorman.close()
         self._context.term()
 
     def _meet(self, exchange: Exchange, card: bytes, address: str) -> None:
         endpoints = {}
         for peer in range(self.rank + 1, self.size):
             line = self._line(peer, secrets.token_bytes(2 * _HALF))
-            self._doorman.guard(line)
             line.socket.bind(f"{address}/{peer}" if address.startswith("ipc") else f"{address}:*")
             endpoints[peer] = (line.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"), line.token)
         cards = [_read_card(rank, packed) for rank, packed in enumerate(exchange(msgpack.packb((card, endpoints))))]
         self.cards = [theirs for theirs, _ in cards]
         for peer in range(self.rank):
             endpoint, token = cards[peer][1][self.rank]
-            line = self._line(peer, token)
-            line.socket.plain_username = line.socket.plain_password = token.hex().encode()
-            line.socket.connect(endpoint)
+            self._line(peer, token).socket.connect(endpoint)
 
     def _line(self, peer: int, token: bytes) -> Line:
-        socket = self._context.socket(zmq.PAIR)
+        self.lines[peer] = line = Line(self._context, token, binds=peer > self.rank)
         for option, value in self._options.items():
-            socket.setsockopt(option, value)
-        self.lines[peer] = Line(socket, token, binds=peer > self.rank)
-        return self.lines[peer]
+            line.socket.setsockopt(option, value)
+        return line
 
     def _wait_until_connected(self) -> None:
         deadline = time.monotonic() + _CONNECT_LIMIT
         poller = zmq.Poller()
         waiting = dict(self.lines)
-        poller.register(self.door, zmq.POLLIN)
         for line in waiting.values():
             poller.register(line.monitor, zmq.POLLIN)
             poller.register(line.socket, zmq.POLLIN)
@@ -135,7 +121,6 @@ class Pairs:
                 ranks = ", ".join(map(str, waiting))
                 raise StallError(f"rank {self.rank} has no connection with rank {ranks} after {_CONNECT_LIMIT:g} s")
             poller.poll(100)
-            self.admit()
             for peer, line in list(waiting.items()):
                 if line.wait_up():
                     poller.unregister(line.monitor)
@@ -149,15 +134,26 @@ class Line:
     A line is up from the peer's hello to the end of the connection it came by. The hello is half of a token that only
     the ranks know, and every connection begins with one: others who find the port neither bring a line up nor down, nor
     hear anything.
+
+    Args:
+        context: where its sockets are made.
+        token: of 32 bytes, the same at both ends.
+        binds: whether this end waits for the other to connect.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], token: bytes, *, binds: bool) -> None:
-        self.socket = socket
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], token: bytes, *, binds: bool) -> None:
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER if binds else zmq.DEALER)
+        self._name = _NAME + token
+        if binds:
+            self.socket.router_mandatory = True  # nobody there: an error, not silence
+            self.socket.router_handover = True  # who comes back need not wait until the old connection is known to end
+        else:
+            self.socket.routing_id = self._name
         self.token = token
         self.down_since: float | None = time.monotonic()
         """When the connection was seen to be gone, by `time.monotonic`; None while it is there."""
         self.on_up: Callable[[], None] = lambda: None
-        self.monitor = _monitor(socket)
+        self.monitor = _monitor(self.socket)
         self._binds = binds
         halves = token[:_HALF], token[_HALF:]
         self._mine, self._peers = halves if binds else halves[::-1]
@@ -183,13 +179,28 @@ class Line:
 
     def receive(self) -> bytes | None:
         """The next message that the peer sent, or None; never blocks. Hellos, and what strangers sent, are left out."""
-        while self.socket.poll(0):
-            frame = self.socket.recv(copy=False)
+        while (frame := self.take()) is not None:
             if self._greet(frame):
                 continue
             if frame.get(zmq.SRCFD) == self._descriptor:  # of a lost connection too: what was sent before counts
                 return frame.bytes
         return None
+
+    def take(self) -> zmq.Frame | None:
+        """The next message as it is, a hello too, or None; never blocks."""
+        try:
+            self._skip_name()
+            return self.socket.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+
+    def take_into(self, target: memoryview) -> int | None:
+        """The same into memory, as far as it fits; gives the message's bytes."""
+        try:
+            self._skip_name()
+            return int(self.socket.recv_into(target, flags=zmq.NOBLOCK))
+        except zmq.Again:
+            return None
 
     def wait_up(self) -> bool:
         """Read the monitor, and the socket up to the peer's hello and no further; whether that came.
@@ -197,17 +208,32 @@ class Line:
         Who has lost its connection since is there no more, but it was: others will say what became of it.
         """
         self.look()
-        if self.socket.poll(0):
-            self._greet(self.socket.recv(copy=False))
+        while not self._has_met and (frame := self.take()) is not None:
+            self._greet(frame)
         return self._has_met
 
     def send(self, message: bytes) -> bool:
         """Send if that goes without waiting; whether it did."""
         try:
-            self.socket.send(message, zmq.NOBLOCK)
+            self.put(message)
         except zmq.Again:
             return False
         return True
+
+    def put(self, message: bytes | memoryview, *, copy: bool = True, track: bool = False) -> zmq.MessageTracker | None:
+        """Send; ``copy`` and ``track`` as in pyzmq.
+
+        Raises:
+            zmq.Again: the peer is not there, or there is no room.
+        """
+        try:
+            if self._binds:
+                self.socket.send(self._name, zmq.NOBLOCK | zmq.SNDMORE)
+            return self.socket.send(message, zmq.NOBLOCK, copy=copy, track=track)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                raise zmq.Again from None
+            raise
 
     def close(self, linger_ms: int) -> None:
         """Give the sockets back; what was sent may still go out for ``linger_ms``."""
@@ -215,6 +241,12 @@ class Line:
             self.socket.monitor(None, 0)
             self.monitor.close(0)
             self.socket.close(linger_ms)
+
+    def _skip_name(self) -> None:
+        """Where a name goes before each message, take it; what strangers sent is thrown away."""
+        while self._binds and self.socket.recv(zmq.NOBLOCK) != self._name:
+            while self.socket.rcvmore:
+                self.socket.recv(zmq.NOBLOCK)
 
     def _greet(self, frame: zmq.Frame) -> bool:
         if frame.bytes != self._peers:
@@ -230,33 +262,6 @@ class Line:
             self.send(self._mine)
         self.on_up()
         return True
-
-
-class _Doorman:
-    """Answers ZeroMQ, which asks it (ZAP, RFC 27) about everybody who comes to a guarded socket of the context."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
-        self.socket.bind("inproc://zeromq.zap.01")
-        self._tokens: dict[bytes, bytes] = {}
-
-    def guard(self, line: Line) -> None:
-        """Have a socket, before it binds, take no connection but by its line's token."""
-        domain = secrets.token_hex(8)
-        self._tokens[domain.encode()] = line.token.hex().encode()
-        line.socket.plain_server = True
-        line.socket.setsockopt_string(zmq.ZAP_DOMAIN, domain)
-
-    def look(self) -> None:
-        """Answer what has been asked; never blocks."""
-        while self.socket.poll(0):
-            version, request, domain, _address, _identity, _mechanism, *credentials = self.socket.recv_multipart()
-            is_known = credentials[-1:] == [self._tokens.get(domain)]
-            verdict = [b"200", b"OK"] if is_known else [b"400", b"not the token of this port"]
-            self.socket.send_multipart([version, request, *verdict, b"", b""])
-
-    def close(self) -> None:
-        self.socket.close(0)
 
 
 def _monitor(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:

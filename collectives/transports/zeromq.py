@@ -28,7 +28,7 @@ _BROKEN_SECONDS = 30.0  # a lost connection is nearly always a dead rank: the ro
 
 
 class ZeroMQ(Transport):
-    """A PAIR socket for each pair of ranks.
+    """A connection for each pair of ranks.
 
     A message is a header, which holds what is small, and a frame for each piece of what is not. All sends are taken at
     once and go out in ZeroMQ's own thread; a large tensor is sent from where it lies, and received where it shall lie.
@@ -63,18 +63,17 @@ class ZeroMQ(Transport):
         self._is_sound = True
 
     def send(self, to: int, data: Tensor, stamp: Stamp) -> Ticket:  # noqa: D102  as the base says
-        socket = self._pairs.lines[to].socket
         view = data.numpy().data
         header = _HEADER.pack(_MAGIC, self._sent[to], stamp.sequence, stamp.code, len(view))
         self._sent[to] += 1
         if len(view) <= INLINE:
-            self._put(to, socket, header + view)
+            self._put(to, header + view)
             return _SENT
-        self._put(to, socket, header)
+        self._put(to, header)
         last = len(view) - (len(view) - 1) % PIECE - 1
         for begin in range(0, last, PIECE):
-            self._put(to, socket, view[begin : begin + PIECE])
-        return _OnTheWay(self, to, self._put(to, socket, view[last:], track=True))
+            self._put(to, view[begin : begin + PIECE])
+        return _OnTheWay(self, to, self._put(to, view[last:], track=True))
 
     def receive(self, source: int) -> Incoming:  # noqa: D102
         while (incoming := self.poll(source)) is None:
@@ -82,9 +81,8 @@ class ZeroMQ(Transport):
         return incoming
 
     def poll(self, source: int) -> Incoming | None:  # noqa: D102
-        try:
-            frame = self._pairs.lines[source].socket.recv(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
+        frame = self._pairs.lines[source].take()
+        if frame is None:
             return None
         header, body = _read(source, self._received[source], frame)
         self._received[source] += 1
@@ -136,29 +134,22 @@ class ZeroMQ(Transport):
 
     def take(self, source: int) -> zmq.Frame:
         """The next frame of a rank; waits for it."""
-        socket = self._pairs.lines[source].socket
-        while True:
-            try:
-                return socket.recv(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                self.wait(source)
+        while (frame := self._pairs.lines[source].take()) is None:
+            self.wait(source)
+        return frame
 
     def take_into(self, source: int, target: memoryview) -> int:
         """The next frame of a rank into memory, as far as it fits; waits for it, gives the frame's bytes."""
-        socket = self._pairs.lines[source].socket
-        while True:
-            try:
-                return int(socket.recv_into(target, flags=zmq.NOBLOCK))
-            except zmq.Again:
-                self.wait(source)
+        while (nbytes := self._pairs.lines[source].take_into(target)) is None:
+            self.wait(source)
+        return nbytes
 
-    def _put(
-        self, to: int, socket: zmq.Socket[bytes], data: bytes | memoryview, *, track: bool = False
-    ) -> zmq.MessageTracker | None:
+    def _put(self, to: int, data: bytes | memoryview, *, track: bool = False) -> zmq.MessageTracker | None:
+        line = self._pairs.lines[to]
         try:
-            return socket.send(data, zmq.NOBLOCK, copy=len(data) <= INLINE and not track, track=track)
+            return line.put(data, copy=len(data) <= INLINE and not track, track=track)
         except zmq.Again:  # only without a connection: there is no high-water mark
-            self._pairs.lines[to].look()
+            line.look()
             self.be_patient(to, is_over=True)
             return None
 

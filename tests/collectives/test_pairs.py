@@ -13,7 +13,6 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from collectives.transports import pairs
 from collectives.transports.pairs import Line, Pairs
 
 pytestmark = pytest.mark.timeout(60)
@@ -26,15 +25,13 @@ ENDS_OF_HANDSHAKES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 @contextmanager
-def caller(
-    port: str, token: str = "", *, again_ms: int = NEVER
-) -> Iterator[tuple[zmq.Socket[bytes], Callable[[], int]]]:
-    """A PAIR socket that calls at a port, and how its handshake ended."""
-    with zmq.Context() as context, context.socket(zmq.PAIR) as bare:
-        bare.linger = 0 if token else 1000
-        bare.setsockopt(zmq.RECONNECT_IVL, again_ms)
+def caller(port: str, token: bytes, *, kind: int = zmq.DEALER) -> Iterator[tuple[zmq.Socket[bytes], Callable[[], int]]]:
+    """A socket that calls at a port, by the name of who has this token, and how its handshake ended."""
+    with zmq.Context() as context, context.socket(kind) as bare:
+        bare.linger = 1000
+        bare.setsockopt(zmq.RECONNECT_IVL, NEVER)
         if token:
-            bare.plain_username = bare.plain_password = token.encode()
+            bare.routing_id = b"gangline-" + token
         with bare.get_monitor_socket(ENDS_OF_HANDSHAKES) as monitor:
             bare.connect(port)
             yield bare, lambda: int(recv_monitor_message(monitor)["event"]) if monitor.poll(10_000) else 0
@@ -69,57 +66,65 @@ def two(visit: Callable[[str], None], options: dict[int, int] | None = None) -> 
     return [made[rank] for rank in sorted(made)]
 
 
-@pytest.mark.parametrize("token", ["", TOKEN.hex()], ids=["no token", "the token of another port"])
-def test_who_is_first_at_a_port_does_not_take_the_place_of_the_rank(
-    token: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pairs, "_CONNECT_LIMIT", 20)
+@pytest.mark.parametrize(
+    ("token", "kind", "end"),
+    [
+        (b"", zmq.PAIR, zmq.EVENT_DISCONNECTED),
+        (b"", zmq.DEALER, zmq.EVENT_HANDSHAKE_SUCCEEDED),
+        (TOKEN, zmq.DEALER, zmq.EVENT_HANDSHAKE_SUCCEEDED),
+    ],
+    ids=["of another program", "without a name", "with the token of another port"],
+)
+def test_who_is_first_at_a_port_does_not_take_the_place_of_the_rank(token: bytes, kind: int, end: int) -> None:
     with ExitStack() as stack:
-        ends: list[Callable[[], int]] = []
 
-        def visit(port: str) -> None:  # as a closed communicator does whose port was free, and is used again
-            ends.append(stack.enter_context(caller(port, token))[1])
-            if not token:  # by a token it is let wait until the rank looks who is there
-                assert ends[0]() == zmq.EVENT_DISCONNECTED
+        def visit(port: str) -> None:  # as a communicator does that lost a rank whose port is used again
+            bare, ended = stack.enter_context(caller(port, token, kind=kind))
+            assert ended() == end
+            if end == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                bare.send(HELLO)
+                bare.send_multipart([HELLO, b"of", b"many parts"])
 
         both = two(visit, {int(zmq.RECONNECT_IVL): NEVER})
         for each in both:
             stack.callback(each.close, 0)
         assert len(both) == 2
-        if token:
-            assert ends[0]() == zmq.EVENT_DISCONNECTED
         both[1].lines[0].send(b"for 0")
         both[0].lines[1].send(b"for 1")
         assert [both[0].lines[1].socket.poll(10_000), both[1].lines[0].socket.poll(10_000)] == [zmq.POLLIN] * 2
         assert [both[0].lines[1].receive(), both[1].lines[0].receive()] == [b"for 0", b"for 1"]
 
 
-def test_who_is_never_answered_does_not_hold_up_a_close() -> None:
-    ports: list[str] = []
-    both = two(ports.append)
-    with caller(ports[0], TOKEN.hex()):
-        assert both[0].door.poll(10_000)  # asked, and after the opening nobody has to answer
-        for each in both:
+def test_what_is_sent_to_nobody_is_refused() -> None:
+    with binding_line() as (line, _):
+        assert not line.send(b"at")
+        with pytest.raises(zmq.Again):
+            line.put(b"at")
+
+
+def test_hundreds_of_openings_end() -> None:
+    for _ in range(300):
+        for each in two(lambda port: None):
+            each.lines[1 - each.rank].send(b"closed")
             each.close(0)
             each.close(0)
 
 
 @contextmanager
 def binding_line() -> Iterator[tuple[Line, str]]:
-    """A line of the lower rank, which nobody guards, and its port."""
+    """A line of the lower rank, and its port."""
     with zmq.Context() as context:
-        bound = context.socket(zmq.PAIR)
-        line = Line(bound, TOKEN, binds=True)
-        bound.bind(f"{ADDRESS}:*")
+        line = Line(context, TOKEN, binds=True)
+        line.socket.bind(f"{ADDRESS}:*")
         try:
-            yield line, bound.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+            yield line, line.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         finally:
             line.close(0)
 
 
 def call_once(line: Line, port: str, *messages: bytes) -> None:
     """Call at a line's port, say something, and be gone; returns when the line's monitor knows that."""
-    with caller(port) as (bare, end):
+    with caller(port, TOKEN) as (bare, end):
         assert end() == zmq.EVENT_HANDSHAKE_SUCCEEDED
         for message in messages:
             bare.send(message)
@@ -143,14 +148,14 @@ def test_a_hello_by_a_new_connection_counts_before_the_end_of_the_old_one_is_rea
     ups: list[str] = []
     with binding_line() as (line, port):
         line.on_up = lambda: ups.append("up")
-        with caller(port) as (bare, _):
+        with caller(port, TOKEN) as (bare, _):
             bare.send(HELLO)
             assert line.socket.poll(10_000)
             assert line.wait_up()
             assert line.down_since is None
             assert bare.poll(10_000)
             assert bare.recv() == ANSWER
-        with caller(port, again_ms=10) as (bare, _):  # until the old connection has left its place
+        with caller(port, TOKEN) as (bare, _):
             bare.send(HELLO)
             bare.send(b"here again")
             assert line.socket.poll(10_000)
@@ -163,7 +168,7 @@ def test_a_hello_by_a_new_connection_counts_before_the_end_of_the_old_one_is_rea
 
 
 def test_a_hello_of_a_stranger_is_none() -> None:
-    with binding_line() as (line, port), caller(port) as (bare, _):
+    with binding_line() as (line, port), caller(port, TOKEN) as (bare, _):
         bare.send(ANSWER)
         bare.send(b"closed")
         assert line.socket.poll(10_000)

@@ -319,7 +319,7 @@ def test_a_stranger_at_the_port_neither_joins_nor_ends_a_connection() -> None:
 def test_a_stranger_in_the_place_of_a_lost_rank_is_not_heard() -> None:
     def check(roster: ProcessRoster, other: Pairs, port: str) -> None:
         other.close(0)
-        with zmq.Context() as context, context.socket(zmq.PAIR) as stranger:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.linger = 0
             stranger.connect(port)
             for message in (["at", 3, SUM], ["failed", "StallError", "no"], ["closed"]):
@@ -335,15 +335,19 @@ def test_a_lost_connection_may_come_back() -> None:
     def check(roster: ProcessRoster, other: Pairs, port: str) -> None:
         token = other.lines[0].token
         other.close(0)
-        with zmq.Context() as context, context.socket(zmq.PAIR) as again:
+        roster.fail(StallError("too late"))
+        with zmq.Context() as context, context.socket(zmq.DEALER) as again:
             again.linger = 0
-            again.setsockopt(zmq.RECONNECT_IVL, 10)  # until the lost one has left its place
-            again.plain_username = again.plain_password = token.hex().encode()
+            again.routing_id = b"gangline-" + token
             again.connect(port)
             again.send(token[16:])
             again.send(msgpack.packb(["at", 3, SUM]))
             until(lambda: 1 in roster.at or roster.gone, roster)
             assert (roster.at[1], roster.gone) == ((3, SUM), {})
+            assert [again.recv() for _ in range(2) if again.poll(10_000)] == [
+                token[:16],
+                msgpack.packb(["failed", "StallError", "too late"]),  # which may not have arrived before
+            ]
 
     pair_of(check, "tcp://127.0.0.1", 40, tell_port=True)
 
