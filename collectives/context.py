@@ -61,7 +61,8 @@ def contexts(spec: str | Context | Sequence[Context] = "auto") -> list[Context]:
 
     Args:
         spec: a context, a sequence of them, or words: ``"0,2"`` (GPUs), ``"gpu(0),cpu(0)"``, ``"multi-gpu"``
-            (every GPU) or ``"auto"`` (in a job the GPU numbered LOCAL_RANK, else ``gpu(0)``, else ``cpu(0)``).
+            (every GPU), ``"auto"`` (in a job the GPU numbered LOCAL_RANK, else ``gpu(0)``, else ``cpu(0)``) or
+            ``"parallel"`` (the same, for a process that is one of several of a job).
 
     Raises:
         ValueError: the words make no sense, the list is empty, or a GPU is not there.
@@ -77,7 +78,7 @@ def contexts(spec: str | Context | Sequence[Context] = "auto") -> list[Context]:
 
 
 def _parse(words: str) -> list[Context]:
-    if words == "auto":
+    if words in ("auto", "parallel"):
         available = num_gpus()
         return [gpu(int(os.environ.get("LOCAL_RANK", "0")) % available)] if available else [cpu()]
     if words == "multi-gpu":
@@ -91,7 +92,7 @@ def _parse(words: str) -> list[Context]:
         if match is None:
             raise ValueError(
                 f"context is {words!r}, of which {name!r} names no device; expected '0,2', "
-                "'gpu(0),gpu(2)', 'cpu(0),cpu(1)', 'auto' or 'multi-gpu'"
+                "'gpu(0),gpu(2)', 'cpu(0),cpu(1)', 'auto', 'cpu', 'gpu', 'multi-gpu' or 'parallel'"
             )
         found.append(Context(match[1], int(match[2] or 0)))
     return found

@@ -14,6 +14,7 @@ from collectives.context import Context, contexts
 from collectives.host_memory import keep_freed_memory
 from collectives.workload import check_work_load_list
 from kvstore import KVStore
+from kvstore.job_store import IN_PROCESS, job_store
 from kvstore.optimizer import OptimizerState
 from kvstore.optimizer_spec import OptimizerSpec, check_learning_rate
 from models.automatic import Automatic
@@ -48,7 +49,9 @@ class Job:
         Args:
             network: takes a batch's data, as one argument, or as several where the data is a tuple or dict.
             loss: a torch loss or a function of (output, label); None takes the network's output as the loss.
-            context: one, a list, or words for `contexts`.
+            context: one, a list, or words for `contexts`. "parallel" stands for all processes of the job that the
+                environment tells of: the store "local", which `init_optimizer` and `fit` take unless told otherwise,
+                is then the one that joins them, see `job_store`.
             work_load_list: one number >= 0 a context, in any unit; 0 leaves a context idle; None: equal loads. "auto"
                 measures the contexts while they train, splits by their speed, looks again every epoch, and has a
                 context whose share does not fit into its memory run it in micro-steps.
@@ -69,6 +72,7 @@ class Job:
             raise TypeError(f"network is a {type(network).__name__}; expected a torch.nn.Module")
         self.network = network
         self.contexts = contexts(context)
+        self._job_store = job_store() if context == "parallel" else None
         self.logger = logger or logging.getLogger("gangline")
         self.auto: Automatic | None = None
         """What ``work_load_list="auto"`` has found out."""
@@ -235,15 +239,14 @@ class Job:
             TypeError: a wrong type.
         """
         spec = OptimizerSpec.parse((optimizer, dict(optimizer_params or {})))
+        store = self._joining(kvstore)
         replicas = self.replicas
         replicas.read_what_is_trained()
         spec.check_keys(name for name, _ in self.network.named_parameters())
         if not replicas.first.parameters:
             raise ValueError("the network has no parameter that is trained")
         own_store = self._updates.store if self._updates is not None else None
-        updates = Updates(
-            replicas, kvstore, spec, own_store, self._compression, self._pending_state, len(self.contexts)
-        )
+        updates = Updates(replicas, store, spec, own_store, self._compression, self._pending_state, len(self.contexts))
         try:
             self._join(updates.workers)
         except BaseException:
@@ -259,6 +262,25 @@ class Job:
         self._updates = updates
         self.optimizer_request = (kvstore, optimizer, dict(optimizer_params or {}))
         self.optimizer_is_fits = False
+
+    @property
+    def store_type(self) -> str | None:
+        """The name of the store that sums and updates; None before `init_optimizer`, and for one context alone."""
+        store = self._updates.store if self._updates is not None else None
+        return store.type if store is not None else None
+
+    def _joining(self, kvstore: str | KVStore | None) -> str | KVStore | None:
+        """The store asked for; for context "parallel" one that joins the job's processes."""
+        if self._job_store is None:
+            return kvstore
+        if kvstore in ("local", None):
+            return self._job_store
+        if kvstore in IN_PROCESS:
+            raise ValueError(
+                f"kvstore is {kvstore!r}, which does not leave this process, but context is 'parallel', all processes "
+                f"of the job; leave kvstore out ({self._job_store!r} serves here), or name an allreduce or dist_* store"
+            )
+        return kvstore
 
     def _join(self, workers: Workers) -> None:
         """Be one of these workers."""

@@ -1,0 +1,44 @@
+"""Which store joins the processes of a job."""
+
+from __future__ import annotations
+
+import pytest
+
+import kvstore
+from kvstore import registry
+from kvstore.job_store import IN_PROCESS, job_store
+
+PLACE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+ROLE = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "9000", "DMLC_NUM_WORKER": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "store"),
+    [
+        (ROLE | {"DMLC_NUM_SERVER": "1"}, "dist_sync"),
+        (ROLE | PLACE | {"DMLC_NUM_SERVER": "2"}, "dist_sync"),
+        (ROLE | PLACE | {"DMLC_NUM_SERVER": "0"}, "allreduce"),
+        (PLACE, "allreduce"),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"} | PLACE, "allreduce"),
+    ],
+)
+def test_servers_are_used_where_there_are_some(environment: dict[str, str], store: str) -> None:
+    assert job_store(environment) == store
+
+
+def test_without_a_job_the_error_says_how_one_is_started() -> None:
+    with pytest.raises(RuntimeError, match="there is none in the environment; start the program with `gangline launch"):
+        job_store({})
+
+
+def test_a_place_that_cannot_be_is_named() -> None:
+    with pytest.raises(ValueError, match="RANK"):
+        job_store(PLACE | {"RANK": "five"})
+
+
+def test_stores_that_stay_within_their_process_are_known() -> None:
+    assert kvstore.create("local")
+    alone = {
+        name for name, store in registry._registry.items() if store.__module__ in ("kvstore.local", "kvstore.device")
+    }
+    assert set(IN_PROCESS) == alone
