@@ -15,6 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 from collectives.addresses import check_address
 from collectives.errors import ProtocolError, StallError
 from collectives.transports.base import Exchange
+from collectives.zeromq_context import end
 
 _CONNECT_LIMIT = 60.0
 """Seconds for all to connect: everybody is there already, for they exchanged their addresses."""
@@ -30,7 +31,7 @@ class Pairs:
     Who binds has a ROUTER, which takes everybody in and knows a rank by a name that only the two have: a socket of
     another program, or of a closed communicator, that tries for a port which was free and is used again takes nobody's
     place. (A PAIR would be taken by the first who comes. To have ZeroMQ ask us about everybody, by ZAP, is no way out:
-    with libzmq 4.3 some hundred openings led to a context that never ended.)
+    with libzmq 4.3 one context in some hundred then never ended.)
 
     Args:
         exchange: used once. ``card`` travels along and is given back for every rank in ``cards``.
@@ -89,7 +90,7 @@ class Pairs:
         """Give the sockets back; wait up to ``linger_ms`` for what is on its way out. Again: nothing."""
         for line in self.lines.values():
             line.close(linger_ms)
-        self._context.term()
+        end(self._context)
 
     def _meet(self, exchange: Exchange, card: bytes, address: str) -> None:
         endpoints = {}

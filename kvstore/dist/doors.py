@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import zmq
 
+from collectives.zeromq_context import end
 from collectives.errors import ProtocolError
 from kvstore.dist import protocol
 from kvstore.dist.streams import Listener, Stream
@@ -110,7 +111,7 @@ class Doors:
         if self._listener is not None:
             self._listener.close()
         self._socket.close()
-        self._context.term()
+        end(self._context)
 
     def _by_stream(self, descriptor: int) -> Iterator[tuple[bytes, list[zmq.Frame]]]:
         stream = self._streams[descriptor]

@@ -13,6 +13,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from collectives.zeromq_context import end
 from collectives.errors import DeadNodeError, GanglineError, ProtocolError, StallError
 from collectives.limits import limits
 from collectives.processes import this_process
@@ -132,7 +133,7 @@ class Membership:
         self._ending.set()
         self._ring()
         self._thread.join()
-        self._context.term()
+        end(self._context)
 
     def _ask(self, message: Message, key: object, what: str) -> Any:
         answer: Future[Any] = Future()

@@ -9,6 +9,7 @@ import time
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from collectives.zeromq_context import end
 from collectives.errors import ProtocolError, StallError, name_ranks
 from collectives.limits import limits
 from collectives.processes import state_of
@@ -93,7 +94,7 @@ class Scheduler:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close()
-        self._context.term()
+        end(self._context)
 
     def _receive(self) -> None:
         frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
