@@ -25,7 +25,21 @@ if TYPE_CHECKING:
         split_batch,
     )
     from kvstore import KVStore, Trainer
-    from models import Checkpoint, Module, ProgressBar, Speedometer, module_checkpoint
+    from models import (
+        Augmentation,
+        Checkpoint,
+        EarlyStopping,
+        ImageFolder,
+        Module,
+        Monitor,
+        ProgressBar,
+        Speedometer,
+        TensorBoard,
+        TrainingProgress,
+        module_checkpoint,
+        split_each_label,
+        stop_on,
+    )
 
 _HOMES = {
     "collectives": (
@@ -44,23 +58,43 @@ _HOMES = {
         "split_batch",
     ),
     "kvstore": ("KVStore", "Trainer"),
-    "models": ("Checkpoint", "Module", "ProgressBar", "Speedometer", "module_checkpoint"),
+    "models": (
+        "Augmentation",
+        "Checkpoint",
+        "EarlyStopping",
+        "ImageFolder",
+        "Module",
+        "Monitor",
+        "ProgressBar",
+        "Speedometer",
+        "TensorBoard",
+        "TrainingProgress",
+        "module_checkpoint",
+        "split_each_label",
+        "stop_on",
+    ),
 }
 
 __all__ = [
+    "Augmentation",
     "Checkpoint",
     "Communicator",
     "Context",
     "DeadNodeError",
+    "EarlyStopping",
     "GanglineError",
+    "ImageFolder",
     "KVStore",
     "MismatchError",
     "Module",
+    "Monitor",
     "ProgressBar",
     "ProtocolError",
     "Speedometer",
     "StallError",
+    "TensorBoard",
     "Trainer",
+    "TrainingProgress",
     "Work",
     "contexts",
     "cpu",
@@ -68,6 +102,8 @@ __all__ = [
     "module_checkpoint",
     "num_gpus",
     "split_batch",
+    "split_each_label",
+    "stop_on",
 ]
 
 
@@ -102,6 +138,7 @@ def main() -> None:
     from bench.command import bench
     from collectives.devices import devices
     from kvstore.launch.command import launch
+    from models.predict import predict, score
     from models.train import train
 
     app = typer.Typer(
@@ -110,7 +147,7 @@ def main() -> None:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    for command in (train, devices):
+    for command in (train, score, predict, devices):
         app.command()(command)
     app.command(context_settings={"allow_interspersed_args": False})(launch)  # from CMD on all options are its own
     app.add_typer(bench, name="bench")

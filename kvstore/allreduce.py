@@ -126,6 +126,8 @@ class AllReduceStore(LocalStore):
     pushpull = _telling(KVStore.pushpull)
     assign = _telling(KVStore.assign)
     fuse = _telling(KVStore.fuse)
+    update = _telling(KVStore.update)
+    drop_updates = _telling(KVStore.drop_updates)
     set_optimizer = _telling(KVStore.set_optimizer)
     set_gradient_compression = _telling(KVStore.set_gradient_compression)
 
@@ -265,11 +267,10 @@ class AllReduceStore(LocalStore):
         """Sum with the others, and update."""
         sums = summed_over_workers(self._workers, meeting, part, self._payloads, is_mean=is_mean)
         if self._optimizer is not None:
-            if not math.isnan(meeting.learning_rate) and meeting.learning_rate != self._optimizer.learning_rate:
-                self._optimizer.learning_rate = meeting.learning_rate
+            self._take_rate(meeting)
             for key, _ in sums:
                 self._optimizer.add(key, self._entries[key].stored)
-            self._optimizer.update(sums)
+            self._apply(sums)
         elif self._updater is not None:
             for key, total in sums:
                 self._updater(key, total, self._entries[key].stored)
@@ -281,10 +282,34 @@ class AllReduceStore(LocalStore):
         plan = meeting.plan
         if "exchange" in plan:
             self._workers.exchange(b"")
+        elif "update" in plan:
+            self._end_update(meeting, is_dropped=plan["update"] == "drop")
         elif plan:
             part = self._part_of(self._fused[plan["bucket"]]) if "bucket" in plan else self._part(plan["keys"], {})
             part.has_joined = True
             self._take(meeting, part, is_mean=plan["is_mean"])
+
+    def _take_rate(self, meeting: Meeting) -> None:
+        """Have rank 0's learning rate."""
+        assert self._optimizer is not None
+        if not math.isnan(meeting.learning_rate) and meeting.learning_rate != self._optimizer.learning_rate:
+            self._optimizer.learning_rate = meeting.learning_rate
+
+    def _update(self) -> None:
+        self._together("update", lambda: self._end_update(self._meet("update", {"update": "apply"})))
+
+    def _drop_updates(self) -> None:
+        def drop() -> None:
+            self._end_update(self._meet("drop_updates", {"update": "drop"}), is_dropped=True)
+
+        self._together("drop_updates", drop)
+
+    def _end_update(self, meeting: Meeting, *, is_dropped: bool = False) -> None:
+        if is_dropped:
+            self._held.clear()
+        else:
+            self._take_rate(meeting)
+            self._apply_held()
 
     def _part(self, keys: list[Key], values: Mapping[Key, Value]) -> Part:
         return Part(keys, values, lambda key: self._entries[key].stored, self._buffer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -60,6 +60,7 @@ class KVStore(abc.ABC):
         self._layout: dict[Key, tuple[torch.Size, torch.dtype]] = {}
         self._layout_lock = threading.Lock()
         self._buckets: weakref.WeakSet[Bucket] = weakref.WeakSet()  # whose keys are known to fit
+        self._waiting: set[Key] = set()  # what was pushed, and waits for `update`
         self._closed = False
 
     @property
@@ -132,7 +133,9 @@ class KVStore(abc.ABC):
         self._check_open()
         pairs = pushed(key, value)
         self._check(pairs)
-        return self._push(pairs, checked_priority(priority), async_op)
+        priority = checked_priority(priority)
+        self._have_wait([one for one, _ in pairs])
+        return self._push(pairs, priority, async_op)
 
     def push_weighted(self, key: Any, value: Any, weight: float, priority: int = 0, *, async_op: bool = False) -> Work:
         """Push this worker's part of a mean: the sum over workers of weight times value, by the sum of the weights.
@@ -153,13 +156,16 @@ class KVStore(abc.ABC):
         check_weight(weight)
         for one, _ in pairs:
             check_mean(one, self._layout[one][1])
-        return self._push_weighted(pairs, float(weight), checked_priority(priority), async_op)
+        priority = checked_priority(priority)
+        self._have_wait([one for one, _ in pairs])
+        return self._push_weighted(pairs, float(weight), priority, async_op)
 
     def pull(self, key: Any, out: Any, priority: int = 0, *, async_op: bool = False) -> Work:
         """Copy the stored value into each tensor of ``out``."""
         self._check_open()
         pairs = outs(key, out)
         self._check(pairs)
+        self._check_updated([one for one, _ in pairs])
         return self._pull(pairs, checked_priority(priority), async_op)
 
     def row_sparse_pull(
@@ -189,6 +195,7 @@ class KVStore(abc.ABC):
             (one, [(target, checked_rows(ids, target.shape, f"key {one!r}")) for target, ids in targets])
             for one, targets in pulls
         ]
+        self._check_updated([one for one, _ in pulls])
         return self._row_sparse_pull(checked, checked_priority(priority), async_op)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, async_op: bool = False) -> Work:
@@ -198,6 +205,11 @@ class KVStore(abc.ABC):
         targets = outs(key, value if out is None else out)
         self._check(values)
         self._check(targets)
+        if self.updates_wait:
+            raise ValueError(
+                "pushpull() would pull before the update, which clip_global_norm has wait for update(); call push(), "
+                "update() and pull()"
+            )
         return self._pushpull(values, targets, checked_priority(priority), async_op)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0, *, async_op: bool = False) -> Work:
@@ -260,9 +272,11 @@ class KVStore(abc.ABC):
         present = bucket.keys if keys is None else [key for key in bucket.keys if key in keys]
         priority = checked_priority(priority)
         if weight is None:
+            self._have_wait(present)
             return self._push_bucket(bucket, values, present, priority, async_op)
         check_weight(weight)
         check_mean(bucket.keys[0], bucket.dtype)
+        self._have_wait(present)
         return self._push_bucket_weighted(bucket, values, present, float(weight), priority, async_op)
 
     def pull_bucket(
@@ -273,7 +287,31 @@ class KVStore(abc.ABC):
         check_flat(bucket, outs)
         if bucket not in self._buckets:
             self._check_bucket(bucket)
+        self._check_updated(bucket.keys)
         return self._pull_bucket(bucket, outs, checked_priority(priority), async_op)
+
+    @property
+    def updates_wait(self) -> bool:
+        """Whether a push only sums, and `update` updates: with an optimizer that has ``clip_global_norm``."""
+        return False
+
+    def update(self) -> None:
+        """Under ``clip_global_norm``: clip what was pushed since the last update by the norm of all of it, and update.
+
+        All workers call it, and see the same norm: that of the sums. Under any other optimizer each push has updated
+        when it came, and nothing is left to do.
+        """
+        self._check_open()
+        if self.updates_wait:
+            self._update()
+            self._waiting.clear()
+
+    def drop_updates(self) -> None:
+        """Forget what was pushed and waits for `update`; all workers call it."""
+        self._check_open()
+        if self.updates_wait:
+            self._drop_updates()
+            self._waiting.clear()
 
     def set_gradient_compression(self, params: Mapping[str, Any] | None) -> None:
         """Compress what each device pushes before it travels; None ends it.
@@ -312,10 +350,18 @@ class KVStore(abc.ABC):
         """Have each push update the stored value with an optimizer of torch.optim.
 
         Args:
-            spec: as `OptimizerSpec.parse` takes it, e.g. ``("sgd", {"learning_rate": 0.1, "momentum": 0.9})``.
+            spec: as `OptimizerSpec.parse` takes it, e.g. ``("sgd", {"learning_rate": 0.1, "momentum": 0.9})``. With
+                ``clip_global_norm`` in it pushes only sum, and `update` updates.
+
+        Raises:
+            ValueError: an unknown optimizer or argument, or a store that does not run it.
         """
         self._check_open()
-        self._set_optimizer(OptimizerSpec.parse(spec))
+        parsed = OptimizerSpec.parse(spec)
+        if parsed.clip_global_norm is not None:
+            self._check_clips_together()
+        self._set_optimizer(parsed)
+        self._waiting.clear()
 
     def save_optimizer_states(self, path: str | Path) -> None:
         """Write the optimizer's state to a safetensors file, aside first and then renamed."""
@@ -352,6 +398,44 @@ class KVStore(abc.ABC):
 
     def _set_optimizer(self, spec: OptimizerSpec) -> None:  # noqa: ARG002  refused here
         raise ValueError(self._no_optimizer())
+
+    def _check_clips_together(self) -> None:
+        if self.is_async:
+            raise ValueError(
+                f"clip_global_norm wants the sums of all workers, but in a {self.type!r} store each push is an update "
+                "of its own; expected a sync store, or clip_norm or clip_gradient"
+            )
+        if type(self)._update is KVStore._update:
+            raise ValueError(f"a {self.type!r} store does not clip by clip_global_norm; use clip_norm or clip_gradient")
+
+    def _have_wait(self, keys: Iterable[Key]) -> None:
+        """Note what a push brings, where updates wait."""
+        if not self.updates_wait:
+            return
+        new = set(keys)
+        twice = new & self._waiting
+        if twice:
+            raise ValueError(
+                f"keys {sorted(map(repr, twice))} were pushed already, and clip_global_norm has them wait for "
+                "update(); call it, or drop_updates(), before the next push"
+            )
+        self._waiting |= new
+
+    def _check_updated(self, keys: Iterable[Key]) -> None:
+        early = self._waiting.intersection(keys) if self.updates_wait else ()
+        if early:
+            raise RuntimeError(
+                f"the pull of keys {sorted(map(repr, early))} came before update(), for which clip_global_norm has "
+                "their push wait; call update() first"
+            )
+
+    def _update(self) -> None:
+        """Clip and apply what waits; a store that has `updates_wait` does it."""
+        raise NotImplementedError
+
+    def _drop_updates(self) -> None:
+        """Forget what waits; a store that has `updates_wait` does it."""
+        raise NotImplementedError
 
     def _no_optimizer(self) -> str:
         return f"a {self.type!r} store runs no optimizer; expected a store that does, such as 'local' or 'device'"

@@ -33,3 +33,17 @@ def job_store(environment: Mapping[str, str] = os.environ) -> str:
             "'auto', 'cpu', 'gpu' or 'multi-gpu'"
         ) from error
     return "allreduce"
+
+
+def num_workers(environment: Mapping[str, str] = os.environ) -> int:
+    """How many workers this job has; 1 without a job.
+
+    Raises:
+        ValueError: a launcher has set a number that cannot be.
+    """
+    if roles.is_set(environment) and environment.get("DMLC_NUM_SERVER") != "0":
+        return roles.from_environment(environment).workers
+    try:
+        return find_place(None, None, None, environment).size
+    except RuntimeError:
+        return 1

@@ -54,6 +54,7 @@ class LocalStore(KVStore):
         self._flats: dict[Bucket, _Flat] = {}
         self._updater: Updater | None = None
         self._optimizer: KeyedOptimizer | None = None
+        self._held: dict[Key, torch.Tensor | RowSparse] = {}  # sums that wait for `update`
         self._compressed: CompressedPushes | None = None
         self._queue = WorkQueue()
         weakref.finalize(self, self._queue.close)
@@ -70,6 +71,31 @@ class LocalStore(KVStore):
 
     def _use(self, updater: Updater | None, optimizer: KeyedOptimizer | None) -> None:
         self._updater, self._optimizer = updater, optimizer
+        self._held.clear()
+
+    @property
+    def updates_wait(self) -> bool:  # noqa: D102  inherited
+        return self._optimizer is not None and self._optimizer.spec.clip_global_norm is not None
+
+    def _update(self) -> None:
+        self._change(self._apply_held)
+
+    def _drop_updates(self) -> None:
+        self._change(self._held.clear)
+
+    def _apply(self, sums: Sequence[tuple[Key, torch.Tensor | RowSparse]]) -> None:
+        """Update by sums, or keep them for `update`: they lie in memory of the store's own then."""
+        assert self._optimizer is not None
+        if self.updates_wait:
+            self._held.update(sums)
+        else:
+            self._optimizer.update(sums)
+
+    def _apply_held(self) -> None:
+        assert self._optimizer is not None
+        held, self._held = self._held, {}
+        known = [(key, entry.stored) for key, entry in self._entries.items() if key in held]  # in an order that stays
+        self._optimizer.update([(key, held[key].to(stored.device)) for key, stored in known])
 
     @property
     def learning_rate(self) -> float:  # noqa: D102  inherited
@@ -243,7 +269,7 @@ class LocalStore(KVStore):
         elif self._optimizer is not None:
             for key, _ in pairs:
                 self._optimizer.add(key, self._entries[key].stored)
-            self._optimizer.update(self._sums(pairs, own=self._optimizer.modifies_gradient))
+            self._apply(self._sums(pairs, own=self._optimizer.modifies_gradient))
         elif self._updater is not None:
             for pair in pairs:  # one by one: an updater may call the store, and change the next key
                 [(key, total)] = self._sums([pair], own=True)
@@ -275,7 +301,7 @@ class LocalStore(KVStore):
         else:
             for key in keys:
                 self._optimizer.add(key, self._entries[key].stored)
-            self._optimizer.update([(key, sums[key]) for key in keys])
+            self._apply([(key, sums[key]) for key in keys])
 
     def _replace(self, pairs: Pushed, outs: Mapping[Key, Sequence[torch.Tensor]]) -> None:
         """Have the sums be the stored values, and copy them into ``outs``."""

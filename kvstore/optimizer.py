@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvstore import clipping
 from kvstore.optimizer_spec import Key, OptimizerSpec, check_learning_rate
 from kvstore.sparse import RowSparse
 
@@ -18,6 +19,7 @@ class KeyedOptimizer:
 
     A parameter group holds the keys that share (lr_mult, wd_mult). An update puts only its own keys into the
     groups, so it costs by the keys it names. State is torch's, per tensor, and never moves between keys.
+    ``clip_global_norm`` takes the norm of the gradients of one update.
 
     A row-sparse gradient is applied lazily, as MXNet's ``lazy_update`` and torch's SparseAdam do it: the rows it names
     and their state see the optimizer's arithmetic, decay and momentum included; all others stay as they are.
@@ -95,14 +97,14 @@ class KeyedOptimizer:
         before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         parts: list[_Rows] = []
         try:
-            for key, gradient in gradients:
+            for (key, gradient), values in zip(gradients, self._clipped([one for _, one in gradients]), strict=True):
                 weight = self._weights[key]
                 if isinstance(gradient, RowSparse) and self.spec.takes_dense:
                     part = _Rows.of(weight, gradient.indices, optimizer, self._start_values(key))
                     parts.append(part)
                     weight = part.weight
                 before.append((weight, weight.grad))
-                weight.grad = self._prepared(gradient)
+                weight.grad = self._for_torch(gradient, values)
                 self._groups[self.spec.factors(key)]["params"].append(weight)
             optimizer.param_groups = [group for group in self._groups.values() if group["params"]]
             optimizer.step()
@@ -145,17 +147,29 @@ class KeyedOptimizer:
     @property
     def modifies_gradient(self) -> bool:
         """Whether `update` changes, or may change, the gradients it is given."""
-        return self.spec.rescale_grad != 1.0 or self.spec.clip_gradient is not None or not self.spec.is_torchs
+        return self.spec.rescale_grad != 1.0 or self.spec.clips or not self.spec.is_torchs
 
-    def _prepared(self, gradient: torch.Tensor | RowSparse) -> torch.Tensor:
-        values = gradient
-        if isinstance(gradient, RowSparse):
-            values = gradient.values.clone() if self.modifies_gradient else gradient.values
-        assert isinstance(values, torch.Tensor)
+    @torch.no_grad()
+    def _clipped(self, gradients: Sequence[torch.Tensor | RowSparse]) -> list[torch.Tensor]:
+        """The gradients as the optimizer gets them; of a row-sparse one its rows, the others being zero."""
+        values: list[torch.Tensor] = []
+        for gradient in gradients:
+            if isinstance(gradient, RowSparse):
+                values.append(gradient.values.clone() if self.modifies_gradient else gradient.values)
+            else:
+                values.append(gradient)
         if self.spec.rescale_grad != 1.0:
-            values.mul_(self.spec.rescale_grad)
+            for value in values:
+                value.mul_(self.spec.rescale_grad)
         if self.spec.clip_gradient is not None:
-            values.clamp_(-self.spec.clip_gradient, self.spec.clip_gradient)
+            clipping.clip_values_(values, self.spec.clip_gradient)
+        elif self.spec.clip_norm is not None:
+            clipping.clip_each_norm_(values, self.spec.clip_norm)
+        elif self.spec.clip_global_norm is not None:
+            clipping.clip_norm_(values, self.spec.clip_global_norm)
+        return values
+
+    def _for_torch(self, gradient: torch.Tensor | RowSparse, values: torch.Tensor) -> torch.Tensor:
         if isinstance(gradient, RowSparse) and not self.spec.takes_dense:
             return RowSparse(gradient.indices, values, gradient.shape).to_coo()._coalesced_(True)
         return values

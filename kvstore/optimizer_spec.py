@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from kvstore.clipping import THRESHOLDS, check_thresholds
+
 Key = str | int
 
 # gangline's and MXNet's names -> torch's classes. LBFGS is refused: it wants the loss again and again.
@@ -34,7 +36,7 @@ _WHOLE_TENSOR = (torch.optim.Adafactor, torch.optim.Muon)
 _ALIASES = {"learning_rate": "lr", "wd": "weight_decay", "epsilon": "eps"}
 _RMSPROP_ALIASES = {"gamma1": "alpha", "gamma2": "momentum"}
 _BETAS = ("beta1", "beta2")
-_OURS = ("clip_gradient", "lr_mult", "rescale_grad", "wd_mult")
+_OURS = (*THRESHOLDS, "lr_mult", "rescale_grad", "wd_mult")
 _NOT_DATA = ("closure", "params")
 
 
@@ -48,6 +50,8 @@ class OptimizerSpec:
     """The class's arguments by torch's names; ``lr`` is always there."""
     rescale_grad: float = 1.0
     clip_gradient: float | None = None
+    clip_norm: float | None = None
+    clip_global_norm: float | None = None
     lr_mult: dict[Key, float] = field(default_factory=dict)
     wd_mult: dict[Key, float] | str = field(default_factory=dict)
 
@@ -56,9 +60,10 @@ class OptimizerSpec:
         """The spec of ``"sgd"``, ``("sgd", {"learning_rate": 0.1})``, a torch.optim class, or (a class, arguments).
 
         Arguments go by torch's names or MXNet's (learning_rate, wd, epsilon, beta1, beta2, gamma1, gamma2), and
-        for every optimizer: ``rescale_grad`` (the summed gradient is multiplied by it), ``clip_gradient``
-        (then each element is clipped to +-c), ``lr_mult`` and ``wd_mult`` (factors by key; ``wd_mult="mxnet"`` gives
-        no decay to names that end in neither weight nor gamma).
+        for every optimizer: ``rescale_grad`` (the summed gradient is multiplied by it), ``lr_mult`` and ``wd_mult``
+        (factors by key; ``wd_mult="mxnet"`` gives no decay to names that end in neither weight nor gamma), and one of
+        ``clip_gradient`` (then each element is clipped to +-c), ``clip_norm`` (each key's gradient is scaled down to
+        the norm c) and ``clip_global_norm`` (all keys' together, see `KVStore.update`).
 
         Raises:
             TypeError: not such a spec, or an argument that is not plain data.
@@ -98,6 +103,16 @@ class OptimizerSpec:
     def is_elementwise(self) -> bool:
         """Whether parts of a tensor can be updated by themselves: each element depends on its own state only."""
         return self.is_torchs and self.optimizer_class not in _WHOLE_TENSOR
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are clipped."""
+        return any(getattr(self, name) is not None for name in THRESHOLDS)
+
+    @property
+    def needs_whole_keys(self) -> bool:
+        """Whether an update of a key must see all of it."""
+        return not self.is_elementwise or self.clip_norm is not None
 
     @property
     def takes_rows(self) -> bool:
@@ -205,9 +220,7 @@ def _check_factors(ours: Mapping[str, Any]) -> None:
             raise ValueError(f"{argument} is {factors!r}; expected a dict of key -> factor, 0 or more")
     if not _is_number(ours.get("rescale_grad", 1.0)):
         raise ValueError(f"rescale_grad is {ours['rescale_grad']!r}; expected a number")
-    clip = ours.get("clip_gradient")
-    if clip is not None and not (_is_number(clip) and clip > 0):
-        raise ValueError(f"clip_gradient is {clip!r}; expected a number above 0")
+    check_thresholds(ours)
 
 
 def _is_number(value: Any) -> bool:

@@ -105,7 +105,13 @@ class Trainer:
             return
         self._take_over_changes()
         gradients, weight = self._mean(batch_size)
-        self._push(gradients, weight)
+        try:
+            self._push(gradients, weight)
+        except Exception:  # whatever it was is raised again
+            if self.kvstore.num_workers == 1:  # else all workers would have to
+                self.kvstore.drop_updates()
+            raise
+        self.kvstore.update()
         self._pull()
 
     @contextmanager

@@ -5,18 +5,47 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from models.augmentation import Augmentation
     from models.callbacks import Checkpoint, ProgressBar, Speedometer, module_checkpoint
+    from models.image_folder import ImageFolder
     from models.module import Module
+    from models.monitor import Monitor
+    from models.progress_page import TrainingProgress
+    from models.splitting import split_each_label
+    from models.stopping import EarlyStopping, stop_on
+    from models.tensorboard import TensorBoard
 
 _HOMES = {
+    "Augmentation": "augmentation",
     "Checkpoint": "callbacks",
+    "EarlyStopping": "stopping",
+    "ImageFolder": "image_folder",
     "Module": "module",
+    "Monitor": "monitor",
     "ProgressBar": "callbacks",
     "Speedometer": "callbacks",
+    "TensorBoard": "tensorboard",
+    "TrainingProgress": "progress_page",
     "module_checkpoint": "callbacks",
+    "split_each_label": "splitting",
+    "stop_on": "stopping",
 }
 
-__all__ = ["Checkpoint", "Module", "ProgressBar", "Speedometer", "module_checkpoint"]
+__all__ = [
+    "Augmentation",
+    "Checkpoint",
+    "EarlyStopping",
+    "ImageFolder",
+    "Module",
+    "Monitor",
+    "ProgressBar",
+    "Speedometer",
+    "TensorBoard",
+    "TrainingProgress",
+    "module_checkpoint",
+    "split_each_label",
+    "stop_on",
+]
 
 
 def __getattr__(name: str) -> Any:  # lazy, because importing torch costs seconds

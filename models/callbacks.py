@@ -6,6 +6,7 @@ A batch callback gets a `BatchEndParam`. An epoch callback gets (epoch, network,
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from models.checkpoints_kept import BEST, remove_older
+from models.improvement import is_better, worst
 from models.metric import EvalMetric
 
 if TYPE_CHECKING:
@@ -39,8 +42,9 @@ class BatchEndParam:
     """How many batches made the update, the last of which this is."""
 
 
-BatchCallback = Callable[[BatchEndParam], None]
-EpochCallback = Callable[[int, nn.Module, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], None]
+BatchCallback = Callable[[BatchEndParam], object]
+"""What it returns matters to `fit` alone, which ends on True; see there."""
+EpochCallback = Callable[[int, nn.Module, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], object]
 
 
 class Speedometer:
@@ -120,39 +124,114 @@ def _reports(param: BatchEndParam) -> bool:
 
 
 class Checkpoint:
-    """Saves the module's checkpoint, optimizer state and all, every so many epochs or batches.
+    """Saves the module's checkpoint, optimizer state and all, every so many epochs, batches or minutes.
 
     Serves as both kinds of callback. An epoch's end is saved under the number of epochs completed; so is the
-    middle of the epoch after it, which replaces it until that epoch ends. In a job every worker has one.
+    middle of the epoch after it, which replaces it until that epoch ends. In a job every worker has one. When `fit`
+    is stopped in the middle, it has one saved there.
     """
 
-    def __init__(self, module: Module, prefix: str | Path, period: int = 1, save_optimizer_states: bool = True) -> None:
+    def __init__(
+        self,
+        module: Module,
+        prefix: str | Path,
+        period: int | None = None,
+        save_optimizer_states: bool = True,
+        *,
+        minutes: float | None = None,
+        keep: int | None = None,
+        keep_best: str | None = None,
+        mode: str = "max",
+    ) -> None:
         """Say where and how often.
 
         Args:
             module: whose checkpoint it is.
             prefix: as for `Module.save_checkpoint`.
-            period: every so many epochs (or batches, as a batch callback).
+            period: every so many epochs (or batches, as a batch callback); None: 1, or never where there are minutes.
             save_optimizer_states: whether a run can go on from it.
+            minutes: save after a batch (or epoch, as an epoch callback) where so many have gone by since the last one;
+                in a job by rank 0's clock.
+            keep: how many of the prefix to keep, this one included; older ones are removed. None: all.
+            keep_best: the name of a metric: after each validation that has a better value of it than all before,
+                ``PREFIX-best`` is saved, too.
+            mode: "max" or "min": which values are better.
+
+        Raises:
+            ValueError: a period or keep below 1, minutes that are not above 0, or an unknown mode.
         """
-        if period < 1:
-            raise ValueError(f"period is {period}; expected 1 or more")
-        self.module, self.prefix, self.period, self.save_optimizer_states = (
-            module,
-            Path(prefix),
-            period,
-            save_optimizer_states,
-        )
+        for name, value in (("period", period), ("keep", keep)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; expected 1 or more")
+        if minutes is not None and not 0 < minutes < math.inf:
+            raise ValueError(f"minutes is {minutes}; expected a finite number above 0")
+        self.module, self.prefix, self.save_optimizer_states = module, Path(prefix), save_optimizer_states
+        self.period = 1 if period is None and minutes is None else period
+        self.minutes, self.keep, self.keep_best, self.mode = minutes, keep, keep_best, mode
+        self.best = worst(mode)
+        """The best value of ``keep_best`` so far."""
+        self._since: float | None = None
+        self._saved_at: tuple[int, int] | None = None  # the module's step, and the epochs completed
 
     def __call__(self, when: int | BatchEndParam, *_: Any) -> None:
         """Save if it is time."""
         if isinstance(when, BatchEndParam):
-            done = when.nbatch + 1
-            due, completed = done // self.period > (done - when.batches) // self.period, when.epoch
+            begun, done, completed = when.nbatch + 1 - when.batches, when.nbatch + 1, when.epoch
         else:
-            due, completed = (when + 1) % self.period == 0, when + 1
-        if due:
-            self.module.save_checkpoint(self.prefix, completed, self.save_optimizer_states)
+            begun, done, completed = when, when + 1, when + 1
+        is_due = self._minutes_are_over()
+        if is_due or (self.period is not None and done // self.period > begun // self.period):
+            self.save(completed)
+
+    def _minutes_are_over(self) -> bool:
+        if self.minutes is None:
+            return False
+        now = self.module.workers.clock
+        if self._since is None:
+            self._since = now
+        return now - self._since >= 60 * self.minutes
+
+    def save_at_stop(self, completed: int) -> None:
+        """Save what `fit` leaves when it is stopped, unless that is what was saved last."""
+        if self._saved_at != (self.module.step, completed):
+            self.save(completed)
+
+    def save(self, completed: int) -> None:
+        """Save now, after so many epochs completed; a collective of a job's workers."""
+        self.module.save_checkpoint(self.prefix, completed, self.save_optimizer_states)
+        self._saved_at, self._since = (self.module.step, completed), self.module.workers.clock
+        if self.keep is not None and self.module.workers.is_first:
+            try:
+                remove_older(self.prefix, completed, self.keep)
+            except OSError as error:
+                _log.warning("an older checkpoint cannot be removed, and stays: %s", error)
+
+    def after_validation(self, values: Mapping[str, float]) -> None:
+        """Save the best, if this is it; `fit` calls it after each validation, on all workers.
+
+        Args:
+            values: of the metrics, by name, the same on all workers.
+        """
+        if self.keep_best is not None and is_better(values[self.keep_best], self.best, self.mode):
+            self.best = values[self.keep_best]
+            self.module.save_checkpoint(self.prefix, BEST, self.save_optimizer_states)
+
+    @property
+    def awaited_metric(self) -> str | None:
+        """What validations must have, if anything; `fit` sees to it."""
+        return self.keep_best
+
+    def plan(self) -> list[Any]:
+        """What must be equal on all workers of a job."""
+        return [self.period, self.minutes, self.keep_best, self.mode, self.save_optimizer_states]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of this."""
+        return {"best": self.best}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Have the best value be that of the run that goes on."""
+        self.best = state["best"]
 
 
 def module_checkpoint(

@@ -2,7 +2,8 @@
 
 ``PREFIX-0003.safetensors`` holds parameters and buffers by state_dict name, ``PREFIX-0003.state.safetensors``
 the optimizer's state, compression residuals and each replica's own buffers, ``PREFIX-0003.json`` the rest: where
-training stood, the learning rate, the random states, the automatic split. The number is that of epochs completed.
+training stood, the learning rate, the random states, the automatic split. The number is that of epochs completed;
+``PREFIX-best`` is one more, which `Checkpoint(keep_best=...)` keeps.
 Rank 0 writes for all workers of a job, and holds what each of them alone has.
 
 All three carry one id. The tensors are written aside first; renaming the JSON into place is the moment at which
@@ -27,6 +28,7 @@ from torch import nn
 
 from kvstore import files
 from kvstore.optimizer import OptimizerState
+from models.checkpoints_kept import BEST, epochs, number_of, paths_of
 from models.random_streams import host_states
 from models.statistics import Buffers, averaged_over
 
@@ -59,6 +61,10 @@ class Checkpoint:
     """Of float16's loss."""
     auto: dict[str, Any] | None
     """What ``work_load_list="auto"`` had found out."""
+    about: dict[str, Any]
+    """`Module.about`."""
+    companions: dict[str, Any]
+    """The states of `Module.companions`, by name."""
     other_workers: list[Checkpoint] = field(default_factory=list)
     """The same as the workers of rank 1 and so on need it, where it was written in a job of several."""
 
@@ -75,19 +81,19 @@ class Checkpoint:
         return self.optimizer_state
 
 
-def save(module: Module, prefix: str | Path, epoch: int, save_optimizer_states: bool) -> None:
+def save(module: Module, prefix: str | Path, epoch: int | str, save_optimizer_states: bool) -> None:
     """Write the checkpoint ``prefix``-``epoch`` of a module.
 
     Args:
         module: its replicas may stand in mid-epoch.
         prefix: a path without the number; its folder is made.
-        epoch: epochs completed, 0 or more.
+        epoch: epochs completed, 0 or more; or "best".
         save_optimizer_states: without them the checkpoint serves prediction and a fresh start, not `resume`.
 
     Raises:
         RuntimeError: states are asked for before ``init_optimizer``; or rank 0 of a job could not write.
     """
-    _paths(prefix, epoch)  # what cannot be a name is an error of each worker
+    paths_of(prefix, epoch)  # what cannot be a name is an error of each worker
     workers = module.workers
     buffers, samples_seen = module.replica_buffers()
     params = module.get_params()
@@ -103,7 +109,7 @@ def save(module: Module, prefix: str | Path, epoch: int, save_optimizer_states: 
     if failure is not None:
         raise failure
     if told is not None:
-        raise RuntimeError(f"rank 0 could not write checkpoint {prefix}-{epoch:04d}: {told}")
+        raise RuntimeError(f"rank 0 could not write checkpoint {prefix}-{number_of(epoch)}: {told}")
 
 
 def _part(module: Module, buffers: Buffers, samples_seen: list[int], with_residuals: bool) -> dict[str, Any]:
@@ -123,12 +129,12 @@ def _part(module: Module, buffers: Buffers, samples_seen: list[int], with_residu
 def _write(
     module: Module,
     prefix: str | Path,
-    epoch: int,
+    epoch: int | str,
     params: Mapping[str, torch.Tensor],
     optimizer: OptimizerState | None,
     parts: list[dict[str, Any]],
 ) -> None:
-    weights, state, description = _paths(prefix, epoch)
+    weights, state, description = paths_of(prefix, epoch)
     save_id = uuid.uuid4().hex
     tensors = {f"{_OPTIMIZER}{place}": tensor for place, tensor in optimizer.tensors.items()} if optimizer else {}
     for rank, part in enumerate(parts):
@@ -136,7 +142,7 @@ def _write(
             tensors |= {f"{_of(rank)}{_REPLICA}{index}/{name}": tensor for index, tensor in enumerate(of_replicas)}
         tensors |= {f"{_of(rank)}{_RESIDUAL}{name}": tensor for name, tensor in part["residuals"].items()}
     position = asdict(module.position)
-    if not position["batch"]:
+    if not position["batch"] and epoch != BEST:
         position["epoch"] = epoch  # a loop of the user's own has no other count
     first, *others = [part["plain"] for part in parts]
     content = {
@@ -150,6 +156,8 @@ def _write(
         "random": first["random"],
         "loss_scale": module.loss_scale.state() if module.loss_scale is not None else None,
         "auto": first["auto"],
+        "about": module.about,
+        "companions": {name: companion.state() for name, companion in module.companions.items()},
         "other_workers": others,
     }
     description.parent.mkdir(parents=True, exist_ok=True)
@@ -166,14 +174,14 @@ def _write(
     _finish(prefix, epoch)
 
 
-def read(prefix: str | Path, epoch: int) -> Checkpoint:
-    """Read a checkpoint.
+def read(prefix: str | Path, epoch: int | str) -> Checkpoint:
+    """Read a checkpoint: the one of a number, or "best".
 
     Raises:
         FileNotFoundError: there is none; the message lists those there are.
         ValueError: a torn or foreign file, by name.
     """
-    weights, state, description = _paths(prefix, epoch)
+    weights, state, description = paths_of(prefix, epoch)
     if not description.is_file():
         there = epochs(prefix)
         raise FileNotFoundError(f"{description} is not there; checkpoints of that prefix: {there or 'none'}")
@@ -191,6 +199,16 @@ def read(prefix: str | Path, epoch: int) -> Checkpoint:
             break
         if attempt == _ATTEMPTS - 1:
             raise ValueError(f"{foreign[0]} is not of the checkpoint that {description} describes")
+    try:
+        return _made(description, content, params, tensors)
+    except (KeyError, TypeError, AttributeError) as error:  # JSON that has another form than ours
+        raise ValueError(f"{description} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _made(
+    description: Path, content: dict[str, Any], params: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]
+) -> Checkpoint:
+    """The checkpoint whose files hold these."""
     optimizer = None
     if content["optimizer"] is not None:
         optimizer = OptimizerState.from_parts(content["optimizer"], _beginning(tensors, _OPTIMIZER))
@@ -207,6 +225,8 @@ def read(prefix: str | Path, epoch: int) -> Checkpoint:
         compression_residuals=_beginning(tensors, _RESIDUAL),
         loss_scale=content["loss_scale"],
         auto=content["auto"],
+        about=content.get("about", {}),
+        companions=content.get("companions", {}),
     )
     for rank, other in enumerate(content.get("other_workers", ()), 1):
         of_worker = replace(
@@ -236,14 +256,6 @@ def _buffers(tensors: Mapping[str, torch.Tensor], rank: int, replicas: int) -> d
         for name, tensor in _beginning(tensors, f"{_of(rank)}{_REPLICA}{index}/").items():
             found.setdefault(name, []).append(tensor)
     return found
-
-
-def epochs(prefix: str | Path) -> list[int]:
-    """The numbers of the checkpoints of a prefix, in order."""
-    prefix = Path(prefix)
-    pattern = re.compile(re.escape(prefix.name) + r"-(\d{4,})\.json")
-    names = [path.name for path in prefix.parent.iterdir()] if prefix.parent.is_dir() else []
-    return sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))
 
 
 def matched(
@@ -326,23 +338,13 @@ def _content(description: Path) -> dict[str, Any]:
     return dict(content)
 
 
-def _paths(prefix: str | Path, epoch: int) -> tuple[Path, Path, Path]:
-    if isinstance(epoch, bool) or not isinstance(epoch, int):
-        raise TypeError(f"epoch is {epoch!r}; expected an int")
-    if epoch < 0:
-        raise ValueError(f"epoch is {epoch}; expected 0 or more")
-    stem = f"{Path(prefix).name}-{epoch:04d}"
-    folder = Path(prefix).parent
-    return folder / f"{stem}.safetensors", folder / f"{stem}.state.safetensors", folder / f"{stem}.json"
-
-
 def _aside(path: Path, save_id: str) -> Path:
     return path.with_name(f"{path.name}.{save_id}.aside")
 
 
-def _finish(prefix: str | Path, epoch: int) -> None:
+def _finish(prefix: str | Path, epoch: int | str) -> None:
     """Rename the tensors of a checkpoint that exists into place, if its writer did not come to it."""
-    weights, state, description = _paths(prefix, epoch)
+    weights, state, description = paths_of(prefix, epoch)
     if description.is_file():
         save_id = _content(description)["id"]
         for path in (weights, state):
@@ -350,9 +352,9 @@ def _finish(prefix: str | Path, epoch: int) -> None:
                 _aside(path, save_id).replace(path)
 
 
-def _clean(prefix: str | Path, epoch: int) -> None:
+def _clean(prefix: str | Path, epoch: int | str) -> None:
     """Remove what writers left aside that never came to their end; only a writer of the same checkpoint may."""
-    for path in _paths(prefix, epoch):
+    for path in paths_of(prefix, epoch):
         for aside in path.parent.glob(f"{_escaped(path.name)}.*.aside"):
             aside.unlink(missing_ok=True)
 

@@ -180,6 +180,9 @@ class Flow:
         """
         self._places = []
         gone = [filling for filling in self._fillings if filling.left is not None]
+        if self._store.updates_wait:  # nothing has been updated
+            self._store.drop_updates()
+            gone = []
         for filling in self._fillings:
             filling.awaited = {}
             self._keep_views(filling)
@@ -207,23 +210,41 @@ class Flow:
         return sparse
 
     def _move_apart(self, names: Sequence[str]) -> None:
-        """Push and pull key by key."""
+        """Push and pull key by key; between them, where updates wait, have all of them made."""
         dense: dict[str, list[torch.Tensor]] = {}
+        rows: dict[str, torch.Tensor | None] = {}  # which to pull; None: all
         for name in names:
             gradients = [p.grad for p in self._parameters(name) if p.grad is not None]
             if gradients and all(is_sparse(gradient) for gradient in gradients):
                 self._store.push(name, gradients)
-                if self._store.num_workers > 1:  # others have changed other rows
-                    self._store.pull(name, self._weights(name))
-                    continue
-                rows = torch.cat([gradient._indices()[0].to(gradients[0].device) for gradient in gradients])
-                self._store.row_sparse_pull(name, self._weights(name), row_ids=rows)
+                own = [gradient._indices()[0].to(gradients[0].device) for gradient in gradients]
+                rows[name] = torch.cat(own) if self._store.num_workers == 1 else None  # others have changed others
             elif gradients and self._store.compresses:
                 dense[name] = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters(name)]
             elif gradients:
                 dense[name] = gradients
-        if dense:
-            self._store.pushpull(list(dense), list(dense.values()), [self._weights(name) for name in dense])
+        self._move_dense(list(dense), list(dense.values()))
+        for name, numbers in rows.items():
+            if numbers is None:
+                self._store.pull(name, self._weights(name))
+            else:
+                self._store.row_sparse_pull(name, self._weights(name), row_ids=numbers)
+
+    def _move_dense(self, names: Sequence[str], values: Sequence[list[torch.Tensor]]) -> None:
+        """Push and pull what is dense, behind all other pushes; where updates wait, have them made."""
+        weights = [self._weights(name) for name in names]
+        if not self._store.updates_wait:
+            if names:
+                self._store.pushpull(list(names), list(values), weights)
+            return
+        if names:
+            self._store.push(list(names), list(values))
+        for filling in self._fillings:
+            if filling.left is not None:
+                filling.left.wait()  # what it has failed with comes before any update
+        self._store.update()
+        if names:
+            self._store.pull(list(names), weights)
 
     def _repeated_here(self) -> set[str]:
         return {name for name, count in self._arrivals.items() if count > 1}

@@ -157,21 +157,22 @@ class FlowInStep(Flow):
     def _move_apart(self, names: Sequence[str]) -> None:
         sparse = [name for name in names if self._agreed_sparse[name]]
         dense = [name for name in names if not self._agreed_sparse[name]]
-        if sparse:
-            self._move_rows(sparse)
-        if dense:
-            self._make_dense(dense)
-            values = [self._dense_gradients(name) for name in dense]
-            self._store.pushpull(dense, values, [self._weights(name) for name in dense])
+        rows = self._push_rows(sparse) if sparse else {}
+        self._make_dense(dense)
+        self._move_dense(dense, [self._dense_gradients(name) for name in dense])
+        for name, numbers in rows.items():
+            self._store.row_sparse_pull(name, self._weights(name), row_ids=numbers)
 
-    def _move_rows(self, names: Sequence[str]) -> None:
-        """Push rows, and pull those that any worker has pushed."""
+    def _push_rows(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Push rows; gives the numbers of those that any worker has pushed."""
         own = {name: self._row_gradients(name) for name in names}
         everybody = self._exchange({name: _rows_of(gradients) for name, gradients in own.items()})
         for name, gradients in own.items():
             self._store.push(name, gradients)
-            rows = torch.cat([theirs[name] for theirs in everybody])
-            self._store.row_sparse_pull(name, self._weights(name), row_ids=rows.to(gradients[0].device))
+        return {
+            name: torch.cat([theirs[name] for theirs in everybody]).to(gradients[0].device)
+            for name, gradients in own.items()
+        }
 
     def _dense_gradients(self, name: str) -> list[torch.Tensor]:
         parameters = self._parameters(name)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvstore.optimizer_spec import OptimizerSpec
 from models import checkpoint
 from models.callbacks import BatchCallback, Checkpoint, EpochCallback
+from models.checkpoints_kept import epochs as numbers_of
+from models.checkpoints_kept import unexplained
+from models.epochs import Epochs, hear_signals, savers_of
+from models.eval_frequency import EvalFrequency
+from models.improvement import check_metric
 from models.metric import EvalMetric, create
+from models.monitor import Monitor
 from models.random_streams import host_states, set_host_states
-from models.scoring import after, call, many, score
+from models.rates import Rates
+from models.scoring import many
 from models.sources import Source, source
 
 if TYPE_CHECKING:
@@ -45,7 +51,10 @@ def fit(
     validation_metric: Any = None,
     resume: Resume | None = None,
     accumulate: int = 1,
-) -> None:
+    lr_scheduler: Any = None,
+    eval_frequency: Any = 1,
+    monitor: Monitor | None = None,
+) -> str:
     """Train from ``begin_epoch`` to ``num_epoch``.
 
     With a store of several workers all of them call it, with the same arguments. Arrays and datasets hold the data of
@@ -54,12 +63,17 @@ def fit(
     out of them. Callbacks are called on every worker; rank 0 logs and writes checkpoints. A worker that fails leaves
     the job, if the store was made here: the others get a DeadNodeError, and all go on from a checkpoint.
 
+    A callback that returns True ends training after the update, or epoch, that it was called for; so does a signal
+    within `stop_on`. In a job one worker's word is enough: it travels with what workers exchange in each step, so all
+    of them end together, after the same update, which is that one or the next (workers of dist_async hear it after
+    every 100 updates, or at an epoch's end where each has batches of its own). `Checkpoint` callbacks then save.
+
     Args:
         module: what is trained. What the user's own `init_optimizer` set stays, with a warning if another store or
             optimizer is asked for here; what an earlier `fit` set is replaced if another is.
         train_data: a TUPLE of two (tensors, arrays or dicts of them) or a Dataset, which need ``batch_size``; or a
             DataLoader or another iterable of (data, label) batches, iterable anew each epoch.
-        eval_data: likewise, scored after each epoch.
+        eval_data: likewise, scored as often as ``eval_frequency`` says.
         eval_metric: as `models.metric.create` takes it.
         num_epoch: the epoch to end before; with ``resume`` too it counts from the first run's beginning.
         batch_size: samples in a batch over all contexts of all workers.
@@ -70,14 +84,25 @@ def fit(
         optimizer: likewise.
         optimizer_params: likewise; None: torch's own defaults.
         batch_end_callback: one or several, called after each update with the number of its last batch, and the part of
-            that which this worker had (None: nothing); those that have a ``close`` are closed at the end.
-        epoch_end_callback: one or several, called after each epoch with (epoch, network, params, buffers).
-        eval_end_callback: one or several, called after each scoring.
+            that which this worker had (None: nothing). Callbacks that have a ``close`` are closed at the end; what
+            those have that have a ``state()`` and a ``load_state(state)``, of plain data, is part of checkpoints.
+        epoch_end_callback: one or several, called after each epoch with (epoch, network, params, buffers); those that
+            save come last, behind validation.
+        eval_end_callback: one or several, called after each scoring, such as `EarlyStopping`.
         validation_metric: None: as ``eval_metric``.
         resume: a checkpoint prefix (its newest), (prefix, epoch), or "auto": the newest of a `Checkpoint` callback
             given here, or a fresh start if there is none yet.
         accumulate: batches to an update, whose gradient is that of the mean over all of them, each valid element
             counted once; the last ones of an epoch make an update however few they are.
+        lr_scheduler: the learning rate of each update: what `schedule` takes, such as ("cosine", {"warmup_epochs": 1}),
+            or a function that makes a torch scheduler of an optimizer, which steps after each epoch
+            (``TorchScheduler(function, "batch")``: each update). None: the rate stays, or callbacks set it.
+        eval_frequency: validate after every so many epochs, or (number, "batches") of the whole run; at the end, too.
+        monitor: looks at outputs, weights and gradients.
+
+    Returns:
+        Why it ended: "epochs" if all are done; "callback", or the ``reason`` that the callback has ("patience" of
+        `EarlyStopping`); or the name of the signal, such as "SIGTERM".
 
     Raises:
         TypeError: a wrong type.
@@ -94,9 +119,10 @@ def fit(
         evaluation = source(eval_data, batch_size if needing[1] else None, shuffle=False, seed=0, what="eval_data")
     metric = create(eval_metric, module.loss.loss)
     validation = create(validation_metric if validation_metric is not None else eval_metric, module.loss.loss)
-    batch_callbacks, epoch_callbacks = many(batch_end_callback), many(epoch_end_callback)
-    eval_callbacks = many(eval_end_callback)
-    saved = _checkpoint(resume, [*batch_callbacks, *epoch_callbacks])
+    callbacks = many(batch_end_callback), many(epoch_end_callback), many(eval_end_callback)
+    every_callback = list({id(callback): callback for kind in callbacks for callback in kind}.values())
+    savers = savers_of(every_callback)
+    saved = _checkpoint(resume, savers)
     module.seed, module.data_generator = seed, train.generator
     request = (kvstore, optimizer, dict(optimizer_params or {}))
     if not module.optimizer_initialized or (module.optimizer_is_fits and request != module.optimizer_request):
@@ -111,45 +137,106 @@ def fit(
             "init_optimizer() was called before: what fit() is given as kvstore and optimizer is ignored"
         )
     try:
-        numbers = {"num_epoch": num_epoch, "begin_epoch": begin_epoch, "accumulate": accumulate}
-        _check_same(module, train, evaluation, saved, numbers)
+        per_epoch = _batches_per_epoch(module, train)
+        rates = Rates(lr_scheduler, _base_rate(module), num_epoch, per_epoch)
+        frequency = EvalFrequency(eval_frequency, per_epoch)
+        _check_metrics([rates, *every_callback], validation if evaluation is not None else None)
+        module.companions.clear()
+        module.companions.update(_companions(every_callback, rates))
+        module.workers.forget_stop()
+        hear_signals(module)
+        settings = {
+            "num_epoch": num_epoch,
+            "begin_epoch": begin_epoch,
+            "accumulate": accumulate,
+            "lr_scheduler": rates.plan(),
+            "eval_frequency": [frequency.number, frequency.unit],
+            "the Checkpoint callbacks": [saver.plan() for saver in savers],
+        }
+        _check_same(module, train, evaluation, saved, settings)
+        if frequency.unit == "batches" and module.workers.count > 1 and not (train.is_shared or module.workers.in_step):
+            raise ValueError(
+                f"eval_frequency is {eval_frequency}, but workers of {kvstore!r} that have batches of their own do not "
+                "meet within an epoch; validate after epochs"
+            )
+        if module.workers.stop is not None:
+            return module.workers.stop
         skip = 0
         if saved is not None:
+            _check_goes_on(module, train, saved)
             saved = saved.of_worker(module.workers.rank, module.workers.count)
             module.resume(saved)
+            _load_companions(module, saved)
             begin_epoch, skip = _resumed_position(module, train)
         else:
             module.position.epoch = begin_epoch
-        for epoch in range(begin_epoch, num_epoch):
-            began = time.perf_counter()
-            metric.reset()
-            parts = _begin_epoch(module, train, epoch, skip, saved)
-            with _adding(module, accumulate):
-                _train(module, train, enumerate(parts, skip), epoch, metric, batch_callbacks, accumulate)
-            skip = 0
-            module.average_statistics()
-            module.position = type(module.position)(epoch + 1)
-            metric.gather(module.workers)
-            for name, value in metric.get_global_name_value():
-                _log(module, "Epoch[%d] Train-%s=%f", epoch, name, value)
-            _log(module, "Epoch[%d] Time cost=%.3f", epoch, time.perf_counter() - began)
-            if epoch_callbacks:
-                _end_epoch(module, epoch, epoch_callbacks)
-            if evaluation is not None:
-                _validate(module, evaluation, validation, epoch, eval_callbacks)
+        if monitor is not None:
+            monitor.install(module.network, reports=module.workers.is_first)
+        loop = Epochs(
+            module,
+            train,
+            evaluation,
+            metric,
+            validation,
+            rates,
+            frequency,
+            num_epoch,
+            accumulate,
+            monitor,
+            *callbacks,
+            per_epoch,
+        )
+        return loop.run(begin_epoch, skip, saved)
     except BaseException:
         if module.workers.count > 1:
             module.leave()
         raise
     finally:
-        for callback in batch_callbacks:
+        for callback in every_callback if monitor is None else [*every_callback, monitor]:
             if hasattr(callback, "close"):
                 callback.close()
 
 
-def _log(module: Module, line: str, *values: Any) -> None:
-    if module.workers.is_first:
-        module.logger.info(line, *values)
+def _check_metrics(waiting: Iterable[Any], validation: EvalMetric | None) -> None:
+    """See that validations have what some wait for."""
+    for each in waiting:
+        metric = getattr(each, "awaited_metric", None)
+        if metric is not None:
+            names = [name for name, _ in validation.get_name_value()] if validation is not None else []
+            who = each.driven.name if isinstance(each, Rates) and each.driven is not None else type(each).__name__
+            check_metric(who, metric, names)
+
+
+def _batches_per_epoch(module: Module, train: Source) -> int | None:
+    """How many the worker has that has most; None where somebody does not know."""
+    counts = module.workers.exchange(train.num_batches())
+    return max(counts) if None not in counts else None
+
+
+def _base_rate(module: Module) -> float:
+    """The rate that the optimizer was asked to begin with."""
+    assert module.optimizer_request is not None
+    _, optimizer, params = module.optimizer_request
+    return float(OptimizerSpec.parse((optimizer, dict(params))).arguments["lr"])
+
+
+def _companions(callbacks: Iterable[Any], rates: Rates) -> dict[str, Any]:
+    """What has a state that a checkpoint holds, by names that the same run has again."""
+    found: dict[str, Any] = {} if rates.driven is None else {"lr_scheduler": rates.driven}
+    for callback in callbacks:
+        if all(callable(getattr(callback, verb, None)) for verb in ("state", "load_state")):
+            kind = type(callback).__name__
+            number = sum(name.startswith(f"{kind}/") for name in found)
+            found[f"{kind}/{number}"] = callback
+    return found
+
+
+def _load_companions(module: Module, saved: checkpoint.Checkpoint) -> None:
+    for name, companion in module.companions.items():
+        if name in saved.companions:
+            companion.load_state(saved.companions[name])
+        elif name == "lr_scheduler":
+            module.logger.warning("%s was saved without this lr_scheduler, which begins anew", saved.path)
 
 
 def _check_same(
@@ -157,72 +244,14 @@ def _check_same(
     train: Source,
     evaluation: Source | None,
     saved: checkpoint.Checkpoint | None,
-    numbers: dict[str, int],
+    settings: dict[str, Any],
 ) -> None:
     """See that all workers are about to do the same."""
-    settings: dict[str, Any] = {**numbers}
     for what, data in (("train_data", train), ("eval_data", evaluation)):
         shared = data is not None and data.is_shared
         settings[what] = "none" if data is None else data.plan() if shared else "batches of each worker's own"
     settings["the checkpoint to go on from"] = saved.id if saved is not None else None
     module.workers.check_same("fit()", settings)
-
-
-@contextmanager
-def _adding(module: Module, accumulate: int) -> Iterator[None]:
-    """Have the module add up the gradients of batches while an epoch runs, if there is more than one to an update."""
-    grad_req = module.grad_req
-    try:
-        if accumulate > 1:
-            module.grad_req = "add"
-        yield
-    finally:
-        module.grad_req = grad_req
-        if accumulate > 1:
-            module.drop_gradients()  # of a window that an error has cut off
-
-
-def _train(
-    module: Module,
-    train: Source,
-    parts: Iterable[tuple[int, Any]],
-    epoch: int,
-    metric: EvalMetric,
-    callbacks: list[BatchCallback],
-    accumulate: int,
-) -> None:
-    def after_update(nbatch: int, batches: int, data: Any, label: Any) -> None:
-        module.position.batch = nbatch + 1
-        if callbacks:
-            call(callbacks, after(module, train, metric, epoch, nbatch, data, label, batches))
-
-    waiting = 0  # batches whose gradients no update has used
-    for nbatch, part in parts:
-        data, label = part if part is not None else (None, None)
-        if accumulate == 1:
-            module.forward_backward_update(data, label)
-        else:
-            module.forward_backward(data, label)
-        waiting += 1
-        due = waiting == accumulate
-        if due and accumulate > 1:
-            module.update()
-        if part is not None:
-            metric.update(label, module.get_outputs(), module)
-        if due:
-            after_update(nbatch, waiting, data, label)
-            waiting = 0
-    if waiting:
-        module.update()
-        after_update(nbatch, waiting, data, label)
-
-
-def _validate(module: Module, data: Source, metric: EvalMetric, epoch: int, callbacks: list[BatchCallback]) -> None:
-    states = host_states(None)  # a loader that scoring iterates draws; training must not see it
-    values = score(module, data, metric, score_end_callback=callbacks, epoch=epoch)
-    set_host_states(states, None)
-    for name, value in values:
-        _log(module, "Epoch[%d] Validation-%s=%f", epoch, name, value)
 
 
 def _check_epochs(begin_epoch: int, num_epoch: int) -> None:
@@ -237,49 +266,38 @@ def _check_int(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name} is {value}; expected {least} or more")
 
 
-def _begin_epoch(
-    module: Module, train: Source, epoch: int, skip: int, saved: checkpoint.Checkpoint | None
-) -> Iterator[Any]:
-    """This worker's part of each batch; what a checkpoint in the epoch's middle must know is noted first."""
-    if saved is not None and skip:
-        # The sampler draws again what it drew as the epoch began; then random states are those of the checkpoint.
-        random = saved.random
-        set_host_states(module.position.random, train.generator)
-        return train.parts(module.workers, epoch, skip, lambda: set_host_states(random, train.generator))
-    if saved is not None and epoch == saved.position["epoch"]:
-        begun = saved.position["batch"]  # a plain iterable, whose epoch begins anew
-        set_host_states(saved.position["random"] if begun else saved.random, train.generator)
-    module.position = type(module.position)(epoch, 0, train.plan(), host_states(train.generator))
-    module.begin_epoch()
-    return train.parts(module.workers, epoch)
-
-
-def _end_epoch(module: Module, epoch: int, callbacks: list[EpochCallback]) -> None:
-    params = module.get_params()
-    names = {name for name, _ in module.network.named_parameters(remove_duplicate=False)}
-    arg_params = {name: value for name, value in params.items() if name in names}
-    buffers = {name: value for name, value in params.items() if name not in names}
-    for callback in callbacks:
-        callback(epoch, module.network, arg_params, buffers)
-
-
-def _checkpoint(resume: Resume | None, callbacks: list[Any]) -> checkpoint.Checkpoint | None:
+def _checkpoint(resume: Resume | None, savers: list[Checkpoint]) -> checkpoint.Checkpoint | None:
     if resume is None:
         return None
     if isinstance(resume, tuple):
         return checkpoint.read(*resume)
     prefix = resume
     if resume == "auto":
-        prefixes = [callback.prefix for callback in callbacks if isinstance(callback, Checkpoint)]
-        if not prefixes:
+        if not savers:
             raise ValueError("resume is 'auto', but no Checkpoint callback says where checkpoints are; give one")
-        prefix = prefixes[0]
-    there = checkpoint.epochs(prefix)
-    if not there:
-        if resume == "auto":
-            return None
+        prefix = savers[0].prefix
+    there = numbers_of(prefix)
+    if there:
+        return checkpoint.read(prefix, there[-1])
+    if resume != "auto":
         raise FileNotFoundError(f"there is no checkpoint {prefix}-*.json to resume from")
-    return checkpoint.read(prefix, there[-1])
+    lost = unexplained(prefix)
+    if lost is not None:
+        raise ValueError(
+            f"{lost} is there, but the JSON beside it is not, so nobody knows where that run stood; bring it back, or "
+            "remove the file to begin anew"
+        )
+    return None
+
+
+def _check_goes_on(module: Module, train: Source, saved: checkpoint.Checkpoint) -> None:
+    """See that a run by other workers can go on in an epoch's middle."""
+    wrote, are = len(saved.other_workers) + 1, module.workers.count
+    if saved.position["batch"] and wrote != are and train.can_skip and not train.is_shared and max(wrote, are) > 1:
+        raise ValueError(
+            f"{saved.path} stands {saved.position['batch']} batches into an epoch of {wrote} workers with batches of "
+            f"their own, but there are {are} now; go on with {wrote}, or from the end of an epoch"
+        )
 
 
 def _resumed_position(module: Module, train: Source) -> tuple[int, int]:

@@ -49,6 +49,16 @@ class Module(Steps):
     _params_given = False
 
     @cached_property
+    def about(self) -> dict[str, Any]:
+        """Plain data of the user's own that a checkpoint holds for its readers, such as the names of the classes."""
+        return {}
+
+    @cached_property
+    def companions(self) -> dict[str, Any]:
+        """What else has a ``state()`` that a checkpoint holds, by name: the last fit's schedule and callbacks."""
+        return {}
+
+    @cached_property
     def position(self) -> Position:
         """Where training stands."""
         return Position()
@@ -145,8 +155,8 @@ class Module(Steps):
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, prefix: str | Path, epoch: int, save_optimizer_states: bool = False) -> None:
-        """Write ``PREFIX-%04d`` files; see `models.checkpoint`.
+    def save_checkpoint(self, prefix: str | Path, epoch: int | str, save_optimizer_states: bool = False) -> None:
+        """Write ``PREFIX-%04d`` files, or ``PREFIX-best`` for "best"; see `models.checkpoint`.
 
         In a job of several workers all of them call it; rank 0 writes, and all return when that is done.
         """
@@ -156,7 +166,7 @@ class Module(Steps):
     def load(
         cls,
         prefix: str | Path,
-        epoch: int,
+        epoch: int | str,
         *,
         network: nn.Module,
         load_optimizer_states: bool = False,
@@ -181,6 +191,7 @@ class Module(Steps):
         if module.has_lazy_parameters:
             network.load_state_dict(saved.params)  # which gives them their shapes
         module.set_params(saved.params)
+        module.about.update(saved.about)
         module._params_given = True
         if load_optimizer_states:
             module._pending_state = saved.needed_optimizer_state()

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from models.batch import Batch, as_batch, num_samples, take
+from models.decoding import Reader, base_of
 from models.random_streams import mixed_seed
 from models.workers import Workers
 
@@ -41,6 +42,7 @@ class Source(abc.ABC):
     ) -> Iterator[Item | None]:
         """What this worker has of each step's batch, None where that is nothing; as `epoch` for one that is alone.
 
+        It is nothing, too, where none of its images could be read: for one that is alone there is no update then.
         Where each worker has batches of its own, those who run out take part in the others' steps without samples; a
         collective then, step by step, of workers in step.
         """
@@ -63,6 +65,9 @@ class Source(abc.ABC):
     def num_batches(self) -> int | None:
         """Batches in an epoch, where that is known."""
         return None
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to end
+        """End the processes that read, if there are any; they also end when nobody has the source any more."""
 
 
 def source(
@@ -183,37 +188,42 @@ class _Arrays(Source):
 
 
 class _Samples(Source):
-    """A map-style Dataset."""
+    """A map-style Dataset; what says ``num_workers`` is read by as many processes, which last as long as this."""
 
     is_shared = True
 
     def __init__(self, dataset: Any, batch_size: int, shuffle: bool, seed: int) -> None:
         if not len(dataset):
             raise ValueError("the dataset has no samples; expected at least one")
-        self._dataset = dataset
+        self._reader = Reader(dataset)
         self._order = _Order(len(dataset), batch_size, shuffle, seed)
 
     def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _nothing) -> Iterator[Item]:
         batches = [indices.tolist() for indices in self._order(epoch)]
-        for item in DataLoader(self._dataset, batch_sampler=_Skipping(batches, skip, skipped)):
-            yield _pair(item, "a batch of the dataset")
+        for item in self._reader.read(_Skipping(batches, skip, skipped), epoch):
+            if item is not None:
+                yield _pair(item, "a batch of the dataset")
 
     def parts(
         self, workers: Workers, epoch: int, skip: int = 0, skipped: Callable[[], None] = _nothing
     ) -> Iterator[Item | None]:
         shares = [indices.tolist() for indices in self._order.shares(epoch, workers)][skip:]
         own = [share for share in shares if share]
-        items = iter(DataLoader(self._dataset, batch_sampler=_Skipping(own, 0, skipped)))
+        items = self._reader.read(_Skipping(own, 0, skipped), epoch)
         if not own:
             skipped()
         for share in shares:
-            yield _pair(next(items), "a batch of the dataset") if share else None
+            item = next(items) if share else None
+            yield _pair(item, "a batch of the dataset") if item is not None else None
 
     def plan(self) -> dict[str, Any]:
         return self._order.plan()
 
     def num_batches(self) -> int:
         return len(self._order)
+
+    def close(self) -> None:
+        self._reader.close()
 
 
 class _Loader(Source):
@@ -228,6 +238,9 @@ class _Loader(Source):
         for sampler in samplers:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
+        base = base_of(self._loader.dataset)
+        if hasattr(base, "set_epoch"):
+            base.set_epoch(epoch)  # such as for augmentation that differs from epoch to epoch
         for item in self._without(skip, skipped) if skip else self._loader:
             yield _pair(item, "a batch of the DataLoader")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,6 +22,10 @@ from models.weighting import Weighting
 
 class Steps(Job):
     """A job that is stepped from outside; `Module` builds the rest on it."""
+
+    seconds_waiting = 0.0
+    """How long the training thread has waited for the store, and through it for other workers, in steps so far: what
+    sums, updates and pulls took beyond the backwards that they ran beside. 0 for a context that needs no store."""
 
     def forward(self, data: Any, label: Any = None, is_train: bool | None = None) -> None:
         """Run the network on a batch, split over the contexts.
@@ -154,7 +159,7 @@ class Steps(Job):
                 found = reached([share.loss], share.replica.parameters)
                 here.setdefault(self.replicas.all.index(share.replica), set()).update(found)
         own = bytes(any(name in found for found in here.values()) for name in names)
-        everybody = self.workers.exchange([self._normalizer, own])
+        everybody = self._timed(self.workers.exchange, [self._normalizer, own])
         divisor = 1.0 if self.loss.is_sum else sum(normalizer for normalizer, _ in everybody)
         if not leave_early:
             return divisor, None
@@ -189,7 +194,7 @@ class Steps(Job):
             raise RuntimeError("update() came before backward(); call forward() and backward() first")
         factor = self._weighting.factor
         if self.workers.in_step and self.grad_req == "add":
-            factor = self._weighting.factor_for(self.workers.total(self._weighting.total))
+            factor = self._weighting.factor_for(self._timed(self.workers.total, self._weighting.total))
         if self.loss_scale is not None:
             factor /= self.loss_scale.value
             if not self.loss_scale.accepts(self.replicas.all_gradients(), self.workers.any):
@@ -200,10 +205,19 @@ class Steps(Job):
         if factor != 1.0:
             self.replicas.scale_gradients(factor)
         try:
-            updates.step()
+            self._timed(updates.step)
         except BaseException as error:
             updates.abandon(error)
             raise
+
+    def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """What ``call`` returns; its time counts as waiting where there is a store."""
+        if self._updates is None or self._updates.store is None:
+            return call(*arguments)
+        began = time.perf_counter()
+        result = call(*arguments)
+        self.seconds_waiting += time.perf_counter() - began
+        return result
 
     def forward_backward(self, data: Any, label: Any = None) -> None:
         """`forward` in training mode, then `backward`.
@@ -232,7 +246,7 @@ class Steps(Job):
         if not self.loss.is_sum:
             weighting.count(self._normalizer)
         if self.grad_req == "write":
-            factor = weighting.factor_for(self.workers.total(weighting.total))
+            factor = weighting.factor_for(self._timed(self.workers.total, weighting.total))
             if factor != 1.0:
                 self.replicas.scale_gradients(factor)
         self.replicas.add_gradients(kept)

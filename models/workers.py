@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +38,10 @@ class Workers:
         self.count = self._store.num_workers if self._store is not None else 1
         self.in_step = self._store is not None and not self._store.is_async
         """Whether there are others, and every step of theirs is one of this worker's too."""
+        self.stop: str | None = None
+        """Why all workers are to stop, once one has asked for it and an exchange has told all; the same on all."""
+        self._asks: str | None = None
+        self._clock = 0.0
         self.loads = _loads(self.count) if self.count > 1 else [1.0]
         self.first_context = sum(self.exchange(num_contexts)[: self.rank])
         """The number, in the whole job, of this worker's first context."""
@@ -51,10 +56,32 @@ class Workers:
         return split_batch(samples, self.loads)[self.rank]
 
     def exchange(self, value: Any) -> list[Any]:
-        """Give plain data and tensors, and get what each worker gave, in rank order; a collective."""
+        """Give plain data and tensors, and get what each worker gave, in rank order; a collective.
+
+        Beside it travel what this worker asks for and the time, so that neither costs a way of its own.
+        """
         if self._store is None:
             return [value]
-        return [unpack(data) for data in self._store.exchange(pack(value))]
+        told = self._store.exchange(pack([self._asks, time.monotonic(), value]))
+        everybody = [unpack(data) for data in told]
+        self._clock = everybody[0][1]
+        self.stop = self.stop or next((asks for asks, _, _ in everybody if asks is not None), None)
+        return [given for _, _, given in everybody]
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Have `stop` say so on all workers, from the next exchange on; the first reason counts."""
+        self._asks = self._asks or reason
+        if self._store is None:
+            self.stop = self.stop or reason
+
+    def forget_stop(self) -> None:
+        """Begin a run that nobody has asked to stop; all workers do it before the same exchange."""
+        self.stop = self._asks = None
+
+    @property
+    def clock(self) -> float:
+        """Seconds, as rank 0 had them in the last exchange: the same on all workers. Alone: now."""
+        return time.monotonic() if self._store is None else self._clock
 
     def from_first(self, value: Any) -> Any:
         """What rank 0 gives; a collective."""

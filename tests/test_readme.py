@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.printed import blocks
+
 README = (Path(__file__).parent.parent / "README.md").read_text()
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-CONSOLE = "".join(re.findall(r"```console\n(.*?)```", README, re.DOTALL)).splitlines()
+PYTHON = [block.text for block in blocks(README) if block.language == "python"]
+CONSOLE = [line for block in blocks(README) if block.language == "console" for line in block.text.splitlines()]
 
 
 @pytest.mark.parametrize("code", PYTHON, ids=[f"block{number}" for number in range(len(PYTHON))])
@@ -54,8 +56,3 @@ def test_the_flags_it_names_are_those_of_the_command() -> None:
     flags = {word for words in named for word in words if word.startswith("--")}
     assert flags
     assert flags <= known
-
-
-def test_linked_files_exist() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (Path(__file__).parent.parent / target).exists(), target

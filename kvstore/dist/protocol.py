@@ -369,7 +369,7 @@ class Failed(Message):
 @message(30)
 @dataclass(frozen=True)
 class Command(Message):
-    """Something for all parts of a server: "optimizer", "compression", "state", "load", "rest", "wake"."""
+    """Something for all parts of a server: "optimizer", "norms", "update", "drop", "compression", "state", ..."""
 
     sequence: Count
     name: Word

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 
@@ -110,7 +111,7 @@ class Rounds:
         def work() -> None:
             total = part.total(given, into_stored=into_stored)
             if optimizers is not None:
-                optimizers.update(part, total, this.learning_rate)
+                optimizers.take_sum(part, total, this.learning_rate)
             elif isinstance(total, RowSparse):
                 table = part.flat.view(-1, part.width)
                 if self.is_sync:
@@ -120,6 +121,26 @@ class Rounds:
                 part.flat.add_(total) if part.flat.dtype is not torch.bool else part.flat.logical_or_(total)
 
         self._crew.run(part.lane, part.flat.nbytes, work, lambda error: self._closed(part, given, error))
+
+    def can_update(self) -> bool:
+        """Whether nobody reads a value that `update` would change."""
+        return self.optimizers is None or not any(part.readers for part in self.optimizers.held)
+
+    def update(self, factor: float, learning_rate: float) -> None:
+        """Update by the sums that were kept, times the factor; nobody reads the parts then.
+
+        Raises:
+            ValueError: a part could not be updated.
+        """
+        optimizers = self.optimizers
+        assert optimizers is not None
+        problems: list[str] = []
+        for part in optimizers.held:
+            work = partial(optimizers.update_held, part, factor, learning_rate)
+            self._crew.run(part.lane, part.flat.nbytes, work, problems.append)
+        self._crew.drain()
+        if any(problems):
+            raise ValueError("; ".join(filter(None, problems)))
 
     def _closed(self, part: Part, given: Iterable[Contribution], problem: str) -> None:
         part.closed += 1

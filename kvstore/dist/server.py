@@ -285,12 +285,15 @@ class Server:
         """Do what was told, behind all rounds that were complete then."""
         commands, self._commands = self._commands, []
         for worker, command, frames in commands:
+            if command.name == "update" and not self._rounds.can_update():
+                self._commands.append((worker, command, frames))
+                continue
             answer: bytes = b""
             given: list[Tensor] = []
             try:
                 if command.sequence not in worker.done:
                     answer, given = self._command(worker, command.name, command.payload, frames)
-                    worker.done.extend([command.sequence] if command.name != "state" else [])
+                    worker.done.extend([command.sequence] if command.name not in ("state", "norms") else [])
             except Exception as error:  # noqa: BLE001  as in `_receive`
                 self._refuse(worker.identity, command.sequence, error)
             else:
@@ -314,6 +317,14 @@ class Server:
                 if self._rounds.optimizers is None:
                     raise ValueError("there is no optimizer that could take a state")
                 self._rounds.optimizers.take(payload, [bytes_of(frame) for frame in frames], self._rounds.parts)
+            case "norms" | "update" | "drop":
+                if self._rounds.optimizers is None:
+                    raise RuntimeError("there is no optimizer that could have kept sums")
+                if name == "norms":
+                    return msgpack.packb(self._rounds.optimizers.norms()), []
+                if name == "update":
+                    self._rounds.update(*msgpack.unpackb(payload))
+                self._rounds.optimizers.drop_held()
             case "rest":
                 self._rounds.resting.add(worker.rank)
                 self._rounds.touch(self._rounds.parts.values())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from collectives.errors import ProtocolError
+from kvstore.clipping import THRESHOLDS, norm, scale_
 from kvstore.dist import sharding
 from kvstore.dist.arena import typed
 from kvstore.dist.parts import Part
@@ -68,7 +69,8 @@ def pack_spec(spec: OptimizerSpec) -> bytes:
             f"optimizer {spec.optimizer_class.__module__}.{spec.optimizer_class.__qualname__} is not of torch.optim, "
             "and servers run no others; expected one of torch.optim's, or an 'allreduce' store"
         )
-    given = {**spec.arguments, "rescale_grad": spec.rescale_grad, "clip_gradient": spec.clip_gradient}
+    thresholds = {name: getattr(spec, name) for name in THRESHOLDS}
+    given = {**spec.arguments, "rescale_grad": spec.rescale_grad, **thresholds}
     factors = [list(one.items()) if isinstance(one, Mapping) else one for one in (spec.lr_mult, spec.wd_mult)]
     return bytes(msgpack.packb([spec.name, given, *factors]))
 
@@ -90,19 +92,47 @@ class Optimizers:
 
     def __init__(self, spec: OptimizerSpec, lanes: int) -> None:
         self._spec = spec
-        self._of_lanes = [KeyedOptimizer(replace(spec, lr_mult={}, wd_mult={})) for _ in range(lanes)]
+        own = [replace(spec, clip_global_norm=None, lr_mult={}, wd_mult={}) for _ in range(lanes)]
+        self._of_lanes = [KeyedOptimizer(one) for one in own]
+        self._held: dict[int, tuple[Part, Tensor | RowSparse, float]] = {}  # by number; the last is the norm
 
     @classmethod
     def read(cls, payload: bytes, lanes: int) -> Optimizers:
         """From `pack_spec`'s bytes."""
         return cls(read_spec(payload), lanes)
 
-    def update(self, part: Part, gradient: Tensor | RowSparse, learning_rate: float | None) -> None:
-        """Update a part once; in its lane.
+    def take_sum(self, part: Part, total: Tensor | RowSparse, learning_rate: float | None) -> None:
+        """Update a part by the sum of its round, in its lane; under ``clip_global_norm`` keep the sum for `update_held`.
 
         Raises:
             ValueError: the optimizer does not take such a gradient, or such a part.
         """
+        if self._spec.clip_global_norm is None:
+            self._update(part, total, learning_rate)
+            return
+        self._of(part).check_kind(part.number, rows=isinstance(total, RowSparse))
+        self._held[part.number] = part, total, float(norm([_elements(total)]))
+
+    def norms(self) -> list[float]:
+        """Of the sums that are kept, by the parts' numbers."""
+        return [self._held[number][2] for number in sorted(self._held)]
+
+    @property
+    def held(self) -> list[Part]:
+        """The parts whose sums are kept."""
+        return [part for part, _, _ in list(self._held.values())]
+
+    def update_held(self, part: Part, factor: float, learning_rate: float) -> None:
+        """Update a part by the sum that was kept, times the factor; in its lane."""
+        _, total, _ = self._held.pop(part.number)
+        scale_([_elements(total)], torch.tensor(factor, dtype=torch.float64))
+        self._update(part, total, learning_rate)
+
+    def drop_held(self) -> None:
+        """Forget the sums that are kept."""
+        self._held.clear()
+
+    def _update(self, part: Part, gradient: Tensor | RowSparse, learning_rate: float | None) -> None:
         optimizer = self._of(part)
         if learning_rate is not None and learning_rate != optimizer.learning_rate:
             optimizer.learning_rate = learning_rate
@@ -230,6 +260,10 @@ def split(
         (bytes(msgpack.packb([spec.name, plain[server], described[server]])), datas[server])
         for server in range(servers)
     ]
+
+
+def _elements(value: Tensor | RowSparse) -> Tensor:
+    return value.values if isinstance(value, RowSparse) else value
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -103,17 +103,17 @@ class Team:
             if other and other != said[0]:
                 raise MismatchError(f"{what}: rank 0 has {read(said[0])}, but rank {rank} {read(other)}")
 
-    def by_rank_0(self, action: Callable[[], object], what: str) -> None:
-        """Have rank 0 do something while the others wait; what it raises, all raise."""
+    def by_rank_0(self, action: Callable[[], object], what: str, rank: int = 0) -> None:
+        """Have rank 0, or another ``rank``, do something while the others wait; what it raises, all raise."""
         said = b""
         error: Exception | None = None
-        if self._member.rank == 0:
+        if self._member.rank == rank:
             try:
                 action()
             except Exception as raised:  # noqa: BLE001  raised again below
                 error = raised
                 said = msgpack.packb([type(raised).__name__, str(raised)])
-        told = self._member.meet(said, what)[0]
+        told = self._member.meet(said, what)[rank]
         if error is not None:
             raise error
         if told:

@@ -16,6 +16,7 @@ from typing import Any
 import zmq
 from torch import Tensor
 
+from collectives.zeromq_context import end
 from collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
 from collectives.host_memory import keep_freed_memory
 from collectives.limits import limits
@@ -178,8 +179,10 @@ class Wire:
             for line in self._lines:
                 line.channel.close()
             self._fail_all(RuntimeError("the store was closed"))
-            self._context.term()
-            os.close(self._bell)
+            end(self._context)
+            with self._lock:  # who rings afterwards must not ring another's bell of the same number
+                bell, self._bell = self._bell, -1
+                os.close(bell)
 
     # Sending
 
@@ -232,11 +235,9 @@ class Wire:
         line.channel.send([request.packed, *map(memory_of, request.datas)])
 
     def _ring(self) -> None:
-        if not self._closed or self._bell >= 0:
-            try:
+        with self._lock:
+            if self._bell >= 0:
                 os.eventfd_write(self._bell, 1)
-            except OSError:  # closed meanwhile
-                _log.debug("nobody hears the bell")
 
     # Receiving
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from collectives.compression import Compression
 from collectives.limits import limits
 from collectives.work import Work, WorkQueue
+from kvstore import clipping
 from kvstore.arguments import Pairs, Pushed, RowPulls, by_key, merged
 from kvstore.base import KVStore, read_optimizer_states
 from kvstore.bucketing import Bucket, BucketValue
@@ -135,7 +136,7 @@ class DistStore(KVStore):
                 for key, _ in pairs:
                     self._layout.pop(key, None)
             raise
-        whole = self._spec is not None and not self._spec.is_elementwise
+        whole = self._spec is not None and self._spec.needs_whole_keys
         placed = self._sharding.place(new, whole=whole)
         self._parts.update(placed)
         self._rounds.update(dict.fromkeys(placed, 0))
@@ -283,7 +284,7 @@ class DistStore(KVStore):
             KeyedOptimizer(spec).check(key, empty(parts[0].layout))
         self._catch_up()
         self._team.agree(packed, server_state.read_spec, "set_optimizer()")
-        if not spec.is_elementwise:
+        if spec.needs_whole_keys:
             self._make_whole()
         self._team.by_rank_0(lambda: self._team.command("optimizer", packed), "set_optimizer()")
         self._spec = spec
@@ -313,6 +314,32 @@ class DistStore(KVStore):
             self._team.command("forget", [msgpack.packb(of_server) for of_server in numbers])
 
         self._team.by_rank_0(define, "set_optimizer()")
+
+    @property
+    def updates_wait(self) -> bool:  # noqa: D102  inherited
+        return self._spec is not None and self._spec.clip_global_norm is not None
+
+    def _update(self) -> None:
+        def update(rate: float) -> None:
+            assert self._spec is not None
+            assert self._spec.clip_global_norm is not None
+            norms = [one for answer, _ in self._team.command("norms") for one in msgpack.unpackb(answer)]
+            if norms:
+                whole = clipping.norm_of_norms(torch.tensor(norms, dtype=torch.float64).unbind())
+                factor = clipping.factor(whole * abs(self._spec.rescale_grad), self._spec.clip_global_norm)
+                self._team.command("update", msgpack.packb([float(factor), rate]))
+
+        self._end_updates(update, "update()")
+
+    def _drop_updates(self) -> None:
+        self._end_updates(lambda _: self._team.command("drop"), "drop_updates()")
+
+    def _end_updates(self, action: Callable[[float], object], what: str) -> None:
+        """Have the first worker that does not rest do something with the rounds that are closed, at its rate."""
+        self._catch_up()
+        rates = self._member.meet(msgpack.packb(self._learning_rate), what)
+        first = next(rank for rank, packed in enumerate(rates) if packed)
+        self._team.by_rank_0(lambda: action(msgpack.unpackb(rates[first])), what, first)
 
     @property
     def learning_rate(self) -> float:  # noqa: D102  inherited

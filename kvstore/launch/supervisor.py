@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,6 +60,7 @@ class Supervisor:
         self._children: dict[int, _Child] = {}
         """Those that run, by process id."""
         self._code: int | None = None
+        self._servers_stop_last = False  # workers that end cleanly on a signal need them until then
         """What the job's end was decided to be; None while it runs as it should."""
         self._alarm: tuple[float, Callable[[], None]] | None = None
         self._are_orphans_told = False
@@ -181,6 +182,9 @@ class Supervisor:
         self._drain(child)  # its last words, before the verdict
         if code and self._code is None:
             self._fail(f"{child} {_how(code)}", 128 - code if code < 0 else code)
+        if self._servers_stop_last and not self._workers():
+            self._servers_stop_last = False
+            self._terminate(self._children)
         if self._code is None and child.process.role == "worker" and not self._workers() and self._children:
             self._alarm = time.monotonic() + self._patience.servers, self._servers_are_late
 
@@ -197,6 +201,7 @@ class Supervisor:
 
     def _asked_to_stop(self, number: int) -> None:
         if self._code is None:
+            self._servers_stop_last = bool(self._workers())
             self._fail(signal.Signals(number).name, 128 + number)
         else:
             self._kill()
@@ -210,9 +215,13 @@ class Supervisor:
 
     def _stop(self, code: int) -> None:
         self._code = code
-        for leader in self._children:
-            send_group(leader, signal.SIGTERM)
+        first = [pid for pid, child in self._children.items() if child.process.role == "worker"]
+        self._terminate(first if self._servers_stop_last else self._children)
         self._alarm = time.monotonic() + self._patience.stop, self._lose_patience
+
+    def _terminate(self, leaders: Iterable[int]) -> None:
+        for leader in leaders:
+            send_group(leader, signal.SIGTERM)
 
     def _lose_patience(self) -> None:
         names = ", ".join(map(str, self._children.values())) or "what the processes started"

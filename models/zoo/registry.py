@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from models import own
 from models.checkpoint import load_weights
 
 Builder = TypeVar("Builder", bound=Callable[..., nn.Module])
@@ -19,8 +20,19 @@ class Entry:
     """A network's builder and what it takes."""
 
     build: Callable[..., nn.Module]
-    image_shape: tuple[int, int, int]
-    """(channels, height, width) of the images it takes when built with defaults."""
+    known_image_shape: tuple[int, int, int] | None
+    """(channels, height, width) of the images it takes when built with defaults; None where its builder says none."""
+    name: str = ""
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """The same; ValueError where nobody knows."""
+        if self.known_image_shape is None:
+            raise ValueError(
+                f"network {self.name!r} does not say what images it takes; give --image-shape, such as "
+                "--image-shape 3,64,64, or set it on its builder: build.image_shape = (3, 64, 64)"
+            )
+        return self.known_image_shape
 
 
 _networks: dict[str, Entry] = {}
@@ -36,7 +48,7 @@ def register(name: str, image_shape: tuple[int, int, int] = (3, 224, 224)) -> Ca
         raise ValueError(f"a network named {name!r} is registered already")
 
     def decorate(build: Builder) -> Builder:
-        _networks[name] = Entry(build, image_shape)
+        _networks[name] = Entry(build, image_shape, name)
         return build
 
     return decorate
@@ -48,27 +60,39 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Entry:
-    """The entry of a name; ValueError with the list where there is none."""
+    """The entry of a registered name, or of "package.module:builder"; the latter's module is imported.
+
+    Raises:
+        ValueError: an unknown name, with the list; or as `own.resolve`.
+        RuntimeError: the module fails when it is imported.
+    """
+    if own.is_own(name):
+        return Entry(own.network_builder(name), own.image_shape_of(name), name)
     if name not in _networks:
-        raise ValueError(f"network {name!r} is unknown; expected one of {names()}")
+        raise ValueError(
+            f"network {name!r} is unknown; expected one of {names()}, or package.module:builder of your own"
+        )
     return _networks[name]
 
 
-def create(name: str, num_classes: int = 10, *, weights: str | Path | None = None, **options: Any) -> nn.Module:
+def create(name: str, num_classes: int | None = 10, *, weights: str | Path | None = None, **options: Any) -> nn.Module:
     """Build a network.
 
     Args:
-        name: a registered name.
-        num_classes: how many outputs it has.
+        name: a registered name, or "package.module:builder" of the user's own, which gets ``num_classes`` if it takes
+            that.
+        num_classes: how many outputs it has; None leaves that to the builder.
         weights: a ``.safetensors`` file, or a ``.pth`` or ``.pt`` file of plain tensors, to fill it from.
         options: further arguments of its builder.
 
     Raises:
-        ValueError: an unknown name, or weights that do not fit.
-        RuntimeError: names are missing from the weights.
+        ValueError: an unknown name, or weights that do not fit; what is found under a name of the user's own gives no
+            network.
+        RuntimeError: names are missing from the weights; a builder of the user's own fails.
         FileNotFoundError: the weights are not there.
     """
-    network = find(name).build(num_classes=num_classes, **options)
+    classes = {} if num_classes is None else {"num_classes": num_classes}
+    network = find(name).build(**classes, **options)
     if weights is not None:
         load_weights(network, weights)
     return network

@@ -268,6 +268,19 @@ def test_a_signal_to_the_launcher_ends_everything(number: signal.Signals) -> Non
     assert errors == [f"gangline: {number.name}; stopping what still runs"]
 
 
+def test_a_signal_goes_to_servers_when_the_workers_have_ended() -> None:
+    wait = "echo {0} ready; while :; do sleep 0.05; done"
+    server = f"trap 'echo told; exit 0' TERM; {wait.format('server')}"
+    worker = f"trap 'sleep 0.3; echo ends; exit 0' TERM; {wait.format('worker')}"
+    with job({"server 0": server, "worker 0": worker, "worker 1": worker}) as run:
+        run.hear("[server 0] server ready", "[worker 0] worker ready", "[worker 1] worker ready")
+        run.process.send_signal(signal.SIGTERM)
+        code, out, _ = run.end()
+    assert code == 128 + signal.SIGTERM
+    assert sorted(out[3:5]) == ["[worker 0] ends", "[worker 1] ends"]
+    assert out[5:] == ["[server 0] told"]
+
+
 def test_ctrl_c_on_a_terminal_ends_everything() -> None:
     ours, theirs = pty.openpty()
 

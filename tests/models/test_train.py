@@ -89,7 +89,7 @@ def test_the_default_run_reaches_its_accuracy(
     assert code == 0
     assert float(out.removeprefix("Validation-accuracy=")) >= accuracy
     lines = [line.split(" ", 1)[1] for line in err.splitlines()]
-    assert lines[0] == "lenet on cpu(0), cpu(1) by loads 1, 1, store device, 10 classes, float32"
+    assert lines[0] == "lenet on cpu(0), cpu(1) by loads 1, 1, store device, batch size 64, 10 classes, float32"
     assert re.fullmatch(r"Epoch\[0\] Batch \[0-20\]\tSpeed: [\d.]+ samples/sec\taccuracy=0\.\d+", lines[1])
     assert sum("Validation-accuracy" in line for line in lines) == epochs
 
@@ -107,7 +107,7 @@ def test_load_epoch_goes_on_where_the_checkpoint_stood(
     assert code == 0
     assert all(torch.equal(value, weights(whole, 4)[name]) for name, value in weights(halves, 4).items())
     rates = [checkpoint.read(whole, epoch).needed_optimizer_state().learning_rate for epoch in (1, 2, 3, 4)]
-    assert rates == pytest.approx([0.002, 0.0002, 0.00002, 0.00002])
+    assert rates == pytest.approx([0.002, 0.002, 0.0002, 0.00002])  # of the last update before each
     assert out.startswith("Validation-accuracy=")
 
 
@@ -197,7 +197,7 @@ def test_a_residual_network_trains_on_a_folder_of_images(
     flags += ["--batch-size", "4", "--model-prefix", str(tmp_path / "net")]
     code, out, err = train(monkeypatch, capsys, *flags)
     assert code == 0
-    assert "resnet18 on cpu(0), cpu(1) by loads 1, 1, store device, 2 classes, float32" in err
+    assert "resnet18 on cpu(0), cpu(1) by loads 1, 1, store device, batch size 4, 2 classes, float32" in err
     assert out.startswith("Validation-accuracy=")
     saved = weights(tmp_path / "net", 1)
     assert saved["fc.weight"].shape == (2, 512)
@@ -214,12 +214,12 @@ def test_benchmark_trains_on_random_images(monkeypatch: pytest.MonkeyPatch, caps
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--network", "nosuch"], "network 'nosuch' is unknown; expected one of ['lenet', 'mlp', 'resnet101'"),
+        (["--network", "nosuch"], "network 'nosuch' is unknown; expected one of ['alexnet', 'lenet', 'mlp'"),
         (["--dataset", "nosuch"], "--dataset is 'nosuch'; expected one of ['digits']"),
         (["--kv-store", "nosuch"], "no store named 'nosuch'"),
         (["--optimizer", "nosuch"], "optimizer 'nosuch' is unknown"),
         (["--dtype", "float8"], "--dtype is 'float8'; expected one of ['float32', 'float64', 'bfloat16', 'float16']"),
-        (["--gpus", "0", "--cpus", "2"], "--gpus 0 and --cpus 2 are both given"),
+        (["--gpus", "0", "--cpus", "2"], "--gpus 0 and --cpus 2 are given; expected one of them"),
         (["--gpus", "first"], "'first' names no device"),
         (["--gpus", "99"], "gpu(99) is not on this machine"),
         (["--cpus", "2", "--work-load-list", "3"], "work_load_list has 1 entries for 2 contexts"),

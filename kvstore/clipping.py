@@ -1,0 +1,89 @@
+"""Gradient clipping: by value, by each key's norm, by the norm of all keys together.
+
+MXNet has the first as ``clip_gradient``; MATLAB's GradientThresholdMethod calls them "absolute-value", "l2norm" and
+"global-l2norm". The formula for norms is that of torch.nn.utils.clip_grad_norm_, after Pascanu et al., "On the
+difficulty of training recurrent neural networks", 2013.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+THRESHOLDS = ("clip_gradient", "clip_norm", "clip_global_norm")
+"""The arguments of an optimizer, of which at most one is given."""
+_SMALL = 1e-6  # torch's, which keeps a norm of 0 from being divided by
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def check_thresholds(arguments: Mapping[str, Any]) -> None:
+    """See that at most one threshold is given, and that it is a finite number above 0; None is none.
+
+    Raises:
+        ValueError: it is not so.
+    """
+    given = {name: arguments[name] for name in THRESHOLDS if arguments.get(name) is not None}
+    for name, value in given.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value!r}; expected a number above 0")
+    if len(given) > 1:
+        shown = " and ".join(f"{name}={value!r}" for name, value in given.items())
+        raise ValueError(f"{shown} are given; expected at most one of {', '.join(THRESHOLDS)}")
+
+
+def clip_values_(gradients: Sequence[torch.Tensor], threshold: float) -> None:
+    """Clip each element to +-threshold, in place; NaN stays NaN."""
+    for gradient in gradients:
+        gradient.clamp_(-threshold, threshold)
+
+
+def clip_each_norm_(gradients: Sequence[torch.Tensor], threshold: float) -> None:
+    """Scale each gradient by min(1, threshold / (its norm + 1e-6)), in place."""
+    for gradient in gradients:
+        clip_norm_([gradient], threshold)
+
+
+def clip_norm_(gradients: Sequence[torch.Tensor], threshold: float) -> None:
+    """Scale all gradients by min(1, threshold / (the norm of all of them + 1e-6)), in place.
+
+    They may lie on several devices. A norm that is NaN makes all of them NaN, as it does in torch.
+    """
+    if gradients:
+        scale_(gradients, factor(norm(gradients), threshold))
+
+
+def norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The L2 norm over all elements, without axes, on the first one's device.
+
+    It is the norm of the tensors' norms, which are taken in their own dtype; those of float16 and bfloat16 in float32,
+    for their squares would overflow.
+    """
+    of_each = [
+        torch.linalg.vector_norm(gradient, dtype=torch.float32 if gradient.dtype in _HALVES else None)
+        for gradient in gradients
+    ]
+    return norm_of_norms(of_each)
+
+
+def norm_of_norms(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm of what has these norms, which are tensors without axes."""
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))
+    return total
+
+
+def factor(norm: torch.Tensor, threshold: float) -> torch.Tensor:
+    """What brings a norm down to the threshold; at most 1, and NaN for NaN."""
+    return torch.clamp(threshold / (norm + _SMALL), max=1.0)
+
+
+def scale_(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply all gradients, whatever devices they lie on, in place."""
+    of_devices: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        of_devices.setdefault(gradient.device, []).append(gradient)
+    for device, group in of_devices.items():
+        torch._foreach_mul_(group, factor.to(device))

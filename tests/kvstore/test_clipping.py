@@ -1,0 +1,537 @@
+"""Gradient clipping in the stores: torch's numbers, of the sums over all devices and workers, cut keys included."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+import kvstore
+from collectives import Communicator, spawn
+from kvstore import KVStore, RowSparse, Trainer, clipping
+from kvstore.base import read_optimizer_states
+from kvstore.bucketing import Bucket, plan
+from kvstore.dist import server_state
+from kvstore.dist.protocol import DENSE, Ack, Answer, Command, Define, Done, Pull, Push
+from kvstore.dist.worker import DistStore
+from kvstore.optimizer_spec import OptimizerSpec
+from tests.kvstore.dist_cases import check
+from tests.kvstore.dist_threads import Job, Line
+
+pytestmark = pytest.mark.timeout(110)
+
+SHAPES = {"weight": (7, 5), "bias": (4,), "one": ()}
+STORES = ("local", "device")
+
+
+def gradients(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in SHAPES.values()]
+
+
+def parameters(values: list[Tensor]) -> list[nn.Parameter]:
+    found = [nn.Parameter(torch.zeros_like(value)) for value in values]
+    for parameter, value in zip(found, values, strict=True):
+        parameter.grad = value.clone()
+    return found
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    return bool(torch.linalg.norm(found - expected) <= 1e-12 * max(float(torch.linalg.norm(expected)), 1e-12))
+
+
+# The arithmetic
+
+
+@pytest.mark.parametrize("threshold", [1e-3, 1.0, 5.0, 1e6])
+@pytest.mark.parametrize("spoilt", [None, math.nan, math.inf, -math.inf, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_become_torchs_to_the_bit(threshold: float, spoilt: float | None, dtype: torch.dtype) -> None:
+    given = gradients(dtype)
+    if spoilt == 0.0:
+        given = [value.zero_() for value in given]
+    elif spoilt is not None:
+        given[1][2] = spoilt
+    for ours, torchs in (
+        (clipping.clip_values_, clip_grad_value_),
+        (clipping.clip_norm_, clip_grad_norm_),
+        (clipping.clip_each_norm_, lambda those, most: [clip_grad_norm_([one], most) for one in those]),
+    ):
+        found, expected = [value.clone() for value in given], parameters(given)
+        ours(found, threshold)
+        torchs(expected, threshold)
+        for value, parameter in zip(found, expected, strict=True):
+            assert torch.equal(value.nan_to_num(nan=7.0), parameter.grad.nan_to_num(nan=7.0))
+            assert torch.equal(value.isnan(), parameter.grad.isnan())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_norm_beyond_float16_does_not_make_gradients_zero(dtype: torch.dtype) -> None:
+    value = torch.full((400,), 6e4, dtype=dtype)  # the norm is 1.2e6, its square 1.4e12
+    clipping.clip_norm_([value], 1.0)
+    assert torch.allclose(value.float(), torch.full((400,), 0.05), rtol=1e-2)
+
+
+def test_norms_are_of_tensors_of_any_dtype_together() -> None:
+    parts = [torch.full((2,), 3.0, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
+    assert float(clipping.norm(parts)) == pytest.approx(math.sqrt(54))
+    clipping.clip_norm_([], 1.0)
+
+
+@pytest.mark.parametrize("name", clipping.THRESHOLDS)
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, True, "1"])
+def test_a_threshold_is_a_number_above_0(name: str, value: Any) -> None:
+    for give in (OptimizerSpec.parse, kvstore.create("local").set_optimizer):
+        with pytest.raises(ValueError, match=rf"{name} is {value!r}; expected a number above 0"):
+            give(("sgd", {name: value}))
+    with pytest.raises(ValueError, match=rf"{name} is {value!r}"):
+        Trainer([torch.zeros(2)], "sgd", {name: value}, "local")
+
+
+def test_at_most_one_threshold_is_given_and_none_is_none() -> None:
+    with pytest.raises(ValueError, match="clip_norm=1 and clip_global_norm=2 are given; expected at most"):
+        OptimizerSpec.parse(("adam", {"clip_global_norm": 2, "clip_norm": 1, "clip_gradient": None}))
+    assert not OptimizerSpec.parse(("adam", dict.fromkeys(clipping.THRESHOLDS))).clips
+
+
+# One process
+
+
+def started(kv: KVStore, **arguments: Any) -> KVStore:
+    kv.init(list(SHAPES), [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES.values()])
+    kv.set_optimizer(("sgd", {"learning_rate": 1.0, **arguments}))
+    return kv
+
+
+def pulled(kv: KVStore) -> list[Tensor]:
+    out = [torch.empty(shape, dtype=torch.float64) for shape in SHAPES.values()]
+    kv.pull(list(SHAPES), out)
+    return out
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_each_keys_sum_is_scaled_to_the_norm(store: str) -> None:
+    kv = started(kvstore.create(store), clip_norm=0.5, rescale_grad=2.0)
+    kv.push(list(SHAPES), [[value / 4, value / 4] for value in gradients()])
+    expected = parameters(gradients())
+    for parameter in expected:
+        clip_grad_norm_([parameter], 0.5)
+    assert all(close(-found, p.grad) for found, p in zip(pulled(kv), expected, strict=True))
+    assert not kv.updates_wait
+    kv.update()  # has nothing to do
+    assert all(close(-found, p.grad) for found, p in zip(pulled(kv), expected, strict=True))
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("way", ["keys", "list", "async", "bucket", "flat"])
+def test_pushes_are_clipped_together_by_update(store: str, way: str) -> None:
+    kv = started(kvstore.create(store), clip_global_norm=0.5, rescale_grad=2.0)
+    values = [[value / 8, value * 3 / 8] for value in gradients()]
+    if way == "keys":
+        for key, value in zip(SHAPES, values, strict=True):
+            kv.push(key, value)
+    elif way == "list":
+        kv.push(list(SHAPES), values)
+    elif way == "async":
+        works = [kv.push(key, value, async_op=True) for key, value in reversed([*zip(SHAPES, values, strict=True)])]
+        assert all(work.wait() is None for work in works)
+    else:
+        [bucket] = plan([(key, torch.empty(shape, dtype=torch.float64)) for key, shape in SHAPES.items()], 1 << 20)
+        kv.fuse(bucket)
+        kv.push_bucket(bucket, [of_device(bucket, values, place, way) for place in range(2)])
+    for value in values:  # they were the store's no longer than the push
+        value[0].fill_(math.nan)
+    kv.update()
+    expected = parameters(gradients())
+    clip_grad_norm_(expected, 0.5)
+    assert all(close(-found, p.grad) for found, p in zip(pulled(kv), expected, strict=True))
+
+
+def of_device(bucket: Bucket, values: list[list[Tensor]], place: int, way: str) -> Any:
+    own = {key: value[place] for key, value in zip(SHAPES, values, strict=True)}
+    if way == "bucket":
+        return own
+    flat = bucket.empty(torch.device("cpu"))
+    for key, view in bucket.views(flat).items():
+        view.copy_(own[key])
+    return flat
+
+
+def test_the_order_of_pushes_does_not_change_the_bits() -> None:
+    shapes = {str(number): (50 + number,) for number in range(12)}
+    generator = torch.Generator().manual_seed(4)
+    values = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
+    found = []
+    for keys in (list(shapes), list(reversed(shapes)), sorted(shapes)):
+        kv = kvstore.create("local")
+        kv.init(list(shapes), [torch.zeros(shape) for shape in shapes.values()])
+        kv.set_optimizer(("sgd", {"learning_rate": 1.0, "clip_global_norm": 1.0}))
+        for key in keys:
+            kv.push(key, values[key])
+        kv.update()
+        out = [torch.empty(shape) for shape in shapes.values()]
+        kv.pull(list(shapes), out)
+        found.append(torch.cat(out))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_keys_without_a_push_are_left_alone_and_do_not_count(store: str) -> None:
+    kv = started(kvstore.create(store), clip_global_norm=1.0, wd=0.5)
+    kv.assign("bias", torch.ones(4, dtype=torch.float64))
+    kv.update()  # nothing was pushed
+    for _ in range(2):
+        kv.push("one", torch.tensor(3.0, dtype=torch.float64))
+        kv.update()
+    weight, bias, one = pulled(kv)
+    assert not weight.any()
+    assert torch.equal(bias, torch.ones(4, dtype=torch.float64))
+    assert float(one) == pytest.approx(-1.5, abs=1e-5)  # -1, then -1 + 0.5 * 1 - 1
+
+
+def test_rows_count_in_both_norms() -> None:
+    shape, rows = (6, 2), torch.tensor([4, 1, 4])
+    values = torch.tensor([[1.0, 2.0], [2.0, 4.0], [1.0, 0.0]])  # row 4 is their sum
+    for name, scale in (("clip_norm", 1 / math.sqrt(28)), ("clip_global_norm", 1 / math.sqrt(28 + 36))):
+        kv = kvstore.create("local")
+        kv.init(["table", "dense"], [torch.zeros(shape), torch.zeros(1)])
+        kv.set_optimizer(("sgd", {"learning_rate": 1.0, name: 1.0}))
+        kv.push(["table", "dense"], [[RowSparse(rows, values / 2, shape)] * 2, torch.tensor([6.0])])
+        kv.update()
+        table, dense = torch.empty(shape), torch.empty(1)
+        kv.pull(["table", "dense"], [table, dense])
+        expected = RowSparse(rows, values, shape).to_dense()
+        assert torch.allclose(-table, expected * scale, atol=1e-5)
+        assert float(-dense) == pytest.approx(1.0 if name == "clip_norm" else 6 * scale, abs=1e-5)
+
+
+def test_what_waits_is_not_pulled_nor_pushed_again_but_may_be_dropped() -> None:
+    kv = started(kvstore.create("local"), clip_global_norm=1.0)
+    ones = torch.ones(4, dtype=torch.float64)
+    assert kv.updates_wait
+    kv.push("bias", ones)
+    with pytest.raises(RuntimeError, match=r"pull of keys \[\"'bias'\"\] came before update\(\)"):
+        kv.pull("bias", torch.empty(4, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"'bias'.* were pushed already, and clip_global_norm has them wait"):
+        kv.push(["one", "bias"], [ones[0], ones])
+    with pytest.raises(ValueError, match=r"call push\(\), update\(\) and pull\(\)"):
+        kv.pushpull("one", ones[0].clone())
+    kv.pull("one", torch.empty((), dtype=torch.float64))  # it does not wait
+    kv.drop_updates()
+    kv.update()
+    assert not any(value.any() for value in pulled(kv))
+    kv.push("bias", ones)
+    kv.set_optimizer(("sgd", {"learning_rate": 1.0, "clip_norm": 1.0}))  # what waited is forgotten
+    kv.push("bias", ones)
+    assert torch.allclose(pulled(kv)[1], -ones / 2, atol=1e-5)
+
+
+def test_the_rate_and_the_state_are_those_of_update(tmp_path: Path) -> None:
+    kv = started(kvstore.create("device"), clip_global_norm=1.0, momentum=0.5)
+    value = torch.tensor(1.0, dtype=torch.float64)
+    kv.push("one", value * 10)
+    kv.set_learning_rate(0.25)
+    kv.update()
+    assert float(pulled(kv)[2]) == pytest.approx(-0.25, abs=1e-5)
+    kv.save_optimizer_states(tmp_path / "states")
+    assert float(read_optimizer_states(tmp_path / "states").tensors['"one"/momentum_buffer']) == pytest.approx(1.0)
+    kv.load_optimizer_states(tmp_path / "states")
+    kv.push("one", value * 10)
+    kv.update()
+    assert float(pulled(kv)[2]) == pytest.approx(-0.25 - 0.25 * 1.5, abs=1e-5)
+
+
+def test_a_store_that_does_not_know_update_refuses_the_global_norm() -> None:
+    class Plain(KVStore):
+        specs: list[OptimizerSpec] = []  # noqa: RUF012  of one test
+
+        def _init(self, pairs: Any, async_op: bool) -> Any: ...
+        def _push(self, pairs: Any, priority: int, async_op: bool) -> Any: ...
+        def _pull(self, pairs: Any, priority: int, async_op: bool) -> Any: ...
+        def _pushpull(self, values: Any, outs: Any, priority: int, async_op: bool) -> Any: ...
+        def _assign(self, pairs: Any) -> None: ...
+        def _set_optimizer(self, spec: OptimizerSpec) -> None:
+            self.specs.append(spec)
+
+    kv = Plain("plain")
+    with pytest.raises(ValueError, match="a 'plain' store does not clip by clip_global_norm; use clip_norm or"):
+        kv.set_optimizer(("sgd", {"clip_global_norm": 1.0}))
+    kv.set_optimizer(("sgd", {"clip_norm": 1.0}))
+    assert [spec.clip_norm for spec in Plain.specs] == [1.0]
+
+
+# Trainer
+
+
+def network() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randn(8, 7, generator=generator).double(), 5 * torch.randn(8, 2, generator=generator).double()
+
+
+SIZES = (5, 3)
+THRESHOLDS = {"clip_gradient": 0.05, "clip_norm": 0.2, "clip_global_norm": 0.3}
+
+
+def by_trainer(name: str, store: str | KVStore, mine: slice) -> list[Tensor]:
+    model = network()
+    arguments = {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01, name: THRESHOLDS[name]}
+    named = {f"{name}.{key}": parameter for key, parameter in model.named_parameters()}
+    trainer = Trainer(named, "sgd", arguments, store)
+    for step in range(20):
+        data, target = (part[mine] for part in batch(step))
+        trainer.zero_grad()
+        nn.functional.mse_loss(model(data), target).backward()
+        trainer.step(len(data))
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def by_torch(name: str) -> list[Tensor]:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    for step in range(20):
+        data, target = batch(step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(data), target).backward()
+        if name == "clip_gradient":
+            clip_grad_value_(model.parameters(), THRESHOLDS[name])
+        elif name == "clip_global_norm":
+            clip_grad_norm_(model.parameters(), THRESHOLDS[name])
+        else:
+            for parameter in model.parameters():
+                clip_grad_norm_([parameter], THRESHOLDS[name])
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def apart(found: list[Tensor], expected: list[Tensor]) -> float:
+    pairs = zip(found, expected, strict=True)
+    return max(float(torch.linalg.norm(a - b) / torch.linalg.norm(b)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", THRESHOLDS)
+@pytest.mark.parametrize("store", STORES)
+def test_a_trainer_alone_clips_as_torch_does(store: str, name: str) -> None:
+    assert apart(by_trainer(name, store, slice(None)), by_torch(name)) == 0
+
+
+def test_a_trainer_whose_push_was_refused_goes_on() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    trainer = Trainer([weight], "sgd", {"learning_rate": 1.0, "clip_global_norm": 1.0}, "local")
+    trainer.kvstore.set_gradient_compression({"type": "fp16"})
+    weight.grad = torch.tensor([math.nan, 1.0])
+    with pytest.raises(ValueError, match="key 0"):
+        trainer.step(1)
+    assert not weight.detach().any()
+    weight.grad = torch.tensor([3.0, 4.0])
+    trainer.step(1)
+    assert torch.allclose(weight.detach(), torch.tensor([-0.6, -0.8]), atol=1e-5)
+
+
+# Workers
+
+
+def trainers_of_unequal_batches(kv: KVStore) -> None:
+    mine = slice(0, SIZES[0]) if kv.rank == 0 else slice(SIZES[0], None)
+    for name in THRESHOLDS:
+        assert apart(by_trainer(name, kv, mine), by_torch(name)) <= 1e-11, name
+
+
+LARGE = {"small": (7, 5), "vector": (200_003,), "matrix": (301, 500)}
+"""Some of which are cut over two servers."""
+
+
+def whole_numbers(shape: tuple[int, ...], rank: int, step: int) -> Tensor:
+    return ((torch.arange(math.prod(shape)) * (2 * step + 3) + 5 * rank) % 31 - 15).double().view(shape)
+
+
+def keys_that_are_cut(kv: KVStore) -> None:
+    """What a local store makes of the sums, with the same state."""
+    for name, threshold in (("clip_gradient", 2.0), ("clip_global_norm", 7.0), ("clip_norm", 5.0)):
+        arguments = {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.1, "lr_mult": {"vector": 3}, "rescale_grad": 0.5}
+        local = kvstore.create("local")
+        for store in (kv, local):
+            new = [key for key in LARGE if key not in store]
+            store.init(new, [torch.zeros(LARGE[key], dtype=torch.float64) for key in new])
+            store.assign(list(LARGE), [torch.ones(shape, dtype=torch.float64) for shape in LARGE.values()])
+            store.set_optimizer(("sgd", {**arguments, name: threshold}))
+        if isinstance(kv, DistStore):  # a key's own norm wants it whole
+            assert (len(kv._parts["vector"]) > 1) is (name != "clip_norm")
+        for step in range(2):
+            of_ranks = [
+                [whole_numbers(shape, rank, step) for rank in range(kv.num_workers)] for shape in LARGE.values()
+            ]
+            kv.push(list(LARGE), [of_key[kv.rank] for of_key in of_ranks], async_op=step == 1).wait()
+            local.push(list(LARGE), of_ranks)
+            for store in (kv, local):
+                store.update()
+        for key, shape in LARGE.items():
+            found, expected = (torch.empty(shape, dtype=torch.float64) for _ in range(2))
+            kv.pull(key, found)
+            local.pull(key, expected)
+            assert apart([found], [expected]) <= 1e-12, (name, key)
+        with tempfile.TemporaryDirectory() as folder:
+            states = []
+            for number, store in enumerate((kv, local)):
+                store.save_optimizer_states(Path(folder, str(number)))
+                states.append(read_optimizer_states(Path(folder, str(number))))
+            assert states[0].tensors.keys() >= states[1].tensors.keys() >= {'"vector"/momentum_buffer'}
+            for place, tensor in states[1].tensors.items():
+                assert apart([states[0].tensors[place]], [tensor]) <= 1e-12, (name, place)
+
+
+def a_few_keys(kv: KVStore, prefix: str) -> tuple[str, str]:
+    """A dense key and a table, under a global norm of 1."""
+    dense, table = f"{prefix}-dense", f"{prefix}-table"
+    kv.init([dense, table], [torch.zeros(2, dtype=torch.float64), torch.zeros(5, 1, dtype=torch.float64)])
+    kv.set_optimizer(("sgd", {"learning_rate": 1.0, "clip_global_norm": 1.0}))
+    return dense, table
+
+
+def values_of(kv: KVStore, dense: str, table: str) -> list[float]:
+    out = [torch.empty(2, dtype=torch.float64), torch.empty(5, 1, dtype=torch.float64)]
+    kv.pull([dense, table], out)
+    return [round(float(value), 4) for value in torch.cat([out[0], out[1].view(-1)])]
+
+
+def rows_of_workers(kv: KVStore) -> list[float]:
+    """Rows are summed over workers before they count."""
+    dense, table = a_few_keys(kv, "rows")
+    kv.push(dense, torch.tensor([1.0, 1.0], dtype=torch.float64))
+    kv.push(table, RowSparse([1, 4 * kv.rank], torch.full((2, 1), 2.0, dtype=torch.float64), (5, 1)))
+    kv.update()  # 2, 2 | 2, 4, 0, 0, 2: the norm is the root of 32
+    found = values_of(kv, dense, table)
+    assert found == [round(-one / math.sqrt(32), 4) + 0.0 for one in (2, 2, 2, 4, 0, 0, 2)]
+    return found
+
+
+def the_rate_is_rank_0s(kv: KVStore) -> list[float]:
+    dense, table = a_few_keys(kv, "rate")
+    kv.push(dense, torch.tensor([1.5, 2.0], dtype=torch.float64))
+    kv.set_learning_rate(0.5 if kv.rank == 0 else 100.0)
+    kv.update()
+    found = values_of(kv, dense, table)
+    assert found == [-0.3, -0.4, 0, 0, 0, 0, 0]
+    return found
+
+
+def what_waits_can_be_dropped(kv: KVStore) -> list[float]:
+    dense, table = a_few_keys(kv, "dropped")
+    for times in (100.0, 0.1):
+        kv.push(dense, torch.tensor([3.0, 4.0], dtype=torch.float64) * times / kv.num_workers)
+        if times == 100.0:
+            kv.drop_updates()
+    kv.update()
+    kv.update()  # again: nothing waits
+    found = values_of(kv, dense, table)
+    assert found == [-0.3, -0.4, 0, 0, 0, 0, 0]  # below the threshold: as it is
+    return found
+
+
+def who_has_joined_takes_part(kv: KVStore) -> list[float]:
+    """Rank 0 has nothing to push any more; the norm is that of the others, at rank 1's rate."""
+    dense, table = a_few_keys(kv, "joined")
+    if kv.rank == 0:
+        kv.join()
+    else:
+        kv.push(dense, torch.tensor([30.0, 40.0], dtype=torch.float64))
+        kv.update()
+        kv.push(table, torch.ones(5, 1, dtype=torch.float64) / 10)
+        kv.drop_updates()
+        kv.join()
+    found = values_of(kv, dense, table)
+    assert found == [-0.6, -0.8, 0, 0, 0, 0, 0]
+    return found
+
+
+CASES = [
+    trainers_of_unequal_batches,
+    keys_that_are_cut,
+    rows_of_workers,
+    the_rate_is_rank_0s,
+    what_waits_can_be_dropped,
+    who_has_joined_takes_part,
+]
+
+
+def async_clips_by_norm_alone(kv: KVStore) -> str:
+    kv.init("key", torch.zeros(2))
+    with pytest.raises(ValueError, match="expected a sync store, or clip_norm or clip_gradient") as raised:
+        kv.set_optimizer(("sgd", {"learning_rate": 1.0, "clip_global_norm": 1.0}))
+    kv.set_optimizer(("sgd", {"learning_rate": 1.0, "clip_norm": 1.0}))
+    kv.push("key", torch.tensor([30.0, 40.0]))
+    kv.barrier()
+    out = torch.empty(2)
+    kv.pull("key", out)
+    assert torch.allclose(out, torch.tensor([-1.2, -1.6]), atol=1e-5)  # each worker's push is clipped by itself
+    return str(raised.value)
+
+
+def test_servers_clip_what_workers_sum() -> None:
+    check("dist_sync", 2, 2, CASES)
+
+
+def test_in_async_each_push_is_clipped_by_itself() -> None:
+    check("dist_async", 2, 1, [async_clips_by_norm_alone])
+
+
+def over_collectives(comm: Communicator) -> None:
+    for case in CASES:
+        with kvstore.create("allreduce", communicator=comm) as kv:
+            case(kv)
+
+
+def test_workers_without_servers_clip_what_they_sum() -> None:
+    spawn(over_collectives, 2)
+
+
+def test_a_server_keeps_sums_until_it_is_told_the_factor_and_nobody_reads_what_changes() -> None:
+    count, small = 20_000, 4
+    spec = server_state.pack_spec(OptimizerSpec.parse(("sgd", {"learning_rate": 1.0, "clip_global_norm": 1.0})))
+    with Job(1) as job:
+        (member,) = job.members()
+        with Line.of_worker(member) as line:
+            sizes = {5: count, 6: small}
+            made = [
+                [number, "float32", [size], 1, msgpack.packb(str(number)), 0, True] for number, size in sizes.items()
+            ]
+            zeros = [bytes(4 * size) for size in sizes.values()]
+            assert line.ask(Define(1, made, None), *zeros) == Ack([1])
+            assert "RuntimeError" in line.refusal(Command(2, "norms", b""))
+            assert line.ask(Command(3, "optimizer", spec)) == Answer(3, b"")
+            entries = [[number, 1, DENSE, 4 * size] for number, size in sizes.items()]
+            ones = [torch.ones(size).numpy().tobytes() for size in sizes.values()]
+            assert line.ask(Push(4, entries, None, None, False, None), *ones) == Ack([4])
+            for _ in range(2):  # asked again, for the answer was lost
+                norms = msgpack.unpackb(line.ask(Command(5, "norms", b"")).payload)
+                assert norms == [pytest.approx(math.sqrt(count)), 2.0]
+            values, (data,) = read_large(line, Pull(6, entries[:1], False, None))
+            assert not torch.frombuffer(bytearray(data), dtype=torch.float32).any()
+            update = Command(7, "update", msgpack.packb([0.5, 3.0]))
+            line.say(update)
+            assert line.ask(Pull(8, [[99, 0, DENSE, 0]], False, None)).error == "KeyError"
+            assert line.hears_nothing()
+            assert line.ask(Done([values.number])) == Answer(7, b"")
+            assert line.ask(update) == Answer(7, b"")  # it came before, and is not done twice
+            values, (data,) = read_large(line, Pull(9, entries[:1], False, None))
+            assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32), torch.full((count,), -1.5))
+            assert msgpack.unpackb(line.ask(Command(10, "norms", b"")).payload) == []
+
+
+def read_large(line: Line, pull: Pull) -> tuple[Any, list[bytes]]:
+    line.say(pull)
+    values, frames = line.hear()
+    assert values.number  # the server waits for Done
+    return values, frames

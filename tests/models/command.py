@@ -1,0 +1,33 @@
+"""The `gangline` command, run in this process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+import gangline
+
+
+def gangline_command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `gangline` with these words."""
+    with patch.object(sys, "argv", ["gangline", *map(str, words)]), pytest.raises(SystemExit) as end:
+        gangline.main()
+    out, err = capsys.readouterr()
+    return int(end.value.code or 0), out, err
+
+
+def write_digits(folder: Path, classes: int = 3, images: int = 60) -> list[Path]:
+    """Real digits as PNG files, one sub-folder a class."""
+    bunch = load_digits(n_class=classes)
+    files = []
+    for number, (image, label) in enumerate(zip(bunch.images[:images], bunch.target[:images], strict=True)):
+        file = folder / f"digit{label}" / f"{number:04d}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((image * 15).astype("uint8")).save(file)
+        files.append(file)
+    return files

@@ -1,0 +1,213 @@
+"""Augmentation: what each word does to pixels, what it depends on, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from models.augmentation import Augmentation
+
+SHAPE = (3, 8, 8)
+
+
+def images(samples: int = 6, height: int = 8, width: int = 8, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.rand(samples, 3, height, width, dtype=dtype)
+
+
+def augmented(augmentation: Augmentation, given: torch.Tensor, shape: tuple[int, int, int] = SHAPE) -> torch.Tensor:
+    return augmentation(given, shape, 0, 0, range(len(given)))
+
+
+def test_without_words_nothing_is_done() -> None:
+    given = images()
+    assert augmented(Augmentation(), given) is given
+    assert Augmentation.parse("") == Augmentation()
+    assert Augmentation().for_evaluation() == Augmentation()
+
+
+@pytest.mark.parametrize(("word", "axis"), [("flip", 3), ("flip-vertical", 2)])
+def test_about_every_second_image_is_flipped(word: str, axis: int) -> None:
+    given = images(64)
+    result = augmented(Augmentation.parse(word), given)
+    flipped = [torch.allclose(new, old.flip(axis - 1), atol=1e-5) for old, new in zip(given, result, strict=True)]
+    kept = [torch.allclose(new, old, atol=1e-5) for old, new in zip(given, result, strict=True)]
+    assert [one != other for one, other in zip(flipped, kept, strict=True)] == [True] * 64
+    assert 20 <= sum(flipped) <= 44
+
+
+def test_a_quarter_turn_is_against_the_clock() -> None:
+    given = images()
+    result = augmented(Augmentation(rotate=(90, 90)), given)
+    assert torch.allclose(result, given.rot90(1, (2, 3)), atol=1e-4)
+
+
+def test_translation_is_in_pixels_to_the_right_and_down_and_leaves_black() -> None:
+    given = images()
+    result = augmented(Augmentation(translate=(2, 2)), given)
+    assert torch.allclose(result[:, :, 2:, 2:], given[:, :, :-2, :-2], atol=1e-5)
+    assert not result[:, :, :2].any()
+    assert not result[:, :, :, :2].any()
+
+
+def test_scaling_enlarges_about_the_centre() -> None:
+    given = torch.zeros(1, 3, 8, 8)
+    given[:, :, 3:5, 3:5] = 1
+    result = augmented(Augmentation(scale=(2, 2)), given)
+    assert result.sum() == pytest.approx(4 * 12, rel=0.01)
+    assert torch.allclose(result, result.flip(2), atol=1e-5)
+    assert torch.allclose(result, result.flip(3), atol=1e-5)
+
+
+def test_a_crop_is_a_part_of_the_resized_image() -> None:
+    augmentation = Augmentation.parse("resize=10x12,crop=8")
+    assert augmentation.size_before(SHAPE) == (10, 12)
+    given = images(32, 10, 12)
+    places = set()
+    for old, new in zip(given, augmented(augmentation, given), strict=True):
+        at = [
+            (top, left)
+            for top in range(3)
+            for left in range(5)
+            if torch.allclose(new, old[:, top : top + 8, left : left + 8], atol=1e-4)
+        ]
+        assert len(at) == 1
+        places.add(at[0])
+    assert {top for top, _ in places} == {0, 1, 2}
+    assert {left for _, left in places} == {0, 1, 2, 3, 4}
+
+
+def test_a_crop_is_scaled_to_the_size_that_the_network_takes() -> None:
+    given = torch.linspace(0, 1, 8).expand(4, 3, 8, 8)  # brighter to the right, evenly
+    result = augmented(Augmentation(crop=4), given)
+    assert result.shape == (4, 3, 8, 8)
+    slope = (result[:, :, :, 5] - result[:, :, :, 2])[:, :, 2:6] / 3
+    assert torch.allclose(slope, torch.full_like(slope, 0.5 / 7), atol=1e-5)
+
+
+def test_all_geometry_is_one_matrix_in_the_order_that_is_documented() -> None:
+    augmentation = Augmentation(rotate=(90, 90), translate=(1, 1), scale=(2, 2))
+    [matrix] = augmentation.matrices(SHAPE, 0, 0, [0])
+    corner = matrix @ torch.tensor([7.0, 3.5, 1.0], dtype=torch.float64)  # the middle of the right side
+    assert corner.tolist() == pytest.approx([3.5 + 1, 3.5 - 2 * 3.5 + 1])  # enlarged, turned to the top, moved
+
+
+def test_channels_are_normalised_last() -> None:
+    given = images()
+    mean, std = [0.1, 0.2, 0.3], [0.5, 1.0, 2.0]
+    result = augmented(Augmentation(mean=mean, std=std), given)
+    expected = (given - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+    assert torch.allclose(result, expected)
+    moved = augmented(Augmentation(translate=(3, 3), mean=mean, std=std), given)
+    assert torch.allclose(moved[0, :, 0, 0], -torch.tensor(mean) / torch.tensor(std))  # what is moved in is black
+
+
+def test_held_out_images_are_only_normalised() -> None:
+    augmentation = Augmentation.parse("flip,rotate=-10:10,resize=12,crop=8", mean=(0.5,) * 3, std=(0.2,) * 3)
+    assert augmentation.moves_pixels
+    evaluation = augmentation.for_evaluation()
+    assert evaluation == Augmentation(mean=(0.5,) * 3, std=(0.2,) * 3)
+    assert not evaluation.moves_pixels
+    assert evaluation.size_before(SHAPE) == (8, 8)
+
+
+WORDS = "flip,flip-vertical,rotate=-30:30,translate=-2:2,scale=0.8:1.2,resize=10,crop=9"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_a_sample_is_the_same_in_any_batch_to_the_bit(dtype: torch.dtype) -> None:
+    augmentation = Augmentation.parse(WORDS)
+    given = images(9, 10, 10, dtype)
+    together = augmentation(given, SHAPE, 3, 5, range(9))
+    assert together.dtype == dtype
+    for begin, end in ((0, 1), (1, 4), (4, 9)):
+        part = augmentation(given[begin:end], SHAPE, 3, 5, range(begin, end))
+        assert torch.equal(part, together[begin:end])
+
+
+def test_numbers_follow_from_seed_epoch_and_sample_and_from_nothing_else() -> None:
+    augmentation = Augmentation.parse(WORDS)
+    first = augmentation.matrices(SHAPE, 1, 2, [3, 4])
+    torch.rand(100)
+    assert torch.equal(augmentation.matrices(SHAPE, 1, 2, [4, 3]).flip(0), first)
+    for other in ((0, 2, [3, 4]), (1, 0, [3, 4]), (1, 2, [5, 6])):
+        assert not torch.isclose(augmentation.matrices(SHAPE, *other), first).all(2).all(1).any()
+
+
+def test_one_range_more_does_not_change_the_numbers_of_the_others() -> None:
+    turned = Augmentation(rotate=(-30, 30)).matrices(SHAPE, 0, 0, range(5))
+    both = Augmentation(rotate=(-30, 30), translate=(1, 1)).matrices(SHAPE, 0, 0, range(5))
+    assert torch.allclose(both[:, :, 2] - turned[:, :, 2], torch.ones(5, 2, dtype=torch.float64))
+
+
+def test_an_empty_batch_stays_empty() -> None:
+    assert augmented(Augmentation.parse("flip"), images(0)).shape == (0, 3, 8, 8)
+
+
+def test_words_are_the_arguments() -> None:
+    assert Augmentation.parse(
+        " flip, rotate=-10:10 ,translate=-2:2,scale=0.9:1.1,resize=72x80,crop=64"
+    ) == Augmentation(flip=True, rotate=(-10, 10), translate=(-2, 2), scale=(0.9, 1.1), resize=(72, 80), crop=64)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("flop", r"augmentation 'flop' has 'flop'; expected of flip, flip-vertical, rotate=LOW:HIGH"),
+        ("flip=1", "has 'flip=1'; expected of flip"),
+        ("rotate", "has 'rotate'; expected of flip"),
+        ("rotate=10", "has 'rotate=10'"),
+        ("rotate=1:2:3", "has 'rotate=1:2:3'"),
+        ("scale=a:b", "has 'scale=a:b'"),
+        ("crop=8x8x8", "has 'crop=8x8x8'"),
+        ("crop=3.5", "has 'crop=3.5'"),
+        ("flip,flip", "has flip twice"),
+        ("mean=0:1", "has 'mean=0:1'"),
+        ("rotate=10:-10", "rotate is from 10 to -10; expected the lower number first"),
+        ("rotate=nan:1", "rotate is from nan to 1.0; expected finite numbers"),
+        ("scale=0:1", "scale is from 0 to 1; expected factors above 0"),
+        ("scale=-2:-1", "expected factors above 0"),
+        ("crop=0", "crop is 0x0 pixels; expected 1 or more"),
+        ("resize=8,crop=9", "crop is 9x9, but images are resized to 8x8; expected a part of that"),
+        ("resize=9x8,crop=9", "crop is 9x9, but images are resized to 9x8"),
+    ],
+)
+def test_words_that_make_no_sense_are_refused(words: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Augmentation.parse(words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"std": (0.1, -0.1, 0.1)}, ValueError, r"std is \(0.1, -0.1, 0.1\); expected numbers above 0"),
+        ({"std": ()}, ValueError, "std is"),
+        ({"mean": (float("nan"),)}, ValueError, "mean is .*; expected finite numbers"),
+        ({"rotate": 10}, TypeError, r"rotate is 10; expected \(lowest, highest\)"),
+        ({"rotate": (1, 2, 3)}, TypeError, "rotate is"),
+        ({"crop": 2.5}, TypeError, "crop is 2.5; expected a number of pixels"),
+        ({"resize": True}, TypeError, "resize is True"),
+        ({"crop": (8, 8, 8)}, TypeError, "crop is"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Augmentation(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("augmentation", "message"),
+    [
+        (Augmentation(crop=9), "crop is 9x9, but images are resized to 8x8"),
+        (Augmentation(crop=(4, 12)), "crop is 4x12"),
+        (Augmentation(mean=(0.5,)), "mean has 1 numbers; expected 3, one a channel"),
+        (Augmentation(std=(0.5,) * 4), "std has 4 numbers; expected 3"),
+        (Augmentation(translate=(-9, 0)), "translate is from -9 to 0 pixels, which moves an image of 8x8 out of sight"),
+    ],
+)
+def test_what_does_not_fit_the_images_is_refused(augmentation: Augmentation, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        augmentation.check(SHAPE)

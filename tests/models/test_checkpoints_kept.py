@@ -1,0 +1,299 @@
+"""Which checkpoints are written when, which are kept, and what is refused when one is corrupt."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from collectives.communicator import Communicator
+from collectives.spawning import spawn
+from gangline import Checkpoint, Module, cpu
+from kvstore import create
+from models import checkpoint
+from models.checkpoints_kept import epochs, remove_older
+from models.workers import Workers
+
+SAMPLES = 12
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Nothing here is large enough for torch to share out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def arrays() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(SAMPLES, 4, generator=generator), torch.randint(3, (SAMPLES,), generator=generator)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Linear(4, 3)
+
+
+def fitted(
+    prefix: Path, num_epoch: int, *, store: Any = "local", by_batches: bool = False, **options: Any
+) -> tuple[Module, Checkpoint]:
+    """Train with 3 batches an epoch and a checkpoint of these options."""
+    fit = {name: options.pop(name) for name in ("eval_data", "validation_metric", "resume") if name in options}
+    with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+        saves = Checkpoint(module, prefix, **options)
+        where = "batch_end_callback" if by_batches else "epoch_end_callback"
+        module.fit(
+            arrays(),
+            num_epoch=num_epoch,
+            batch_size=4,
+            kvstore=store,
+            eval_metric="loss",
+            optimizer_params={"learning_rate": 0.1, "momentum": 0.9},
+            **{where: saves},
+            **fit,
+        )
+        return module, saves
+
+
+class Clock:
+    """Stands for time: every look at it takes a second."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        self.now += 1
+        return self.now
+
+
+# -- when -----------------------------------------------------------------------------------------------------------
+
+
+def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The module's step and the checkpoint's number at each save from now on."""
+    found: list[Any] = []
+    save = checkpoint.save
+
+    def noting(module: Module, prefix: Path, epoch: Any, states: bool) -> None:
+        found.append((module.step, epoch))
+        save(module, prefix, epoch, states)
+
+    monkeypatch.setattr(checkpoint, "save", noting)
+    return found
+
+
+def test_minutes_alone_decide_where_they_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is looked at once a batch, and once more at a save, which begins the next interval."""
+    found = written(monkeypatch)
+    monkeypatch.setattr("models.workers.time.monotonic", Clock())
+    fitted(tmp_path / "net", 3, by_batches=True, minutes=3 / 60)
+    assert found == [(4, 1), (7, 2)]
+
+
+def test_minutes_and_a_period_both_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = written(monkeypatch)
+    monkeypatch.setattr("models.workers.time.monotonic", Clock())
+    fitted(tmp_path / "net", 2, by_batches=True, minutes=3 / 60, period=2)
+    assert found == [(2, 0), (5, 1)]
+
+
+def with_clocks_of_their_own(comm: Communicator, prefix: str) -> Any:
+    found: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch, create("allreduce", communicator=comm) as store:
+        clock = Clock()
+        patch.setattr("models.workers.time.monotonic", clock if comm.rank == 0 else lambda: 0.0)
+        found = written(patch)
+        fitted(Path(prefix), 3, store=store, by_batches=True, minutes=3 / 60)
+    return found
+
+
+def test_in_a_job_rank_0s_clock_decides_for_all(tmp_path: Path) -> None:
+    first, second = spawn(with_clocks_of_their_own, 2, str(tmp_path / "net"))
+    assert first == second
+    assert first
+
+
+# -- which are kept -------------------------------------------------------------------------------------------------
+
+
+class Told:
+    """A metric with one value a validation, for each of which all data is one batch."""
+
+    def __init__(self, values: list[float]) -> None:
+        self._values = [value for value in values for _ in range(3)]
+
+    def __call__(self, label: torch.Tensor, output: torch.Tensor) -> float:
+        return self._values.pop(0)
+
+
+def test_the_newest_are_kept_and_the_best_beside_them(tmp_path: Path) -> None:
+    prefix = tmp_path / "net"
+    values = Told([0.2, 0.9, 0.5, 0.9, 0.1, 0.3])
+    _, saves = fitted(prefix, 6, keep=2, keep_best="custom", eval_data=arrays(), validation_metric=values)
+    assert epochs(prefix) == [5, 6]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        f"net-{number}{suffix}"
+        for number in ("0005", "0006", "best")
+        for suffix in (".json", ".safetensors", ".state.safetensors")
+    )
+    assert saves.best == pytest.approx(0.9)
+    assert checkpoint.read(prefix, "best").position["epoch"] == 2  # the fourth was no better
+
+
+def test_the_best_is_loaded_and_gone_on_from_by_its_name(tmp_path: Path) -> None:
+    prefix = tmp_path / "net"
+    values = Told([0.2, 0.9, 0.5])
+    fitted(prefix, 3, keep_best="custom", eval_data=arrays(), validation_metric=values)
+    best = Module.load(prefix, "best", network=network())
+    second = checkpoint.read(prefix, 2).params
+    assert all(torch.equal(value, second[name]) for name, value in best.get_params().items())
+    module, _ = fitted(prefix, 3, resume=(prefix, "best"))
+    assert module.position.epoch == 3
+    third = checkpoint.read(prefix, 3).params
+    assert all(torch.equal(value, third[name]) for name, value in module.get_params().items())
+
+
+def test_the_best_may_be_the_smallest(tmp_path: Path) -> None:
+    prefix = tmp_path / "net"
+    values = Told([0.2, 0.1, float("nan"), 0.5])
+    fitted(prefix, 4, keep_best="custom", mode="min", eval_data=arrays(), validation_metric=values)
+    assert checkpoint.read(prefix, "best").position["epoch"] == 2
+
+
+def test_what_another_run_has_left_above_is_not_older(tmp_path: Path) -> None:
+    prefix = tmp_path / "net"
+    fitted(prefix, 5)
+    fitted(prefix, 2, keep=1)
+    assert epochs(prefix) == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_a_removal_cut_off_anywhere_leaves_the_newest_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    prefix = tmp_path / "net"
+    fitted(prefix, 3)
+    calls = 0
+    unlink = Path.unlink
+
+    class Cut(BaseException):
+        pass
+
+    def cut(path: Path, **options: Any) -> None:
+        nonlocal calls
+        if calls == step:
+            raise Cut
+        calls += 1
+        unlink(path, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", cut)
+        with pytest.raises(Cut):
+            remove_older(prefix, 3, 1)
+    for number in epochs(prefix):
+        checkpoint.read(prefix, number)
+    assert epochs(prefix)[-1] == 3
+    remove_older(prefix, 3, 1)
+    assert {path.name.partition(".")[0] for path in tmp_path.iterdir()} == {"net-0003"}
+
+
+def test_what_cannot_be_removed_stays_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied", "net-0001.json")
+
+    monkeypatch.setattr("models.callbacks.remove_older", refuse)
+    with caplog.at_level(logging.WARNING, "gangline"):
+        fitted(tmp_path / "net", 2, keep=1)
+    assert epochs(tmp_path / "net") == [1, 2]
+    assert "net-0001.json" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"period": 0}, "period is 0"),
+        ({"keep": 0}, "keep is 0"),
+        ({"minutes": 0}, "minutes is 0"),
+        ({"minutes": float("nan")}, "minutes is nan"),
+        ({"keep_best": "acc", "mode": "least"}, "mode is 'least'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Checkpoint(Module(network(), nn.CrossEntropyLoss()), "net", **options)
+
+
+def test_a_best_of_a_metric_that_validation_lacks_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Checkpoint waits for 'accuracy', but validation has \['loss'\]"):
+        fitted(tmp_path / "net", 1, keep_best="accuracy", eval_data=arrays())
+    assert not list(tmp_path.iterdir())
+
+
+# -- corrupt ones ---------------------------------------------------------------------------------------------------
+
+
+def damage(path: Path, how: str) -> None:
+    if how == "gone":
+        path.unlink()
+    elif how == "torn":
+        os.truncate(path, path.stat().st_size // 2)
+    elif how == "empty":
+        os.truncate(path, 0)
+    elif how == "other-form":
+        content = json.loads(path.read_text())
+        del content["position"]
+        path.write_text(json.dumps(content))
+    else:
+        content = json.loads(path.read_text())
+        content["id"] = "0" * 32
+        path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "how", "named"),
+    [
+        (".json", "torn", ".json"),
+        (".json", "empty", ".json"),
+        (".json", "other-form", ".json"),
+        (".json", "other-id", ".safetensors"),
+        (".safetensors", "torn", ".safetensors"),
+        (".safetensors", "gone", ".safetensors"),
+        (".state.safetensors", "torn", ".state.safetensors"),
+    ],
+)
+@pytest.mark.parametrize("resume", ["auto", "prefix"])
+def test_a_corrupt_newest_checkpoint_is_an_error_before_training(
+    tmp_path: Path, suffix: str, how: str, named: str, resume: str
+) -> None:
+    prefix = tmp_path / "net"
+    fitted(prefix, 2)
+    damage(tmp_path / f"net-0002{suffix}", how)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises((ValueError, FileNotFoundError), match=f"net-0002{named}".replace(".", r"\.")):
+        fitted(prefix, 3, resume=prefix if resume == "prefix" else "auto")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_auto_does_not_begin_anew_beside_weights_whose_json_is_gone(tmp_path: Path) -> None:
+    prefix = tmp_path / "net"
+    fitted(prefix, 1)
+    damage(tmp_path / "net-0001.json", "gone")
+    with pytest.raises(ValueError, match=r"net-0001\.safetensors is there, but the JSON"):
+        fitted(prefix, 2, resume="auto")
+
+
+def test_the_clock_is_this_process_own_where_it_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models.workers.time.monotonic", Clock())
+    workers = Workers()
+    assert workers.clock + 1 == workers.clock

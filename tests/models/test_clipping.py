@@ -1,0 +1,469 @@
+"""Gradient clipping sees the gradient of the whole batch: any contexts and workers train as a plain torch loop does."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from measure import distance
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from collectives import Communicator, spawn
+from gangline import Context, Module, cpu, gpu
+from kvstore import KVStore, create
+from kvstore.optimizer import KeyedOptimizer
+from models import flow
+from tests.kvstore.dist_job import run_job
+
+pytestmark = pytest.mark.timeout(110)
+
+FEATURES, CLASSES, SAMPLES, BATCH, EPOCHS = 6, 3, 37, 8, 4  # 20 steps, with a last batch that is not full
+CLIPS = {"clip_gradient": 0.02, "clip_norm": 0.1, "clip_global_norm": 0.15}
+ARGUMENTS = {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-2}
+Params = Mapping[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Nothing here is large enough for torch to share out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Branches(nn.Module):
+    """A way that runs for some batches only, and a layer that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 8)
+        self.sometimes = nn.Linear(FEATURES, 8)
+        self.never = nn.Linear(3, 3)
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.first(x)
+        rare = x[:, :1] > 1.5
+        if rare.any():
+            found = found + rare * self.sometimes(x)
+        return self.last(found.tanh())
+
+
+class Words(nn.Module):
+    """A table whose gradients are rows."""
+
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 4, sparse=sparse)
+        self.last = nn.Linear(4, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.table((x[:, :3] * 100).long().abs() % 20).mean(1))
+
+
+def made(kind: str, **options: Any) -> nn.Module:
+    torch.manual_seed(3)
+    return {"branches": Branches, "words": Words}[kind](**options).double()
+
+
+def arrays() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    data = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
+    label = torch.randint(CLASSES, (SAMPLES,), generator=generator)
+    label[torch.rand(SAMPLES, generator=generator) < 0.4] = -100  # ignored
+    label[::BATCH] = 1  # a whole batch without labels has no loss
+    return data, label
+
+
+def clip(name: str, parameters: list[nn.Parameter]) -> bool:
+    """Clip as a torch loop does; gives whether anything changed."""
+    gradients = [p.grad.clone() for p in parameters if p.grad is not None]
+    if name == "clip_gradient":
+        clip_grad_value_(parameters, CLIPS[name])
+    elif name == "clip_global_norm":
+        clip_grad_norm_(parameters, CLIPS[name])
+    else:
+        for parameter in parameters:
+            clip_grad_norm_([parameter], CLIPS[name])
+    after = [p.grad for p in parameters if p.grad is not None]
+    return not all(map(torch.equal, gradients, after))
+
+
+@cache
+def plainly(name: str, kind: str = "branches", accumulate: int = 1) -> Params:
+    """20 steps of a torch loop, or fewer where several batches make a step."""
+    network = made(kind, **({"sparse": False} if kind == "words" else {}))
+    own = {"momentum": 0.9, "weight_decay": 1e-2} if kind == "branches" else {}  # rows have none: they are lazy
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, **own)
+    clipped = 0
+    for _ in range(EPOCHS):
+        data, label = arrays()
+        for part, of_part in zip(data.split(BATCH * accumulate), label.split(BATCH * accumulate), strict=True):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(network(part), of_part).backward()
+            clipped += clip(name, list(network.parameters()))
+            optimizer.step()
+    assert clipped > EPOCHS
+    return {key: value.detach().clone() for key, value in network.state_dict().items()}
+
+
+def trained(
+    name: str,
+    store: str | KVStore | None,
+    loads: list[float],
+    kind: str = "branches",
+    accumulate: int = 1,
+    contexts: Sequence[Context] = (),
+) -> Params:
+    places = contexts or [cpu(i) for i in range(len(loads))]
+    with Module(made(kind), nn.CrossEntropyLoss(), places, loads) as module:
+        module.fit(
+            arrays(),
+            num_epoch=EPOCHS,
+            batch_size=BATCH,
+            shuffle=False,
+            kvstore=store,
+            optimizer_params={**(ARGUMENTS if kind == "branches" else {"learning_rate": 0.1}), name: CLIPS[name]},
+            eval_metric="loss",
+            accumulate=accumulate,
+        )
+        return module.get_params()
+
+
+@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize(
+    ("store", "loads"),
+    [(None, [1]), ("local", [3, 1]), ("device", [1, 2, 1]), ("device", [1, 0, 1])],
+    ids=["alone", "local", "device", "idle"],
+)
+@pytest.mark.parametrize("kind", ["branches", "words"])
+def test_contexts_train_as_a_torch_loop_that_clips(name: str, store: str | None, loads: list[float], kind: str) -> None:
+    assert distance(trained(name, store, loads, kind), plainly(name, kind)) <= 1e-11
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_the_gradient_is_clipped_after_accumulation(name: str) -> None:
+    assert distance(trained(name, "device", [2, 1], accumulate=2), plainly(name, accumulate=2)) <= 1e-11
+
+
+def test_one_context_gives_torchs_bits_with_and_without_a_store() -> None:
+    with create("local") as store:
+        for given in (None, store):
+            found = trained("clip_global_norm", given, [1])
+            assert all(torch.equal(found[key], value) for key, value in plainly("clip_global_norm").items())
+
+
+def test_forward_backward_and_update_clip_too() -> None:
+    network = made("branches")
+    reference = copy.deepcopy(network)
+    data, label = arrays()
+    nn.functional.cross_entropy(reference(data), label).backward()
+    clip_grad_norm_(reference.parameters(), 0.01)
+    expected = {key: p.detach() - (p.grad if p.grad is not None else 0) for key, p in reference.named_parameters()}
+    with Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)], [2, 1]) as module:
+        module.init_optimizer("device", "sgd", {"learning_rate": 1.0, "clip_global_norm": 0.01})
+        module.forward_backward(data, label)
+        module.update()
+        assert distance(module.get_params(), expected) <= 1e-14
+
+
+@pytest.mark.parametrize("verbs", ["early", "late"])
+def test_many_buckets_are_summed_one_by_one_and_clipped_together(verbs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "BUCKET_BYTES", 64)
+    updates: list[list[str]] = []
+    inner = KeyedOptimizer.update
+
+    def update(own: KeyedOptimizer, gradients: Any) -> None:
+        updates.append(sorted(key for key, _ in gradients))
+        inner(own, gradients)
+
+    monkeypatch.setattr(KeyedOptimizer, "update", update)
+    data, label = arrays()
+    with Module(made("branches"), nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
+        module.init_optimizer("device", "sgd", {**ARGUMENTS, "clip_global_norm": CLIPS["clip_global_norm"]})
+        for _ in range(EPOCHS):
+            for part, of_part in zip(data.split(BATCH), label.split(BATCH), strict=True):
+                if verbs == "early":
+                    module.forward_backward_update(part, of_part)
+                else:
+                    module.forward_backward(part, of_part)
+                    module.update()
+        found = module.get_params()
+    assert distance(found, plainly("clip_global_norm")) <= 1e-11
+    assert len(updates) == 20
+    assert {len(names) for names in updates} == {4, 6}  # with and without the way that runs sometimes
+
+
+class Breaks(torch.autograd.Function):
+    """Hands a tensor through; its backward fails while told to."""
+
+    fails = False
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if Breaks.fails:
+            raise ArithmeticError("on purpose")
+        return gradient
+
+
+class Fragile(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 5), nn.Linear(5, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(Breaks.apply(self.first(x)).tanh())
+
+
+@pytest.mark.parametrize("store", ["local", "device"])
+def test_after_a_backward_that_fails_no_weight_has_changed(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "BUCKET_BYTES", 64)
+    data, label = arrays()
+
+    def steps(broken: bool) -> Params:
+        torch.manual_seed(1)
+        with Module(Fragile().double(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
+            module.init_optimizer(store, "sgd", {**ARGUMENTS, "clip_global_norm": 0.05})
+            for number in range(4):
+                before = module.get_params()
+                if broken and number in (0, 2):
+                    monkeypatch.setattr(Breaks, "fails", True)
+                    with pytest.raises(ArithmeticError, match="on purpose") as raised:
+                        module.forward_backward_update(data, label)
+                    monkeypatch.setattr(Breaks, "fails", False)
+                    assert not any("nor could" in note for note in getattr(raised.value, "__notes__", []))
+                    assert distance(module.get_params(), before) == 0
+                module.forward_backward_update(data, label)
+            return module.get_params()
+
+    whole, broken = steps(False), steps(True)
+    assert all(torch.equal(broken[name], value) for name, value in whole.items())
+
+
+def test_what_is_not_trained_does_not_count() -> None:
+    network = made("branches")
+    data, label = arrays()
+    reference = copy.deepcopy(network)
+    for name, parameter in reference.named_parameters():
+        parameter.requires_grad_(not name.startswith("first"))
+    nn.functional.cross_entropy(reference(data), label).backward()
+    trained_ones = [p for p in reference.parameters() if p.grad is not None]
+    clip_grad_norm_(trained_ones, 0.01)
+    expected = {key: p.detach() - (p.grad if p.grad is not None else 0) for key, p in reference.named_parameters()}
+    fixed = ["first.weight", "first.bias"]
+    with Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)], fixed_param_names=fixed) as module:
+        module.init_optimizer("local", "sgd", {"learning_rate": 1.0, "clip_global_norm": 0.01})
+        module.forward_backward_update(data, label)
+        assert distance(module.get_params(), expected) <= 1e-14
+
+
+@pytest.mark.parametrize(("name", "spoilt"), [("clip_norm", 2), ("clip_global_norm", 4)])
+def test_a_norm_that_is_nan_makes_weights_nan(name: str, spoilt: int) -> None:
+    network = nn.Sequential(nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES)).double()
+    with Module(network, None, [cpu(0), cpu(1)]) as module:
+        module.init_optimizer("device", "sgd", {"learning_rate": 1.0, name: 1.0})
+        module.forward(arrays()[0], is_train=True)
+        module.backward(torch.ones(SAMPLES, CLASSES, dtype=torch.float64))
+        for replica in module.replicas.all:
+            for key in ("0.weight", "0.bias"):
+                gradient = replica.parameters[key].grad
+                assert gradient is not None
+                gradient.view(-1)[0] = float("nan")
+        module.update()
+        params = module.get_params()
+    assert sum(bool(value.isnan().all()) for value in params.values()) == spoilt
+    assert sum(bool(value.isnan().any()) for value in params.values()) == spoilt
+
+
+def test_a_float16_loss_is_unscaled_before_the_clip_and_overflows_are_skipped() -> None:
+    torch.manual_seed(2)
+    network = nn.Linear(FEATURES, CLASSES)
+    data, label = arrays()
+    with Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)], autocast=torch.float16) as module:
+        module.init_optimizer("device", "sgd", {"learning_rate": 1.0, "clip_global_norm": 0.01})
+        skipped, moved = 0, []
+        for factor in (1e4, 1.0, 1.0):
+            before = module.get_params()
+            assert module.loss_scale is not None
+            scale = module.loss_scale.value
+            module.forward_backward_update((data * factor).float(), label)
+            skipped += module.loss_scale.value < scale
+            moved.append(float(torch.cat([(v - before[k]).flatten() for k, v in module.get_params().items()]).norm()))
+    assert skipped == 1
+    assert moved == [0.0, pytest.approx(0.01, rel=1e-3), pytest.approx(0.01, rel=1e-3)]
+
+
+def test_what_arrives_of_compressed_gradients_is_clipped() -> None:
+    data, label = arrays()
+    compression = {"type": "2bit", "threshold": 0.5}
+    network = made("branches")
+    with Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)], compression_params=compression) as module:
+        module.init_optimizer("local", "sgd", {"learning_rate": 1.0, "clip_global_norm": 0.01})
+        moved = []
+        for _ in range(8):
+            before = module.get_params()
+            module.forward_backward_update(data, label)
+            moved.append(float(torch.cat([(v - before[k]).flatten() for k, v in module.get_params().items()]).norm()))
+    assert {round(one, 6) for one in moved} == {0.0, 0.01}  # a gradient of the threshold now and then
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    data, label = arrays()
+    arguments = {"learning_rate": 0.01, name: CLIPS[name]}
+
+    def steps(module: Module, count: int) -> None:
+        for _ in range(count):
+            module.forward_backward_update(data, label)
+
+    loss, contexts = nn.CrossEntropyLoss(), [cpu(0), cpu(1)]
+    with Module(made("branches"), loss, contexts) as module:
+        module.init_optimizer("device", "adam", arguments)
+        steps(module, 3)
+        module.save_checkpoint(tmp_path / "net", 1, save_optimizer_states=True)
+        steps(module, 3)
+        expected = module.get_params()
+    with Module.load(
+        tmp_path / "net", 1, network=made("branches"), loss=loss, context=contexts, load_optimizer_states=True
+    ) as module:
+        module.init_optimizer("device", "adam", arguments)
+        steps(module, 3)
+        assert all(torch.equal(value, expected[key]) for key, value in module.get_params().items())
+
+
+def test_decay_is_added_behind_the_clip_with_a_factor_for_each_parameter() -> None:
+    network = made("branches")
+    reference = copy.deepcopy(network)
+    data, label = arrays()
+    decays = {"first.weight": 2.0, "first.bias": 0.0, "sometimes.bias": 0.0, "last.bias": 0.0}
+    groups = [{"params": [p], "weight_decay": 0.1 * decays.get(name, 1.0)} for name, p in reference.named_parameters()]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    with Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
+        arguments = {"learning_rate": 0.1, "wd": 0.1, "wd_mult": decays, "clip_global_norm": 0.01}
+        module.init_optimizer("local", "sgd", arguments)
+        for _ in range(3):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(reference(data), label).backward()
+            clip_grad_norm_(reference.parameters(), 0.01)
+            optimizer.step()
+            module.forward_backward_update(data, label)
+        assert distance(module.get_params(), reference.state_dict()) <= 1e-13
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (
+            {"clip_gradient": 1.0, "clip_norm": 2.0},
+            "clip_gradient=1.0 and clip_norm=2.0 are given; expected at most",
+        ),
+        ({"clip_norm": 0}, "clip_norm is 0; expected a number above 0"),
+        ({"clip_global_norm": float("nan")}, "clip_global_norm is nan; expected a number above 0"),
+    ],
+)
+def test_bad_thresholds_are_refused_before_training(params: dict[str, float], message: str) -> None:
+    with Module(made("branches"), nn.CrossEntropyLoss()) as module, pytest.raises(ValueError, match=message):
+        module.fit(arrays(), num_epoch=1, batch_size=BATCH, optimizer_params=params)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; torch sees none here")
+@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize("store", ["local", "device"])
+def test_gpus_train_as_a_torch_loop_that_clips(name: str, store: str) -> None:
+    for contexts in ([gpu(0), gpu(0)], [gpu(0), cpu(0)]):
+        for kind in ("branches", "words"):
+            assert distance(trained(name, store, [2, 1], kind, contexts=contexts), plainly(name, kind)) <= 1e-11
+
+
+# Workers
+
+
+def over_collectives(comm: Communicator) -> dict[tuple[str, str], Params]:
+    found = {}
+    for name, kind in [*((name, "branches") for name in CLIPS), ("clip_global_norm", "words")]:
+        with create("allreduce", communicator=comm) as store:
+            loads: list[float] = [1.0] if comm.rank else [1.0, 2.0]
+            found[name, kind] = trained(name, store, loads, kind)
+    return found
+
+
+def test_workers_of_an_allreduce_store_train_as_a_torch_loop_that_clips() -> None:
+    everybody = spawn(over_collectives, 2)
+    for (name, kind), params in everybody[0].items():
+        assert distance(params, plainly(name, kind)) <= 1e-11, (name, kind)
+        assert all(torch.equal(params[key], everybody[1][name, kind][key]) for key in params), (name, kind)
+
+
+def one_over_servers(name: str, kind: str) -> Params:
+    return trained(name, "dist_sync", [1.0, 2.0], kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("clip_global_norm", "branches"),
+        pytest.param("clip_global_norm", "words", marks=pytest.mark.slow),
+        pytest.param("clip_norm", "branches", marks=pytest.mark.slow),
+        pytest.param("clip_norm", "words", marks=pytest.mark.slow),
+        pytest.param("clip_gradient", "branches", marks=pytest.mark.slow),
+    ],
+)
+def test_workers_with_servers_train_as_a_torch_loop_that_clips(name: str, kind: str) -> None:
+    first, second = run_job(one_over_servers, 2, 2, name, kind)
+    assert distance(first, plainly(name, kind)) <= 1e-11
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def in_a_servers_job(name: str, prefix: str, begins: bool) -> Params:
+    data, label = arrays()
+    loss, arguments = nn.CrossEntropyLoss(), {"learning_rate": 0.01, name: CLIPS[name]}
+    if begins:
+        module = Module(made("branches"), loss, cpu())
+    else:
+        module = Module.load(prefix, 1, network=made("branches"), loss=loss, context=cpu(), load_optimizer_states=True)
+    with module:
+        module.init_optimizer("dist_sync", "adam", arguments)
+        mine = module.workers.share(SAMPLES)
+        for _ in range(3 if begins else 0):
+            module.forward_backward_update(data[mine], label[mine])
+        if begins:
+            module.save_checkpoint(prefix, 1, save_optimizer_states=True)
+        for _ in range(3):
+            module.forward_backward_update(data[mine], label[mine])
+        return module.get_params()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["clip_norm", "clip_global_norm"])
+def test_a_job_with_servers_goes_on_from_its_checkpoint_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    prefix = str(tmp_path / "net")
+    whole = run_job(in_a_servers_job, 2, 2, name, prefix, True)
+    for found in run_job(in_a_servers_job, 2, 2, name, prefix, False):
+        assert all(torch.equal(found[key], value) for key, value in whole[0].items())
+
+
+# The page
+
+
+def test_the_page_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parent.parent.parent / "docs" / "clipping.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "clipping.md", "exec"), {})
+    accuracy = re.fullmatch(r"\[\('accuracy', (0\.\d+)\)\]\n", capsys.readouterr().out)
+    assert accuracy
+    assert float(accuracy[1]) > 0.9

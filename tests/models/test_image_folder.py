@@ -1,0 +1,488 @@
+"""Folders of images: their classes, what cannot be read, URLs, splits, and the processes that decode."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import zipfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, Subset
+
+from collectives import spawn
+from collectives.communicator import Communicator
+from gangline import Module, cpu
+from kvstore import create
+from models.augmentation import Augmentation
+from models.image_folder import ImageFolder, image_folder
+from models.sources import source
+from models.splitting import split_each_label
+from models.workers import Workers
+
+CLASSES = ("eight", "one", "zero")
+PER_CLASS = 8
+SHAPE = (1, 8, 8)
+
+
+digits = cache(load_digits)
+
+
+@cache
+def digit(number: int, which: int) -> np.ndarray[Any, Any]:
+    bunch = digits()
+    return (bunch.images[np.flatnonzero(bunch.target == number)[which]] * 15).astype(np.uint8)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Eight real digits of each of three classes, as PNG files."""
+    root = tmp_path / "digits"
+    for number, name in ((8, "eight"), (1, "one"), (0, "zero")):
+        (root / name).mkdir(parents=True)
+        for which in range(PER_CLASS):
+            Image.fromarray(digit(number, which)).save(root / name / f"{which}.png")
+    return root
+
+
+def spoil(folder: Path, *names: str) -> list[str]:
+    """Put text in place of images."""
+    for name in names:
+        (folder / name).write_text("no image")
+    return [str(folder / name) for name in names]
+
+
+# -- what files hold ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "P with transparency", "I;16", "LA", "1", "CMYK"])
+def test_every_kind_of_image_gives_the_same_grey(tmp_path: Path, mode: str, channels: int) -> None:
+    pixels = np.where(digit(0, 0) > 100, 255, 0).astype(np.uint8)
+    image = Image.fromarray(pixels)
+    options: dict[str, Any] = {}
+    if mode == "I;16":
+        image = Image.fromarray(pixels.astype(np.uint16) * 257)
+    elif mode.startswith("P"):
+        image = image.convert("P")
+        options = {"transparency": bytes([0, 128])} if "transparency" in mode else {}
+    else:
+        image = image.convert(mode)
+    (tmp_path / "a").mkdir()
+    image.save(tmp_path / "a" / f"image.{'tiff' if mode == 'CMYK' else 'png'}", **options)
+    found, label = ImageFolder(tmp_path, (channels, 8, 8))[0]
+    assert label == 0
+    assert torch.allclose(found, torch.from_numpy(pixels).expand(channels, 8, 8) / 255, atol=0.01)
+
+
+def test_hidden_files_and_folders_do_not_count(folder: Path) -> None:
+    (folder / ".thumbnails").mkdir()
+    (folder / "one" / "._0.png").write_text("no image")
+    dataset = ImageFolder(folder, SHAPE)
+    assert tuple(dataset.classes) == CLASSES
+    assert len(dataset) == 3 * PER_CLASS
+
+
+# -- classes that are expected --------------------------------------------------------------------------------------
+
+
+def test_labels_follow_the_classes_that_are_expected(folder: Path) -> None:
+    dataset = ImageFolder(folder, SHAPE, classes=["zero", "one", "eight"])
+    assert dataset.classes == ["zero", "one", "eight"]
+    assert dataset.labels == [2] * 8 + [1] * 8 + [0] * 8
+    assert [Path(name).parent.name for name in dataset.files[::8]] == ["eight", "one", "zero"]
+
+
+@pytest.mark.parametrize(
+    ("classes", "message"),
+    [
+        (["eight", "one"], r"has zero too; expected the 2 classes eight, one"),
+        ([*CLASSES, "nine"], r"has no nine; expected the 4 classes"),
+        (["eight", "one", "nine"], r"has no nine and has zero too"),
+    ],
+)
+def test_other_classes_than_expected_are_refused_with_the_difference(
+    folder: Path, classes: list[str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        ImageFolder(folder, SHAPE, classes=classes)
+    assert str(folder) in str(caught.value)
+
+
+# -- images without labels ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_images_without_labels_are_predicted_in_the_order_of_their_files(folder: Path, num_workers: int) -> None:
+    for number, name in enumerate(CLASSES):  # images of the folder itself too
+        (folder / name / "0.png").rename(folder / f"{number}.png")
+    images = ImageFolder.unlabelled(folder, SHAPE, num_workers=num_workers)
+    assert [str(Path(file).relative_to(folder)) for file in images.files[:4]] == [
+        "0.png",
+        "1.png",
+        "2.png",
+        "eight/1.png",
+    ]
+    module = Module(nn.Flatten(), context=[cpu(0), cpu(1)])
+    predicted = module.predict(images, batch_size=7)
+    module.close()
+    assert torch.equal(predicted, torch.stack([images[index] for index in range(24)]).flatten(1))
+
+
+def test_a_folder_without_any_image_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no images") as caught:
+        ImageFolder.unlabelled(tmp_path, SHAPE)
+    assert str(tmp_path) in str(caught.value)
+
+
+# -- files that cannot be read --------------------------------------------------------------------------------------
+
+
+def test_without_a_limit_the_first_unreadable_file_is_an_error_that_names_it(folder: Path) -> None:
+    [bad] = spoil(folder, "one/3.png")
+    with pytest.raises(ValueError, match="cannot be read") as caught:
+        list(source(ImageFolder(folder, SHAPE), 5, shuffle=False, seed=0).epoch(0))
+    assert bad in str(caught.value)
+
+
+def test_unreadable_files_are_left_out_of_their_batches_and_listed(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = spoil(folder, "one/3.png", "zero/7.png")
+    image = folder / "eight" / "0.jpg"
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64), np.uint8)).save(image)
+    image.write_bytes(image.read_bytes()[:1500])
+    dataset = ImageFolder(folder, SHAPE, skip_unreadable=3)
+    batches = source(dataset, 5, shuffle=False, seed=0)
+    with caplog.at_level(logging.WARNING, "gangline"):
+        for epoch in range(2):
+            sizes = [len(labels) for _, labels in batches.epoch(epoch)]
+            assert sum(sizes) == 22
+            assert max(sizes) == 5
+    assert [file for file, _ in dataset.skipped] == [str(image), *bad]
+    assert "truncated" in dataset.skipped[0][1]
+    assert "cannot identify" in dataset.skipped[1][1]
+    assert [str(image) in caplog.messages[0], bad[0] in caplog.messages[1], bad[1] in caplog.messages[2]] == [True] * 3
+    assert len(caplog.messages) == 3
+
+
+def test_one_more_than_the_limit_is_an_error_that_lists_them_all(folder: Path) -> None:
+    bad = spoil(folder, "one/3.png", "zero/2.png", "zero/7.png")
+    dataset = ImageFolder(folder, SHAPE, skip_unreadable=2)
+    with pytest.raises(ValueError, match="3 images cannot be read, more than the 2 that skip_unreadable") as caught:
+        list(source(dataset, 5, shuffle=False, seed=0).epoch(0))
+    assert all(file in str(caught.value) for file in bad)
+
+
+def test_a_batch_without_any_readable_image_is_a_step_without_an_update(folder: Path) -> None:
+    spoil(folder, *(f"one/{number}.png" for number in range(8)), "zero/0.png")
+    dataset = ImageFolder(folder, SHAPE, skip_unreadable=9)
+    batches = source(dataset, 8, shuffle=False, seed=0)
+    assert [None if part is None else len(part[1]) for part in batches.parts(Workers(), 0)] == [8, None, 7]
+    updates = []
+    module = Module(nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), nn.CrossEntropyLoss(), cpu())
+    module.fit(dataset, dataset, num_epoch=1, batch_size=8, shuffle=False, batch_end_callback=updates.append)
+    assert [param.nbatch for param in updates] == [0, 2]
+    assert len(module.predict(dataset, batch_size=8)) == 15
+    module.close()
+
+
+def trained_with_empty_parts(folder: Path, kvstore: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor, int]:
+    """The weights, the predictions, and how many files this process has passed over."""
+    dataset = ImageFolder(folder, SHAPE, torch.float64, skip_unreadable=13)
+    torch.manual_seed(3)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).double()
+    with Module(network, nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit(
+            dataset,
+            dataset,
+            num_epoch=2,
+            batch_size=8,
+            shuffle=False,
+            kvstore=kvstore,
+            optimizer_params={"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3},
+        )
+        return module.get_params(), module.predict(dataset, batch_size=8), len(dataset.skipped)
+
+
+def in_a_job(comm: Communicator, folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor, int]:
+    with create("allreduce", communicator=comm) as store:
+        return trained_with_empty_parts(folder, store)
+
+
+def test_workers_whose_part_of_a_batch_cannot_be_read_train_as_one_process_does(folder: Path) -> None:
+    of_the_second = [f"eight/{number}.png" for number in range(4, 8)]
+    of_both = [f"one/{number}.png" for number in range(8)]
+    spoil(folder, *of_the_second, *of_both, "zero/0.png")
+    params, predicted, skipped = trained_with_empty_parts(folder, None)
+    assert (len(predicted), skipped) == (11, 13)
+    results = spawn(in_a_job, 2, folder)
+    assert [skipped for _, _, skipped in results] == [5, 8]
+    for theirs, their_predictions, _ in results:
+        assert all(torch.allclose(theirs[name], params[name], rtol=0, atol=1e-12) for name in params)
+        assert torch.allclose(their_predictions, predicted, rtol=0, atol=1e-12)
+
+
+def test_unequal_batches_train_as_the_readable_images_alone_do(folder: Path) -> None:
+    def trained(**options: Any) -> torch.Tensor:
+        torch.manual_seed(3)
+        network = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).double()
+        module = Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)])
+        module.fit(ImageFolder(folder, SHAPE, torch.float64, **options), num_epoch=2, batch_size=64, optimizer="sgd")
+        module.close()
+        return network[1].weight.detach().clone()  # type: ignore[no-any-return]
+
+    spoil(folder, "zero/7.png")
+    skipping = trained(skip_unreadable=1)
+    (folder / "zero" / "7.png").unlink()
+    assert torch.allclose(skipping, trained(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"skip_unreadable": -1}, ValueError, "skip_unreadable is -1; expected 0 or more"),
+        ({"skip_unreadable": 1.5}, TypeError, "skip_unreadable is 1.5"),
+        ({"num_workers": -2}, ValueError, "num_workers is -2; expected 0 or more"),
+        ({"num_workers": True}, TypeError, "num_workers is True"),
+        ({"augmentation": Augmentation(crop=9)}, ValueError, "crop is 9x9, but images are resized to 8x8"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    folder: Path, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        ImageFolder(folder, SHAPE, **options)
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 8), (1, 0, 8)])
+def test_a_shape_that_no_image_has_is_refused(folder: Path, shape: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="expected 1 or 3 channels, height and width"):
+        ImageFolder(folder, shape)
+
+
+# -- processes that decode ------------------------------------------------------------------------------------------
+
+WORDS = "flip,rotate=-20:20,translate=-1:1,scale=0.9:1.1,resize=10,crop=9"
+
+
+def test_processes_give_what_one_gives_and_end_with_the_source(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bad = spoil(folder, "one/3.png", "zero/7.png")
+
+    def dataset(num_workers: int) -> ImageFolder:
+        augmentation = Augmentation.parse(WORDS, mean=[0.5], std=[0.2])
+        return ImageFolder(folder, SHAPE, skip_unreadable=2, num_workers=num_workers, augmentation=augmentation, seed=4)
+
+    def read(given: Any) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+        return [list(given.epoch(epoch)) for epoch in (0, 1)] + [list(given.epoch(1, skip=2))]
+
+    def same(left: Any, right: Any) -> bool:
+        return all(
+            torch.equal(one, other) for a, b in zip(left, right, strict=True) for one, other in zip(a, b, strict=True)
+        )
+
+    alone = read(source(Subset(dataset(0), range(1, 24)), 5, shuffle=True, seed=1))
+    assert not same(alone[0], alone[1])
+    assert same(alone[1][2:], alone[2])
+    many = dataset(2)
+    caplog.clear()
+    batches = source(Subset(many, range(1, 24)), 5, shuffle=True, seed=1)
+    with caplog.at_level(logging.WARNING, "gangline"):
+        before = torch.get_rng_state()
+        batches.first()
+        running = multiprocessing.active_children()
+        assert len(running) == 2
+        for ours, theirs in zip(alone, read(batches), strict=True):
+            assert same(ours, theirs)
+        assert torch.equal(torch.get_rng_state(), before)
+    assert multiprocessing.active_children() == running  # the same two in every epoch
+    assert sorted(file for file, _ in many.skipped) == bad
+    assert len(caplog.messages) == 2
+    (folder / "eight" / "1.png").write_text("no image")
+    with pytest.raises(ValueError, match=r"^3 images cannot be read") as caught:
+        read(batches)
+    assert str(folder / "eight" / "1.png") in str(caught.value)
+    batches.close()
+    gc.collect()
+    assert not any(process.is_alive() for process in running)
+
+
+@pytest.mark.slow
+def test_fit_with_processes_trains_the_same_to_the_bit(folder: Path) -> None:
+    def trained(num_workers: int) -> torch.Tensor:
+        splits = image_folder(
+            folder, SHAPE, torch.float32, 0, augmentation=Augmentation.parse(WORDS), num_workers=num_workers
+        )
+        torch.manual_seed(3)
+        network = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+        module = Module(network, nn.CrossEntropyLoss(), cpu())
+        module.fit(splits.train, splits.validation, num_epoch=2, batch_size=5)
+        module.close()
+        return network[1].weight.detach().clone()  # type: ignore[no-any-return]
+
+    assert torch.equal(trained(0), trained(2))
+    gc.collect()
+    assert not multiprocessing.active_children()
+
+
+def test_a_loader_of_ones_own_is_told_the_epoch(folder: Path) -> None:
+    dataset = ImageFolder(folder, SHAPE, augmentation=Augmentation.parse(WORDS))
+    own = source(DataLoader(Subset(dataset, range(6)), batch_size=6), None, shuffle=False, seed=0)
+    ours = source(Subset(dataset, range(6)), 6, shuffle=False, seed=0)
+    for epoch in (0, 3):
+        [(images, _)], [(expected, _)] = list(own.epoch(epoch)), list(ours.epoch(epoch))
+        assert torch.equal(images, expected)
+
+
+def test_what_is_held_out_is_not_augmented(folder: Path) -> None:
+    augmentation = Augmentation.parse(WORDS, mean=[0.5], std=[0.2])
+    splits = image_folder(folder, SHAPE, torch.float32, 0, augmentation=augmentation)
+    plain = image_folder(folder, SHAPE, torch.float32, 0)
+    assert splits.classes == plain.classes == list(CLASSES)
+    assert (len(splits.train), len(splits.validation)) == (18, 6)
+    for (image, label), (original, its_label) in zip(splits.validation, plain.validation, strict=True):
+        assert label == its_label
+        assert torch.allclose(image, (original - 0.5) / 0.2)
+    moved = [not torch.allclose(a[0], (b[0] - 0.5) / 0.2) for a, b in zip(splits.train, plain.train, strict=True)]
+    assert all(moved)
+
+
+def test_another_folder_is_held_out_if_it_has_the_same_classes(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    for name in reversed(CLASSES):
+        (other / name).mkdir(parents=True)
+        Image.fromarray(digit(5, 0)).save(other / name / "only.png")
+    splits = image_folder(folder, SHAPE, torch.float32, 0, validation=other)
+    assert (len(splits.train), len(splits.validation), splits.num_classes) == (24, 3, 3)
+    (other / "zero" / "only.png").rename(other / "one" / "two.png")
+    (other / "zero").rmdir()
+    with pytest.raises(ValueError, match="has no zero; expected the 3 classes"):
+        image_folder(folder, SHAPE, torch.float32, 0, validation=other)
+
+
+# -- URLs -----------------------------------------------------------------------------------------------------------
+
+
+def same_images(one: ImageFolder, other: ImageFolder) -> bool:
+    assert one.classes == other.classes
+    assert one.labels == other.labels
+    items = [dataset.__getitems__(range(len(dataset))) for dataset in (one, other)]
+    return all(torch.equal(a, b) and i == j for (a, i), (b, j) in zip(*items, strict=True))
+
+
+def test_a_url_gives_what_the_path_gives(folder: Path, tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.put(str(folder), "/gangline-images", recursive=True)
+    try:
+        assert same_images(ImageFolder("memory://gangline-images", SHAPE), ImageFolder(folder, SHAPE))
+        memory.pipe("/gangline-images/one/3.png", b"no image")
+        dataset = ImageFolder("memory://gangline-images", SHAPE, skip_unreadable=1)
+        assert len(dataset.__getitems__(range(24))) == 23
+        assert [file for file, _ in dataset.skipped] == ["memory://gangline-images/one/3.png"]
+        memory.mkdir("/gangline-images/two")
+        with pytest.raises(ValueError, match="class folder memory://gangline-images/two has no images"):
+            ImageFolder("memory://gangline-images", SHAPE)
+    finally:
+        memory.rm("/gangline-images", recursive=True)
+    with zipfile.ZipFile(tmp_path / "digits.zip", "w") as archive:
+        for file in folder.rglob("*.png"):
+            archive.write(file, file.relative_to(tmp_path))
+    url = f"zip://digits::file://{tmp_path / 'digits.zip'}"
+    assert same_images(ImageFolder(url, SHAPE), ImageFolder(folder, SHAPE))
+    assert same_images(ImageFolder(f"file://{folder}", SHAPE), ImageFolder(folder, SHAPE))
+
+
+@pytest.mark.parametrize("url", ["memory://gangline-nowhere", "file:///gangline/nowhere"])
+def test_a_url_of_nothing_is_refused(url: str) -> None:
+    with pytest.raises(FileNotFoundError, match=f"image folder {url} is not there"):
+        ImageFolder(url, SHAPE)
+
+
+def test_a_url_that_nothing_can_open_is_refused_without_its_password() -> None:
+    with pytest.raises(ValueError, match=r"image folder nothing://\*\*\*@host/x cannot be opened") as caught:
+        ImageFolder("nothing://me:pass-word-1@host/x", SHAPE)
+    assert "pass-word-1" not in str(caught.value)
+
+
+# -- splits by label ------------------------------------------------------------------------------------------------
+
+
+def counts(part: Any) -> list[int]:
+    labels = (
+        part[1] if isinstance(part, tuple) else torch.tensor([part.dataset.labels[index] for index in part.indices])
+    )
+    return torch.bincount(labels).tolist()
+
+
+def test_each_label_is_split_by_itself(folder: Path) -> None:
+    dataset = ImageFolder(folder, SHAPE)
+    first, rest = split_each_label(dataset, 0.75)
+    assert counts(first) == [6, 6, 6]
+    assert counts(rest) == [2, 2, 2]
+    assert sorted([*first.indices, *rest.indices]) == list(range(24))
+    assert [counts(part) for part in split_each_label(dataset, 2, 0.5)] == [[2] * 3, [4] * 3, [2] * 3]
+    again, other = split_each_label(dataset, 0.75)[0], split_each_label(dataset, 0.75, seed=1)[0]
+    assert again.indices == first.indices
+    assert other.indices != first.indices
+    of_part, _ = split_each_label(rest, 0.5)
+    assert [label for _, label in of_part] == [0, 1, 2]
+
+
+def test_arrays_are_split_too_and_every_part_has_every_label() -> None:
+    labels = torch.tensor([7] * 100 + [3] * 10 + [5] * 3)
+    data = torch.arange(113)
+    (first, ours), (second, theirs), (third, last) = split_each_label((data, labels), 0.9, 0.05)
+    assert torch.cat([first, second, third]).sort().values.equal(data)
+    for part, its_labels in ((first, ours), (second, theirs), (third, last)):
+        assert labels[part].equal(its_labels)
+    assert [torch.bincount(part, minlength=8)[[7, 3, 5]].tolist() for part in (ours, theirs, last)] == [
+        [90, 8, 1],
+        [5, 1, 1],
+        [5, 1, 1],
+    ]
+
+
+ARRAYS = (torch.zeros(6), torch.tensor([0, 0, 0, 1, 1, 1]))
+
+
+@pytest.mark.parametrize(
+    ("data", "parts", "error", "message"),
+    [
+        (ARRAYS, (), ValueError, "got no parts"),
+        (ARRAYS, (0.6, 0.5), ValueError, "the parts 0.6, 0.5 sum to 1.1; expected less than 1"),
+        (ARRAYS, (0.5, 0.5), ValueError, "sum to 1; expected less than 1"),
+        (ARRAYS, (1.5,), ValueError, "a part is 1.5; expected a fraction between 0 and 1"),
+        (ARRAYS, (-0.1,), ValueError, "a part is -0.1"),
+        (ARRAYS, (float("nan"),), ValueError, "a part is nan"),
+        (ARRAYS, (0,), ValueError, "a part is 0"),
+        (ARRAYS, (True,), TypeError, "a part is True"),
+        (ARRAYS, ("half",), TypeError, "a part is 'half'"),
+        (ARRAYS, (3,), ValueError, "label 0 has 3 samples, too few for 2 parts; expected at least 4"),
+        ((ARRAYS[0], torch.tensor([0] * 5 + [1])), (0.5,), ValueError, "label 1 has 1 sample, too few for 2 parts"),
+        ((ARRAYS[0], ARRAYS[1][:5]), (0.5,), ValueError, "data has 6 samples, but 5 labels"),
+        ((ARRAYS[0], ARRAYS[0]), (0.5,), TypeError, "the labels are no whole numbers"),
+        (ARRAYS[0], (0.5,), TypeError, "data is a Tensor without labels"),
+    ],
+)
+def test_splits_that_make_no_sense_are_refused(
+    data: Any, parts: tuple[Any, ...], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        split_each_label(data, *parts)
+
+
+def test_a_class_with_one_image_is_refused_by_its_name(folder: Path) -> None:
+    for number in range(1, 8):
+        (folder / "one" / f"{number}.png").unlink()
+    with pytest.raises(ValueError, match="cannot be split into four fifths and one: label one has 1 sample") as caught:
+        image_folder(folder, SHAPE, torch.float32, 0)
+    assert str(folder) in str(caught.value)

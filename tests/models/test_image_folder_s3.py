@@ -1,0 +1,179 @@
+"""Image folders behind s3:// URLs, from a server on loopback: what is read, what is refused, and what stays secret."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import traceback
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from models.image_folder import ImageFolder, image_folder
+from models.sources import source
+
+pytest.importorskip("s3fs", reason="needs s3fs: pip install gangline[s3]")
+moto_server = pytest.importorskip("moto.server", reason="needs moto: pip install 'moto[server]'")
+
+# botocore and moto still use what newer Pythons warn of.
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+KEY, SECRET = "gangline-test-key", "gangline/test/secret/value"
+SHAPE = (1, 8, 8)
+NAMES = {1: "one", 0: "zero"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of an S3 server."""
+    running = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    yield f"http://{host}:{port}"
+    running.stop()
+
+
+@pytest.fixture
+def store(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The server as the environment names it, with a bucket of ten digits, whose third image of a one is spoilt."""
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "FSSPEC_S3_KEY", "FSSPEC_S3_SECRET"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    files = fsspec.filesystem("s3")
+    if not files.exists("pictures"):
+        files.mkdir("pictures")
+        bunch = load_digits()
+        for digit, name in NAMES.items():
+            for number, index in enumerate(np.flatnonzero(bunch.target == digit)[:5]):
+                content = BytesIO()
+                Image.fromarray((bunch.images[index] * 15).astype(np.uint8)).save(content, "PNG")
+                files.pipe(f"pictures/train/{name}/{number}.png", content.getvalue())
+        files.pipe("pictures/train/one/2.png", b"no image")
+        files.pipe("pictures/notes.txt", b"no class")
+    return files
+
+
+@pytest.fixture
+def anew() -> Iterator[None]:
+    """What was opened with other credentials is not used again."""
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def told(caught: pytest.ExceptionInfo[BaseException], caplog: pytest.LogCaptureFixture) -> str:
+    """All that a user or a log could see of an error."""
+    return "".join(traceback.format_exception(caught.value)) + caplog.text
+
+
+def test_a_bucket_is_read_like_a_folder(store: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        dataset = ImageFolder("s3://pictures/train", SHAPE, skip_unreadable=1)
+        assert dataset.classes == ["one", "zero"]
+        assert dataset.labels == [0] * 5 + [1] * 5
+        assert dataset.files[0] == "s3://pictures/train/one/0.png"
+        batches = list(source(dataset, 4, shuffle=False, seed=0).epoch(0))
+    assert [labels.tolist() for _, labels in batches] == [[0, 0, 0], [0, 1, 1, 1], [1, 1]]
+    bunch = load_digits()
+    first_zero = torch.from_numpy((bunch.images[0] * 15).astype(np.uint8)) / 255
+    assert torch.equal(batches[1][0][1, 0], first_zero)
+    assert [file for file, _ in dataset.skipped] == ["s3://pictures/train/one/2.png"]
+    assert "s3://pictures/train/one/2.png" in caplog.text
+    assert SECRET not in caplog.text
+    assert SECRET.encode() not in pickle.dumps(dataset)  # what goes to processes that decode
+
+
+def test_an_unreadable_object_is_named(store: Any) -> None:
+    with pytest.raises(ValueError, match=r"image s3://pictures/train/one/2\.png cannot be read: cannot identify"):
+        ImageFolder("s3://pictures/train", SHAPE)[2]
+
+
+def test_an_object_that_is_gone_is_an_unreadable_image(store: Any) -> None:
+    dataset = ImageFolder("s3://pictures/train", SHAPE)
+    content = store.cat_file("pictures/train/zero/4.png")
+    store.rm("pictures/train/zero/4.png")
+    try:
+        with pytest.raises(ValueError, match=r"image s3://pictures/train/zero/4\.png cannot be read"):
+            dataset[9]
+    finally:
+        store.pipe("pictures/train/zero/4.png", content)
+
+
+@pytest.mark.parametrize("url", ["s3://no-such-bucket/train", "s3://no-such-bucket", "s3://pictures/validation"])
+def test_a_bucket_or_folder_that_is_not_there_is_named(store: Any, url: str, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(FileNotFoundError, match=f"image folder {url} is not there") as caught:
+        image_folder(url, SHAPE, torch.float32, 0)
+    assert SECRET not in told(caught, caplog)
+
+
+@pytest.fixture
+def strict(store: Any, anew: None) -> Iterator[None]:
+    """The server refuses credentials that it does not know."""
+    from moto import settings
+    from moto.core import responses
+
+    before = responses.ActionAuthenticatorMixin.request_count
+    limit = settings.INITIAL_NO_AUTH_ACTION_COUNT
+    settings.INITIAL_NO_AUTH_ACTION_COUNT = 0
+    yield
+    settings.INITIAL_NO_AUTH_ACTION_COUNT = limit
+    responses.ActionAuthenticatorMixin.request_count = before
+
+
+def test_a_wrong_credential_is_refused_and_not_shown(
+    store: Any, strict: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.INFO),
+        pytest.raises(RuntimeError, match="cannot be listed: PermissionError") as caught,
+    ):
+        ImageFolder("s3://pictures/train", SHAPE)
+    text = told(caught, caplog)
+    assert "s3://pictures/train" in text
+    assert "AWS_SECRET_ACCESS_KEY" in text
+    assert SECRET not in text
+    assert KEY not in text
+
+
+def test_a_credential_that_is_taken_away_ends_reading(
+    store: Any, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = ImageFolder("s3://pictures/train", SHAPE, skip_unreadable=10)
+    request.getfixturevalue("strict")
+    with pytest.raises(RuntimeError, match="cannot be fetched: PermissionError") as caught:
+        list(source(dataset, 4, shuffle=False, seed=0).epoch(0))
+    assert dataset.skipped == []  # the store refused; no image is to blame
+    assert SECRET not in told(caught, caplog)
+
+
+def test_a_secret_in_the_url_is_not_shown(store: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises((FileNotFoundError, RuntimeError, ValueError)) as caught:
+        ImageFolder(f"s3://{KEY}:{SECRET.replace('/', '-')}@no-such-bucket/train", SHAPE)
+    text = told(caught, caplog)
+    assert "s3://***@no-such-bucket/train" in text
+    assert SECRET.replace("/", "-") not in text
+
+
+def test_no_credentials_at_all_are_an_error_that_says_where_they_belong(
+    store: Any, anew: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(RuntimeError, match="see that the credentials in the environment"):
+        ImageFolder("s3://pictures/train", SHAPE)

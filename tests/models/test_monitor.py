@@ -1,0 +1,139 @@
+"""Monitor sees outputs, weights and gradients by name; reading data has a speed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from gangline import Module, cpu
+from models.metric import create
+from models.monitor import Monitor
+from models.read_speed import read_speed
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Nothing here is large enough for torch to share out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def arrays() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(12, 4, generator=generator), torch.randint(3, (12,), generator=generator)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+class Noting(Monitor):
+    """Keeps what it would log."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.rows: list[tuple[int, str, Any]] = []
+
+    def toc_print(self) -> None:
+        self.rows += self.toc()
+
+
+def fitted(monitor: Monitor, **options: Any) -> nn.Module:
+    with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit(arrays(), num_epoch=1, batch_size=3, shuffle=False, eval_metric="loss", monitor=monitor, **options)
+        return module.network
+
+
+def test_every_interval_has_all_names_once() -> None:
+    monitor = Noting(2)
+    fitted(monitor, eval_data=arrays())
+    weights = [f"{layer}.{kind}" for layer in (0, 2) for kind in ("weight", "bias")]
+    names = ["0_output", "1_output", "2_output"]
+    names += [name for weight in weights for name in (weight, f"{weight}_grad")]
+    assert [(step, name) for step, name, _ in monitor.rows] == [(step, name) for step in (1, 3) for name in names]
+
+
+def test_the_values_are_those_of_a_plain_loop() -> None:
+    monitor = Noting(1, stat_func=lambda tensor: tensor.double().sum().item(), sort=True)
+    fitted(monitor, optimizer_params={"learning_rate": 0.1})
+    net, found = network(), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    data, label = arrays()
+    for step in range(4):
+        optimizer.zero_grad()
+        outputs = [data[3 * step : 3 * step + 3]]
+        for layer in net:
+            outputs.append(layer(outputs[-1]))
+        nn.functional.cross_entropy(outputs[-1], label[3 * step : 3 * step + 3]).backward()
+        optimizer.step()
+        tensors = {f"{place}_output": output for place, output in enumerate(outputs[1:])}
+        for name, parameter in net.named_parameters():
+            tensors |= {name: parameter, f"{name}_grad": parameter.grad}
+        found += [(step + 1, name, tensors[name].double().sum().item()) for name in sorted(tensors)]
+    assert [row[:2] for row in monitor.rows] == [row[:2] for row in found]
+    assert [row[2] for row in monitor.rows] == pytest.approx([row[2] for row in found], rel=1e-4, abs=1e-6)
+
+
+def test_only_names_that_match_are_logged_and_the_hooks_go(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "gangline")
+    net = fitted(Monitor(4, pattern=".*weight$"))
+    lines = [line.split() for line in caplog.messages if line.startswith("Batch:")]
+    assert [line[:3] for line in lines] == [["Batch:", "1", "0.weight"], ["Batch:", "1", "2.weight"]]
+    assert all(float(line[3]) > 0 for line in lines)
+    assert not any(layer._forward_hooks for layer in net.modules())
+
+
+def test_the_statistic_is_mxnets_unless_another_is_given() -> None:
+    monitor = Noting(1, pattern="2.bias$")
+    net = fitted(monitor, optimizer_params={"learning_rate": 0.0})
+    expected = float(net[2].bias.detach().norm() / 3**0.5)
+    assert [float(value) for *_, value in monitor.rows] == pytest.approx([expected] * 4)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [((0,), "interval is 0"), ((1, None, "("), "no regular")])
+def test_what_makes_no_sense_is_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Monitor(*arguments)
+
+
+class Reads(TensorDataset):
+    def __init__(self) -> None:
+        super().__init__(*arrays())
+        self.count = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.count += 1
+        return super().__getitem__(index)
+
+
+def test_all_samples_are_read_in_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 14.0] * 2)
+    monkeypatch.setattr("models.read_speed.time.perf_counter", lambda: next(times))
+    data = Reads()
+    assert read_speed(data, batch_size=5, epochs=3) == 36 / 4
+    assert data.count == 36
+    assert read_speed(DataLoader(data, batch_size=5)) == 12 / 4
+
+
+def test_data_that_cannot_be_read_is_refused() -> None:
+    with pytest.raises(ValueError, match="epochs is 0"):
+        read_speed(arrays(), 3, epochs=0)
+    with pytest.raises(ValueError, match="no batches"):
+        read_speed([])
+    with pytest.raises(ValueError, match="batch_size is needed"):
+        read_speed(arrays())
+
+
+def test_top_k_counts_a_label_among_the_k_largest() -> None:
+    metric = create(("top_k_accuracy", {"top_k": 2}))
+    metric.update(torch.tensor([0, 1, 2]), torch.tensor([[3.0, 2.0, 1.0]] * 3), None)
+    assert metric.get_name_value() == [("top_k_accuracy_2", pytest.approx(2 / 3))]

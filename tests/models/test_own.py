@@ -1,0 +1,385 @@
+"""Networks and data of a user's own: how they are found, called and trained."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import gangline
+from models import Module, fits, own, zoo
+from models.data import Splits
+
+NETS = """\
+import json
+import torch
+
+def build(num_classes=10, hidden=4):
+    return torch.nn.Sequential(torch.nn.Linear(3, hidden), torch.nn.Linear(hidden, num_classes))
+
+build.image_shape = (1, 4, 5)
+
+def fixed():
+    return torch.nn.Linear(3, 7)
+
+def anything(**options):
+    return torch.nn.Linear(3, options["num_classes"], bias=options.get("bias", True))
+
+def needs(depth, num_classes=10):
+    return torch.nn.Linear(depth, num_classes)
+
+def odd():
+    return "a network"
+
+def breaks(num_classes):
+    number = num_classes
+    return number / 0
+
+class Net(torch.nn.Linear):
+    image_shape = [3, 8, 8]
+
+    def __init__(self, num_classes):
+        super().__init__(3, num_classes)
+
+class Shelf:
+    @staticmethod
+    def build(num_classes):
+        return torch.nn.Linear(3, num_classes)
+
+def flat():
+    return torch.nn.Linear(3, 2)
+
+flat.image_shape = 784
+LIMIT = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package of the user's in the current folder; what is imported of it is forgotten afterwards."""
+    package = tmp_path / "own_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "nets.py").write_text(NETS)
+    (package / "broken.py").write_text("import os\nvalue = undefined_name\n")
+    (package / "unready.py").write_text("import own_missing_thing\n")
+    (package / "wrong.py").write_text("def build(:\n    pass\n")
+    (tmp_path / "single.py").write_text("def build():\n    import torch\n    return torch.nn.Linear(1, 1)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("own_package", "single", "own_data"):
+            del sys.modules[name]
+
+
+def write_data(text: str) -> None:
+    Path("own_data.py").write_text(f"import torch\n{text}")
+
+
+# -- networks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "outputs"),
+    [("build", 5), ("anything", 5), ("Net", 5), ("Shelf.build", 5), ("fixed", 7)],
+)
+def test_a_builder_gets_num_classes_if_it_takes_that(name: str, outputs: int) -> None:
+    network = zoo.create(f"own_package.nets:{name}", num_classes=5)
+    assert network(torch.zeros(2, 3)).shape == (2, outputs)
+
+
+def test_options_and_weights_reach_a_builder(tmp_path: Path) -> None:
+    assert zoo.create("own_package.nets:build", 5, hidden=9)[0].out_features == 9
+    assert zoo.create("own_package.nets:anything", 5, bias=False).bias is None
+    weights = nn.Linear(3, 7).state_dict()
+    torch.save(weights, tmp_path / "weights.pth")
+    network = zoo.create("own_package.nets:fixed", weights=tmp_path / "weights.pth")
+    assert torch.equal(network.weight, weights["weight"])
+
+
+def test_no_class_count_leaves_it_to_the_builder() -> None:
+    assert zoo.create("own_package.nets:build", num_classes=None)[1].out_features == 10
+    assert zoo.create("mlp", num_classes=None)(torch.zeros(1, 1, 28, 28)).shape == (1, 10)
+
+
+def test_image_shape_is_the_builders_or_not_known() -> None:
+    assert zoo.find("own_package.nets:build").image_shape == (1, 4, 5)
+    assert zoo.find("own_package.nets:Net").image_shape == (3, 8, 8)
+    entry = zoo.find("own_package.nets:fixed")
+    assert entry.known_image_shape is None
+    with pytest.raises(ValueError, match=r"'own_package\.nets:fixed' does not say what images it takes; give --image"):
+        _ = entry.image_shape
+    with pytest.raises(ValueError, match=r"nets:flat' has image_shape 784; expected \(channels, height, width\)"):
+        zoo.find("own_package.nets:flat")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere.nets:build", "there is no module 'nowhere' in the folder .*; .* has .*own_package, single"),
+        (
+            "own_package.net:build",
+            "there is no module 'net' in package own_package at .*; it has nets, broken",
+        ),
+        ("single.nets:build", "single is a module at .*single.py, not a package"),
+        ("own_package.nets:buidl", "module own_package.nets at .*nets.py has no 'buidl'; it has build, "),
+        ("own_package.nets:Shelf.make", "Shelf has no 'make'; it has build"),
+        ("own_package.nets:LIMIT.real.x", "int has no 'x'; it has "),
+        ("own_package.nets:LIMIT", "is a int; expected a function or a class"),
+        ("own_package.nets:json", "is a module; expected a function or a class"),
+        ("own_package.nets:needs", "missing a required argument: 'depth'; gangline gives num_classes"),
+        ("own_package.nets:odd", "gave a str; expected a torch.nn.Module"),
+        ("own_package/nets.py:build", "names nothing; expected package.module:attribute"),
+        (":build", "names nothing"),
+        ("own_package.nets:", "names nothing"),
+        ("a:b:c", "names nothing"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_refused_with_what_is_there(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        zoo.create(name)
+    assert repr(name) in str(caught.value)
+
+
+def test_an_option_that_a_builder_does_not_take_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"takes \(num_classes=10, hidden=4\): got an unexpected .* 'depth'"):
+        zoo.create("own_package.nets:build", depth=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nets:breaks", r"failed: ZeroDivisionError: division by zero \(.*nets\.py, line 23\)"),
+        ("broken:build", r"could not be imported: NameError: name 'undefined_name' is not .*broken\.py, line 2\)"),
+        ("unready:build", "could not be imported: No module named 'own_missing_thing'; install it"),
+        ("wrong:build", r"could not be imported: SyntaxError: .*wrong\.py, line 1\)"),
+    ],
+)
+def test_what_fails_in_users_code_is_told_with_its_line(name: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message) as caught:
+        zoo.create(f"own_package.{name}")
+    assert caught.value.__cause__ is not None
+
+
+def test_the_current_folder_is_searched_once_and_first() -> None:
+    own.resolve("single:build")
+    own.resolve("own_package.nets:build")
+    assert sys.path.count(str(Path.cwd())) == 1
+    assert sys.path[0] == str(Path.cwd())
+
+
+def test_an_unknown_name_without_a_module_gives_the_zoos_list() -> None:
+    assert not own.is_own("lenet")
+    with pytest.raises(ValueError, match=r"network 'nets' is unknown; .*'lenet'.*or package\.module:builder"):
+        zoo.find("nets")
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+ARRAYS = "pair = torch.zeros(6, 3), torch.zeros(6, dtype=torch.int64)\n"
+
+
+def made(image_shape: tuple[int, int, int] | None = (1, 2, 3)) -> Splits:
+    return own.make_data("own_data:make", image_shape, torch.float64, 7)
+
+
+def test_data_are_made_by_those_arguments_that_the_function_takes() -> None:
+    for signature, told in (
+        ("", {}),
+        ("seed", {"seed": 7}),
+        ("image_shape, dtype, seed=0", {"image_shape": (1, 2, 3), "dtype": torch.float64, "seed": 7}),
+        ("**options", {"image_shape": (1, 2, 3), "dtype": torch.float64, "seed": 7}),
+        ("path='here', *, dtype", {"path": "here", "dtype": torch.float64}),
+    ):
+        sys.modules.pop("own_data", None)
+        write_data(f"{ARRAYS}def make({signature}):\n    told = dict(locals())\n    return (told, pair), pair, 4\n")
+        train, held_out, classes = made()
+        assert train[0].get("options", train[0]) == told
+        assert held_out[1].shape == (6,)
+        assert classes == 4
+
+
+@pytest.mark.parametrize(
+    ("returned", "classes"), [("Splits(pair, [pair], 3)", 3), ("(pair, pair, None)", None), ("(pair, pair)", None)]
+)
+def test_every_way_to_return_data(returned: str, classes: int | None) -> None:
+    write_data(f"from models.data import Splits\n{ARRAYS}def make():\n    return {returned}\n")
+    data = made()
+    assert isinstance(data, Splits)
+    assert data.num_classes == classes
+    assert data.train[0].shape == (6, 3)
+
+
+def test_an_image_shape_that_nobody_knows_is_missed_only_where_it_is_needed() -> None:
+    write_data(f"{ARRAYS}def make(image_shape=(1, 8, 8)):\n    return pair, pair, image_shape[1]\n")
+    assert made(None).num_classes == 8
+    assert made((1, 2, 3)).num_classes == 2
+    sys.modules.pop("own_data")
+    write_data(f"{ARRAYS}def make(image_shape):\n    return pair, pair, 2\n")
+    with pytest.raises(ValueError, match="takes image_shape, and the network does not say its own; give --image-shape"):
+        made(None)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return pair", "gave as train data a Tensor; expected .data, labels., a Dataset or batches"),
+        ("return pair, None", "gave as validation data a NoneType"),
+        ("return pair, pair, 3, 4", "gave a tuple of 4; expected .train, validation, number of classes."),
+        ("return [pair, pair]", "gave a list; expected"),
+        ("return pair, pair, 0", "gave 0 as the number of classes; expected a whole number above 0 or None"),
+        ("return pair, pair, True", "gave True as the number of classes"),
+        ("return pair, pair, 2.0", "gave 2.0 as the number of classes"),
+    ],
+)
+def test_what_is_no_data_is_refused(body: str, message: str) -> None:
+    write_data(f"{ARRAYS}def make():\n    {body}\n")
+    with pytest.raises(ValueError, match=message):
+        made()
+
+
+def test_a_function_that_wants_more_is_refused_and_one_that_fails_is_told() -> None:
+    write_data("def make(path, seed):\n    pass\n")
+    with pytest.raises(ValueError, match="missing a required argument: 'path'; gangline gives seed, and any"):
+        made()
+    sys.modules.pop("own_data")
+    write_data("def make():\n    open('nowhere.csv')\n")
+    with pytest.raises(RuntimeError, match=r"FileNotFoundError: .*nowhere\.csv' \(.*own_data\.py, line 3\)"):
+        made()
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("nobody may begin to read it")
+
+
+def test_data_that_have_batches_are_told_from_those_that_have_samples() -> None:
+    dataset = TensorDataset(torch.zeros(4, 3), torch.zeros(4))
+    assert not own.has_batches((torch.zeros(4, 3), torch.zeros(4)))
+    assert not own.has_batches(dataset)
+    assert own.has_batches(DataLoader(dataset))
+    assert own.has_batches([(torch.zeros(4, 3), torch.zeros(4))])
+    assert own.has_batches(Stream())
+
+
+def test_an_own_network_trains_on_own_data() -> None:
+    write_data(
+        "def make(dtype, seed):\n"
+        "    data = torch.randn(40, 3, dtype=dtype, generator=torch.Generator().manual_seed(seed))\n"
+        "    pair = data, data.argmax(1)\n"
+        "    return pair, pair, 3\n"
+    )
+    train, held_out, classes = own.make_data("own_data:make", None, torch.float32, 1)
+    network = zoo.create("own_package.nets:build", num_classes=classes)
+    assert fits.check_fits(network, fits.first_sample(train), classes) == 3
+    fits.check_labels(train, classes)
+    module = Module(network, nn.CrossEntropyLoss())
+    module.fit(train, num_epoch=20, batch_size=8, optimizer_params={"learning_rate": 0.2})
+    [(_, accuracy)] = module.score(held_out, "acc", batch_size=8)
+    assert accuracy > 0.8
+
+
+# -- gangline train ---------------------------------------------------------------------------------------------------
+
+COMMAND = """\
+import torch
+
+def build(num_classes=10):
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, num_classes))
+
+def seven():
+    return small(7)
+
+def small(num_classes=3):
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, num_classes))
+
+small.image_shape = (1, 4, 4)
+
+def bare(num_classes):
+    return small(num_classes)
+
+def pair(count, highest):
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(count, 16, generator=generator)
+    return data, data[:, : highest + 1].argmax(1)
+
+def make():
+    return pair(200, 2), pair(50, 2), 3
+
+def beyond():
+    return pair(40, 2), pair(40, 3), 3
+
+def loaders():
+    sets = [torch.utils.data.TensorDataset(*pair(count, 2)) for count in (200, 50)]
+    return tuple(torch.utils.data.DataLoader(one, batch_size=20) for one in sets)
+
+def shaped(image_shape):
+    raise AssertionError("nobody has said the shape")
+"""
+
+
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], network: str, dataset: str, *flags: str
+) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `gangline train` on a network and data of "own_package.command"."""
+    Path("own_package/command.py").write_text(COMMAND)
+    names = [name if name in ("mlp", "digits") else f"own_package.command:{name}" for name in (network, dataset)]
+    words = ["gangline", "train", "--network", names[0], "--dataset", names[1], "--cpus", "2", *flags]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as end:
+        gangline.main()
+    out, err = capsys.readouterr()
+    return int(end.value.code or 0), out, err
+
+
+@pytest.mark.parametrize(
+    ("network", "dataset", "flags"),
+    [
+        ("small", "make", ["--num-epochs", "8"]),
+        ("small", "loaders", ["--num-epochs", "8"]),
+        ("small", "digits", ["--num-epochs", "3"]),
+        ("build", "digits", ["--num-epochs", "3", "--image-shape", "1,6,6"]),
+    ],
+)
+def test_the_command_trains_them(
+    network: str, dataset: str, flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = command(monkeypatch, capsys, network, dataset, *flags)
+    assert code == 0, err
+    assert float(out.removeprefix("Validation-accuracy=")) > 0.6
+
+
+@pytest.mark.parametrize(
+    ("network", "dataset", "message"),
+    [
+        ("seven", "make", "the network gives 7 values a sample, but the data have 3 classes"),
+        ("mlp", "make", "the network does not take a batch of one sample, (1, 16) of torch.float32"),
+        (
+            "bare",
+            "loaders",
+            "missing a required argument: 'num_classes'; gangline gives no arguments, and anything else",
+        ),
+        ("small", "beyond", "of the held-out data is no class; expected 0 to 2"),
+        ("small", "mkae", "has no 'mkae'; it has make"),
+        ("biuld", "make", "has no 'biuld'; it has build"),
+        ("build", "digits", "'own_package.command:build' does not say what images it takes; give --image-shape"),
+        ("seven", "shaped", "takes image_shape, and the network does not say its own; give --image-shape"),
+    ],
+)
+def test_the_command_refuses_what_does_not_fit_before_it_trains(
+    network: str, dataset: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = command(monkeypatch, capsys, network, dataset)
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1].startswith("gangline: ")
+    assert message in err
+    assert "Epoch[" not in err

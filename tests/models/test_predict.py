@@ -1,0 +1,149 @@
+"""`gangline predict` and `gangline score`, on a folder of real images."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from command import gangline_command, write_digits
+from torch import nn
+
+from models import Module, checkpoint
+from models.image_folder import ImageFolder
+from models.zoo import create
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``images`` of three classes and checkpoints ``net`` of a perceptron trained on them."""
+    folder = tmp_path_factory.mktemp("predict")
+    write_digits(folder / "images")
+    from models.train import train
+    from models.training_run import run
+
+    options = dict(zip(train.__code__.co_varnames, train.__defaults__ or (), strict=False))
+    run(
+        options
+        | {
+            "network": "mlp",
+            "data_dir": str(folder / "images"),
+            "num_epochs": 4,
+            "cpus": 1,
+            "lr": 0.1,
+            "rgb_mean": "0.3",
+            "rgb_std": "0.4",
+            "model_prefix": str(folder / "net"),
+        }
+    )
+    return folder
+
+
+def expected(folder: Path, epoch: int) -> torch.Tensor:
+    """The probabilities of all images, by the network alone."""
+    network = create("mlp", 3)
+    network.load_state_dict(checkpoint.read(folder / "net", epoch).params)
+    images = ImageFolder(folder / "images", (1, 28, 28))
+    data = torch.stack([(images[index][0] - 0.3) / 0.4 for index in range(len(images))])
+    with torch.no_grad():
+        return torch.softmax(network.eval()(data).double(), 1)
+
+
+@pytest.mark.parametrize("where", [["--cpus", "1"], ["--cpus", "3", "--work-load-list", "3,1,2"], ["--context", "cpu"]])
+def test_the_table_says_what_the_network_says(
+    where: list[str], trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--data-dir", trained / "images", "--model-prefix", trained / "net", "--batch-size", "7", *where]
+    code, out, _ = gangline_command(capsys, "predict", *words)
+    assert code == 0
+    rows = list(csv.reader(out.splitlines()))
+    assert rows[0] == ["file", "label", "probability"]
+    probabilities = expected(trained, 4)
+    values, labels = probabilities.max(1)
+    images = ImageFolder(trained / "images", (1, 28, 28))
+    assert [row[0] for row in rows[1:]] == [str(file) for file in images.files]
+    assert [row[1] for row in rows[1:]] == [f"digit{label}" for label in labels.tolist()]
+    assert [float(row[2]) for row in rows[1:]] == pytest.approx(values.tolist(), abs=2e-6)
+
+
+def test_several_labels_a_file_and_a_file_of_its_own(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for number, file in enumerate(sorted((trained / "images").rglob("*.png"))[:5]):
+        (flat / f"{number}.png").write_bytes(file.read_bytes())
+    table = tmp_path / "table.csv"
+    code, out, _ = gangline_command(
+        capsys,
+        "predict",
+        "--data-dir",
+        flat,
+        "--model-prefix",
+        trained / "net",
+        "--load-epoch",
+        "best",
+        "--top-k",
+        "3",
+        "--output",
+        table,
+        "--cpus",
+        "2",
+    )
+    assert (code, out) == (0, "")
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert [Path(row["file"]).name for row in rows] == [f"{number}.png" for number in range(5)]
+    for row in rows:
+        assert {row["label"], row["label_2"], row["label_3"]} == {"digit0", "digit1", "digit2"}
+        chances = [float(row[name]) for name in ("probability", "probability_2", "probability_3")]
+        assert chances == sorted(chances, reverse=True)
+        assert sum(chances) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_file_that_is_passed_over_has_no_row(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = write_digits(tmp_path / "images", images=6)
+    files[2].write_bytes(files[2].read_bytes()[:40])
+    words = ["--data-dir", tmp_path / "images", "--model-prefix", trained / "net"]
+    code, out, err = gangline_command(capsys, "predict", *words)
+    assert (code, out) == (1, "")
+    assert f"image {files[2]} cannot be read" in err
+    code, out, err = gangline_command(capsys, "predict", *words, "--skip-unreadable", "1")
+    assert code == 0
+    named = [row["file"] for row in csv.DictReader(out.splitlines())]
+    assert sorted(named) == sorted(str(file) for file in files if file != files[2])
+    assert str(files[2]) in err
+
+
+def test_score_counts_what_is_right(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--data-dir", trained / "images", "--model-prefix", trained / "net", "--load-epoch", "3", "--top-k", "2"]
+    code, out, _ = gangline_command(capsys, "score", *words, "--cpus", "2")
+    assert code == 0
+    labels = torch.tensor(ImageFolder(trained / "images", (1, 28, 28)).labels)
+    best = expected(trained, 3).topk(2, 1).indices
+    values = dict(line.split("=") for line in out.splitlines())
+    assert float(values["accuracy"]) == pytest.approx((best[:, 0] == labels).double().mean().item())
+    assert float(values["top_k_accuracy_2"]) == pytest.approx((best == labels[:, None]).any(1).double().mean().item())
+
+
+def test_wrong_words_are_one_line(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images, prefix = trained / "images", trained / "net"
+    other = tmp_path / "other"
+    write_digits(other, classes=2, images=20)
+    module = Module(create("mlp", 3), nn.CrossEntropyLoss())
+    module.save_checkpoint(tmp_path / "bare", 1)
+    for command, folder, of, more, message in (
+        ("predict", images, tmp_path / "nothing", [], "there is no checkpoint"),
+        ("predict", images, prefix, ["--load-epoch", "77"], "net-0077.json is not there"),
+        ("predict", images, prefix, ["--load-epoch", "last"], "--load-epoch is 'last'; expected a number of epochs"),
+        ("predict", images, prefix, ["--top-k", "4"], "--top-k is 4, but there are 3 classes"),
+        ("predict", tmp_path / "no", prefix, [], "is not there"),
+        ("predict", images, prefix, ["--context", "parallel"], "--context parallel is for training"),
+        ("predict", images, tmp_path / "bare", [], "does not say its network, num_classes, image_shape"),
+        ("score", other, prefix, [], "has no digit2"),
+    ):
+        code, out, err = gangline_command(capsys, command, "--data-dir", folder, "--model-prefix", of, *more)
+        assert (code, out) == (1, "")
+        assert message in err.strip().splitlines()[-1]

@@ -1,0 +1,761 @@
+"""The page of a run's progress: its numbers, when it is written, how it goes on, and what a browser makes of it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import re
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from collectives import Work, spawn
+from collectives.communicator import Communicator
+from gangline import Checkpoint, Module, Speedometer, cpu, split_batch
+from kvstore import create, register
+from kvstore.local import LocalStore
+from models import progress_record
+from models.callbacks import BatchEndParam
+from models.metric import EvalMetric
+from models.progress_page import FORMAT, TrainingProgress, page, read
+from models.progress_record import Point, Record, Validation
+
+RATE = {"learning_rate": 0.1, "momentum": 0.9}
+SIX = 1e-5  # what six digits give
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def arrays(samples: int = 20, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(samples, 4, generator=generator), torch.randint(3, (samples,), generator=generator)
+
+
+def module_on(loads: list[float], store: str | None = "local", rate: dict[str, float] = RATE) -> Module:
+    module = Module(network(), nn.CrossEntropyLoss(), [cpu(place) for place in range(len(loads))], loads)
+    module.init_optimizer(store, "sgd", rate)
+    return module
+
+
+def fit(module: Module, progress: TrainingProgress, *others: Any, epochs: int = 3, **options: Any) -> None:
+    """Train on 20 samples in batches of 8, 8 and 4; ``others`` are called before the page's own callback."""
+    request = module.optimizer_request
+    assert request is not None
+    settings: dict[str, Any] = dict(zip(("kvstore", "optimizer", "optimizer_params"), request, strict=True))
+    callbacks = [*others, progress]
+    settings |= {"batch_end_callback": callbacks, "epoch_end_callback": progress, "eval_end_callback": progress}
+    settings |= {"num_epoch": epochs, "batch_size": 8}
+    module.fit(arrays(), **{**settings, **options})
+
+
+class Seen:
+    """A callback that notes what each update had."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.accuracies: list[float] = []
+        self.rates: list[float] = []
+        self.sizes: list[int] = []
+
+    def __call__(self, param: BatchEndParam) -> None:
+        module, label = param.locals["module"], param.locals["label"]
+        self.losses.append(float(module.get_loss()))
+        self.accuracies.append(float((module.get_outputs().argmax(1) == label).double().mean()))
+        self.rates.append(module.learning_rate)
+        self.sizes.append(len(label))
+
+
+# -- what the page says ----------------------------------------------------------------------------------------------
+
+
+def test_each_update_of_a_run_is_a_point_with_its_own_numbers(tmp_path: Path) -> None:
+    seen, path = Seen(), tmp_path / "page.html"
+    validations: list[list[tuple[str, float]]] = []
+
+    def slower(epoch: int, *_: Any) -> None:
+        module.set_learning_rate(0.1 / (epoch + 2))
+
+    with module_on([3, 1]) as module:
+        progress = TrainingProgress(module, path)
+        fit(
+            module,
+            progress,
+            seen,
+            eval_data=arrays(12, seed=2),
+            validation_metric=["acc", "loss"],
+            epoch_end_callback=[progress, slower],
+            eval_end_callback=[progress, lambda param: validations.append(param.eval_metric.get_global_name_value())],
+        )
+        waited = module.seconds_waiting
+    data = read(path)
+    points = data["points"]
+    assert points["step"] == list(range(1, 10))
+    assert points["epoch"] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert points["loss"] == points["loss_min"] == points["loss_max"]
+    assert points["loss"] == pytest.approx(seen.losses, rel=SIX)
+    assert points["metrics"] == {"accuracy": pytest.approx(seen.accuracies, rel=SIX)}
+    assert points["learning_rate"] == pytest.approx(seen.rates, rel=SIX)
+    assert points["updates"] == [1] * 9
+    shares = [[part.stop - part.start for part in split_batch(size, [3, 1])] for size in seen.sizes]
+    shares[0] = [0, 0]  # the time of a run's first update is not that of a step
+    assert list(points["samples"].items()) == [("cpu(0)", [a for a, _ in shares]), ("cpu(1)", [b for _, b in shares])]
+    assert points["total"] == [0, *seen.sizes[1:]]
+    assert points["seconds"][0] == points["waiting"][0] == 0
+    assert all(0 < w < s for w, s in zip(points["waiting"][1:], points["seconds"][1:], strict=True))
+    assert sum(points["waiting"]) <= waited * (1 + 1e-5)
+    assert points["time"] == sorted(points["time"])
+    assert sum(points["seconds"]) <= data["elapsed"] + 1e-3
+    assert [list(one["values"].items()) for one in data["validations"]] == [
+        [(name, pytest.approx(value, rel=SIX)) for name, value in values] for values in validations
+    ]
+    assert [(one["epoch"], one["step"]) for one in data["validations"]] == [(0, 3), (1, 6), (2, 9)]
+    accuracies, losses = ([dict(values)[name] for values in validations] for name in ("accuracy", "loss"))
+    assert data["best"]["accuracy"]["epoch"] == accuracies.index(max(accuracies))
+    assert data["best"]["loss"]["epoch"] == losses.index(min(losses))
+    assert data["epochs"] == [{"epoch": epoch, "step": 3 * epoch} for epoch in range(3)]
+    assert (data["format"], data["state"], data["title"]) == (FORMAT, "ended", "Sequential")
+    assert data["now"] == {"epoch": 2, "batch": 3, "batches": 3}
+    assert data["settings"] == {
+        "network": "Sequential, 67 parameters",
+        "loss": "CrossEntropyLoss",
+        "contexts": "cpu(0), cpu(1)",
+        "loads": "3, 1",
+        "store": "local",
+        "optimizer": "sgd, learning_rate 0.1, momentum 0.9",
+        "batch size": "8",
+        "samples": "20",
+        "PyTorch": torch.__version__,
+    }
+
+
+def test_an_update_of_several_batches_counts_the_samples_of_all(tmp_path: Path) -> None:
+    with module_on([1, 1]) as module:
+        fit(module, TrainingProgress(module, tmp_path / "page.html"), accumulate=2)
+    data = read(tmp_path / "page.html")
+    assert data["points"]["step"] == [2, 3, 5, 6, 8, 9]
+    assert data["points"]["total"] == [0, 4, 16, 4, 16, 4]
+    assert data["settings"]["batch size"] == "8, 2 batches an update"
+    assert [one["step"] for one in data["epochs"]] == [0, 3, 6]
+
+
+def test_epochs_of_one_batch_count_their_samples(tmp_path: Path) -> None:
+    with module_on([1, 1]) as module:
+        fit(module, TrainingProgress(module, tmp_path / "page.html"), batch_size=20)
+    points = read(tmp_path / "page.html")["points"]
+    assert points["total"] == [0, 20, 20]
+    assert points["samples"] == {"cpu(0)": [0, 10, 10], "cpu(1)": [0, 10, 10]}
+
+
+def test_contexts_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    with Module(network(), nn.CrossEntropyLoss(), [cpu(0), cpu(0), cpu(1)], [1, 1, 0]) as module:
+        module.init_optimizer("local", "sgd", RATE)
+        fit(module, TrainingProgress(module, tmp_path / "page.html"), epochs=1)
+    samples = read(tmp_path / "page.html")["points"]["samples"]
+    assert samples == {"cpu(0) #1": [0, 4, 2], "cpu(0) #2": [0, 4, 2], "cpu(1)": [0, 0, 0]}
+
+
+def test_the_metric_of_fit_and_of_a_speedometer_count_as_without_a_page(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gangline")
+    found = []
+    for name in (None, "page.html"):
+        caplog.clear()
+        with module_on([1, 1]) as module:
+            progress = TrainingProgress(module, tmp_path / name) if name else (lambda *_: None)
+            fit(module, progress, Speedometer(8, frequent=1))  # type: ignore[arg-type]
+        lines = [re.sub(r"Speed: \S+|Time cost.*", "", line) for line in caplog.messages]
+        assert sum("accuracy=" in line for line in lines) == 9
+        found.append(lines)
+    assert found[0] == found[1]
+
+
+def test_a_metric_that_has_no_copy_costs_its_curve_and_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Uncopied(EvalMetric):
+        lock = None
+
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+        def update(self, label: Any, output: Any, module: Any) -> None: ...
+
+        def get_name_value(self) -> list[tuple[str, float]]:
+            return [("own", 0.5)]
+
+        get_global_name_value = get_name_value
+
+        def reset(self) -> None: ...
+
+        reset_local = reset
+
+    with module_on([1, 1]) as module:
+        fit(module, TrainingProgress(module, tmp_path / "page.html"), eval_metric=Uncopied())
+    points = read(tmp_path / "page.html")["points"]
+    assert (points["metrics"], len(points["loss"])) == ({}, 9)
+    assert len([line for line in caplog.messages if "Uncopied cannot be copied" in line]) == 1
+
+
+def test_text_from_outside_stays_text(tmp_path: Path) -> None:
+    title = '</script><script>alert("1")</script> @data@ & <b>'
+    with module_on([1, 1]) as module:
+        fit(module, TrainingProgress(module, tmp_path / "page.html", title=title))
+    text = (tmp_path / "page.html").read_text()
+    assert read(tmp_path / "page.html")["title"] == title
+    assert text.count("<script") == 2
+    assert "<title>&lt;/script&gt;" in text
+    assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org/2000/svg)|@import|url\(", text)  # it needs no network
+
+
+# -- when it is written ----------------------------------------------------------------------------------------------
+
+
+def test_a_page_is_written_at_once_then_when_it_is_due_and_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    steps: list[tuple[str, int]] = []
+
+    def look(param: BatchEndParam) -> None:
+        if path.exists():
+            data = read(path)
+            steps.append((data["state"], data["points"]["step"][-1]))
+
+    with module_on([1, 1]) as module:
+        fit(module, TrainingProgress(module, path, every_seconds=3600), look)
+    assert steps == [("running", 1)] * 8
+    assert read(path)["points"]["step"][-1] == 9
+    assert read(path)["state"] == "ended"
+
+
+def test_who_reads_while_it_is_written_always_finds_a_whole_page(tmp_path: Path) -> None:
+    path, over = tmp_path / "page.html", threading.Event()
+    found: list[int] = []
+
+    def keep_reading() -> None:
+        while not over.is_set():
+            if path.exists():
+                found.append(read(path)["points"]["step"][-1])
+
+    reader = threading.Thread(target=keep_reading)
+    with module_on([1, 1]) as module:
+        progress = TrainingProgress(module, path, every_seconds=0)
+        reader.start()
+        try:
+            fit(module, progress, epochs=30)
+        finally:
+            over.set()
+            reader.join()
+    assert found
+    assert found == sorted(found)
+    assert [one.name for one in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_a_disk_that_fails_in_the_middle_costs_the_page_and_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with module_on([1, 1]) as module:
+        progress = TrainingProgress(module, folder / "page.html", every_seconds=0)
+        folder.rmdir()
+        fit(module, progress)
+        assert module.step == 9
+    assert len([line for line in caplog.messages if "page.html cannot be written for now" in line]) == 1
+
+
+def test_an_error_that_ends_training_is_on_the_page(tmp_path: Path) -> None:
+    def fail(param: BatchEndParam) -> None:
+        if param.epoch == 1:
+            raise RuntimeError("the power went")
+
+    with module_on([1, 1]) as module:
+        progress = TrainingProgress(module, tmp_path / "page.html", every_seconds=3600)
+        with pytest.raises(RuntimeError, match="the power went"):
+            fit(module, progress, fail)
+    data = read(tmp_path / "page.html")
+    assert (data["state"], data["reason"], data["points"]["step"]) == (
+        "stopped",
+        "RuntimeError: the power went",
+        [1, 2, 3],
+    )
+
+
+def test_what_stops_training_early_is_on_the_page(tmp_path: Path) -> None:
+    with module_on([1, 1]) as module:
+        progress = TrainingProgress(module, tmp_path / "page.html", every_seconds=3600)
+        ended_by = module.fit(
+            arrays(), num_epoch=3, batch_size=8, batch_end_callback=[lambda param: param.epoch == 1, progress]
+        )
+    data = read(tmp_path / "page.html")
+    assert (data["state"], data["reason"], data["points"]["step"]) == ("ended", ended_by, [1, 2, 3, 4])
+
+
+def test_an_error_that_a_caller_is_handling_does_not_end_training(tmp_path: Path) -> None:
+    with module_on([1, 1]) as module:
+        try:
+            raise ValueError("the caller's own")
+        except ValueError:
+            fit(module, TrainingProgress(module, tmp_path / "page.html"))
+    assert read(tmp_path / "page.html")["state"] == "ended"
+
+
+# -- how it goes on --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loads", [[1, 1], [2, 1, 1]])
+def test_a_run_that_goes_on_in_mid_epoch_has_one_whole_record(tmp_path: Path, loads: list[float]) -> None:
+    whole, path, prefix = tmp_path / "whole.html", tmp_path / "page.html", tmp_path / "net"
+    with module_on([1, 1]) as module:
+        fit(module, TrainingProgress(module, whole), eval_data=arrays(), epochs=4)
+
+    def fail(param: BatchEndParam) -> None:
+        if module.step == 8:
+            raise KeyboardInterrupt
+
+    with module_on([1, 1]) as module:
+        progress = TrainingProgress(module, path)
+        with pytest.raises(KeyboardInterrupt):
+            fit(module, progress, fail, Checkpoint(module, prefix), eval_data=arrays())
+    before = read(path)
+    assert (before["state"], before["reason"], before["points"]["step"][-1]) == ("stopped", "KeyboardInterrupt", 7)
+    with module_on(loads) as module:
+        progress = TrainingProgress(module, path)
+        fit(module, progress, eval_data=arrays(), epochs=4, resume=str(prefix))
+    data, expected = read(path), read(whole)
+    assert data["state"] == "ended"
+    for name in ("step", "epoch", "learning_rate", "updates"):
+        assert data["points"][name] == expected["points"][name]
+    for values, others in [
+        (data["points"]["loss"], expected["points"]["loss"]),
+        (data["points"]["metrics"]["accuracy"], expected["points"]["metrics"]["accuracy"]),
+    ]:
+        assert values == pytest.approx(others, rel=1e-4)
+    assert [(v["step"], v["epoch"]) for v in data["validations"]] == [(3, 0), (6, 1), (9, 2), (12, 3)]
+    assert data["epochs"] == expected["epochs"]
+    assert data["points"]["time"] == sorted(data["points"]["time"])
+    assert data["points"]["time"][:7] == before["points"]["time"]
+    assert list(data["points"]["samples"]) == [f"cpu({place})" for place in range(len(loads))]
+    assert {len(column) for column in data["points"]["samples"].values()} == {12}
+
+
+def test_what_came_after_the_checkpoint_is_replaced(tmp_path: Path) -> None:
+    path, prefix = tmp_path / "page.html", tmp_path / "net"
+    with module_on([1, 1]) as module:
+        fit(module, TrainingProgress(module, path), Checkpoint(module, prefix), epochs=3, eval_data=arrays())
+    with module_on([1, 1]) as module:
+        fit(module, TrainingProgress(module, path), epochs=2, eval_data=arrays(), resume=(prefix, 0))
+    data = read(path)
+    assert data["points"]["step"] == [1, 2, 3, 4, 5, 6]
+    assert [v["step"] for v in data["validations"]] == [3, 6]
+    assert [one["epoch"] for one in data["epochs"]] == [0, 1]
+
+
+def test_a_second_fit_of_the_same_module_goes_on(tmp_path: Path) -> None:
+    with module_on([1, 1]) as module:
+        progress = TrainingProgress(module, tmp_path / "page.html")
+        fit(module, progress, epochs=1)
+        fit(module, progress, epochs=2, begin_epoch=1)
+    data = read(tmp_path / "page.html")
+    assert data["points"]["step"] == [1, 2, 3, 4, 5, 6]
+    assert data["state"] == "ended"
+
+
+def test_a_run_that_begins_anew_begins_the_page_anew_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "page.html"
+    for epochs in (3, 1):
+        with module_on([1, 1]) as module:
+            fit(module, TrainingProgress(module, path), epochs=epochs)
+    assert read(path)["points"]["step"] == [1, 2, 3]
+    assert [line for line in caplog.messages if "page.html" in line] == [
+        f"{path} held 9 batches of an earlier run; this one begins anew, and the page with it"
+    ]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"<html>a page of somebody's</html>",
+        b"\xff\xfe\x00",
+        b"",
+        b'<script type="application/json" id="data">{"format": "another"}</script>',
+        b'<script type="application/json" id="data">[1]</script>',
+    ],
+)
+def test_a_file_of_somebody_elses_is_left_alone(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "page.html"
+    path.write_bytes(content)
+    with (
+        module_on([1, 1]) as module,
+        pytest.raises(ValueError, match=r"page\.html is there and is no page of gangline"),
+    ):
+        TrainingProgress(module, path)
+    assert path.read_bytes() == content
+
+
+def test_a_damaged_page_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    data = {"format": FORMAT, "title": "", **Record([point(1)]).data()}
+    del data["points"]["waiting"]
+    path.write_text(page(data))
+    with (
+        module_on([1, 1]) as module,
+        pytest.raises(ValueError, match=r"page\.html make no sense, KeyError\('waiting'\)"),
+    ):
+        TrainingProgress(module, path)
+
+
+def test_a_path_that_cannot_be_written_fails_before_training(tmp_path: Path) -> None:
+    with module_on([1, 1]) as module:
+        with pytest.raises(ValueError, match="is a folder; expected the path of a page"):
+            TrainingProgress(module, tmp_path)
+        with pytest.raises(FileNotFoundError, match=r"the folder .*nowhere of the page a\.html is not there"):
+            TrainingProgress(module, tmp_path / "nowhere" / "a.html")
+        with pytest.raises(OSError, match=r"the page /proc/a\.html cannot be written"):
+            TrainingProgress(module, "/proc/a.html")
+        with pytest.raises(ValueError, match="every_seconds is nan"):
+            TrainingProgress(module, tmp_path / "a.html", every_seconds=math.nan)
+    assert not list(tmp_path.iterdir())
+
+
+# -- the record ------------------------------------------------------------------------------------------------------
+
+
+def point(step: int, loss: float | None = 1.0, **more: Any) -> Point:
+    values = {"metrics": {"accuracy": 0.5}, "samples": {"cpu(0)": 3, "cpu(1)": 1}, **more}
+    return Point(
+        step, step // 10, step / 2, 1, loss, loss, loss, values.pop("metrics"), 0.1, 0.5, 0.25, **values, total=4
+    )
+
+
+def test_a_long_run_keeps_few_points_and_their_means_extremes_and_sums() -> None:
+    generator = torch.Generator().manual_seed(0)
+    losses = torch.rand(50_000, generator=generator, dtype=torch.float64).tolist()
+    record, batches = Record(), iter(enumerate(losses, 1))
+    while group := list(itertools.islice(batches, record.per_point)):
+        part = [loss for _, loss in group]
+        added = point(group[-1][0], sum(part) / len(part), samples={"cpu(0)": 3 * len(part)})
+        added.updates, added.loss_min, added.loss_max = len(part), min(part), max(part)
+        record.add(added)
+        assert len(record.points) < progress_record.MOST_POINTS
+    assert len(record.points) >= progress_record.MOST_POINTS // 2
+    assert record.points[-1].step == sum(one.updates for one in record.points) == 50_000
+    assert record.per_point == 32
+    assert sum(one.samples["cpu(0)"] for one in record.points) == 150_000
+    begin = 0
+    for one in record.points:
+        own = losses[begin : one.step]
+        assert one.loss == pytest.approx(sum(own) / len(own))
+        assert (one.loss_min, one.loss_max) == (min(own), max(own))
+        begin = one.step
+
+
+def test_many_epochs_and_validations_are_thinned_out_but_for_the_best() -> None:
+    record = Record()
+    for epoch in range(10_000):
+        record.begin_epoch(epoch, epoch)
+        record.add_validation(Validation(epoch + 1, epoch, 1.0, {"accuracy": 0.9 if epoch == 2 else 0.1, "loss": 1.0}))
+    assert len(record.validations) < progress_record.MOST_POINTS
+    assert len(record.epochs) < progress_record.MOST_POINTS
+    assert record.best()["accuracy"].epoch == 2
+    assert record.best()["loss"].epoch == 0
+    assert record.validations[-1].epoch == 9_999
+
+
+def test_a_record_comes_back_from_its_data() -> None:
+    record = Record(
+        [
+            point(1, None, metrics={}),
+            point(2, math.nan),
+            point(3, math.inf, metrics={"accuracy": 0.25, "f1": math.nan}),
+            point(4, 1 / 3, samples={"gpu(0)": 7}),
+        ],
+        per_point=4,
+        validations=[Validation(4, 0, 3.25, {"accuracy": 0.5, "loss": math.nan})],
+        epochs={0: 0, 1: 3},
+    )
+    data = json.loads(json.dumps(record.data(), allow_nan=False))
+    assert data["points"]["loss"] == [None, "nan", "inf", 0.333333]
+    assert data["points"]["metrics"] == {"accuracy": [None, 0.5, 0.25, 0.5], "f1": [None, None, "nan", None]}
+    assert data["points"]["samples"] == {"cpu(0)": [3, 3, 3, 0], "cpu(1)": [1, 1, 1, 0], "gpu(0)": [0, 0, 0, 7]}
+    assert list(data["best"]) == ["accuracy"]
+    again = Record.from_data(data)
+    assert again.data() == data
+    assert (again.points[0].loss, again.points[2].loss) == (None, math.inf)
+    assert again.points[0].metrics == {}
+
+
+def test_points_without_a_loss_merge_with_those_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_record, "MOST_POINTS", 5)
+    record = Record()
+    for loss in (None, 2.0, None, None, 5.0):
+        record.add(point(1, loss, metrics={} if loss is None else {"accuracy": 0.5}))
+    assert [(one.loss, one.metrics) for one in record.points] == [
+        (2.0, {"accuracy": 0.5}),
+        (None, {}),
+        (5.0, {"accuracy": 0.5}),
+    ]
+
+
+def test_in_a_long_run_the_metric_is_taken_of_some_batches_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_record, "MOST_POINTS", 8)
+    calls = itertools.count()
+
+    def own(label: torch.Tensor, output: torch.Tensor) -> float:
+        return float(next(calls))
+
+    with module_on([1, 1]) as module:
+        fit(module, TrainingProgress(module, tmp_path / "page.html"), epochs=20, eval_metric=own)
+    data = read(tmp_path / "page.html")
+    assert data["per_point"] == 16
+    assert sum(data["points"]["updates"]) == data["points"]["step"][-1] == 60
+    assert next(calls) - 60 == 8 + 4 + 4 + 3  # of each batch, then of every 2nd, 4th, 8th
+
+
+# -- waiting ---------------------------------------------------------------------------------------------------------
+
+
+@register("slow_local")
+class SlowStore(LocalStore):
+    """Gives weights only when it is told to."""
+
+    go: threading.Event
+    held = 0.0
+
+    def pull_bucket(self, *arguments: Any, **options: Any) -> Work:
+        began = time.perf_counter()
+        threading.Timer(0.02, self.go.set).start()
+        assert self.go.wait(20)
+        self.go.clear()
+        self.held += time.perf_counter() - began
+        return super().pull_bucket(*arguments, **options)
+
+
+def test_waiting_grows_by_what_a_store_is_waited_for() -> None:
+    store = create("slow_local")
+    assert isinstance(store, SlowStore)
+    store.go = threading.Event()
+    data, label = arrays(8)
+    with Module(network(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module, store:
+        module.init_optimizer(store, "sgd", RATE)
+        module.forward_backward_update(data, label)  # the first one goes key by key
+        first = module.seconds_waiting
+        for _ in range(3):
+            module.forward_backward_update(data, label)
+        assert store.held > 0
+        assert module.seconds_waiting - first >= store.held
+
+
+def test_one_context_waits_for_nothing() -> None:
+    with module_on([1]) as module:
+        for _ in range(3):
+            module.forward_backward_update(*arrays(8))
+        assert module.seconds_waiting == 0.0
+
+
+# -- several workers -------------------------------------------------------------------------------------------------
+
+
+def in_a_job(comm: Communicator, folder: str) -> tuple[list[str], float]:
+    with (
+        create("allreduce", communicator=comm) as store,
+        Module(network(), nn.CrossEntropyLoss(), [cpu(0)]) as module,
+    ):
+        progress = TrainingProgress(module, Path(folder, f"{comm.rank}.html"))
+        module.fit(
+            arrays(),
+            arrays(12, seed=2),
+            num_epoch=2,
+            batch_size=8,
+            kvstore=store,
+            optimizer_params=RATE,
+            batch_end_callback=progress,
+            eval_end_callback=progress,
+        )
+        [(_, accuracy)] = module.score(arrays(12, seed=2), batch_size=8)
+        return sorted(path.name for path in Path(folder).glob("*")), accuracy
+
+
+def test_in_a_job_rank_0_alone_writes_and_counts_the_samples_of_all(tmp_path: Path) -> None:
+    [(_, accuracy), (_, same)] = spawn(in_a_job, 2, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["0.html"]
+    data = read(tmp_path / "0.html")
+    assert data["points"]["total"] == [0, 8, 4, 8, 8, 4]
+    assert data["points"]["samples"] == {"cpu(0)": [0, 4, 2, 4, 4, 2]}
+    assert data["validations"][-1]["values"] == {"accuracy": pytest.approx(accuracy, rel=SIX)}
+    assert accuracy == same
+    assert all(waiting > 0 for waiting in data["points"]["waiting"][1:])
+    assert data["settings"]["workers"].startswith("2; ")
+
+
+# -- a browser -------------------------------------------------------------------------------------------------------
+
+CHROMIUM = shutil.which("chromium")
+browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium")
+
+
+class Drawn(HTMLParser):
+    """What a browser made of a page: attributes of its root, texts by class or id, and curves by chart."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.root: dict[str, str | None] = {}
+        self.curves: dict[str, dict[str, str]] = {}
+        self.texts: dict[str, list[str]] = {}
+        self._chart = self._inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        own = dict(attrs)
+        if tag == "html":
+            self.root = own
+        if tag == "svg" and own.get("class") == "chart":
+            self._chart = own["aria-label"] or ""
+            self.curves[self._chart] = {}
+        if tag == "path":
+            name = (own.get("data-name") or own.get("class")) or ""
+            self.curves[self._chart][name] = own["d"] or ""
+        self._inside = own.get("class") or own.get("id") or tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.setdefault(self._inside, []).append(data)
+
+
+def dumped(where: str | Path, profile: Path, *flags: str) -> Drawn:
+    assert CHROMIUM is not None
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    command += [f"--user-data-dir={profile}", "--window-size=1280,1600", *flags, "--dump-dom", str(where)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    return Drawn(done.stdout)
+
+
+def spots(curve: str) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in re.findall(r"[ML]([-\d.]+),([-\d.]+)", curve)]
+
+
+@pytest.mark.slow
+@browser
+def test_a_browser_draws_every_curve_and_the_script_raises_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    with module_on([3, 1]) as module:
+        progress = TrainingProgress(module, path, title="<i>one</i> & two")
+        fit(module, progress, eval_data=arrays(), validation_metric=["acc", "loss"], epochs=4)
+    drawn, data = dumped(path, tmp_path / "profile"), read(path)
+    assert "data-error" not in drawn.root
+    assert drawn.root["data-drawn"] == "5"
+    assert {chart: list(curves) for chart, curves in drawn.curves.items()} == {
+        "accuracy": ["each batch", "smoothed", "validation"],
+        "loss": ["each batch", "smoothed", "validation"],
+        "throughput": ["all", "cpu(0)", "cpu(1)"],
+        "time lost waiting for the store": ["waiting"],
+        "learning rate": ["learning rate"],
+    }
+    losses = spots(drawn.curves["loss"]["each batch"])
+    assert len(losses) == 12
+    assert [x for x, _ in losses] == sorted(x for x, _ in losses)
+    order = sorted(range(12), key=lambda place: data["points"]["loss"][place])
+    heights = [losses[place][1] for place in order]
+    assert heights == sorted(heights, reverse=True)  # the larger, the nearer to the top
+    assert len(spots(drawn.curves["accuracy"]["validation"])) == 4
+    assert len(spots(drawn.curves["throughput"]["all"])) == 11  # the first update has no time of its own
+    assert drawn.texts["title"][-1] == "<i>one</i> & two"
+    assert drawn.texts["ended"] == ["ended"]
+    assert (
+        f"best {100 * data['best']['accuracy']['value']:.1f}% in epoch {data['best']['accuracy']['epoch']}"
+        in drawn.texts["more"]
+    )
+
+
+@pytest.mark.slow
+@browser
+def test_a_browser_draws_what_is_odd(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    record = Record([point(step, math.nan if step > 5 else 10.0**-step) for step in range(1, 9)], per_point=2)
+    base = {
+        "format": FORMAT,
+        "title": "",
+        "reason": "OSError: <disk>",
+        "elapsed": 1,
+        "written": 1.0,
+        "every_seconds": 1,
+    }
+    more = {"settings": {}, "now": {"epoch": 0, "batch": 8, "batches": None}, "state": "stopped"}
+    path.write_text(page({**base, **more, **record.data()}))
+    drawn = dumped(path, tmp_path / "profile")
+    assert "data-error" not in drawn.root
+    assert len(spots(drawn.curves["loss"]["batches"])) == 5
+    assert "range" in drawn.curves["loss"]
+    assert "nan" in drawn.texts["value"]
+    assert drawn.texts["stopped"] == ["stopped: OSError: <disk>"]
+    path.write_text(page({**base, **more, **Record().data(), "points": Record([point(1)]).data()["points"]}))
+    assert dumped(path, tmp_path / "profile").root["data-drawn"] == "5"
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Callable[[list[str]], tuple[str, list[str]]]]:
+    """Serves one page after another at one address of the loopback, the last one for good; and notes requests."""
+    servers: list[tuple[ThreadingHTTPServer, threading.Thread]] = []
+
+    def serve(pages: list[str]) -> tuple[str, list[str]]:
+        asked: list[str] = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if self.path == "/page":
+                    asked.append(self.path)
+                text = pages[min(len(asked), len(pages)) - 1].encode() if self.path == "/page" else b""
+                self.send_response(200)
+                self.send_header("Content-Type", "text/html; charset=utf-8")
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def log_message(self, *_: Any) -> None: ...
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        servers.append((server, thread))
+        return f"http://127.0.0.1:{server.server_address[1]}/page", asked
+
+    yield serve
+    for server, thread in servers:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.slow
+@browser
+def test_a_browser_shows_what_has_replaced_a_running_page_until_training_has_ended(
+    tmp_path: Path, served: Callable[[list[str]], tuple[str, list[str]]]
+) -> None:
+    pages = []
+    for state, steps in [("running", 2), ("running", 3), ("ended", 4)]:
+        record = Record([point(step) for step in range(1, steps + 1)])
+        data = {"format": FORMAT, "title": "one", "state": state, "reason": "", "written": time.time(), "elapsed": 1.0}
+        data |= {"every_seconds": 1, "settings": {}, "now": {"epoch": 0, "batch": steps, "batches": 4}, **record.data()}
+        pages.append(page(data))
+    address, asked = served(pages)
+    drawn = dumped(address, tmp_path / "profile", "--virtual-time-budget=30000")
+    assert len(asked) == 3  # and not once more in thirty seconds
+    assert drawn.texts["ended"] == ["ended"]
+    assert len(spots(drawn.curves["loss"]["each batch"])) == 4

@@ -1,0 +1,343 @@
+"""Schedules give the rate of each batch in closed form, and fit hands it to whoever updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from collectives.communicator import Communicator
+from collectives.spawning import spawn
+from gangline import Checkpoint, MismatchError, Module, cpu
+from kvstore import create
+from models.schedules import Schedule, schedule
+from models.torch_schedule import TorchScheduler
+from tests.kvstore.dist_job import run_job
+
+SAMPLES = 24
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Nothing here is large enough for torch to share out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def arrays() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    data = torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64)
+    return data, torch.randint(3, (SAMPLES,), generator=generator)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def rates_of(found: Schedule, epochs: int, batches: int) -> list[float]:
+    return [found(epoch, batch) for epoch in range(epochs) for batch in range(batches)]
+
+
+def made(spec: Any, epochs: int = 10, batches: int | None = 4, base: float = 0.8) -> Schedule:
+    return schedule(spec, base, epochs, batches)
+
+
+# -- closed forms ---------------------------------------------------------------------------------------------------
+
+
+def test_constant_stays() -> None:
+    assert set(rates_of(made("constant"), 10, 4)) == {0.8}
+
+
+def test_piecewise_drops_as_the_named_epochs_begin() -> None:
+    found = made(("piecewise", {"epochs": [2, 5], "factor": 0.5}))
+    assert [found(epoch, 3) for epoch in range(7)] == [0.8, 0.8, 0.4, 0.4, 0.4, 0.2, 0.2]
+
+
+def test_piecewise_drops_every_so_many_epochs() -> None:
+    found = made(("piecewise", {"every": 3, "factor": 0.5}))
+    assert [found(epoch) for epoch in range(8)] == [0.8] * 3 + [0.4] * 3 + [0.2] * 2
+
+
+def test_cosine_is_half_a_cosine_over_all_batches() -> None:
+    expected = [0.1 + 0.7 * (1 + math.cos(math.pi * t / 40)) / 2 for t in range(40)]
+    assert rates_of(made(("cosine", {"min_rate": 0.1})), 10, 4) == pytest.approx(expected, rel=1e-12)
+
+
+def test_cosine_begins_anew_after_longer_and_longer_periods() -> None:
+    found = made(("cosine", {"period": 1, "growth": 2}), epochs=7)
+    expected = [
+        0.4 * (1 + math.cos(math.pi * t / length)) for length in (4, 8, 16) for t in range(length)
+    ]  # which is what torch's CosineAnnealingWarmRestarts(T_0=1, T_mult=2) says
+    assert rates_of(found, 7, 4) == pytest.approx(expected, rel=1e-12)
+
+
+def test_poly_is_a_power_of_what_is_left() -> None:
+    expected = [0.8 * (1 - t / 40) ** 3 for t in range(40)]
+    assert rates_of(made(("poly", {"power": 3})), 10, 4) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("length", [{"warmup_epochs": 2}, {"warmup_batches": 8}])
+@pytest.mark.parametrize("name", ["constant", "cosine", "poly"])
+def test_a_warm_up_climbs_in_equal_steps_to_where_the_rest_begins(name: str, length: dict[str, int]) -> None:
+    found = rates_of(made((name, length)), 10, 4)
+    assert found[:8] == pytest.approx([0.1 * (t + 1) for t in range(8)], rel=1e-12)
+    without = rates_of(made(name, epochs=8), 8, 4)
+    assert found[8:] == pytest.approx(without, rel=1e-12)
+
+
+def test_a_warm_up_leaves_the_epochs_of_piecewise_where_they_are() -> None:
+    found = made(("piecewise", {"epochs": [4], "warmup_epochs": 0.5, "warmup_rate": 0.4}))
+    assert [found(0, batch) for batch in range(4)] == [pytest.approx(0.6), pytest.approx(0.8), 0.8, 0.8]
+    assert (found(3, 3), found(4, 0)) == (0.8, pytest.approx(0.08))
+
+
+def test_without_a_batch_count_the_rate_changes_between_epochs() -> None:
+    found = made(("cosine", {"warmup_epochs": 2}), batches=None)
+    assert found(5, 0) == found(5, 77)
+    assert [found(0), found(1), found(2)] == [0.4, 0.8, 0.8]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("step", "schedule 'step' is unknown; expected one of"),
+        (("cosine", {"factor": 2}), r"has no option \['factor'\]"),
+        ("piecewise", "expected one of them"),
+        (("piecewise", {"epochs": [3], "every": 2}), "expected one of them"),
+        (("piecewise", {"epochs": [1], "warmup_epochs": 3}), "drops at epoch 1, within the warm-up of 3"),
+        (("piecewise", {"epochs": [3, 3]}), "names one twice"),
+        (("piecewise", {"every": 0}), "every is 0"),
+        (("constant", {"warmup_epochs": 10}), "10 epochs of 10"),
+        (("constant", {"warmup_epochs": 1, "warmup_batches": 1}), "expected one of them"),
+        (("constant", {"warmup_rate": 0.1}), "which say how long"),
+        (("poly", {"power": 0}), "power is 0"),
+        (("cosine", {"min_rate": 0.9}), "min_rate is 0.9, above the base rate 0.8"),
+        (("cosine", {"min_rate": float("nan")}), "learning rate is nan"),
+        (("cosine", {"growth": 2}), "without period"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(spec: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(spec)
+
+
+@pytest.mark.parametrize("spec", [3, ("piecewise", {"epochs": "5,8"}), ("poly", {"power": "2"}), None])
+def test_wrong_types_are_refused(spec: Any) -> None:
+    with pytest.raises(TypeError):
+        made(spec)
+
+
+def test_a_warm_up_by_batches_needs_their_number() -> None:
+    with pytest.raises(ValueError, match="give warmup_epochs"):
+        made(("constant", {"warmup_batches": 3}), batches=None)
+
+
+# -- in fit ---------------------------------------------------------------------------------------------------------
+
+
+def fitted(lr_scheduler: Any, *, store: Any = "local", contexts: int = 1, **options: Any) -> tuple[list[float], Any]:
+    """The rate after each update of 3 epochs of 4 batches, and the weights."""
+    rates: list[float] = []
+    with Module(network(), nn.CrossEntropyLoss(), [cpu(i) for i in range(contexts)]) as module:
+        module.fit(
+            arrays(),
+            num_epoch=3,
+            batch_size=6,
+            kvstore=store,
+            optimizer_params={"learning_rate": 0.5, "momentum": 0.9},
+            batch_end_callback=lambda _: rates.append(module.learning_rate),
+            lr_scheduler=lr_scheduler,
+            **options,
+        )
+        return rates, module.get_params()
+
+
+def by_torch(rates: list[float]) -> dict[str, torch.Tensor]:
+    """A plain torch loop that gives each update its rate."""
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+    data, label = arrays()
+    for step, rate in enumerate(rates):
+        part = slice(step % 4 * 6, step % 4 * 6 + 6)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(data[part]), label[part]).backward()
+        optimizer.step()
+    return net.state_dict()
+
+
+@pytest.mark.parametrize(("store", "contexts"), [("local", 1), ("device", 2)])
+def test_each_update_is_done_by_its_rate(store: str, contexts: int) -> None:
+    spec = ("cosine", {"warmup_batches": 3})
+    rates, params = fitted(spec, store=store, contexts=contexts, shuffle=False)
+    assert rates == rates_of(schedule(spec, 0.5, 3, 4), 3, 4)
+    for name, value in by_torch(rates).items():
+        torch.testing.assert_close(params[name], value, rtol=1e-11, atol=1e-12)
+
+
+def test_a_schedule_counts_batches_where_several_make_an_update() -> None:
+    rates, _ = fitted("poly", accumulate=3)
+    whole = rates_of(schedule("poly", 0.5, 3, 4), 3, 4)
+    assert rates == [whole[t] for t in (0, 3, 4, 7, 8, 11)]
+
+
+def trained_by_workers(comm: Communicator) -> Any:
+    with create("allreduce", communicator=comm) as store:
+        first = fitted(("cosine", {"warmup_batches": 3}), store=store, shuffle=False)
+    with create("allreduce", communicator=comm) as store, pytest.raises(MismatchError, match="lr_scheduler is"):
+        fitted("poly" if comm.rank else "cosine", store=store)
+    return first
+
+
+def test_workers_all_have_the_rate_and_must_have_one_schedule() -> None:
+    for rates, params in spawn(trained_by_workers, 2):
+        assert rates == rates_of(schedule(("cosine", {"warmup_batches": 3}), 0.5, 3, 4), 3, 4)
+        for name, value in by_torch(rates).items():
+            torch.testing.assert_close(params[name], value, rtol=1e-11, atol=1e-12)
+
+
+def trained_by_servers() -> Any:
+    return fitted(("cosine", {"warmup_batches": 3}), store="dist_sync", shuffle=False)
+
+
+def test_the_rate_reaches_servers() -> None:
+    for rates, params in run_job(trained_by_servers, 2, 1):
+        for name, value in by_torch(rates).items():
+            torch.testing.assert_close(params[name], value, rtol=1e-11, atol=1e-12)
+
+
+# -- torch's schedulers ---------------------------------------------------------------------------------------------
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=12, cycle_momentum=False)
+
+
+def sequence(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.MultiStepLR(optimizer, [2, 4], 0.5)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [3])
+
+
+def plateau(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.ReduceLROnPlateau(optimizer, "max", 0.5, patience=0, threshold=10)
+
+
+def rates_by_torch(make: Any, steps: int) -> list[float]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5, momentum=0.9)
+    scheduler = make(optimizer)
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize("make", [one_cycle, sequence])
+def test_a_scheduler_of_torchs_steps_after_each_update_or_epoch(make: Any) -> None:
+    assert fitted(TorchScheduler(make, "batch"))[0] == rates_by_torch(make, 12)
+    assert fitted(make)[0] == [rate for rate in rates_by_torch(make, 3) for _ in range(4)]
+
+
+def test_reduce_on_plateau_is_told_of_validations() -> None:
+    """The first value is an improvement on nothing; none of the later ones exceeds it by ten times."""
+    rates, _ = fitted(plateau, eval_data=arrays())
+    assert rates == [0.5] * 8 + [0.25] * 4
+    rates, _ = fitted(TorchScheduler(plateau, metric="accuracy"), eval_data=arrays(), eval_frequency=(2, "batches"))
+    assert rates == [0.5] * 4 + [0.25] * 2 + [0.125] * 2 + [0.0625] * 2 + [0.03125] * 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "error", "message"),
+    [
+        (lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1.0, 9), {}, ValueError, "cycle_momentum=False"),
+        (lambda _: 3, {}, TypeError, "made a int"),
+        (plateau, {}, ValueError, "ReduceLROnPlateau waits for 'a metric'.*no eval_data"),
+        (TorchScheduler(plateau, metric="mae"), {"eval_data": True}, ValueError, r"waits for 'mae'.*\['accuracy'\]"),
+        (3, {}, TypeError, "expected a name"),
+    ],
+)
+def test_a_scheduler_that_cannot_work_is_refused_before_training(
+    spec: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    seen: list[Any] = []
+    data = {name: arrays() for name in options}
+    with Module(network(), nn.CrossEntropyLoss(), cpu()) as module, pytest.raises(error, match=message):
+        module.fit(arrays(), num_epoch=1, batch_size=6, lr_scheduler=spec, batch_end_callback=seen.append, **data)
+    assert not seen
+
+
+def test_a_scheduler_says_when_it_steps_in_a_known_word() -> None:
+    with pytest.raises(ValueError, match="every is 'step'"):
+        TorchScheduler(one_cycle, "step")
+
+
+SPECS: dict[str, Any] = {
+    "cosine": ("cosine", {"warmup_epochs": 1}),
+    "one-cycle": TorchScheduler(one_cycle, "batch"),
+    "sequence": TorchScheduler(sequence, "batch"),
+    "plateau": plateau,
+}
+
+
+class Cut(BaseException):
+    """Ends a run as a kill does."""
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("cut", [3, 9])
+def test_a_run_cut_off_anywhere_has_the_same_rates_and_bits_when_it_goes_on(
+    tmp_path: Path, spec: str, cut: int
+) -> None:
+    def run(prefix: Path, cut: int | None, resume: str | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+        rates: list[float] = []
+        with Module(network(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
+            saves = Checkpoint(module, prefix)
+
+            def count(_: Any) -> None:
+                rates.append(module.learning_rate)
+                if len(rates) == cut:
+                    raise Cut
+
+            try:
+                module.fit(
+                    arrays(),
+                    arrays(),
+                    num_epoch=3,
+                    batch_size=6,
+                    kvstore="device",
+                    optimizer_params={"learning_rate": 0.5, "momentum": 0.9},
+                    batch_end_callback=[saves, count],
+                    epoch_end_callback=saves,
+                    lr_scheduler=SPECS[spec],
+                    resume=resume,
+                )
+            except Cut:
+                return rates, {}
+            return rates, module.get_params()
+
+    whole, weights = run(tmp_path / "whole", None, None)
+    before, _ = run(tmp_path / "cut", cut, None)
+    after, resumed = run(tmp_path / "cut", None, "auto")
+    assert before + after == whole
+    assert all(torch.equal(value, resumed[name]) for name, value in weights.items())
+
+
+def test_a_checkpoint_of_another_scheduler_is_refused(tmp_path: Path) -> None:
+    with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit(arrays(), num_epoch=1, batch_size=6, lr_scheduler=TorchScheduler(one_cycle, "batch"))
+        module.save_checkpoint(tmp_path / "net", 1, save_optimizer_states=True)
+    with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+        with pytest.raises(ValueError, match="has scheduler SequentialLR, but the checkpoint's had OneCycleLR"):
+            module.fit(arrays(), num_epoch=2, batch_size=6, lr_scheduler=sequence, resume=tmp_path / "net")
+        assert module.step == 4

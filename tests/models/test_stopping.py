@@ -1,0 +1,472 @@
+"""Training ends cleanly: by a callback, by patience, by a signal; on all workers after the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from collectives.communicator import Communicator
+from collectives.spawning import spawn
+from gangline import Checkpoint, Module, cpu
+from kvstore import create
+from models import checkpoint
+from models.callbacks import BatchEndParam
+from models.stopping import EarlyStopping, signal_heard, stop_on
+from tests.kvstore.dist_job import run_job
+
+SAMPLES, BATCHES, EPOCHS = 24, 4, 3
+Params = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Nothing here is large enough for torch to share out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def arrays() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    data = torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64)
+    return data, torch.randint(3, (SAMPLES,), generator=generator)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 3)).double()
+
+
+class At:
+    """A batch callback that notes each update, and does something after one of them."""
+
+    def __init__(self, step: int, what: Any = lambda: True) -> None:
+        self.step, self.what = step, what
+        self.seen: list[tuple[int, int]] = []
+
+    def __call__(self, param: BatchEndParam) -> Any:
+        self.seen.append((param.epoch, param.nbatch))
+        return self.what() if len(self.seen) == self.step else None
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fitted(
+    prefix: Path | None, callback: Any = None, *, store: Any = "local", resume: Any = None, **options: Any
+) -> tuple[str, Params]:
+    """Why training ended, and the weights. Checkpoints are written at the end of the second epoch, and on a stop."""
+    with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+        module.init_optimizer(store, "sgd", {"learning_rate": 0.5, "momentum": 0.9})
+        reason = module.fit(
+            arrays(),
+            num_epoch=EPOCHS,
+            batch_size=6,
+            kvstore=store,
+            optimizer_params={"learning_rate": 0.5, "momentum": 0.9},
+            batch_end_callback=callback,
+            epoch_end_callback=[Checkpoint(module, prefix, period=2)] if prefix else None,
+            resume=resume,
+            **{"eval_metric": "loss"} | options,
+        )
+        return reason, module.get_params()
+
+
+def equal(first: Params, second: Params) -> bool:
+    return all(torch.equal(first[name], value) for name, value in second.items())
+
+
+# -- alone ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [1, 6, 8, 12])
+@pytest.mark.parametrize("what", [lambda: True, lambda: torch.ones(1).numpy().all()], ids=["bool", "numpy"])
+def test_a_callback_that_returns_true_ends_training_after_that_update(tmp_path: Path, step: int, what: Any) -> None:
+    stop = At(step, what)
+    reason, _ = fitted(tmp_path / "net", stop)
+    assert reason == ("callback" if step < EPOCHS * BATCHES else "epochs")
+    assert len(stop.seen) == step
+    if reason == "epochs":
+        return
+    saved = checkpoint.read(tmp_path / "net", step // BATCHES)
+    assert (saved.position["epoch"], saved.position["batch"]) == divmod(step, BATCHES)
+    rest = At(0)
+    again, resumed = fitted(tmp_path / "net", rest, resume="auto")
+    assert again == "epochs"
+    whole = At(0)
+    _, weights = fitted(None, whole)
+    assert stop.seen + rest.seen == whole.seen
+    assert equal(weights, resumed)
+
+
+def test_what_is_not_true_ends_nothing() -> None:
+    assert fitted(None, At(2, lambda: 1))[0] == "epochs"
+    assert fitted(None, At(2, lambda: "yes"))[0] == "epochs"
+
+
+def test_an_epoch_callback_may_end_training(tmp_path: Path) -> None:
+    with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+        saves = Checkpoint(module, tmp_path / "net", period=5)
+        ends = lambda epoch, *_: epoch == 1  # noqa: E731
+        reason = module.fit(arrays(), num_epoch=9, batch_size=6, epoch_end_callback=[saves, ends])
+        assert (reason, module.step) == ("callback", 2 * BATCHES)
+    saved = checkpoint.read(tmp_path / "net", 2)
+    assert (saved.position["epoch"], saved.position["batch"]) == (2, 0)
+
+
+def test_a_stop_within_a_window_of_several_batches_waits_for_its_update(tmp_path: Path) -> None:
+    stop = At(1)
+    reason, _ = fitted(tmp_path / "net", stop, accumulate=3)
+    assert (reason, stop.seen) == ("callback", [(0, 2)])
+    rest = At(0)
+    _, resumed = fitted(tmp_path / "net", rest, accumulate=3, resume="auto")
+    assert rest.seen == [(0, 3), (1, 2), (1, 3), (2, 2), (2, 3)]
+    assert equal(fitted(None, accumulate=3)[1], resumed)
+
+
+def test_what_was_saved_at_the_stop_already_is_not_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int | str] = []
+    save = checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda *args: (written.append(args[2]), save(*args)))
+    with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+        saves = Checkpoint(module, tmp_path / "net", period=3)
+        module.fit(arrays(), num_epoch=2, batch_size=6, batch_end_callback=[saves, At(3)], epoch_end_callback=saves)
+    assert written == [0]
+
+
+# -- signals --------------------------------------------------------------------------------------------------------
+
+
+def test_a_signal_ends_training_after_the_step_that_runs(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    stop = At(6, terminate)
+    with stop_on(signal.SIGTERM):
+        reason, _ = fitted(tmp_path / "net", stop)
+        assert signal_heard() == "SIGTERM"
+        assert signal.getsignal(signal.SIGTERM) is before  # a second one kills
+    assert (reason, len(stop.seen)) == ("SIGTERM", 6)
+    assert (signal_heard(), signal.getsignal(signal.SIGTERM)) == (None, before)
+    _, resumed = fitted(tmp_path / "net", resume="auto")
+    assert equal(fitted(None)[1], resumed)
+
+
+def test_a_signal_before_training_ends_it_before_the_first_step() -> None:
+    stop = At(0)
+    with stop_on(signal.SIGUSR1):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert fitted(None, stop)[0] == "SIGUSR1"
+    assert not stop.seen
+
+
+def test_without_a_signal_the_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_on(signal.SIGTERM, signal.SIGUSR1):
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_in_another_thread_it_warns_and_hears_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    inside: list[Any] = []
+
+    def enter() -> None:
+        with stop_on(signal.SIGTERM):
+            inside.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert inside == [before]
+    assert "main thread alone" in caplog.text
+
+
+# -- patience -------------------------------------------------------------------------------------------------------
+
+
+class Told:
+    """A metric with the values that it was told, one a validation."""
+
+    def __init__(self, values: list[float]) -> None:
+        self._values = iter(values)
+
+    def __call__(self, label: torch.Tensor, output: torch.Tensor) -> float:
+        return next(self._values)
+
+
+def validated(values: list[float], stopping: EarlyStopping, **options: Any) -> tuple[str, int]:
+    """Why training ended, and after how many updates, where validations have these values."""
+    with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+        reason = module.fit(
+            arrays(),
+            arrays(),
+            "loss",
+            validation_metric=Told(values),
+            num_epoch=len(values),
+            batch_size=SAMPLES,
+            eval_end_callback=stopping,
+            **options,
+        )
+        return reason, module.step
+
+
+@pytest.mark.parametrize(
+    ("values", "arguments", "steps"),
+    [
+        ([0.1, 0.2, 0.2, 0.15, 0.9, 0.9], {"patience": 2}, 4),
+        ([0.1, 0.2, 0.15, 0.3, 0.1, 0.1], {"patience": 2}, 6),
+        ([0.1, 0.2, 0.3, 0.4, 0.9], {"patience": 2, "min_delta": 0.15}, 5),
+        ([0.1, 0.2, 0.3, 0.9], {"patience": 1, "min_delta": 0.15}, 2),
+        ([0.3, 0.2, 0.25, 0.1, 0.1], {"patience": 1, "mode": "min"}, 3),
+        ([float("nan"), float("nan"), 0.5], {"patience": 2}, 2),
+    ],
+)
+def test_patience_counts_validations_without_an_improvement(
+    values: list[float], arguments: dict[str, Any], steps: int
+) -> None:
+    reason, done = validated(values, EarlyStopping(metric="custom", **arguments))
+    assert (reason, done) == ("patience" if steps < len(values) else "epochs", steps)
+
+
+def test_patience_counts_on_where_a_checkpoint_stood(tmp_path: Path) -> None:
+    def run(values: list[float], resume: str | None, stop: Any = None) -> tuple[str, EarlyStopping]:
+        stopping = EarlyStopping(2, "custom")
+        with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+            saves = Checkpoint(module, tmp_path / "net", keep_best="custom")
+            reason = module.fit(
+                arrays(),
+                arrays(),
+                "loss",
+                validation_metric=Told(values),
+                num_epoch=8,
+                batch_size=SAMPLES,
+                eval_end_callback=stopping,
+                epoch_end_callback=[saves, stop] if stop else saves,
+                resume=resume,
+            )
+        return reason, stopping
+
+    assert run([0.5, 0.4], None, lambda epoch, *_: epoch == 1)[0] == "callback"
+    reason, stopping = run([0.45], "auto")
+    assert (reason, stopping.best, stopping.waited) == ("patience", 0.5, 2)
+    assert checkpoint.read(tmp_path / "net", "best").position["epoch"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((0,), "patience is 0"), ((1, "acc", "up"), "mode is 'up'"), ((1, "acc", "max", -1.0), "min_delta is -1.0")],
+)
+def test_patience_that_makes_no_sense_is_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EarlyStopping(*arguments)
+
+
+def test_a_metric_that_validation_lacks_is_refused_before_training() -> None:
+    with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+        for data, message in ((arrays(), r"'mae', but validation has \['accuracy'\]"), (None, "there is no eval_data")):
+            with pytest.raises(ValueError, match=message):
+                module.fit(arrays(), data, num_epoch=1, batch_size=6, eval_end_callback=EarlyStopping(1, "mae"))
+        assert module.step == 0
+
+
+# -- how often validation comes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("frequency", "after"),
+    [
+        (1, [4, 8, 12]),
+        (2, [8, 12]),
+        ((2, "epochs"), [8, 12]),
+        ((5, "batches"), [5, 10, 12]),
+        ((4, "batches"), [4, 8, 12]),
+    ],
+)
+@pytest.mark.parametrize("cut", [None, 5, 7])
+def test_validation_comes_after_so_many_epochs_or_batches_and_at_the_end(
+    tmp_path: Path, frequency: Any, after: list[int], cut: int | None
+) -> None:
+    seen: list[int] = []
+
+    def run(callback: Any, resume: Any) -> None:
+        with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+            module.fit(
+                arrays(),
+                arrays(),
+                "loss",
+                num_epoch=EPOCHS,
+                batch_size=6,
+                batch_end_callback=callback,
+                epoch_end_callback=Checkpoint(module, tmp_path / "net"),
+                eval_end_callback=lambda _: seen.append(module.step),
+                eval_frequency=frequency,
+                resume=resume,
+            )
+
+    run(At(cut or 0), None)
+    if cut:
+        run(None, "auto")
+    assert seen == after
+
+
+def test_validation_in_an_epochs_middle_changes_nothing_of_the_run() -> None:
+    (_, without), (_, with_it) = (
+        fitted(None, eval_data=data, eval_frequency=(3, "batches")) for data in (None, arrays())
+    )
+    assert equal(without, with_it)
+
+
+@pytest.mark.parametrize("frequency", [0, (3, "steps"), -1])
+def test_a_frequency_that_makes_no_sense_is_refused(frequency: Any) -> None:
+    with pytest.raises(ValueError, match="eval_frequency is"):
+        fitted(None, eval_frequency=frequency)
+
+
+# -- in a job -------------------------------------------------------------------------------------------------------
+
+
+def stopped(rank: int, store: Any, folder: str, how: str, resume: Any = None) -> Any:
+    """One worker alone wants to stop, in its own way; gives why it ended, what it saw, and the weights."""
+    what = {"callback": lambda: rank == 1, "signal": lambda: terminate() if rank == 1 else None, "": lambda: None}[how]
+    stop = At(6, what)
+    with stop_on(signal.SIGTERM):
+        reason, params = fitted(Path(folder) / how / "net", stop, store=store, resume=resume)
+    return reason, stop.seen, params
+
+
+def stopped_in_a_job(comm: Communicator, folder: str) -> Any:
+    found = []
+    for how in ("callback", "signal"):
+        for resume in (None, "auto"):
+            with create("allreduce", communicator=comm) as store:
+                found.append(stopped(comm.rank, store, folder, how, resume))
+    with create("allreduce", communicator=comm) as store:
+        found.append(stopped(comm.rank, store, folder, ""))
+    return found
+
+
+def test_one_workers_word_ends_all_workers_after_one_common_step(tmp_path: Path) -> None:
+    everybody = spawn(stopped_in_a_job, 2, str(tmp_path))
+    (whole_reason, whole_seen, weights), _ = (found[-1] for found in everybody)
+    assert (whole_reason, len(whole_seen)) == ("epochs", EPOCHS * BATCHES)
+    for found in everybody:
+        for place, reason in ((0, "callback"), (2, "SIGTERM")):
+            assert found[place][:2] == (reason, whole_seen[:7]), "the step after that in which one asked"
+            assert found[place + 1][:2] == ("epochs", whole_seen[7:])
+            assert equal(weights, found[place + 1][2])
+
+
+def exchanges_in_a_job(comm: Communicator) -> tuple[int, int]:
+    """How often workers exchange something in an epoch of 4 and of 12 batches."""
+    counts = []
+    for size in (6, 2):
+        with create("allreduce", communicator=comm) as store:
+            calls, exchange = [0], store.exchange
+
+            def counted(data: bytes, calls: list[int] = calls, exchange: Any = exchange) -> list[bytes]:
+                calls[0] += 1
+                return list(exchange(data))
+
+            store.exchange = counted  # type: ignore[method-assign]
+            run_of(size, store)
+            counts.append(calls[0])
+    return counts[0], counts[1]
+
+
+def run_of(size: int, store: Any) -> None:
+    with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit(arrays(), num_epoch=1, batch_size=size, kvstore=store, eval_metric="loss")
+
+
+def test_agreement_costs_no_exchange_of_its_own_in_a_step() -> None:
+    for few, many in spawn(exchanges_in_a_job, 2):
+        assert many - few == 12 - 4
+
+
+def stopped_by_servers(kvstore: str, folder: str) -> Any:
+    rank = int(os.environ["DMLC_WORKER_ID"])
+    return stopped(rank, kvstore, folder, "signal")
+
+
+def test_workers_of_servers_end_together(tmp_path: Path) -> None:
+    first, second = run_job(stopped_by_servers, 2, 1, "dist_sync", str(tmp_path))
+    assert first[:2] == second[:2]
+    assert (first[0], len(first[1])) == ("SIGTERM", 7)
+    assert equal(first[2], second[2])
+    saved = checkpoint.read(tmp_path / "signal" / "net", 1)
+    assert saved.position["batch"] == 3
+
+
+def test_workers_out_of_step_end_together_at_an_epochs_end(tmp_path: Path) -> None:
+    first, second = run_job(stopped_by_servers, 2, 1, "dist_async", str(tmp_path))
+    assert first[:2] == second[:2]
+    assert (first[0], len(first[1])) == ("SIGTERM", 8)
+    assert checkpoint.read(tmp_path / "signal" / "net", 2).position["batch"] == 0
+
+
+SCRIPT = """
+import signal, sys
+import torch
+from torch import nn
+from gangline import Checkpoint, Module, cpu
+from models.stopping import stop_on
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+seen = 0
+
+
+def tell(_):
+    global seen
+    seen += 1
+    if seen == 5:
+        print("started", flush=True)
+
+
+data = torch.randn(400, 8), torch.arange(400) % 3
+with Module(nn.Linear(8, 3), nn.CrossEntropyLoss(), cpu()) as module, stop_on(signal.SIGTERM):
+    saves = Checkpoint(module, sys.argv[2], period=10**6)
+    why = module.fit(data, num_epoch=10**6, batch_size=20, kvstore=sys.argv[1], eval_metric="loss",
+                     batch_end_callback=tell, epoch_end_callback=saves)
+    print("ended", why, module.step, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kvstore", "servers"), [("allreduce", 0), ("dist_sync", 1), ("dist_async", 1)])
+def test_sigterm_to_the_launcher_ends_all_workers_after_one_step(tmp_path: Path, kvstore: str, servers: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "gangline", "launch", "-n", "2", "-s", str(servers), "--"]
+    command += [sys.executable, str(script), kvstore, str(tmp_path / "net")]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        command,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        assert launcher.stdout is not None
+        lines = [launcher.stdout.readline(), launcher.stdout.readline()]
+        assert sorted(lines) == ["[worker 0] started\n", "[worker 1] started\n"]
+        launcher.send_signal(signal.SIGTERM)
+        out, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGTERM, errors
+    first, second = sorted(out.splitlines())
+    assert first.removeprefix("[worker 0] ") == second.removeprefix("[worker 1] ")
+    assert first.startswith("[worker 0] ended SIGTERM ")
+    assert checkpoint.read(tmp_path / "net", checkpoint.epochs(tmp_path / "net")[-1]).step == int(first.split()[-1])

@@ -1,0 +1,149 @@
+"""What TensorBoard reads of a run: event files, read back as it reads them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from collectives import spawn
+from collectives.communicator import Communicator
+from gangline import Module, cpu
+from kvstore import create
+from models.callbacks import BatchEndParam
+from models.tensorboard import TensorBoard
+
+event_accumulator = pytest.importorskip(
+    "tensorboard.backend.event_processing.event_accumulator", reason="pip install tensorboard"
+)
+RATE = {"learning_rate": 0.1, "momentum": 0.9}
+Scalars = dict[str, list[tuple[int, float]]]
+
+
+def module_on(count: int, store: Any = "local") -> Module:
+    torch.manual_seed(3)
+    network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    module = Module(network, nn.CrossEntropyLoss(), [cpu(place) for place in range(count)], [count, *[1] * (count - 1)])
+    module.init_optimizer(store, "sgd", RATE)
+    return module
+
+
+def arrays(samples: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(samples)
+    return torch.randn(samples, 4, generator=generator), torch.randint(3, (samples,), generator=generator)
+
+
+def fit(module: Module, board: TensorBoard, *others: Any, **options: Any) -> None:
+    """Train on 20 samples in batches of 8, 8 and 4; ``others`` are called before the board."""
+    request = module.optimizer_request
+    assert request is not None
+    settings: dict[str, Any] = dict(zip(("kvstore", "optimizer", "optimizer_params"), request, strict=True))
+    settings |= {"batch_end_callback": [*others, board], "epoch_end_callback": board, "eval_end_callback": board}
+    module.fit(arrays(), arrays(12), batch_size=8, **{**settings, **options})
+
+
+def scalars(folder: Path) -> Scalars:
+    events = event_accumulator.EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_each_update_is_there_with_its_own_numbers(tmp_path: Path) -> None:
+    losses: list[float] = []
+    accuracies: list[float] = []
+    validations: list[float] = []
+
+    def look(param: BatchEndParam) -> None:
+        outputs = module.get_outputs()
+        losses.append(float(module.get_loss()))
+        accuracies.append(float((outputs.argmax(1) == param.locals["label"]).double().mean()))
+
+    with module_on(2) as module:
+        board = TensorBoard(module, tmp_path / "new" / "runs", period=1)
+        note = [board, lambda param: validations.append(param.eval_metric.get_global_name_value()[0][1])]
+        fit(module, board, look, num_epoch=3, eval_end_callback=note)
+    found = scalars(tmp_path / "new" / "runs")
+    steps = list(range(1, 10))
+    assert [step for step, _ in found["train/loss"]] == steps
+    assert [value for _, value in found["train/loss"]] == pytest.approx(losses)
+    assert [value for _, value in found["train/accuracy"]] == pytest.approx(accuracies)
+    assert [step for step, _ in found["validation/accuracy"]] == [3, 6, 9]
+    assert [value for _, value in found["validation/accuracy"]] == pytest.approx(validations)
+    assert [value for _, value in found["learning_rate"]] == pytest.approx([0.1] * 9)
+    shares = [found[f"samples_per_second_of/cpu({place})"] for place in range(2)]
+    assert [step for step, _ in found["samples_per_second"]] == steps[1:]  # a run's first update has no time of its own
+    for (_, speed), (_, first), (_, second) in zip(found["samples_per_second"], *shares, strict=True):
+        assert speed == pytest.approx(first + second)
+        assert first > second > 0
+    assert all(0 < waiting < 1 for _, waiting in found["waiting"])
+
+
+def test_a_period_gives_the_mean_loss_over_it_and_the_end_what_is_left(tmp_path: Path) -> None:
+    losses: list[float] = []
+    with module_on(2) as module:
+        fit(
+            module,
+            TensorBoard(module, tmp_path, period=4),
+            lambda _: losses.append(float(module.get_loss())),
+            num_epoch=3,
+        )
+    found = scalars(tmp_path)
+    assert [step for step, _ in found["train/loss"]] == [4, 8, 9]
+    assert [value for _, value in found["train/loss"]] == pytest.approx(
+        [sum(losses[:4]) / 4, sum(losses[4:8]) / 4, losses[8]]
+    )
+    assert [step for step, _ in found["train/accuracy"]] == [4, 8]
+
+
+def test_a_run_that_goes_on_replaces_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    runs, prefix = tmp_path / "runs", tmp_path / "net"
+    with module_on(1) as module:
+        fit(module, TensorBoard(module, runs, period=1), num_epoch=1)
+        module.save_checkpoint(prefix, 1, save_optimizer_states=True)
+        fit(module, TensorBoard(module, runs, period=1), num_epoch=3, begin_epoch=1)
+    assert len(scalars(runs)["train/loss"]) == 9
+    with module_on(1) as module:
+        fit(module, TensorBoard(module, runs, period=1), num_epoch=2, resume=(prefix, 1))
+    found = scalars(runs)
+    assert [step for step, _ in found["train/loss"]] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in found["validation/accuracy"]] == [3, 6]
+    assert not any(tag.startswith("samples_per_second_of") for tag in found)  # it has one context
+
+
+def in_a_job(comm: Communicator, folder: str) -> None:
+    with create("allreduce", communicator=comm) as store, module_on(1, store) as module:
+        fit(module, TensorBoard(module, Path(folder, str(comm.rank)), period=1), num_epoch=1)
+
+
+def test_in_a_job_rank_0_alone_writes(tmp_path: Path) -> None:
+    spawn(in_a_job, 2, str(tmp_path))
+    assert [step for step, _ in scalars(tmp_path / "0")["train/loss"]] == [1, 2, 3]
+    assert not list((tmp_path / "1").iterdir())
+
+
+def test_what_cannot_be_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with module_on(1) as module:
+        with pytest.raises(ValueError, match=r"file is a file; expected a folder for TensorBoard's event files"):
+            TensorBoard(module, tmp_path / "file")
+        with pytest.raises(ValueError, match="period is 0; expected 1 or more"):
+            TensorBoard(module, tmp_path / "runs", period=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_missing_package_is_an_error_that_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tensorboard"] + ["torch.utils.tensorboard"]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with (
+        module_on(1) as module,
+        pytest.raises(ImportError, match=r"TensorBoard needs the package tensorboard.*pip install"),
+    ):
+        TensorBoard(module, tmp_path / "runs")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,181 @@
+"""`gangline train`: what its flags come to."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from command import gangline_command, write_digits
+from safetensors.torch import save_file
+
+from models import checkpoint
+from models.checkpoints_kept import epochs
+from models.progress_page import read
+from models.zoo import create
+
+MLP = ["train", "--network", "mlp", "--cpus", "2"]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "images"
+    write_digits(folder)
+    return folder
+
+
+def settings(prefix: Path, epoch: int | str) -> dict[str, float]:
+    """The optimizer's, of a checkpoint."""
+    state = checkpoint.read(prefix, epoch).needed_optimizer_state()
+    return {"initial": state.initial_learning_rate, "now": state.learning_rate}
+
+
+def test_batch_and_rate_grow_with_the_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--scale-batch",
+        "--batch-size",
+        "32",
+        "--lr",
+        "0.02",
+        "--num-epochs",
+        "1",
+        "--model-prefix",
+        tmp_path / "m",
+    ]
+    code, _, err = gangline_command(capsys, *MLP, *words, "--num-epochs", "1")
+    assert code == 0
+    assert "batch size 64" in err
+    assert settings(tmp_path / "m", 1)["initial"] == pytest.approx(0.04)
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint_and_keeps_few(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = tmp_path / "m"
+    words = ["--model-prefix", prefix, "--load-epoch", "auto", "--keep", "2", "--lr-schedule", "cosine"]
+    for number in (2, 4):
+        code, _, err = gangline_command(capsys, *MLP, *words, "--num-epochs", number)
+        assert code == 0
+    assert "Epoch[1]" not in err
+    assert "Epoch[3]" in err
+    assert epochs(prefix) == [3, 4]
+    assert checkpoint.read(prefix, "best").about["num_classes"] == 10
+    assert settings(prefix, 4)["now"] < settings(prefix, 3)["now"] < 0.05
+
+
+def test_patience_ends_a_run_that_learns_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--patience", "2", "--lr", "0", "--num-epochs", "9", "--eval-frequency", "1"]
+    code, _, err = gangline_command(capsys, *MLP, *words)
+    assert code == 0
+    assert "training ended by patience" in err
+    assert "Epoch[2] Validation-accuracy" in err
+    assert "Epoch[3]" not in err
+
+
+def test_pictures_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--num-epochs", "2", "--plots", "training-progress", "--model-prefix", tmp_path / "m"]
+    code, out, _ = gangline_command(capsys, *MLP, *words, "--tensorboard", tmp_path / "board", "--top-k", "3")
+    assert code == 0
+    data = json.dumps(read(tmp_path / "m.html"))
+    assert "mlp on digits" in data
+    assert "top_k_accuracy_3" in data
+    assert out.split("=")[1].strip()[:6] in data
+    assert [file.name.split(".")[0] for file in (tmp_path / "board").iterdir()] == ["events"]
+
+
+def test_only_the_data_are_read(images: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = gangline_command(capsys, *MLP, "--test-io", "--data-dir", images, "--augment", "flip")
+    assert code == 0
+    assert re.fullmatch(r"samples-per-second=[\d.]+\n", out)
+
+
+def test_weights_are_transferred_to_other_classes(
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(1)
+    source = create("mlp", 7)
+    save_file(source.state_dict(), tmp_path / "source.safetensors")
+    layers = [name for name, module in source.named_modules() if isinstance(module, torch.nn.Linear)]
+    words = ["--data-dir", images, "--pretrained", tmp_path / "source.safetensors", "--freeze-until", layers[1]]
+    code, out, _ = gangline_command(
+        capsys, *MLP, *words, "--num-epochs", "3", "--batch-size", "6", "--lr", "0.02", "--model-prefix", tmp_path / "m"
+    )
+    assert code == 0
+    assert float(out.split("=")[1]) > 0.8
+    saved = checkpoint.read(tmp_path / "m", 3)
+    assert saved.about["classes"] == ["digit0", "digit1", "digit2"]
+    assert torch.equal(saved.params[f"{layers[0]}.weight"], source.state_dict()[f"{layers[0]}.weight"])
+    assert not torch.equal(saved.params[f"{layers[1]}.weight"], source.state_dict()[f"{layers[1]}.weight"])
+    assert len(saved.params[f"{layers[-1]}.weight"]) == 3
+    code, _, err = gangline_command(capsys, *MLP, *words[:4], "--freeze-until", "nowhere")
+    assert code == 1
+    assert "has no layer 'nowhere'" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--clip-norm", "1", "--clip-gradient", "1"], "clip_gradient"),
+        (["--clip-global-norm", "0"], "clip_global_norm"),
+        (["--plots", "curves"], "--plots is 'curves'; expected training-progress or none"),
+        (["--keep", "2"], "--save-minutes and --keep need --model-prefix"),
+        (["--top-k", "11"], "--top-k is 11, but there are 10 classes"),
+        (["--image-shape", "28,28"], "--image-shape is '28,28', 2 numbers; expected 3"),
+        (["--image-shape", "2,28,28"], "expected 1 or 3 channels"),
+        (["--val-dir", "held-out"], "--val-dir needs --data-dir"),
+        (["--augment", "flip"], "--augment needs --data-dir"),
+        (["--freeze-until", "fc"], "--freeze-until needs --pretrained"),
+        (["--pretrained", "none.safetensors"], "none.safetensors is not there"),
+        (["--lr-schedule", "cosine", "--lr-step-epochs", "2"], "only piecewise steps"),
+        (["--lr-schedule", "steps"], "schedule 'steps' is unknown"),
+        (["--warmup-epochs", "10"], "the warm-up takes 10 epochs of 10"),
+        (["--load-epoch", "newest", "--model-prefix", "m"], "--load-epoch is 'newest'; expected a number of epochs"),
+        (["--context", "tpu"], "'tpu' names no device"),
+        (["--context", "parallel"], "'parallel' means all processes of a job"),
+        (["--context", "cpu", "--cpus", "2"], "--context cpu and --cpus 2 are given"),
+    ],
+)
+def test_a_wrong_value_is_one_line_before_anything_begins(
+    flags: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = gangline_command(capsys, "train", "--network", "mlp", *flags)
+    assert (code, out) == (1, "")
+    assert message in err.strip().splitlines()[-1]
+    assert "Epoch[0]" not in err
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--rgb-mean", "0.1,0.2"], "--rgb-mean is '0.1,0.2', 2 numbers; expected one, or 1, one a channel"),
+        (["--augment", "spin"], "augmentation 'spin' has 'spin'"),
+        (["--augment", "crop=99"], "crop is 99x99, but images are resized to 28x28"),
+        (["--network", "alexnet"], "63"),
+    ],
+)
+def test_images_that_cannot_be_made_are_known_at_once(
+    more: list[str], message: str, images: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = ["--image-shape", "3,32,32"] if "alexnet" in more else []
+    code, out, err = gangline_command(capsys, *MLP, "--data-dir", images, *more, *shape)
+    assert (code, out) == (1, "")
+    assert message in err.strip().splitlines()[-1]
+
+
+def test_a_corrupt_checkpoint_is_named_before_training_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = tmp_path / "m"
+    assert gangline_command(capsys, *MLP, "--num-epochs", "1", "--model-prefix", prefix)[0] == 0
+    weights = tmp_path / "m-0001.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    code, out, err = gangline_command(
+        capsys, *MLP, "--num-epochs", "2", "--model-prefix", prefix, "--load-epoch", "auto"
+    )
+    assert (code, out) == (1, "")
+    assert "m-0001.safetensors" in err.strip().splitlines()[-1]
+    assert "Epoch[" not in err

@@ -1,0 +1,323 @@
+"""Transfer: the new last layer, factors of the learning rate, fixed layers, weights with another class count."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from collectives.context import cpu
+from models import zoo
+from models.module import Module
+from models.transfer import freeze_until, learning_rate_factors, pretrained, replace_last_layer, scale_batch
+from models.zoo import registry
+
+NEW = ["fc2.weight", "fc2.bias"]
+
+
+def small(**options: Any) -> nn.Sequential:
+    """A convolution, and two linear layers."""
+    return nn.Sequential(
+        OrderedDict(
+            conv=nn.Conv2d(1, 2, 3),
+            norm=nn.BatchNorm2d(2),
+            flatten=nn.Flatten(),
+            fc1=nn.Linear(8, 4),
+            tanh=nn.Tanh(),
+            fc2=nn.Linear(4, 3, **options),
+        )
+    )
+
+
+def state(network: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in network.state_dict().items()}
+
+
+# -- the last layer -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("classes", [3, 5])
+def test_the_last_layer_is_replaced_even_by_one_of_as_many_classes(classes: int) -> None:
+    network = small()
+    before = state(network)
+    assert replace_last_layer(network, classes) == NEW
+    after = state(network)
+    assert after["fc2.weight"].shape == (classes, 4)
+    assert after["fc2.bias"].shape == (classes,)
+    for name, value in after.items():
+        assert torch.equal(value, before[name]) != (name in NEW)
+    assert network(torch.zeros(2, 1, 4, 4)).shape == (2, classes)
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("lenet", "fc2"), ("mlp", "fc3"), ("resnet18", "fc"), ("resnet50", "fc"), ("alexnet", "classifier.6")],
+)
+def test_the_zoos_networks_end_in_their_classifier(name: str, where: str) -> None:
+    with torch.device("meta"):
+        network = zoo.create(name, 4)
+    assert replace_last_layer(network, 6) == [f"{where}.weight", f"{where}.bias"]
+    assert network.get_parameter(f"{where}.weight").shape[0] == 6
+    assert network.get_parameter(f"{where}.weight").is_meta
+
+
+def test_a_1x1_convolution_is_a_last_layer_too() -> None:
+    network = nn.Sequential(nn.Linear(4, 4), nn.Conv2d(4, 3, 1), nn.ReLU(), nn.Conv2d(3, 3, 3))
+    with torch.no_grad():
+        before = network[3].weight.clone()
+    assert replace_last_layer(network, 7) == ["1.weight", "1.bias"]
+    assert network[1](torch.zeros(1, 4, 2, 2)).shape == (1, 7, 2, 2)
+    assert torch.equal(network[3].weight, before)
+
+
+def test_the_new_layer_is_as_the_old_one_was() -> None:
+    network = small(bias=False).eval().to(torch.bfloat16)
+    network.get_parameter("fc2.weight").requires_grad_(False)
+    assert replace_last_layer(network, 5) == ["fc2.weight"]
+    new = network.get_submodule("fc2")
+    assert isinstance(new, nn.Linear)
+    assert new.bias is None
+    assert new.weight.dtype == torch.bfloat16
+    assert not new.training
+    assert new.weight.requires_grad  # new weights learn
+
+
+def test_values_come_from_the_generator_alone_and_are_as_torch_draws_them() -> None:
+    outputs = []
+    for _ in range(2):
+        network = nn.Sequential(nn.Linear(1, 1), nn.Linear(400, 2))
+        torch_before = torch.get_rng_state()
+        replace_last_layer(network, 500, torch.Generator().manual_seed(4))
+        assert torch.equal(torch.get_rng_state(), torch_before)
+        outputs.append(network[1].weight.detach())
+    assert torch.equal(*outputs)
+    bound = 1 / math.sqrt(400)
+    assert bound * 0.999 < outputs[0].abs().max() <= bound  # 200,000 draws come near the end of their range
+    assert outputs[0].std() == pytest.approx(bound / math.sqrt(3), rel=0.01)
+    replace_last_layer(network, 500)
+    assert not torch.equal(torch.get_rng_state(), torch_before)
+
+
+def tied() -> nn.Module:
+    network = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    network[1].weight = network[0].weight
+    return network
+
+
+@pytest.mark.parametrize(
+    ("network", "classes", "error", "message"),
+    [
+        (lambda: nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU()), 2, ValueError, "Sequential has neither a linear layer"),
+        (lambda: nn.Linear(2, 2), 2, ValueError, "the network is a Linear alone"),
+        (lambda: nn.Sequential(nn.LazyLinear(2)), 2, ValueError, "layer '0' has no shape yet"),
+        (tied, 2, ValueError, r"several places in the network, \['0.weight', '1.weight'\]"),
+        (small, 0, ValueError, "num_classes is 0; expected 1 or more"),
+        (small, True, TypeError, "num_classes is True; expected an int"),
+        (small, 2.0, TypeError, "num_classes is 2.0; expected an int"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_what_cannot_be_replaced_is_an_error(network: Any, classes: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        replace_last_layer(network(), classes)
+
+
+# -- weights with another class count -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+@pytest.mark.parametrize("prefix", ["", "module."])
+@pytest.mark.parametrize(("classes", "replace_last"), [(5, False), (10, False), (10, True)])
+def test_pretrained_weights_serve_any_number_of_classes(
+    tmp_path: Path, suffix: str, prefix: str, classes: int, replace_last: bool
+) -> None:
+    source = state(zoo.create("mlp", 10))
+    path = tmp_path / f"weights{suffix}"
+    named = {f"{prefix}{name}": value for name, value in source.items()}
+    save_file(named, path) if suffix == ".safetensors" else torch.save(named, path)
+    network, new = pretrained("mlp", path, classes, replace_last=replace_last)
+    assert new == (["fc3.weight", "fc3.bias"] if classes == 5 or replace_last else [])
+    assert network(torch.zeros(2, 784)).shape == (2, classes)
+    for name, value in network.state_dict().items():
+        assert (value.shape == source[name].shape and torch.equal(value, source[name])) == (name not in new)
+
+
+def test_pretrained_takes_generator_and_the_builders_options(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pth"
+    torch.save(zoo.create("mlp", 10, num_inputs=9).state_dict(), path)
+    networks = [
+        pretrained("mlp", path, 4, num_inputs=9, generator=torch.Generator().manual_seed(seed))[0] for seed in (1, 1, 2)
+    ]
+    first, second, third = (network.get_parameter("fc3.weight") for network in networks)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, third)
+    assert networks[0].get_parameter("fc1.weight").shape == (128, 9)
+
+
+def test_without_a_class_count_it_is_that_of_the_weights(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pth"
+    torch.save(zoo.create("mlp", 7).state_dict(), path)
+    for replace_last, expected in ((False, []), (True, ["fc3.weight", "fc3.bias"])):
+        network, new = pretrained("mlp", path, None, replace_last=replace_last)
+        assert new == expected
+        assert network.get_parameter("fc3.weight").shape == (7, 64)
+
+
+def test_a_network_without_a_layer_to_replace_takes_weights_that_fit_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "weights.pth"
+    monkeypatch.setitem(registry._networks, "tied", registry.Entry(lambda num_classes: tied(), (1, 2, 2)))
+    own = state(tied())
+    torch.save(own, path)
+    network, new = pretrained("tied", path, 3)
+    assert new == []
+    assert torch.equal(network.get_parameter("0.weight"), own["0.weight"])
+    with pytest.raises(ValueError, match="several places in the network"):
+        pretrained("tied", path, 3, replace_last=True)
+
+
+def test_weights_that_do_not_fit_are_refused_as_ever(tmp_path: Path) -> None:
+    own, torn = tmp_path / "own.pth", tmp_path / "torn.safetensors"
+    torch.save({"fc3.weight": torch.zeros(7, 64)}, own)
+    torn.write_bytes(b"torn")
+    with pytest.raises(RuntimeError, match=r"'fc1.weight'.* are missing"):
+        pretrained("mlp", own, 5)
+    with pytest.raises(ValueError, match="is torn or no safetensors file"):
+        pretrained("mlp", torn, 5)
+    with pytest.raises(FileNotFoundError, match=r"nowhere.pth is not there"):
+        pretrained("mlp", tmp_path / "nowhere.pth", 5)
+    torch.save(state(zoo.create("mlp", 3)) | {"fc1.weight": torch.zeros(128, 9)}, own)
+    with pytest.raises(ValueError, match=r"'fc1.weight' has shape \(128, 9\); the network's has \(128, 784\)"):
+        pretrained("mlp", own, 5)
+    with pytest.raises(ValueError, match="network 'mpl' is unknown"):
+        pretrained("mpl", own, 5)
+
+
+# -- fixed layers and factors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layer", "frozen"),
+    [
+        ("conv", []),
+        ("norm", ["conv.weight", "conv.bias"]),
+        ("fc1", ["conv.weight", "conv.bias", "norm.weight", "norm.bias"]),
+        ("tanh", ["conv.weight", "conv.bias", "norm.weight", "norm.bias", "fc1.weight", "fc1.bias"]),
+    ],
+)
+def test_layers_before_the_named_one_are_fixed(layer: str, frozen: list[str]) -> None:
+    assert freeze_until(small(), layer) == frozen
+
+
+def test_layers_of_nested_networks_have_their_place_in_the_whole() -> None:
+    with torch.device("meta"):
+        alexnet, resnet = zoo.create("alexnet"), zoo.create("resnet18")
+    assert freeze_until(alexnet, "classifier") == [n for n, _ in alexnet.named_parameters() if n.startswith("features")]
+    assert freeze_until(alexnet, "classifier.4")[-2:] == ["classifier.1.weight", "classifier.1.bias"]
+    names = [name for name, _ in resnet.named_parameters()]
+    assert freeze_until(resnet, "layer2.1.conv1") == names[: names.index("layer2.1.conv1.weight")]
+    assert freeze_until(resnet, "fc") == names[:-2]
+
+
+@pytest.mark.parametrize("name", ["fc3", "fc2.weight", ""])
+def test_an_unknown_layer_is_refused_with_near_names(name: str) -> None:
+    with pytest.raises(ValueError, match=f"the network has no layer '{name}'") as caught:
+        freeze_until(small(), name)
+    assert "'fc2'" in str(caught.value)
+
+
+def test_factors_are_10_and_20_for_what_is_new() -> None:
+    network = small()
+    assert learning_rate_factors(network, NEW) == {"fc2.weight": 10.0, "fc2.bias": 20.0}
+    frozen = freeze_until(network, "fc1")
+    assert learning_rate_factors(network, NEW, early=0.1, frozen=frozen) == {
+        "fc1.weight": 0.1,
+        "fc1.bias": 0.1,
+        "fc2.weight": 10.0,
+        "fc2.bias": 20.0,
+    }
+    assert learning_rate_factors(network, [], early=0) == dict.fromkeys(dict(network.named_parameters()), 0.0)
+    assert learning_rate_factors(network, NEW, weight=3, bias=1) == {"fc2.weight": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"new": ["fc3.weight"]}, ValueError, r"new has 'fc3.weight', which is no parameter; near are \['fc2.weight',"),
+        ({"new": ["xyz"]}, ValueError, r"which is no parameter; there are \['conv.weight'"),
+        ({"frozen": ["conv.wieght"]}, ValueError, r"frozen has 'conv.wieght'.*near are \['conv.weight'"),
+        ({"frozen": ["fc2.bias"]}, ValueError, r"\['fc2.bias'\] are new and frozen"),
+        ({"new": "fc2.weight"}, TypeError, "new is 'fc2.weight'; expected a list of names"),
+        ({"weight": -1.0}, ValueError, "the factor weight is -1.0"),
+        ({"bias": math.inf}, ValueError, "the factor bias is inf"),
+        ({"early": math.nan}, ValueError, "the factor early is nan"),
+    ],
+)
+def test_factors_that_make_no_sense_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        learning_rate_factors(small(), **{"new": NEW, **options})
+
+
+@pytest.mark.parametrize("contexts", [1, 2])
+def test_a_step_moves_each_parameter_by_its_factor(contexts: int) -> None:
+    layers = OrderedDict(first=nn.Linear(3, 5), second=nn.Linear(5, 4), tanh=nn.Tanh(), last=nn.Linear(4, 3))
+    network = nn.Sequential(layers).double()
+    new = replace_last_layer(network, 3)
+    frozen = freeze_until(network, "second")
+    factors = learning_rate_factors(network, new, early=0.5, frozen=frozen)
+    data, label = torch.randn(6, 3, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1, 2])
+    before = {name: parameter.detach().clone().requires_grad_() for name, parameter in network.named_parameters()}
+    loss = nn.functional.cross_entropy(torch.func.functional_call(network, before, (data,)), label)
+    gradients = dict(zip(before, torch.autograd.grad(loss, list(before.values())), strict=True))
+    places = [cpu(index) for index in range(contexts)]
+    with Module(network, nn.CrossEntropyLoss(), places, fixed_param_names=frozen) as module:
+        module.init_optimizer("local", "sgd", {"learning_rate": 0.1, "lr_mult": factors})
+        module.forward_backward_update(data, label)
+        after = module.get_params()
+    expected = {"first": 0.0, "second": 0.5}
+    for name, value in before.items():
+        layer, _, kind = name.rpartition(".")
+        factor = expected.get(layer, 20.0 if kind == "bias" else 10.0)
+        torch.testing.assert_close(after[name], value.detach() - 0.1 * factor * gradients[name])
+
+
+def test_backward_ends_at_the_fixed_layers() -> None:
+    network = small()
+    in_graph: dict[str, bool] = {}
+    for name in ("conv", "fc1"):
+        layer = network.get_submodule(name)
+        layer.register_forward_hook(lambda _, __, out, name=name: in_graph.update({name: out.requires_grad}))
+    with Module(network, nn.CrossEntropyLoss(), cpu(), fixed_param_names=freeze_until(network, "fc1")) as module:
+        module.init_optimizer(None, "sgd", {"learning_rate": 0.1})
+        module.forward_backward(torch.randn(2, 1, 4, 4), torch.tensor([0, 1]))
+    assert in_graph == {"conv": False, "fc1": True}
+
+
+# -- several devices ------------------------------------------------------------------------------------------------
+
+
+def test_batch_and_rate_grow_with_the_devices() -> None:
+    assert scale_batch(32, 0.01, 4) == (128, pytest.approx(0.04))
+    assert scale_batch(7, 0.5, 1) == (7, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((0, 0.1, 2), ValueError, "batch_size is 0"),
+        ((8, 0.1, 0), ValueError, "devices is 0"),
+        ((8, 0.1, 2.0), TypeError, "devices is 2.0"),
+        ((8, -0.1, 2), ValueError, "the learning rate is -0.1"),
+        ((8, math.nan, 2), ValueError, "the learning rate is nan"),
+    ],
+)
+def test_what_cannot_be_scaled_is_an_error(arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        scale_batch(*arguments)

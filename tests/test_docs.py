@@ -1,0 +1,135 @@
+"""The pages of docs/ run as printed, and their links lead somewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from collectives import spawn
+from tests import printed
+
+ROOT = Path(__file__).parent.parent
+OWN_TESTS = ("collectives.md", "protocol.md")  # their examples are checked where their subjects are
+PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if page.name not in OWN_TESTS)
+LAUNCHING = [
+    page
+    for page in PAGES
+    if any(
+        printed.is_launch(words)
+        for block in printed.blocks(page.read_text())
+        if block.language == "console"
+        for words in printed.commands(block)
+    )
+]
+
+
+def ids(pages: list[Path]) -> list[str]:
+    return [page.stem for page in pages]
+
+
+def run(page: Path, folder: Path, with_launches: bool) -> None:
+    [outputs] = spawn(printed.run_page, 1, str(page), str(folder), with_launches, threads=1)
+    assert outputs, f"{page} has no block that runs"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
+def test_a_page_runs_as_printed(page: Path, tmp_path: Path) -> None:
+    run(page, tmp_path, with_launches=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", LAUNCHING, ids=ids(LAUNCHING))
+def test_a_page_runs_as_printed_with_the_jobs_that_it_launches(page: Path, tmp_path: Path) -> None:
+    run(page, tmp_path, with_launches=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
+def test_every_block_either_runs_or_says_that_it_does_not(page: Path) -> None:
+    for block in printed.blocks(page.read_text()):
+        assert block.language in (*printed.RUN, *printed.SHOWN), f"{page}, line {block.line}: {block.language!r}"
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.stem
+)
+def test_linked_files_exist(page: Path) -> None:
+    missing = [target for target in printed.links(page.read_text()) if not (page.parent / target).exists()]
+    assert not missing
+
+
+# -- the reader of pages ----------------------------------------------------------------------------------------------
+
+PAGE = """\
+Text.
+
+```text
+not = code
+```
+
+```python
+# folder/script.py
+import os, sys
+print(sys.argv[1:], os.environ["WORD"], __name__)
+```
+
+```console
+# what follows are two commands
+WORD=two python folder/script.py \\
+    --flag "a b"    # and here is nothing
+WORD=three gangline launch -n 1 -- python folder/script.py
+```
+
+```python
+number = 6
+```
+
+```python
+print(number * 7)
+```
+"""
+
+
+def test_blocks_run_in_order_and_a_named_one_is_a_file(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    assert [(block.language, block.line) for block in printed.blocks(PAGE)] == [
+        ("text", 4),
+        ("python", 8),
+        ("console", 14),
+        ("python", 21),
+        ("python", 25),
+    ]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    [outputs] = spawn(printed.run_page, 1, str(page), str(folder), False, threads=1)
+    assert outputs == ["['--flag', 'a b'] two __main__\n", "", "42\n"]
+    assert [path.name for path in (folder / "folder").glob("*.py")] == ["script.py"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("```python\n1 / 0\n```\n", "page.md, line 2 failed:\n(.|\n)*ZeroDivisionError"),
+        ("a\n\n```console\ngangline nosuch\n```\n", "page.md, line 4, gangline nosuch left with 2:\n(.|\n)*nosuch"),
+        ("```console\nls -l\n```\n", "'ls' is no command that pages may print"),
+        ("```python\nimport warnings\nwarnings.warn('old')\n```\n", "UserWarning: old"),
+        ("```console\npython there.py\n```\n", "No such file or directory: '.*there.py'"),
+    ],
+)
+def test_what_fails_is_told_with_its_place(text: str, message: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    with pytest.raises(RuntimeError, match=message):
+        spawn(printed.run_page, 1, str(page), str(tmp_path), False, threads=1)
+
+
+def test_a_fence_without_an_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 fences make no 1 blocks"):
+        printed.blocks("```python\n1\n```\n\n```python\n2\n")
+
+
+def test_links_are_those_to_files() -> None:
+    page = "[a](one.md) [b](two.md#part) [c](#part) [d](https://example.org/three.md)"
+    assert printed.links(page) == ["one.md", "two.md"]

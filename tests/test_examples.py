@@ -1,0 +1,102 @@
+"""The two loops of docs/examples: three lines apart, and the same weights alone and in a job."""
+
+from __future__ import annotations
+
+import io
+import os
+import runpy
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+
+from collectives import Communicator, spawn
+from kvstore.launch.environment import free_ports
+from tests.kvstore.dist_job import run_job
+
+ROOT = Path(__file__).parent.parent
+PLAIN, TRAINER = (ROOT / "docs" / "examples" / name for name in ("plain_loop.py", "with_trainer.py"))
+
+Weights = list[torch.Tensor]
+
+
+def trained(path: str) -> Weights:
+    """The weights that a script leaves in its ``model``, run by this process."""
+    model = runpy.run_path(path, run_name="__main__")["model"]
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def alone(_: Communicator, path: str) -> tuple[Weights, str]:
+    """The weights, and what the script prints."""
+    with redirect_stdout(io.StringIO()) as printed:
+        return trained(path), printed.getvalue()
+
+
+def in_job(comm: Communicator, path: str, port: int) -> Weights:
+    os.environ.update(RANK=str(comm.rank), WORLD_SIZE=str(comm.size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return trained(path)
+
+
+def with_servers(path: str) -> Weights:
+    os.environ.update(RANK=os.environ["DMLC_WORKER_ID"], WORLD_SIZE=os.environ["DMLC_NUM_WORKER"])
+    return trained(path)
+
+
+@pytest.fixture(scope="module")
+def one() -> tuple[Weights, str]:
+    """What the plain loop gives."""
+    [outcome] = spawn(alone, 1, str(PLAIN), threads=1)
+    return outcome
+
+
+def distance(found: Weights, expected: Weights) -> float:
+    """The largest over parameters of ||a - b|| / ||b||."""
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
+
+
+def changed_lines() -> list[tuple[str, str]]:
+    before, after = PLAIN.read_text().splitlines(), TRAINER.read_text().splitlines()
+    return [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
+
+
+def test_three_lines_are_changed_and_none_is_added() -> None:
+    changed = changed_lines()
+    assert len(changed) == 3
+    assert "import" in changed[0][1]
+    assert "Trainer(" in changed[1][1]
+    assert ".step(" in changed[2][1]
+
+
+def test_the_page_shows_these_lines() -> None:
+    page = (ROOT / "docs" / "own-network.md").read_text()
+    shown = "\n\n".join(f"< {before}\n> {after}" for before, after in changed_lines())
+    assert f"```text\n{shown}\n```" in page
+
+
+def test_alone_both_give_the_same_weights(one: tuple[Weights, str]) -> None:
+    [(weights, printed)] = spawn(alone, 1, str(TRAINER), threads=1)
+    assert weights[0].dtype == torch.float64
+    assert all(torch.equal(a, b) for a, b in zip(weights, one[0], strict=True))
+    assert printed == one[1]
+    assert float(printed.removeprefix("Validation-accuracy=")) > 0.8
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_workers_over_collectives_give_the_weights_of_one(workers: int, one: tuple[Weights, str]) -> None:
+    [port] = free_ports(1)
+    for weights in spawn(in_job, workers, str(TRAINER), port, threads=1):
+        assert distance(weights, one[0]) < 1e-11
+
+
+def test_workers_over_servers_give_the_weights_of_one(tmp_path: Path, one: tuple[Weights, str]) -> None:
+    script = tmp_path / "over_servers.py"
+    script.write_text(TRAINER.read_text().replace('"allreduce"', '"dist_sync"'))
+    for weights in run_job(with_servers, 2, 1, str(script)):
+        assert distance(weights, one[0]) < 1e-11
+
+
+def test_without_a_store_each_worker_would_go_its_own_way() -> None:
+    [port] = free_ports(1)
+    first, second = spawn(in_job, 2, str(PLAIN), port, threads=1)
+    assert distance(first, second) > 1e-3
