@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+import threading
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,6 +78,7 @@ class Reader:
                 num_workers=self._num_workers,
                 persistent_workers=True,
                 multiprocessing_context=_context(),
+                worker_init_fn=partial(_end_with, os.getpid()),
                 generator=torch.Generator(),  # starting processes draws a seed, not from the stream that training sees
             )
         return self._loader
@@ -123,3 +129,23 @@ def _context() -> Any:
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     return context
+
+
+def _end_with(trainer: int, _: int) -> None:
+    """Have a process that reads end with the one that trains, however that went, and not before.
+
+    Its parent is the process that forks, which lives as long as any that it has forked: that tells it nothing. A signal
+    to all of a job is a word to who trains, and who reads serves it until it has saved.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        handle = os.pidfd_open(trainer)
+    except ProcessLookupError:
+        os._exit(1)
+
+    def wait() -> None:
+        select.select([handle], [], [])
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

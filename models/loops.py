@@ -192,6 +192,8 @@ def fit(
             module.leave()
         raise
     finally:
+        for data in (train, evaluation) if evaluation is not None else (train,):
+            data.close()
         for callback in every_callback if monitor is None else [*every_callback, monitor]:
             if hasattr(callback, "close"):
                 callback.close()

@@ -30,7 +30,10 @@ def read_speed(data: Any, batch_size: int | None = None, epochs: int = 1) -> flo
         raise ValueError(f"epochs is {epochs}; expected 1 or more")
     batches = source(data, batch_size, shuffle=True, seed=0, what="data")
     began = time.perf_counter()
-    samples = sum(num_samples(item[0], "data") for epoch in range(epochs) for item in batches.epoch(epoch))
-    if not samples:
-        raise ValueError("the data has no batches; expected at least one")
-    return samples / max(time.perf_counter() - began, 1e-9)
+    try:
+        samples = sum(num_samples(item[0], "data") for epoch in range(epochs) for item in batches.epoch(epoch))
+        if not samples:
+            raise ValueError("the data has no batches; expected at least one")
+        return samples / max(time.perf_counter() - began, 1e-9)
+    finally:
+        batches.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,16 +48,16 @@ def score(
     metric.reset()
     after_batch, at_end = many(batch_end_callback), many(score_end_callback)
     nbatch = -1
-    data_source = eval_data
-    if not isinstance(data_source, Source):
-        data_source = source(eval_data, batch_size, shuffle=False, seed=0, what="eval_data")
-    for nbatch, item in enumerate(_parts(module, data_source, num_batch)):
-        data, label = item if item is not None else (None, None)
-        if item is not None:
-            module.forward(data, label, is_train=False)
-            metric.update(label, module.get_outputs(), module)
-        if after_batch:
-            call(after_batch, after(module, data_source, metric, epoch, nbatch, data, label))
+    is_ours = not isinstance(eval_data, Source)
+    data_source = source(eval_data, batch_size, shuffle=False, seed=0, what="eval_data") if is_ours else eval_data
+    with closing(data_source) if is_ours else nullcontext():
+        for nbatch, item in enumerate(_parts(module, data_source, num_batch)):
+            data, label = item if item is not None else (None, None)
+            if item is not None:
+                module.forward(data, label, is_train=False)
+                metric.update(label, module.get_outputs(), module)
+            if after_batch:
+                call(after_batch, after(module, data_source, metric, epoch, nbatch, data, label))
     metric.gather(module.workers)
     call(at_end, BatchEndParam(epoch, nbatch, metric, {"module": module, "num_batches": data_source.num_batches()}))
     return metric.get_global_name_value()
@@ -70,10 +71,11 @@ def iter_predict(
     In a job each worker gets its own part of each batch, and nothing of batches of which it has none.
     """
     data_source = source(data, batch_size, shuffle=False, seed=0, what="data", labels=False)
-    for number, item in enumerate(_parts(module, data_source, num_batch)):
-        if item is not None:
-            module.forward(item[0], is_train=False)
-            yield module.get_outputs(), number, item[0]
+    with closing(data_source):
+        for number, item in enumerate(_parts(module, data_source, num_batch)):
+            if item is not None:
+                module.forward(item[0], is_train=False)
+                yield module.get_outputs(), number, item[0]
 
 
 def predict(module: Module, data: Any, *, batch_size: int | None = None, num_batch: int | None = None) -> Any:
@@ -94,10 +96,11 @@ def predict(module: Module, data: Any, *, batch_size: int | None = None, num_bat
     host = torch.device("cpu")
     data_source = source(data, batch_size, shuffle=False, seed=0, what="data", labels=False)
     own: list[Any] = []  # a part a step, or None
-    for item in _parts(module, data_source, num_batch):
-        if item is not None:
-            module.forward(item[0], is_train=False)
-        own.append(map_tensors(lambda tensor: tensor.to(host), module.get_outputs()) if item is not None else None)
+    with closing(data_source):
+        for item in _parts(module, data_source, num_batch):
+            if item is not None:
+                module.forward(item[0], is_train=False)
+            own.append(map_tensors(lambda tensor: tensor.to(host), module.get_outputs()) if item is not None else None)
     everybody = module.workers.exchange(own) if data_source.is_shared else [own]
     parts = [part for of_step in zip(*everybody, strict=True) for part in of_step if part is not None]
     if not parts:

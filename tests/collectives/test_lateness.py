@@ -147,7 +147,7 @@ WAITED_FOR: dict[str, tuple[Callable[[Communicator, int], None], str]] = {
 
 
 class _Telling(logging.Handler):
-    """Tells the test what is logged, and then of ten more looks: not of all, which nobody reads as fast as they come."""
+    """Tells the test what is logged, and then of ten more looks: nobody could read of all as fast as they come."""
 
     def __init__(self, actor: Actor) -> None:
         super().__init__()

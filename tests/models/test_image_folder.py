@@ -5,6 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
 import zipfile
 from functools import cache
 from pathlib import Path
@@ -332,6 +336,43 @@ def test_fit_with_processes_trains_the_same_to_the_bit(folder: Path) -> None:
     assert torch.equal(trained(0), trained(2))
     gc.collect()
     assert not multiprocessing.active_children()
+
+
+def test_a_signal_to_all_of_a_job_leaves_its_readers_at_work(folder: Path) -> None:
+    batches = source(ImageFolder(folder, SHAPE, num_workers=1), 4, shuffle=False, seed=0)
+    epoch = batches.epoch(0)
+    seen = len(next(epoch)[1])
+    [reader] = multiprocessing.active_children()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(reader.pid, number)
+    seen += sum(len(labels) for _, labels in epoch)
+    assert seen == 24
+    batches.close()
+    gc.collect()
+    assert not multiprocessing.active_children()
+
+
+KILLED = """
+import os, signal, sys
+from models.image_folder import ImageFolder
+from models.sources import source
+
+if __name__ == "__main__":
+    batches = source(ImageFolder(sys.argv[1], (1, 8, 8), num_workers=2), 8, shuffle=False, seed=0)
+    batches.first()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_processes_end_with_a_trainer_that_is_killed(folder: Path, tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    root = Path(__file__).parent.parent.parent
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    trainer = subprocess.Popen([sys.executable, str(script), str(folder)], stdout=subprocess.PIPE, env=environment)
+    output, _ = trainer.communicate(timeout=90)  # which ends when nobody holds the output any more
+    assert (trainer.returncode, output) == (-signal.SIGKILL, b"")
 
 
 def test_a_loader_of_ones_own_is_told_the_epoch(folder: Path) -> None:
