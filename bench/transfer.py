@@ -161,7 +161,7 @@ def pretrain(folder: Path, network: str, epochs: int, batch_size: int, learning_
 
     from collectives import cpu
     from models import zoo
-    from models.image_folder import ImageFolder
+    from models.images.folder import ImageFolder
     from models.module import Module
 
     train, held_out = (
@@ -226,7 +226,7 @@ def transfer(comm: Communicator, plan: Plan) -> list[dict[str, float]]:
 
     from collectives import cpu
     from kvstore import create
-    from models.image_folder import ImageFolder
+    from models.images.folder import ImageFolder
     from models.module import Module
     from models.transfer import freeze_until, learning_rate_factors, pretrained
 

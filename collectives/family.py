@@ -39,13 +39,11 @@ class Family:
         """
         self.connections: list[Connection] = []
         """This program's ends of the pipes."""
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ended: dict[int, int | None] = {}  # exit codes that nobody was told yet
         self._running = set(range(count))
         try:
-            with theirs:
-                _send_to_server(theirs)
-            self.pids = self._fork(count)
+            if not self._begin(count, may_be_dying=True):
+                self._begin(count, may_be_dying=False)
         except OSError as error:
             self.close()
             raise RuntimeError(f"the fork server was killed or failed to start ({error}); see its output") from error
@@ -56,6 +54,23 @@ class Family:
         for connection in self.connections:
             with suppress(OSError):  # killed already: its exit code says so
                 connection.send(start)
+
+    def _begin(self, count: int, *, may_be_dying: bool) -> bool:
+        """Have the server fork; False where it was one that was killed before, and only now turns out to be dead."""
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            is_new = _send_to_server(theirs)
+        try:
+            self.pids = self._fork(count)
+        except OSError:
+            if is_new or not may_be_dying:
+                raise
+            self.close()
+            self.connections.clear()
+            self._ended.clear()
+            stop()
+            return False
+        return True
 
     def _fork(self, count: int) -> tuple[int, ...]:
         for _ in range(count):
@@ -124,12 +139,16 @@ _lock = threading.Lock()
 _server: tuple[int, subprocess.Popen[bytes], socket.socket] | None = None  # who started it, the process, its socket
 
 
-def start() -> None:
-    """Start the server unless it runs; the first family does so otherwise, and waits for its imports."""
+def start() -> bool:
+    """Start the server unless it runs; the first family does so otherwise, and waits for its imports.
+
+    Returns:
+        Whether it was started.
+    """
     global _server
     with _lock:
         if _server is not None and _server[0] == os.getpid() and _server[1].poll() is None:
-            return
+            return False
         if _server is not None:
             _server[2].close()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -139,6 +158,7 @@ def start() -> None:
         except BaseException:
             ours.close()
             raise
+        return True
 
 
 def _start_process(requests: socket.socket) -> subprocess.Popen[bytes]:
@@ -168,14 +188,15 @@ def stop() -> None:
 atexit.register(stop)
 
 
-def _send_to_server(control: socket.socket) -> None:
+def _send_to_server(control: socket.socket) -> bool:
+    """Give the server a family's socket; whether it was started for this."""
     for _ in range(2):
-        start()
+        is_new = start()
         assert _server is not None
         try:
             socket.send_fds(_server[2], [b"family"], [control.fileno()])
         except BrokenPipeError:  # killed since it last had work
             stop()
         else:
-            return
+            return is_new
     raise BrokenPipeError("it ended as soon as it was started")

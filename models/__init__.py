@@ -5,29 +5,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from models.augmentation import Augmentation
     from models.callbacks import Checkpoint, ProgressBar, Speedometer, module_checkpoint
-    from models.image_folder import ImageFolder
+    from models.images.augmentation import Augmentation
+    from models.images.folder import ImageFolder
+    from models.images.splitting import split_each_label
     from models.module import Module
     from models.monitor import Monitor
-    from models.progress_page import TrainingProgress
-    from models.splitting import split_each_label
+    from models.pictures.page import TrainingProgress
+    from models.pictures.tensorboard import TensorBoard
     from models.stopping import EarlyStopping, stop_on
-    from models.tensorboard import TensorBoard
 
 _HOMES = {
-    "Augmentation": "augmentation",
+    "Augmentation": "images.augmentation",
     "Checkpoint": "callbacks",
     "EarlyStopping": "stopping",
-    "ImageFolder": "image_folder",
+    "ImageFolder": "images.folder",
     "Module": "module",
     "Monitor": "monitor",
     "ProgressBar": "callbacks",
     "Speedometer": "callbacks",
-    "TensorBoard": "tensorboard",
-    "TrainingProgress": "progress_page",
+    "TensorBoard": "pictures.tensorboard",
+    "TrainingProgress": "pictures.page",
     "module_checkpoint": "callbacks",
-    "split_each_label": "splitting",
+    "split_each_label": "images.splitting",
     "stop_on": "stopping",
 }
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from models.image_folder import ImageFolder as ImageFolder
-from models.image_folder import image_folder as image_folder
+from models.images.folder import ImageFolder as ImageFolder
+from models.images.folder import image_folder as image_folder
 
 
 class Splits(NamedTuple):

@@ -15,7 +15,7 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 # What the process that readers are forked from imports once, for all of them.
-_PRELOAD = ["torch.utils.data", "PIL.Image", "models.decoding", "models.image_folder", "kornia.geometry.transform"]
+_PRELOAD = ["torch.utils.data", "PIL.Image", "models.decoding", "models.images.folder", "kornia.geometry.transform"]
 
 
 def base_of(dataset: Any) -> Any:

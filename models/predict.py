@@ -13,7 +13,7 @@ import typer
 from models.from_options import context_of, logging_to_stderr, metrics_of, numbers
 
 if TYPE_CHECKING:
-    from models.augmentation import Augmentation
+    from models.images.augmentation import Augmentation
     from models.module import Module
 
 _KNOWN = ("network", "num_classes", "image_shape")
@@ -84,7 +84,7 @@ def _predictions(options: dict[str, Any]) -> list[list[str]]:
     """The rows of the table: a file, and its likeliest labels with their probabilities."""
     import torch
 
-    from models.image_folder import ImageFolder
+    from models.images.folder import ImageFolder
 
     module, normalised = _loaded(options)
     classes = _names(module)
@@ -111,7 +111,7 @@ def _predictions(options: dict[str, Any]) -> list[list[str]]:
 
 def _scores(options: dict[str, Any]) -> list[tuple[str, float]]:
     """The metrics over a folder, by name."""
-    from models.image_folder import ImageFolder
+    from models.images.folder import ImageFolder
 
     module, normalised = _loaded(options)
     metrics = metrics_of(options["top_k"], module.about["num_classes"])
@@ -136,7 +136,7 @@ def _loaded(options: dict[str, Any]) -> tuple[Module, Augmentation]:
     from torch import nn
 
     from models import checkpoint
-    from models.augmentation import Augmentation
+    from models.images.augmentation import Augmentation
     from models.module import Module
     from models.zoo import registry
 

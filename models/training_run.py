@@ -16,17 +16,17 @@ from kvstore.dist.roles import serve_if_told
 from kvstore.job_store import IN_PROCESS, num_workers
 from kvstore.optimizer_spec import OptimizerSpec
 from models import data, own, transfer
-from models.augmentation import Augmentation
 from models.callbacks import Checkpoint, ProgressBar, Speedometer
 from models.fits import check_fits, check_labels, first_sample
 from models.from_options import context_of, image_shape_of, metrics_of, numbers, per_channel
-from models.image_folder import image_folder
+from models.images.augmentation import Augmentation
+from models.images.folder import image_folder
 from models.module import Module
 from models.monitor import Monitor
-from models.progress_page import TrainingProgress
+from models.pictures.page import TrainingProgress
+from models.pictures.tensorboard import TensorBoard
 from models.read_speed import read_speed
 from models.stopping import EarlyStopping, stop_on
-from models.tensorboard import TensorBoard
 from models.zoo import registry
 
 Options = dict[str, Any]

@@ -164,7 +164,7 @@ def test_what_ranks_print_comes_out_where_the_caller_prints(capfd: pytest.Captur
 
 def _speak(comm: Bare) -> None:
     os.write(1, f"rank {comm.rank} says\n".encode())
-    print(f"rank {comm.rank} warns", file=sys.stderr)
+    sys.stderr.write(f"rank {comm.rank} warns\n")  # at once, where print() writes the line's end by itself
 
 
 def test_one_server_serves_callers_side_by_side() -> None:

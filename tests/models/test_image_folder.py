@@ -27,10 +27,10 @@ from collectives import spawn
 from collectives.communicator import Communicator
 from gangline import Module, cpu
 from kvstore import create
-from models.augmentation import Augmentation
-from models.image_folder import ImageFolder, image_folder
+from models.images.augmentation import Augmentation
+from models.images.folder import ImageFolder, image_folder
+from models.images.splitting import split_each_label
 from models.sources import source
-from models.splitting import split_each_label
 from models.workers import Workers
 
 CLASSES = ("eight", "one", "zero")
@@ -354,7 +354,7 @@ def test_a_signal_to_all_of_a_job_leaves_its_readers_at_work(folder: Path) -> No
 
 KILLED = """
 import os, signal, sys
-from models.image_folder import ImageFolder
+from models.images.folder import ImageFolder
 from models.sources import source
 
 if __name__ == "__main__":

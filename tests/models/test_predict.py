@@ -11,7 +11,7 @@ from command import gangline_command, write_digits
 from torch import nn
 
 from models import Module, checkpoint
-from models.image_folder import ImageFolder
+from models.images.folder import ImageFolder
 from models.zoo import create
 
 

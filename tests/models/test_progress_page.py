@@ -26,11 +26,11 @@ from collectives.communicator import Communicator
 from gangline import Checkpoint, Module, Speedometer, cpu, split_batch
 from kvstore import create, register
 from kvstore.local import LocalStore
-from models import progress_record
 from models.callbacks import BatchEndParam
 from models.metric import EvalMetric
-from models.progress_page import FORMAT, TrainingProgress, page, read
-from models.progress_record import Point, Record, Validation
+from models.pictures import record as records
+from models.pictures.page import FORMAT, TrainingProgress, page, read
+from models.pictures.record import Point, Record, Validation
 
 RATE = {"learning_rate": 0.1, "momentum": 0.9}
 SIX = 1e-5  # what six digits give
@@ -453,8 +453,8 @@ def test_a_long_run_keeps_few_points_and_their_means_extremes_and_sums() -> None
         added = point(group[-1][0], sum(part) / len(part), samples={"cpu(0)": 3 * len(part)})
         added.updates, added.loss_min, added.loss_max = len(part), min(part), max(part)
         record.add(added)
-        assert len(record.points) < progress_record.MOST_POINTS
-    assert len(record.points) >= progress_record.MOST_POINTS // 2
+        assert len(record.points) < records.MOST_POINTS
+    assert len(record.points) >= records.MOST_POINTS // 2
     assert record.points[-1].step == sum(one.updates for one in record.points) == 50_000
     assert record.per_point == 32
     assert sum(one.samples["cpu(0)"] for one in record.points) == 150_000
@@ -471,8 +471,8 @@ def test_many_epochs_and_validations_are_thinned_out_but_for_the_best() -> None:
     for epoch in range(10_000):
         record.begin_epoch(epoch, epoch)
         record.add_validation(Validation(epoch + 1, epoch, 1.0, {"accuracy": 0.9 if epoch == 2 else 0.1, "loss": 1.0}))
-    assert len(record.validations) < progress_record.MOST_POINTS
-    assert len(record.epochs) < progress_record.MOST_POINTS
+    assert len(record.validations) < records.MOST_POINTS
+    assert len(record.epochs) < records.MOST_POINTS
     assert record.best()["accuracy"].epoch == 2
     assert record.best()["loss"].epoch == 0
     assert record.validations[-1].epoch == 9_999
@@ -502,7 +502,7 @@ def test_a_record_comes_back_from_its_data() -> None:
 
 
 def test_points_without_a_loss_merge_with_those_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_record, "MOST_POINTS", 5)
+    monkeypatch.setattr(records, "MOST_POINTS", 5)
     record = Record()
     for loss in (None, 2.0, None, None, 5.0):
         record.add(point(1, loss, metrics={} if loss is None else {"accuracy": 0.5}))
@@ -516,7 +516,7 @@ def test_points_without_a_loss_merge_with_those_that_have_one(monkeypatch: pytes
 def test_in_a_long_run_the_metric_is_taken_of_some_batches_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress_record, "MOST_POINTS", 8)
+    monkeypatch.setattr(records, "MOST_POINTS", 8)
     calls = itertools.count()
 
     def own(label: torch.Tensor, output: torch.Tensor) -> float:

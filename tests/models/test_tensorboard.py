@@ -15,7 +15,7 @@ from collectives.communicator import Communicator
 from gangline import Module, cpu
 from kvstore import create
 from models.callbacks import BatchEndParam
-from models.tensorboard import TensorBoard
+from models.pictures.tensorboard import TensorBoard
 
 event_accumulator = pytest.importorskip(
     "tensorboard.backend.event_processing.event_accumulator", reason="pip install tensorboard"

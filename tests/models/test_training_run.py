@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from models import checkpoint
 from models.checkpoints_kept import epochs
-from models.progress_page import read
+from models.pictures.page import read
 from models.zoo import create
 
 MLP = ["train", "--network", "mlp", "--cpus", "2"]

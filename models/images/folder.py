@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
-from models.augmentation import Augmentation
-from models.image_files import IMAGE_SUFFIXES, Tree, read
-from models.splitting import split_each_label
-from models.unreadable import Unreadable
+from models.images.augmentation import Augmentation
+from models.images.files import IMAGE_SUFFIXES, Tree, read
+from models.images.splitting import split_each_label
+from models.images.unreadable import Unreadable
 
 if TYPE_CHECKING:
     from models.data import Splits

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from models.metric import EvalMetric
-from models.progress_record import Point
+from models.pictures.record import Point
 
 if TYPE_CHECKING:
     from models.callbacks import BatchEndParam

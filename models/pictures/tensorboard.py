@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from models.callbacks import BatchEndParam
-from models.progress_meter import Meter
+from models.pictures.meter import Meter
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -15,15 +15,15 @@ import torch
 
 from models.batch import num_samples
 from models.callbacks import BatchEndParam
-from models.progress_meter import Meter
-from models.progress_record import Record, Validation
+from models.pictures.meter import Meter
+from models.pictures.record import Record, Validation
 
 if TYPE_CHECKING:
     from models.module import Module
 
 FORMAT = "gangline training progress 1"
 _DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
-_TEMPLATE = Path(__file__).with_name("progress_page.html")
+_TEMPLATE = Path(__file__).with_name("page.html")
 _MOST_OF_THE_TIME = 0.02  # that writing may take
 
 
