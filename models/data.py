@@ -1,16 +1,18 @@
-"""Data sets by name: the digits that ship with scikit-learn, random images."""
+"""Data to train on and data held out: the digits that ship with scikit-learn, folders of images, random images."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from models.images.folder import ImageFolder as ImageFolder
-from models.images.folder import image_folder as image_folder
+from models.images.augmentation import Augmentation
+from models.images.folder import ImageFolder
+from models.images.splitting import split_each_label
 
 
 class Splits(NamedTuple):
@@ -54,6 +56,48 @@ def synthetic(image_shape: Sequence[int], dtype: torch.dtype, seed: int, samples
     images = torch.rand(samples, *image_shape, generator=generator, dtype=dtype)
     labels = torch.randint(num_classes, (samples,), generator=generator)
     return Splits((images, labels), (images[: max(1, samples // 5)], labels[: max(1, samples // 5)]), num_classes)
+
+
+def image_folder(
+    root: str | Path,
+    image_shape: Sequence[int],
+    dtype: torch.dtype,
+    seed: int,
+    *,
+    validation: str | Path | None = None,
+    augmentation: Augmentation | None = None,
+    num_workers: int = 0,
+    skip_unreadable: int = 0,
+) -> Splits:
+    """An `ImageFolder` to train on, and held-out images, which are resized and normalised alone.
+
+    Args:
+        root: the folder, one sub-folder a class.
+        image_shape: (channels, height, width) that the network takes.
+        dtype: of the images.
+        seed: which fifth of each class is held out, and what is random in the augmentation.
+        validation: another folder, with the same classes, whose images are those held out; None: a fifth of ``root``.
+        augmentation: what is done to images that are trained on; held-out ones get its `for_evaluation`.
+        num_workers: processes that decode, for each of the two.
+        skip_unreadable: so many files in each folder may be passed over.
+
+    Raises:
+        ValueError, FileNotFoundError, RuntimeError, TypeError: as `ImageFolder`; a class is too small to be split.
+    """
+    augmentation = augmentation or Augmentation()
+    options: dict[str, Any] = {"num_workers": num_workers, "skip_unreadable": skip_unreadable, "seed": seed}
+    folder = ImageFolder(root, image_shape, dtype, augmentation=augmentation, **options)
+    evaluation = augmentation.for_evaluation()
+    if validation is not None:
+        held_out = ImageFolder(
+            validation, image_shape, dtype, augmentation=evaluation, classes=folder.classes, **options
+        )
+        return Splits(folder, held_out, len(folder.classes))
+    try:
+        train, rest = split_each_label(folder, 0.8, seed=seed)
+    except ValueError as error:
+        raise ValueError(f"image folder {folder.shown} cannot be split into four fifths and one: {error}") from None
+    return Splits(train, Subset(folder.augmented(evaluation), rest.indices), len(folder.classes))
 
 
 DATASETS: dict[str, Callable[[Sequence[int], torch.dtype, int], Splits]] = {"digits": digits}

@@ -20,7 +20,6 @@ from models.callbacks import Checkpoint, ProgressBar, Speedometer
 from models.fits import check_fits, check_labels, first_sample
 from models.from_options import context_of, image_shape_of, metrics_of, numbers, per_channel
 from models.images.augmentation import Augmentation
-from models.images.folder import image_folder
 from models.module import Module
 from models.monitor import Monitor
 from models.pictures.page import TrainingProgress
@@ -179,7 +178,7 @@ def _image_folder(
     """The images of --data-dir."""
     mean = per_channel("--rgb-mean", options["rgb_mean"], shape[0])
     std = per_channel("--rgb-std", options["rgb_std"], shape[0])
-    splits = image_folder(
+    splits = data.image_folder(
         options["data_dir"],
         shape,
         dtype,

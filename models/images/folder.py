@@ -6,19 +6,15 @@ import copy
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from models.images.augmentation import Augmentation
 from models.images.files import IMAGE_SUFFIXES, Tree, read
-from models.images.splitting import split_each_label
 from models.images.unreadable import Unreadable
-
-if TYPE_CHECKING:
-    from models.data import Splits
 
 
 class Images(Dataset[Any]):
@@ -58,7 +54,7 @@ class Images(Dataset[Any]):
         """
         self._begin(Tree(root), image_shape, dtype, skip_unreadable, num_workers, augmentation, seed)
         if not self._names:
-            raise ValueError(f"image folder {self._shown} has no images ({', '.join(IMAGE_SUFFIXES)})")
+            raise ValueError(f"image folder {self.shown} has no images ({', '.join(IMAGE_SUFFIXES)})")
 
     def _begin(
         self,
@@ -77,7 +73,7 @@ class Images(Dataset[Any]):
             raise TypeError(f"num_workers is {num_workers!r}; expected a number of processes")
         if num_workers < 0:
             raise ValueError(f"num_workers is {num_workers}; expected 0 or more")
-        self.root, self._shown = tree.root, tree.shown
+        self.root, self.shown = tree.root, tree.shown  # as messages name it: without what is secret in a URL
         self._names = tree.names
         self.files: list[Any] = [tree.file(name) for name in tree.names]
         """A Path each, or a URL."""
@@ -251,47 +247,3 @@ def _check_classes(tree: Tree, classes: Sequence[str]) -> None:
             f"image folder {tree.shown} {' and '.join(differences)}; expected the {len(classes)} classes "
             f"{', '.join(classes)}"
         )
-
-
-def image_folder(
-    root: str | Path,
-    image_shape: Sequence[int],
-    dtype: torch.dtype,
-    seed: int,
-    *,
-    validation: str | Path | None = None,
-    augmentation: Augmentation | None = None,
-    num_workers: int = 0,
-    skip_unreadable: int = 0,
-) -> Splits:
-    """An `ImageFolder` to train on, and held-out images, which are resized and normalised alone.
-
-    Args:
-        root: the folder, one sub-folder a class.
-        image_shape: (channels, height, width) that the network takes.
-        dtype: of the images.
-        seed: which fifth of each class is held out, and what is random in the augmentation.
-        validation: another folder, with the same classes, whose images are those held out; None: a fifth of ``root``.
-        augmentation: what is done to images that are trained on; held-out ones get its `for_evaluation`.
-        num_workers: processes that decode, for each of the two.
-        skip_unreadable: so many files in each folder may be passed over.
-
-    Raises:
-        ValueError, FileNotFoundError, RuntimeError, TypeError: as `ImageFolder`; a class is too small to be split.
-    """
-    from models.data import Splits
-
-    augmentation = augmentation or Augmentation()
-    options: dict[str, Any] = {"num_workers": num_workers, "skip_unreadable": skip_unreadable, "seed": seed}
-    folder = ImageFolder(root, image_shape, dtype, augmentation=augmentation, **options)
-    evaluation = augmentation.for_evaluation()
-    if validation is not None:
-        held_out = ImageFolder(
-            validation, image_shape, dtype, augmentation=evaluation, classes=folder.classes, **options
-        )
-        return Splits(folder, held_out, len(folder.classes))
-    try:
-        train, rest = split_each_label(folder, 0.8, seed=seed)
-    except ValueError as error:
-        raise ValueError(f"image folder {folder._shown} cannot be split into four fifths and one: {error}") from None
-    return Splits(train, Subset(folder.augmented(evaluation), rest.indices), len(folder.classes))

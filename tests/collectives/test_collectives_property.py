@@ -146,7 +146,7 @@ def _sweep(comm: Communicator, transport: str, counts: list[int]) -> int:
         ("shared_memory", 2, [0, 5, 100_003]),
         pytest.param("shared_memory", 3, [2, 70_001], marks=pytest.mark.slow),
         ("shared_memory", 4, [20_001]),
-        ("ipc", 3, [3, 131_073]),
+        pytest.param("ipc", 3, [3, 131_073], marks=pytest.mark.slow),
         pytest.param("tcp", 2, [3, 40_011, 131_073], marks=pytest.mark.slow),
         pytest.param("tcp", 4, [3, 20_001], marks=pytest.mark.slow),
     ],

@@ -270,7 +270,10 @@ SYNC = [
 ]
 
 
-@pytest.mark.parametrize(("workers", "servers"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("workers", "servers"),
+    [pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow), (3, 2)],
+)
 def test_rounds(workers: int, servers: int) -> None:
     check("dist_sync", workers, servers, SYNC)
 

@@ -236,8 +236,17 @@ class _Place(dist_job.Place):
         break_lines([chance.choice([300, 3_000, 40_000, 700_000]) for _ in range(12)])
 
 
-@pytest.mark.parametrize("way", ["streams", "sockets and shared memory", "sockets"])
-@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("dist_sync", "streams"),
+        ("dist_async", "sockets and shared memory"),
+        ("dist_sync", "sockets"),
+        pytest.param("dist_async", "streams", marks=pytest.mark.slow),
+        pytest.param("dist_sync", "sockets and shared memory", marks=pytest.mark.slow),
+        pytest.param("dist_async", "sockets", marks=pytest.mark.slow),
+    ],
+)
 def test_every_push_counts_once_whatever_breaks(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GANGLINE_TRANSPORT", "tcp" if way == "sockets" else "auto")
     monkeypatch.setenv("BROKEN_STREAMS", "yes" if way == "streams" else "no")

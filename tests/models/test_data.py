@@ -16,7 +16,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from gangline import Module, cpu
-from models.data import DATASETS, ImageFolder, digits, image_folder, synthetic
+from models.data import DATASETS, digits, image_folder, synthetic
+from models.images.folder import ImageFolder
 from models.sources import Source, source
 
 SAMPLES = 10

@@ -27,8 +27,9 @@ from collectives import spawn
 from collectives.communicator import Communicator
 from gangline import Module, cpu
 from kvstore import create
+from models.data import image_folder
 from models.images.augmentation import Augmentation
-from models.images.folder import ImageFolder, image_folder
+from models.images.folder import ImageFolder
 from models.images.splitting import split_each_label
 from models.sources import source
 from models.workers import Workers

@@ -17,7 +17,8 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from models.images.folder import ImageFolder, image_folder
+from models.data import image_folder
+from models.images.folder import ImageFolder
 from models.sources import source
 
 pytest.importorskip("s3fs", reason="needs s3fs: pip install gangline[s3]")

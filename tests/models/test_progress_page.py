@@ -256,7 +256,7 @@ def test_who_reads_while_it_is_written_always_finds_a_whole_page(tmp_path: Path)
         progress = TrainingProgress(module, path, every_seconds=0)
         reader.start()
         try:
-            fit(module, progress, epochs=30)
+            fit(module, progress, epochs=8)
         finally:
             over.set()
             reader.join()
