@@ -431,11 +431,11 @@ class KVStore(abc.ABC):
 
     def _update(self) -> None:
         """Clip and apply what waits; a store that has `updates_wait` does it."""
-        raise NotImplementedError
+        raise RuntimeError(self._no_optimizer())
 
     def _drop_updates(self) -> None:
         """Forget what waits; a store that has `updates_wait` does it."""
-        raise NotImplementedError
+        raise RuntimeError(self._no_optimizer())
 
     def _no_optimizer(self) -> str:
         return f"a {self.type!r} store runs no optimizer; expected a store that does, such as 'local' or 'device'"
