@@ -1,4 +1,4 @@
-"""The processes of a job that a bench measures: from the fork server, or programs of another interpreter."""
+"""The processes of a job that a bench measures: from the fork server, or programs of their own."""
 
 from __future__ import annotations
 
@@ -39,11 +39,13 @@ class Plan:
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of all processes."""
     threads: int = 1
-    """Of torch, in each worker; a server has one a core."""
+    """Of torch, in each worker; a server from the fork server has one a core."""
     interpreter: Path | None = None
-    """A Python of the side's own; None: this one, from the fork server."""
+    """A Python that each process starts anew; None: all come from the fork server, which is quicker to start, and makes
+    small messages a fifth quicker too: such processes share memory, and the processor's caches with it. So it is for
+    sides that stand beside others from there."""
     serving: str = ""
-    """What scheduler and servers run in an interpreter of their own: a line of Python."""
+    """What scheduler and servers run where they are started anew: a line of Python."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,13 @@ class Place:
         if hosts is None:
             return cls("127.0.0.1", port, None)
         return cls(hosts.addresses[0], port, (hosts.names[0], hosts.names[1]))
+
+    def enter(self, role: str) -> None:
+        """Move this process to where one of its role runs."""
+        if self.namespaces is not None:
+            from bench.hosts import enter
+
+            enter(self.namespaces[role == "worker"])
 
     def environment(self, plan: Plan, role: str, rank: int) -> dict[str, str]:
         """What tells a process who it is, by MXNet's contract and by torchrun's."""
@@ -139,10 +148,7 @@ def _play(own: _Rank, plan: Plan, place: Place, path: str) -> None:
     role, rank = _parts(plan)[own.rank]
     os.environ.update({**plan.env, **place.environment(plan, role, rank)})
     try:
-        if place.namespaces is not None:
-            from bench.hosts import enter
-
-            enter(place.namespaces[role == "worker"])
+        place.enter(role)
         _work(plan, role, path)
     except Exception as error:
         with suppress(OSError), socket.socket(socket.AF_UNIX) as driver:  # the driver may be gone
@@ -169,8 +175,14 @@ def _work(plan: Plan, role: str, path: str) -> None:
         scheduler.main()
 
 
+def _begin(parent: int, place: Place, role: str) -> None:
+    """What a process does before its program."""
+    die_with(parent, signal.SIGKILL)
+    place.enter(role)
+
+
 class Programs:
-    """Processes of another interpreter; each ends with this one."""
+    """Processes that are started anew; each ends with this one."""
 
     def __init__(self, plan: Plan, place: Place, path: str) -> None:
         assert plan.interpreter is not None
@@ -178,6 +190,7 @@ class Programs:
         self._started: list[subprocess.Popen[bytes]] = []
         self.pids: dict[str, int] = {}
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        threads = {"OMP_NUM_THREADS": str(plan.threads)}
         try:
             for role, rank in _parts(plan):
                 worker = ["-m", "bench.peers.worker", plan.module, path]
@@ -187,9 +200,9 @@ class Programs:
                     stdout=self._log,
                     stderr=self._log,
                     cwd=_ROOT if role == "worker" else "/",  # which finds bench, and for a server nothing of ours
-                    env={**inherited, **plan.env, **place.environment(plan, role, rank)},
+                    env={**inherited, **threads, **plan.env, **place.environment(plan, role, rank)},
                     start_new_session=True,  # Ctrl-C is the driver's
-                    preexec_fn=partial(die_with, os.getpid(), signal.SIGKILL),
+                    preexec_fn=partial(_begin, os.getpid(), place, role),
                 )
                 self._started.append(process)
                 self.pids[f"{role} {rank}"] = process.pid

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ ITEM = 4
 """Bytes of a float32."""
 _TRANSPORTS = ("auto", "tcp")
 _STORES = ("dist_sync", "dist_async", "dist_device_sync", "dist_device_async")
+_SERVING = "import importlib, os; importlib.import_module('kvstore.dist.' + os.environ['DMLC_ROLE']).main()"
 _COMPRESSIONS: Mapping[str, dict[str, Any]] = {
     "2bit": {"type": "2bit", "threshold": 0.5},
     "fp16": {"type": "fp16"},
@@ -116,7 +118,15 @@ def _job(stack: ExitStack, case: Case, compression: str | None, hosts: Hosts | N
         env["GANGLINE_TRANSPORT"] = "tcp"
     if hosts is not None:
         env["GANGLINE_INSECURE"] = "1"  # the namespaces are ours alone
-    plan = Plan("gangline_ps", case.workers, case.servers, env=env, threads=max(1, cores() // case.workers))
+    plan = Plan(
+        "gangline_ps",
+        case.workers,
+        case.servers,
+        env=env,
+        threads=max(1, cores() // case.workers),
+        interpreter=Path(sys.executable),  # as users have it, and peers
+        serving=_SERVING,
+    )
     return stack.enter_context(Job(plan, hosts))
 
 

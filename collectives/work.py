@@ -7,7 +7,6 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,13 +22,16 @@ class Work:
         """Where the operation puts what it gives, to be read after `wait`; None for one that gives nothing."""
         self._name = name
         self._join = join
-        self._future: Future[None] = Future()
+        self._error: BaseException | None = None
+        self._is_over = False
+        self._running = threading.Lock()  # held until it is over: who waits waits for that
+        self._running.acquire()
 
     @classmethod
     def finished(cls, name: str) -> Work:
         """The handle of an operation that is over."""
         work = cls(name)
-        work._future.set_result(None)
+        work.complete()
         return work
 
     def wait(self, timeout: float | None = None) -> None:
@@ -42,30 +44,27 @@ class Work:
             TimeoutError: still running after ``timeout``; the operation goes on.
             Exception: whatever the operation raised.
         """
-        try:
-            self._future.result(timeout)
-        except TimeoutError:
-            if self._future.done():  # the operation's own TimeoutError
-                raise
-            raise TimeoutError(f"{self._name} is still running after {timeout} s") from None
-        finally:
-            if self._future.done():
-                self._join()
+        if not self._is_over:
+            if not self._running.acquire(timeout=-1 if timeout is None else max(timeout, 0)):
+                raise TimeoutError(f"{self._name} is still running after {timeout} s")
+            self._running.release()
+        self._join()
+        if self._error is not None:
+            raise self._error
 
     def is_completed(self) -> bool:
         """Whether the operation is over, well or not."""
-        return self._future.done()
+        return self._is_over
 
     def exception(self) -> BaseException | None:
         """What the operation raised, or None while it runs and after it went well."""
-        return self._future.exception() if self._future.done() else None
+        return self._error
 
     def complete(self, error: BaseException | None = None) -> None:
         """End an operation that no queue runs: well, or by an error."""
-        if error is None:
-            self._future.set_result(None)
-        else:
-            self._future.set_exception(error)
+        self._error = error
+        self._is_over = True
+        self._running.release()
 
     def _run(self, operation: Callable[[], None]) -> None:
         try:
@@ -76,7 +75,7 @@ class Work:
             self.complete()
 
     def __repr__(self) -> str:
-        state = "running" if not self._future.done() else "failed" if self._future.exception() else "done"
+        state = "running" if not self._is_over else "failed" if self._error else "done"
         return f"<Work {self._name}: {state}>"
 
 

@@ -116,6 +116,8 @@ def by_key(bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key]) -
 
 def merged(pairs: Pushed) -> Pushed:
     """One entry a key, with all that came for it."""
+    if len(pairs) == 1:
+        return pairs
     merged: dict[Key, list[Value]] = {}
     for key, values in pairs:
         merged[key] = merged[key] + values if key in merged else values

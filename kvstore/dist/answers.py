@@ -18,6 +18,7 @@ from kvstore.dist.parts import Part, Waiter
 from kvstore.dist.protocol import CODED, DENSE, ROWS, Ack, Failed, Free, Message, Values
 
 _REMEMBERED = 256
+_MANY = 64
 INLINE = 1 << 15
 """Bytes up to which values go through the socket even where memory is shared: two messages less."""
 
@@ -32,6 +33,8 @@ class Worker:
     shares: bool
     """Whether it reads values in this server's memory."""
     acks: list[int] = field(default_factory=list)
+    late_acks: list[int] = field(default_factory=list)
+    """Those that nobody waits for: they go out with others, or when there is nothing else to do."""
     frees: list[int] = field(default_factory=list)
     held: set[int] = field(default_factory=set)
     """Messages whose memory is still looked at."""
@@ -80,9 +83,8 @@ class Answers:
     def flush(self) -> None:
         """Send what has come together."""
         for worker in self.workers.values():
-            if worker.acks:
-                self.send(worker.identity, Ack(worker.acks))
-                worker.acks.clear()
+            if worker.acks or len(worker.late_acks) >= _MANY:
+                self._acknowledge(worker)
             if worker.ready:
                 worker.ready.sort(key=lambda pair: pair[0].sequence)
                 for sequence, group in groupby(worker.ready, key=lambda pair: pair[0].sequence):
@@ -91,6 +93,17 @@ class Answers:
             if worker.frees:
                 self.send(worker.identity, Free(worker.frees))
                 worker.frees.clear()
+
+    def flush_late(self) -> None:
+        """Send acknowledgements that could wait."""
+        for worker in self.workers.values():
+            if worker.late_acks:
+                self._acknowledge(worker)
+
+    def _acknowledge(self, worker: Worker) -> None:
+        self.send(worker.identity, Ack([*worker.acks, *worker.late_acks]))
+        worker.acks.clear()
+        worker.late_acks.clear()
 
     def _give(self, worker: Worker, sequence: int, ready: list[tuple[Waiter, Part]]) -> None:
         """Values of parts: large ones are read where they lie, and stay until the worker has them."""

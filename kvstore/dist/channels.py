@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence, Set
+from typing import Protocol
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from collectives.errors import ProtocolError
 from kvstore.dist import streams
+from kvstore.dist.waiting import Source, Watch
 
 _COPIED = 1 << 16
 _RETRY_SECONDS = 0.1
@@ -22,16 +23,16 @@ Frames = Sequence[bytes | memoryview]
 class Channel(Protocol):
     """What a worker and a server talk by; what a lost connection has swallowed is the caller's to send again."""
 
-    def arm(self, poller: zmq.Poller) -> None:
-        """Have a poller look at it; to be called before each poll."""
+    def arm(self, watch: Watch) -> None:
+        """Have it watched; to be called before each wait, with the same watch."""
 
-    def has_come(self, events: Mapping[Any, int]) -> bool:
-        """Whether there is a connection that was not there when this was asked last; ``events``: what a poll gave."""
+    def has_come(self, events: Set[Source]) -> bool:
+        """Whether there is a connection that was not there when this was asked last; ``events``: what a wait gave."""
 
     def send(self, frames: Frames) -> None:
         """Send a message; it is lost where there is no connection."""
 
-    def receive(self, events: Mapping[Any, int]) -> Iterator[list[zmq.Frame]]:
+    def receive(self, events: Set[Source]) -> Iterator[list[memoryview]]:
         """The messages that have come."""
 
     def close(self) -> None:
@@ -73,13 +74,13 @@ class SocketChannel:
         self._socket.connect(endpoint)
         self._is_armed = False
 
-    def arm(self, poller: zmq.Poller) -> None:  # noqa: D102  as Channel's, and so below
+    def arm(self, watch: Watch) -> None:  # noqa: D102  as Channel's, and so below
         if not self._is_armed:
             self._is_armed = True
-            poller.register(self._socket, zmq.POLLIN)
-            poller.register(self._monitor, zmq.POLLIN)
+            watch.add(self._socket)
+            watch.add(self._monitor)
 
-    def has_come(self, events: Mapping[Any, int]) -> bool:  # noqa: D102
+    def has_come(self, events: Set[Source]) -> bool:  # noqa: D102
         came = False
         while self._monitor in events and self._monitor.poll(0):
             recv_monitor_message(self._monitor)
@@ -90,12 +91,13 @@ class SocketChannel:
         # What is large is read where it lies, and stays there until it is acknowledged.
         self._socket.send_multipart(frames, zmq.NOBLOCK, copy=sum(map(len, frames)) <= _COPIED)
 
-    def receive(self, events: Mapping[Any, int]) -> Iterator[list[zmq.Frame]]:  # noqa: D102
+    def receive(self, events: Set[Source]) -> Iterator[list[memoryview]]:  # noqa: D102
         while self._socket in events:
             try:
-                yield self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            yield [frame.buffer for frame in frames]
 
     def close(self) -> None:  # noqa: D102
         self._socket.disable_monitor()
@@ -111,23 +113,23 @@ class StreamChannel:
         self._identity = identity
         self._stream: streams.Stream | None = None
         self._is_new = False
-        self._armed: tuple[int, int] | None = None  # descriptor and events
+        self._watch: Watch | None = None  # set while it watches the stream
+        self._is_full = False
         self._due = 0.0
         self._connect()
 
-    def arm(self, poller: zmq.Poller) -> None:  # noqa: D102
-        wanted = None
-        if self._stream is not None:
-            wanted = self._stream.fileno(), zmq.POLLIN | (zmq.POLLOUT if self._stream.is_full else 0)
-        if wanted == self._armed:
+    def arm(self, watch: Watch) -> None:  # noqa: D102
+        if self._stream is None:
             return
-        if self._armed is not None and (wanted is None or wanted[0] != self._armed[0]):
-            poller.unregister(self._armed[0])
-        if wanted is not None:
-            poller.register(*wanted)
-        self._armed = wanted
+        if self._watch is None:
+            self._watch = watch
+            watch.add(self._stream.fileno())
+            self._is_full = False
+        if self._stream.is_full != self._is_full:
+            self._is_full = self._stream.is_full
+            watch.look_for_room(self._stream.fileno(), room=self._is_full)
 
-    def has_come(self, events: Mapping[Any, int]) -> bool:  # noqa: ARG002, D102
+    def has_come(self, events: Set[Source]) -> bool:  # noqa: ARG002, D102
         if self._stream is None and time.monotonic() >= self._due:
             self._due = time.monotonic() + _RETRY_SECONDS
             try:
@@ -144,7 +146,7 @@ class StreamChannel:
             except ConnectionError:
                 self._lose()
 
-    def receive(self, events: Mapping[Any, int]) -> Iterator[list[zmq.Frame]]:  # noqa: D102
+    def receive(self, events: Set[Source]) -> Iterator[list[memoryview]]:  # noqa: D102
         if self._stream is None or self._stream.fileno() not in events:
             return
         try:
@@ -163,5 +165,8 @@ class StreamChannel:
 
     def _lose(self) -> None:
         if self._stream is not None:
+            if self._watch is not None:
+                self._watch.remove(self._stream.fileno())
+                self._watch = None
             self._stream.close()
             self._stream = None

@@ -15,6 +15,7 @@ from collectives.device_group import reduce
 from kvstore.arguments import Value, check_like
 from kvstore.compressed import Layout, parsed_place
 from kvstore.dist.arena import Arena, aligned
+from kvstore.dist.frames import memory_of
 from kvstore.dist.protocol import ABSENT, CODED, DENSE, ROWS, Message, Push
 from kvstore.dist.sharding import Part
 from kvstore.dist.values import Pulled
@@ -30,7 +31,7 @@ _GROUP = 4 << 20
 """Bytes of parts that share a message."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Piece:
     """A part's share of a contribution, not yet where it travels from."""
 
@@ -43,6 +44,11 @@ class Piece:
     def nbytes(self) -> int:
         """What it takes on its way."""
         return self.values[0].nbytes
+
+    @property
+    def is_own(self) -> bool:
+        """Whether `whole` gives memory that is not the caller's."""
+        return self.kind != DENSE or len(self.values) > 1
 
     def write(self, room: Tensor) -> None:
         """Put it into uint8 memory of its size."""
@@ -88,16 +94,16 @@ class Contributions:
             if not values:
                 pieces += [Piece(part, ABSENT, [_NOTHING]) for part in parts]
                 continue
-            sparse = [value for value in values if isinstance(value, RowSparse)]
-            if len(sparse) == len(values):
-                rows = summed(sparse, torch.device("cpu"))
+            if all(isinstance(value, RowSparse) for value in values):
+                rows = summed([value for value in values if isinstance(value, RowSparse)], torch.device("cpu"))
                 pieces += [Piece(part, ROWS, [_rows_of(rows, part)]) for part in parts]
                 continue
             flats = [_flat(value) for value in self._on_host(values)]
             if self._compression is None or not flats[0].is_floating_point():
                 for part in parts:
                     span = slice(part.begin, part.begin + part.numel)
-                    pieces.append(Piece(part, DENSE, [flat[span] for flat in flats]))
+                    own = flats if part.is_whole else [flat[span] for flat in flats]
+                    pieces.append(Piece(part, DENSE, own))
             else:
                 total = flats[0]
                 if len(flats) > 1:
@@ -163,7 +169,7 @@ class Contributions:
             total = torch.empty_like(dense[0], memory_format=torch.contiguous_format)
             reduce(dense, out=total)
             dense = [total]
-        return [value.cpu() for value in dense]
+        return [value if value.is_cpu else value.cpu() for value in dense]
 
 
 class Prepared:
@@ -197,7 +203,7 @@ class Prepared:
         for server, group in _groups(self._pieces):
             entries = [[one.part.number, rounds[one.part.layout.key], one.kind, one.nbytes] for one in group]
             room = sum(aligned(one.nbytes) for one in group)
-            request = Request(server, _nothing, what, nbytes=room, priority=priority)
+            request = Request(server, _nothing, what, nbytes=max(room, 1), priority=priority)
             place = None
             if self._arena is not None and self._shares[server] and room > INLINE:
                 offset = self._arena.allocate(room)
@@ -206,8 +212,11 @@ class Prepared:
                     one.write(self._arena.bytes_at(offset, one.nbytes))
                     offset += aligned(one.nbytes)
                 request.on_free = partial(self._arena.free, place[0])
+                request.is_own = True
             else:
-                request.datas = [one.whole() for one in group]
+                request.frames = [memory_of(one.whole()) for one in group]
+                frames = zip(group, request.frames, strict=True)
+                request.is_own = all(one.is_own or isinstance(frame, bytes) for one, frame in frames)
             request.message = _push(entries, weight, learning_rate, wanted is not None, place)
             if wanted is not None:
                 request.wants = True
@@ -242,7 +251,8 @@ def _groups(pieces: Sequence[Piece]) -> list[tuple[int, list[Piece]]]:
 
 
 def _flat(value: Tensor) -> Tensor:
-    return value.detach().contiguous().view(-1)
+    flat = value.detach().contiguous()
+    return flat if flat.dim() == 1 else flat.view(-1)
 
 
 def _rows_of(rows: RowSparse, part: Part) -> Tensor:

@@ -102,6 +102,7 @@ class Crew:
 
     def _work(self, lane: int) -> None:
         torch.set_num_threads(1)
+        torch.set_grad_enabled(False)  # of this thread
         while (job := self._queues[lane].get()) is not None:
             job()
             del job
@@ -109,8 +110,7 @@ class Crew:
 
 def _problem_of(work: Callable[[], None]) -> str:
     try:
-        with torch.no_grad():
-            work()
+        work()
     except Exception as error:  # noqa: BLE001  the round's workers are told, the server lives on
         _log.debug("work failed", exc_info=error)
         return f"{type(error).__name__}: {error}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 
 import zmq
 
@@ -13,7 +13,7 @@ from collectives.zeromq_context import end
 from collectives.errors import ProtocolError
 from kvstore.dist import protocol
 from kvstore.dist.streams import Listener, Stream
-from kvstore.dist.waiting import LOOKS_SECONDS, poll
+from kvstore.dist.waiting import LOOKS_SECONDS, Source, Watch
 
 _log = logging.getLogger("gangline")
 
@@ -51,32 +51,37 @@ class Doors:
         self._names: dict[int, bytes] = {}  # whose a descriptor's stream is, once it has said so
         self._descriptors: dict[bytes, int] = {}
         self._full: set[int] = set()
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
+        self._watch = Watch()
+        self._watch.add(self._socket)
         self._bell = bell
-        self._poller.register(bell, zmq.POLLIN)
-        self._events: dict[object, int] = {}
+        self._watch.add(bell)
+        self._events: Set[Source] = frozenset()
         if self._listener is not None:
             self.address += f" {self._listener.name}"
-            self._poller.register(self._listener.fileno(), zmq.POLLIN)
+            self._watch.add(self._listener.fileno())
 
-    def wait(self, timeout_ms: int) -> bool:
-        """Return when something has come, the bell rings, or the time is over; whether the bell rang."""
-        self._events = poll(self._poller, timeout_ms, LOOKS_SECONDS)
+    def wait(self, timeout_ms: int, before_sleep: Callable[[], object] = lambda: None) -> bool:
+        """Return when something has come, the bell rings, or the time is over; whether the bell rang.
+
+        Args:
+            timeout_ms: in milliseconds.
+            before_sleep: called when nothing has come for a while.
+        """
+        self._events = self._watch.wait(timeout_ms, LOOKS_SECONDS, before_sleep)
         return self._bell in self._events
 
-    def receive(self) -> Iterator[tuple[bytes, list[zmq.Frame]]]:
+    def receive(self) -> Iterator[tuple[bytes, list[memoryview]]]:
         """The identities and messages of those who have said something, as far as `wait` has seen it."""
         while self._socket in self._events:
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            yield identity.bytes, frames
+            yield identity.bytes, [frame.buffer for frame in frames]
         if self._listener is not None and self._listener.fileno() in self._events:
             while (stream := self._listener.accept()) is not None:
                 self._streams[stream.fileno()] = stream
-                self._poller.register(stream.fileno(), zmq.POLLIN)
+                self._watch.add(stream.fileno())
         for descriptor in [one for one in self._streams if one in self._events]:
             yield from self._by_stream(descriptor)
 
@@ -110,17 +115,18 @@ class Doors:
             self._drop(descriptor)
         if self._listener is not None:
             self._listener.close()
+        self._watch.close()
         self._socket.close()
         end(self._context)
 
-    def _by_stream(self, descriptor: int) -> Iterator[tuple[bytes, list[zmq.Frame]]]:
+    def _by_stream(self, descriptor: int) -> Iterator[tuple[bytes, list[memoryview]]]:
         stream = self._streams[descriptor]
         try:
             stream.flush()
             for frames in stream.receive():
                 identity = self._names.get(descriptor)
                 if identity is None:  # the first message says who it is
-                    self._names[descriptor] = identity = frames[0].bytes
+                    self._names[descriptor] = identity = bytes(frames[0])
                     self._descriptors[identity] = descriptor
                 else:
                     yield identity, frames
@@ -137,13 +143,13 @@ class Doors:
         stream = self._streams.get(descriptor)
         if stream is not None and stream.is_full != (descriptor in self._full):
             self._full ^= {descriptor}
-            self._poller.modify(descriptor, zmq.POLLIN | (zmq.POLLOUT if stream.is_full else 0))
+            self._watch.look_for_room(descriptor, room=stream.is_full)
 
     def _drop(self, descriptor: int) -> None:
         stream = self._streams.pop(descriptor, None)
         if stream is None:
             return
-        self._poller.unregister(descriptor)
+        self._watch.remove(descriptor)
         self._full.discard(descriptor)
         identity = self._names.pop(descriptor, None)
         if identity is not None and self._descriptors.get(identity) == descriptor:

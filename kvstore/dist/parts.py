@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from kvstore.optimizer_spec import Key
 from kvstore.sparse import RowSparse, summed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Contribution:
     """What a worker gave to a round."""
 
@@ -37,7 +37,7 @@ class Round:
     learning_rate: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Waiter:
     """A worker that waits for the value of a round."""
 
@@ -141,10 +141,10 @@ class Part:
         self.pushed[rank] = max(self.pushed.values(), default=0)
         self.ahead.pop(rank, None)
 
-    def ready(self, needed: Collection[int]) -> Round | None:
+    def ready(self, needed: Set[int]) -> Round | None:
         """The next round, if all ``needed`` have contributed and nobody reads or changes the value."""
         following = self.open.get(self.closed + 1)
-        if following is None or self.busy or self.readers or not following.contributions.keys() >= set(needed):
+        if following is None or self.busy or self.readers or not following.contributions.keys() >= needed:
             return None
         return following
 

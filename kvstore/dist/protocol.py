@@ -45,8 +45,8 @@ _kinds: dict[int, Kind] = {}
 
 # What a field may hold, by the name of its annotation.
 _CHECKS: dict[str, Callable[[Any], bool]] = {
-    "Rank": lambda v: _is_int(v) and -1 <= v < MAX_RANKS,
-    "Count": lambda v: _is_int(v) and 0 <= v < 1 << 62,
+    "Rank": lambda v: type(v) is int and -1 <= v < MAX_RANKS,
+    "Count": lambda v: type(v) is int and 0 <= v < 1 << 62,
     "Word": lambda v: isinstance(v, str) and len(v) <= 4096,
     "Text": lambda v: isinstance(v, str) and len(v) <= 1 << 20,
     "Blob": lambda v: isinstance(v, bytes) and len(v) <= MAX_EXCHANGED,
@@ -56,8 +56,8 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "Words": lambda v: isinstance(v, list) and len(v) <= MAX_RANKS and all(isinstance(w, str) for w in v),
     "Blobs": lambda v: isinstance(v, list) and len(v) <= MAX_RANKS and all(isinstance(b, bytes) for b in v),
     "Process": lambda v: isinstance(v, list) and [type(one) for one in v] == [str, int, int],
-    "Sequences": lambda v: isinstance(v, list) and all(_is_int(one) and 0 <= one < 1 << 62 for one in v),
-    "Place": lambda v: v is None or (isinstance(v, list) and len(v) == 2 and all(_is_int(n) and n >= 0 for n in v)),
+    "Sequences": lambda v: isinstance(v, list) and all(type(one) is int and 0 <= one < 1 << 62 for one in v),
+    "Place": lambda v: v is None or (isinstance(v, list) and len(v) == 2 and all(type(n) is int and n >= 0 for n in v)),
     "Entries": lambda v: isinstance(v, list) and all(_is_entry(one) for one in v),
     "Defined": lambda v: isinstance(v, list) and all(_is_definition(one) for one in v),
 }
@@ -90,6 +90,7 @@ class Message:
     kind: ClassVar[int]
     fields: ClassVar[tuple[tuple[str, str, Callable[[Any], bool]], ...]]
     """Name, type and check of each, found out once."""
+    names: ClassVar[tuple[str, ...]]
 
 
 def message(kind: int) -> Callable[[type[_M]], type[_M]]:
@@ -98,6 +99,7 @@ def message(kind: int) -> Callable[[type[_M]], type[_M]]:
     def decorate(cls: type[_M]) -> type[_M]:
         cls.kind = kind
         cls.fields = tuple((one.name, str(one.type), _CHECKS[str(one.type)]) for one in fields(cls))  # type: ignore[arg-type]
+        cls.names = tuple(name for name, _, _ in cls.fields)
         _kinds[kind] = cls
         return cls
 
@@ -106,7 +108,7 @@ def message(kind: int) -> Callable[[type[_M]], type[_M]]:
 
 def pack(one: Message) -> bytes:
     """A message as its header frame."""
-    return bytes(msgpack.packb([VERSION, one.kind, *[getattr(one, name) for name, _, _ in one.fields]]))
+    return bytes(msgpack.packb([VERSION, one.kind, *[getattr(one, name) for name in one.names]]))
 
 
 def unpack(frame: bytes | memoryview, most: int = MAX_HEADER + MAX_EXCHANGED) -> Message:
@@ -126,7 +128,7 @@ def unpack(frame: bytes | memoryview, most: int = MAX_HEADER + MAX_EXCHANGED) ->
     version, kind, *values = items
     if version != VERSION:
         raise ProtocolError(f"a message of protocol version {version!r} came; expected {VERSION}")
-    cls = _kinds.get(kind) if _is_int(kind) else None
+    cls = _kinds.get(kind) if type(kind) is int else None
     if cls is None:
         raise ProtocolError(f"a message of unknown kind {kind!r} came")
     if len(values) != len(cls.fields):
@@ -146,7 +148,7 @@ def name_of(error: Exception) -> str:
 
 
 @message(1)
-@dataclass(frozen=True)
+@dataclass
 class Join(Message):
     """A process asks to take part; its ZeroMQ identity is its incarnation."""
 
@@ -159,7 +161,7 @@ class Join(Message):
 
 
 @message(2)
-@dataclass(frozen=True)
+@dataclass
 class Joined(Message):
     """All are here."""
 
@@ -174,7 +176,7 @@ class Joined(Message):
 
 
 @message(3)
-@dataclass(frozen=True)
+@dataclass
 class Refused(Message):
     """What was asked for cannot be."""
 
@@ -184,13 +186,13 @@ class Refused(Message):
 
 
 @message(4)
-@dataclass(frozen=True)
+@dataclass
 class Beat(Message):
     """A sign of life, either way."""
 
 
 @message(5)
-@dataclass(frozen=True)
+@dataclass
 class Gone(Message):
     """A process is dead, or has left by itself (``why`` is empty)."""
 
@@ -200,7 +202,7 @@ class Gone(Message):
 
 
 @message(6)
-@dataclass(frozen=True)
+@dataclass
 class Meet(Message):
     """A worker's bytes for the exchange of this number; a barrier is one without bytes."""
 
@@ -209,7 +211,7 @@ class Meet(Message):
 
 
 @message(7)
-@dataclass(frozen=True)
+@dataclass
 class Met(Message):
     """All have come to the exchange: what each gave; joined workers gave nothing."""
 
@@ -218,7 +220,7 @@ class Met(Message):
 
 
 @message(8)
-@dataclass(frozen=True)
+@dataclass
 class Rest(Message):
     """A worker takes no further part until all say so."""
 
@@ -228,7 +230,7 @@ class Rest(Message):
 
 
 @message(9)
-@dataclass(frozen=True)
+@dataclass
 class Rested(Message):
     """All workers rest: who came last, and what each gave."""
 
@@ -239,13 +241,13 @@ class Rested(Message):
 
 
 @message(10)
-@dataclass(frozen=True)
+@dataclass
 class Leave(Message):
     """Goodbye."""
 
 
 @message(11)
-@dataclass(frozen=True)
+@dataclass
 class Over(Message):
     """The answer to a goodbye; to servers: all workers have left."""
 
@@ -254,7 +256,7 @@ class Over(Message):
 
 
 @message(20)
-@dataclass(frozen=True)
+@dataclass
 class Hello(Message):
     """A worker's first message to a server, on every connection."""
 
@@ -271,7 +273,7 @@ class Hello(Message):
 
 
 @message(21)
-@dataclass(frozen=True)
+@dataclass
 class Welcome(Message):
     """The server's answer."""
 
@@ -282,7 +284,7 @@ class Welcome(Message):
 
 
 @message(22)
-@dataclass(frozen=True)
+@dataclass
 class Define(Message):
     """Parts of keys with their first values, from rank 0."""
 
@@ -292,7 +294,7 @@ class Define(Message):
 
 
 @message(23)
-@dataclass(frozen=True)
+@dataclass
 class Push(Message):
     """A worker's contributions to rounds of parts."""
 
@@ -307,7 +309,7 @@ class Push(Message):
 
 
 @message(24)
-@dataclass(frozen=True)
+@dataclass
 class Pull(Message):
     """Parts that a worker wants, each when its round is closed."""
 
@@ -319,7 +321,7 @@ class Pull(Message):
 
 
 @message(25)
-@dataclass(frozen=True)
+@dataclass
 class Ack(Message):
     """What came with these numbers is in the server's hands."""
 
@@ -327,7 +329,7 @@ class Ack(Message):
 
 
 @message(26)
-@dataclass(frozen=True)
+@dataclass
 class Free(Message):
     """The memory of these may be written again."""
 
@@ -335,7 +337,7 @@ class Free(Message):
 
 
 @message(27)
-@dataclass(frozen=True)
+@dataclass
 class Values(Message):
     """Values of parts, in the data frames or in the server's shared memory."""
 
@@ -348,7 +350,7 @@ class Values(Message):
 
 
 @message(28)
-@dataclass(frozen=True)
+@dataclass
 class Done(Message):
     """The worker has the values of these messages."""
 
@@ -356,7 +358,7 @@ class Done(Message):
 
 
 @message(29)
-@dataclass(frozen=True)
+@dataclass
 class Failed(Message):
     """What was asked with this number went wrong."""
 
@@ -367,7 +369,7 @@ class Failed(Message):
 
 
 @message(30)
-@dataclass(frozen=True)
+@dataclass
 class Command(Message):
     """Something for all parts of a server: "optimizer", "norms", "update", "drop", "compression", "state", ..."""
 
@@ -377,7 +379,7 @@ class Command(Message):
 
 
 @message(31)
-@dataclass(frozen=True)
+@dataclass
 class Answer(Message):
     """What a command gives."""
 
@@ -405,12 +407,14 @@ DTYPES = (
 
 
 def _is_entry(value: Any) -> bool:
+    if type(value) is not list or len(value) != 4:
+        return False
+    part, number, kind, nbytes = value
     return (
-        isinstance(value, list)
-        and len(value) == 4
-        and all(_is_int(one) and one >= 0 for one in value)
-        and value[2] in (DENSE, ROWS, CODED, ABSENT)
-        and value[3] <= MAX_PART
+        (type(part) is int and part >= 0)
+        and (type(number) is int and number >= 0)
+        and (type(kind) is int and DENSE <= kind <= ABSENT)
+        and (type(nbytes) is int and 0 <= nbytes <= MAX_PART)
     )
 
 
@@ -421,15 +425,11 @@ def _is_definition(value: Any) -> bool:
         and value[0] >= 0
         and value[1] in DTYPES
         and len(value[2]) <= MAX_AXES
-        and all(_is_int(axis) and axis >= 0 for axis in value[2])
+        and all(type(axis) is int and axis >= 0 for axis in value[2])
         and math.prod(value[2]) <= MAX_PART
         and value[3] > 0
         and value[5] >= 0
     )
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:

@@ -46,6 +46,7 @@ class Rounds:
         self.resting: set[int] = set()
         """Workers whom no round waits for."""
         self._workers = workers
+        self._everybody = frozenset(range(workers))
         self._crew = crew
         self._give = give
         self._fail = fail
@@ -84,9 +85,11 @@ class Rounds:
         following = part.open.get(part.closed + 1)
         return following is not None and following.contributions.keys() >= self._needed()
 
-    def _needed(self) -> set[int]:
+    def _needed(self) -> frozenset[int]:
         """The workers without whom no round closes."""
-        return set(range(self._workers)) - self.resting if self.is_sync else set()
+        if not self.is_sync:
+            return frozenset()
+        return self._everybody - self.resting if self.resting else self._everybody
 
     def advance(self) -> None:
         """Close what rounds can be closed, and find who can be answered."""
@@ -170,7 +173,7 @@ class Rounds:
     def _must_wait(self, part: Part, waiter: Waiter) -> bool:
         if self.is_sync:
             return waiter.round > part.closed
-        if part.open:  # what came before is applied first
+        if part.open or part.pushed.get(waiter.rank, 0) < waiter.round:  # what it pushed before is applied first
             return True
         if self.staleness < 0:
             return False

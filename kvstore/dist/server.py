@@ -10,7 +10,6 @@ from functools import partial
 
 import msgpack
 import torch
-import zmq
 from torch import Tensor
 
 from collectives.compression import Compression, parse
@@ -70,7 +69,7 @@ class Server:
         self._answers = Answers(doors, lambda parts: self._rounds.touch(parts))
         self._rounds = Rounds(membership.num_workers, crew, self._answers.is_ready, self._answers.fail)
         self._compression: Compression | None = None
-        self._commands: list[tuple[Worker, Command, list[zmq.Frame]]] = []
+        self._commands: list[tuple[Worker, Command, list[memoryview]]] = []
         self.junk = 0
         """Messages that were dropped because they were not what workers send."""
         try:
@@ -80,11 +79,12 @@ class Server:
             self._arena = None
         membership.on_news = self._crew.ring
 
+    @torch.no_grad()
     def run(self) -> None:
         """Serve until the scheduler says that the job is over, or is gone itself."""
         try:
             while not (self._member.is_over or self._member.lost):
-                if self._doors.wait(_TICK_MS):
+                if self._doors.wait(_TICK_MS, self._answers.flush_late):
                     self._crew.finish()
                 for identity, frames in self._doors.receive():
                     self._receive(identity, frames)
@@ -100,12 +100,12 @@ class Server:
 
     # What comes in
 
-    def _receive(self, identity: bytes, frames: list[zmq.Frame]) -> None:
+    def _receive(self, identity: bytes, frames: list[memoryview]) -> None:
         sequence = 0
         try:
             if not frames:
                 raise ProtocolError("a message of no frames came")
-            message = protocol.unpack(frames[0].buffer)
+            message = protocol.unpack(frames[0])
             sequence = getattr(message, "sequence", 0)
             if isinstance(message, Hello):
                 self._greet(identity, message)
@@ -157,7 +157,7 @@ class Server:
                 _log.info("server %d and worker %d share no memory: %s", self._member.rank, hello.rank, error)
         return None
 
-    def _handle(self, worker: Worker, message: Message, frames: list[zmq.Frame]) -> None:
+    def _handle(self, worker: Worker, message: Message, frames: list[memoryview]) -> None:
         match message:
             case Push():
                 self._push(worker, message, frames)
@@ -181,7 +181,7 @@ class Server:
                 raise ProtocolError(f"{type(message).__name__} came from worker {worker.rank}")
 
     def _data(
-        self, worker: Worker, entries: Sequence[Sequence[int]], place: Sequence[int] | None, frames: list[zmq.Frame]
+        self, worker: Worker, entries: Sequence[Sequence[int]], place: Sequence[int] | None, frames: list[memoryview]
     ) -> list[Tensor]:
         """The bytes of each entry."""
         sizes = [entry[3] for entry in entries]
@@ -207,7 +207,7 @@ class Server:
         worker: Worker,
         definitions: Sequence[Sequence[object]],
         place: Sequence[int] | None,
-        frames: list[zmq.Frame],
+        frames: list[memoryview],
     ) -> None:
         """New parts, or new values of known ones, from rank 0."""
         if worker.rank != 0:
@@ -238,7 +238,7 @@ class Server:
             raise KeyError(f"part {number} is unknown to server {self._member.rank}")
         return part
 
-    def _push(self, worker: Worker, push: Push, frames: list[zmq.Frame]) -> None:
+    def _push(self, worker: Worker, push: Push, frames: list[memoryview]) -> None:
         datas = self._data(worker, push.entries, push.place, frames)
         parts = [self._part(entry[0]) for entry in push.entries]
         release = _nothing
@@ -255,8 +255,10 @@ class Server:
                 self._rounds.contribute(part, worker.rank, number, one, push.learning_rate)
             if push.wants:
                 self._rounds.wait(part, Waiter(worker.rank, push.sequence, number))
-        if not push.wants or sum(data.nbytes for data in datas) > INLINE:  # small ones are answered by their values
+        if sum(data.nbytes for data in datas) > INLINE:
             worker.acks.append(push.sequence)
+        elif not push.wants:  # small ones are answered by their values
+            worker.late_acks.append(push.sequence)
 
     def _read(self, part: Part, worker: Worker, push: Push, kind: int, data: Tensor, held: _Held) -> Contribution:
         decode = None if self._compression is None else self._compression.codec.decode
@@ -300,7 +302,7 @@ class Server:
                 self._answers.send(worker.identity, Answer(command.sequence, answer), given)
 
     def _command(
-        self, worker: Worker, name: str, payload: bytes, frames: list[zmq.Frame]
+        self, worker: Worker, name: str, payload: bytes, frames: list[memoryview]
     ) -> tuple[bytes, list[Tensor]]:
         match name:
             case "optimizer":

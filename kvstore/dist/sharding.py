@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvstore.optimizer_spec import Key
 
@@ -27,7 +28,7 @@ class Layout:
     shape: tuple[int, ...]
     itemsize: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Its elements."""
         return math.prod(self.shape)
@@ -54,12 +55,12 @@ class Part:
     begin: int
     numel: int
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Its bytes."""
         return self.numel * self.layout.itemsize
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """Whether the key has no other part."""
         return self.numel == self.layout.numel

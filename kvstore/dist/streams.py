@@ -13,8 +13,6 @@ import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-import zmq
-
 from collectives.errors import ProtocolError
 from kvstore.dist.protocol import MAX_PART
 
@@ -45,7 +43,8 @@ class Stream:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         self._socket = connection
         self._leaving: deque[memoryview] = deque()
-        self._came = bytearray()
+        self._room = memoryview(bytearray(_READ))
+        self._came = bytearray()  # the beginning of a message whose end is still to come
 
     def fileno(self) -> int:
         """The descriptor, for polling."""
@@ -94,8 +93,8 @@ class Stream:
             else:
                 self._leaving[0] = piece[sent:]
 
-    def receive(self) -> Iterator[list[zmq.Frame]]:
-        """The messages that are here.
+    def receive(self) -> Iterator[list[memoryview]]:
+        """The messages that are here, each in memory of its own.
 
         Raises:
             ConnectionError: the other end is gone, and all it said has been given.
@@ -103,48 +102,57 @@ class Stream:
         """
         while True:
             try:
-                piece = self._socket.recv(_READ)
+                count = self._socket.recv_into(self._room)
             except BlockingIOError:
                 return
-            if not piece:
+            if not count:
                 raise ConnectionResetError("the other end is closed")
-            self._came += piece
-            yield from self._messages()
-            if len(piece) < _READ:
+            yield from self._messages(self._room[:count])
+            if count < _READ:
                 return
 
     def close(self) -> None:
         """Close; again: nothing."""
         self._socket.close()
 
-    def _messages(self) -> Iterator[list[zmq.Frame]]:
+    def _messages(self, piece: memoryview) -> Iterator[list[memoryview]]:
+        """The messages that a piece ends, and those within it."""
+        came: bytearray | memoryview = piece
+        if self._came:
+            self._came += piece
+            came = self._came
         begin = 0
-        while (message := self._message_at(begin)) is not None:
+        while (message := _message_at(came, begin)) is not None:
             frames, begin = message
             yield frames
-        if begin:
+        if came is piece:
+            self._came += piece[begin:]
+        else:
             del self._came[:begin]
 
-    def _message_at(self, begin: int) -> tuple[list[zmq.Frame], int] | None:
-        if len(self._came) - begin < _HEAD.size:
-            return None
-        magic, count = _HEAD.unpack_from(self._came, begin)
-        if magic != _MAGIC or not 0 < count <= _MOST_FRAMES:
-            raise ProtocolError(f"{bytes(self._came[begin : begin + 16])!r} came, which is no message")
-        begin += _HEAD.size
-        if len(self._came) - begin < 8 * count:
-            return None
-        sizes = struct.unpack_from(f"<{count}Q", self._came, begin)
-        begin += 8 * count
-        if sum(sizes) > MAX_PART:
-            raise ProtocolError(f"a message of {sum(sizes)} bytes came; expected at most {MAX_PART}")
-        if len(self._came) - begin < sum(sizes):
-            return None
-        frames = []
-        for size in sizes:
-            frames.append(zmq.Frame(bytes(self._came[begin : begin + size])))
-            begin += size
-        return frames, begin
+
+def _message_at(came: bytearray | memoryview, begin: int) -> tuple[list[memoryview], int] | None:
+    """A copy of the message that begins there, and where it ends; None: its end is still to come."""
+    if len(came) - begin < _HEAD.size:
+        return None
+    magic, count = _HEAD.unpack_from(came, begin)
+    if magic != _MAGIC or not 0 < count <= _MOST_FRAMES:
+        raise ProtocolError(f"{bytes(came[begin : begin + 16])!r} came, which is no message")
+    begin += _HEAD.size
+    if len(came) - begin < 8 * count:
+        return None
+    sizes = struct.unpack_from(f"<{count}Q", came, begin)
+    begin += 8 * count
+    nbytes = sum(sizes)
+    if nbytes > MAX_PART:
+        raise ProtocolError(f"a message of {nbytes} bytes came; expected at most {MAX_PART}")
+    if len(came) - begin < nbytes:
+        return None
+    frames = []
+    for size in sizes:  # each in memory of its own, which begins where elements may lie
+        frames.append(memoryview(bytearray(came[begin : begin + size])))
+        begin += size
+    return frames, begin
 
 
 class Listener:

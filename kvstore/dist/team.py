@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -12,6 +13,7 @@ from torch import Tensor
 from collectives.compression import Codec
 from collectives.errors import DeadNodeError, GanglineError, MismatchError, StallError
 from collectives.work import Work
+from kvstore.dist.frames import memory_of
 from kvstore.dist.membership import Membership
 from kvstore.dist.protocol import Answer, Command, Message
 from kvstore.dist.wire import Request, Wire
@@ -25,10 +27,25 @@ class Pending:
     A context manager: the Work is not over before the section is, and what the section raises is the Work's error.
     """
 
-    def __init__(self, work: Work, name: str, codec: Codec | None = None) -> None:
+    def __init__(
+        self,
+        work: Work,
+        name: str,
+        codec: Codec | None = None,
+        on_late: Callable[[Exception], None] = lambda _: None,
+    ) -> None:
+        """Begin.
+
+        Args:
+            work: what is to end.
+            name: for errors.
+            codec: how values come back.
+            on_late: told of errors of requests that nobody waits for: what they carry is their own, so that they are
+                over when they are sent.
+        """
         self.name = name
         self.codec = codec
-        """How values come back."""
+        self._on_late = on_late
         self._work = work
         self._open = 1
         self._ended = False
@@ -40,8 +57,12 @@ class Pending:
         with self._lock:
             self._open += len(requests)
         for request in requests:
-            request.on_answer = self._ending_with(request.on_answer)
-            request.on_error = self._end
+            if request.is_over_when_sent:
+                request.on_sent = partial(self._end, None)
+                request.on_error = partial(self._fail, request)
+            else:
+                request.on_answer = self._ending_with(request.on_answer)
+                request.on_error = self._end
         for request in requests:
             wire.submit(request)
 
@@ -60,6 +81,12 @@ class Pending:
             return is_over
 
         return on_answer
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        if request.sequence:  # it is sent, and over
+            self._on_late(error)
+        else:
+            self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
         with self._lock:
@@ -150,7 +177,12 @@ class Team:
 
             given = () if datas is None else datas[server]
             return Request(
-                server, lambda sequence: Command(sequence, name, own), name, datas=given, on_answer=answered, wants=True
+                server,
+                lambda sequence: Command(sequence, name, own),
+                name,
+                frames=[memory_of(one) for one in given],
+                on_answer=answered,
+                wants=True,
             )
 
         self.ask([request(server) for server in self.servers], name)

@@ -12,6 +12,7 @@ from collectives.compression import Codec
 from collectives.transports.segments import Segment
 from kvstore.arguments import Value
 from kvstore.dist.arena import piece, typed
+from kvstore.dist.frames import memory_of
 from kvstore.dist.protocol import CODED, DENSE, ROWS, Message, Pull, Values
 from kvstore.dist.sharding import Part
 from kvstore.dist.wire import Request
@@ -37,7 +38,7 @@ class Target:
         part = self.part
         for out in self.outs:
             if part.is_whole:
-                out.copy_(values.view(out.shape))
+                out.copy_(values if values.shape == out.shape else values.view(out.shape))
             elif out.is_contiguous():
                 out.view(-1)[part.begin : part.begin + part.numel].copy_(values)
             else:  # a cut runs through rows: element by element, by where they lie
@@ -139,7 +140,7 @@ class PulledRows:
                     part.server,
                     _pull(entries, has_rows=True),
                     what,
-                    datas=[data],
+                    frames=[memory_of(data)],
                     on_answer=self._handler(part, inside),
                     priority=priority,
                     wants=True,
@@ -176,13 +177,12 @@ def closed(parts: Sequence[tuple[Part, int]]) -> list[Request]:
     of_server: dict[int, list[list[int]]] = {}
     for part, number in parts:
         of_server.setdefault(part.server, []).append([part.number, number, ROWS, 0])
-    nothing = torch.empty(0, dtype=torch.uint8)
     return [
         Request(
             server,
             _pull(entries, has_rows=True),
             "the end of rounds",
-            datas=[nothing] * len(entries),
+            frames=[b""] * len(entries),
             on_answer=_counting(len(entries)),
             wants=True,
         )

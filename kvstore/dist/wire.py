@@ -6,10 +6,11 @@ import contextlib
 import heapq
 import itertools
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,16 +25,17 @@ from collectives.transports.segments import Segment, open_offered
 from kvstore.dist import protocol
 from kvstore.dist.arena import Arena
 from kvstore.dist.channels import Channel, open_channel
-from kvstore.dist.frames import bytes_of, memory_of
+from kvstore.dist.frames import bytes_of
 from kvstore.dist.membership import Membership
 from kvstore.dist.protocol import Ack, Answer, Done, Failed, Free, Hello, Message, Values, Welcome
-from kvstore.dist.waiting import LOOKS_SECONDS, poll
+from kvstore.dist.waiting import LOOKS_SECONDS, Source, Watch
 
 _log = logging.getLogger("gangline")
 _WINDOW = 16 << 20
 """Bytes that may be on their way to a server before it has taken them: then priorities still have a say."""
 
 _TICK_MS = 100
+_GRACE_SECONDS = 10.0
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (DeadNodeError, MismatchError, ProtocolError, StallError, ValueError, KeyError, TypeError, RuntimeError)
@@ -51,10 +53,14 @@ class Request:
     """For errors: what waits."""
     nbytes: int = 0
     """How much data go along; they count until the server has them."""
-    datas: Sequence[Tensor] = ()
-    """Of each entry, where they travel as frames."""
+    frames: Sequence[bytes | memoryview] = ()
+    """The data of each entry, where they travel so."""
+    is_own: bool = False
+    """Whether nobody else writes the memory of the data: who wants no values need not wait until the server has them."""
     on_answer: Callable[[Message, list[Tensor]], bool] = lambda *_: True
     """Called with the answer and its data; whether the request is over."""
+    on_sent: Callable[[], None] = lambda: None
+    """Called when it has gone out for the first time."""
     on_error: Callable[[Exception], None] = lambda _: None
     on_free: Callable[[], None] | None = None
     """Called when the memory that the message names may be written again; None: it names none."""
@@ -66,6 +72,11 @@ class Request:
     packed: bytes = field(default=b"", init=False)
     taken: bool = field(default=False, init=False)
 
+    @property
+    def is_over_when_sent(self) -> bool:
+        """Whether its sender waits no longer than until it has gone out."""
+        return self.is_own and not self.wants
+
 
 class _Line:
     """One server, as the wire knows it."""
@@ -75,7 +86,8 @@ class _Line:
         self.memory: Segment | None = None
         self.shares = False
         self.greeted = False
-        self.under_way = 0
+        self.under_way = 0  # bytes that the server has not taken
+        self.undelivered = 0  # requests that nobody waits for, of those
         self.pending: dict[int, Request] = {}  # not answered yet
         self.holding: dict[int, Request] = {}  # answered, but their memory is not free yet
         self.read = 0  # the highest number of Values in the server's memory that has been read
@@ -110,8 +122,8 @@ class Wire:
         self._checked = 0.0
         self._warned = False
         self._lines = [_Line(open_channel(address, self._context, member.identity)) for address in member.servers]
-        self._poller = zmq.Poller()
-        self._poller.register(self._bell, zmq.POLLIN)
+        self._watch = Watch()
+        self._watch.add(self._bell)
         member.on_news = self._ring
         self._greet_all()
         if not all(self.shares):  # values come by socket: 4 MiB again and again
@@ -131,6 +143,10 @@ class Wire:
 
     def submit(self, request: Request) -> None:
         """Have a request sent; its callbacks run in whatever thread moves the sockets then."""
+        lost = self._lost(request.server)
+        if lost:
+            request.on_error(self._dead(request, lost))
+            return
         with self._lock:
             if self._closed:
                 raise RuntimeError("the store is closed")
@@ -149,6 +165,12 @@ class Wire:
         """Return when servers have all that was to be sent, whatever they wait for with it."""
         self.wait(lambda: not self._outbox and not any(line.under_way for line in self._lines))
 
+    def deliver(self, seconds: float = math.inf) -> bool:
+        """Return when servers have all that was over when it was sent, or are lost; whether so within the time."""
+        ends = time.monotonic() + seconds
+        self.wait(lambda: not any(line.undelivered for line in self._lines) or time.monotonic() > ends)
+        return not any(line.undelivered for line in self._lines)
+
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Move the sockets until something is over, or another thread does until then."""
         while not is_over():
@@ -165,7 +187,9 @@ class Wire:
         self._lines[server].channel.send([protocol.pack(message)])
 
     def close(self) -> None:
-        """Give the sockets back; what is not over ends with an error. Again: nothing."""
+        """Give the sockets back, once servers have what was sent; what is not over ends with an error. Again: nothing."""
+        if not self._closed and not self.deliver(_GRACE_SECONDS):
+            _log.warning("worker %d leaves, and servers may not have all that it has pushed", self._member.rank)
         with self._lock:
             if self._closed:
                 return
@@ -178,6 +202,7 @@ class Wire:
         with self._turn:
             for line in self._lines:
                 line.channel.close()
+            self._watch.close()
             self._fail_all(RuntimeError("the store was closed"))
             end(self._context)
             with self._lock:  # who rings afterwards must not ring another's bell of the same number
@@ -212,16 +237,16 @@ class Wire:
         if not self._outbox:
             return
         with self._lock:
-            waiting, self._outbox = sorted(self._outbox, key=lambda one: one[:2]), []
             kept = []
-            for order, ticket, request in waiting:
+            while self._outbox:
+                entry = heapq.heappop(self._outbox)
+                request = entry[2]
                 line = self._lines[request.server]
                 if line.under_way and line.under_way + request.nbytes > _WINDOW:
-                    kept.append((order, ticket, request))
-                    continue
-                self._dispatch(line, request)
-            self._outbox = kept
-            heapq.heapify(self._outbox)
+                    kept.append(entry)
+                else:
+                    self._dispatch(line, request)
+            self._outbox = kept  # in order, as a heap is
 
     def _dispatch(self, line: _Line, request: Request) -> None:
         request.sequence = next(self._sequences)
@@ -229,10 +254,12 @@ class Wire:
         request.packed = protocol.pack(request.message(request.sequence))
         line.pending[request.sequence] = request
         line.under_way += request.nbytes
+        line.undelivered += request.is_over_when_sent
         self._transmit(line, request)
+        request.on_sent()
 
     def _transmit(self, line: _Line, request: Request) -> None:
-        line.channel.send([request.packed, *map(memory_of, request.datas)])
+        line.channel.send([request.packed, *request.frames])
 
     def _ring(self) -> None:
         with self._lock:
@@ -263,8 +290,8 @@ class Wire:
     def _progress(self, timeout_ms: int, looks_seconds: float = 0.0) -> None:
         self._flush()
         for line in self._lines:
-            line.channel.arm(self._poller)
-        events = poll(self._poller, timeout_ms, looks_seconds)
+            line.channel.arm(self._watch)
+        events = self._watch.wait(timeout_ms, looks_seconds)
         if self._bell in events:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._bell)
@@ -281,14 +308,14 @@ class Wire:
         for request in [*line.holding.values(), *line.pending.values()]:
             self._transmit(line, request)
 
-    def _receive(self, server: int, line: _Line, events: Mapping[Any, int]) -> None:
+    def _receive(self, server: int, line: _Line, events: Set[Source]) -> None:
         for frames in line.channel.receive(events):
             try:
-                self._hear(server, line, protocol.unpack(frames[0].buffer), frames[1:])
+                self._hear(server, line, protocol.unpack(frames[0]), frames[1:])
             except ProtocolError as error:
                 _log.warning("worker %d drops what server %d sent: %s", self._member.rank, server, error)
 
-    def _hear(self, server: int, line: _Line, message: Message, frames: list[zmq.Frame]) -> None:
+    def _hear(self, server: int, line: _Line, message: Message, frames: list[memoryview]) -> None:
         match message:
             case Welcome(shared, memory):
                 line.greeted = True
@@ -343,6 +370,7 @@ class Wire:
         if not request.taken:
             request.taken = True
             line.under_way -= request.nbytes
+            line.undelivered -= request.is_over_when_sent
 
     def _fail(self, line: _Line, sequence: int, error: Exception) -> None:
         request = line.pending.pop(sequence, None)
@@ -361,11 +389,9 @@ class Wire:
             return
         self._checked = now
         for server, line in enumerate(self._lines):
-            why = self._member.gone.get(("server", server))
-            if self._member.lost:
-                self._fail_line(line, f"the scheduler {self._member.lost}")
-            elif why is not None:
-                self._fail_line(line, f"server {server} {why or 'has left the job'}")
+            lost = self._lost(server)
+            if lost:
+                self._fail_line(line, lost)
             for sequence, request in list(line.pending.items()):
                 waited = now - request.since
                 if waited > self._timeout:
@@ -375,15 +401,25 @@ class Wire:
                     self._warned = True
                     _log.warning("%s has waited %.3g s for server %d", request.what, waited, server)
 
+    def _lost(self, server: int) -> str:
+        """Why a server can answer no more; "": it can."""
+        if self._member.lost:
+            return f"the scheduler {self._member.lost}"
+        why = self._member.gone.get(("server", server)) if self._member.gone else None
+        return "" if why is None else f"server {server} {why or 'has left the job'}"
+
+    def _dead(self, request: Request, why: str) -> DeadNodeError:
+        return DeadNodeError(f"{why} (worker {self._member.rank} waited in {request.what})")
+
     def _fail_line(self, line: _Line, why: str) -> None:
         for sequence, request in list(line.pending.items()):
-            self._fail(line, sequence, DeadNodeError(f"{why} (worker {self._member.rank} waited in {request.what})"))
+            self._fail(line, sequence, self._dead(request, why))
         with self._lock:
             mine = [one for one in self._outbox if self._lines[one[2].server] is line]
             self._outbox = [one for one in self._outbox if self._lines[one[2].server] is not line]
             heapq.heapify(self._outbox)
         for _, _, request in mine:
-            request.on_error(DeadNodeError(f"{why} (worker {self._member.rank} waited in {request.what})"))
+            request.on_error(self._dead(request, why))
 
     def _fail_all(self, error: Exception) -> None:
         for line in self._lines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from kvstore.dist import roles, server_state
 from kvstore.dist.arena import Arena
 from kvstore.dist.contributions import Contributions
 from kvstore.dist.embedded import Embedded, embedded_job
+from kvstore.dist.frames import memory_of
 from kvstore.dist.layouts import empty, layout_of, new_keys, pack
 from kvstore.dist.membership import Membership
 from kvstore.dist.protocol import Define
@@ -34,12 +36,16 @@ from kvstore.optimizer import KeyedOptimizer, OptimizerState
 from kvstore.optimizer_spec import Key, OptimizerSpec, check_learning_rate
 from kvstore.registry import register
 
+_log = logging.getLogger("gangline")
 _DEFINED_AT_ONCE = 16 << 20
 
 
 @register("dist", "dist_sync", "dist_async", "dist_device_sync", "dist_sync_device", "dist_device_async")
 class DistStore(KVStore):
     """Keys live on servers, cut into parts; workers push to rounds and pull what they made.
+
+    A push is over when what it carries has left the caller's tensors; should a server refuse it, or be lost before it
+    has it, the next call says so. `barrier`, `exchange` and `close` return when servers have what was pushed.
 
     A process whose environment gives it the role of scheduler or server serves here, and leaves by SystemExit(0) when
     the job is over.
@@ -82,6 +88,7 @@ class DistStore(KVStore):
         self._rounds: dict[Key, int] = {}
         self._spec: OptimizerSpec | None = None
         self._learning_rate: float | None = None
+        self._late: Exception | None = None  # of a push that was over for its caller when it was sent
         self._contributions = Contributions(self._wire.shares, self._arena, on_device=self._on_device)
 
     @property
@@ -98,10 +105,12 @@ class DistStore(KVStore):
 
     def barrier(self) -> None:  # noqa: D102  inherited
         self._check_open()
+        self._deliver()
         self._team.meet("barrier()")
 
     def exchange(self, data: bytes) -> list[bytes]:  # noqa: D102  inherited
         self._check_open()
+        self._deliver()
         return self._member.meet(data)
 
     def dead_nodes(self) -> list[str]:  # noqa: D102  inherited
@@ -240,13 +249,14 @@ class DistStore(KVStore):
         async_op: bool,
     ) -> Work:
         """Prepare requests behind what touches the same keys, and have the returned Work end with their answers."""
+        self._raise_late()
         keys = list(dict.fromkeys(key for key, _ in pairs))
-        shown = f"key {keys[0]!r}" if len(keys) == 1 else f"{len(keys)} keys"
-        work = Work(f"{name} of {shown}")
-        pending = Pending(work, f"{name} of {shown}", self._contributions.pull_codec)
+        shown = f"{name} of " + (f"key {keys[0]!r}" if len(keys) == 1 else f"{len(keys)} keys")
+        work = Work(shown)
+        pending = Pending(work, shown, self._contributions.pull_codec, self._keep_late)
 
         def run() -> None:
-            with torch.no_grad(), pending:
+            with pending:
                 prepare(pending)
             if async_op:
                 self._wire.go_on()
@@ -263,6 +273,20 @@ class DistStore(KVStore):
         """Return when servers have all that was pushed."""
         self._queue.run(lambda: None, Work("settle"), list(self._layout), 0)
         self._wire.flush()
+        self._raise_late()
+
+    def _deliver(self) -> None:
+        """Return when servers have what was pushed by calls that are over."""
+        self._wire.deliver()
+        self._raise_late()
+
+    def _keep_late(self, error: Exception) -> None:
+        self._late = self._late or error
+
+    def _raise_late(self) -> None:
+        late, self._late = self._late, None
+        if late is not None:
+            raise late
 
     def _catch_up(self) -> None:
         """Return when the rounds of all that was pushed are closed."""
@@ -419,6 +443,8 @@ class DistStore(KVStore):
         if not self._closed:
             super().close()
             self._finish()
+            if self._late is not None:
+                _log.error("worker %d leaves, and a push of it was lost: %s", self.rank, self._late)
 
 
 def _all_keys(bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key]) -> Pushed:
@@ -452,7 +478,7 @@ def _definition(server: int, group: Sequence[tuple[Part, Tensor]]) -> Request:
         lambda sequence: Define(sequence, entries, None),
         "init()",
         nbytes=sum(part.nbytes for part, _ in group),
-        datas=[value for _, value in group],
+        frames=[memory_of(value) for _, value in group],
     )
 
 

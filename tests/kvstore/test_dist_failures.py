@@ -30,10 +30,16 @@ def push(kv: KVStore, key: str, numel: int) -> None:
     kv.push(key, torch.ones(numel))
 
 
+def push_and_meet(kv: KVStore) -> None:
+    """A push is over when it is sent: what became of it, the next call tells."""
+    push(kv, "cut", CUT)
+    kv.barrier()
+
+
 CALLS: dict[str, Callable[[KVStore], Any]] = {
     "pull": lambda kv: kv.pull("small", torch.empty(SMALL)),
     "pull of a cut key": lambda kv: kv.pull("cut", torch.empty(CUT)),
-    "push": lambda kv: push(kv, "cut", CUT),
+    "push": push_and_meet,
     "barrier": lambda kv: kv.barrier(),
     "init": lambda kv: kv.init("late", torch.zeros(SMALL)),
     "set_optimizer": lambda kv: kv.set_optimizer("sgd"),

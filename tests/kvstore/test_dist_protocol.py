@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from collectives.errors import ProtocolError
 from collectives.transports.segments import Offer
 from kvstore.dist import protocol, server_state
+from kvstore.dist.answers import Answers, Worker
 from kvstore.dist.arena import ALIGNMENT
 from kvstore.dist.protocol import (
     ABSENT,
@@ -598,3 +600,24 @@ def test_any_message_at_all_is_survived(pair: Pair, messages: list[tuple[Message
         while "no msgpack" not in getattr(stranger.hear()[0], "text", ""):
             pass
     pair.serves()
+
+
+def test_pushes_that_nobody_waits_for_are_acknowledged_together() -> None:
+    sent: list[tuple[bytes, Message]] = []
+    doors = SimpleNamespace(send=lambda identity, frames: sent.append((identity, protocol.unpack(frames[0]))))
+    answers = Answers(doors, lambda _: None)  # type: ignore[arg-type]
+    workers = [Worker(b"%d" % rank, rank, None, False) for rank in range(2)]
+    answers.workers.update({worker.identity: worker for worker in workers})
+    workers[0].late_acks += range(63)
+    answers.flush()
+    assert sent == []
+    answers.flush_late()
+    answers.flush_late()
+    assert sent == [(b"0", Ack(list(range(63))))]
+    workers[0].late_acks += range(64)
+    workers[1].late_acks += [1, 2]
+    workers[1].acks += [3]
+    answers.flush()
+    assert sent[1:] == [(b"0", Ack(list(range(64)))), (b"1", Ack([3, 1, 2]))]
+    answers.flush_late()
+    assert len(sent) == 3

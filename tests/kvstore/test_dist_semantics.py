@@ -12,6 +12,7 @@ from collectives.errors import MismatchError
 from kvstore import KVStore
 from kvstore.dist.worker import DistStore
 from tests.kvstore.dist_cases import check
+from tests.kvstore.dist_job import run_job
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -298,6 +299,17 @@ def async_pushes_of_any_priority_are_all_applied(kv: KVStore) -> None:
     assert value.unique().tolist() == [(4.0 ** (6 * kv.num_workers) - 1) / 3]
 
 
+def an_async_pull_is_behind_all_that_was_pushed_before(kv: KVStore) -> None:
+    numel = 5_000_000  # more than may be under way at once
+    kv.init("behind", torch.zeros(numel, dtype=torch.float64))
+    out = torch.empty(numel, dtype=torch.float64)
+    value = torch.full((numel,), 4.0**kv.rank, dtype=torch.float64)
+    work = kv.push("behind", value, async_op=True)
+    kv.pull("behind", out, priority=9)
+    work.wait()
+    assert all(int(digit) >> (2 * kv.rank) & 3 == 1 for digit in out.unique())
+
+
 def async_updates_are_one_a_push(kv: KVStore) -> None:
     kv.init(["updated", "updated cut"], [torch.zeros(SMALL), torch.zeros(CUT)])
     kv.set_optimizer(("sgd", {"learning_rate": 0.5}))
@@ -312,8 +324,30 @@ def async_updates_are_one_a_push(kv: KVStore) -> None:
 
 @pytest.mark.parametrize("name", ["dist_async", pytest.param("dist_device_async", marks=pytest.mark.slow)])
 def test_async(name: str) -> None:
-    cases = [async_pushes_add, async_pushes_of_any_priority_are_all_applied, async_updates_are_one_a_push]
+    cases = [
+        async_pushes_add,
+        async_pushes_of_any_priority_are_all_applied,
+        an_async_pull_is_behind_all_that_was_pushed_before,
+        async_updates_are_one_a_push,
+    ]
     check(name, 3, 2, cases)
+
+
+def push_and_leave() -> None:
+    """Be worker 0, who leaves when it has pushed, or one of those who stay."""
+    with kvstore.create("dist_sync") as kv:
+        kv.init(["left", "left cut"], [torch.zeros(SMALL), torch.zeros(CUT)])
+        for key, numel in (("left", SMALL), ("left cut", CUT)):
+            kv.push(key, torch.full((numel,), 4.0**kv.rank))
+        if kv.rank:
+            for key, numel in (("left", SMALL), ("left cut", CUT)):
+                same(pulled(kv, key, numel), torch.full((numel,), 21.0))
+
+
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("auto", marks=pytest.mark.slow)])
+def test_what_was_pushed_before_close_counts(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GANGLINE_TRANSPORT", transport)
+    run_job(push_and_leave, 3, 1)
 
 
 def staleness_blocks_and_releases(kv: KVStore) -> None:

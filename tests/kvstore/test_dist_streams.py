@@ -32,7 +32,7 @@ def received(stream: Stream, sender: Stream, count: int) -> list[list[bytes]]:
     while len(messages) < count:
         sender.flush()
         select.select([stream], [], [], 5)
-        messages += [[frame.bytes for frame in frames] for frames in stream.receive()]
+        messages += [[bytes(frame) for frame in frames] for frames in stream.receive()]
     return messages
 
 
@@ -72,7 +72,7 @@ def test_the_end_comes_behind_the_last_message(pair: Pair) -> None:
     near.send([b"last"])
     near.close()
     select.select([far], [], [], 5)
-    assert [[frame.bytes for frame in frames] for frames in far.receive()] == [[b"last"]]
+    assert [[bytes(frame) for frame in frames] for frames in far.receive()] == [[b"last"]]
     with pytest.raises(ConnectionError):
         list(far.receive())
 

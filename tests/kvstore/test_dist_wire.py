@@ -10,9 +10,11 @@ import torch
 import zmq
 
 from collectives.errors import DeadNodeError, StallError
+from collectives.work import Work
 from kvstore.dist import protocol
-from kvstore.dist.protocol import Ack, Hello, Message, Push, Welcome
+from kvstore.dist.protocol import Ack, Failed, Hello, Message, Push, Welcome
 from kvstore.dist.streams import Listener, Stream
+from kvstore.dist.team import Pending
 from kvstore.dist.wire import Request, Wire
 
 pytestmark = pytest.mark.timeout(30)
@@ -36,7 +38,7 @@ class Server:
         for frames in self.stream.receive():
             if len(frames) == 1 and len(frames[0]) == 16:  # who it is
                 continue
-            message = protocol.unpack(frames[0].buffer)
+            message = protocol.unpack(frames[0])
             if isinstance(message, Hello):
                 self.say(Welcome(False, b""))
             self.heard.append(message)
@@ -95,7 +97,7 @@ def push(number: int, priority: int, nbytes: int, over: list[int]) -> Request:
         lambda sequence: Push(sequence, entries, None, None, False, None),
         f"push {number}",
         nbytes=nbytes,
-        datas=[torch.zeros(4, dtype=torch.uint8)],
+        frames=[bytes(4)],
         on_answer=answered,
         priority=priority,
     )
@@ -163,6 +165,62 @@ def test_a_dead_server_and_a_silent_one_are_errors_that_say_what_waited(
     wire.wait(lambda: len(told) == 2)
     assert isinstance(told[1], DeadNodeError)
     assert str(told[1]) == "server 0 was killed or left: connection lost (worker 0 waited in push 8)"
+
+
+def test_what_is_asked_of_a_server_known_to_be_dead_fails_at_once(wire: Wire, member: SimpleNamespace) -> None:
+    told: list[Exception] = []
+    member.gone["server", 0] = ""
+    request = push(9, 0, 10, [])
+    request.on_error = told.append
+    wire.submit(request)
+    assert [str(error) for error in told] == ["server 0 has left the job (worker 0 waited in push 9)"]
+
+
+def test_what_carries_its_own_data_is_over_when_it_is_sent(wire: Wire, server: Server) -> None:
+    late: list[Exception] = []
+    works = [Work(f"push {number}") for number in range(3)]
+    for number, is_own in enumerate([True, True, False]):
+        request = push(number, 0, 10, [])
+        request.is_own = is_own
+        with Pending(works[number], "push", on_late=late.append) as pending:
+            pending.submit([request], wire)
+    assert [work.is_completed() for work in works] == [True, True, False]
+    assert not wire.deliver(0.05)  # but the server has none of them
+    first, second, third = server.pushes()
+    server.say(Ack([first.sequence, third.sequence]))
+    wire.wait(works[2].is_completed)
+    assert not wire.deliver(0.05)
+    assert late == []
+    server.say(Failed(second.sequence, "ValueError", "it does not fit"))
+    assert wire.deliver()
+    assert [str(error) for error in late] == ["it does not fit"]
+    assert works[1].exception() is None
+
+
+def test_what_is_over_when_sent_is_not_over_before(wire: Wire, server: Server) -> None:
+    works = [Work(f"push {number}") for number in range(2)]
+    for number, work in enumerate(works):
+        request = push(number, 0, 10 * MIB, [])
+        request.is_own = True
+        with Pending(work, "push") as pending:
+            pending.submit([request], wire)
+    assert [work.is_completed() for work in works] == [True, False]  # the window is full
+    server.serve()
+    server.say(Ack([server.pushes()[0].sequence]))
+    wire.wait(works[1].is_completed)
+    assert parts(server) == [0, 1]
+    server.say(Ack([server.pushes()[1].sequence]))
+
+
+def test_close_says_what_servers_may_not_have(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvstore.dist.wire._GRACE_SECONDS", 0.05)
+    request = push(0, 0, 10, [])
+    request.is_own = True
+    wire.submit(request)
+    wire.close()
+    assert caplog.messages == ["worker 0 leaves, and servers may not have all that it has pushed"]
 
 
 def test_after_close_nothing_is_taken(wire: Wire) -> None:
