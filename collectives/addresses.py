@@ -17,15 +17,19 @@ def check_address(host: str) -> None:
     Raises:
         RuntimeError: it is not a loopback address, and GANGLINE_INSECURE=1 is not set.
     """
-    try:
-        loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        loopback = host in ("localhost", "lo")
-    if not loopback and os.environ.get("GANGLINE_INSECURE") != "1":
+    if not is_loopback(host) and os.environ.get("GANGLINE_INSECURE") != "1":
         raise RuntimeError(
             f"address {host} can be reached from other machines, and without a job key anybody there could read and "
             "change what the ranks send; on a network that you trust, set GANGLINE_INSECURE=1 in every process"
         )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address, or an interface's name, is reached from this host alone."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host in ("localhost", "lo")
 
 
 def local_address(peer: str, interface: str | None = None) -> str:

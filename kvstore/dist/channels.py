@@ -12,6 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from collectives.errors import ProtocolError
 from kvstore.dist import streams
+from kvstore.dist.buffers import fit_buffers
 from kvstore.dist.waiting import Source, Watch
 
 _COPIED = 1 << 16
@@ -70,6 +71,7 @@ class SocketChannel:
         ):
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IDENTITY, identity)
+        fit_buffers(self._socket, endpoint.removeprefix("tcp://").rpartition(":")[0])
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._socket.connect(endpoint)
         self._is_armed = False

@@ -12,6 +12,7 @@ import zmq
 from collectives.zeromq_context import end
 from collectives.errors import ProtocolError
 from kvstore.dist import protocol
+from kvstore.dist.buffers import fit_buffers
 from kvstore.dist.streams import Listener, Stream
 from kvstore.dist.waiting import LOOKS_SECONDS, Source, Watch
 
@@ -41,6 +42,7 @@ class Doors:
             (zmq.IPV6, int(":" in host)),
         ):
             self._socket.setsockopt(option, value)
+        fit_buffers(self._socket, host)
         self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:*")
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         """For `channels.open_channel`."""

@@ -1,0 +1,33 @@
+"""What is on its way by loopback stays in the caches."""
+
+from __future__ import annotations
+
+import pytest
+import zmq
+
+from collectives.addresses import is_loopback
+from kvstore.dist.buffers import fit_buffers
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("[::1]", True),
+        ("::1", True),
+        ("localhost", True),
+        ("10.0.0.1", False),
+        ("[fe80::1]", False),
+        ("head", False),
+        ("*", False),
+    ],
+)
+def test_buffers_are_small_on_loopback_alone(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, context.socket(zmq.ROUTER) as socket:
+        before = [socket.getsockopt(option) for option in (zmq.SNDBUF, zmq.RCVBUF)]
+        fit_buffers(socket, host)
+        after = [socket.getsockopt(option) for option in (zmq.SNDBUF, zmq.RCVBUF)]
+    assert after == ([192 << 10] * 2 if expected else before)
