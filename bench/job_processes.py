@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvstore.launch.descent import die_with
-from kvstore.launch.environment import cores, free_ports
+from kvstore.launch.environment import free_ports
 
 if TYPE_CHECKING:
     from bench.hosts import Hosts
@@ -39,7 +39,7 @@ class Plan:
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of all processes."""
     threads: int = 1
-    """Of torch, in each worker; a server from the fork server has one a core."""
+    """Of torch, in each worker."""
     interpreter: Path | None = None
     """A Python that each process starts anew; None: all come from the fork server, which is quicker to start, and makes
     small messages a fifth quicker too: such processes share memory, and the processor's caches with it. So it is for
@@ -163,11 +163,8 @@ def _work(plan: Plan, role: str, path: str) -> None:
 
         serve(import_module(f"bench.peers.{plan.module}").join(), path)
     elif role == "server":
-        import torch
-
         from kvstore.dist import roles, server
 
-        torch.set_num_threads(cores())
         server.serve(roles.from_environment())
     else:
         from kvstore.dist import scheduler

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 _log = logging.getLogger("gangline")
 _INLINE = 1 << 18
@@ -29,10 +30,17 @@ class Crew:
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._under_way = [0] * self.lanes
         self._outstanding = 0
+        self._scratch = [torch.empty(0, dtype=torch.uint8)] * self.lanes
 
     def lane_of(self, number: int) -> int:
         """The lane of a part."""
         return number % self.lanes
+
+    def scratch(self, lane: int, nbytes: int) -> Tensor:
+        """Memory for work of a lane, until its next work: the same again, which the caches still hold."""
+        if self._scratch[lane].nbytes < nbytes:
+            self._scratch[lane] = torch.empty(nbytes, dtype=torch.uint8)
+        return self._scratch[lane][:nbytes]
 
     def run(self, lane: int, nbytes: int, work: Callable[[], None], then: Callable[[str], None]) -> None:
         """Do some work, and call ``then`` in the owner's thread with what went wrong ("": nothing).

@@ -76,7 +76,6 @@ class Part:
     """Whether a lane changes ``stored``."""
     problems: dict[int, str] = field(default_factory=dict)
     """Rounds that closed without effect, and why."""
-    merged: Tensor | None = None
     warned: int = 0
     """The last round of which a warning has told who is late."""
 
@@ -160,12 +159,12 @@ class Part:
         self.warned = self.closed + 1
         return f"key {self.key!r}, round {self.warned}, waits for {name_ranks(missing)}; {name_ranks(came)} came"
 
-    def total(self, contributions: Sequence[Contribution], *, into_stored: bool) -> Tensor | RowSparse:
+    def total(self, contributions: Sequence[Contribution], room: Callable[[int], Tensor]) -> Tensor | RowSparse:
         """The sum of a round in the order given, or its weighted mean where weights came with it.
 
         Args:
             contributions: each with a value, in rank order; at least one.
-            into_stored: whether the sum may be written over the stored value.
+            room: gives so many bytes, as uint8, for a sum that is dense.
         """
         values = [one.value for one in contributions]
         weights = [one.weight for one in contributions]
@@ -174,14 +173,9 @@ class Part:
         if len(sparse) == len(values) and not weighted:
             return summed(sparse, self.flat.device)
         dense = [value.to_dense().view(-1) if isinstance(value, RowSparse) else value for value in values]
-        out = self.flat if into_stored else self._merge_buffer()
+        out = room(self.flat.nbytes).view(self.flat.dtype)
         add_up([value for value in dense if value is not None], out, weights if weighted else None)
         return out
-
-    def _merge_buffer(self) -> Tensor:
-        if self.merged is None:
-            self.merged = torch.empty_like(self.flat)
-        return self.merged
 
 
 def add_up(values: Sequence[Tensor], out: Tensor, weights: Sequence[float | None] | None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from collectives.errors import DeadNodeError, MismatchError
 from collectives.limits import limits
@@ -111,8 +112,15 @@ class Rounds:
         optimizers = self.optimizers
         into_stored = optimizers is None and self.is_sync
 
+        def room(nbytes: int) -> Tensor:
+            if into_stored:
+                return part.flat.view(torch.uint8)
+            if optimizers is not None and optimizers.keeps_sums:
+                return torch.empty(nbytes, dtype=torch.uint8)
+            return self._crew.scratch(part.lane, nbytes)
+
         def work() -> None:
-            total = part.total(given, into_stored=into_stored)
+            total = part.total(given, room)
             if optimizers is not None:
                 optimizers.take_sum(part, total, this.learning_rate)
             elif isinstance(total, RowSparse):

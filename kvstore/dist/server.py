@@ -363,7 +363,8 @@ def _nothing() -> None:
 
 
 def serve(job: roles.ServerJob) -> None:
-    """Be a server of a job until it is over."""
+    """Be a server of a job until it is over: all that this process is for, with a thread a core that adds and updates."""
+    torch.set_num_threads(1)  # of each: what several threads share, they wait for while workers have the cores
     with open_server(job) as server:
         server.run()
 

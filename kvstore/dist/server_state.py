@@ -101,13 +101,18 @@ class Optimizers:
         """From `pack_spec`'s bytes."""
         return cls(read_spec(payload), lanes)
 
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether sums wait for `update_held`."""
+        return self._spec.clip_global_norm is not None
+
     def take_sum(self, part: Part, total: Tensor | RowSparse, learning_rate: float | None) -> None:
         """Update a part by the sum of its round, in its lane; under ``clip_global_norm`` keep the sum for `update_held`.
 
         Raises:
             ValueError: the optimizer does not take such a gradient, or such a part.
         """
-        if self._spec.clip_global_norm is None:
+        if not self.keeps_sums:
             self._update(part, total, learning_rate)
             return
         self._of(part).check_kind(part.number, rows=isinstance(total, RowSparse))
