@@ -79,6 +79,7 @@ class Answers:
         """Have a worker given a part's value by the next `flush`."""
         for worker in self._of_rank(waiter.rank):
             worker.ready.append((waiter, part))
+            part.owed += 1
 
     def flush(self) -> None:
         """Send what has come together."""
@@ -89,6 +90,10 @@ class Answers:
                 worker.ready.sort(key=lambda pair: pair[0].sequence)
                 for sequence, group in groupby(worker.ready, key=lambda pair: pair[0].sequence):
                     self._give(worker, sequence, list(group))
+                for _, part in worker.ready:
+                    part.owed -= 1
+                    if not part.owed and part.open:
+                        self._touch([part])
                 worker.ready = []
             if worker.frees:
                 self.send(worker.identity, Free(worker.frees))

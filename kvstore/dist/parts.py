@@ -72,6 +72,8 @@ class Part:
     waiters: list[Waiter] = field(default_factory=list)
     readers: set[tuple[int, int]] = field(default_factory=set)
     """(rank, sequence) of those who read ``stored`` where it lies."""
+    owed: int = 0
+    """Waiters who are to have the value as it is, and to whom it has not gone out yet."""
     busy: bool = False
     """Whether a lane changes ``stored``."""
     problems: dict[int, str] = field(default_factory=dict)
@@ -141,9 +143,9 @@ class Part:
         self.ahead.pop(rank, None)
 
     def ready(self, needed: Set[int]) -> Round | None:
-        """The next round, if all ``needed`` have contributed and nobody reads or changes the value."""
+        """The next round, if all ``needed`` have contributed and nobody reads, changes or is to have the value."""
         following = self.open.get(self.closed + 1)
-        if following is None or self.busy or self.readers or not following.contributions.keys() >= needed:
+        if following is None or self.busy or self.owed or self.readers or not following.contributions.keys() >= needed:
             return None
         return following
 

@@ -56,6 +56,11 @@ class Rounds:
         self._stall_warn = limits().stall_warn
         self._warned = 0.0
 
+    @property
+    def is_touched(self) -> bool:
+        """Whether there is something for `advance` to look at."""
+        return bool(self._touched)
+
     def touch(self, parts: Iterable[Part]) -> None:
         """Have these looked at by `advance`: something about them has changed."""
         self._touched.update(parts)

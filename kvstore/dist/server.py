@@ -90,13 +90,20 @@ class Server:
                     self._receive(identity, frames)
                 self._bury()
                 self._rounds.warn()
-                self._rounds.advance()
-                if self._commands and self._rounds.are_settled():
-                    self._follow_commands()
-                self._answers.flush()
+                self._advance()
         finally:
             if self._arena is not None:
                 self._arena.close()
+
+    def _advance(self) -> None:
+        """Close rounds, follow commands and answer, as far as what has come allows."""
+        while True:
+            self._rounds.advance()
+            if self._commands and self._rounds.are_settled():
+                self._follow_commands()
+            self._answers.flush()
+            if not self._rounds.is_touched:  # by what has gone out
+                return
 
     # What comes in
 

@@ -459,6 +459,35 @@ def test_pushes_that_overtake_each_other_are_all_counted(pair: Pair) -> None:
     pair.serves()
 
 
+@pytest.mark.parametrize("numel", [FLOATS, 100_000])  # in the answer, and where it lies
+def test_a_pull_gets_its_round_though_the_next_one_is_complete(pair: Pair, numel: int) -> None:
+    part = pair.next()
+    assert pair.lines[0].ask(defined(part, part, [numel], 1, f"next {numel}"), bytes(4 * numel)) == Ack([part])
+    for number in range(1, 40, 2):
+
+        def push(line: Line, number: int) -> None:
+            data = bytes_of(torch.full((numel,), float(number)))
+            line.say(Push(pair.next(), [[part, number, DENSE, 4 * numel]], None, None, False, None), data)
+
+        push(pair.lines[0], number)
+        assert isinstance(pair.lines[0].hear()[0], Ack)
+        for later in (number, number + 1):
+            push(pair.lines[1], later)
+            assert isinstance(pair.lines[1].hear()[0], Ack)
+        first, second = pair.next(), pair.next()  # all at once: the server may see them together
+        pair.lines[0].say(Pull(first, [[part, number, DENSE, 0]], False, None))
+        push(pair.lines[0], number + 1)
+        pair.lines[0].say(Pull(second, [[part, number + 1, DENSE, 0]], False, None))
+        expected = {first: number, second: number + 1}
+        for _ in range(3):  # two values, and the server's word that it has the push
+            message, frames = pair.lines[0].hear()
+            if isinstance(message, Values):
+                assert floats(frames[0]).unique().tolist() == [2.0 * expected.pop(message.sequence)]
+                if message.number:
+                    pair.lines[0].say(Done([message.number]))
+        assert not expected
+
+
 def test_an_optimizer_takes_no_state_that_is_none() -> None:
     with Job(2) as job:
         pair = Pair(job)
