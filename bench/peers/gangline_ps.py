@@ -49,7 +49,9 @@ def prepare(store: kvstore.KVStore, options: dict[str, Any]) -> dict[str, Any]:
             store.pushpull(key, given, out)
         else:
             store.push(key, given)
-            if call == "push+pull":
+            if call == "push":
+                store.barrier()  # which servers have it before
+            else:
                 store.pull(key, out)
 
     def write(start: int, values: Any) -> None:

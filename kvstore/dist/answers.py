@@ -13,14 +13,12 @@ from collectives.compression import Codec
 from collectives.transports.segments import Segment
 from kvstore.dist import protocol
 from kvstore.dist.doors import Doors
-from kvstore.dist.frames import memory_of
+from kvstore.dist.frames import INLINE, memory_of
 from kvstore.dist.parts import Part, Waiter
 from kvstore.dist.protocol import CODED, DENSE, ROWS, Ack, Failed, Free, Message, Values
 
 _REMEMBERED = 256
 _MANY = 64
-INLINE = 1 << 15
-"""Bytes up to which values go through the socket even where memory is shared: two messages less."""
 
 
 @dataclass(eq=False)

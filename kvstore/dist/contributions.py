@@ -15,16 +15,13 @@ from collectives.device_group import reduce
 from kvstore.arguments import Value, check_like
 from kvstore.compressed import Layout, parsed_place
 from kvstore.dist.arena import Arena, aligned
-from kvstore.dist.frames import memory_of
+from kvstore.dist.frames import INLINE, memory_of
 from kvstore.dist.protocol import ABSENT, CODED, DENSE, ROWS, Message, Push
 from kvstore.dist.sharding import Part
 from kvstore.dist.values import Pulled
 from kvstore.dist.wire import Request
 from kvstore.optimizer_spec import Key
 from kvstore.sparse import RowSparse, summed
-
-INLINE = 1 << 15
-"""Bytes up to which a message carries its data even where memory is shared: one message less."""
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _GROUP = 4 << 20

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_SMALL = 1 << 15
+INLINE = 1 << 15
+"""Bytes up to which a message carries its data even where memory is shared: one or two messages less."""
+
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
@@ -27,6 +29,6 @@ def bytes_of(frame: memoryview) -> Tensor:
 
 def memory_of(tensor: Tensor) -> bytes | memoryview:
     """A contiguous host tensor's bytes, for a socket to read: a copy where it is small."""
-    if tensor.nbytes <= _SMALL:
+    if tensor.nbytes <= INLINE:
         return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

@@ -17,11 +17,11 @@ from collectives.errors import MismatchError, ProtocolError
 from collectives.host_memory import keep_freed_memory
 from collectives.transports.segments import Segment, open_offered
 from kvstore.dist import protocol, roles, server_state
-from kvstore.dist.answers import INLINE, Answers, Worker
+from kvstore.dist.answers import Answers, Worker
 from kvstore.dist.arena import Arena, aligned, piece
 from kvstore.dist.crew import Crew
 from kvstore.dist.doors import Doors
-from kvstore.dist.frames import bytes_of
+from kvstore.dist.frames import INLINE, bytes_of
 from kvstore.dist.membership import Membership
 from kvstore.dist.parts import Contribution, Part, Waiter
 from kvstore.dist.protocol import (
