@@ -46,10 +46,10 @@ def ps(
     """Have every worker push a key of float32 and pull the sum.
 
     size is the key's in bytes; time_us is that of one push and pull: the mean over a run of the worker that took
-    longest, and the median over the runs. gb_per_s is size / time. With --compression there are also the push alone, until
-    servers have it, as it is and compressed, and push and pull with both compressed (pulls as fp16); ratio_to_float32 tells how many
-    times as fast that is. MXNet runs at its best setting for each size and call, found first and named. error is the
-    largest deviation from the exact sum. p50, min, p99 and max are of time_us.
+    longest, and the median over the runs. gb_per_s is size / time. With --compression there are also the push alone,
+    until servers have it, as it is and compressed, and push and pull with both compressed (pulls as fp16);
+    ratio_to_float32 tells how many times as fast that is. MXNet runs at its best setting for each size and call, found
+    first and named. error is the largest deviation from the exact sum. p50, min, p99 and max are of time_us.
     """
     from bench.peers.installed import chosen
     from bench.sweep import size_in_bytes, sizes_between

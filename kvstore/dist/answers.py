@@ -111,13 +111,13 @@ class Answers:
     def _give(self, worker: Worker, sequence: int, ready: list[tuple[Waiter, Part]]) -> None:
         """Values of parts: large ones are read where they lie, and stay until the worker has them."""
         codec = self.pull_codec
-        in_place = [
-            (waiter, part)
-            for waiter, part in ready
-            if waiter.rows is None
-            and part.flat.nbytes > INLINE
-            and not (codec is not None and part.flat.is_floating_point())
-        ]
+        in_place: list[tuple[Waiter, Part]] = []
+        others: list[tuple[Waiter, Part]] = []
+        for pair in ready:
+            waiter, part = pair
+            is_coded = codec is not None and part.flat.is_floating_point()
+            lies_there = waiter.rows is None and part.flat.nbytes > INLINE and not is_coded
+            (in_place if lies_there else others).append(pair)
         if in_place:
             self._number += 1
             parts = [part for _, part in in_place]
@@ -130,7 +130,6 @@ class Answers:
             frames = [] if worker.shares else [memory_of(part.flat) for part in parts]
             message = protocol.pack(Values(sequence, self._number, entries, places))
             self._doors.send(worker.identity, [message, *frames], in_place=True)
-        others = [pair for pair in ready if pair not in in_place]
         if others:
             entries, datas = [], []
             for waiter, part in others:

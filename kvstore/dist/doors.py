@@ -74,18 +74,20 @@ class Doors:
 
     def receive(self) -> Iterator[tuple[bytes, list[memoryview]]]:
         """The identities and messages of those who have said something, as far as `wait` has seen it."""
-        while self._socket in self._events:
+        events = self._events
+        while self._socket in events:
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
             yield identity.bytes, [frame.buffer for frame in frames]
-        if self._listener is not None and self._listener.fileno() in self._events:
+        if self._listener is not None and self._listener.fileno() in events:
             while (stream := self._listener.accept()) is not None:
                 self._streams[stream.fileno()] = stream
                 self._watch.add(stream.fileno())
-        for descriptor in [one for one in self._streams if one in self._events]:
-            yield from self._by_stream(descriptor)
+        for descriptor in events:
+            if isinstance(descriptor, int) and descriptor in self._streams:
+                yield from self._by_stream(descriptor)
 
     def send(self, identity: bytes, frames: Sequence[bytes | memoryview], *, in_place: bool = False) -> None:
         """Send a message; it is lost where the other is gone.
@@ -124,7 +126,8 @@ class Doors:
     def _by_stream(self, descriptor: int) -> Iterator[tuple[bytes, list[memoryview]]]:
         stream = self._streams[descriptor]
         try:
-            stream.flush()
+            if stream.is_full:
+                stream.flush()
             for frames in stream.receive():
                 identity = self._names.get(descriptor)
                 if identity is None:  # the first message says who it is

@@ -12,6 +12,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from collectives.errors import ProtocolError
 from kvstore.dist.protocol import MAX_PART
@@ -22,6 +23,12 @@ _MOST_FRAMES = 1 << 16
 _READ = 1 << 18
 _BUFFER = 1 << 20
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+
+@lru_cache(64)
+def _head(count: int) -> struct.Struct:
+    """What stands before so many frames."""
+    return struct.Struct(f"<4sI{count}Q")
 
 
 class Stream:
@@ -62,7 +69,7 @@ class Stream:
             ConnectionError: the other end is gone.
         """
         sizes = [len(frame) for frame in frames]
-        head = _HEAD.pack(_MAGIC, len(frames)) + struct.pack(f"<{len(frames)}Q", *sizes)
+        head = _head(len(frames)).pack(_MAGIC, len(frames), *sizes)
         if not self._leaving and sum(sizes) < _READ:  # nearly always: one call, and it all fits
             whole = b"".join((head, *frames))
             try:
@@ -138,11 +145,11 @@ def _message_at(came: bytearray | memoryview, begin: int) -> tuple[list[memoryvi
     magic, count = _HEAD.unpack_from(came, begin)
     if magic != _MAGIC or not 0 < count <= _MOST_FRAMES:
         raise ProtocolError(f"{bytes(came[begin : begin + 16])!r} came, which is no message")
-    begin += _HEAD.size
-    if len(came) - begin < 8 * count:
+    head = _head(count)
+    if len(came) - begin < head.size:
         return None
-    sizes = struct.unpack_from(f"<{count}Q", came, begin)
-    begin += 8 * count
+    _, _, *sizes = head.unpack_from(came, begin)
+    begin += head.size
     nbytes = sum(sizes)
     if nbytes > MAX_PART:
         raise ProtocolError(f"a message of {nbytes} bytes came; expected at most {MAX_PART}")
