@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from bench.job_processes import Plan
     from bench.jobs import Job
 
-STORES = ("dist_sync", "allreduce")
-"""What is measured unless others are asked for."""
+STORES = ("dist_sync", "allreduce", "apart")
+"""What is measured unless others are asked for. "apart" is no store: workers that share nothing but the machine."""
 
 SAMPLES = 128
 """Of a worker's step, unless others are asked for: then resnet18 computes for much longer than it talks."""
 _PEER = "ddp"
+_APART = "apart"
 _NAME = "training"  # under which all jobs are prepared
 
 
@@ -42,7 +43,8 @@ def measure(
         network: of the zoo.
         samples: of a worker's step.
         workers: how many there are, in turn.
-        stores: kinds of store; the ``dist_`` ones have one server. "ddp" is torch's DDP over backend "gangline".
+        stores: kinds of store; the ``dist_`` ones have one server. "ddp" is torch's DDP over backend "gangline",
+            "apart" no store at all.
         peers: names out of "ddp".
         runs: of each side.
         run_seconds: about how long a run takes.
@@ -108,7 +110,8 @@ def _plan(store: str | None, workers: int) -> Plan:
 def _row(job: Job, rates: Mapping[Job, Sequence[float]], network: str, samples: int) -> Row:
     plan, figures = job.plan, spread(rates[job])
     alone = next((other for other in rates if _side(other) == _side(job) and other.plan.workers == 1), None)
-    peer = next((other for other in rates if _side(other) is None and other.plan.workers == plan.workers), None)
+    beside = {_side(other): other for other in rates if other.plan.workers == plan.workers}
+    peer, apart = beside.get(None), beside.get(_APART)
     row: Row = {
         "who": job.who,
         "store": _side(job),
@@ -121,6 +124,8 @@ def _row(job: Job, rates: Mapping[Job, Sequence[float]], network: str, samples: 
     }
     if any(_side(other) is None for other in rates):
         row[f"ratio_to_{_PEER}"] = _ratio(rates[job], rates[peer]) if peer else None
+    if apart is not None and apart is not job:
+        row[f"ratio_to_{_APART}"] = _ratio(rates[job], rates[apart])
     return {**row, **figures}
 
 

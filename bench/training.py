@@ -44,7 +44,8 @@ def training(
         str | None,
         typer.Option(
             help="The store that several contexts use, by default device; with --scaling those of the workers, with "
-            "commas, by default dist_sync,allreduce; ddp is torch's DDP over backend gangline."
+            "commas, by default dist_sync,allreduce,apart; apart is none, what the machine gives workers that share "
+            "nothing else, and ddp is torch's DDP over backend gangline."
         ),
     ] = None,
     scaling: Annotated[

@@ -15,25 +15,30 @@ from models.zoo import registry
 
 
 def join() -> dict[str, Any]:
-    """This process as a worker of the job that its environment describes; BENCH_STORE is the kind of store."""
-    store = kvstore.create(os.environ["BENCH_STORE"])
+    """This process as a worker of the job that its environment describes.
+
+    BENCH_STORE is the kind of store; "apart": each worker updates its own weights, and all only begin together.
+    """
+    kind = os.environ["BENCH_STORE"]
+    store = kvstore.create("allreduce" if kind == "apart" else kind)
     return {
         "who": "gangline",
         "rank": store.rank,
         "barrier": store.barrier,
-        "prepare": partial(prepare, store),
+        "prepare": partial(prepare, store.rank, None if kind == "apart" else store),
         "leave": store.close,
     }
 
 
-def prepare(store: kvstore.KVStore, options: dict[str, Any]) -> dict[str, Any]:
+def prepare(rank: int, store: kvstore.KVStore | None, options: dict[str, Any]) -> dict[str, Any]:
     """A Module on random images of this worker's own.
 
     Args:
-        store: what joins the workers.
+        rank: this worker's.
+        store: what joins the workers; None: nothing does.
         options: ``network``, ``image_shape``, ``classes`` and ``samples`` (of a worker's step).
     """
-    torch.manual_seed(store.rank)
+    torch.manual_seed(rank)
     network = registry.create(options["network"], options["classes"])
     data = torch.rand(options["samples"], *options["image_shape"])
     label = torch.randint(options["classes"], (options["samples"],))

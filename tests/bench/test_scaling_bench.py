@@ -25,6 +25,8 @@ def test_each_side_has_a_row_for_each_number_of_workers(tmp_path: Path) -> None:
         ("gangline", "dist_sync", 2, 1),
         ("gangline", "allreduce", 1, None),
         ("gangline", "allreduce", 2, None),
+        ("gangline", "apart", 1, None),
+        ("gangline", "apart", 2, None),
         ("ddp,", None, 1, None),
         ("ddp,", None, 2, None),
     ]
@@ -35,8 +37,11 @@ def test_each_side_has_a_row_for_each_number_of_workers(tmp_path: Path) -> None:
             assert row["samples_per_s"] == row["p50"] > 0
         assert alone["efficiency"] == 1
         assert both["efficiency"] == pytest.approx(both["p50"] / alone["p50"] / 2)
-    for row, peer in zip(rows[:4], rows[4:] * 2, strict=True):
+    for row, peer in zip(rows[:6], rows[6:] * 3, strict=True):
         assert row["ratio_to_ddp"] == pytest.approx(row["p50"] / peer["p50"])
+    for row, apart in zip(rows[:4] + rows[6:], rows[4:6] * 3, strict=True):
+        assert row["ratio_to_apart"] == pytest.approx(row["p50"] / apart["p50"])
+    assert not any("ratio_to_apart" in row for row in rows[4:6])
     assert "gangline, allreduce: 2 workers are " in done.output
     assert "as fast as ddp: network mlp, store dist_sync, workers 2" in done.output
 
