@@ -96,13 +96,16 @@ class Server:
                 self._arena.close()
 
     def _advance(self) -> None:
-        """Close rounds, follow commands and answer, as far as what has come allows."""
+        """Close rounds and answer, as far as what has come allows, and follow commands when nobody is owed a value."""
         while True:
             self._rounds.advance()
+            self._answers.flush()
+            if self._rounds.is_touched:  # by what has gone out
+                continue
             if self._commands and self._rounds.are_settled():
                 self._follow_commands()
-            self._answers.flush()
-            if not self._rounds.is_touched:  # by what has gone out
+                self._answers.flush()
+            if not self._rounds.is_touched:
                 return
 
     # What comes in
