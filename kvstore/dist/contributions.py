@@ -19,7 +19,7 @@ from kvstore.dist.frames import INLINE, memory_of
 from kvstore.dist.protocol import ABSENT, CODED, DENSE, ROWS, Message, Push
 from kvstore.dist.sharding import Part
 from kvstore.dist.values import Pulled
-from kvstore.dist.wire import Request
+from kvstore.dist.request import Request
 from kvstore.optimizer_spec import Key
 from kvstore.sparse import RowSparse, summed
 

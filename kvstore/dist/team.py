@@ -16,7 +16,8 @@ from collectives.work import Work
 from kvstore.dist.frames import memory_of
 from kvstore.dist.membership import Membership
 from kvstore.dist.protocol import Answer, Command, Message
-from kvstore.dist.wire import Request, Wire
+from kvstore.dist.request import Request
+from kvstore.dist.wire import Wire
 
 _ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (ValueError, TypeError, KeyError)}
 

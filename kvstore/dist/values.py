@@ -15,7 +15,7 @@ from kvstore.dist.arena import piece, typed
 from kvstore.dist.frames import memory_of
 from kvstore.dist.protocol import CODED, DENSE, ROWS, Message, Pull, Values
 from kvstore.dist.sharding import Part
-from kvstore.dist.wire import Request
+from kvstore.dist.request import Request
 from kvstore.optimizer_spec import Key
 from kvstore.sparse import RowSparse
 

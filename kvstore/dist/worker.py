@@ -31,7 +31,8 @@ from kvstore.dist.protocol import Define
 from kvstore.dist.sharding import Part, Sharding
 from kvstore.dist.team import Pending, Team
 from kvstore.dist.values import Pulled, PulledRows, Target, closed
-from kvstore.dist.wire import Request, Wire
+from kvstore.dist.request import Request
+from kvstore.dist.wire import Wire
 from kvstore.optimizer import KeyedOptimizer, OptimizerState
 from kvstore.optimizer_spec import Key, OptimizerSpec, check_learning_rate
 from kvstore.registry import register

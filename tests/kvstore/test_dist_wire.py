@@ -13,9 +13,10 @@ from collectives.errors import DeadNodeError, StallError
 from collectives.work import Work
 from kvstore.dist import protocol
 from kvstore.dist.protocol import Ack, Failed, Hello, Message, Push, Welcome
+from kvstore.dist.request import Request
 from kvstore.dist.streams import Listener, Stream
 from kvstore.dist.team import Pending
-from kvstore.dist.wire import Request, Wire
+from kvstore.dist.wire import Wire
 
 pytestmark = pytest.mark.timeout(30)
 MIB = 1 << 20
