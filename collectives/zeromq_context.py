@@ -16,8 +16,8 @@ _PATIENCE = 15.0
 def end(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     """Terminate a context whose sockets are closed: returns when what they still send has gone out, as they linger.
 
-    libzmq (4.3) loses, about once in a thousand contexts with monitors on a busy machine, word of a socket's end: its
-    threads sleep and `zmq.Context.term` never returns. Such a context is left behind after 15 s, with a warning.
+    One that has not ended after 15 s is left behind with a warning, as libzmq (4.3) makes them by mistakes of its own
+    and of ours: a socket that binds without a linger (`Line`), one that nobody closed.
     """
     ending = threading.Thread(target=context.term, name="gangline-context-end", daemon=True)
     ending.start()

@@ -144,6 +144,9 @@ class Line:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], token: bytes, *, binds: bool) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER if binds else zmq.DEALER)
+        # libzmq (4.3) ends a lost connection with the linger that its socket had at bind(): by default for ever, and if
+        # this side closes at that moment with something unsent, its context never ends. `close` has its own linger.
+        self.socket.linger = 0
         self._name = _NAME + token
         if binds:
             self.socket.router_mandatory = True  # nobody there: an error, not silence

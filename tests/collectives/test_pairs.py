@@ -5,8 +5,10 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import msgpack
 import pytest
@@ -14,6 +16,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from collectives.transports.pairs import Line, Pairs
+from collectives.zeromq_context import end
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -108,6 +111,29 @@ def test_hundreds_of_openings_end() -> None:
             each.lines[1 - each.rank].send(b"closed")
             each.close(0)
             each.close(0)
+
+
+def test_a_line_ends_at_whatever_moment_its_peer_goes(tmp_path: Path) -> None:
+    port = f"ipc://{tmp_path}/line"
+    with zmq.Context() as callers:
+        for turn in range(3000):  # the moment in which libzmq may wait for ever came once in some hundred turns
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            line = Line(context, TOKEN, binds=True)
+            line.socket.bind(port)
+            with callers.socket(zmq.DEALER) as peer:
+                peer.linger = 0
+                peer.routing_id = b"gangline-" + TOKEN
+                peer.connect(port)
+                peer.send(HELLO)
+                assert line.socket.poll(10_000)
+                assert line.wait_up()
+            moment = time.perf_counter() + turn % 120 * 1e-6
+            while time.perf_counter() < moment:
+                pass
+            line.send(b"closed")
+            line.close(500)
+            end(context)
+            assert context.closed, turn
 
 
 @contextmanager
