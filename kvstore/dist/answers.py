@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 
 from torch import Tensor
@@ -19,6 +21,8 @@ from kvstore.dist.protocol import CODED, DENSE, ROWS, Ack, Failed, Free, Message
 
 _REMEMBERED = 256
 _MANY = 64
+_AHEAD = 64 << 20
+"""Bytes of open rounds that a server takes of each worker besides twice what it stores."""
 
 
 @dataclass(eq=False)
@@ -33,6 +37,10 @@ class Worker:
     acks: list[int] = field(default_factory=list)
     late_acks: list[int] = field(default_factory=list)
     """Those that nobody waits for: they go out with others, or when there is nothing else to do."""
+    withheld: list[int] = field(default_factory=list)
+    """Those that go out when its backlog is small again: till then it sends no more than its window."""
+    backlog: int = 0
+    """Bytes that it gave to rounds which are still open."""
     frees: list[int] = field(default_factory=list)
     held: set[int] = field(default_factory=set)
     """Messages whose memory is still looked at."""
@@ -44,6 +52,15 @@ class Worker:
         """Tell it that a message's memory may be written again."""
         self.held.discard(sequence)
         self.frees.append(sequence)
+
+    def count(self, nbytes: int, release: Callable[[], None]) -> Callable[[], None]:
+        """Have bytes belong to the backlog until what this gives is called, which then calls ``release``."""
+        self.backlog += nbytes
+        return partial(self._end, nbytes, release)
+
+    def _end(self, nbytes: int, release: Callable[[], None]) -> None:
+        self.backlog -= nbytes
+        release()
 
 
 @dataclass(frozen=True)
@@ -68,10 +85,25 @@ class Answers:
         """By identity."""
         self.pull_codec: Codec | None = None
         """How values go out; None: as they are."""
+        self.most_backlog = math.inf
+        """Bytes beyond which a worker is told late that its pushes have come."""
         self._doors = doors
         self._touch = touch
         self._reads: dict[int, _Read] = {}
         self._number = 0
+
+    def bound_backlogs(self, stored: int) -> None:
+        """Let each worker be about two rounds ahead of the slowest, of all the bytes that are stored here."""
+        self.most_backlog = 2 * stored + _AHEAD
+
+    def has(self, worker: Worker, sequence: int, *, late: bool) -> None:
+        """Tell a worker that what it sent has come; ``late``: it does not wait for that."""
+        if worker.backlog > self.most_backlog:
+            worker.withheld.append(sequence)
+        elif late:
+            worker.late_acks.append(sequence)
+        else:
+            worker.acks.append(sequence)
 
     def is_ready(self, waiter: Waiter, part: Part) -> None:
         """Have a worker given a part's value by the next `flush`."""
@@ -82,6 +114,9 @@ class Answers:
     def flush(self) -> None:
         """Send what has come together."""
         for worker in self.workers.values():
+            if worker.withheld and worker.backlog <= self.most_backlog:
+                worker.acks += worker.withheld
+                worker.withheld.clear()
             if worker.acks or len(worker.late_acks) >= _MANY:
                 self._acknowledge(worker)
             if worker.ready:

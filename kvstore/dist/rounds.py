@@ -61,6 +61,11 @@ class Rounds:
         """Whether there is something for `advance` to look at."""
         return bool(self._touched)
 
+    @property
+    def is_crippled(self) -> bool:
+        """Whether somebody has died or left whom rounds wait for."""
+        return self.is_sync and bool(self._dead.keys() - self.resting)
+
     def touch(self, parts: Iterable[Part]) -> None:
         """Have these looked at by `advance`: something about them has changed."""
         self._touched.update(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -235,6 +236,7 @@ class Server:
             elif part.flat.nbytes != one.nbytes or part.flat.dtype is not one.dtype or part.key != one.key:
                 raise MismatchError(f"part {one.number} is of key {part.key!r} already; key {one.key!r} came for it")
             part.flat.view(torch.uint8).copy_(data)
+        self._bound_backlogs()
 
     def _room(self, one: server_state.Definition) -> tuple[Tensor, int]:
         if self._arena is None:
@@ -265,10 +267,9 @@ class Server:
                 self._rounds.contribute(part, worker.rank, number, one, push.learning_rate)
             if push.wants:
                 self._rounds.wait(part, Waiter(worker.rank, push.sequence, number))
-        if sum(data.nbytes for data in datas) > INLINE:
-            worker.acks.append(push.sequence)
-        elif not push.wants:  # small ones are answered by their values
-            worker.late_acks.append(push.sequence)
+        is_large = sum(data.nbytes for data in datas) > INLINE
+        if is_large or not push.wants:  # small ones are answered by their values
+            self._answers.has(worker, push.sequence, late=not is_large)
 
     def _read(self, part: Part, worker: Worker, push: Push, kind: int, data: Tensor, held: _Held) -> Contribution:
         decode = None if self._compression is None else self._compression.codec.decode
@@ -278,10 +279,14 @@ class Server:
             held.release()
             text = f"the push of worker {worker.rank} for key {part.key!r} {error}"
             return Contribution(None, push.weight, _nothing, text)
-        if kind in (CODED, ABSENT):  # decoded into memory of our own
+        if value is None:
             held.release()
             return Contribution(value, push.weight, _nothing)
-        return Contribution(value, push.weight, held.release)
+        release = held.release
+        if kind == CODED:  # into memory of our own
+            held.release()
+            release = _nothing
+        return Contribution(value, push.weight, worker.count(part.flat.nbytes if kind == CODED else data.nbytes, release))
 
     def _bury(self) -> None:
         """Take in who has died or left."""
@@ -290,6 +295,8 @@ class Server:
         gone = {rank: why for (role, rank), why in list(self._member.gone.items()) if role == "worker"}
         for rank in self._rounds.bury(gone):
             self._answers.end_reads(rank)
+        if self._rounds.is_crippled:  # no round may ever make room again; who waits for one is told why
+            self._answers.most_backlog = math.inf
 
     # Commands
 
@@ -356,6 +363,11 @@ class Server:
             part = self._rounds.parts.pop(number, None)
             if part is not None and self._arena is not None:
                 self._arena.free(part.offset)
+        self._bound_backlogs()
+
+    def _bound_backlogs(self) -> None:
+        if not self._rounds.is_crippled:
+            self._answers.bound_backlogs(sum(part.flat.nbytes for part in self._rounds.parts.values()))
 
 
 def _row_numbers(data: Tensor, part: Part) -> Tensor:

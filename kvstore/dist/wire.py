@@ -35,6 +35,9 @@ _log = logging.getLogger("gangline")
 _WINDOW = 16 << 20
 """Bytes that may be on their way to a server before it has taken them: then priorities still have a say."""
 
+_MOST_QUEUED = 256 << 20
+"""Bytes that may wait here to be sent: what comes then stays with its caller until there is room."""
+
 _TICK_MS = 100
 _GRACE_SECONDS = 10.0
 _ERRORS: dict[str, type[Exception]] = {
@@ -78,6 +81,7 @@ class Wire:
         self._sequences = itertools.count(1)
         self._ticket = itertools.count()
         self._outbox: list[tuple[int, int, Request]] = []
+        self._queued = 0  # bytes in it
         self._lock = threading.Lock()  # of the outbox
         self._turn = threading.Lock()  # held by whoever moves the sockets
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -116,7 +120,13 @@ class Wire:
             if self._closed:
                 raise RuntimeError("the store is closed")
             heapq.heappush(self._outbox, (-request.priority, next(self._ticket), request))
+            self._queued += request.nbytes
         self._kick()
+
+    def wait_for_room(self) -> None:
+        """Return when not too much waits to be sent."""
+        if self._queued > _MOST_QUEUED:
+            self.wait(lambda: self._queued <= _MOST_QUEUED)
 
     def go_on(self) -> None:
         """Have answers taken in also while nobody waits for them."""
@@ -210,6 +220,7 @@ class Wire:
                 if line.under_way and line.under_way + request.nbytes > _WINDOW:
                     kept.append(entry)
                 else:
+                    self._queued -= request.nbytes
                     self._dispatch(line, request)
             self._outbox = kept  # in order, as a heap is
 
@@ -383,6 +394,7 @@ class Wire:
             mine = [one for one in self._outbox if self._lines[one[2].server] is line]
             self._outbox = [one for one in self._outbox if self._lines[one[2].server] is not line]
             heapq.heapify(self._outbox)
+            self._queued -= sum(request.nbytes for _, _, request in mine)
         for _, _, request in mine:
             request.on_error(self._dead(request, why))
 
@@ -392,4 +404,4 @@ class Wire:
                 self._fail(line, sequence, error)
         for _, _, request in self._outbox:
             request.on_error(error)
-        self._outbox = []
+        self._outbox, self._queued = [], 0

@@ -47,6 +47,7 @@ class DistStore(KVStore):
 
     A push is over when what it carries has left the caller's tensors; should a server refuse it, or be lost before it
     has it, the next call says so. `barrier`, `exchange` and `close` return when servers have what was pushed.
+    A worker that is about two rounds of all keys ahead of the slowest waits in its pushes, and nobody's memory fills.
 
     A process whose environment gives it the role of scheduler or server serves here, and leaves by SystemExit(0) when
     the job is over.
@@ -211,6 +212,7 @@ class DistStore(KVStore):
         wanted = None if outs is None else _merged_outs(outs)
 
         def move(work: Pending) -> None:
+            self._wire.wait_for_room()
             ready = self._contributions.prepare([(key, values, self._parts[key]) for key, values in pairs])
             for key, _ in pairs:
                 self._rounds[key] += 1

@@ -121,6 +121,31 @@ def test_what_a_server_has_not_taken_is_bounded_and_the_rest_goes_by_priority(wi
     assert over == [0, 1, 2, 3]
 
 
+def test_who_has_too_much_waiting_to_be_sent_waits_for_room(wire: Wire, server: Server) -> None:
+    over: list[int] = []
+    for number in range(70):
+        wire.submit(push(number, 0, 4 * MIB, over))
+        if number < 68:
+            wire.wait_for_room()  # at once: up to 256 MiB may wait besides the 16 that are under way
+            assert over == []
+    assert parts(server) == [0, 1, 2, 3]
+    for sequence in [one.sequence for one in server.pushes()]:
+        server.say(Ack([sequence]))
+    wire.wait_for_room()
+    assert len(over) >= 2
+
+
+def test_what_can_never_be_sent_makes_room(wire: Wire, server: Server, member: SimpleNamespace) -> None:
+    errors: list[Exception] = []
+    for number in range(80):
+        one = push(number, 0, 4 * MIB, [])
+        one.on_error = errors.append
+        wire.submit(one)
+    member.gone[("server", 0)] = "was killed"
+    wire.wait_for_room()
+    assert len(errors) == 80
+
+
 def test_one_larger_than_the_window_goes_alone(wire: Wire, server: Server) -> None:
     over: list[int] = []
     wire.submit(push(0, 0, 100 * MIB, over))
