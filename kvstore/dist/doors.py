@@ -38,7 +38,7 @@ class Doors:
             (zmq.ROUTER_HANDOVER, 1),
             (zmq.SNDHWM, 0),
             (zmq.MAXMSGSIZE, protocol.MAX_PART),
-            (zmq.LINGER, 2000),
+            (zmq.LINGER, 0),
             (zmq.IPV6, int(":" in host)),
         ):
             self._socket.setsockopt(option, value)
@@ -120,7 +120,7 @@ class Doors:
         if self._listener is not None:
             self._listener.close()
         self._watch.close()
-        self._socket.close()
+        self._socket.close(2000)
         end(self._context)
 
     def _by_stream(self, descriptor: int) -> Iterator[tuple[bytes, list[memoryview]]]:

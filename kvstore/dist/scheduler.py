@@ -52,7 +52,7 @@ class Scheduler:
         for option, value in (
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.ROUTER_HANDOVER, 1),
-            (zmq.LINGER, 2000),
+            (zmq.LINGER, 0),
             (zmq.MAXMSGSIZE, protocol.MAX_EXCHANGED + protocol.MAX_HEADER),
             (zmq.IPV6, int(":" in host)),
         ):
@@ -93,7 +93,7 @@ class Scheduler:
         """Give the sockets back; what was sent still goes out. Again: nothing."""
         self._socket.disable_monitor()
         self._monitor.close(0)
-        self._socket.close()
+        self._socket.close(2000)
         end(self._context)
 
     def _receive(self) -> None:
