@@ -32,6 +32,15 @@ def is_loopback(host: str) -> bool:
         return host in ("localhost", "lo")
 
 
+def resolved(host: str) -> str:
+    """The address of a host's name; an address is its own.
+
+    Raises:
+        OSError: the name is unknown.
+    """
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
 def local_address(peer: str, interface: str | None = None) -> str:
     """The address of this host by which those who meet at ``peer`` reach it.
 

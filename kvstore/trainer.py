@@ -36,6 +36,9 @@ class Trainer:
     Each worker's ``.grad`` is that of its mean loss over the ``batch_size`` samples it gives to `step`. The update uses
     ``sum(n_i g_i) / sum(n_i)``: the gradient of the mean over all workers' samples, however many each had. Alone,
     ``step(n)`` is torch's ``optimizer.step()``. A parameter that no worker has a gradient for is left alone.
+
+    Who writes into parameters between two steps (by ``load_state_dict``, say) does so on all workers: the next `step`
+    takes over rank 0's, and waits for all.
     """
 
     def __init__(

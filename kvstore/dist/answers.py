@@ -21,7 +21,7 @@ from kvstore.dist.protocol import CODED, DENSE, ROWS, Ack, Failed, Free, Message
 
 _REMEMBERED = 256
 _MANY = 64
-_AHEAD = 64 << 20
+_AHEAD = 256 << 20
 """Bytes of open rounds that a server takes of each worker besides twice what it stores."""
 
 
@@ -78,9 +78,12 @@ class Answers:
     Args:
         doors: by which it goes.
         touch: told of parts whose values nobody reads any more.
+        lacks: whether somebody waits for what a worker has yet to give.
     """
 
-    def __init__(self, doors: Doors, touch: Callable[[Iterable[Part]], None]) -> None:
+    def __init__(
+        self, doors: Doors, touch: Callable[[Iterable[Part]], None], lacks: Callable[[int], bool]
+    ) -> None:
         self.workers: dict[bytes, Worker] = {}
         """By identity."""
         self.pull_codec: Codec | None = None
@@ -89,6 +92,7 @@ class Answers:
         """Bytes beyond which a worker is told late that its pushes have come."""
         self._doors = doors
         self._touch = touch
+        self._lacks = lacks
         self._reads: dict[int, _Read] = {}
         self._number = 0
 
@@ -98,12 +102,15 @@ class Answers:
 
     def has(self, worker: Worker, sequence: int, *, late: bool) -> None:
         """Tell a worker that what it sent has come; ``late``: it does not wait for that."""
-        if worker.backlog > self.most_backlog:
+        if self._is_ahead(worker):
             worker.withheld.append(sequence)
         elif late:
             worker.late_acks.append(sequence)
         else:
             worker.acks.append(sequence)
+
+    def _is_ahead(self, worker: Worker) -> bool:
+        return worker.backlog > self.most_backlog and not self._lacks(worker.rank)
 
     def is_ready(self, waiter: Waiter, part: Part) -> None:
         """Have a worker given a part's value by the next `flush`."""
@@ -114,7 +121,7 @@ class Answers:
     def flush(self) -> None:
         """Send what has come together."""
         for worker in self.workers.values():
-            if worker.withheld and worker.backlog <= self.most_backlog:
+            if worker.withheld and not self._is_ahead(worker):
                 worker.acks += worker.withheld
                 worker.withheld.clear()
             if worker.acks or len(worker.late_acks) >= _MANY:
@@ -145,6 +152,8 @@ class Answers:
 
     def _give(self, worker: Worker, sequence: int, ready: list[tuple[Waiter, Part]]) -> None:
         """Values of parts: large ones are read where they lie, and stay until the worker has them."""
+        if sequence in worker.late_acks:  # this says as much
+            worker.late_acks.remove(sequence)
         codec = self.pull_codec
         in_place: list[tuple[Waiter, Part]] = []
         others: list[tuple[Waiter, Part]] = []

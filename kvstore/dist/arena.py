@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import os
+import threading
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class Arena:
         self._offer = Offer(self._nbytes)
         self._free: list[tuple[int, int]] = [(0, self._nbytes)]  # begin and end, ascending
         self._taken: dict[int, int] = {}
+        self._lock = threading.Lock()  # one thread takes, another gives back
 
     @property
     def card(self) -> bytes:
@@ -37,7 +39,8 @@ class Arena:
     @property
     def in_use(self) -> int:
         """Bytes that are given out."""
-        return sum(end - begin for begin, end in self._taken.items())
+        with self._lock:
+            return sum(end - begin for begin, end in self._taken.items())
 
     def allocate(self, nbytes: int) -> int:
         """The offset of so many bytes.
@@ -46,23 +49,25 @@ class Arena:
             MemoryError: there is no room.
         """
         needed = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
-        for index, (begin, end) in enumerate(self._free):
-            if end - begin >= needed:
-                self._free[index : index + 1] = [(begin + needed, end)] if end - begin > needed else []
-                self._taken[begin] = begin + needed
-                return begin
+        with self._lock:
+            for index, (begin, end) in enumerate(self._free):
+                if end - begin >= needed:
+                    self._free[index : index + 1] = [(begin + needed, end)] if end - begin > needed else []
+                    self._taken[begin] = begin + needed
+                    return begin
         raise MemoryError(f"{nbytes} bytes do not fit in {self._nbytes} bytes of shared memory")
 
     def free(self, offset: int) -> None:
         """Take back what `allocate` gave."""
-        begin, end = offset, self._taken.pop(offset)
-        index = bisect.bisect(self._free, (begin, end))
-        if index < len(self._free) and self._free[index][0] == end:
-            end = self._free.pop(index)[1]
-        if index and self._free[index - 1][1] == begin:
-            begin = self._free.pop(index - 1)[0]
-            index -= 1
-        self._free.insert(index, (begin, end))
+        with self._lock:
+            begin, end = offset, self._taken.pop(offset)
+            index = bisect.bisect(self._free, (begin, end))
+            if index < len(self._free) and self._free[index][0] == end:
+                end = self._free.pop(index)[1]
+            if index and self._free[index - 1][1] == begin:
+                begin = self._free.pop(index - 1)[0]
+                index -= 1
+            self._free.insert(index, (begin, end))
 
     def bytes_at(self, offset: int, nbytes: int) -> Tensor:
         """A piece, as uint8."""

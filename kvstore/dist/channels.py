@@ -24,6 +24,10 @@ Frames = Sequence[bytes | memoryview]
 class Channel(Protocol):
     """What a worker and a server talk by; what a lost connection has swallowed is the caller's to send again."""
 
+    @property
+    def is_full(self) -> bool:
+        """Whether something waits for room to go out, which `receive` moves."""
+
     def arm(self, watch: Watch) -> None:
         """Have it watched; to be called before each wait, with the same watch."""
 
@@ -76,6 +80,10 @@ class SocketChannel:
         self._socket.connect(endpoint)
         self._is_armed = False
 
+    @property
+    def is_full(self) -> bool:  # noqa: D102  ZeroMQ's thread sees to it
+        return False
+
     def arm(self, watch: Watch) -> None:  # noqa: D102  as Channel's, and so below
         if not self._is_armed:
             self._is_armed = True
@@ -116,9 +124,13 @@ class StreamChannel:
         self._stream: streams.Stream | None = None
         self._is_new = False
         self._watch: Watch | None = None  # set while it watches the stream
-        self._is_full = False
+        self._looks_for_room = False
         self._due = 0.0
         self._connect()
+
+    @property
+    def is_full(self) -> bool:  # noqa: D102
+        return self._stream is not None and self._stream.is_full
 
     def arm(self, watch: Watch) -> None:  # noqa: D102
         if self._stream is None:
@@ -126,10 +138,10 @@ class StreamChannel:
         if self._watch is None:
             self._watch = watch
             watch.add(self._stream.fileno())
-            self._is_full = False
-        if self._stream.is_full != self._is_full:
-            self._is_full = self._stream.is_full
-            watch.look_for_room(self._stream.fileno(), room=self._is_full)
+            self._looks_for_room = False
+        if self._stream.is_full != self._looks_for_room:
+            self._looks_for_room = self._stream.is_full
+            watch.look_for_room(self._stream.fileno(), room=self._looks_for_room)
 
     def has_come(self, events: Set[Source]) -> bool:  # noqa: ARG002, D102
         if self._stream is None and time.monotonic() >= self._due:
@@ -151,9 +163,13 @@ class StreamChannel:
     def receive(self, events: Set[Source]) -> Iterator[list[memoryview]]:  # noqa: D102
         if self._stream is None or self._stream.fileno() not in events:
             return
+        stream = self._stream
         try:
-            self._stream.flush()
-            yield from self._stream.receive()
+            stream.flush()
+            for frames in stream.receive():
+                yield frames
+                if self._stream is not stream:  # an answer to it found the connection broken
+                    return
         except (ConnectionError, ProtocolError):
             self._lose()
 

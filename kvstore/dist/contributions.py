@@ -255,7 +255,7 @@ def _flat(value: Tensor) -> Tensor:
 def _rows_of(rows: RowSparse, part: Part) -> Tensor:
     """A part's share of rows as bytes: int64 row numbers, then the rows, in rows of the part's width."""
     width = part.width
-    indices, values = rows.indices, rows.values.reshape(len(rows.indices), -1)
+    indices, values = rows.indices, rows.values.reshape(len(rows.indices), part.layout.row)
     if not part.is_whole:
         split = part.layout.row // width
         indices = (indices[:, None] * split + torch.arange(split)).view(-1) - part.begin // width

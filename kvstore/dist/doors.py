@@ -135,6 +135,8 @@ class Doors:
                     self._descriptors[identity] = descriptor
                 else:
                     yield identity, frames
+                    if self._streams.get(descriptor) is not stream:  # an answer found it broken
+                        return
             self._arm(descriptor)
         except ConnectionError:
             self._drop(descriptor)

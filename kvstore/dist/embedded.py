@@ -7,13 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 
 from collectives import rendezvous
 from collectives.place import LOOPBACK
 from kvstore.dist.roles import ServerJob
 
-_END_SECONDS = 20.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -41,13 +39,15 @@ class Embedded:
         self._start("server", workers, servers, host, port, None)
 
     def close(self) -> None:
-        """Wait until the children have ended, as they do when all workers have left; end those that do not."""
+        """Wait until the children have ended, as they do when all workers have left or died."""
         for child in self._children:
-            try:
-                child.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+            child.wait()
+
+    def kill(self) -> None:
+        """End the children."""
+        for child in self._children:
+            child.kill()
+        self.close()
 
     def _start(self, role: str, workers: int, servers: int, host: str, port: int, announce: int | None) -> None:
         environment = {
@@ -107,8 +107,7 @@ def embedded_job(timeout: float) -> tuple[ServerJob, Embedded]:
             embedded.start_server(job.size, servers, host, int(port))
         return ServerJob("worker", host, int(port), job.size, servers, job.rank, interface, None), embedded
     except BaseException:
-        with suppress(Exception):
-            embedded.close()
+        embedded.kill()
         raise
     finally:
         job.close()

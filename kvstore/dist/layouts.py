@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from collectives.errors import MismatchError
+from kvstore.dist.protocol import DTYPES
 from kvstore.dist.sharding import Layout, Part
 from kvstore.optimizer_spec import Key
 
@@ -37,6 +38,7 @@ def new_keys(said: Sequence[bytes], known: Mapping[Key, Sequence[Part]]) -> list
 
     Raises:
         MismatchError: workers give a key different layouts, or lists of different keys; the text is the same on all.
+        TypeError: servers hold no such dtype.
     """
     _check_same_keys(said)
     new: dict[Key, tuple[int, Layout]] = {}
@@ -48,6 +50,8 @@ def new_keys(said: Sequence[bytes], known: Mapping[Key, Sequence[Part]]) -> list
             if other != layout:
                 said_here = f"{_words(layout)} on rank {rank}"
                 raise MismatchError(f"key {key!r} has {_words(other)} on rank {first}, but {said_here}")
+            if dtype not in DTYPES:
+                raise TypeError(f"key {key!r} has dtype {dtype}; expected one of {', '.join(DTYPES)}")
             if not is_known:
                 new.setdefault(key, (rank, layout))
     return [layout for _, layout in new.values()]

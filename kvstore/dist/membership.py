@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -147,7 +148,7 @@ class Membership:
 
     def _answer(self, answer: Future[Any], what: str) -> Any:
         try:
-            return answer.result(self._timeout)
+            return answer.result(None if self._timeout == math.inf else self._timeout)
         except TimeoutError:
             raise StallError(f"{what} has waited {self._timeout:g} s") from None
         except DeadNodeError as error:
@@ -186,6 +187,7 @@ class Membership:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, self.identity)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)  # without a connection a send would wait for room some time, and for ever
         socket.setsockopt(zmq.IPV6, int("[" in self._address))
         socket.setsockopt(zmq.MAXMSGSIZE, -1)
         return socket
@@ -208,7 +210,7 @@ class Membership:
                     self._connected()
             with self._lock:
                 leaving, self._outbox = self._outbox, []
-            if time.monotonic() >= due:  # also while others have yet to join
+            if time.monotonic() >= due and self._connections and not self._cut:  # also while others have yet to join
                 leaving.append(Beat())
                 due = time.monotonic() + self._heartbeat
             for message in leaving:
@@ -251,6 +253,8 @@ class Membership:
                 self._give(number, message)
             case Rested():
                 self._give("rest", message)
+            case Gone(role, rank, why) if self._has_joined and (role, rank) == (self.role, self.rank):
+                self._lose(f"takes this process for dead: it {why}")
             case Gone(role, rank, why):
                 with self._lock:
                     self.gone[role, rank] = why

@@ -78,6 +78,8 @@ class Part:
     """Whether a lane changes ``stored``."""
     problems: dict[int, str] = field(default_factory=dict)
     """Rounds that closed without effect, and why."""
+    refused: dict[int, str] = field(default_factory=dict)
+    """Where each push is a round: by rank, why one had no effect, till that worker is told."""
     warned: int = 0
     """The last round of which a warning has told who is late."""
 
@@ -172,12 +174,25 @@ class Part:
         weights = [one.weight for one in contributions]
         weighted = any(weight is not None for weight in weights)
         sparse = [value for value in values if isinstance(value, RowSparse)]
-        if len(sparse) == len(values) and not weighted:
-            return summed(sparse, self.flat.device)
+        if len(sparse) == len(values):
+            return mean_of_rows(sparse, weights) if weighted else summed(sparse, self.flat.device)
         dense = [value.to_dense().view(-1) if isinstance(value, RowSparse) else value for value in values]
         out = room(self.flat.nbytes).view(self.flat.dtype)
         add_up([value for value in dense if value is not None], out, weights if weighted else None)
         return out
+
+
+def mean_of_rows(parts: Sequence[RowSparse], weights: Sequence[float | None]) -> RowSparse:
+    """`add_up` with weights, of the rows that somebody has: in the others the mean is 0."""
+    factors = [1.0 if weight is None else weight for weight in weights]
+    dtype = parts[0].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    scaled = [
+        RowSparse(part.indices, part.values.to(wide) * factor, part.shape)
+        for part, factor in zip(parts, factors, strict=True)
+    ]
+    total = summed(scaled, parts[0].device)
+    return RowSparse(total.indices, total.values.div_(sum(factors) or 1.0).to(dtype), total.shape)
 
 
 def add_up(values: Sequence[Tensor], out: Tensor, weights: Sequence[float | None] | None) -> None:

@@ -28,6 +28,8 @@ class ServerJob(NamedTuple):
     """This host's address for the others."""
     announce_fd: int | None
     """Where a scheduler that takes any port tells which it took."""
+    is_supervised: bool = False
+    """Whether a launcher ends scheduler and servers, so that they wait for the first worker however long it takes."""
 
     @property
     def scheduler(self) -> str:
@@ -73,7 +75,9 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> ServerJob:
     servers = _number(environment, "DMLC_NUM_SERVER", 1, 1 << 16)
     rank = _number(environment, "DMLC_WORKER_ID", 0, workers - 1) if "DMLC_WORKER_ID" in environment else -1
     interface = local_address(host, environment.get("DMLC_INTERFACE"))
-    return ServerJob(role, host, port, workers, servers, rank, interface, int(announce) if announce else None)
+    descriptor = int(announce) if announce else None
+    is_supervised = environment.get("GANGLINE_SUPERVISED") == "1"
+    return ServerJob(role, host, port, workers, servers, rank, interface, descriptor, is_supervised)
 
 
 def announce(descriptor: int, port: int) -> None:

@@ -83,10 +83,18 @@ class Rounds:
 
     def wait(self, part: Part, waiter: Waiter) -> None:
         """Have a worker given a part's value when its round is closed."""
+        if waiter.rank in self._dead:  # it would be taken for a reader for ever
+            return
         known = any(one.rank == waiter.rank and one.sequence == waiter.sequence for one in part.waiters)
         if not known:
             part.waiters.append(waiter)
             self._touched.add(part)
+
+    def lacks(self, rank: int) -> bool:
+        """Whether somebody waits for a round that a worker has yet to give to."""
+        return any(
+            waiter.round > part.pushed.get(rank, 0) for part in self.parts.values() for waiter in part.waiters
+        )
 
     def are_settled(self) -> bool:
         """Whether no round is complete and yet open, because a lane is at it or somebody reads what it would change."""
@@ -116,8 +124,9 @@ class Rounds:
         given = [this.contributions[rank] for rank in sorted(this.contributions)]
         problems = [one.problem for one in given if one.problem]
         given = [one for one in given if one.value is not None]
+        ranks = list(this.contributions)
         if problems or not given:
-            self._closed(part, given, "; ".join(problems))
+            self._closed(part, ranks, given, "; ".join(problems))
             return
         optimizers = self.optimizers
         into_stored = optimizers is None and self.is_sync
@@ -141,7 +150,7 @@ class Rounds:
             elif not into_stored:  # without an updater only async adds
                 part.flat.add_(total) if part.flat.dtype is not torch.bool else part.flat.logical_or_(total)
 
-        self._crew.run(part.lane, part.flat.nbytes, work, lambda error: self._closed(part, given, error))
+        self._crew.run(part.lane, part.flat.nbytes, work, lambda error: self._closed(part, ranks, given, error))
 
     def can_update(self) -> bool:
         """Whether nobody reads a value that `update` would change."""
@@ -163,10 +172,12 @@ class Rounds:
         if any(problems):
             raise ValueError("; ".join(filter(None, problems)))
 
-    def _closed(self, part: Part, given: Iterable[Contribution], problem: str) -> None:
+    def _closed(self, part: Part, ranks: Iterable[int], given: Iterable[Contribution], problem: str) -> None:
         part.closed += 1
         part.open.pop(part.closed)
-        if problem:
+        if problem and not self.is_sync:  # a round is one worker's: it alone is told
+            part.refused.update(dict.fromkeys(ranks, problem))
+        elif problem:
             part.problems[part.closed] = problem
             part.problems.pop(part.closed - 64, None)
         part.busy = False
@@ -182,8 +193,8 @@ class Rounds:
         for waiter in part.waiters:
             if self._must_wait(part, waiter):
                 left.append(waiter)
-            elif self.is_sync and waiter.round in part.problems:
-                self._fail(waiter, MismatchError.__name__, part.problems[waiter.round])
+            elif problem := part.problems.get(waiter.round) if self.is_sync else part.refused.pop(waiter.rank, ""):
+                self._fail(waiter, MismatchError.__name__, problem)
             else:
                 self._give(waiter, part)
         part.waiters = left
@@ -203,8 +214,9 @@ class Rounds:
         """Take in which workers have died or left, and tell those who wait for them; gives whom nobody knew of."""
         new = [rank for rank in gone if rank not in self._dead]
         self._dead.update(gone)
-        if new:
-            self._touched.update(self.parts.values())
+        for part in self.parts.values() if new else ():
+            part.waiters = [waiter for waiter in part.waiters if waiter.rank not in self._dead]
+            self._touched.add(part)
         if self._dead and self.is_sync:
             self._fail_waiters()
         return new
@@ -212,7 +224,7 @@ class Rounds:
     def _fail_waiters(self) -> None:
         for part in self.parts.values():
             for waiter in list(part.waiters):
-                missing = self._lost_for(part, waiter.round)
+                missing = self.lost_for(part, waiter.round)
                 if missing:
                     part.waiters.remove(waiter)
                     self._fail(waiter, DeadNodeError.__name__, f"{missing} (key {part.key!r}, round {waiter.round})")
@@ -228,8 +240,10 @@ class Rounds:
         for words in told.keys() - {""}:  # a cut key's parts say the same
             _log.warning("%s", words)
 
-    def _lost_for(self, part: Part, number: int) -> str:
+    def lost_for(self, part: Part, number: int) -> str:
         """Why a round can never close; "" where it still can."""
+        if not self.is_sync:
+            return ""
         for following in range(part.closed + 1, number + 1):
             came = part.open[following].contributions if following in part.open else {}
             for rank, why in self._dead.items():

@@ -9,6 +9,7 @@ import time
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from collectives.addresses import resolved
 from collectives.zeromq_context import end
 from collectives.errors import ProtocolError, StallError, name_ranks
 from collectives.limits import limits
@@ -35,14 +36,21 @@ class Scheduler:
         servers: how many.
         host: the address to listen at.
         port: 0: any.
+        is_supervised: somebody ends this process who knows better whether workers will come: the first one may come
+            however late.
 
     Raises:
+        OSError: the host's name is unknown.
         RuntimeError: the address can be reached from other machines, and GANGLINE_INSECURE=1 is not set.
         zmq.ZMQError: it cannot be listened at.
     """
 
-    def __init__(self, workers: int, servers: int, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self, workers: int, servers: int, host: str = "127.0.0.1", port: int = 0, *, is_supervised: bool = False
+    ) -> None:
         roles.check_address(host)
+        host = resolved(host)
+        self._is_supervised = is_supervised
         self._book = Book(workers, servers)
         bounds = limits()
         self._heartbeat, self._limit, self._timeout = bounds.heartbeat, bounds.heartbeat_limit, bounds.timeout
@@ -84,6 +92,8 @@ class Scheduler:
                     self._receive()
                 self._begin()
                 self._watch()
+                if self._is_supervised and not self._book.of("worker"):
+                    began = time.monotonic()
                 if not self._book.complete and time.monotonic() - began > self._timeout:
                     self._give_up()
         finally:
@@ -121,6 +131,9 @@ class Scheduler:
             _log.warning("the scheduler drops a message: %s", error)
 
     def _handle(self, member: Member, message: Message) -> None:
+        if member.gone and not isinstance(message, Leave):  # it was stopped for long, say: the others count on it no more
+            self._send(member, Gone(member.join.role, member.rank, member.gone))
+            return
         match message:
             case Beat():
                 self._send(member, Beat())
@@ -226,7 +239,7 @@ class Scheduler:
         """Why a member counts as dead; "" while it does not."""
         if member.lost:
             silent = min(now - member.lost, now - member.heard)
-            if silent > _CONFIRM_SECONDS or state_of(member.join.process) == "":
+            if silent > max(_CONFIRM_SECONDS, 1.5 * self._heartbeat) or state_of(member.join.process) == "":
                 return "was killed or left: connection lost"
         return f"gave no sign of life for {self._limit:g} s" if now - member.heard > self._limit else ""
 
@@ -281,7 +294,7 @@ def main() -> int:
     """Be the scheduler that the environment describes (DMLC_PS_ROOT_URI and the others)."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     job = roles.from_environment()
-    scheduler = Scheduler(job.workers, job.servers, job.host, job.port)
+    scheduler = Scheduler(job.workers, job.servers, job.host, job.port, is_supervised=job.is_supervised)
     if job.announce_fd is not None:
         roles.announce(job.announce_fd, scheduler.port)
     try:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from collectives.compression import Compression, parse
-from collectives.errors import MismatchError, ProtocolError
+from collectives.errors import DeadNodeError, MismatchError, ProtocolError
 from collectives.host_memory import keep_freed_memory
 from collectives.transports.segments import Segment, open_offered
 from kvstore.dist import protocol, roles, server_state
@@ -67,7 +67,7 @@ class Server:
         self._member = membership
         self._doors = doors
         self._crew = crew
-        self._answers = Answers(doors, lambda parts: self._rounds.touch(parts))
+        self._answers = Answers(doors, lambda parts: self._rounds.touch(parts), lambda rank: self._rounds.lacks(rank))
         self._rounds = Rounds(membership.num_workers, crew, self._answers.is_ready, self._answers.fail)
         self._compression: Compression | None = None
         self._commands: list[tuple[Worker, Command, list[memoryview]]] = []
@@ -258,24 +258,28 @@ class Server:
             worker.held.add(push.sequence)
             release = partial(worker.free, push.sequence)
         held = _Held(len(parts), release)
+        lost = ""
         for part, entry, data in zip(parts, push.entries, datas, strict=True):
             number = entry[1]
-            if not part.is_new(worker.rank, number):  # it came before, and the answer was lost
+            why = self._rounds.lost_for(part, number) if self._rounds.is_crippled else ""
+            lost = lost or why
+            if why or not part.is_new(worker.rank, number):  # nobody will use it; or it came before: the answer was lost
                 held.release()
             else:
                 one = self._read(part, worker, push, entry[2], data, held)
                 self._rounds.contribute(part, worker.rank, number, one, push.learning_rate)
             if push.wants:
                 self._rounds.wait(part, Waiter(worker.rank, push.sequence, number))
-        is_large = sum(data.nbytes for data in datas) > INLINE
-        if is_large or not push.wants:  # small ones are answered by their values
-            self._answers.has(worker, push.sequence, late=not is_large)
+        if lost and not push.wants:  # who asks for values is told when it is seen who died
+            self._answers.send(worker.identity, Failed(push.sequence, DeadNodeError.__name__, lost))
+            return
+        self._answers.has(worker, push.sequence, late=sum(data.nbytes for data in datas) <= INLINE)
 
     def _read(self, part: Part, worker: Worker, push: Push, kind: int, data: Tensor, held: _Held) -> Contribution:
         decode = None if self._compression is None else self._compression.codec.decode
         try:
             value = part.read(kind, data, decode)
-        except ValueError as error:
+        except Exception as error:  # noqa: BLE001  the round must close, and its workers are told
             held.release()
             text = f"the push of worker {worker.rank} for key {part.key!r} {error}"
             return Contribution(None, push.weight, _nothing, text)
@@ -399,7 +403,8 @@ def open_server(job: roles.ServerJob) -> Iterator[Server]:
     crew = Crew()
     doors = Doors(job.interface, crew.bell)
     try:
-        member = Membership("server", job.scheduler, address=doors.address)
+        patience = math.inf if job.is_supervised else None
+        member = Membership("server", job.scheduler, address=doors.address, timeout=patience)
         try:
             yield Server(member, doors, crew)
         finally:

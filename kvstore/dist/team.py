@@ -19,6 +19,9 @@ from kvstore.dist.protocol import Answer, Command, Message
 from kvstore.dist.request import Request
 from kvstore.dist.wire import Wire
 
+_PIECE = 16 << 20
+"""Bytes that a worker gives to one meeting: the scheduler holds so many of each."""
+_LENGTH = 8
 _ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (ValueError, TypeError, KeyError)}
 
 
@@ -114,6 +117,16 @@ class Team:
     def meet(self, what: str) -> None:
         """Return when all workers have come."""
         self._member.meet(b"", what)
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Give any number of bytes to all workers, and get what each gave in rank order (of those that rest: nothing)."""
+        said = self._member.meet(len(data).to_bytes(_LENGTH, "big") + data[:_PIECE])
+        whole = [bytearray(one[_LENGTH:]) for one in said]
+        longest = max(int.from_bytes(one[:_LENGTH], "big") for one in said)
+        for begin in range(_PIECE, longest, _PIECE):
+            for own, more in zip(whole, self._member.meet(data[begin : begin + _PIECE]), strict=True):
+                own += more
+        return [bytes(own) for own in whole]
 
     def agree(self, packed: bytes, read: Callable[[bytes], object], what: str) -> None:
         """See that all workers say the same.

@@ -70,6 +70,11 @@ class Wire:
         staleness: see `protocol.Hello`.
         arena: what this worker shares with servers of its host; None: nothing.
         timeout: seconds that an answer may take.
+
+    Raises:
+        MismatchError: another worker's mode or staleness differs.
+        DeadNodeError: a server is gone.
+        StallError: one does not answer.
     """
 
     def __init__(self, member: Membership, mode: str, staleness: int, arena: Arena | None, timeout: float) -> None:
@@ -94,7 +99,12 @@ class Wire:
         self._watch = Watch()
         self._watch.add(self._bell)
         member.on_news = self._ring
-        self._greet_all()
+        self._refusal: Exception | None = None  # of a hello
+        try:
+            self._greet_all()
+        except BaseException:
+            self.close()
+            raise
         if not all(self.shares):  # values come by socket: 4 MiB again and again
             keep_freed_memory()
 
@@ -136,15 +146,19 @@ class Wire:
                 self._thread.start()
             self._idle.notify()
 
-    def flush(self) -> None:
-        """Return when servers have all that was to be sent, whatever they wait for with it."""
-        self.wait(lambda: not self._outbox and not any(line.under_way for line in self._lines))
+    def flush(self, seconds: float = math.inf) -> bool:
+        """Return when servers have all that was to be sent, whatever they wait for with it; whether so in the time."""
 
-    def deliver(self, seconds: float = math.inf) -> bool:
-        """Return when servers have all that was over when it was sent, or are lost; whether so within the time."""
+        def is_over() -> bool:
+            return not self._outbox and not any(line.under_way for line in self._lines)
+
         ends = time.monotonic() + seconds
-        self.wait(lambda: not any(line.undelivered for line in self._lines) or time.monotonic() > ends)
-        return not any(line.undelivered for line in self._lines)
+        self.wait(lambda: is_over() or time.monotonic() > ends)
+        return is_over()
+
+    def deliver(self) -> None:
+        """Return when servers have all that was over when it was sent, or are lost."""
+        self.wait(lambda: not any(line.undelivered for line in self._lines))
 
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Move the sockets until something is over, or another thread does until then."""
@@ -156,6 +170,8 @@ class Wire:
                 finally:
                     self._turn.release()
                 self._kick()
+        if any(line.channel.is_full for line in self._lines):  # it was sent, but not all of it has gone out
+            self.go_on()
 
     def say(self, server: int, message: Message) -> None:
         """Send something that needs no answer; only in a callback."""
@@ -163,7 +179,7 @@ class Wire:
 
     def close(self) -> None:
         """Give the sockets back, once servers have what was sent; what is not over ends with an error. Again: nothing."""
-        if not self._closed and not self.deliver(_GRACE_SECONDS):
+        if not self._closed and not self.flush(_GRACE_SECONDS):
             _log.warning("worker %d leaves, and servers may not have all that it has pushed", self._member.rank)
         with self._lock:
             if self._closed:
@@ -191,6 +207,11 @@ class Wire:
         with self._turn:
             while not all(line.greeted for line in self._lines):
                 self._progress(_TICK_MS)
+                if self._refusal is not None:
+                    raise self._refusal
+                for server in range(len(self._lines)):
+                    if lost := self._lost(server):
+                        raise DeadNodeError(f"{lost} (worker {self._member.rank} said hello)")
                 if time.monotonic() > ends:
                     silent = [index for index, line in enumerate(self._lines) if not line.greeted]
                     raise StallError(f"servers {silent} did not answer within {self._timeout:g} s")
@@ -213,16 +234,18 @@ class Wire:
             return
         with self._lock:
             kept = []
-            while self._outbox:
-                entry = heapq.heappop(self._outbox)
-                request = entry[2]
-                line = self._lines[request.server]
-                if line.under_way and line.under_way + request.nbytes > _WINDOW:
-                    kept.append(entry)
-                else:
-                    self._queued -= request.nbytes
-                    self._dispatch(line, request)
-            self._outbox = kept  # in order, as a heap is
+            try:
+                while self._outbox:
+                    entry = heapq.heappop(self._outbox)
+                    request = entry[2]
+                    line = self._lines[request.server]
+                    if line.under_way and line.under_way + request.nbytes > _WINDOW:
+                        kept.append(entry)
+                    else:
+                        self._queued -= request.nbytes
+                        self._dispatch(line, request)
+            finally:
+                self._outbox = kept + self._outbox  # in order, as a heap is
 
     def _dispatch(self, line: _Line, request: Request) -> None:
         request.sequence = next(self._sequences)
@@ -315,7 +338,11 @@ class Wire:
             case Answer(sequence, _):
                 self._settle(line, sequence, message, [bytes_of(frame) for frame in frames])
             case Failed(sequence, kind, text):
-                self._fail(line, sequence, _ERRORS.get(kind, GanglineError)(text))
+                error = _ERRORS.get(kind, GanglineError)(text)
+                if not sequence:  # it could not be read far enough to be known by its number
+                    self._refusal = error
+                    _log.warning("server %d refuses what worker %d sent: %s", server, self._member.rank, text)
+                self._fail(line, sequence, error)
             case _:
                 raise ProtocolError(f"{type(message).__name__} came")
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,8 @@ class DistStore(KVStore):
 
     A push is over when what it carries has left the caller's tensors; should a server refuse it, or be lost before it
     has it, the next call says so. `barrier`, `exchange` and `close` return when servers have what was pushed.
-    A worker that is about two rounds of all keys ahead of the slowest waits in its pushes, and nobody's memory fills.
+    A worker that is about two rounds of all keys ahead of the slowest waits in its pushes, or in `barrier` behind them,
+    and nobody's memory fills.
 
     A process whose environment gives it the role of scheduler or server serves here, and leaves by SystemExit(0) when
     the job is over.
@@ -67,7 +70,9 @@ class DistStore(KVStore):
         Raises:
             RuntimeError: there is no job.
             ValueError: ``max_staleness`` is given for a sync store or is negative; or the environment is wrong.
+            MismatchError: another worker's store is of another kind, or has another ``max_staleness``.
             StallError: somebody did not come.
+            DeadNodeError: somebody died meanwhile.
         """
         super().__init__(name)
         is_async = name.endswith("async")
@@ -77,11 +82,18 @@ class DistStore(KVStore):
             )
         self._on_device = "device" in name
         self._timeout = limits().timeout if timeout is None else timeout
-        job, embedded = _job(self._timeout)
-        self._member = Membership("worker", job.scheduler, rank=job.rank, timeout=self._timeout)
-        self._arena = _arena()
         staleness = -1 if max_staleness is None else max_staleness
-        self._wire = Wire(self._member, "async" if is_async else "sync", staleness, self._arena, self._timeout)
+        job, embedded = _job(self._timeout)
+        with ExitStack() as stack:
+            if embedded is not None:
+                stack.callback(embedded.kill)
+            self._member = Membership("worker", job.scheduler, rank=job.rank, timeout=self._timeout)
+            stack.callback(self._member.close)
+            self._arena = _arena()
+            if self._arena is not None:
+                stack.callback(self._arena.close)
+            self._wire = Wire(self._member, "async" if is_async else "sync", staleness, self._arena, self._timeout)
+            stack.pop_all()
         self._team = Team(self._member, self._wire)
         self._queue = WorkQueue()
         self._finish = weakref.finalize(self, _finish, self._queue, self._wire, self._member, self._arena, embedded)
@@ -113,7 +125,7 @@ class DistStore(KVStore):
     def exchange(self, data: bytes) -> list[bytes]:  # noqa: D102  inherited
         self._check_open()
         self._deliver()
-        return self._member.meet(data)
+        return self._team.exchange(data)
 
     def dead_nodes(self) -> list[str]:  # noqa: D102  inherited
         dead = [f"{role} {rank}" for (role, rank), why in self._member.gone.items() if why]
@@ -214,11 +226,12 @@ class DistStore(KVStore):
         def move(work: Pending) -> None:
             self._wire.wait_for_room()
             ready = self._contributions.prepare([(key, values, self._parts[key]) for key, values in pairs])
-            for key, _ in pairs:
-                self._rounds[key] += 1
+            rounds = {key: self._rounds[key] + 1 for key, _ in pairs}
             rate = self._learning_rate if self.rank == 0 else None
             targets = None if wanted is None else Pulled(self._targets(wanted), self._wire.memory_of, work.codec)
-            work.submit(ready.requests(self._rounds, rate, targets, work.name, priority, weight), self._wire)
+            requests = ready.requests(rounds, rate, targets, work.name, priority, weight)
+            self._rounds.update(rounds)
+            work.submit(requests, self._wire)
 
         return self._start(name, move, [*pairs, *(outs or ())], priority, async_op)
 
@@ -503,6 +516,15 @@ def _job(timeout: float) -> tuple[roles.ServerJob, Embedded | None]:
 
 
 def _finish(queue: WorkQueue, wire: Wire, member: Membership, arena: Arena | None, embedded: Embedded | None) -> None:
+    if threading.current_thread().name.startswith("gangline-"):  # it had the last hold on the store, and would wait for itself
+        threading.Thread(target=_give_back, args=(queue, wire, member, arena, embedded)).start()
+    else:
+        _give_back(queue, wire, member, arena, embedded)
+
+
+def _give_back(
+    queue: WorkQueue, wire: Wire, member: Membership, arena: Arena | None, embedded: Embedded | None
+) -> None:
     queue.close()
     wire.close()
     member.close()

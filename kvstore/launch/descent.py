@@ -52,14 +52,14 @@ def descendants(spared: Collection[int] = ()) -> set[int]:
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal to a process that may have ended."""
-    with suppress(ProcessLookupError):
+    """Send a signal to a process that may have ended, or belong to another user by now."""
+    with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
 
 def send_group(leader: int, number: int) -> None:
     """Send a signal to a process group whose leader nobody has waited for yet."""
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, number)
 
 

@@ -11,6 +11,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 _HOST = "127.0.0.1"
+_SERVANT = {"GANGLINE_SUPERVISED": "1"}  # wait for workers: whether any will come, the launcher sees
+_OUTER = ("DMLC_WORKER_ID", "GANGLINE_WORK_LOAD_LIST")
+"""What a launcher inside another one's worker must not pass on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ def process_table(
         **_with_own_commands(launchers),
         **_passed_on(job.passed_on, launchers),
         # A launcher inside a torchrun job: its workers are no agent's, they keep their store themselves.
-        **{name: None for name in launchers if name.startswith("TORCHELASTIC_")},
+        **{name: None for name in launchers if name.startswith("TORCHELASTIC_") or name in _OUTER},
         "PYTHONUNBUFFERED": launchers.get("PYTHONUNBUFFERED") or "1",  # what is printed shows when it is printed
         "DMLC_PS_ROOT_URI": _HOST,
         "DMLC_PS_ROOT_PORT": str(root_port),
@@ -88,7 +91,7 @@ def process_table(
     if job.servers:
         servants = [("scheduler", None), *(("server", rank) for rank in range(job.servers))]
     processes = [
-        Process(role, rank, (sys.executable, "-m", f"kvstore.dist.{role}"), {**common, "DMLC_ROLE": role})
+        Process(role, rank, (sys.executable, "-m", f"kvstore.dist.{role}"), {**common, **_SERVANT, "DMLC_ROLE": role})
         for role, rank in servants
     ]
     gpus = _gpus(job, launchers)

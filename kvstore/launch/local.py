@@ -95,5 +95,7 @@ def _supervise(
     except BaseException:  # noqa: BLE001 - nothing may get past this into the caller's program
         traceback.print_exc()
     finally:
-        kill_descendants()
-        os._exit(code)
+        try:
+            kill_descendants()
+        finally:
+            os._exit(code)

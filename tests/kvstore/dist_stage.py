@@ -123,8 +123,8 @@ class BreakingLine:
 def break_lines(breaks: Sequence[int]) -> None:
     """Have this process, if it becomes a server, be reached by lines that break."""
 
-    def member(role: str, scheduler: str, *, address: str) -> Membership:
-        return Membership(role, scheduler, address=broken(address, breaks))
+    def member(role: str, scheduler: str, *, address: str, timeout: float | None) -> Membership:
+        return Membership(role, scheduler, address=broken(address, breaks), timeout=timeout)
 
     server.Membership = member  # type: ignore[assignment,misc]
 

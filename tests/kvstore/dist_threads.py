@@ -27,15 +27,17 @@ LIMIT = 30.0
 class Job:
     """A scheduler and servers, which run once all workers have come; a context manager."""
 
-    def __init__(self, workers: int, servers: int = 1, timeout: float = LIMIT) -> None:
+    def __init__(self, workers: int, servers: int = 1, timeout: float = LIMIT, *, is_supervised: bool = False) -> None:
         self._workers = workers
         with patch.dict(os.environ, GANGLINE_TIMEOUT=str(timeout)):
-            self.scheduler = Scheduler(workers, servers)
+            self.scheduler = Scheduler(workers, servers, is_supervised=is_supervised)
         self.address = f"tcp://127.0.0.1:{self.scheduler.port}"
         self._servers: queue.SimpleQueue[Server] = queue.SimpleQueue()
         self._pool = ThreadPoolExecutor(16)
         self.ending = self._pool.submit(self.scheduler.run)
-        place = ServerJob("server", "127.0.0.1", self.scheduler.port, workers, servers, -1, "127.0.0.1", None)
+        place = ServerJob(
+            "server", "127.0.0.1", self.scheduler.port, workers, servers, -1, "127.0.0.1", None, is_supervised
+        )
         self._serving = [self._pool.submit(self._serve, place) for _ in range(servers)]
         self._members: list[Membership] = []
         self.gives_up = False

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -77,6 +78,18 @@ def test_who_does_not_come_is_named() -> None:
             joining.result(LIMIT)
         with pytest.raises(StallError, match=text):
             job.ending.result(LIMIT)
+
+
+def test_under_a_launcher_the_first_worker_may_come_however_late() -> None:
+    with Job(2, 1, timeout=0.3, is_supervised=True) as job:
+        threading.Event().wait(1.0)
+        assert [member.rank for member in job.members()] == [0, 1]
+
+
+def test_a_scheduler_listens_at_a_hosts_name() -> None:
+    scheduler = Scheduler(1, 1, "localhost")
+    assert scheduler.port
+    scheduler.close()
 
 
 def test_a_scheduler_that_is_not_there_is_named() -> None:
@@ -170,11 +183,24 @@ def test_silence_is_death(monkeypatch: pytest.MonkeyPatch) -> None:
         zero = job.member(0)
         with pytest.raises(DeadNodeError, match="worker 1 gave no sign of life for"):
             zero.meet(b"")
-        line.say(Leave())  # it wakes up, and goes
+        line.say(Beat())  # it wakes up, is told, and goes
+        line.say(Leave())
         heard = []
         while not isinstance(heard[-1:] and heard[-1], Over):
             heard.append(line.hear()[0])
         assert isinstance(heard[0], Joined)
+        assert Gone("worker", 1, zero.gone["worker", 1]) in heard
+
+
+def test_who_is_taken_for_dead_and_lives_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Job(2) as job:
+        members = job.members()
+        place = next(one for one in job.scheduler._book.of("worker") if one.rank == 1)
+        place.gone = "gave no sign of life for 10 s"
+        text = r"the scheduler takes this process for dead: it gave no sign of life for 10 s.*worker 1"
+        with pytest.raises(DeadNodeError, match=text):
+            members[1].meet(b"")
+        assert members[1].lost
 
 
 def test_a_goodbye_is_no_death_but_who_waits_is_told() -> None:
@@ -292,6 +318,7 @@ def test_a_worker_that_goes_wild_disturbs_nobodys_memory() -> None:
 
 SCRIPT = """
 import sys
+import threading
 import kvstore, torch
 kv = kvstore.create("dist_sync")
 kv.init("w", torch.zeros(3))
@@ -304,6 +331,7 @@ kv.close()
 
 NO_TORCH = """
 import sys
+import threading
 from kvstore.dist import scheduler
 code = scheduler.main()
 assert "torch" not in sys.modules and "numpy" not in sys.modules, "the scheduler has imported torch"

@@ -9,7 +9,7 @@ import pytest
 import torch
 import zmq
 
-from collectives.errors import DeadNodeError, StallError
+from collectives.errors import DeadNodeError, MismatchError, StallError
 from collectives.work import Work
 from kvstore.dist import protocol
 from kvstore.dist.protocol import Ack, Failed, Hello, Message, Push, Welcome
@@ -30,6 +30,7 @@ class Server:
         self.address = f"tcp://127.0.0.1:1 {self.listener.name}"
         self.stream: Stream | None = None
         self.heard: list[Message] = []
+        self.welcomes = True
 
     def serve(self) -> None:
         """Take what has come; hellos are answered."""
@@ -40,7 +41,7 @@ class Server:
             if len(frames) == 1 and len(frames[0]) == 16:  # who it is
                 continue
             message = protocol.unpack(frames[0])
-            if isinstance(message, Hello):
+            if isinstance(message, Hello) and self.welcomes:
                 self.say(Welcome(False, b""))
             self.heard.append(message)
 
@@ -82,6 +83,7 @@ def wire(server: Server, member: SimpleNamespace, monkeypatch: pytest.MonkeyPatc
         greet(self, min(timeout_ms, 1), looks_seconds)
 
     monkeypatch.setattr(Wire, "_progress", progress)
+    monkeypatch.setattr("kvstore.dist.wire._GRACE_SECONDS", 0.05)
     wire = Wire(member, "sync", -1, None, 5.0)  # type: ignore[arg-type]
     yield wire
     wire.close()
@@ -211,14 +213,14 @@ def test_what_carries_its_own_data_is_over_when_it_is_sent(wire: Wire, server: S
         with Pending(works[number], "push", on_late=late.append) as pending:
             pending.submit([request], wire)
     assert [work.is_completed() for work in works] == [True, True, False]
-    assert not wire.deliver(0.05)  # but the server has none of them
+    assert not wire.flush(0.05)  # but the server has none of them
     first, second, third = server.pushes()
     server.say(Ack([first.sequence, third.sequence]))
     wire.wait(works[2].is_completed)
-    assert not wire.deliver(0.05)
+    assert not wire.flush(0.05)
     assert late == []
     server.say(Failed(second.sequence, "ValueError", "it does not fit"))
-    assert wire.deliver()
+    wire.deliver()
     assert [str(error) for error in late] == ["it does not fit"]
     assert works[1].exception() is None
 
@@ -238,15 +240,35 @@ def test_what_is_over_when_sent_is_not_over_before(wire: Wire, server: Server) -
     server.say(Ack([server.pushes()[1].sequence]))
 
 
-def test_close_says_what_servers_may_not_have(
-    wire: Wire, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("kvstore.dist.wire._GRACE_SECONDS", 0.05)
+def test_close_says_what_servers_may_not_have(wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
     request = push(0, 0, 10, [])
     request.is_own = True
     wire.submit(request)
     wire.close()
     assert caplog.messages == ["worker 0 leaves, and servers may not have all that it has pushed"]
+
+
+def test_a_hello_that_is_refused_is_an_error_at_once(
+    server: Server, member: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greet = Wire._progress
+
+    def progress(self: Wire, *wait: float) -> None:
+        server.welcomes = False
+        server.serve()
+        if server.heard:
+            server.say(Failed(0, "MismatchError", "worker 0 wants async rounds"))
+        greet(self, *wait)
+
+    monkeypatch.setattr(Wire, "_progress", progress)
+    with pytest.raises(MismatchError, match="worker 0 wants async rounds"):
+        Wire(member, "async", -1, None, 5.0)  # type: ignore[arg-type]
+
+
+def test_a_server_that_dies_before_it_answers_a_hello_is_named(member: SimpleNamespace) -> None:
+    member.gone["server", 0] = "was killed or left: connection lost"
+    with pytest.raises(DeadNodeError, match=r"server 0 was killed or left: connection lost \(worker 0 said hello\)"):
+        Wire(member, "sync", -1, None, 5.0)  # type: ignore[arg-type]
 
 
 def test_after_close_nothing_is_taken(wire: Wire) -> None:

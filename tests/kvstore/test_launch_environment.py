@@ -89,6 +89,20 @@ def test_an_agent_of_torchrun_above_is_not_the_workers() -> None:
     assert process.shell_line().startswith("env -u TORCHELASTIC_USE_AGENT_STORE ")
 
 
+def test_a_launcher_inside_a_worker_passes_on_nothing_of_its_rank() -> None:
+    outer = {"DMLC_WORKER_ID": "3", "GANGLINE_WORK_LOAD_LIST": "1,2,3,4", "DMLC_ROLE": "worker"}
+    scheduler, server, *workers = [process.full_environment(outer) for process in table(outer)]
+    assert not {"DMLC_WORKER_ID", "GANGLINE_WORK_LOAD_LIST"} & (scheduler.keys() | server.keys())
+    assert [worker["DMLC_WORKER_ID"] for worker in workers] == ["0", "1"]
+    assert not any("GANGLINE_WORK_LOAD_LIST" in worker for worker in workers)
+
+
+def test_scheduler_and_servers_wait_for_workers_as_long_as_the_launcher() -> None:
+    scheduler, server, *workers = table()
+    assert all(process.environment["GANGLINE_SUPERVISED"] == "1" for process in (scheduler, server))
+    assert not any("GANGLINE_SUPERVISED" in worker.environment for worker in workers)
+
+
 @pytest.mark.parametrize(
     ("gpus", "workers", "dealt"),
     [
