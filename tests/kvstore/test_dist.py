@@ -204,6 +204,39 @@ def shared_memory_is_used_again(kv: KVStore) -> None:
 # Rows
 
 
+def a_worker_may_have_no_rows(kv: KVStore) -> None:
+    for rows, width in ((11, 3), (50_021, 48)):
+        key = f"few rows {rows} {width}"
+        kv.init(key, torch.ones(rows, width))
+        ids = [] if kv.rank else [1, rows - 1]
+        kv.push(key, RowSparse(ids, torch.full((len(ids), width), 5.0), (rows, width)))
+        out = torch.empty(rows, width)
+        kv.pull(key, out)
+        assert out[[1, rows - 1]].eq(5).all()
+        assert out.sum() == 2 * width * 5
+
+
+def weighted_rows_stay_rows(kv: KVStore) -> None:
+    """Only the rows that somebody has are updated: an optimizer's momentum and decay leave the others alone."""
+    rows, width, n = 50_021, 48, kv.num_workers
+    kv.init("weighted rows", torch.ones(rows, width, dtype=torch.float64))
+    kv.set_optimizer(("sgd", {"learning_rate": 0.5, "momentum": 0.5, "weight_decay": 0.25}))
+    for _ in range(2):
+        value = torch.full((2, width), 4.0 + kv.rank, dtype=torch.float64)
+        kv.push_weighted("weighted rows", RowSparse([kv.rank, rows - 1], value, (rows, width)), 2.0 + kv.rank)
+    out = torch.empty(rows, width, dtype=torch.float64)
+    kv.pull("weighted rows", out)
+    whole = sum(2.0 + rank for rank in range(n))
+    means = [(4.0 + rank) * (2.0 + rank) / whole for rank in range(n)]
+    for row, mean in [*enumerate(means), (rows - 1, sum(means))]:
+        weight, momentum = 1.0, 0.0
+        for _ in range(2):
+            momentum = 0.5 * momentum + mean + 0.25 * weight
+            weight -= 0.5 * momentum
+        torch.testing.assert_close(out[row], torch.full((width,), weight, dtype=torch.float64), rtol=1e-13, atol=0)
+    same(out[n : rows - 1], torch.ones(rows - 1 - n, width, dtype=torch.float64))
+
+
 def sparse_rows(kv: KVStore) -> None:
     for rows, width in ((11, 3), (50_021, 48), (70_001, 10)):
         key = f"table {rows} {width}"
@@ -266,6 +299,7 @@ SYNC = [
     a_worker_without_a_value_lets_the_others_go_on,
     shared_memory_is_used_again,
     sparse_rows,
+    a_worker_may_have_no_rows,
     compressed_pushes,
 ]
 
@@ -276,6 +310,10 @@ SYNC = [
 )
 def test_rounds(workers: int, servers: int) -> None:
     check("dist_sync", workers, servers, SYNC)
+
+
+def test_weighted_rows_over_servers() -> None:
+    check("dist_sync", 2, 2, [weighted_rows_stay_rows])
 
 
 def test_rounds_over_sockets_alone(monkeypatch: pytest.MonkeyPatch) -> None:

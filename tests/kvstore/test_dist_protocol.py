@@ -634,7 +634,7 @@ def test_any_message_at_all_is_survived(pair: Pair, messages: list[tuple[Message
 def test_pushes_that_nobody_waits_for_are_acknowledged_together() -> None:
     sent: list[tuple[bytes, Message]] = []
     doors = SimpleNamespace(send=lambda identity, frames: sent.append((identity, protocol.unpack(frames[0]))))
-    answers = Answers(doors, lambda _: None)  # type: ignore[arg-type]
+    answers = Answers(doors, lambda _: None, lambda _: False)  # type: ignore[arg-type]
     workers = [Worker(b"%d" % rank, rank, None, False) for rank in range(2)]
     answers.workers.update({worker.identity: worker for worker in workers})
     workers[0].late_acks += range(63)

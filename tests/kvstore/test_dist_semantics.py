@@ -10,6 +10,7 @@ import torch
 import kvstore
 from collectives.errors import MismatchError
 from kvstore import KVStore
+from kvstore.dist import team
 from kvstore.dist.worker import DistStore
 from tests.kvstore.dist_cases import check
 from tests.kvstore.dist_job import run_job
@@ -47,6 +48,20 @@ def a_second_init_is_refused(kv: KVStore) -> None:
     kv.init("7", torch.full((SMALL,), 2.0))
     same(pulled(kv, 7), torch.ones(SMALL))
     same(pulled(kv, "7"), torch.full((SMALL,), 2.0))
+
+
+def dtypes_that_servers_do_not_hold_are_refused(kv: KVStore) -> None:
+    for dtype in (torch.complex64, torch.float8_e5m2, torch.uint16):
+        with pytest.raises(TypeError, match=rf"key 'odd' has dtype {str(dtype)[6:]}; expected one of float32, "):
+            kv.init("odd", torch.zeros(SMALL, dtype=dtype))
+    kv.init("odd", torch.ones(SMALL))
+    same(pulled(kv, "odd"), torch.ones(SMALL))
+
+
+def exchanges_may_be_larger_than_a_meeting(kv: KVStore) -> None:
+    for sizes in ((0, 0, 0), (team._PIECE, 1, 0), (0, 2 * team._PIECE + 5, team._PIECE + 1), (65 << 20, 3, 0)):
+        given = [bytes([rank + 1]) * size for rank, size in enumerate(sizes)]
+        assert kv.exchange(given[kv.rank]) == given
 
 
 def unknown_keys_are_refused(kv: KVStore) -> None:
@@ -249,6 +264,7 @@ def rounds_go_on_without_who_has_joined(kv: KVStore) -> int:
 
 SYNC = [
     a_second_init_is_refused,
+    dtypes_that_servers_do_not_hold_are_refused,
     unknown_keys_are_refused,
     values_that_do_not_fit_are_refused_before_they_are_sent,
     differences_are_the_same_error_on_all,
@@ -266,6 +282,10 @@ SYNC = [
 @pytest.mark.parametrize(("workers", "servers"), [(3, 2), pytest.param(5, 3, marks=pytest.mark.slow)])
 def test_sync(workers: int, servers: int) -> None:
     check("dist_sync", workers, servers, SYNC)
+
+
+def test_exchanges_of_any_size() -> None:
+    check("dist_sync", 3, 1, [exchanges_may_be_larger_than_a_meeting])
 
 
 # Async
@@ -337,10 +357,12 @@ def push_and_leave() -> None:
     """Be worker 0, who leaves when it has pushed, or one of those who stay."""
     with kvstore.create("dist_sync") as kv:
         kv.init(["left", "left cut"], [torch.zeros(SMALL), torch.zeros(CUT)])
-        for key, numel in (("left", SMALL), ("left cut", CUT)):
-            kv.push(key, torch.full((numel,), 4.0**kv.rank))
+        keys = [("left", SMALL), ("left cut", CUT)] + [(f"left {number}", 5 * CUT) for number in range(3)]
+        kv.init([key for key, _ in keys[2:]], [torch.zeros(5 * CUT)] * 3)
+        for key, numel in keys:  # more than may be under way, and nobody waits for it
+            kv.push(key, torch.full((numel,), 4.0**kv.rank), async_op=numel > CUT)
         if kv.rank:
-            for key, numel in (("left", SMALL), ("left cut", CUT)):
+            for key, numel in keys:
                 same(pulled(kv, key, numel), torch.full((numel,), 21.0))
 
 
