@@ -49,6 +49,7 @@ def test_rows_are_as_the_specification_has_them_and_exact(tmp_path: Path) -> Non
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_compressed_pushes_stand_beside_plain_ones(capsys: pytest.CaptureFixture[str]) -> None:
     rows = measure(Case([4096], transport="tcp", compression="2bit", runs=1, run_seconds=0.01))
     assert [(row["call"], row["compression"]) for row in rows] == [

@@ -161,6 +161,7 @@ def _run_ahead(there: str) -> int:
     return most // MIB
 
 
+@pytest.mark.slow
 def test_a_worker_that_runs_ahead_holds_as_much_as_servers_take_and_may_wait(tmp_path: Path) -> None:
     most, _ = run_job(_run_ahead, 2, 1, str(tmp_path / "there"))
     # taken for open rounds (twice what is stored, 256 more, and the one beyond), under way, and waiting
