@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from kvstore.dist.protocol import CODED, DENSE, ROWS, Ack, Failed, Free, Message
 
 _REMEMBERED = 256
 _MANY = 64
+_LATE_SECONDS = 0.01
 _AHEAD = 256 << 20
 """Bytes of open rounds that a server takes of each worker besides twice what it stores."""
 
@@ -37,6 +39,8 @@ class Worker:
     acks: list[int] = field(default_factory=list)
     late_acks: list[int] = field(default_factory=list)
     """Those that nobody waits for: they go out with others, or when there is nothing else to do."""
+    late_since: float = 0.0
+    """When the first of them came, by `time.monotonic`."""
     withheld: list[int] = field(default_factory=list)
     """Those that go out when its backlog is small again: till then it sends no more than its window."""
     backlog: int = 0
@@ -52,6 +56,10 @@ class Worker:
         """Tell it that a message's memory may be written again."""
         self.held.discard(sequence)
         self.frees.append(sequence)
+
+    def is_overdue(self) -> bool:
+        """Whether acknowledgements have waited long for a time when there is nothing else to do."""
+        return bool(self.late_acks) and time.monotonic() - self.late_since > _LATE_SECONDS
 
     def count(self, nbytes: int, release: Callable[[], None]) -> Callable[[], None]:
         """Have bytes belong to the backlog until what this gives is called, which then calls ``release``."""
@@ -105,6 +113,7 @@ class Answers:
         if self._is_ahead(worker):
             worker.withheld.append(sequence)
         elif late:
+            worker.late_since = worker.late_since if worker.late_acks else time.monotonic()
             worker.late_acks.append(sequence)
         else:
             worker.acks.append(sequence)
@@ -124,7 +133,7 @@ class Answers:
             if worker.withheld and not self._is_ahead(worker):
                 worker.acks += worker.withheld
                 worker.withheld.clear()
-            if worker.acks or len(worker.late_acks) >= _MANY:
+            if worker.acks or len(worker.late_acks) >= _MANY or worker.is_overdue():
                 self._acknowledge(worker)
             if worker.ready:
                 worker.ready.sort(key=lambda pair: pair[0].sequence)

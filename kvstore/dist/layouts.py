@@ -33,17 +33,21 @@ def new_keys(said: Sequence[bytes], known: Mapping[Key, Sequence[Part]]) -> list
     """The keys that nobody knew yet, in an order that all workers share.
 
     Args:
-        said: what each worker has packed, in rank order; nothing from those that rest.
+        said: what each worker has packed, in rank order.
         known: keys and their parts.
 
     Raises:
         MismatchError: workers give a key different layouts, or lists of different keys; the text is the same on all.
         TypeError: servers hold no such dtype.
+        RuntimeError: a worker rests, who would not know the keys when it wakes.
     """
+    resting = [rank for rank, packed in enumerate(said) if not packed]
+    if resting:
+        raise RuntimeError(f"init() came while worker {resting[0]} rests in join(); expected when all take part")
     _check_same_keys(said)
     new: dict[Key, tuple[int, Layout]] = {}
     for rank, packed in enumerate(said):
-        for key, dtype, shape, itemsize in msgpack.unpackb(packed) if packed else ():
+        for key, dtype, shape, itemsize in msgpack.unpackb(packed):
             layout = Layout(key, dtype, tuple(shape), itemsize)
             is_known = key in known
             first, other = (0, known[key][0].layout) if is_known else new.get(key, (rank, layout))
@@ -59,7 +63,7 @@ def new_keys(said: Sequence[bytes], known: Mapping[Key, Sequence[Part]]) -> list
 
 def _check_same_keys(said: Sequence[bytes]) -> None:
     """See that lists hold the same keys; single keys may come in another order on each worker."""
-    lists = [(rank, {one[0] for one in msgpack.unpackb(packed)}) for rank, packed in enumerate(said) if packed]
+    lists = [(rank, {one[0] for one in msgpack.unpackb(packed)}) for rank, packed in enumerate(said)]
     for rank, keys in lists[1:]:
         first, expected = lists[0]
         differing = sorted(keys ^ expected, key=str)

@@ -45,6 +45,8 @@ class Waiter:
     sequence: int
     round: int
     rows: Tensor | None = None
+    behind: int | None = None
+    """Where each push is a round: up to which one the value must be there."""
     since: float = field(default_factory=time.monotonic)
 
 

@@ -202,13 +202,16 @@ class Rounds:
     def _must_wait(self, part: Part, waiter: Waiter) -> bool:
         if self.is_sync:
             return waiter.round > part.closed
-        if part.open or part.pushed.get(waiter.rank, 0) < waiter.round:  # what it pushed before is applied first
+        if part.pushed.get(waiter.rank, 0) < waiter.round:  # what it pushed before comes first
             return True
-        if self.staleness < 0:
-            return False
-        living = [r for r in range(self._workers) if r not in self._dead and r not in self.resting]
-        slowest = min((part.pushed.get(rank, 0) for rank in living), default=0)
-        return part.pushed.get(waiter.rank, 0) - slowest > self.staleness
+        if self.staleness >= 0:
+            living = [r for r in range(self._workers) if r not in self._dead and r not in self.resting]
+            slowest = min((part.pushed.get(rank, 0) for rank in living), default=0)
+            if part.pushed.get(waiter.rank, 0) - slowest > self.staleness:
+                return True
+        if waiter.behind is None:  # what has come by now is applied first, but not all that comes later
+            waiter.behind = part.closed + len(part.open)
+        return part.closed < waiter.behind
 
     def bury(self, gone: Mapping[int, str]) -> list[int]:
         """Take in which workers have died or left, and tell those who wait for them; gives whom nobody knew of."""

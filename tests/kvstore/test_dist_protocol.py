@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from collectives.errors import ProtocolError
 from collectives.transports.segments import Offer
+from kvstore.dist import answers as answers_module
 from kvstore.dist import protocol, server_state
 from kvstore.dist.answers import Answers, Worker
 from kvstore.dist.arena import ALIGNMENT
@@ -631,7 +633,8 @@ def test_any_message_at_all_is_survived(pair: Pair, messages: list[tuple[Message
     pair.serves()
 
 
-def test_pushes_that_nobody_waits_for_are_acknowledged_together() -> None:
+def test_pushes_that_nobody_waits_for_are_acknowledged_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers_module, "_LATE_SECONDS", math.inf)
     sent: list[tuple[bytes, Message]] = []
     doors = SimpleNamespace(send=lambda identity, frames: sent.append((identity, protocol.unpack(frames[0]))))
     answers = Answers(doors, lambda _: None, lambda _: False)  # type: ignore[arg-type]
@@ -650,3 +653,9 @@ def test_pushes_that_nobody_waits_for_are_acknowledged_together() -> None:
     assert sent[1:] == [(b"0", Ack(list(range(64)))), (b"1", Ack([3, 1, 2]))]
     answers.flush_late()
     assert len(sent) == 3
+    answers.has(workers[0], 7, late=True)
+    answers.flush()
+    assert len(sent) == 3
+    monkeypatch.setattr(answers_module, "_LATE_SECONDS", -1.0)  # nor do they wait for an idle moment for ever
+    answers.flush()
+    assert sent[3:] == [(b"0", Ack([7]))]

@@ -251,6 +251,8 @@ def rounds_go_on_without_who_has_joined(kv: KVStore) -> int:
         if step == kv.rank and kv.rank == n - 1:
             for _ in range(3):
                 kv.barrier()  # counts who has joined as present
+            with pytest.raises(RuntimeError, match=r"init\(\) came while worker 0 rests in join\(\)"):
+                kv.init("of one", torch.zeros(SMALL))
     last = kv.join()
     out = torch.empty(SMALL)
     kv.pushpull("joint", ramp(SMALL, 4**kv.rank), out=out)  # everybody is in again
