@@ -426,7 +426,7 @@ def _connected() -> Communicator:
     except RuntimeError as error:
         raise RuntimeError(
             "an 'allreduce' store joins the workers of a job, and there is none in the environment; start the program "
-            "with `gangline launch -n WORKERS -- COMMAND` (torchrun, mpirun and srun do too), or give create() a "
+            "with `gangline launch -n WORKERS -s 0 -- COMMAND` (torchrun, mpirun and srun do too), or give create() a "
             "communicator"
         ) from error
     return connect()
