@@ -33,12 +33,13 @@ def is_loopback(host: str) -> bool:
 
 
 def resolved(host: str) -> str:
-    """The address of a host's name; an address is its own.
+    """The address of a host's name, of IPv4 if it has one, as ZeroMQ takes names; an address is its own.
 
     Raises:
         OSError: the name is unknown.
     """
-    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
 
 
 def local_address(peer: str, interface: str | None = None) -> str:

@@ -53,7 +53,7 @@ def _until_it_fails(comm: Communicator, situation: str, victim: int) -> Said | N
 
 def lose_one(comm: Communicator, path: str, situation: str, way: str, victim: int, number: int) -> list[Said | None]:
     actor = Actor(comm.rank, path)
-    comm.barrier()
+    began = error_of(comm.barrier)  # who kills itself at once may take with it what it had not quite sent
     if comm.rank == victim and way == "absent":
         actor.hear()  # nothing, ever
     elif comm.rank == victim and way == "midway":
@@ -61,7 +61,7 @@ def lose_one(comm: Communicator, path: str, situation: str, way: str, victim: in
     elif comm.rank != victim and way == "alone":
         actor.hear()
     actor.announce_waits()
-    first = _until_it_fails(comm, situation, victim)
+    first = began or _until_it_fails(comm, situation, victim)
     return [first, *(error_of(partial(call, comm)) for call in LATER)]
 
 

@@ -242,7 +242,7 @@ import collectives.torch_backend
 dist.init_process_group("gangline")
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1, bias=False))
 model(torch.full((1, 3), float(dist.get_rank()))).sum().backward()
-print("gradient", model.module.weight.grad.tolist(), flush=True)
+print(f"gradient {model.module.weight.grad.tolist()}\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 
