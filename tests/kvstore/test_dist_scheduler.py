@@ -81,8 +81,8 @@ def test_who_does_not_come_is_named() -> None:
 
 
 def test_under_a_launcher_the_first_worker_may_come_however_late() -> None:
-    with Job(2, 1, timeout=0.3, is_supervised=True) as job:
-        threading.Event().wait(1.0)
+    with Job(2, 1, timeout=1.0, is_supervised=True) as job:
+        threading.Event().wait(1.5)
         assert [member.rank for member in job.members()] == [0, 1]
 
 
