@@ -51,6 +51,7 @@ class Membership:
         """This process's incarnation, by which ZeroMQ and servers know it."""
         self.gone: dict[tuple[str, int], str] = {}
         """(role, rank) -> why; "" where it said goodbye."""
+        self.rank = -1  # until it is dealt, in whichever thread hears of others meanwhile
         self.lost = ""
         """Why the scheduler counts as dead."""
         self.is_over = False
@@ -85,7 +86,7 @@ class Membership:
         except BaseException:
             self.close()
             raise
-        self.rank: int = joined.rank
+        self.rank = joined.rank
         self.view: int = joined.view
         self.num_workers: int = joined.workers
         self.servers: list[str] = joined.servers
