@@ -1,4 +1,4 @@
-"""How near ``work_load_list="auto"`` comes to the best fixed split: `python -m bench.balance`.
+"""How near ``work_load_list="auto"`` comes to the best fixed split: `python -m gangline.bench.balance`.
 
 Two CPU contexts whose speeds are known: a layer waits for each sample, on one context as many times longer as a
 factor says. Waiting takes no core, so that what is measured is the split and not the machine.
@@ -19,10 +19,10 @@ import torch
 import typer
 from torch import nn
 
-from bench.report import Row, in_turn, publish, spread
-from collectives import cpu
-from collectives.workload import split_batch
-from models.module import Module
+from gangline.bench.report import Row, in_turn, publish, spread
+from gangline.collectives import cpu
+from gangline.collectives.workload import split_batch
+from gangline.models.module import Module
 
 _SECONDS = 1e-3  # of a sample on the fast context, forward and backward
 _FEATURES, _CLASSES = 8, 4

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from bench.report import Row, check_outputs
-from bench.workload import command_line, print_ratios
+from gangline.bench.report import Row, check_outputs
+from gangline.bench.workload import command_line, print_ratios
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "sendrecv")
 """The sub-commands of `gangline bench`; sendrecv is a ring: each rank sends to the next and receives from the last."""
@@ -47,8 +47,8 @@ def collective(
     runs. algbw is size / time; busbw is what each link carries, whatever the number of ranks. A peer runs at its best
     setting for each size, found first and named. wrong counts the elements that are not as they must be.
     """
-    from bench.peers.installed import chosen
-    from bench.sweep import Sweep, numbers, rows_of, sizes_between, write
+    from gangline.bench.peers.installed import chosen
+    from gangline.bench.sweep import Sweep, numbers, rows_of, sizes_between, write
 
     check_outputs(json, plot)
     name = context.info_name or ""
@@ -79,7 +79,7 @@ def collective(
     if json is not None:
         write(rows, json)
     if plot is not None:
-        from bench.curves import draw
+        from gangline.bench.curves import draw
 
         draw(command_line(), rows, plot)
     print_ratios(rows, ("ranks", "size", "in_place", "registered"))

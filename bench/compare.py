@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.figures import describing, figure
-from bench.report import Row, print_table
+from gangline.bench.figures import describing, figure
+from gangline.bench.report import Row, print_table
 
 
 def compare(

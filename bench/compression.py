@@ -1,4 +1,4 @@
-"""What a codec costs beside a copy of the same tensor: `python -m bench.compression`.
+"""What a codec costs beside a copy of the same tensor: `python -m gangline.bench.compression`.
 
 The tensor is float32, normal, of deviation 0.3; 2bit has threshold 0.5 and its residual, topk ratio 0.01 and its
 residual; both include the look for NaN and infinity. fp16 and bf16 do without either.
@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from bench.report import Row, in_turn, publish, spread
-from collectives.compression import Codec, compress, parse
+from gangline.bench.report import Row, in_turn, publish, spread
+from gangline.collectives.compression import Codec, compress, parse
 
 _PARAMS: tuple[dict[str, Any], ...] = (
     {"type": "2bit", "threshold": 0.5},

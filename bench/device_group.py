@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bench.report import Row, check_outputs, in_turn, publish, spread
-from bench.workload import command_line, context_words
+from gangline.bench.report import Row, check_outputs, in_turn, publish, spread
+from gangline.bench.workload import command_line, context_words
 
 if TYPE_CHECKING:
     import torch
 
-    from collectives.device_group import DeviceGroup
+    from gangline.collectives.devices.device_group import DeviceGroup
 
 Call = Callable[[], Any]
 
@@ -61,7 +61,7 @@ def run(contexts: dict[int, str], sizes: Sequence[int], runs: int, run_seconds: 
         runs: of each side.
         run_seconds: about how long a run takes.
     """
-    import collectives
+    from gangline import collectives
 
     rows: list[Row] = []
     for count, words in contexts.items():
@@ -73,8 +73,8 @@ def run(contexts: dict[int, str], sizes: Sequence[int], runs: int, run_seconds: 
 
 def _groups(contexts: Sequence[Any]) -> list[DeviceGroup]:
     """A group of each implementation that serves these devices here."""
-    from collectives.device_backends.choice import ThisMachine, check
-    from collectives.device_group import DeviceGroup
+    from gangline.collectives.devices.backends.choice import ThisMachine, check
+    from gangline.collectives.devices.device_group import DeviceGroup
 
     groups = []
     for name in _IMPLEMENTATIONS:

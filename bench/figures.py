@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.report import Row
+from gangline.bench.report import Row
 
 RATES = ("samples_per_s", "gb_per_s_per_device", "gb_per_s", "busbw_gbs", "algbw_gbs")
 """More is better."""

@@ -19,11 +19,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from bench.hosts import Hosts
+import gangline
 
-_ROOT = Path(__file__).resolve().parent.parent
-_RANK = _ROOT / "bench" / "peers" / "rank.py"
+if TYPE_CHECKING:
+    from gangline.bench.hosts import Hosts
+
+_ROOT = Path(gangline.__file__).resolve().parent.parent
+_RANK = _ROOT / "gangline" / "bench" / "peers" / "rank.py"
 _PATIENCE = 600.0  # seconds for one answer: what takes longer hangs
 _STARTING = 120.0  # seconds for all ranks to be there
 _AFTER_A_FAILURE = 5.0  # seconds for the other ranks' answers, which may wait for the one that failed

@@ -1,7 +1,7 @@
 """Hosts made of network namespaces: what runs between machines, measured and tested on one.
 
-`python -m bench.hosts COUNT COMMAND...` runs a command in each of COUNT of them, HOST being its number and ADDRESSES
-all their addresses in its environment.
+`python -m gangline.bench.hosts COUNT COMMAND...` runs a command in each of COUNT namespaces; its environment holds
+HOST, the number of the namespace, and ADDRESSES, the addresses of all.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _side_by_side(hosts: Hosts, command: Sequence[str]) -> Iterator[str]:
 
 if __name__ == "__main__":
     if len(sys.argv) < 3 or not sys.argv[1].isdecimal():
-        raise SystemExit("usage: python -m bench.hosts COUNT COMMAND...")
+        raise SystemExit("usage: python -m gangline.bench.hosts COUNT COMMAND...")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the hosts are removed
     with contextlib.suppress(KeyboardInterrupt), Hosts(int(sys.argv[1])) as joined:
         for line in _side_by_side(joined, sys.argv[2:]):

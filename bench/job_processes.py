@@ -16,13 +16,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from kvstore.launch.descent import die_with
-from kvstore.launch.environment import free_ports
+import gangline
+from gangline.kvstore.launch.job import free_ports
+from gangline.kvstore.launch.process_tree import die_with
 
 if TYPE_CHECKING:
-    from bench.hosts import Hosts
+    from gangline.bench.hosts import Hosts
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(gangline.__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Place:
     def enter(self, role: str) -> None:
         """Move this process to where one of its role runs."""
         if self.namespaces is not None:
-            from bench.hosts import enter
+            from gangline.bench.hosts import enter
 
             enter(self.namespaces[role == "worker"])
 
@@ -119,7 +120,7 @@ class Forked:
     """Processes from the fork server, which has imported torch."""
 
     def __init__(self, plan: Plan, place: Place, path: str) -> None:
-        from collectives.spawning import Ranks
+        from gangline.collectives.processes.spawning import Ranks
 
         parts = _parts(plan)
         self._ranks = Ranks(_play, len(parts), (plan, place, path), threads=plan.threads, opener=_Rank)
@@ -159,15 +160,16 @@ def _play(own: _Rank, plan: Plan, place: Place, path: str) -> None:
 
 def _work(plan: Plan, role: str, path: str) -> None:
     if role == "worker":
-        from bench.peers.worker import serve
+        from gangline.bench.peers.worker import serve
 
-        serve(import_module(f"bench.peers.{plan.module}").join(), path)
+        serve(import_module(f"gangline.bench.peers.{plan.module}").join(), path)
     elif role == "server":
-        from kvstore.dist import roles, server
+        from gangline.kvstore.parameter_server import environment
+        from gangline.kvstore.parameter_server.server import server
 
-        server.serve(roles.from_environment())
+        server.serve(environment.from_environment())
     else:
-        from kvstore.dist import scheduler
+        from gangline.kvstore.parameter_server.scheduler import scheduler
 
         scheduler.main()
 
@@ -190,7 +192,7 @@ class Programs:
         threads = {"OMP_NUM_THREADS": str(plan.threads)}
         try:
             for role, rank in _parts(plan):
-                worker = ["-m", "bench.peers.worker", plan.module, path]
+                worker = ["-m", "gangline.bench.peers.worker", plan.module, path]
                 process = subprocess.Popen(
                     [str(plan.interpreter), *(worker if role == "worker" else ["-c", plan.serving])],
                     stdin=subprocess.DEVNULL,

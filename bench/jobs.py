@@ -14,10 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from bench.job_processes import Forked, Place, Plan, Processes, Programs
+from gangline.bench.job_processes import Forked, Place, Plan, Processes, Programs
 
 if TYPE_CHECKING:
-    from bench.hosts import Hosts
+    from gangline.bench.hosts import Hosts
 
 _PATIENCE = 600.0  # seconds for one answer: what takes longer hangs
 _STARTING = 120.0  # seconds for all workers to be there

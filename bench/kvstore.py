@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bench.report import Row, check_outputs, publish, spread
-from bench.workload import bytes_of, command_line, context_words, parameter_shapes, print_ratios
+from gangline.bench.report import Row, check_outputs, publish, spread
+from gangline.bench.workload import bytes_of, command_line, context_words, parameter_shapes, print_ratios
 
 if TYPE_CHECKING:
-    from bench.sides import Candidate, Measured
+    from gangline.bench.sides import Candidate, Measured
 
 _PUSH_PULL = "push+pull"
 _PUSHPULL = "pushpull"
@@ -40,7 +40,7 @@ def kvstore(
     gangline and its peers alike; error is the largest absolute difference from the sum in float64. Beside
     peers each side runs at its best setting, found first and named. p50, min, p99 and max are of seconds.
     """
-    from bench.peers.installed import chosen
+    from gangline.bench.peers.installed import chosen
 
     check_outputs(json, plot)
     words = context_words(contexts, gpus, default=(2, 4))
@@ -67,7 +67,7 @@ def measure(
         ValueError: an unknown network.
         RuntimeError: a side failed, for instance for an unknown store.
     """
-    from bench.sides import best_settings, measure_in_turn
+    from gangline.bench.sides import best_settings, measure_in_turn
 
     keys = parameter_shapes(network)
     cells = [(store, count) for store in stores for count in contexts]
@@ -87,8 +87,8 @@ def measure(
 
 def _sides(options: dict[str, Any], peers: Sequence[str]) -> list[Candidate]:
     """Gangline's two ways, then the peers in their order."""
-    from bench.peers.installed import interpreter, settings
-    from bench.sides import Candidate, Setting
+    from gangline.bench.peers.installed import interpreter, settings
+    from gangline.bench.sides import Candidate, Setting
 
     own = settings("gangline") if peers else [Setting()]
     return [
@@ -101,7 +101,7 @@ def _sides(options: dict[str, Any], peers: Sequence[str]) -> list[Candidate]:
 
 
 def _row(side: Measured, peers: dict[str, Measured], size: int, **description: Any) -> Row:
-    from bench.sides import ratio
+    from gangline.bench.sides import ratio
 
     figures = spread(side.seconds)
     return {

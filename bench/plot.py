@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from bench.figures import describing, figure
-from bench.report import Row
+from gangline.bench.figures import describing, figure
+from gangline.bench.report import Row
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # told apart by colour-blind eyes too
 

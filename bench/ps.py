@@ -14,9 +14,9 @@ from typing import Annotated
 
 import typer
 
-from bench.ps_sides import ITEM, PUSH_PULL, PUSHPULL, Case, Side, own_sides, peer_sides, say
-from bench.report import Row, check_outputs, publish, spread
-from bench.workload import command_line, print_ratios
+from gangline.bench.ps_sides import ITEM, PUSH_PULL, PUSHPULL, Case, Side, own_sides, peer_sides, say
+from gangline.bench.report import Row, check_outputs, publish, spread
+from gangline.bench.workload import command_line, print_ratios
 
 _TRIALS = 2  # runs of a setting that is tried
 _LEAST_STEPS, _MOST_STEPS = 3, 20_000
@@ -51,8 +51,8 @@ def ps(
     ratio_to_float32 tells how many times as fast that is. MXNet runs at its best setting for each size and call, found
     first and named. error is the largest deviation from the exact sum. p50, min, p99 and max are of time_us.
     """
-    from bench.peers.installed import chosen
-    from bench.sweep import size_in_bytes, sizes_between
+    from gangline.bench.peers.installed import chosen
+    from gangline.bench.sweep import size_in_bytes, sizes_between
 
     check_outputs(json, plot)
     sizes = {*sizes_between(smallest, largest, factor), size_in_bytes(largest, "-e")}
@@ -73,7 +73,7 @@ def ps(
     rows = measure(case)
     publish(command_line(), rows, json)
     if plot is not None:
-        from bench.ps_plot import draw
+        from gangline.bench.ps_plot import draw
 
         draw(command_line(), rows, plot)
     print_ratios(rows, ("mode", "transport", "call", *(["compression"] if compression else []), "size"))
@@ -85,7 +85,7 @@ def measure(case: Case) -> list[Row]:
     Raises:
         JobError: gangline failed. A peer that does is left out from there on, with a line that says so.
     """
-    from bench.hosts import Hosts
+    from gangline.bench.hosts import Hosts
 
     with ExitStack() as stack:
         hosts = stack.enter_context(Hosts(2, rate=case.rate)) if case.hosts > 1 else None
@@ -103,7 +103,7 @@ class _Size:
 
     def rows(self, own: Sequence[Side], others: dict[str, list[Side]]) -> Iterator[Row]:
         """Prepare all sides, measure them in turn, and give their memory back."""
-        from bench.jobs import JobError
+        from gangline.bench.jobs import JobError
 
         sides = {side: self._prepared(side) for side in own}
         for peer in list(others):

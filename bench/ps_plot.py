@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.plot import COLOURS, check
-from bench.report import Row
+from gangline.bench.plot import COLOURS, check
+from gangline.bench.report import Row
 
 
 def draw(title: str, rows: Sequence[Row], path: Path) -> None:

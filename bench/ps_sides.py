@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bench.hosts import Hosts
-    from bench.jobs import Job
+    from gangline.bench.hosts import Hosts
+    from gangline.bench.jobs import Job
 
 PUSH, PUSH_PULL, PUSHPULL = "push", "push+pull", "pushpull"
 """The calls that are measured."""
@@ -20,7 +20,7 @@ ITEM = 4
 """Bytes of a float32."""
 _TRANSPORTS = ("auto", "tcp")
 _STORES = ("dist_sync", "dist_async", "dist_device_sync", "dist_device_async")
-_SERVING = "import importlib, os; importlib.import_module('kvstore.dist.' + os.environ['DMLC_ROLE']).main()"
+_SERVING = "from gangline.kvstore.parameter_server import environment; environment.serve_if_told()"
 _COMPRESSIONS: Mapping[str, dict[str, Any]] = {
     "2bit": {"type": "2bit", "threshold": 0.5},
     "fp16": {"type": "fp16"},
@@ -49,7 +49,7 @@ class Case:
     """About how long a run takes."""
 
     def __post_init__(self) -> None:
-        from bench.hosts import obstacle
+        from gangline.bench.hosts import obstacle
 
         for name, value, expected in (
             ("--store", self.store, _STORES),
@@ -105,9 +105,9 @@ def _calls(case: Case) -> list[str]:
 
 
 def _job(stack: ExitStack, case: Case, compression: str | None, hosts: Hosts | None) -> Job:
-    from bench.job_processes import Plan
-    from bench.jobs import Job
-    from kvstore.launch.environment import cores
+    from gangline.bench.job_processes import Plan
+    from gangline.bench.jobs import Job
+    from gangline.kvstore.launch.job import cores
 
     env = {"BENCH_STORE": case.store}
     if compression is not None:
@@ -132,9 +132,9 @@ def _job(stack: ExitStack, case: Case, compression: str | None, hosts: Hosts | N
 
 def peer_sides(stack: ExitStack, peer: str, case: Case) -> list[Side]:
     """A peer's sides, one for each of its settings; none where it cannot be started, with a line that says why."""
-    from bench.job_processes import Plan
-    from bench.jobs import Job, JobError
-    from bench.peers.installed import interpreter
+    from gangline.bench.job_processes import Plan
+    from gangline.bench.jobs import Job, JobError
+    from gangline.bench.peers.installed import interpreter
 
     if case.hosts > 1 or case.store != "dist_sync":
         print(f"skipping {peer}: it is measured with dist_sync on one host only")

@@ -40,7 +40,7 @@ def publish(command: str, rows: Sequence[Row], path: Path | None, plot: Path | N
     if path is not None:
         path.write_text(json.dumps({"command": command, "machine": machine(), "rows": list(rows)}, indent=1) + "\n")
     if plot is not None:
-        from bench.plot import draw
+        from gangline.bench.plot import draw
 
         draw(command, rows, plot)
 
@@ -69,7 +69,7 @@ def check_outputs(json_path: Path | None, plot: Path | None) -> None:
         if path is not None and not path.parent.is_dir():
             raise FileNotFoundError(f"{path.parent} is no folder, so {path} cannot be written; make it first")
     if plot is not None:
-        from bench.plot import check
+        from gangline.bench.plot import check
 
         check(plot)
 
@@ -80,7 +80,7 @@ def machine() -> Row:
 
     import torch
 
-    from collectives.devices import device_table
+    from gangline.collectives.devices.inventory import device_table
 
     host, *gpus = device_table()
     return {

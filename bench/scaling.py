@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from bench.report import Row, spread
-from bench.workload import images
+from gangline.bench.report import Row, spread
+from gangline.bench.workload import images
 
 if TYPE_CHECKING:
-    from bench.job_processes import Plan
-    from bench.jobs import Job
+    from gangline.bench.job_processes import Plan
+    from gangline.bench.jobs import Job
 
 STORES = ("dist_sync", "allreduce", "apart")
 """What is measured unless others are asked for. "apart" is no store: workers that share nothing but the machine."""
@@ -53,7 +53,7 @@ def measure(
         ValueError: an unknown network.
         JobError: a job failed.
     """
-    from bench.jobs import Job
+    from gangline.bench.jobs import Job
 
     given = images(network)
     options = {"network": network, "image_shape": given.shape, "classes": given.classes, "samples": samples}
@@ -96,7 +96,7 @@ def speedups(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _plan(store: str | None, workers: int) -> Plan:
-    from bench.job_processes import Plan
+    from gangline.bench.job_processes import Plan
 
     threads = {"OMP_NUM_THREADS": "1"}
     if store is None:

@@ -18,8 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-_ROOT = Path(__file__).resolve().parent.parent
-_SERVE = _ROOT / "bench" / "peers" / "serve.py"
+import gangline
+
+_ROOT = Path(gangline.__file__).resolve().parent.parent
+_SERVE = _ROOT / "gangline" / "bench" / "peers" / "serve.py"
 _PATIENCE = 600.0  # seconds for one answer: what takes longer hangs
 _TRIALS = 2  # runs of a setting that is tried
 

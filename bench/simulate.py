@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bench.report import Row, check_outputs, publish, spread
-from bench.workload import command_line
+from gangline.bench.report import Row, check_outputs, publish, spread
+from gangline.bench.workload import command_line
 
 if TYPE_CHECKING:
-    from collectives.schedule import Schedule
+    from gangline.collectives.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Cluster:
 
     def seconds(self, schedule: Schedule, nbytes: int) -> float:
         """What a schedule costs; ``nbytes`` as in `Schedule.bytes_on_wire`."""
-        from collectives.pricing import by_host
+        from gangline.collectives.schedule.cost import by_host
 
         alpha = by_host(self.host_of_rank, 1e-6 * self.alpha_inside, 1e-6 * self.alpha_between)
         beta = by_host(self.host_of_rank, 1e-9 / self.beta_inside, 1e-9 / self.beta_between)
@@ -72,7 +72,7 @@ def simulate(
     combining takes bytes / gamma. Algorithms that pipeline get the number of segments that serves them best. steps are
     rounds of messages; bytes_a_rank the most that a rank sends. algbw is size / seconds; busbw as in nccl-tests.
     """
-    from bench.sweep import size_in_bytes
+    from gangline.bench.sweep import size_in_bytes
 
     check_outputs(json, None)
     cluster = Cluster(ranks, hosts, alpha_inside, alpha_between, beta_inside, beta_between, gamma)
@@ -90,14 +90,14 @@ def measure(cluster: Cluster, collective: str, nbytes: int) -> list[Row]:
     Raises:
         ValueError: there is no such collective.
     """
-    from collectives import algorithms
+    from gangline.collectives import algorithms
 
     rows = [_row(cluster, collective, algorithm, nbytes) for algorithm in algorithms.names(collective)]
     return sorted(rows, key=lambda row: float(row["seconds"]))
 
 
 def _row(cluster: Cluster, collective: str, algorithm: str, nbytes: int) -> Row:
-    from bench.sweep import bus_factor
+    from gangline.bench.sweep import bus_factor
 
     segments, schedule, seconds = _best(cluster, collective, algorithm, nbytes)
     algbw = nbytes / seconds / 1e9 if seconds else 0.0
@@ -134,8 +134,8 @@ def _best(cluster: Cluster, collective: str, algorithm: str, nbytes: int) -> tup
 
 
 def _schedule(cluster: Cluster, collective: str, algorithm: str, segments: int) -> Schedule:
-    from collectives import algorithms
-    from collectives.schedule import ROOTED
+    from gangline.collectives import algorithms
+    from gangline.collectives.schedule.schedule import ROOTED
 
     root = 0 if collective in ROOTED else None
     hosts = cluster.host_of_rank

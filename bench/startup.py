@@ -1,4 +1,4 @@
-"""Seconds until `gangline --help` has answered: `python -m bench.startup`."""
+"""Seconds until `gangline --help` has answered: `python -m gangline.bench.startup`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from bench.report import in_turn, publish, spread
+from gangline.bench.report import in_turn, publish, spread
 
 _COMMANDS = {
     "gangline --help": [sys.executable, "-m", "gangline", "--help"],

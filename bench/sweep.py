@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.gangs import Gang, GangError, Way
-from bench.peers.installed import ways
-from bench.report import Row, machine, spread
-from bench.workload import command_line
-from collectives.schedule import ROOTED
+from gangline.bench.gangs import Gang, GangError, Way
+from gangline.bench.peers.installed import ways
+from gangline.bench.report import Row, machine, spread
+from gangline.bench.workload import command_line
+from gangline.collectives.schedule.schedule import ROOTED
 
 if TYPE_CHECKING:
-    from bench.hosts import Hosts
+    from gangline.bench.hosts import Hosts
 
 IN_PLACE = {"all_reduce": (False, True), "reduce": (False, True), "broadcast": (True,)}
 """Which collectives can be in place, and which only so; the others are out of place."""
@@ -61,8 +61,8 @@ class Sweep:
     peers: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        from collectives.calls import DTYPES, OPS
-        from collectives.tuner import TRANSPORTS, forced_algorithms
+        from gangline.collectives.call_signature import DTYPES, OPS
+        from gangline.collectives.tuner import TRANSPORTS, forced_algorithms
 
         dtypes = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
         for name, value, expected in (
@@ -98,7 +98,7 @@ def rows_of(sweep: Sweep, ranks: int) -> Iterator[list[Row]]:
     with ExitStack() as stack:
         hosts = None
         if sweep.hosts > 1:
-            from bench.hosts import Hosts
+            from gangline.bench.hosts import Hosts
 
             hosts = stack.enter_context(Hosts(sweep.hosts))
         own = stack.enter_context(Gang(_own_way(sweep, ranks), ranks, hosts))

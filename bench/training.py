@@ -1,6 +1,6 @@
 """`gangline bench training`: samples per second of Module, beside a plain torch loop, MXNet's Module and torch's DDP.
 
-The measured steps are in bench/peers, a file a side. With several workers it is `bench.scaling` that measures.
+The measured steps are in bench/peers, a file a side. With several workers it is `gangline.bench.scaling` that measures.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bench.report import Row, check_outputs, publish, spread
-from bench.workload import command_line, context_words, distinct_devices, images, print_ratios
+from gangline.bench.report import Row, check_outputs, publish, spread
+from gangline.bench.workload import command_line, context_words, distinct_devices, images, print_ratios
 
 if TYPE_CHECKING:
-    from bench.sides import Candidate, Measured
+    from gangline.bench.sides import Candidate, Measured
 
 _STORES = ("local", "device")
 _TRIAL_SECONDS = 0.3  # of a run that looks for the best setting
@@ -73,7 +73,7 @@ def training(
     With --scaling there is a process for each worker, and a server for dist_sync; efficiency is samples_per_s over
     those of one worker of the same side, for each worker there is.
     """
-    from bench.peers.installed import chosen
+    from gangline.bench.peers.installed import chosen
 
     check_outputs(json, plot)
     if scaling is not None:
@@ -116,7 +116,7 @@ def measure(
         ValueError: an unknown network.
         RuntimeError: a side failed, for instance for an unknown store.
     """
-    from bench.sides import best_settings, measure_in_turn
+    from gangline.bench.sides import best_settings, measure_in_turn
 
     given = images(network)
     options = {"network": network, "batch_size": batch_size, "image_shape": given.shape, "classes": given.classes}
@@ -138,8 +138,8 @@ def _scaled(
     runs: int,
     run_seconds: float,
 ) -> list[Row]:
-    from bench import scaling
-    from bench.peers.installed import chosen
+    from gangline.bench import scaling
+    from gangline.bench.peers.installed import chosen
 
     others = chosen("ddp" if peers is None else peers, "scaling", on_gpus=False)
     kinds = scaling.STORES if stores is None else [store.strip() for store in stores.split(",")]
@@ -161,8 +161,8 @@ def _cells(contexts: Mapping[int, str], peers: Sequence[str]) -> dict[tuple[str,
 
 
 def _side(who: str, options: dict[str, Any], *, alone: bool) -> Candidate:
-    from bench.peers.installed import interpreter, settings
-    from bench.sides import Candidate
+    from gangline.bench.peers.installed import interpreter, settings
+    from gangline.bench.sides import Candidate
 
     if alone:
         return Candidate(f"{who}_training", options)
@@ -177,7 +177,7 @@ def _row(
     network: str,
     batch_size: int,
 ) -> Row:
-    from bench.sides import ratio
+    from gangline.bench.sides import ratio
 
     who, count = cell
     side, alone, plain = found[cell], found.get((who, 1)), found.get((_PLAIN, 1))

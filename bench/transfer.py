@@ -1,4 +1,4 @@
-"""Transfer learning by 1, 2 and 4 workers: `python -m bench.transfer`, accuracy against time and images per second.
+"""Measure transfer learning with 1, 2 and 4 workers: accuracy against time, and images per second.
 
 The experiment of MathWorks' white paper "Deep learning with MATLAB on multiple GPUs", in small. A network learns the
 digits 0 to 4, which stands for the weights of ImageNet; then workers move it to all ten: its last layer is replaced
@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bench.report import Row, check_outputs, publish, spread
-from bench.transfer_plot import draw
-from bench.workload import command_line, images
+from gangline.bench.report import Row, check_outputs, publish, spread
+from gangline.bench.transfer_plot import draw
+from gangline.bench.workload import command_line, images
 
 if TYPE_CHECKING:
-    from collectives.communicator import Communicator
-    from models.callbacks import BatchEndParam
+    from gangline.collectives.communicator import Communicator
+    from gangline.models.loop.callbacks import BatchEndParam
 
 _SOURCE_CLASSES = 5
 _CLASSES = 10
@@ -113,7 +113,7 @@ def main(
         _say(f"it knows {accuracy:.3f} of those held out; now all ten, {held_out} images held out")
         plan = Plan(folder, network, weights, freeze_until, epochs, max(1, 2 * epochs // 3), batch_size, lr)
         rows = measure(plan, numbers, scale_batch=scale_batch)
-    command = "python -m bench.transfer" + command_line().removeprefix("gangline")
+    command = "python -m gangline.bench.transfer" + command_line().removeprefix("gangline")
     publish(command, rows, json)
     for line in summary(rows):
         print(line)
@@ -135,7 +135,7 @@ def write_images(folder: Path, image_shape: tuple[int, int, int], most: int | No
     import torch
     from PIL import Image
 
-    from models.data import digits
+    from gangline.models.data.datasets import digits
 
     data = digits(image_shape, torch.float32, _SEED)
     for part, (pixels, labels) in (("train", data.train), ("held_out", data.validation)):
@@ -159,10 +159,10 @@ def pretrain(folder: Path, network: str, epochs: int, batch_size: int, learning_
     from safetensors.torch import save_file
     from torch.utils.data import Subset
 
-    from collectives import cpu
-    from models import zoo
-    from models.images.folder import ImageFolder
-    from models.module import Module
+    from gangline.collectives import cpu
+    from gangline.models import zoo
+    from gangline.models.data.images.folder import ImageFolder
+    from gangline.models.module import Module
 
     train, held_out = (
         Subset(data, [index for index, label in enumerate(data.labels) if label < _SOURCE_CLASSES])
@@ -192,8 +192,8 @@ def measure(plan: Plan, numbers: Sequence[int], *, scale_batch: bool) -> list[Ro
         numbers: of workers, in turn.
         scale_batch: multiply batch and learning rate by them, else leave both as they are.
     """
-    from collectives import spawn
-    from models.transfer import scale_batch as scaled
+    from gangline.collectives import spawn
+    from gangline.models.zoo.transfer import scale_batch as scaled
 
     found: dict[int, tuple[Plan, list[dict[str, float]]]] = {}
     for number in numbers:
@@ -224,11 +224,11 @@ def transfer(comm: Communicator, plan: Plan) -> list[dict[str, float]]:
     """Be a worker that moves the pretrained network to all ten digits; what its `Clock` noted."""
     import torch
 
-    from collectives import cpu
-    from kvstore import create
-    from models.images.folder import ImageFolder
-    from models.module import Module
-    from models.transfer import freeze_until, learning_rate_factors, pretrained
+    from gangline.collectives import cpu
+    from gangline.kvstore import create
+    from gangline.models.data.images.folder import ImageFolder
+    from gangline.models.module import Module
+    from gangline.models.zoo.transfer import freeze_until, learning_rate_factors, pretrained
 
     torch.manual_seed(_SEED)
     network, new = pretrained(plan.network, plan.weights, _CLASSES)
@@ -296,7 +296,8 @@ def _check(network: str, freeze_until: str, batch_size: int, rate: float) -> Non
     """Raise now for what would fail only after the first task."""
     import torch
 
-    from models import transfer, zoo
+    from gangline.models import zoo
+    from gangline.models.zoo import transfer
 
     with torch.device("meta"):
         transfer.freeze_until(zoo.create(network), freeze_until)

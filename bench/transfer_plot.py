@@ -1,4 +1,4 @@
-"""`--plot` of `bench.transfer`: accuracy against time, and images per second, for each number of workers."""
+"""`--plot` of `gangline.bench.transfer`: accuracy against time, and images per second, for each number of workers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.plot import COLOURS, check
-from bench.report import Row
+from gangline.bench.plot import COLOURS, check
+from gangline.bench.report import Row
 
 
 def draw(title: str, rows: Sequence[Row], path: Path) -> None:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bench.report import Row, check_outputs, print_table, spread
+from gangline.bench.report import Row, check_outputs, print_table, spread
 
 if TYPE_CHECKING:
-    from collectives.tuner import Choice, Place, Rule
+    from gangline.collectives.tuner import Choice, Place, Rule
 
 SIZES = tuple(1 << bits for bits in range(10, 25, 2))
 """Bytes of the tensor that a rank gives."""
@@ -42,8 +42,8 @@ def tune(
     The table keeps what it has of places that are not measured now. An algorithm whose result is wrong, or that fails,
     is reported and not chosen, however quick it is.
     """
-    from bench.sweep import numbers, write
-    from collectives.tuner import TUNED, Table, table_path
+    from gangline.bench.sweep import numbers, write
+    from gangline.collectives.tuner import TUNED, Table, table_path
 
     check_outputs(json, None)
     path = output or table_path()
@@ -79,7 +79,7 @@ def measure(transport: str, ranks: int, collectives: Sequence[str], sizes: Seque
     Raises:
         ValueError: there is no such transport.
     """
-    from collectives.tuner import TRANSPORTS, Place
+    from gangline.collectives.tuner import TRANSPORTS, Place
 
     if transport not in TRANSPORTS[:-1]:
         raise ValueError(f"--transports has {transport!r}; expected names out of {', '.join(TRANSPORTS[:-1])}")
@@ -103,9 +103,9 @@ def candidates(place: Place) -> list[Choice]:
 
     Of several that do the same (between two ranks most do), one that the built-in rules have is taken.
     """
-    from collectives import algorithms
-    from collectives.schedule import ROOTED
-    from collectives.tuner import SHARED, Choice, built_in, names, shared_serves
+    from gangline.collectives import algorithms
+    from gangline.collectives.schedule.schedule import ROOTED
+    from gangline.collectives.tuner import SHARED, Choice, built_in, names, shared_serves
 
     usual = [rule.choice for rule in built_in(place)]
     every = [Choice(name, segments) for name in names(place.collective) for segments in _SEGMENTS if name != SHARED]
@@ -139,7 +139,7 @@ def rules_from(times: Mapping[int, Mapping[Choice, float]], usual: Callable[[int
         Rules whose limits lie between the sizes, on a logarithmic scale. The usual choice, then that of the size below,
         is taken until another one is quicker by more than chance.
     """
-    from collectives.tuner import SHARED, SHARED_LIMIT, Rule
+    from gangline.collectives.tuner import SHARED, SHARED_LIMIT, Rule
 
     sizes = sorted(times)
     best: list[Choice] = []
@@ -161,7 +161,7 @@ def rules_from(times: Mapping[int, Mapping[Choice, float]], usual: Callable[[int
 
 
 def _usual(place: Place, size: int) -> Choice:
-    from collectives.tuner import Table
+    from gangline.collectives.tuner import Table
 
     return Table().choose(place.collective, size, place.ranks, place.transport, place.hosts)
 
@@ -170,8 +170,8 @@ class _Ranks(ExitStack):
     """A gang that is started anew after it failed."""
 
     def __init__(self, transport: str, ranks: int) -> None:
-        from bench.gangs import Gang, Way
-        from bench.peers.installed import ways
+        from gangline.bench.gangs import Gang, Way
+        from gangline.bench.peers.installed import ways
 
         super().__init__()
         (own,) = ways("gangline", ranks)
@@ -181,7 +181,7 @@ class _Ranks(ExitStack):
 
     def ask(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
         """As `Gang.ask`."""
-        from bench.gangs import Gang, GangError
+        from gangline.bench.gangs import Gang, GangError
 
         if self._gang is None:
             self._gang = self.enter_context(Gang(self._way, self._ranks))
@@ -197,7 +197,7 @@ def _times(
     gang: _Ranks, place: Place, sizes: Sequence[int], found: Tuned
 ) -> Iterator[tuple[Choice, dict[int, list[float]]]]:
     """For each candidate whose results are right the seconds of a step at each size, run by run."""
-    from bench.gangs import GangError
+    from gangline.bench.gangs import GangError
 
     times: dict[Choice, dict[int, list[float]]] = {choice: {} for choice in candidates(place)}
     for turn in range(_PASSES):
@@ -217,7 +217,7 @@ def _times(
 
 
 def _check(gang: _Ranks, place: Place, choice: Choice, sizes: Sequence[int]) -> None:
-    from bench.gangs import GangError
+    from gangline.bench.gangs import GangError
 
     for size in (4 * _ODD_COUNT * place.ranks, *sizes):
         if _is_sensible(place, choice, size):
@@ -238,7 +238,7 @@ def _seconds(gang: _Ranks, options: Mapping[str, Any]) -> float:
 
 
 def _is_sensible(place: Place, choice: Choice, size: int) -> bool:
-    from collectives.tuner import SHARED, shared_serves
+    from gangline.collectives.tuner import SHARED, shared_serves
 
     if choice.algorithm == SHARED:
         return shared_serves(size, place.transport, place.hosts)
@@ -247,7 +247,7 @@ def _is_sensible(place: Place, choice: Choice, size: int) -> bool:
 
 def _options(place: Place, choice: Choice, size: int) -> dict[str, Any]:
     """What the ranks are to prepare: float32 tensors of which a rank gives so many bytes."""
-    from bench.sweep import IN_PLACE, ROWS_IN, ROWS_OUT
+    from gangline.bench.sweep import IN_PLACE, ROWS_IN, ROWS_OUT
 
     collective, ranks = place.collective, place.ranks
     count = max(1, size // 4 // (ranks if collective in ROWS_IN else 1))

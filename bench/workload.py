@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.report import Row
+from gangline.bench.report import Row
 
 _IMAGE_SIZE = 64  # of networks for ImageNet, whose 224 would take minutes on a CPU
 
@@ -29,7 +29,7 @@ def images(network: str) -> Images:
     Raises:
         ValueError: the zoo has no such network.
     """
-    from models.zoo import registry
+    from gangline.models.zoo import registry
 
     entry = registry.find(network)
     channels, *size = entry.image_shape
@@ -45,7 +45,7 @@ def parameter_shapes(network: str) -> list[tuple[str, tuple[int, ...]]]:
     """
     import torch
 
-    from models.zoo import registry
+    from gangline.models.zoo import registry
 
     with torch.device("meta"):
         built = registry.create(network, images(network).classes)
@@ -71,7 +71,7 @@ def context_words(counts: str | None, gpus: str | None, default: tuple[int, ...]
     """
     places = None
     if gpus is not None:
-        from collectives.context import contexts
+        from gangline.collectives.context import contexts
 
         places = [str(context) for context in contexts(gpus)]
     if counts is not None:

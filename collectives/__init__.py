@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collectives.communicator import Communicator
-    from collectives.context import Context, contexts, cpu, gpu, num_gpus
-    from collectives.device_group import DeviceGroup
-    from collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
-    from collectives.opening import connect, in_process
-    from collectives.spawning import spawn
-    from collectives.work import Work
-    from collectives.workload import split_batch
+    from gangline.collectives.bootstrap.communicators import connect, in_process
+    from gangline.collectives.communicator import Communicator
+    from gangline.collectives.context import Context, contexts, cpu, gpu, num_gpus
+    from gangline.collectives.devices.device_group import DeviceGroup
+    from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
+    from gangline.collectives.processes.spawning import spawn
+    from gangline.collectives.work import Work
+    from gangline.collectives.workload import split_batch
 
 _HOMES = {
     "communicator": ("Communicator",),
     "context": ("Context", "contexts", "cpu", "gpu", "num_gpus"),
-    "device_group": ("DeviceGroup",),
+    "devices.device_group": ("DeviceGroup",),
     "errors": ("DeadNodeError", "GanglineError", "MismatchError", "ProtocolError", "StallError"),
-    "opening": ("connect", "in_process"),
-    "spawning": ("spawn",),
+    "bootstrap.communicators": ("connect", "in_process"),
+    "processes.spawning": ("spawn",),
     "work": ("Work",),
     "workload": ("split_batch",),
 }
@@ -51,5 +51,5 @@ def __getattr__(name: str) -> Any:  # lazy, because importing torch costs second
 
     for module, names in _HOMES.items():
         if name in names:
-            return getattr(import_module(f"collectives.{module}"), name)
-    raise AttributeError(f"module 'collectives' has no attribute {name!r}")
+            return getattr(import_module(f"gangline.collectives.{module}"), name)
+    raise AttributeError(f"module 'gangline.collectives' has no attribute {name!r}")

@@ -11,13 +11,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from collectives import arithmetic, operations
-from collectives.calls import Call, code_of
-from collectives.engine import Engine, Lines
-from collectives.errors import GanglineError
-from collectives.gpu_way import GpuWay
-from collectives.lanes import Lanes
-from collectives.layout import (
+from gangline.collectives.call_signature import Call, code_of
+from gangline.collectives.devices.nccl_communicator import NcclRanks
+from gangline.collectives.devices.nccl_selection import GpuWay
+from gangline.collectives.engine import host_collectives, reduction
+from gangline.collectives.engine.arguments import (
     as_rows,
     check_peer,
     check_rank,
@@ -35,10 +33,12 @@ from collectives.layout import (
     made_or_fitting,
     overwrite,
 )
-from collectives.nccl_ranks import NcclRanks
-from collectives.operations import SmallAllReduce
-from collectives.point_to_point import PointToPoint
-from collectives.work import Work
+from gangline.collectives.engine.engine import Engine, Lines
+from gangline.collectives.engine.host_collectives import SmallAllReduce
+from gangline.collectives.engine.point_to_point import PointToPoint
+from gangline.collectives.errors import GanglineError
+from gangline.collectives.streams import Lanes
+from gangline.collectives.work import Work
 
 _Result = TypeVar("_Result")
 _REMEMBERED = 4096  # numbers of elements for which the way of an all-reduce is remembered
@@ -111,7 +111,7 @@ class Communicator:
                 small(given, given if out is None else data_of(out))
                 return tensor if out is None else out
         check_tensor(tensor)
-        arithmetic.check(op, tensor.dtype)
+        reduction.check(op, tensor.dtype)
         result = in_place_or(tensor, out)
         reduce = self._all_reduce_way(tensor, op)
 
@@ -146,7 +146,7 @@ class Communicator:
             GanglineError: a rank is dead, late, or at another call.
         """
         check_tensor(tensor)
-        arithmetic.check(op, tensor.dtype)
+        reduction.check(op, tensor.dtype)
         check_rank("root", root, self.size)
         result = None
         if self.rank == root:
@@ -155,9 +155,9 @@ class Communicator:
         def operation() -> None:
             given = flat_of(tensor)
             if result is None:
-                operations.reduce(self._engine, given, None, root, op)
+                host_collectives.reduce(self._engine, given, None, root, op)
             else:
-                in_place(result, lambda flat: operations.reduce(self._engine, given, flat, root, op))
+                in_place(result, lambda flat: host_collectives.reduce(self._engine, given, flat, root, op))
 
         code = code_of("reduce", tensor.numel(), tensor.dtype, op, root)
         return self._call(
@@ -187,9 +187,9 @@ class Communicator:
 
         def operation() -> None:
             if self.rank == root:
-                operations.broadcast(self._engine, flat_of(tensor), root)
+                host_collectives.broadcast(self._engine, flat_of(tensor), root)
             else:
-                in_place(tensor, lambda flat: operations.broadcast(self._engine, flat, root))
+                in_place(tensor, lambda flat: host_collectives.broadcast(self._engine, flat, root))
 
         code = code_of("broadcast", tensor.numel(), tensor.dtype, None, root)
         return self._call(code, (tensor,), operation, lambda nccl: nccl.broadcast(tensor, root), tensor, async_op)
@@ -214,7 +214,7 @@ class Communicator:
         result = made_or_fitting("out", out, (self.size, *tensor.shape), tensor)
 
         def operation() -> None:
-            into_rows(result, lambda rows: operations.all_gather(self._engine, flat_of(tensor), rows))
+            into_rows(result, lambda rows: host_collectives.all_gather(self._engine, flat_of(tensor), rows))
 
         code = code_of("all_gather", tensor.numel(), tensor.dtype, None, None)
         return self._call(
@@ -241,12 +241,12 @@ class Communicator:
             GanglineError: a rank is dead, late, or at another call.
         """
         check_rows(tensor, self.size)
-        arithmetic.check(op, tensor.dtype)
+        reduction.check(op, tensor.dtype)
         result = made_or_fitting("out", out, tensor.shape[1:], tensor)
 
         def operation() -> None:
             rows = as_rows(flat_of(tensor), self.size)
-            overwrite(result, lambda flat: operations.reduce_scatter(self._engine, rows, flat, op))
+            overwrite(result, lambda flat: host_collectives.reduce_scatter(self._engine, rows, flat, op))
 
         code = code_of("reduce_scatter", result.numel(), tensor.dtype, op, None)
         return self._call(
@@ -274,7 +274,7 @@ class Communicator:
 
         def operation() -> None:
             rows = as_rows(flat_of(tensor), self.size)
-            into_rows(result, lambda taken: operations.all_to_all(self._engine, rows, taken))
+            into_rows(result, lambda taken: host_collectives.all_to_all(self._engine, rows, taken))
 
         code = code_of("all_to_all", tensor[0].numel(), tensor.dtype, None, None)
         return self._call(
@@ -306,9 +306,9 @@ class Communicator:
 
         def operation() -> None:
             if result is None:
-                operations.gather(self._engine, flat_of(tensor), None, root)
+                host_collectives.gather(self._engine, flat_of(tensor), None, root)
             else:
-                into_rows(result, lambda rows: operations.gather(self._engine, flat_of(tensor), rows, root))
+                into_rows(result, lambda rows: host_collectives.gather(self._engine, flat_of(tensor), rows, root))
 
         code = code_of("gather", tensor.numel(), tensor.dtype, None, root)
         return self._call(
@@ -343,7 +343,7 @@ class Communicator:
 
         def operation() -> None:
             rows = None if given is None else as_rows(flat_of(given), self.size)
-            overwrite(out, lambda flat: operations.scatter(self._engine, rows, flat, root))
+            overwrite(out, lambda flat: host_collectives.scatter(self._engine, rows, flat, root))
 
         code = code_of("scatter", out.numel(), out.dtype, None, root)
         return self._call(code, (out, given), operation, lambda nccl: nccl.scatter(given, out, root), out, async_op)
@@ -355,9 +355,9 @@ class Communicator:
             GanglineError: a rank is dead, late, or at another call.
         """
         if async_op:
-            return self._engine.submit("barrier", partial(operations.barrier, self._engine), None)
+            return self._engine.submit("barrier", partial(host_collectives.barrier, self._engine), None)
         self._engine.settle()
-        operations.barrier(self._engine)
+        host_collectives.barrier(self._engine)
         return None
 
     def send(self, tensor: Tensor, to: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
@@ -406,7 +406,7 @@ class Communicator:
             TypeError: a color or key that is no int.
             GanglineError: a rank is dead, late, or at another call.
         """
-        from collectives.opening import split
+        from gangline.collectives.bootstrap.communicators import split
 
         self._engine.settle()
         return split(self._lines, self._engine, color, key)
@@ -420,10 +420,10 @@ class Communicator:
             TypeError: a dtype that collectives do not take.
             GanglineError: a rank is dead, late, or at another call.
         """
-        arithmetic.check_dtype(dtype)
+        reduction.check_dtype(dtype)
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self._engine.settle()
-        return operations.empty(self._engine, shape, dtype)
+        return host_collectives.empty(self._engine, shape, dtype)
 
     def close(self) -> None:
         """Finish what was begun, tell the others, and give everything back; a second call does nothing."""
@@ -465,7 +465,7 @@ class Communicator:
         """What reduces a contiguous tensor like this one in place; over the board it is remembered."""
         key = (tensor.dtype, tensor.numel(), op)
         if not self._engine.is_shared("all_reduce", tensor.nbytes):
-            return partial(operations.all_reduce, self._engine, op=op)
+            return partial(host_collectives.all_reduce, self._engine, op=op)
         if key not in self._small:
             if len(self._small) >= _REMEMBERED:
                 self._small.clear()

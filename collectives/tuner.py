@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from collectives import algorithms
+from gangline.collectives import algorithms
 
 SHARED = "shared"
 """The exchange of small tensors: all copy theirs into memory that all can reach, and after one synchronisation each
@@ -89,7 +89,7 @@ class Table:
             hosts: on how many hosts the ranks are.
 
         Returns:
-            "shared", or an algorithm that `collectives.algorithms.build` knows for the collective.
+            "shared", or an algorithm that `gangline.collectives.algorithms.build` knows for the collective.
         """
         place = (collective, transport, size, hosts)
         found = self._ready.get(place)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvstore.base import KVStore
-    from kvstore.optimizer_spec import OptimizerSpec
-    from kvstore.registry import create, register
-    from kvstore.sparse import RowSparse
-    from kvstore.trainer import Trainer
+    from gangline.kvstore.interface import KVStore
+    from gangline.kvstore.optimizer.spec import OptimizerSpec
+    from gangline.kvstore.registry import create, register
+    from gangline.kvstore.sparse import RowSparse
+    from gangline.kvstore.trainer import Trainer
 
 _HOMES = {
-    "KVStore": "base",
-    "OptimizerSpec": "optimizer_spec",
+    "KVStore": "interface",
+    "OptimizerSpec": "optimizer.spec",
     "RowSparse": "sparse",
     "Trainer": "trainer",
     "create": "registry",
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:  # lazy, because importing torch costs second
     from importlib import import_module
 
     if name not in _HOMES:
-        raise AttributeError(f"module 'kvstore' has no attribute {name!r}")
-    for store in ("local", "device", "allreduce", "dist.worker"):  # they register themselves
-        import_module(f"kvstore.{store}")
-    return getattr(import_module(f"kvstore.{_HOMES[name]}"), name)
+        raise AttributeError(f"module 'gangline.kvstore' has no attribute {name!r}")
+    for store in ("local", "device", "allreduce.store", "parameter_server.store"):  # they register themselves
+        import_module(f"gangline.kvstore.{store}")
+    return getattr(import_module(f"gangline.kvstore.{_HOMES[name]}"), name)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from collectives.arrays import readable, shared
-from kvstore.bucketing import Bucket, BucketValue
-from kvstore.optimizer_spec import Key
-from kvstore.sparse import RowSparse
+from gangline.kvstore.buckets import Bucket, BucketValue
+from gangline.kvstore.numpy_arrays import readable, shared
+from gangline.kvstore.optimizer.spec import Key
+from gangline.kvstore.sparse import RowSparse
 
 Value = torch.Tensor | RowSparse
 Pairs = list[tuple[Key, list[torch.Tensor]]]

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from collectives.device_group import require
-from kvstore.arguments import Value
-from kvstore.bucketing import Bucket
-from kvstore.local import LocalStore
-from kvstore.optimizer_spec import Key
-from kvstore.registry import register
+from gangline.collectives.devices.device_group import require
+from gangline.kvstore.arguments import Value
+from gangline.kvstore.buckets import Bucket
+from gangline.kvstore.local import LocalStore
+from gangline.kvstore.optimizer.spec import Key
+from gangline.kvstore.registry import register
 
 
 @register("device", "local_allreduce_device")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from collectives.place import find_place
-from kvstore.dist import roles
+from gangline.collectives.bootstrap.launcher_environment import find_place
+from gangline.kvstore.parameter_server import environment as server_environment
 
 IN_PROCESS = ("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device", "nccl")
 """Stores that do not leave their process."""
@@ -22,7 +22,7 @@ def job_store(environment: Mapping[str, str] = os.environ) -> str:
         RuntimeError: there is no job in the environment.
         ValueError: a launcher has set a place that cannot be.
     """
-    if roles.is_set(environment) and environment.get("DMLC_NUM_SERVER") != "0":
+    if server_environment.is_set(environment) and environment.get("DMLC_NUM_SERVER") != "0":
         return "dist_sync"
     try:
         find_place(None, None, None, environment)
@@ -41,8 +41,8 @@ def num_workers(environment: Mapping[str, str] = os.environ) -> int:
     Raises:
         ValueError: a launcher has set a number that cannot be.
     """
-    if roles.is_set(environment) and environment.get("DMLC_NUM_SERVER") != "0":
-        return roles.from_environment(environment).workers
+    if server_environment.is_set(environment) and environment.get("DMLC_NUM_SERVER") != "0":
+        return server_environment.from_environment(environment).workers
     try:
         return find_place(None, None, None, environment).size
     except RuntimeError:

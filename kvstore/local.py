@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from collectives.compression import Compression
-from collectives.device_group import Transfer, broadcast, move, reduce
-from collectives.lanes import Lanes
-from collectives.work import Work, WorkQueue
-from kvstore.arguments import Pairs, Pushed, RowPulls, Value, by_key, merged
-from kvstore.base import KVStore, Updater
-from kvstore.bucketing import Bucket, BucketValue
-from kvstore.compressed import CompressedPushes
-from kvstore.optimizer import KeyedOptimizer, OptimizerState
-from kvstore.optimizer_spec import Key, OptimizerSpec, check_learning_rate
-from kvstore.registry import register
-from kvstore.sparse import RowSparse, give_rows, summed
+from gangline.collectives.compression import Compression
+from gangline.collectives.devices.device_group import Transfer, broadcast, move, reduce
+from gangline.collectives.streams import Lanes
+from gangline.collectives.work import Work, WorkQueue
+from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, Value, by_key, merged
+from gangline.kvstore.buckets import Bucket, BucketValue
+from gangline.kvstore.gradient_compression import CompressedPushes
+from gangline.kvstore.interface import KVStore, Updater
+from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
+from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_rate
+from gangline.kvstore.registry import register
+from gangline.kvstore.sparse import RowSparse, give_rows, summed
 
 _HOST = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kvstore.base import KVStore
+from gangline.kvstore.interface import KVStore
 
 Store = TypeVar("Store", bound=type[KVStore])
 _registry: dict[str, type[KVStore]] = {}

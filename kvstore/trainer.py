@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvstore.arguments import Value, check_weight
-from kvstore.base import KVStore
-from kvstore.bucketing import Bucket, plan
-from kvstore.optimizer_spec import Key, OptimizerSpec
-from kvstore.registry import create
-from kvstore.sparse import RowSparse, summed
+from gangline.kvstore.arguments import Value, check_weight
+from gangline.kvstore.buckets import Bucket, plan
+from gangline.kvstore.interface import KVStore
+from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
+from gangline.kvstore.registry import create
+from gangline.kvstore.sparse import RowSparse, summed
 
 _log = logging.getLogger("gangline")
 _BUCKET_BYTES = 25 << 20

@@ -5,30 +5,30 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from models.callbacks import Checkpoint, ProgressBar, Speedometer, module_checkpoint
-    from models.images.augmentation import Augmentation
-    from models.images.folder import ImageFolder
-    from models.images.splitting import split_each_label
-    from models.module import Module
-    from models.monitor import Monitor
-    from models.pictures.page import TrainingProgress
-    from models.pictures.tensorboard import TensorBoard
-    from models.stopping import EarlyStopping, stop_on
+    from gangline.models.data.images.augmentation import Augmentation
+    from gangline.models.data.images.folder import ImageFolder
+    from gangline.models.data.images.splitting import split_each_label
+    from gangline.models.loop.callbacks import Checkpoint, ProgressBar, Speedometer, module_checkpoint
+    from gangline.models.loop.monitor import Monitor
+    from gangline.models.loop.stopping import EarlyStopping, stop_on
+    from gangline.models.module import Module
+    from gangline.models.reports.page import TrainingProgress
+    from gangline.models.reports.tensorboard import TensorBoard
 
 _HOMES = {
-    "Augmentation": "images.augmentation",
-    "Checkpoint": "callbacks",
-    "EarlyStopping": "stopping",
-    "ImageFolder": "images.folder",
+    "Augmentation": "data.images.augmentation",
+    "Checkpoint": "loop.callbacks",
+    "EarlyStopping": "loop.stopping",
+    "ImageFolder": "data.images.folder",
     "Module": "module",
-    "Monitor": "monitor",
-    "ProgressBar": "callbacks",
-    "Speedometer": "callbacks",
-    "TensorBoard": "pictures.tensorboard",
-    "TrainingProgress": "pictures.page",
-    "module_checkpoint": "callbacks",
-    "split_each_label": "images.splitting",
-    "stop_on": "stopping",
+    "Monitor": "loop.monitor",
+    "ProgressBar": "loop.callbacks",
+    "Speedometer": "loop.callbacks",
+    "TensorBoard": "reports.tensorboard",
+    "TrainingProgress": "reports.page",
+    "module_checkpoint": "loop.callbacks",
+    "split_each_label": "data.images.splitting",
+    "stop_on": "loop.stopping",
 }
 
 __all__ = [
@@ -52,5 +52,5 @@ def __getattr__(name: str) -> Any:  # lazy, because importing torch costs second
     from importlib import import_module
 
     if name not in _HOMES:
-        raise AttributeError(f"module 'models' has no attribute {name!r}")
-    return getattr(import_module(f"models.{_HOMES[name]}"), name)
+        raise AttributeError(f"module 'gangline.models' has no attribute {name!r}")
+    return getattr(import_module(f"gangline.models.{_HOMES[name]}"), name)

@@ -9,23 +9,23 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from collectives.compression import parse
-from collectives.context import Context, contexts
-from collectives.host_memory import keep_freed_memory
-from collectives.workload import check_work_load_list
-from kvstore import KVStore
-from kvstore.job_store import IN_PROCESS, job_store
-from kvstore.optimizer import OptimizerState
-from kvstore.optimizer_spec import OptimizerSpec, check_learning_rate
-from models.automatic import Automatic
-from models.batch import Batch, as_batch, map_tensors, num_samples, zeros_of
-from models.loss import Loss, Normalizer, SummedLoss
-from models.loss_scale import LossScale
-from models.passes import Passes, Share, call_network
-from models.replicas import Replicas
-from models.updates import Request, Updates
-from models.weighting import Weighting
-from models.workers import Workers
+from gangline.collectives.compression import parse
+from gangline.collectives.context import Context, contexts
+from gangline.collectives.host_memory import keep_freed_memory
+from gangline.collectives.workload import check_work_load_list
+from gangline.kvstore import KVStore
+from gangline.kvstore.job_store import IN_PROCESS, job_store
+from gangline.kvstore.optimizer.keyed import OptimizerState
+from gangline.kvstore.optimizer.spec import OptimizerSpec, check_learning_rate
+from gangline.models.data.batches import Batch, as_batch, map_tensors, num_samples, zeros_of
+from gangline.models.executor.executor import Passes, Share, call_network
+from gangline.models.load_balance.controller import Automatic
+from gangline.models.loss.accumulation import Weighting
+from gangline.models.loss.loss_scale import LossScale
+from gangline.models.loss.summed_loss import Loss, Normalizer, SummedLoss
+from gangline.models.replicas import Replicas
+from gangline.models.updates import Request, Updates
+from gangline.models.workers import Workers
 
 
 class Job:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from models import checkpoint, loops, scoring
-from models.batch import move, zeros_of
-from models.initializer import InitializerSpec, initialise
-from models.steps import Steps
+from gangline.models.checkpoint import checkpoint
+from gangline.models.data.batches import move, zeros_of
+from gangline.models.initializer import InitializerSpec, initialise
+from gangline.models.loop import evaluation, fit
+from gangline.models.steps import Steps
 
 Params = Mapping[str, torch.Tensor]
 
@@ -148,15 +149,15 @@ class Module(Steps):
 
     # -- whole loops, written on the verbs ----------------------------------------------------------------------
 
-    fit = loops.fit
-    score = scoring.score
-    predict = scoring.predict
-    iter_predict = scoring.iter_predict
+    fit = fit.fit
+    score = evaluation.score
+    predict = evaluation.predict
+    iter_predict = evaluation.iter_predict
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, prefix: str | Path, epoch: int | str, save_optimizer_states: bool = False) -> None:
-        """Write ``PREFIX-%04d`` files, or ``PREFIX-best`` for "best"; see `models.checkpoint`.
+        """Write ``PREFIX-%04d`` files, or ``PREFIX-best`` for "best"; see `gangline.models.checkpoint.checkpoint`.
 
         In a job of several workers all of them call it; rank 0 writes, and all return when that is done.
         """

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from collectives.context import Context
-from models.statistics import averaged, averaged_over
-from models.workers import Workers
+from gangline.collectives.context import Context
+from gangline.models.batchnorm.running_statistics import averaged, averaged_over
+from gangline.models.workers import Workers
 
 
 @dataclass(eq=False)

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from collectives.workload import split_batch
-from models.batch import Batch, as_batch, checked_batch, concat, map_tensors, num_samples
-from models.flow_in_step import Expected, named_by_any
-from models.job import Job
-from models.passes import Share
-from models.reach import reached
-from models.updates import Updates
-from models.weighting import Weighting
+from gangline.collectives.workload import split_batch
+from gangline.models.data.batches import Batch, as_batch, checked_batch, concat, map_tensors, num_samples
+from gangline.models.executor.autograd_graph import reached
+from gangline.models.executor.executor import Share
+from gangline.models.job import Job
+from gangline.models.loss.accumulation import Weighting
+from gangline.models.reducer.worker_reducer import Expected, named_by_any
+from gangline.models.updates import Updates
 
 
 class Steps(Job):

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvstore import KVStore, create
-from kvstore.optimizer import KeyedOptimizer, OptimizerState
-from kvstore.optimizer_spec import OptimizerSpec
-from kvstore.sparse import RowSparse, summed
-from models.flow import Flow
-from models.flow_in_step import Expected, FlowInStep
-from models.replicas import Replicas
-from models.workers import Workers
+from gangline.kvstore import KVStore, create
+from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
+from gangline.kvstore.optimizer.spec import OptimizerSpec
+from gangline.kvstore.sparse import RowSparse, summed
+from gangline.models.reducer.reducer import Flow
+from gangline.models.reducer.worker_reducer import Expected, FlowInStep
+from gangline.models.replicas import Replicas
+from gangline.models.workers import Workers
 
 
 class Updates:

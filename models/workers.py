@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from collectives.errors import MismatchError
-from collectives.workload import check_work_load_list, split_batch
-from kvstore import KVStore
-from models.parcels import digest, pack, unpack
+from gangline.collectives.errors import MismatchError
+from gangline.collectives.workload import check_work_load_list, split_batch
+from gangline.kvstore import KVStore
+from gangline.models.serialization import digest, pack, unpack
 
 _LOADS = "GANGLINE_WORK_LOAD_LIST"
 

@@ -13,12 +13,19 @@ import pytest
 import torch
 from hypothesis import settings
 
-from collectives import family
+from gangline.collectives.processes import process_pool
 
 # Ranks import the module of a test to find its functions: by pytest's name for it, and quicker for what they share.
 sys.path.insert(0, str(Path(__file__).parent.parent))
-family.PRELOAD += ("pytest", "hypothesis", "numpy.random", "torch._dynamo", "kvstore.trainer", "models.module")
-family.PRELOAD += ("sklearn.datasets", "sklearn.model_selection", "torchmetrics.aggregation")
+process_pool.PRELOAD += (
+    "pytest",
+    "hypothesis",
+    "numpy.random",
+    "torch._dynamo",
+    "gangline.kvstore.trainer",
+    "gangline.models.module",
+)
+process_pool.PRELOAD += ("sklearn.datasets", "sklearn.model_selection", "torchmetrics.aggregation")
 
 # torch makes a folder there when it is imported; tests look for what ranks leave in TMPDIR.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), "torchinductor-of-tests")))

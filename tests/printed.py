@@ -21,7 +21,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from collectives.communicator import Communicator
+from gangline.collectives.communicator import Communicator
 
 RUN = ("python", "console")
 """Languages of blocks that run."""
@@ -111,10 +111,10 @@ def _run_command(words: list[str], where: str) -> str:
     try:
         with _output(where) as out:
             if words[0] == "gangline":
-                import gangline
+                from gangline.cli.main import main
 
                 sys.argv = words
-                gangline.main()
+                main()
             elif words[0] == "python" and words[1].endswith(".py"):
                 sys.argv = words[1:]
                 runpy.run_path(words[1], run_name="__main__")

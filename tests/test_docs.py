@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives import spawn
+from gangline.collectives import spawn
 from tests import printed
 
 ROOT = Path(__file__).parent.parent

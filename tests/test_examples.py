@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from collectives import Communicator, spawn
-from kvstore.launch.environment import free_ports
+from gangline.collectives import Communicator, spawn
+from gangline.kvstore.launch.job import free_ports
 from tests.kvstore.dist_job import run_job
 
 ROOT = Path(__file__).parent.parent

@@ -47,7 +47,7 @@ def test_the_two_commands_come_first_and_are_the_makefiles() -> None:
 def test_the_flags_it_names_are_those_of_the_command() -> None:
     import typer.main
 
-    from models.train import train
+    from gangline.cli.train import train
 
     application = typer.Typer()
     application.command()(train)

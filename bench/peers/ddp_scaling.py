@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import distributed
 
-from models.zoo import registry
+from gangline.models.zoo import registry
 
 
 def join() -> dict[str, Any]:
     """This process as a rank; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say of what."""
     backend = os.environ.get("BENCH_BACKEND", "gloo")
     if backend == "gangline":
-        import collectives.torch_backend  # noqa: F401  registers it
+        import gangline.collectives.torch_backend  # noqa: F401  registers it
     distributed.init_process_group(backend)
     return {
         "who": "gangline" if backend == "gangline" else f"ddp, torch {torch.__version__.partition('+')[0]}",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from models.zoo import registry
+from gangline.models.zoo import registry
 
 
 def prepare(options: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-import collectives
+from gangline import collectives
 
 _PAGE = 4096
 

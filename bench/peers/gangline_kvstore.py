@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-import kvstore
-from collectives.context import contexts
+from gangline import kvstore
+from gangline.collectives.context import contexts
 
 
 def prepare(options: dict[str, Any]) -> dict[str, Any]:

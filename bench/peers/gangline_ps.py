@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-import kvstore
+from gangline import kvstore
 
 _numbers = itertools.count()
 

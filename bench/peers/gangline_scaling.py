@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-import kvstore
-from collectives.context import cpu
-from models.module import Module
-from models.zoo import registry
+from gangline import kvstore
+from gangline.collectives.context import cpu
+from gangline.models.module import Module
+from gangline.models.zoo import registry
 
 
 def join() -> dict[str, Any]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from collectives.context import contexts
-from models.module import Module
-from models.zoo import registry
+from gangline.collectives.context import contexts
+from gangline.models.module import Module
+from gangline.models.zoo import registry
 
 
 def prepare(options: dict[str, Any]) -> dict[str, Any]:

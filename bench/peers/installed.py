@@ -7,10 +7,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.gangs import Way
-from bench.sides import Setting
+import gangline
+from gangline.bench.gangs import Way
+from gangline.bench.sides import Setting
 
-_ROOT = Path(__file__).resolve().parent.parent.parent
+_ROOT = Path(gangline.__file__).resolve().parent.parent
 
 PEERS = ("mxnet", "torch", "ddp", "gloo", "mpi")
 """torch is what one writes by hand in torch, ddp torch's DistributedDataParallel, gloo torch.distributed; mpi is the

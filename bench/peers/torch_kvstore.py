@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from collectives.context import contexts
+from gangline.collectives.context import contexts
 
 
 def prepare(options: dict[str, Any]) -> dict[str, Any]:

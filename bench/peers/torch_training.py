@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from collectives.context import contexts
-from models.zoo import registry
+from gangline.collectives.context import contexts
+from gangline.models.zoo import registry
 
 
 def prepare(options: dict[str, Any]) -> dict[str, Any]:

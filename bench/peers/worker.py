@@ -12,8 +12,8 @@ Requests come through a socket, a line of JSON each, and answers go back:
     {"check": name}                                -> {"error": largest deviation of a result from the exact sum}
     {"release": true}                              -> {}
 
-and {"failed": text} in place of any of them. Any interpreter with numpy can run it: `python -m bench.peers.worker
-MODULE PATH`.
+and {"failed": text} in place of any of them. Any interpreter with numpy can run it:
+`python -m gangline.bench.peers.worker MODULE PATH`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BLOCK = 1 << 20  # elements that are written or looked at at once
 
 def main() -> None:
     """Be a worker of the job that the environment describes."""
-    serve(importlib.import_module(f"bench.peers.{sys.argv[1]}").join(), sys.argv[2])
+    serve(importlib.import_module(f"gangline.bench.peers.{sys.argv[1]}").join(), sys.argv[2])
 
 
 def serve(group: dict[str, Any], path: str) -> None:

@@ -9,8 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from collectives.algorithms import binomial, direct, double_tree, halving_doubling, hierarchical, pairwise, ring
-from collectives.schedule import ROOTED, Schedule
+from gangline.collectives.algorithms import (
+    binomial,
+    direct,
+    double_tree,
+    halving_doubling,
+    hierarchical,
+    pairwise,
+    ring,
+)
+from gangline.collectives.schedule.schedule import ROOTED, Schedule
 
 
 @dataclass(frozen=True, slots=True)

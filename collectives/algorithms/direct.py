@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from collectives.rounds import Round, Rounds, Transfers, transfers
-from collectives.schedule import Schedule
+from gangline.collectives.schedule.rounds import Round, Rounds, Transfers, transfers
+from gangline.collectives.schedule.schedule import Schedule
 
 
 def one_shot(size: int) -> Schedule:

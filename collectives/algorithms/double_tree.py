@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from collectives.rounds import IntArray, Rounds, Transfers, transfers
-from collectives.schedule import Schedule
+from gangline.collectives.schedule.rounds import IntArray, Rounds, Transfers, transfers
+from gangline.collectives.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, eq=False)

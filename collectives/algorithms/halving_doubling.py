@@ -22,8 +22,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from collectives.rounds import Rounds, Transfers, cyclic, transfers
-from collectives.schedule import Schedule
+from gangline.collectives.schedule.rounds import Rounds, Transfers, cyclic, transfers
+from gangline.collectives.schedule.schedule import Schedule
 
 
 def all_reduce(size: int) -> Schedule:

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from collectives.algorithms import binomial, direct, halving_doubling
-from collectives.rounds import Rounds, side_by_side
-from collectives.schedule import Schedule
+from gangline.collectives.algorithms import binomial, direct, halving_doubling
+from gangline.collectives.schedule.rounds import Rounds, side_by_side
+from gangline.collectives.schedule.schedule import Schedule
 
 
 def all_reduce(hosts: Sequence[int]) -> Schedule:

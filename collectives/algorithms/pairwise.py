@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from collectives.rounds import Rounds, Transfers, transfers
-from collectives.schedule import Schedule
+from gangline.collectives.schedule.rounds import Rounds, Transfers, transfers
+from gangline.collectives.schedule.schedule import Schedule
 
 
 def all_to_all(size: int) -> Schedule:

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from collectives.rounds import Rounds, Transfers, transfers
-from collectives.schedule import Schedule
+from gangline.collectives.schedule.rounds import Rounds, Transfers, transfers
+from gangline.collectives.schedule.schedule import Schedule
 
 
 def all_reduce(order: Sequence[int], segments: int = 1) -> Schedule:

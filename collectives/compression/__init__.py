@@ -8,12 +8,12 @@ says so, a residual of zeros for each gradient. It sends
 
 from __future__ import annotations
 
-from collectives.compression.codec import Codec
-from collectives.compression.error_feedback import check, compress, compress_checked
-from collectives.compression.half import BFloat16, Float16
-from collectives.compression.registry import Compression, parse, register
-from collectives.compression.top_k import TopK
-from collectives.compression.two_bit import TwoBit
+from gangline.collectives.compression.codec import Codec
+from gangline.collectives.compression.error_feedback import check, compress, compress_checked
+from gangline.collectives.compression.half import BFloat16, Float16
+from gangline.collectives.compression.registry import Compression, parse, register
+from gangline.collectives.compression.top_k import TopK
+from gangline.collectives.compression.two_bit import TwoBit
 
 __all__ = [
     "BFloat16",

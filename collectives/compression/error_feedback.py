@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from collectives.compression.codec import Codec, check_dtype
+from gangline.collectives.compression.codec import Codec, check_dtype
 
 
 def compress(codec: Codec, gradient: torch.Tensor, residual: torch.Tensor | None, what: str) -> torch.Tensor:

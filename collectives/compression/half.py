@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import torch
 
-from collectives.compression.codec import Codec, check_dtype, checked_payload, typed
-from collectives.compression.registry import register
-from collectives.compression.spans import in_spans, piece_numel, pieces
+from gangline.collectives.compression.codec import Codec, check_dtype, checked_payload, typed
+from gangline.collectives.compression.registry import register
+from gangline.collectives.compression.spans import in_spans, piece_numel, pieces
 
 
 class _Half(Codec):

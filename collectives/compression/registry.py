@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from collectives.compression.codec import Codec
+from gangline.collectives.compression.codec import Codec
 
 _PULL_TYPES = ("fp16", "bf16", None)
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from collectives.threads import run
+from gangline.collectives.thread_pool import run
 
 _PIECE = 2**17
 _CUDA_PIECE = 2**24  # there an operation costs its launch, and scratch is all that pieces spare

@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from collectives.compression.codec import Codec, check_dtype, checked_number, checked_payload
-from collectives.compression.registry import register
-from collectives.compression.spans import in_spans, piece_numel, pieces
+from gangline.collectives.compression.codec import Codec, check_dtype, checked_number, checked_payload
+from gangline.collectives.compression.registry import register
+from gangline.collectives.compression.spans import in_spans, piece_numel, pieces
 
 _LOW_BITS = 0x03030303
 # Four codes, one a byte of an int32, times this: each lands at its place in the highest byte, and what lands below

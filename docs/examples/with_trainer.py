@@ -4,7 +4,7 @@ import os
 
 import sklearn.datasets
 import torch
-from kvstore import Trainer
+from gangline import Trainer
 
 rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 digits = sklearn.datasets.load_digits()

@@ -16,9 +16,9 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from kvstore.launch.descent import adopt_orphans, descendants, die_with, kill_descendants, send
-from kvstore.launch.environment import Process
-from kvstore.launch.supervisor import Patience, Supervisor
+from gangline.kvstore.launch.job import Process
+from gangline.kvstore.launch.process_tree import adopt_orphans, descendants, die_with, kill_descendants, send
+from gangline.kvstore.launch.supervisor import Patience, Supervisor
 
 
 def run(processes: Sequence[Process], patience: Patience = Patience()) -> int:  # noqa: B008 - it is frozen

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import IO
 
-from kvstore.launch.descent import descendants, die_with, send, send_group
-from kvstore.launch.environment import Process
-from kvstore.launch.output import Output, Stream
+from gangline.kvstore.launch.job import Process
+from gangline.kvstore.launch.output import Output, Stream
+from gangline.kvstore.launch.process_tree import descendants, die_with, send, send_group
 
 _AGAIN = 0.1
 """Seconds from one round of SIGKILL to the next, for what was forked meanwhile."""

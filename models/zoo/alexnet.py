@@ -11,7 +11,7 @@ import math
 import torch
 from torch import nn
 
-from models.zoo.registry import register
+from gangline.models.zoo.registry import register
 
 _LEAST = 63
 """Pixels an edge, of which the third pooling leaves one; one pixel less leaves none."""

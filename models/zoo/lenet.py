@@ -9,7 +9,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-from models.zoo.registry import register
+from gangline.models.zoo.registry import register
 
 
 @register("lenet", image_shape=(1, 28, 28))

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from models import own
-from models.checkpoint import load_weights
+from gangline.models import import_by_name
+from gangline.models.checkpoint.checkpoint import load_weights
 
 Builder = TypeVar("Builder", bound=Callable[..., nn.Module])
 
@@ -66,8 +66,8 @@ def find(name: str) -> Entry:
         ValueError: an unknown name, with the list; or as `own.resolve`.
         RuntimeError: the module fails when it is imported.
     """
-    if own.is_own(name):
-        return Entry(own.network_builder(name), own.image_shape_of(name), name)
+    if import_by_name.is_own(name):
+        return Entry(import_by_name.network_builder(name), import_by_name.image_shape_of(name), name)
     if name not in _networks:
         raise ValueError(
             f"network {name!r} is unknown; expected one of {names()}, or package.module:builder of your own"

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from models.zoo.registry import register
+from gangline.models.zoo.registry import register
 
 
 @register("resnet18", image_shape=(3, 224, 224))

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from bench.command import bench
-from bench.training import measure
-from bench.workload import (
+from gangline.bench.training import measure
+from gangline.bench.workload import (
     bytes_of,
     command_line,
     context_words,
@@ -20,6 +19,7 @@ from bench.workload import (
     parameter_shapes,
     print_ratios,
 )
+from gangline.cli.bench import bench
 
 KVSTORE = {"who", "contexts", "store", "seconds", "gb_per_s_per_device", "error", "p50", "p99", "max", "runs"}
 TRAINING = {"who", "contexts", "network", "batch_size", "samples_per_s", "efficiency", "p50", "p99", "max", "runs"}

@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from bench import sweep, tune
-from bench.collectives import COLLECTIVES
-from bench.command import bench
-from bench.curves import draw
-from bench.gangs import Gang, GangError, Way
-from bench.peers import installed, rank
-from bench.sweep import IN_PLACE, Sweep, bus_factor, numbers, options_of, sizes_between
-from collectives.tuner import SHARED_LIMIT, Choice, Place, Rule, Table
+from gangline.bench import sweep, tune
+from gangline.bench.collectives import COLLECTIVES
+from gangline.bench.curves import draw
+from gangline.bench.gangs import Gang, GangError, Way
+from gangline.bench.peers import installed, rank
+from gangline.bench.sweep import IN_PLACE, Sweep, bus_factor, numbers, options_of, sizes_between
+from gangline.cli.bench import bench
+from gangline.collectives.tuner import SHARED_LIMIT, Choice, Place, Rule, Table
 
 ROOT = Path(installed.__file__).resolve().parents[2]
 ROW = {
@@ -135,7 +135,8 @@ def test_ranks_end_when_the_driver_is_killed(alone: Way, tmp_path: Path, hanging
     os.mkfifo(step)
     prepared = options(hang=str(step) if hanging else None)
     code = (
-        f"import sys; from bench.gangs import Gang, Way; gang = Gang(Way('alone', env={dict(alone.env)!r}), 1)\n"
+        f"import sys; from gangline.bench.gangs import Gang, Way\n"
+        f"gang = Gang(Way('alone', env={dict(alone.env)!r}), 1)\n"
         "print(gang._processes[0].pid, gang._folder, flush=True)\n"
         f"gang.ask({{'prepare': {prepared!r}, 'as': 'x'}}); print('prepared', flush=True); sys.stdin.read()\n"
     )
@@ -379,10 +380,10 @@ def test_candidates_are_all_algorithms_with_segments_where_these_matter() -> Non
 def test_an_algorithm_with_a_wrong_sum_is_refused_however_quick(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from collectives.algorithms import REGISTRY, direct
+    from gangline.collectives.algorithms import REGISTRY, direct
 
     (tmp_path / "sitecustomize.py").write_text(
-        "from collectives.algorithms import REGISTRY, direct\n"
+        "from gangline.collectives.algorithms import REGISTRY, direct\n"
         "REGISTRY['all_reduce']['lazy'] = lambda wish: direct.broadcast(wish.size, 0)\n"
     )
     monkeypatch.setitem(REGISTRY["all_reduce"], "lazy", lambda wish: direct.broadcast(wish.size, 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.device_group import run
+from gangline.bench.device_group import run
 
 FIELDS = {"who", "collective", "transport", "size", "count", "dtype", "redop", "in_place", "registered", "time_us"}
 FIELDS |= {"algbw_gbs", "busbw_gbs", "wrong", "contexts", "memory_gbs", "ratio_to_copy", "p50", "p99", "max", "runs"}

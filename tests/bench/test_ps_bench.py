@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from bench.command import bench
-from bench.hosts import Hosts, obstacle
-from bench.job_processes import Plan
-from bench.jobs import Job, JobError
-from bench.peers import installed
-from bench.peers.worker import Worker, value
-from bench.ps import measure
-from bench.ps_sides import Case
+from gangline.bench.hosts import Hosts, obstacle
+from gangline.bench.job_processes import Plan
+from gangline.bench.jobs import Job, JobError
+from gangline.bench.peers import installed
+from gangline.bench.peers.worker import Worker, value
+from gangline.bench.ps import measure
+from gangline.bench.ps_sides import Case
+from gangline.cli.bench import bench
 
 FIELDS = {"who", "mode", "transport", "size", "time_us", "gb_per_s", "workers", "servers", "call", "error"}
 FIELDS |= {"p50", "p99", "max", "runs"}
@@ -171,4 +171,6 @@ def test_mxnet_is_measured_in_the_same_turns_and_leaves_nothing() -> None:
     assert rows[0]["ratio_to_mxnet"] > 0
     assert set(rows[1]) > {"ratio_to_mxnet", "ratio_to_mxnet_push+pull"}
     programs = [Path(f"/proc/{pid}/cmdline") for pid in os.listdir("/proc") if pid.isdecimal()]
-    assert not [path for path in programs if path.exists() and b"bench.peers.worker\0mxnet_ps" in path.read_bytes()]
+    assert not [
+        path for path in programs if path.exists() and b"gangline.bench.peers.worker\0mxnet_ps" in path.read_bytes()
+    ]

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from bench import plot
-from bench.command import bench
-from bench.compare import ratios
-from bench.figures import describing, figure
-from bench.report import check_outputs, publish, spread
+from gangline.bench import plot
+from gangline.bench.compare import ratios
+from gangline.bench.figures import describing, figure
+from gangline.bench.report import check_outputs, publish, spread
+from gangline.cli.bench import bench
 
 MACHINE = {"cpu": "x", "cores": 2}
 

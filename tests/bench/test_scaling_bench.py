@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from bench.command import bench
-from bench.scaling import measure, speedups
+from gangline.bench.scaling import measure, speedups
+from gangline.cli.bench import bench
 
 FIELDS = {"who", "network", "batch_size", "samples_per_s", "efficiency", "workers", "p50", "p99", "max", "runs"}
 

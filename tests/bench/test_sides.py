@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.peers import installed
-from bench.sides import Candidate, Measured, Setting, Side, best_settings, measure_in_turn, ratio
+from gangline.bench.peers import installed
+from gangline.bench.sides import Candidate, Measured, Setting, Side, best_settings, measure_in_turn, ratio
 
 PYTHON = Path(sys.executable)
 TINY = """
@@ -100,7 +100,7 @@ def test_sides_end_when_the_driver_is_interrupted(tiny: dict[str, str], tmp_path
 
 def test_sides_end_when_the_driver_is_killed(tiny: dict[str, str], tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from bench.sides import Side\n"
+        "import sys; from pathlib import Path; from gangline.bench.sides import Side\n"
         f"side = Side('tiny', {tiny!r}, Path(sys.executable))\n"
         f"side.prepare({{'name': 'a', 'log': {str(tmp_path / 'log')!r}}})\n"
         "print(side._process.pid, flush=True)\n"

@@ -11,9 +11,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bench.compare import ratios
-from bench.simulate import Cluster, measure, simulate
-from collectives import algorithms
+from gangline.bench.compare import ratios
+from gangline.bench.simulate import Cluster, measure, simulate
+from gangline.collectives import algorithms
 
 CLUSTER = Cluster(24, 3, alpha_inside=2, alpha_between=8, beta_inside=50, beta_between=10, gamma=100)
 

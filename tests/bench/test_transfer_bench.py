@@ -1,4 +1,4 @@
-"""`python -m bench.transfer`, small: real images, real workers from the fork server."""
+"""`python -m gangline.bench.transfer`, small: real images, real workers from the fork server."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import typer
 from PIL import Image
 from typer.testing import CliRunner
 
-from bench.transfer import Clock, main, summary, write_images
-from models.callbacks import BatchEndParam
-from models.metric import create
+from gangline.bench.transfer import Clock, main, summary, write_images
+from gangline.models.loop.callbacks import BatchEndParam
+from gangline.models.metrics.metric import create
 
 FIELDS = {"who", "network", "store", "batch_size", "learning_rate", "epoch", "seconds", "accuracy", "samples_per_s"}
 FIELDS |= {"workers", "efficiency", "p50", "p99", "max", "runs"}
@@ -144,7 +144,7 @@ def test_the_summary_compares_the_last_epochs(monkeypatch: pytest.MonkeyPatch) -
 def test_wrong_options_are_refused_before_anything_is_trained(
     monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
 ) -> None:
-    monkeypatch.setattr("bench.transfer.write_images", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr("gangline.bench.transfer.write_images", lambda *_: pytest.fail("it began"))
     done = bench(*words)
     assert isinstance(done.exception, ValueError)
     assert message in str(done.exception)

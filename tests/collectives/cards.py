@@ -20,8 +20,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from collectives import gpu_tensors, layout, nccl_ranks
-from collectives.device_backends import nccl_bindings
+from gangline.collectives.devices import nccl_communicator
+from gangline.collectives.devices.backends import nccl_bindings
+from gangline.collectives.engine import arguments, host_staging
 
 aten = torch.ops.aten
 _LIMIT = 20.0
@@ -334,10 +335,10 @@ def cards(*, nccl: str = "") -> Iterator[None]:
             (torch.cuda, "Stream", Stream),
             (torch.cuda, "stream", _on),
             (torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}")),
-            (gpu_tensors, "host_memory", _host_memory),
-            (layout, "host_memory", _host_memory),
+            (host_staging, "host_memory", _host_memory),
+            (arguments, "host_memory", _host_memory),
             (nccl_bindings, "missing", lambda name: nccl),
         ):
             stack.enter_context(patch.object(target, name, value))
-        stack.enter_context(patch.dict(nccl_ranks.RANKS, {"cupy": HostRank}))
+        stack.enter_context(patch.dict(nccl_communicator.RANKS, {"cupy": HostRank}))
         yield

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from collectives.links import SELF, Kind, Link, LinkMatrix, nvlink, pcie
+from gangline.collectives.devices.links import SELF, Kind, Link, LinkMatrix, nvlink, pcie
 
 
 def matrix(rows: str, nodes: Sequence[int | None] = (), *, switched: bool = False, generation: int = 3) -> LinkMatrix:

@@ -13,7 +13,7 @@ from typing import Any
 import msgpack
 import torch
 
-from collectives.family import Family
+from gangline.collectives.processes.process_pool import Family
 
 
 class Rank:

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collectives.calls import DTYPES, OPS
-from collectives.communicator import Communicator
-from collectives.errors import DeadNodeError
-from collectives.opening import in_process, open_communicator
-from collectives.tuner import SHARED_LIMIT
-from collectives.work import Work
+from gangline.collectives.bootstrap.communicators import in_process, open_communicator
+from gangline.collectives.call_signature import DTYPES, OPS
+from gangline.collectives.communicator import Communicator
+from gangline.collectives.errors import DeadNodeError
+from gangline.collectives.tuner import SHARED_LIMIT
+from gangline.collectives.work import Work
 
 HALVES = (torch.float16, torch.bfloat16)
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from collectives import Communicator
-from collectives.errors import GanglineError
+from gangline.collectives import Communicator
+from gangline.collectives.errors import GanglineError
 
 
 def ramp(count: int, rank: int) -> Tensor:

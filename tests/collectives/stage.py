@@ -19,10 +19,11 @@ from types import TracebackType
 from typing import Any, Self
 from unittest.mock import patch
 
-from collectives import Communicator, family
-from collectives.opening import open_communicator
-from collectives.spawning import Outcome, Ranks
-from collectives.watch import Watch
+from gangline.collectives import Communicator
+from gangline.collectives.bootstrap.communicators import open_communicator
+from gangline.collectives.liveness.watchdog import Watch
+from gangline.collectives.processes import process_pool
+from gangline.collectives.processes.spawning import Outcome, Ranks
 
 LIMIT = 60.0
 """Seconds after which what a test waits for has failed to happen."""
@@ -193,7 +194,7 @@ class Stage(Audience):
 
     def __init__(self, play: Callable[..., Any], size: int, *arguments: Any, transport: str) -> None:
         super().__init__()
-        family.start()  # with this program's folders, not the stage's, which is gone before the server is
+        process_pool.start()  # with this program's folders, not the stage's, which is gone before the server is
         try:
             with patch.dict(os.environ, self.environment):
                 gang = Ranks(play, size, (self.path, *arguments), transport=transport, opener=_open)

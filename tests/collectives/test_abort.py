@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
-from collectives import Communicator, communicator, spawn
-from collectives.errors import GanglineError, MismatchError, StallError
-from collectives.opening import in_process
-from collectives.torch_process_group import GanglineProcessGroup
-from collectives.work import Work
+from gangline.collectives import Communicator, communicator, spawn
+from gangline.collectives.bootstrap.communicators import in_process
+from gangline.collectives.errors import GanglineError, MismatchError, StallError
+from gangline.collectives.torch_backend.process_group import GanglineProcessGroup
+from gangline.collectives.work import Work
 from tests.collectives.ranks import LARGE, in_threads
 from tests.collectives.situations import Said, error_of
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from collectives import algorithms
-from collectives.algorithms.double_tree import Tree, two_trees
-from collectives.rounds import Transfers
-from collectives.schedule import ROOTED, Reduce, Schedule
+from gangline.collectives import algorithms
+from gangline.collectives.algorithms.double_tree import Tree, two_trees
+from gangline.collectives.schedule.rounds import Transfers
+from gangline.collectives.schedule.schedule import ROOTED, Reduce, Schedule
 
 EVERY = [(collective, name) for collective in algorithms.REGISTRY for name in algorithms.names(collective)]
 SUMS = [(collective, name) for collective, name in EVERY if "reduce" in collective]

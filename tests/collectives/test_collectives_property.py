@@ -10,10 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from collectives import tuner
-from collectives.calls import DTYPES
-from collectives.communicator import Communicator
-from collectives.spawning import spawn
+from gangline.collectives import tuner
+from gangline.collectives.call_signature import DTYPES
+from gangline.collectives.communicator import Communicator
+from gangline.collectives.processes.spawning import spawn
 from tests.collectives.ranks import REDUCING, call, combined, in_threads, near, open_again, ops_for, same
 
 ALGORITHMS = sorted({name for collective in tuner.TUNED for name in tuner.names(collective)})

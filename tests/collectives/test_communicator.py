@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from collectives.calls import DTYPES
-from collectives.communicator import Communicator
-from collectives.errors import GanglineError, MismatchError
-from collectives.opening import in_process
-from collectives.spawning import spawn
-from collectives.work import Work
+from gangline.collectives.bootstrap.communicators import in_process
+from gangline.collectives.call_signature import DTYPES
+from gangline.collectives.communicator import Communicator
+from gangline.collectives.errors import GanglineError, MismatchError
+from gangline.collectives.processes.spawning import spawn
+from gangline.collectives.work import Work
 from tests.collectives.ranks import (
     LARGE,
     MOVING,

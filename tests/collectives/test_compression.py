@@ -11,8 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from bench.compression import measure
-from collectives.compression import BFloat16, Codec, Float16, TopK, TwoBit, compress, parse, register, registry, spans
+from gangline.bench.compression import measure
+from gangline.collectives.compression import (
+    BFloat16,
+    Codec,
+    Float16,
+    TopK,
+    TwoBit,
+    compress,
+    parse,
+    register,
+    registry,
+    spans,
+)
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 CODECS: list[Codec] = [TwoBit(0.5), Float16(), BFloat16(), TopK(0.1)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from collectives import Context, contexts, cpu, gpu, num_gpus
+from gangline.collectives import Context, contexts, cpu, gpu, num_gpus
 
 ABSENT = num_gpus()
 """The number of the first GPU that is not there."""

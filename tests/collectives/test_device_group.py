@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from collectives.device_group import broadcast, reduce
+from gangline.collectives.devices.device_group import broadcast, reduce
 
 
 class Operations(TorchDispatchMode):

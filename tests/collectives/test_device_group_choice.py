@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from collectives import cpu, gpu, num_gpus
-from collectives.device_backends import choice, nccl_bindings
-from collectives.device_backends.choice import check, choose
-from collectives.device_group import DeviceGroup
+from gangline.collectives import cpu, gpu, num_gpus
+from gangline.collectives.devices.backends import choice, nccl_bindings
+from gangline.collectives.devices.backends.choice import check, choose
+from gangline.collectives.devices.device_group import DeviceGroup
 
 CPU, GPU0, GPU1, GPU2 = torch.device("cpu"), *(torch.device("cuda", index) for index in range(3))
 

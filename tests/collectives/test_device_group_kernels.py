@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from collectives import arithmetic, gpu, num_gpus
-from collectives.calls import DTYPES, OPS
-from collectives.device_backends import choice, kernels, peers
-from collectives.device_backends.peer_to_peer import Launch, moves, one_shot, two_shot
-from collectives.device_group import DeviceGroup
+from gangline.collectives import gpu, num_gpus
+from gangline.collectives.call_signature import DTYPES, OPS
+from gangline.collectives.devices.backends import choice, kernels, peers
+from gangline.collectives.devices.backends.peer_to_peer import Launch, moves, one_shot, two_shot
+from gangline.collectives.devices.device_group import DeviceGroup
+from gangline.collectives.engine import reduction
 
 NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 CASES = [(dtype, op) for dtype in DTYPES for op in OPS if op != "mean" or dtype.is_floating_point]
@@ -87,7 +88,7 @@ def drawn(dtype: torch.dtype, count: int, seed: int) -> Tensor:
 def combined(values: Iterable[Tensor], op: str) -> Tensor:
     values = list(values)
     out = torch.empty_like(values[0])
-    arithmetic.combine(values, op, out, len(values) if op == "mean" else 1)
+    reduction.combine(values, op, out, len(values) if op == "mean" else 1)
     return out
 
 

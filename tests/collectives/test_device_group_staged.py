@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from collectives.device_backends import staged
-from collectives.device_backends.pipeline import Buffer, Piece, Step, plan
-from collectives.device_backends.staged import Work, Workspace, cut
+from gangline.collectives.devices.backends import staged
+from gangline.collectives.devices.backends.pipeline import Buffer, Piece, Step, plan
+from gangline.collectives.devices.backends.staged import Work, Workspace, cut
 
 
 def all_reduce(places: int, pieces: int) -> list[Piece]:

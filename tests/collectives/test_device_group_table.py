@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from collectives import Context, cpu, gpu, num_gpus
-from collectives.calls import DTYPES, OPS
-from collectives.device_backends import choice, staged
-from collectives.device_backends.base import parts
-from collectives.device_backends.copies import Copies
-from collectives.device_group import DeviceGroup, move
+from gangline.collectives import Context, cpu, gpu, num_gpus
+from gangline.collectives.call_signature import DTYPES, OPS
+from gangline.collectives.devices.backends import choice, staged
+from gangline.collectives.devices.backends.base import parts
+from gangline.collectives.devices.backends.copies import Copies
+from gangline.collectives.devices.device_group import DeviceGroup, move
 
 ON_HOST = [("copies", "cpu"), ("staged", "cpu")]
 ON_GPUS = [(name, "gpu") for name in ("copies", "staged", "peer_to_peer", "nccl")]

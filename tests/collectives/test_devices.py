@@ -9,8 +9,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from collectives.devices import device_table, devices
-from collectives.links import SELF, Kind, LinkMatrix, links_by_nvml, matrix_table, nvlink, pcie, read_links
+from gangline.cli.devices import devices
+from gangline.collectives.devices.inventory import device_table
+from gangline.collectives.devices.links import (
+    SELF,
+    Kind,
+    LinkMatrix,
+    links_by_nvml,
+    matrix_table,
+    nvlink,
+    pcie,
+    read_links,
+)
 from tests.collectives.matrices import (
     BRIDGE,
     CUBE_MESH,

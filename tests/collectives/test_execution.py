@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from collectives import algorithms
-from collectives.arithmetic import combine
-from collectives.calls import DTYPES
-from collectives.errors import ProtocolError
-from collectives.execution import MisplacedMessageError, Parts, Rows, run
-from collectives.roster import ThreadRoster
-from collectives.schedule import Receive, Reduce, Send, Step
-from collectives.transports.base import PIECE, Stamp
-from collectives.transports.threads import Gang, Threads
-from collectives.watch import Watch
+from gangline.collectives import algorithms
+from gangline.collectives.call_signature import DTYPES
+from gangline.collectives.engine.executor import MisplacedMessageError, Parts, Rows, run
+from gangline.collectives.engine.reduction import combine
+from gangline.collectives.errors import ProtocolError
+from gangline.collectives.liveness.membership import ThreadRoster
+from gangline.collectives.liveness.watchdog import Watch
+from gangline.collectives.schedule.schedule import Receive, Reduce, Send, Step
+from gangline.collectives.transports.base import PIECE, Stamp
+from gangline.collectives.transports.in_process import Gang, Threads
 from tests.collectives.ranks import combined, ops_for, same, values
 
 STAMP = Stamp(7, 1234)

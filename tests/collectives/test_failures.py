@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from collectives import Communicator
-from collectives.transports.board import SharedBoard
-from collectives.transports.shared_memory import SharedMemory
-from collectives.transports.zeromq import ZeroMQ
+from gangline.collectives import Communicator
+from gangline.collectives.transports.shm.slots import SharedBoard
+from gangline.collectives.transports.shm.transport import SharedMemory
+from gangline.collectives.transports.zmq.transport import ZeroMQ
 from tests.collectives.situations import SITUATIONS, Said, all_reduce, error_of, ramp
 from tests.collectives.stage import LIMIT, WAITS, Actor, Audience, Stage
 
@@ -245,7 +245,7 @@ def wait_for_ever(comm: Communicator, path: str) -> None:
 
 PROGRAM = """
 import sys
-from collectives.spawning import spawn
+from gangline.collectives.processes.spawning import spawn
 from tests.collectives.test_failures import wait_for_ever
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from collectives import Communicator, num_gpus, spawn
-from collectives.device_backends import nccl_bindings
-from collectives.errors import MismatchError, StallError
-from collectives.work import Work
+from gangline.collectives import Communicator, num_gpus, spawn
+from gangline.collectives.devices.backends import nccl_bindings
+from gangline.collectives.errors import MismatchError, StallError
+from gangline.collectives.work import Work
 from tests.collectives.cards import HostRank, OnCard, cards, on_card
 from tests.collectives.ranks import (
     MOVING,

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from collectives import Communicator
-from collectives.errors import StallError
-from collectives.opening import in_process
+from gangline.collectives import Communicator
+from gangline.collectives.bootstrap.communicators import in_process
+from gangline.collectives.errors import StallError
 from tests.collectives.situations import Said, all_reduce, broadcast, error_of, expect, ramp
 from tests.collectives.stage import WAITS, Actor, Stage
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from collectives import gpu, num_gpus
-from collectives.device_backends import nccl_bindings
-from collectives.device_backends.nccl import Nccl
-from collectives.device_group import DeviceGroup
+from gangline.collectives import gpu, num_gpus
+from gangline.collectives.devices.backends import nccl_bindings
+from gangline.collectives.devices.backends.nccl import Nccl
+from gangline.collectives.devices.device_group import DeviceGroup
 
 ELEMENTS = {0: torch.int8, 1: torch.uint8, 2: torch.int32, 4: torch.int64, 6: torch.float16, 7: torch.float32}
 ELEMENTS |= {8: torch.float64, 9: torch.bfloat16}

@@ -15,8 +15,8 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from collectives.transports.pairs import Line, Pairs
-from collectives.zeromq_context import end
+from gangline.collectives.transports.zmq.context import end
+from gangline.collectives.transports.zmq.peer_sockets import Line, Pairs
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from collectives.communicator import Communicator
-from collectives.errors import GanglineError, MismatchError
-from collectives.spawning import spawn
-from collectives.transports.base import Incoming
-from collectives.transports.threads import Threads
-from collectives.work import Work
+from gangline.collectives.communicator import Communicator
+from gangline.collectives.errors import GanglineError, MismatchError
+from gangline.collectives.processes.spawning import spawn
+from gangline.collectives.transports.base import Incoming
+from gangline.collectives.transports.in_process import Threads
+from gangline.collectives.work import Work
 from tests.collectives.ranks import check, in_threads, same, values
 
 SIZES = (1, 0, 300_007, 17, 8_192, 8_193, 20_000)  # of float32: nothing, little, around and above what is copied

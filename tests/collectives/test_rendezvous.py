@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from collectives.errors import DeadNodeError, StallError, name_ranks
-from collectives.place import find_place, from_environment
-from collectives.rendezvous import Job, hosts, time_limit
-from collectives.spawning import Ranks
-from collectives.transports.base import Exchange
+from gangline.collectives.bootstrap.launcher_environment import find_place, from_environment
+from gangline.collectives.bootstrap.rendezvous import Job, hosts, time_limit
+from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
+from gangline.collectives.processes.spawning import Ranks
+from gangline.collectives.transports.base import Exchange
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -377,7 +377,7 @@ def test_hosts_are_numbered_by_their_first_rank() -> None:
 PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from collectives.rendezvous import Job, hosts
+from gangline.collectives.bootstrap.rendezvous import Job, hosts
 for _ in range(2):
     job = Job(timeout=30)
     got = job.exchange(b"%d" % job.rank)

@@ -25,14 +25,14 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from collectives import family
-from collectives.addresses import check_address
-from collectives.calls import Call
-from collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
-from collectives.limits import limits
-from collectives.roster import CLOSED, LOST, ProcessRoster, ThreadRoster
-from collectives.transports.pairs import Pairs
-from collectives.watch import Watch, mismatch
+from gangline.collectives.call_signature import Call
+from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
+from gangline.collectives.liveness.limits import limits
+from gangline.collectives.liveness.membership import CLOSED, LOST, ProcessRoster, ThreadRoster
+from gangline.collectives.liveness.watchdog import Watch, mismatch
+from gangline.collectives.processes import process_pool
+from gangline.collectives.transports.addresses import check_address
+from gangline.collectives.transports.zmq.peer_sockets import Pairs
 from tests.collectives.processes import Processes, Rank
 
 pytestmark = pytest.mark.timeout(60)
@@ -45,7 +45,7 @@ ADDRESSES = ("ipc", "tcp://127.0.0.1")
 
 @pytest.fixture(autouse=True)
 def _no_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    family.start()  # with this program's folders, not the test's, which is gone before the server is
+    process_pool.start()  # with this program's folders, not the test's, which is gone before the server is
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # of the ranks
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
@@ -437,7 +437,9 @@ def check_until(watch: Watch, missing: list[int]) -> GanglineError:
 def quick_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that goes on by 10 ms whenever it is asked, so that nobody has to wait for it."""
     ticks = itertools.count(10_000)
-    monkeypatch.setattr("collectives.watch.time", SimpleNamespace(monotonic=lambda: next(ticks) / 100))
+    monkeypatch.setattr(
+        "gangline.collectives.liveness.watchdog.time", SimpleNamespace(monotonic=lambda: next(ticks) / 100)
+    )
 
 
 def test_a_wait_ends_when_any_rank_dies_and_all_are_told() -> None:
@@ -519,7 +521,7 @@ def test_a_late_rank_is_warned_of_once_a_call_and_then_an_error(caplog: pytest.L
 
 def test_the_clock_starts_again_with_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("collectives.watch.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("gangline.collectives.liveness.watchdog.time", SimpleNamespace(monotonic=lambda: now[0]))
     gang = gang_at(None, None)
     watch = watch_of(gang[0], timeout=10)
     for sequence in (5, 6):

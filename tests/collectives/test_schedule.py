@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from collectives import algorithms
-from collectives.pricing import by_host
-from collectives.rounds import Rounds, Transfers, cyclic, side_by_side, transfers
-from collectives.schedule import ROOTED, Receive, Reduce, Schedule, Send
-from collectives.verification import Numbered, verify
+from gangline.collectives import algorithms
+from gangline.collectives.schedule.cost import by_host
+from gangline.collectives.schedule.rounds import Rounds, Transfers, cyclic, side_by_side, transfers
+from gangline.collectives.schedule.schedule import ROOTED, Receive, Reduce, Schedule, Send
+from gangline.collectives.schedule.verification import Numbered, verify
 
 Programs = list[list[Numbered]]
 EVERY = [(collective, name) for collective in algorithms.REGISTRY for name in algorithms.names(collective)]

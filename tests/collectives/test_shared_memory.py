@@ -16,15 +16,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from collectives import opening, rendezvous
-from collectives.communicator import Communicator
-from collectives.errors import ProtocolError
-from collectives.spawning import Ranks, spawn
-from collectives.transports import remote_memory, segments, shared_memory
-from collectives.transports.base import PIECE, Exchange, Stamp
-from collectives.transports.registered import Registered
-from collectives.transports.shared_memory import SharedMemory
-from collectives.work import Work
+from gangline.collectives.bootstrap import communicators, rendezvous
+from gangline.collectives.communicator import Communicator
+from gangline.collectives.errors import ProtocolError
+from gangline.collectives.processes.spawning import Ranks, spawn
+from gangline.collectives.transports.base import PIECE, Exchange, Stamp
+from gangline.collectives.transports.shm import cma, segments, transport
+from gangline.collectives.transports.shm.registered import Registered
+from gangline.collectives.transports.shm.transport import SharedMemory
+from gangline.collectives.work import Work
 from tests.collectives.ranks import BOARD, LARGE, cases, check, combined, expected, open_again, same, values
 
 COUNT = 2 * (BOARD // 4)  # float32 elements, in whole pieces, and more than a board takes
@@ -51,7 +51,7 @@ class Counts:
 def counted() -> Iterator[Counts]:
     """Count in this process, which is a rank's."""
     counts = Counts()
-    read, stage = remote_memory.read, shared_memory._Out._stage
+    read, stage = cma.read, transport._Out._stage
 
     def counted_read(process: int, address: int, target: int, nbytes: int) -> None:
         counts.reads.append(nbytes)
@@ -63,8 +63,8 @@ def counted() -> Iterator[Counts]:
         stage(out, message)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote_memory, "read", counted_read)
-        patch.setattr(shared_memory._Out, "_stage", counted_stage)
+        patch.setattr(cma, "read", counted_read)
+        patch.setattr(transport._Out, "_stage", counted_stage)
         yield counts
 
 
@@ -72,7 +72,7 @@ def counted() -> Iterator[Counts]:
 def unreadable(comm: Communicator) -> Iterator[Communicator]:
     """A communicator of the same ranks, as it would be where the kernel lets no process read another."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote_memory, "may_read", lambda *_: False)
+        patch.setattr(cma, "may_read", lambda *_: False)
         other = open_again(comm, "shared_memory")
     with other:
         yield other
@@ -230,8 +230,8 @@ def test_collectives_go_on_where_every_byte_is_staged(size: int) -> None:
 def _open_elsewhere(rank: int, size: int, exchange: Exchange, **options: Any) -> Communicator:
     """As if every second rank were on another host, and no rank could read its neighbours' memory."""
     rendezvous.hosts = lambda _: tuple(other % 2 for other in range(size))
-    remote_memory.may_read = lambda *_: False
-    return opening.open_communicator(rank, size, exchange, **options)
+    cma.may_read = lambda *_: False
+    return communicators.open_communicator(rank, size, exchange, **options)
 
 
 def _on_two_hosts(comm: Communicator) -> tuple[int, ...]:
@@ -473,7 +473,7 @@ def test_an_entry_that_makes_no_sense_is_an_error() -> None:
     first, second = in_two_threads(_shared)
     first.send(1, torch.zeros(8, dtype=torch.uint8), Stamp(1, 1))
     entry = first._out[1]._entries
-    kind = shared_memory._WORDS + shared_memory._KIND
+    kind = transport._WORDS + transport._KIND
     for number, text in ((9, "rank 0 posted a message of kind 9"), (1, "rank 0 names bytes 0 to 8 of memory 0")):
         entry[kind] = number
         with pytest.raises(ProtocolError, match=text):

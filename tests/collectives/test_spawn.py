@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 import torch
 
-from collectives import Communicator
-from collectives.errors import DeadNodeError, MismatchError, StallError
-from collectives.spawning import Ranks, spawn
-from collectives.transports.base import Exchange
+from gangline.collectives import Communicator
+from gangline.collectives.errors import DeadNodeError, MismatchError, StallError
+from gangline.collectives.processes.spawning import Ranks, spawn
+from gangline.collectives.transports.base import Exchange
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -237,7 +237,9 @@ def test_an_argument_that_cannot_be_pickled_is_named() -> None:
 
 def test_a_script_without_a_guard_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("from collectives.spawning import spawn\ndef work(comm): pass\nspawn(work, 2)\n")
+    script.write_text(
+        "from gangline.collectives.processes.spawning import spawn\ndef work(comm): pass\nspawn(work, 2)\n"
+    )
     main = ModuleType("__main__")
     main.__file__ = str(script)
     exec("def work(comm): pass", main.__dict__)
@@ -461,10 +463,10 @@ def _state(pid: int) -> str:
 
 PROGRAM = """
 import json, os, signal, sys
-from collectives import family
-from collectives.family import Family
+from gangline.collectives.processes import process_pool
+from gangline.collectives.processes.process_pool import Family
 
-family.PRELOAD = ()
+process_pool.PRELOAD = ()
 
 
 def busy_or_stopped(connection):

@@ -18,9 +18,9 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from collectives import torch_backend
-from collectives.errors import MismatchError
-from collectives.torch_backend import GanglineProcessGroup
+from gangline.collectives import torch_backend
+from gangline.collectives.errors import MismatchError
+from gangline.collectives.torch_backend import GanglineProcessGroup
 from tests.collectives.processes import Processes, Rank
 
 LARGE = 300_007  # elements that no board takes

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from collectives import torch_backend
-from collectives.errors import GanglineError
-from collectives.torch_work import GroupWork
+from gangline.collectives import torch_backend
+from gangline.collectives.errors import GanglineError
+from gangline.collectives.torch_backend.work import GroupWork
 from tests.collectives.processes import Processes, Rank
 
 LARGE = 300_007

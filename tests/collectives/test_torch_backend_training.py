@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from collectives import torch_backend
-from collectives.torch_backend import GanglineProcessGroup
+from gangline.collectives import torch_backend
+from gangline.collectives.torch_backend import GanglineProcessGroup
 from tests.collectives.processes import Processes, Rank
 
 STEPS = 20
@@ -238,7 +238,7 @@ def test_another_backend_serves_another_device(tmp_path: Path) -> None:
 
 SCRIPT = """
 import torch, torch.distributed as dist
-import collectives.torch_backend
+import gangline.collectives.torch_backend
 dist.init_process_group("gangline")
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1, bias=False))
 model(torch.full((1, 3), float(dist.get_rank()))).sum().backward()

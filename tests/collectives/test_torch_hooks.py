@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from collectives.torch_backend import Samples, compress_hook, weighted_hook
+from gangline.collectives.torch_backend import Samples, compress_hook, weighted_hook
 from tests.collectives.processes import Processes, Rank
 
 CASES: dict[str, Callable[[int, dist.ProcessGroup], None]] = {}

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives import algorithms
-from collectives.tuner import (
+from gangline.collectives import algorithms
+from gangline.collectives.tuner import (
     SHARED_LIMIT,
     TRANSPORTS,
     TUNED,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives.work import Work, WorkQueue
+from gangline.collectives.work import Work, WorkQueue
 
 LIMIT = 20.0
 """Seconds after which a test that waits has failed."""

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from collectives import split_batch
-from collectives.workload import check_work_load_list
+from gangline.collectives import split_batch
+from gangline.collectives.workload import check_work_load_list
 
 modest = settings(max_examples=60, deadline=None, derandomize=True)
 

@@ -17,14 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.hosts import Hosts, enter, obstacle
-from collectives.calls import Call
-from collectives.errors import GanglineError, ProtocolError
-from collectives.roster import LOST, ProcessRoster
-from collectives.transports.base import PIECE, Stamp
-from collectives.transports.pairs import Pairs
-from collectives.transports.zeromq import INLINE, ZeroMQ
-from collectives.watch import Watch
+from gangline.bench.hosts import Hosts, enter, obstacle
+from gangline.collectives.call_signature import Call
+from gangline.collectives.errors import GanglineError, ProtocolError
+from gangline.collectives.liveness.membership import LOST, ProcessRoster
+from gangline.collectives.liveness.watchdog import Watch
+from gangline.collectives.transports.base import PIECE, Stamp
+from gangline.collectives.transports.zmq.peer_sockets import Pairs
+from gangline.collectives.transports.zmq.transport import INLINE, ZeroMQ
 from tests.collectives.processes import Processes, Rank
 
 pytestmark = pytest.mark.timeout(60)

@@ -8,7 +8,7 @@ import threading
 import pytest
 import zmq
 
-from collectives import zeromq_context
+from gangline.collectives.transports.zmq import context as zmq_context
 
 
 def test_what_was_sent_goes_out_before_a_context_is_over() -> None:
@@ -19,7 +19,7 @@ def test_what_was_sent_goes_out_before_a_context_is_over() -> None:
         push.connect(f"tcp://127.0.0.1:{port}")
         push.send(b"x" * (1 << 20))
         push.close()
-        zeromq_context.end(context)
+        zmq_context.end(context)
         assert context.closed
         assert pull.poll(10_000)
 
@@ -27,11 +27,11 @@ def test_what_was_sent_goes_out_before_a_context_is_over() -> None:
 def test_a_context_that_does_not_end_is_left_behind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(zeromq_context, "_PATIENCE", 0.1)
+    monkeypatch.setattr(zmq_context, "_PATIENCE", 0.1)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     open_one = context.socket(zmq.PUSH)  # for which ZeroMQ waits, as for one whose end it has lost
     with caplog.at_level(logging.WARNING, "gangline"):
-        zeromq_context.end(context)
+        zmq_context.end(context)
     assert caplog.messages == ["a ZeroMQ context has not ended within 0.1 s; it is left behind"]
     open_one.close(0)
     [thread] = [one for one in threading.enumerate() if one.name == "gangline-context-end"]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-import kvstore
-from kvstore import KVStore
+from gangline import kvstore
+from gangline.kvstore import KVStore
 from tests.kvstore.dist_job import run_job
 
 Case = Callable[[KVStore], Any]

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from collectives.spawning import Outcome, Ranks
-from collectives.transports.base import Exchange
-from kvstore.dist import scheduler, server
-from kvstore.dist.roles import from_environment
+from gangline.collectives.processes.spawning import Outcome, Ranks
+from gangline.collectives.transports.base import Exchange
+from gangline.kvstore.parameter_server.environment import from_environment
+from gangline.kvstore.parameter_server.scheduler import scheduler
+from gangline.kvstore.parameter_server.server import server
 
 
 class Place:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from collectives.spawning import Outcome
-from kvstore.dist import server
-from kvstore.dist.membership import Membership
-from kvstore.dist.wire import Wire
+from gangline.collectives.processes.spawning import Outcome
+from gangline.kvstore.parameter_server.client.scheduler_client import Membership
+from gangline.kvstore.parameter_server.client.server_client import Wire
+from gangline.kvstore.parameter_server.server import server
 from tests.collectives.stage import LIMIT, WAITS, Actor, Audience
 from tests.kvstore.dist_job import DistJob
 

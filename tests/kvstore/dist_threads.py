@@ -12,13 +12,13 @@ from unittest.mock import patch
 
 import zmq
 
-from collectives.errors import StallError
-from kvstore.dist import protocol
-from kvstore.dist.membership import Membership
-from kvstore.dist.protocol import Beat, Failed, Hello, Message, Welcome
-from kvstore.dist.roles import ServerJob
-from kvstore.dist.scheduler import Scheduler
-from kvstore.dist.server import Server, open_server
+from gangline.collectives.errors import StallError
+from gangline.kvstore.parameter_server import protocol
+from gangline.kvstore.parameter_server.client.scheduler_client import Membership
+from gangline.kvstore.parameter_server.environment import ServerJob
+from gangline.kvstore.parameter_server.protocol import Beat, Failed, Hello, Message, Welcome
+from gangline.kvstore.parameter_server.scheduler.scheduler import Scheduler
+from gangline.kvstore.parameter_server.server.server import Server, open_server
 
 LIMIT = 30.0
 """Seconds after which what a test waits for has failed to happen."""

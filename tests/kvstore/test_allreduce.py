@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from collectives import Communicator, cpu, spawn
-from kvstore import KVStore, RowSparse, create
-from kvstore.bucketing import Bucket, plan
-from models import Module
+from gangline.collectives import Communicator, cpu, spawn
+from gangline.kvstore import KVStore, RowSparse, create
+from gangline.kvstore.buckets import Bucket, plan
+from gangline.models import Module
 
 DTYPES = (
     torch.float64,

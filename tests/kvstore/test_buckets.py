@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from collectives import Work
-from kvstore import KVStore, OptimizerSpec, RowSparse, create
-from kvstore.arguments import Pairs, Pushed
-from kvstore.bucketing import Bucket, plan
-from kvstore.device import DeviceStore
-from kvstore.optimizer import OptimizerState
+from gangline.collectives import Work
+from gangline.kvstore import KVStore, OptimizerSpec, RowSparse, create
+from gangline.kvstore.arguments import Pairs, Pushed
+from gangline.kvstore.buckets import Bucket, plan
+from gangline.kvstore.device import DeviceStore
+from gangline.kvstore.optimizer.keyed import OptimizerState
 
 CPU = torch.device("cpu")
 LIMIT = 20.0

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-import kvstore
-from collectives import Communicator, spawn
-from kvstore import KVStore, RowSparse, Trainer, clipping
-from kvstore.base import read_optimizer_states
-from kvstore.bucketing import Bucket, plan
-from kvstore.dist import server_state
-from kvstore.dist.protocol import DENSE, Ack, Answer, Command, Define, Done, Pull, Push
-from kvstore.dist.worker import DistStore
-from kvstore.optimizer_spec import OptimizerSpec
+from gangline import kvstore
+from gangline.collectives import Communicator, spawn
+from gangline.kvstore import KVStore, RowSparse, Trainer
+from gangline.kvstore.buckets import Bucket, plan
+from gangline.kvstore.interface import read_optimizer_states
+from gangline.kvstore.optimizer import clipping
+from gangline.kvstore.optimizer.spec import OptimizerSpec
+from gangline.kvstore.parameter_server.protocol import DENSE, Ack, Answer, Command, Define, Done, Pull, Push
+from gangline.kvstore.parameter_server.server import optimizer_shards
+from gangline.kvstore.parameter_server.store import DistStore
 from tests.kvstore.dist_cases import check
 from tests.kvstore.dist_threads import Job, Line
 
@@ -499,7 +500,7 @@ def test_workers_without_servers_clip_what_they_sum() -> None:
 
 def test_a_server_keeps_sums_until_it_is_told_the_factor_and_nobody_reads_what_changes() -> None:
     count, small = 20_000, 4
-    spec = server_state.pack_spec(OptimizerSpec.parse(("sgd", {"learning_rate": 1.0, "clip_global_norm": 1.0})))
+    spec = optimizer_shards.pack_spec(OptimizerSpec.parse(("sgd", {"learning_rate": 1.0, "clip_global_norm": 1.0})))
     with Job(1) as job:
         (member,) = job.members()
         with Line.of_worker(member) as line:

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from collectives import Work
-from kvstore import KVStore, RowSparse, create
-from kvstore.arguments import Pairs, Pushed
+from gangline.collectives import Work
+from gangline.kvstore import KVStore, RowSparse, create
+from gangline.kvstore.arguments import Pairs, Pushed
 
 LIMIT = 20.0
 """Seconds after which a test that waits has failed."""

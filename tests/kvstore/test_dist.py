@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvstore
-from kvstore import KVStore, RowSparse
-from kvstore.dist.worker import DistStore
+from gangline import kvstore
+from gangline.kvstore import KVStore, RowSparse
+from gangline.kvstore.parameter_server.store import DistStore
 from tests.kvstore.dist_job import run_job
 
 pytestmark = pytest.mark.timeout(110)

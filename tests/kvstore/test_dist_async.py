@@ -6,7 +6,7 @@ import msgpack
 import pytest
 import torch
 
-from kvstore.dist.protocol import DENSE, Ack, Define, Done, Failed, Pull, Push, Values
+from gangline.kvstore.parameter_server.protocol import DENSE, Ack, Define, Done, Failed, Pull, Push, Values
 from tests.kvstore.dist_threads import Job, Line, of_ranks
 
 pytestmark = pytest.mark.timeout(60)

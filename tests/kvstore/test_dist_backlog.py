@@ -10,10 +10,24 @@ import msgpack
 import pytest
 import torch
 
-from kvstore import create
-from kvstore.dist import answers, wire
-from kvstore.dist.protocol import CODED, DENSE, Ack, Answer, Command, Define, Done, Failed, Message, Pull, Push, Values
-from kvstore.dist.worker import DistStore
+from gangline.kvstore import create
+from gangline.kvstore.parameter_server.client import server_client
+from gangline.kvstore.parameter_server.protocol import (
+    CODED,
+    DENSE,
+    Ack,
+    Answer,
+    Command,
+    Define,
+    Done,
+    Failed,
+    Message,
+    Pull,
+    Push,
+    Values,
+)
+from gangline.kvstore.parameter_server.server import sessions
+from gangline.kvstore.parameter_server.store import DistStore
 from tests.kvstore.dist_job import run_job
 from tests.kvstore.dist_threads import Job, of_ranks
 
@@ -70,7 +84,7 @@ class Two:
 
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
-    monkeypatch.setattr(answers, "_AHEAD", 0)
+    monkeypatch.setattr(sessions, "_AHEAD", 0)
     with Job(2) as job:
         two = Two(job)
         yield two
@@ -141,10 +155,10 @@ def _run_ahead(there: str) -> int:
     if kv.rank == 0:
         arena = kv._arena
         assert arena is not None
-        wire._MOST_QUEUED = 16 * MIB
+        server_client._MOST_QUEUED = 16 * MIB
         given = torch.full((MIB // 4,), 2.0)
         works = [kv.push("key", given, async_op=True) for _ in range(320)]
-        kv._wire.wait(lambda: kv._wire._queued > wire._MOST_QUEUED)
+        kv._wire.wait(lambda: kv._wire._queued > server_client._MOST_QUEUED)
         Path(there).touch()
         while not works[-1].is_completed():
             most = max(most, arena.in_use)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import zmq
 
-from collectives.addresses import is_loopback
-from kvstore.dist.buffers import fit_buffers
+from gangline.collectives.transports.addresses import is_loopback
+from gangline.kvstore.parameter_server.transport.socket_buffers import fit_buffers
 
 
 @pytest.mark.parametrize(

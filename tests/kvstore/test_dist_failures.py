@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-import kvstore
-from collectives.errors import GanglineError
-from collectives.spawning import Outcome, Ranks
-from collectives.transports.base import Exchange
-from kvstore import KVStore
+from gangline import kvstore
+from gangline.collectives.errors import GanglineError
+from gangline.collectives.processes.spawning import Outcome, Ranks
+from gangline.collectives.transports.base import Exchange
+from gangline.kvstore import KVStore
 from tests.collectives.stage import WAITS, Actor
 from tests.kvstore import dist_job
 from tests.kvstore.dist_stage import DistStage, Waits, break_lines

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvstore
-from collectives.errors import GanglineError
-from kvstore import KVStore, RowSparse
-from kvstore.base import read_optimizer_states
-from kvstore.optimizer import OptimizerState
+from gangline import kvstore
+from gangline.collectives.errors import GanglineError
+from gangline.kvstore import KVStore, RowSparse
+from gangline.kvstore.interface import read_optimizer_states
+from gangline.kvstore.optimizer.keyed import OptimizerState
 from tests.kvstore.dist_cases import check
 
 pytestmark = pytest.mark.timeout(110)

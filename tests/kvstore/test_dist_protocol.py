@@ -18,13 +18,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from collectives.errors import ProtocolError
-from collectives.transports.segments import Offer
-from kvstore.dist import answers as answers_module
-from kvstore.dist import protocol, server_state
-from kvstore.dist.answers import Answers, Worker
-from kvstore.dist.arena import ALIGNMENT
-from kvstore.dist.protocol import (
+from gangline.collectives.errors import ProtocolError
+from gangline.collectives.transports.shm.segments import Offer
+from gangline.kvstore.optimizer.spec import OptimizerSpec
+from gangline.kvstore.parameter_server import protocol
+from gangline.kvstore.parameter_server.protocol import (
     ABSENT,
     CODED,
     DENSE,
@@ -43,7 +41,10 @@ from kvstore.dist.protocol import (
     Values,
     Welcome,
 )
-from kvstore.optimizer_spec import OptimizerSpec
+from gangline.kvstore.parameter_server.server import optimizer_shards
+from gangline.kvstore.parameter_server.server import sessions as answers_module
+from gangline.kvstore.parameter_server.server.sessions import Answers, Worker
+from gangline.kvstore.parameter_server.transport.shared_memory import ALIGNMENT
 from tests.kvstore.dist_threads import Job, Line, of_ranks
 
 pytestmark = pytest.mark.timeout(110)
@@ -500,7 +501,7 @@ def test_an_optimizer_takes_no_state_that_is_none() -> None:
 
 def refuse_states(pair: Pair) -> None:
     n = pair.next
-    spec = server_state.pack_spec(OptimizerSpec.parse(("sgd", {"learning_rate": 1.0, "momentum": 0.5})))
+    spec = optimizer_shards.pack_spec(OptimizerSpec.parse(("sgd", {"learning_rate": 1.0, "momentum": 0.5})))
     sequence = n()
     assert pair.lines[0].ask(Command(sequence, "optimizer", spec)) == Answer(sequence, b"")
     for state, frames in (

@@ -14,12 +14,25 @@ from typing import Any
 
 import pytest
 
-from collectives.errors import DeadNodeError, StallError
-from collectives.processes import this_process
-from kvstore.dist import protocol
-from kvstore.dist.membership import Membership
-from kvstore.dist.protocol import Beat, Gone, Join, Joined, Leave, Meet, Met, Over, Push, Refused, Rest, Rested
-from kvstore.dist.scheduler import Scheduler
+from gangline.collectives.errors import DeadNodeError, StallError
+from gangline.collectives.liveness.process_state import this_process
+from gangline.kvstore.parameter_server import protocol
+from gangline.kvstore.parameter_server.client.scheduler_client import Membership
+from gangline.kvstore.parameter_server.protocol import (
+    Beat,
+    Gone,
+    Join,
+    Joined,
+    Leave,
+    Meet,
+    Met,
+    Over,
+    Push,
+    Refused,
+    Rest,
+    Rested,
+)
+from gangline.kvstore.parameter_server.scheduler.scheduler import Scheduler
 from tests.kvstore.dist_threads import LIMIT, Job, Line
 
 pytestmark = pytest.mark.timeout(110)
@@ -319,7 +332,8 @@ def test_a_worker_that_goes_wild_disturbs_nobodys_memory() -> None:
 SCRIPT = """
 import sys
 import threading
-import kvstore, torch
+import torch
+from gangline import kvstore
 kv = kvstore.create("dist_sync")
 kv.init("w", torch.zeros(3))
 out = torch.empty(3)
@@ -332,7 +346,7 @@ kv.close()
 NO_TORCH = """
 import sys
 import threading
-from kvstore.dist import scheduler
+from gangline.kvstore.parameter_server import scheduler
 code = scheduler.main()
 assert "torch" not in sys.modules and "numpy" not in sys.modules, "the scheduler has imported torch"
 raise SystemExit(code)
@@ -393,7 +407,7 @@ def test_one_script_in_all_roles_as_trackers_start_it(starts: Any) -> None:
 
 @pytest.mark.slow
 def test_modules_started_alone(starts: Any) -> None:
-    server = starts("server", "-m", "kvstore.dist.server")
+    server = starts("server", "-m", "gangline.kvstore.parameter_server.server")
     workers = [starts("worker", "-c", SCRIPT, DMLC_WORKER_ID=str(rank)) for rank in (1, 0)]
     scheduler = starts("scheduler", "-c", NO_TORCH)  # last: the others wait for it
     said = [ended(process) for process in (scheduler, server, *workers)]
@@ -401,11 +415,11 @@ def test_modules_started_alone(starts: Any) -> None:
 
 
 def test_a_scheduler_whom_nobody_joins_ends_with_an_error(starts: Any) -> None:
-    process = starts("scheduler", "-m", "kvstore.dist.scheduler", GANGLINE_TIMEOUT="0.3")
+    process = starts("scheduler", "-m", "gangline.kvstore.parameter_server.scheduler", GANGLINE_TIMEOUT="0.3")
     assert ended(process) == (1, "ERROR: 2 of 2 workers and 1 of 1 servers did not join within 0.3 s\n")
 
 
 def test_roles_that_are_none_are_named(starts: Any) -> None:
-    code, said = ended(starts("scheduler", "-m", "kvstore.dist.scheduler", DMLC_NUM_WORKER="two"))
+    code, said = ended(starts("scheduler", "-m", "gangline.kvstore.parameter_server.scheduler", DMLC_NUM_WORKER="two"))
     assert code == 1
     assert "DMLC_NUM_WORKER is 'two'; expected a number from 1 to 65536" in said

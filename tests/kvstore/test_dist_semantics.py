@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-import kvstore
-from collectives.errors import MismatchError
-from kvstore import KVStore
-from kvstore.dist import team
-from kvstore.dist.worker import DistStore
+from gangline import kvstore
+from gangline.collectives.errors import MismatchError
+from gangline.kvstore import KVStore
+from gangline.kvstore.parameter_server.client import collective_calls
+from gangline.kvstore.parameter_server.store import DistStore
 from tests.kvstore.dist_cases import check
 from tests.kvstore.dist_job import run_job
 
@@ -59,7 +59,12 @@ def dtypes_that_servers_do_not_hold_are_refused(kv: KVStore) -> None:
 
 
 def exchanges_may_be_larger_than_a_meeting(kv: KVStore) -> None:
-    for sizes in ((0, 0, 0), (team._PIECE, 1, 0), (0, 2 * team._PIECE + 5, team._PIECE + 1), (65 << 20, 3, 0)):
+    for sizes in (
+        (0, 0, 0),
+        (collective_calls._PIECE, 1, 0),
+        (0, 2 * collective_calls._PIECE + 5, collective_calls._PIECE + 1),
+        (65 << 20, 3, 0),
+    ):
         given = [bytes([rank + 1]) * size for rank, size in enumerate(sizes)]
         assert kv.exchange(given[kv.rank]) == given
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from collectives.transports.segments import open_offered
-from kvstore.dist.arena import ALIGNMENT, Arena, aligned, piece, typed
-from kvstore.dist.sharding import GRAIN, Layout, Part, Sharding
+from gangline.collectives.transports.shm.segments import open_offered
+from gangline.kvstore.parameter_server.sharding import GRAIN, Layout, Part, Sharding
+from gangline.kvstore.parameter_server.transport.shared_memory import ALIGNMENT, Arena, aligned, piece, typed
 
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int64": 8, "uint8": 1, "bool": 1}
 MIB = 1 << 20

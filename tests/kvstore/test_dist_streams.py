@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from collectives.errors import ProtocolError
-from kvstore.dist.streams import Listener, Stream, connect
+from gangline.collectives.errors import ProtocolError
+from gangline.kvstore.parameter_server.transport.unix_stream import Listener, Stream, connect
 
 pytestmark = pytest.mark.timeout(30)
 Pair = tuple[Stream, Stream]

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 import zmq
 
-from kvstore.dist.waiting import LOOKS_SECONDS, Watch
+from gangline.kvstore.parameter_server.transport.poller import LOOKS_SECONDS, Watch
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ import pytest
 import torch
 import zmq
 
-from collectives.errors import DeadNodeError, MismatchError, StallError
-from collectives.work import Work
-from kvstore.dist import protocol
-from kvstore.dist.protocol import Ack, Failed, Hello, Message, Push, Welcome
-from kvstore.dist.request import Request
-from kvstore.dist.streams import Listener, Stream
-from kvstore.dist.team import Pending
-from kvstore.dist.wire import Wire
+from gangline.collectives.errors import DeadNodeError, MismatchError, StallError
+from gangline.collectives.work import Work
+from gangline.kvstore.parameter_server import protocol
+from gangline.kvstore.parameter_server.client.collective_calls import Pending
+from gangline.kvstore.parameter_server.client.request import Request
+from gangline.kvstore.parameter_server.client.server_client import Wire
+from gangline.kvstore.parameter_server.protocol import Ack, Failed, Hello, Message, Push, Welcome
+from gangline.kvstore.parameter_server.transport.unix_stream import Listener, Stream
 
 pytestmark = pytest.mark.timeout(30)
 MIB = 1 << 20
@@ -83,7 +83,7 @@ def wire(server: Server, member: SimpleNamespace, monkeypatch: pytest.MonkeyPatc
         greet(self, min(timeout_ms, 1), looks_seconds)
 
     monkeypatch.setattr(Wire, "_progress", progress)
-    monkeypatch.setattr("kvstore.dist.wire._GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("gangline.kvstore.parameter_server.client.server_client._GRACE_SECONDS", 0.05)
     wire = Wire(member, "sync", -1, None, 5.0)  # type: ignore[arg-type]
     yield wire
     wire.close()

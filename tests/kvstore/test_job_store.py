@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-import kvstore
-from kvstore import registry
-from kvstore.job_store import IN_PROCESS, job_store
+from gangline import kvstore
+from gangline.kvstore import registry
+from gangline.kvstore.job_store import IN_PROCESS, job_store
 
 PLACE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 ROLE = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "9000", "DMLC_NUM_WORKER": "2"}
@@ -39,6 +39,8 @@ def test_a_place_that_cannot_be_is_named() -> None:
 def test_stores_that_stay_within_their_process_are_known() -> None:
     assert kvstore.create("local")
     alone = {
-        name for name, store in registry._registry.items() if store.__module__ in ("kvstore.local", "kvstore.device")
+        name
+        for name, store in registry._registry.items()
+        if store.__module__ in ("gangline.kvstore.local", "gangline.kvstore.device")
     }
     assert set(IN_PROCESS) == alone

@@ -87,9 +87,9 @@ def job(processes: dict[str, str], servers: float = 20, stop: float = 20, **opti
     """Stand-ins for scheduler, servers and workers, each a shell command, and what patience to have with them."""
     code = (
         "import json, sys\n"
-        "from kvstore.launch.environment import Process\n"
-        "from kvstore.launch.local import run\n"
-        "from kvstore.launch.supervisor import Patience\n"
+        "from gangline.kvstore.launch.job import Process\n"
+        "from gangline.kvstore.launch.local import run\n"
+        "from gangline.kvstore.launch.supervisor import Patience\n"
         "processes, servers, stop = json.loads(sys.argv[1])\n"
         "labels = [(label.partition(' '), command) for label, command in processes.items()]\n"
         "table = [Process(role, int(rank) if rank else None, ('sh', '-c', command), {})\n"
@@ -135,7 +135,7 @@ def test_every_worker_finds_its_place() -> None:
 
 def test_workers_join_by_connect_without_arguments() -> None:
     code = (
-        "import collectives, torch\n"
+        "import torch\nfrom gangline import collectives\n"
         "with collectives.connect() as comm:\n"
         "    print(comm.rank, comm.all_reduce(torch.arange(3) * 10 + comm.rank).tolist(), torch.get_num_threads())\n"
     )
@@ -408,7 +408,10 @@ def test_dry_run_prints_lines_for_a_shell_and_runs_nothing(tmp_path: Path) -> No
     )
     lines = done.stdout.splitlines()
     assert len(lines) == 4
-    assert all(f"-m kvstore.dist.{role}" in line for role, line in zip(("scheduler", "server"), lines, strict=False))
+    assert all(
+        f"-m gangline.kvstore.parameter_server.{role}" in line
+        for role, line in zip(("scheduler", "server"), lines, strict=False)
+    )
     assert not file.exists()
     for line in lines[2:]:
         subprocess.run(line, shell=True, check=True)
@@ -439,7 +442,7 @@ def test_wrong_usage_ends_with_2_and_says_what_is_wrong(arguments: list[str], wo
     import typer
     from typer.testing import CliRunner
 
-    from kvstore.launch.command import launch as command
+    from gangline.cli.launch import launch as command
 
     app = typer.Typer()
     app.command(context_settings={"allow_interspersed_args": False})(command)
@@ -449,7 +452,10 @@ def test_wrong_usage_ends_with_2_and_says_what_is_wrong(arguments: list[str], wo
 
 
 def test_the_launcher_needs_no_torch() -> None:
-    code = "import sys, kvstore.launch.command, kvstore.launch.local; print({'torch', 'numpy', 'zmq'} & {*sys.modules})"
+    code = (
+        "import sys, gangline.cli.launch, gangline.kvstore.launch.local\n"
+        "print({'torch', 'numpy', 'zmq'} & {*sys.modules})"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.launch.environment import Job, Process, free_ports, process_table
+from gangline.kvstore.launch.job import Job, Process, free_ports, process_table
 
 
 def table(launchers: dict[str, str] | None = None, cores: int = 8, **job: object) -> list[Process]:
@@ -27,8 +27,8 @@ def test_a_job_is_a_scheduler_its_servers_and_its_workers() -> None:
         *("worker 0", "worker 1", "worker 2"),
     ]
     assert [process.command for process in processes[:2]] == [
-        (sys.executable, "-m", "kvstore.dist.scheduler"),
-        (sys.executable, "-m", "kvstore.dist.server"),
+        (sys.executable, "-m", "gangline.kvstore.parameter_server.scheduler"),
+        (sys.executable, "-m", "gangline.kvstore.parameter_server.server"),
     ]
     assert {process.command for process in processes[3:]} == {("train",)}
     for process in processes:

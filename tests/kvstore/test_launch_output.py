@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.launch import output
-from kvstore.launch.output import Output
+from gangline.kvstore.launch import output
+from gangline.kvstore.launch.output import Output
 
 
 class Screen:

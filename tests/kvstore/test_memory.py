@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvstore import KVStore, create
+from gangline.kvstore import KVStore, create
 
 KEYS = ["a", "b", 3]
 SHAPES = [(64, 33), (128,), (7, 5, 3)]

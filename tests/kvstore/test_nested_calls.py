@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore import KVStore, create
+from gangline.kvstore import KVStore, create
 
 NAMES = ["local", "device"]
 LIMIT = 10.0

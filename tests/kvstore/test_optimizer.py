@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvstore import KVStore, OptimizerSpec, create
-from kvstore.optimizer import KeyedOptimizer
+from gangline.kvstore import KVStore, OptimizerSpec, create
+from gangline.kvstore.optimizer.keyed import KeyedOptimizer
 
 STORES = ["local", "device"]
 Tensors = dict[Any, torch.Tensor]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.device import DeviceStore
+from gangline.kvstore.device import DeviceStore
 
 
 @pytest.fixture

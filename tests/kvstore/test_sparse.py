@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvstore import KVStore, RowSparse, create
+from gangline.kvstore import KVStore, RowSparse, create
 
 STORES = ["local", "device"]
 LIMIT = 20.0

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives import Work
-from kvstore import KVStore, create, register
-from kvstore import registry as stores
-from kvstore.local import LocalStore
+from gangline.collectives import Work
+from gangline.kvstore import KVStore, create, register
+from gangline.kvstore import registry as stores
+from gangline.kvstore.local import LocalStore
 
 NAMES = ["local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device"]
 LIMIT = 20.0

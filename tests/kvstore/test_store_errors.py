@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore import KVStore, create
+from gangline.kvstore import KVStore, create
 
 
 @pytest.fixture(params=["local", "device"])

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from collectives import Communicator, spawn
-from kvstore import KVStore, Trainer, create
+from gangline.collectives import Communicator, spawn
+from gangline.kvstore import KVStore, Trainer, create
 
 OPTIMIZERS = [
     ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.01}, torch.optim.SGD, {"momentum": 0.9}),

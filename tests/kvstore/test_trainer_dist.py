@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvstore import Trainer
+from gangline.kvstore import Trainer
 from tests.kvstore.dist_job import run_job
 
 pytestmark = pytest.mark.timeout(60)

@@ -10,13 +10,13 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-import gangline
+from gangline.cli.main import main
 
 
 def gangline_command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of `gangline` with these words."""
     with patch.object(sys, "argv", ["gangline", *map(str, words)]), pytest.raises(SystemExit) as end:
-        gangline.main()
+        main()
     out, err = capsys.readouterr()
     return int(end.value.code or 0), out, err
 

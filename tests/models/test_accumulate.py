@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from gangline import Checkpoint, Module, Speedometer, cpu
-from kvstore import create
-from models import checkpoint
+from gangline.kvstore import create
+from gangline.models.checkpoint import checkpoint
 
 FEATURES, CLASSES = 5, 3
 Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]

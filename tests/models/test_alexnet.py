@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from collectives.context import cpu
-from models import zoo
-from models.module import Module
+from gangline.collectives.context import cpu
+from gangline.models import zoo
+from gangline.models.module import Module
 
 CONVOLUTIONS = {0: (64, 3, 11), 3: (192, 64, 5), 6: (384, 192, 3), 8: (256, 384, 3), 10: (256, 256, 3)}
 """(outputs, inputs, kernel size) by torchvision's place in ``features``."""

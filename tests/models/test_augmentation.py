@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.images.augmentation import Augmentation
+from gangline.models.data.images.augmentation import Augmentation
 
 SHAPE = (3, 8, 8)
 

@@ -16,10 +16,10 @@ import torch
 from measure import distance
 from torch import nn
 
-from bench.balance import WaitingNetwork, slow_down
-from collectives.workload import split_batch
 from gangline import Module, cpu
-from models import checkpoint
+from gangline.bench.balance import WaitingNetwork, slow_down
+from gangline.collectives.workload import split_batch
+from gangline.models.checkpoint import checkpoint
 
 FEATURES, CLASSES = 6, 3
 UNLIMITED = 1000

@@ -11,8 +11,8 @@ from itertools import product
 
 import pytest
 
-from collectives.workload import split_batch
-from models.balance import AutoLoads
+from gangline.collectives.workload import split_batch
+from gangline.models.load_balance.speed_model import AutoLoads
 
 LOGGER = logging.getLogger("gangline")
 Costs = Sequence[tuple[float, float]]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.batch import as_batch, concat, map_tensors, move, num_samples, take, tensors_of
+from gangline.models.data.batches import as_batch, concat, map_tensors, move, num_samples, take, tensors_of
 
 HOST = torch.device("cpu")
 

@@ -15,9 +15,9 @@ from torch import nn
 from tqdm import tqdm
 
 from gangline import Checkpoint, Module, ProgressBar, Speedometer, cpu, module_checkpoint
-from models import checkpoint
-from models.callbacks import BatchEndParam
-from models.metric import EvalMetric, create
+from gangline.models.checkpoint import checkpoint
+from gangline.models.loop.callbacks import BatchEndParam
+from gangline.models.metrics.metric import EvalMetric, create
 
 LINE = re.compile(
     r"Epoch\[(?P<epoch>\d+)\] Batch \[(?P<begin>\d+)-(?P<end>\d+)\]\t"

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from collectives.communicator import Communicator
-from collectives.spawning import spawn
 from gangline import Checkpoint, Module, cpu
-from kvstore import create
-from models import checkpoint
-from models.checkpoints_kept import epochs, remove_older
-from models.workers import Workers
+from gangline.collectives.communicator import Communicator
+from gangline.collectives.processes.spawning import spawn
+from gangline.kvstore import create
+from gangline.models.checkpoint import checkpoint
+from gangline.models.checkpoint.retention import epochs, remove_older
+from gangline.models.workers import Workers
 
 SAMPLES = 12
 
@@ -94,14 +94,14 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_minutes_alone_decide_where_they_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock is looked at once a batch, and once more at a save, which begins the next interval."""
     found = written(monkeypatch)
-    monkeypatch.setattr("models.workers.time.monotonic", Clock())
+    monkeypatch.setattr("gangline.models.workers.time.monotonic", Clock())
     fitted(tmp_path / "net", 3, by_batches=True, minutes=3 / 60)
     assert found == [(4, 1), (7, 2)]
 
 
 def test_minutes_and_a_period_both_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = written(monkeypatch)
-    monkeypatch.setattr("models.workers.time.monotonic", Clock())
+    monkeypatch.setattr("gangline.models.workers.time.monotonic", Clock())
     fitted(tmp_path / "net", 2, by_batches=True, minutes=3 / 60, period=2)
     assert found == [(2, 0), (5, 1)]
 
@@ -110,7 +110,7 @@ def with_clocks_of_their_own(comm: Communicator, prefix: str) -> Any:
     found: list[Any] = []
     with pytest.MonkeyPatch.context() as patch, create("allreduce", communicator=comm) as store:
         clock = Clock()
-        patch.setattr("models.workers.time.monotonic", clock if comm.rank == 0 else lambda: 0.0)
+        patch.setattr("gangline.models.workers.time.monotonic", clock if comm.rank == 0 else lambda: 0.0)
         found = written(patch)
         fitted(Path(prefix), 3, store=store, by_batches=True, minutes=3 / 60)
     return found
@@ -212,7 +212,7 @@ def test_what_cannot_be_removed_stays_with_a_warning(
     def refuse(*_: Any) -> None:
         raise PermissionError(13, "Permission denied", "net-0001.json")
 
-    monkeypatch.setattr("models.callbacks.remove_older", refuse)
+    monkeypatch.setattr("gangline.models.loop.callbacks.remove_older", refuse)
     with caplog.at_level(logging.WARNING, "gangline"):
         fitted(tmp_path / "net", 2, keep=1)
     assert epochs(tmp_path / "net") == [1, 2]
@@ -294,6 +294,6 @@ def test_auto_does_not_begin_anew_beside_weights_whose_json_is_gone(tmp_path: Pa
 
 
 def test_the_clock_is_this_process_own_where_it_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("models.workers.time.monotonic", Clock())
+    monkeypatch.setattr("gangline.models.workers.time.monotonic", Clock())
     workers = Workers()
     assert workers.clock + 1 == workers.clock

@@ -15,11 +15,11 @@ from measure import distance
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from collectives import Communicator, spawn
 from gangline import Context, Module, cpu, gpu
-from kvstore import KVStore, create
-from kvstore.optimizer import KeyedOptimizer
-from models import flow
+from gangline.collectives import Communicator, spawn
+from gangline.kvstore import KVStore, create
+from gangline.kvstore.optimizer.keyed import KeyedOptimizer
+from gangline.models.reducer import reducer
 from tests.kvstore.dist_job import run_job
 
 pytestmark = pytest.mark.timeout(110)
@@ -177,7 +177,7 @@ def test_forward_backward_and_update_clip_too() -> None:
 
 @pytest.mark.parametrize("verbs", ["early", "late"])
 def test_many_buckets_are_summed_one_by_one_and_clipped_together(verbs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flow, "BUCKET_BYTES", 64)
+    monkeypatch.setattr(reducer, "BUCKET_BYTES", 64)
     updates: list[list[str]] = []
     inner = KeyedOptimizer.update
 
@@ -229,7 +229,7 @@ class Fragile(nn.Module):
 
 @pytest.mark.parametrize("store", ["local", "device"])
 def test_after_a_backward_that_fails_no_weight_has_changed(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flow, "BUCKET_BYTES", 64)
+    monkeypatch.setattr(reducer, "BUCKET_BYTES", 64)
     data, label = arrays()
 
     def steps(broken: bool) -> Params:

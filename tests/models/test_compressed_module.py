@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-import gangline
-from collectives.workload import split_batch
-from gangline import Checkpoint, Module, cpu
-from models import checkpoint
+from gangline import Checkpoint, Context, Module, cpu
+from gangline.cli.main import main
+from gangline.collectives.workload import split_batch
+from gangline.models.checkpoint import checkpoint
 
 FEATURES, CLASSES = 6, 3
 THRESHOLD = 2.0**-4
@@ -37,7 +37,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def contexts(count: int) -> list[gangline.Context]:
+def contexts(count: int) -> list[Context]:
     return [cpu(index) for index in range(count)]
 
 
@@ -396,7 +396,7 @@ def test_two_bits_reach_the_accuracy_of_whole_gradients_on_digits(
         flags = ["--network", "lenet", "--dataset", "digits", "--cpus", "2", "--lr", "0.03", "--num-epochs", "20"]
         monkeypatch.setattr("sys.argv", ["gangline", "train", *flags, *compression])
         with pytest.raises(SystemExit) as end:
-            gangline.main()
+            main()
         assert not end.value.code
         accuracies[kind] = float(capsys.readouterr().out.removeprefix("Validation-accuracy="))
     assert accuracies["2bit"] >= accuracies["whole"] - 0.02

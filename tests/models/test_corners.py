@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from torch.utils.data import DataLoader, TensorDataset
 
 from gangline import Checkpoint, Module, cpu
-from kvstore import create
-from models import checkpoint
-from models.callbacks import BatchEndParam
+from gangline.kvstore import create
+from gangline.models.checkpoint import checkpoint
+from gangline.models.loop.callbacks import BatchEndParam
 
 SAMPLES, FEATURES, CLASSES = 20, 3, 4
 CONTEXTS = [[cpu(0)], [cpu(0), cpu(1)]]

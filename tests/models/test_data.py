@@ -16,9 +16,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from gangline import Module, cpu
-from models.data import DATASETS, digits, image_folder, synthetic
-from models.images.folder import ImageFolder
-from models.sources import Source, source
+from gangline.models.data.datasets import DATASETS, digits, image_folder, synthetic
+from gangline.models.data.images.folder import ImageFolder
+from gangline.models.data.sources import Source, source
 
 SAMPLES = 10
 Items = list[tuple[Any, Any]]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from models import fits
+from gangline.models.data import checks
 
 
 class Stream(IterableDataset[Any]):
@@ -59,10 +59,10 @@ def test_a_network_that_fits_passes_and_its_outputs_are_counted() -> None:
         (Outputs(lambda word: word), {"word": torch.zeros(1, 7)}),
         (Outputs(lambda image: image.expand(1, 7, 2, 2)), torch.zeros(1, 1, 2, 2)),  # a class for each pixel
     ):
-        assert fits.check_fits(network, sample, 7) == 7
-        assert fits.check_fits(network, sample, None) == 7
+        assert checks.check_fits(network, sample, 7) == 7
+        assert checks.check_fits(network, sample, None) == 7
         with pytest.raises(ValueError, match="the network gives 7 values a sample, but the data have 10 classes"):
-            fits.check_fits(network, sample, 10)
+            checks.check_fits(network, sample, 10)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_network_that_fits_passes_and_its_outputs_are_counted() -> None:
 )
 def test_a_network_that_does_not_take_the_data_is_refused(network: nn.Module, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        fits.check_fits(network, torch.zeros(1, 3), 2)
+        checks.check_fits(network, torch.zeros(1, 3), 2)
 
 
 def test_the_check_leaves_no_trace() -> None:
@@ -92,7 +92,7 @@ def test_the_check_leaves_no_trace() -> None:
     for sample in (torch.ones(1, 3), torch.ones(1, 9)):
         torch.manual_seed(3)
         try:
-            fits.check_fits(network, sample, 2)
+            checks.check_fits(network, sample, 2)
         except ValueError:
             assert sample.shape == (1, 9)
         assert torch.equal(torch.rand(2), expected)
@@ -114,28 +114,28 @@ def test_the_check_leaves_no_trace() -> None:
     ids=["tensors", "arrays", "dataset", "loader", "shuffling loader", "batches"],
 )
 def test_the_first_sample_of_every_kind_of_data(data: Any) -> None:
-    sample = fits.first_sample(data)
+    sample = checks.first_sample(data)
     assert torch.equal(sample, torch.tensor([[0.0, 1.0, 2.0]]))
 
 
 def test_samples_of_several_tensors_stay_together() -> None:
-    both = fits.first_sample(((torch.zeros(5, 2), torch.ones(5, 3)), torch.zeros(5)))
+    both = checks.first_sample(((torch.zeros(5, 2), torch.ones(5, 3)), torch.zeros(5)))
     assert [part.shape for part in both] == [(1, 2), (1, 3)]
-    named = fits.first_sample(({"word": torch.zeros(5, 2)}, torch.zeros(5)))
+    named = checks.first_sample(({"word": torch.zeros(5, 2)}, torch.zeros(5)))
     assert named["word"].shape == (1, 2)
 
 
 def test_samples_that_a_dataset_passes_over_are_not_the_first() -> None:
     for data in (Gaps(), Subset(Gaps(), [1, 4]), DataLoader(Gaps(), batch_size=2)):
-        assert torch.equal(fits.first_sample(data), torch.full((1, 3), 4.0))
+        assert torch.equal(checks.first_sample(data), torch.full((1, 3), 4.0))
     with pytest.raises(ValueError, match="have no sample that can be read"):
-        fits.first_sample(Nothing())
+        checks.first_sample(Nothing())
 
 
 def test_what_can_be_read_once_only_is_not_begun() -> None:
-    assert fits.first_sample(Stream()) is None
-    assert fits.first_sample(DataLoader(Stream())) is None
-    assert fits.first_sample(iter([1])) is None
+    assert checks.first_sample(Stream()) is None
+    assert checks.first_sample(DataLoader(Stream())) is None
+    assert checks.first_sample(iter([1])) is None
 
 
 def test_a_first_sample_leaves_the_order_of_the_others_as_it_was() -> None:
@@ -144,8 +144,8 @@ def test_a_first_sample_leaves_the_order_of_the_others_as_it_was() -> None:
         torch.manual_seed(5)
         loader = DataLoader(Images(), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(1))
         if looks:
-            assert fits.first_sample(loader).shape == (1, 3)
-            assert fits.first_sample(Images()).shape == (1, 3)
+            assert checks.first_sample(loader).shape == (1, 3)
+            assert checks.first_sample(Images()).shape == (1, 3)
         batches.append(torch.cat([data for data, _ in loader]))
     assert torch.equal(*batches)
 
@@ -174,12 +174,12 @@ def test_a_first_sample_leaves_the_order_of_the_others_as_it_was() -> None:
 def test_labels_that_are_no_classes_are_named(labels: Any, message: str | None) -> None:
     for data in ((torch.zeros(4, 3), labels), TensorDataset(torch.zeros(4, 3), torch.as_tensor(labels))):
         if message is None:
-            fits.check_labels(data, 4)
+            checks.check_labels(data, 4)
         else:
             with pytest.raises(ValueError, match=message):
-                fits.check_labels(data, 4)
+                checks.check_labels(data, 4)
 
 
 def test_labels_of_other_data_are_not_looked_at() -> None:
-    fits.check_labels(Stream(), 2)
-    fits.check_labels((torch.zeros(2, 3), {"class": torch.tensor([5, 6])}), 2)
+    checks.check_labels(Stream(), 2)
+    checks.check_labels((torch.zeros(2, 3), {"class": torch.tensor([5, 6])}), 2)

@@ -20,14 +20,14 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from collectives import Work
 from gangline import Module, cpu
-from kvstore import KVStore, create
-from kvstore.bucketing import Bucket
-from kvstore.device import DeviceStore
-from kvstore.local import LocalStore
-from kvstore.optimizer_spec import Key
-from models import flow
+from gangline.collectives import Work
+from gangline.kvstore import KVStore, create
+from gangline.kvstore.buckets import Bucket
+from gangline.kvstore.device import DeviceStore
+from gangline.kvstore.local import LocalStore
+from gangline.kvstore.optimizer.spec import Key
+from gangline.models.reducer import reducer
 
 LIMIT = 20.0
 """Seconds after which a test that waits has failed."""
@@ -53,7 +53,7 @@ def _single_thread() -> Iterator[None]:
 
 @pytest.fixture
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flow, "BUCKET_BYTES", 260)  # a layer of WIDTH, in float32
+    monkeypatch.setattr(reducer, "BUCKET_BYTES", 260)  # a layer of WIDTH, in float32
 
 
 small_buckets = pytest.mark.usefixtures("_small_buckets")
@@ -386,7 +386,7 @@ def test_eager_steps_separate_steps_and_single_keys_give_the_same_bits(optimizer
 @pytest.mark.parametrize("limit", [1, 260, 1 << 20])
 def test_the_size_of_buckets_changes_no_bit(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = by("device", "eager", "sgd", [2, 1])
-    monkeypatch.setattr(flow, "BUCKET_BYTES", limit)
+    monkeypatch.setattr(reducer, "BUCKET_BYTES", limit)
     assert same_bits(by("device", "eager", "sgd", [2, 1])[0], whole)
 
 

@@ -9,9 +9,9 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from collectives.family import Family
 from gangline import Module, cpu
-from models.zoo import registry
+from gangline.collectives.processes.process_pool import Family
+from gangline.models.zoo import registry
 
 STEPS, MOST = 20, 100
 

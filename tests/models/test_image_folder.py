@@ -23,16 +23,16 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
-from collectives import spawn
-from collectives.communicator import Communicator
 from gangline import Module, cpu
-from kvstore import create
-from models.data import image_folder
-from models.images.augmentation import Augmentation
-from models.images.folder import ImageFolder
-from models.images.splitting import split_each_label
-from models.sources import source
-from models.workers import Workers
+from gangline.collectives import spawn
+from gangline.collectives.communicator import Communicator
+from gangline.kvstore import create
+from gangline.models.data.datasets import image_folder
+from gangline.models.data.images.augmentation import Augmentation
+from gangline.models.data.images.folder import ImageFolder
+from gangline.models.data.images.splitting import split_each_label
+from gangline.models.data.sources import source
+from gangline.models.workers import Workers
 
 CLASSES = ("eight", "one", "zero")
 PER_CLASS = 8
@@ -355,8 +355,8 @@ def test_a_signal_to_all_of_a_job_leaves_its_readers_at_work(folder: Path) -> No
 
 KILLED = """
 import os, signal, sys
-from models.images.folder import ImageFolder
-from models.sources import source
+from gangline.models.data.images.folder import ImageFolder
+from gangline.models.data.sources import source
 
 if __name__ == "__main__":
     batches = source(ImageFolder(sys.argv[1], (1, 8, 8), num_workers=2), 8, shuffle=False, seed=0)

@@ -17,9 +17,9 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from models.data import image_folder
-from models.images.folder import ImageFolder
-from models.sources import source
+from gangline.models.data.datasets import image_folder
+from gangline.models.data.images.folder import ImageFolder
+from gangline.models.data.sources import source
 
 pytest.importorskip("s3fs", reason="needs s3fs: pip install gangline[s3]")
 moto_server = pytest.importorskip("moto.server", reason="needs moto: pip install 'moto[server]'")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gangline import Module, cpu
-from models.initializer import initialise
+from gangline.models.initializer import initialise
 
 ROWS, COLUMNS = 200, 300  # fan out and fan in of a Linear
 NAMES = (

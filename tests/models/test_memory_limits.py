@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.workload import split_batch
 from gangline import cpu
-from models.memory import Limits, is_out_of_memory
+from gangline.collectives.workload import split_batch
+from gangline.models.load_balance.memory_limits import Limits, is_out_of_memory
 
 
 def limits(*most: int | None) -> Limits:

@@ -13,7 +13,7 @@ from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from gangline import Module, cpu
-from models.metric import EvalMetric, create
+from gangline.models.metrics.metric import EvalMetric, create
 
 SIZES = (5, 1, 7, 3)
 CLASSES = 5

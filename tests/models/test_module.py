@@ -14,7 +14,7 @@ from measure import distance
 from torch import nn
 
 from gangline import Context, Module, cpu
-from kvstore import create
+from gangline.kvstore import create
 
 
 def linear() -> nn.Linear:

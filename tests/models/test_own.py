@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-import gangline
-from models import Module, fits, own, zoo
-from models.data import Splits
+from gangline.cli.main import main
+from gangline.models import Module, import_by_name, zoo
+from gangline.models.data import checks
+from gangline.models.data.datasets import Splits
 
 NETS = """\
 import json
@@ -171,14 +172,14 @@ def test_what_fails_in_users_code_is_told_with_its_line(name: str, message: str)
 
 
 def test_the_current_folder_is_searched_once_and_first() -> None:
-    own.resolve("single:build")
-    own.resolve("own_package.nets:build")
+    import_by_name.resolve("single:build")
+    import_by_name.resolve("own_package.nets:build")
     assert sys.path.count(str(Path.cwd())) == 1
     assert sys.path[0] == str(Path.cwd())
 
 
 def test_an_unknown_name_without_a_module_gives_the_zoos_list() -> None:
-    assert not own.is_own("lenet")
+    assert not import_by_name.is_own("lenet")
     with pytest.raises(ValueError, match=r"network 'nets' is unknown; .*'lenet'.*or package\.module:builder"):
         zoo.find("nets")
 
@@ -189,7 +190,7 @@ ARRAYS = "pair = torch.zeros(6, 3), torch.zeros(6, dtype=torch.int64)\n"
 
 
 def made(image_shape: tuple[int, int, int] | None = (1, 2, 3)) -> Splits:
-    return own.make_data("own_data:make", image_shape, torch.float64, 7)
+    return import_by_name.make_data("own_data:make", image_shape, torch.float64, 7)
 
 
 def test_data_are_made_by_those_arguments_that_the_function_takes() -> None:
@@ -212,7 +213,7 @@ def test_data_are_made_by_those_arguments_that_the_function_takes() -> None:
     ("returned", "classes"), [("Splits(pair, [pair], 3)", 3), ("(pair, pair, None)", None), ("(pair, pair)", None)]
 )
 def test_every_way_to_return_data(returned: str, classes: int | None) -> None:
-    write_data(f"from models.data import Splits\n{ARRAYS}def make():\n    return {returned}\n")
+    write_data(f"from gangline.models.data.datasets import Splits\n{ARRAYS}def make():\n    return {returned}\n")
     data = made()
     assert isinstance(data, Splits)
     assert data.num_classes == classes
@@ -264,11 +265,11 @@ class Stream(IterableDataset[Any]):
 
 def test_data_that_have_batches_are_told_from_those_that_have_samples() -> None:
     dataset = TensorDataset(torch.zeros(4, 3), torch.zeros(4))
-    assert not own.has_batches((torch.zeros(4, 3), torch.zeros(4)))
-    assert not own.has_batches(dataset)
-    assert own.has_batches(DataLoader(dataset))
-    assert own.has_batches([(torch.zeros(4, 3), torch.zeros(4))])
-    assert own.has_batches(Stream())
+    assert not import_by_name.has_batches((torch.zeros(4, 3), torch.zeros(4)))
+    assert not import_by_name.has_batches(dataset)
+    assert import_by_name.has_batches(DataLoader(dataset))
+    assert import_by_name.has_batches([(torch.zeros(4, 3), torch.zeros(4))])
+    assert import_by_name.has_batches(Stream())
 
 
 def test_an_own_network_trains_on_own_data() -> None:
@@ -278,10 +279,10 @@ def test_an_own_network_trains_on_own_data() -> None:
         "    pair = data, data.argmax(1)\n"
         "    return pair, pair, 3\n"
     )
-    train, held_out, classes = own.make_data("own_data:make", None, torch.float32, 1)
+    train, held_out, classes = import_by_name.make_data("own_data:make", None, torch.float32, 1)
     network = zoo.create("own_package.nets:build", num_classes=classes)
-    assert fits.check_fits(network, fits.first_sample(train), classes) == 3
-    fits.check_labels(train, classes)
+    assert checks.check_fits(network, checks.first_sample(train), classes) == 3
+    checks.check_labels(train, classes)
     module = Module(network, nn.CrossEntropyLoss())
     module.fit(train, num_epoch=20, batch_size=8, optimizer_params={"learning_rate": 0.2})
     [(_, accuracy)] = module.score(held_out, "acc", batch_size=8)
@@ -336,7 +337,7 @@ def command(
     words = ["gangline", "train", "--network", names[0], "--dataset", names[1], "--cpus", "2", *flags]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as end:
-        gangline.main()
+        main()
     out, err = capsys.readouterr()
     return int(end.value.code or 0), out, err
 

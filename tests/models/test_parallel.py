@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-import collectives
-from collectives import Communicator, cpu
-from models import Module
+from gangline import collectives
+from gangline.collectives import Communicator, cpu
+from gangline.models import Module
 
 
 def problem() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:

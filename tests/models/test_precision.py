@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from gangline import Module, cpu
-from models import checkpoint
-from models.data import digits
-from models.loss_scale import LossScale
+from gangline.models.checkpoint import checkpoint
+from gangline.models.data.datasets import digits
+from gangline.models.loss.loss_scale import LossScale
 
 HALVES = [torch.bfloat16, torch.float16]
 FEATURES, CLASSES = 6, 3

@@ -10,9 +10,10 @@ import torch
 from command import gangline_command, write_digits
 from torch import nn
 
-from models import Module, checkpoint
-from models.images.folder import ImageFolder
-from models.zoo import create
+from gangline.models import Module
+from gangline.models.checkpoint import checkpoint
+from gangline.models.data.images.folder import ImageFolder
+from gangline.models.zoo import create
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +21,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``images`` of three classes and checkpoints ``net`` of a perceptron trained on them."""
     folder = tmp_path_factory.mktemp("predict")
     write_digits(folder / "images")
-    from models.train import train
-    from models.training_run import run
+    from gangline.cli.train import train
+    from gangline.cli.training_run import run
 
     options = dict(zip(train.__code__.co_varnames, train.__defaults__ or (), strict=False))
     run(

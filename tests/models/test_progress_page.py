@@ -21,16 +21,16 @@ import pytest
 import torch
 from torch import nn
 
-from collectives import Work, spawn
-from collectives.communicator import Communicator
 from gangline import Checkpoint, Module, Speedometer, cpu, split_batch
-from kvstore import create, register
-from kvstore.local import LocalStore
-from models.callbacks import BatchEndParam
-from models.metric import EvalMetric
-from models.pictures import record as records
-from models.pictures.page import FORMAT, TrainingProgress, page, read
-from models.pictures.record import Point, Record, Validation
+from gangline.collectives import Work, spawn
+from gangline.collectives.communicator import Communicator
+from gangline.kvstore import create, register
+from gangline.kvstore.local import LocalStore
+from gangline.models.loop.callbacks import BatchEndParam
+from gangline.models.metrics.metric import EvalMetric
+from gangline.models.reports import record as records
+from gangline.models.reports.page import FORMAT, TrainingProgress, page, read
+from gangline.models.reports.record import Point, Record, Validation
 
 RATE = {"learning_rate": 0.1, "momentum": 0.9}
 SIX = 1e-5  # what six digits give

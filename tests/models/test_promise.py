@@ -227,7 +227,7 @@ def test_float32_weights_after_one_step_are_those_of_one_device(loss: str, optim
 
 
 def test_one_context_gives_the_same_bits_with_and_without_a_store() -> None:
-    from kvstore import create
+    from gangline.kvstore import create
 
     job = Job(perceptron, "cross-entropy", "sgd", 20, 6, epochs=3, dtype=torch.float32, seed=5)
     bare = job.by_module([1], "device")

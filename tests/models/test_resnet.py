@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from collectives.context import cpu
-from models import zoo
-from models.module import Module
+from gangline.collectives.context import cpu
+from gangline.models import zoo
+from gangline.models.module import Module
 
 DEPTHS = {
     "resnet18": (2, 2, 2, 2),

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from collectives.family import Family
 from gangline import Checkpoint, Module, cpu
-from models import checkpoint
-from models.data import digits
+from gangline.collectives.processes.process_pool import Family
+from gangline.models.checkpoint import checkpoint
+from gangline.models.data.datasets import digits
 
 SAMPLES, FEATURES = 23, 5
 
@@ -220,7 +220,7 @@ def test_a_save_cut_off_at_any_step_leaves_the_old_checkpoint_or_the_new(
         patched.setattr(Path, "replace", cut_at_step(Path.replace))
         patched.setattr(os, "fsync", cut_at_step(os.fsync))
         patched.setattr(json, "dump", cut_at_step(json.dump))
-        patched.setattr("kvstore.files.save_file", cut_at_step(checkpoint.files.save_file))
+        patched.setattr("gangline.kvstore.optimizer.files.save_file", cut_at_step(checkpoint.files.save_file))
         try:
             module.save_checkpoint(prefix, 0, save_optimizer_states=True)
             whole = True

@@ -12,11 +12,11 @@ from measure import distance
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from collectives.communicator import Communicator
-from collectives.spawning import spawn
 from gangline import Checkpoint, Module, cpu
-from kvstore import create
-from models import checkpoint
+from gangline.collectives.communicator import Communicator
+from gangline.collectives.processes.spawning import spawn
+from gangline.kvstore import create
+from gangline.models.checkpoint import checkpoint
 from tests.kvstore.dist_job import run_job
 
 SAMPLES, BATCH, EPOCHS = 23, 2, 2

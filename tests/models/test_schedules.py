@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from collectives.communicator import Communicator
-from collectives.spawning import spawn
 from gangline import Checkpoint, MismatchError, Module, cpu
-from kvstore import create
-from models.schedules import Schedule, schedule
-from models.torch_schedule import TorchScheduler
+from gangline.collectives.communicator import Communicator
+from gangline.collectives.processes.spawning import spawn
+from gangline.kvstore import create
+from gangline.models.loop.schedules import Schedule, schedule
+from gangline.models.loop.torch_schedulers import TorchScheduler
 from tests.kvstore.dist_job import run_job
 
 SAMPLES = 24

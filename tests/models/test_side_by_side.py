@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gangline import Context, cpu
-from models.side_by_side import SideBySide
+from gangline.models.executor.device_threads import SideBySide
 
 CONTEXTS = [cpu(0), cpu(1)]
 CALLERS = 6

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gangline import Checkpoint, Module, cpu
-from kvstore import create
+from gangline.kvstore import create
 
 ROWS, WIDTH, LENGTH, CLASSES = 12, 5, 3, 4
 PADDING = 2

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import nn
 
-from collectives.communicator import Communicator
-from collectives.spawning import spawn
 from gangline import Checkpoint, Module, cpu
-from kvstore import create
-from models import checkpoint
-from models.callbacks import BatchEndParam
-from models.stopping import EarlyStopping, signal_heard, stop_on
+from gangline.collectives.communicator import Communicator
+from gangline.collectives.processes.spawning import spawn
+from gangline.kvstore import create
+from gangline.models.checkpoint import checkpoint
+from gangline.models.loop.callbacks import BatchEndParam
+from gangline.models.loop.stopping import EarlyStopping, signal_heard, stop_on
 from tests.kvstore.dist_job import run_job
 
 SAMPLES, BATCHES, EPOCHS = 24, 4, 3
@@ -421,7 +421,7 @@ import signal, sys
 import torch
 from torch import nn
 from gangline import Checkpoint, Module, cpu
-from models.stopping import stop_on
+from gangline.models.loop.stopping import stop_on
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

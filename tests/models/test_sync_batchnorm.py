@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from models.meeting import Aborted, Meeting
-from models.random_streams import stream
-from models.sync_batchnorm import By, Joined, copy_statistics
+from gangline.models.batchnorm.sync_batchnorm import By, Joined, copy_statistics
+from gangline.models.executor.thread_barrier import Aborted, Meeting
+from gangline.models.random_streams import stream
 
 pytestmark = pytest.mark.timeout(60)
 JOINS: list[By] = ["threads", "graph"]

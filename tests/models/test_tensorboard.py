@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from collectives import spawn
-from collectives.communicator import Communicator
 from gangline import Module, cpu
-from kvstore import create
-from models.callbacks import BatchEndParam
-from models.pictures.tensorboard import TensorBoard
+from gangline.collectives import spawn
+from gangline.collectives.communicator import Communicator
+from gangline.kvstore import create
+from gangline.models.loop.callbacks import BatchEndParam
+from gangline.models.reports.tensorboard import TensorBoard
 
 event_accumulator = pytest.importorskip(
     "tensorboard.backend.event_processing.event_accumulator", reason="pip install tensorboard"

@@ -18,15 +18,15 @@ import pytest
 import torch
 from measure import distance
 
-import gangline
-from models import checkpoint
+from gangline.cli.main import main
+from gangline.models.checkpoint import checkpoint
 
 
 def train(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of `gangline train` with these flags, in this process."""
     monkeypatch.setattr(sys, "argv", ["gangline", "train", *flags])
     with pytest.raises(SystemExit) as end:
-        gangline.main()
+        main()
     out, err = capsys.readouterr()
     return int(end.value.code or 0), out, err
 

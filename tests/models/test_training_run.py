@@ -11,10 +11,10 @@ import torch
 from command import gangline_command, write_digits
 from safetensors.torch import save_file
 
-from models import checkpoint
-from models.checkpoints_kept import epochs
-from models.pictures.page import read
-from models.zoo import create
+from gangline.models.checkpoint import checkpoint
+from gangline.models.checkpoint.retention import epochs
+from gangline.models.reports.page import read
+from gangline.models.zoo import create
 
 MLP = ["train", "--network", "mlp", "--cpus", "2"]
 

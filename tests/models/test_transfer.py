@@ -12,11 +12,17 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from collectives.context import cpu
-from models import zoo
-from models.module import Module
-from models.transfer import freeze_until, learning_rate_factors, pretrained, replace_last_layer, scale_batch
-from models.zoo import registry
+from gangline.collectives.context import cpu
+from gangline.models import zoo
+from gangline.models.module import Module
+from gangline.models.zoo import registry
+from gangline.models.zoo.transfer import (
+    freeze_until,
+    learning_rate_factors,
+    pretrained,
+    replace_last_layer,
+    scale_batch,
+)
 
 NEW = ["fc2.weight", "fc2.bias"]
 

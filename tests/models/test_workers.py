@@ -13,12 +13,17 @@ from measure import distance
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from collectives import family, spawn
-from collectives.communicator import Communicator
 from gangline import Module, cpu
-from kvstore import create
+from gangline.collectives import spawn
+from gangline.collectives.communicator import Communicator
+from gangline.collectives.processes import process_pool
+from gangline.kvstore import create
 
-family.PRELOAD += ("torch._dynamo", "torchmetrics.aggregation", "torchmetrics.classification")  # seconds for a process
+process_pool.PRELOAD += (
+    "torch._dynamo",
+    "torchmetrics.aggregation",
+    "torchmetrics.classification",
+)  # seconds for a process
 
 SAMPLES, FEATURES, CLASSES = 37, 6, 3
 IGNORED = -100

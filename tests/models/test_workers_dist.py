@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import Communicator, spawn
 from gangline import Module
-from kvstore import KVStore, create
-from models.data import digits
+from gangline.collectives import Communicator, spawn
+from gangline.kvstore import KVStore, create
+from gangline.models.data.datasets import digits
 from tests.kvstore.dist_job import run_job
 
 pytestmark = pytest.mark.timeout(110)

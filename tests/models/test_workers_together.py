@@ -19,13 +19,18 @@ import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-import gangline
-from collectives import family, spawn
-from collectives.communicator import Communicator
 from gangline import Checkpoint, DeadNodeError, MismatchError, Module, Speedometer, cpu
-from kvstore import create
+from gangline.cli.main import main
+from gangline.collectives import spawn
+from gangline.collectives.communicator import Communicator
+from gangline.collectives.processes import process_pool
+from gangline.kvstore import create
 
-family.PRELOAD += ("torch._dynamo", "torchmetrics.aggregation", "torchmetrics.classification")  # seconds for a process
+process_pool.PRELOAD += (
+    "torch._dynamo",
+    "torchmetrics.aggregation",
+    "torchmetrics.classification",
+)  # seconds for a process
 
 SAMPLES, FEATURES, CLASSES = 47, 5, 3
 
@@ -301,7 +306,7 @@ def commanded(comm: Communicator, port: int, prefix: str) -> tuple[str, str]:
             redirect_stderr(io.StringIO()) as log,
             pytest.raises(SystemExit) as end,
         ):
-            gangline.main()
+            main()
     assert not end.value.code
     return out.getvalue(), log.getvalue()
 

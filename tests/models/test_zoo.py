@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from models import zoo
-from models.checkpoint import load_weights
-from models.zoo import registry
+from gangline.models import zoo
+from gangline.models.checkpoint.checkpoint import load_weights
+from gangline.models.zoo import registry
 
 
 @pytest.fixture(autouse=True)

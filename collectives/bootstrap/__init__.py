@@ -1,0 +1,1 @@
+"""How ranks find each other: launcher environment, store, address exchange, opening transports."""

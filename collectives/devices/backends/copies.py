@@ -1,0 +1,159 @@
+"""Torch's own copies and sums: for the host, for one GPU standing for several, and wherever nothing else serves.
+
+The caller chooses where a sum is made (its owner); torch moves the bytes, between GPUs from device to
+device, and orders them on the current streams. Large sums on the host go chunk by chunk, so that a chunk is added up,
+and copied out, while it lies in a core's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gangline.collectives import thread_pool
+from gangline.collectives.devices.backends.base import Backend, Transfer, mark_written, parts
+from gangline.collectives.engine import reduction
+
+_CHUNK = 512 * 1024  # bytes; 256 KiB pay for calls, more than 1 MiB leaves the cache
+_SHARED_OUT = 8 << 20  # bytes of sums below which a thread costs more than it brings
+
+_Chunk = tuple[list[Any], Any, list[Any], bool]
+"""numpy views of values, total and outs, and whether the total may be written before the last value is read."""
+
+
+class Copies(Backend):
+    """Moves tensors by ``copy_`` and combines them by torch's arithmetic, on whatever devices they lie.
+
+    Values are combined in the order of the places, so that the result has the same bits each time; float16 and
+    bfloat16 are combined in float32 and rounded once.
+    """
+
+    name = "copies"
+
+    def move(self, transfers: Sequence[Transfer], op: str = "sum") -> None:  # noqa: D102  inherited
+        move(transfers, op)
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: str) -> None:  # noqa: D102  inherited
+        if len(set(self.devices)) == 1 or not all(tensor.is_contiguous() for tensor in tensors):
+            move([(tensors, tensors[0], tensors[1:])], op)
+            return
+        flats = [tensor.view(-1) for tensor in tensors]
+        transfers: list[Transfer] = []  # a part for each device to combine, so that all of their links are busy
+        for place, part in enumerate(parts(len(flats[0]), len(flats))):
+            pieces = [flat[part] for flat in flats]
+            transfers.append((pieces, pieces[place], pieces[:place] + pieces[place + 1 :]))
+        move(transfers, op)
+
+
+def move(transfers: Sequence[Transfer], op: str = "sum") -> None:
+    """`Backend.move` for values and outs on any devices, any number of them."""
+    transfers = [(values, total, [out for out in outs if out is not total]) for values, total, outs in transfers]
+    if op == "sum" and sum(total.nbytes for _, total, _ in transfers) >= _SHARED_OUT:
+        transfers = _left_by_chunks(transfers)
+    for values, total, outs in transfers:
+        if values:
+            _combine(values, total, op)
+        for out in outs:
+            out.copy_(total, non_blocking=total.is_cuda and out.is_cuda)
+
+
+def _left_by_chunks(transfers: Sequence[Transfer]) -> Sequence[Transfer]:
+    """Do in chunks what can be done so, if it is enough to be shared out; what is left."""
+    plain = [_is_plain(transfer) for transfer in transfers]
+    chunked = [transfer for transfer, is_plain in zip(transfers, plain, strict=True) if is_plain]
+    if sum(total.nbytes for _, total, _ in chunked) < _SHARED_OUT:
+        return transfers
+    _move_in_chunks(chunked)
+    return [transfer for transfer, is_plain in zip(transfers, plain, strict=True) if not is_plain]
+
+
+def _combine(values: Sequence[Tensor], out: Tensor, op: str) -> None:
+    if op != "sum" or any(_begins_as(value, out) for value in values[2:]):
+        divisor = len(values) if op == "mean" else 1
+        reduction.combine([_on(value, out) for value in values], op, out, divisor)
+    else:
+        _add_up(values, out)
+
+
+def _add_up(values: Sequence[Tensor], out: Tensor) -> None:
+    """The sum with fewer temporaries than `arithmetic.combine` takes, which cannot presume where ``out`` lies."""
+    first, *others = values
+    if not others:
+        out.copy_(first)
+        return
+    total = out
+    if out.dtype in reduction.HALVES and len(others) > 1:
+        total = torch.empty_like(out, dtype=torch.float32)
+    torch.add(_on(first, out).to(total.dtype), _on(others[0], out), out=total)
+    for value in others[1:]:
+        total.add_(_on(value, out))
+    if total is not out:
+        out.copy_(total)
+
+
+def _on(value: Tensor, out: Tensor) -> Tensor:
+    return value if value.device == out.device else value.to(out.device, non_blocking=value.is_cuda and out.is_cuda)
+
+
+def _begins_as(value: Tensor, out: Tensor) -> bool:
+    return value.device == out.device and value.data_ptr() == out.data_ptr()
+
+
+def _is_plain(transfer: Transfer) -> bool:
+    """Whether numpy moves it as well as torch does, but with less ado: on the host, in one piece, of full precision."""
+    values, total, outs = transfer
+    return all(
+        tensor.device.type == "cpu"
+        and tensor.dtype in (torch.float32, torch.float64)
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        for tensor in (total, *values, *outs)
+    )
+
+
+def _move_in_chunks(transfers: Sequence[Transfer]) -> None:
+    """Cut the transfers into chunks, and share these out over as many threads as torch uses."""
+    chunks: list[_Chunk] = []
+    ends: list[int] = []  # elements up to the end of each chunk
+    done = 0
+    for values, total, outs in transfers:
+        flat_values, flat_outs = [_flat(value) for value in values], [_flat(out) for out in outs]
+        flat_total = _flat(total)
+        step, apart = _CHUNK // total.itemsize, not any(_begins_as(value, total) for value in values[2:])
+        for start in range(0, len(flat_total), step):
+            part = slice(start, start + step)
+            chunks.append(([v[part] for v in flat_values], flat_total[part], [o[part] for o in flat_outs], apart))
+            done += min(step, len(flat_total) - start)
+            ends.append(done)
+    count = torch.get_num_threads()
+    borders = [int(np.searchsorted(ends, done * number // count)) for number in range(count)] + [len(chunks)]
+    shares = [chunks[begin:end] for begin, end in pairwise(borders) if end > begin]
+    thread_pool.run([partial(_run, share) for share in shares])
+    mark_written([tensor for _, total, outs in transfers for tensor in (total, *outs)])
+
+
+def _flat(tensor: Tensor) -> np.ndarray[Any, Any]:
+    array: np.ndarray[Any, Any] = tensor.detach().reshape(-1).numpy()
+    return array
+
+
+def _run(chunks: Sequence[_Chunk]) -> None:
+    with np.errstate(all="ignore"):  # infinities and NaN are the caller's business, as they are torch's
+        for values, total, outs, is_apart in chunks:
+            if len(values) == 1:
+                np.copyto(total, values[0])
+            elif values:
+                partial_sum = total if is_apart else np.empty_like(total)
+                np.add(values[0], values[1], out=partial_sum)
+                for value in values[2:]:
+                    np.add(partial_sum, value, out=partial_sum)
+                if not is_apart:
+                    np.copyto(total, partial_sum)
+            for out in outs:
+                np.copyto(out, total)

@@ -1,0 +1,124 @@
+"""The source of the kernels that combine tensors through pointers, made for a dtype, an operation and their number.
+
+One kernel serves every collective: it reads element i of all values, combines them in the order given, and writes the
+result into element i of all outs; values and outs may lie in any memory that the GPU reaches. As each element is read
+before it is written, and by one thread, an out may be a value. The text is plain C++ but for the thread indices and
+float16, so that a host's compiler can check its arithmetic.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+NAME = "gangline_combine"
+"""Of the kernel: it takes a pointer for each value, one for each out, and the number of elements (int64)."""
+BLOCK = 256
+"""Threads a block."""
+
+_TYPES = {  # of a dtype: the element, what sums and products are made in, what is compared
+    "float32": ("float", "float", "float"),
+    "float64": ("double", "double", "double"),
+    "float16": ("unsigned short", "float", "float"),
+    "bfloat16": ("unsigned short", "float", "float"),
+    "int8": ("signed char", "unsigned int", "int"),
+    "int16": ("short", "unsigned int", "int"),
+    "int32": ("int", "unsigned int", "int"),
+    "int64": ("long long", "unsigned long long", "long long"),  # unsigned: to wrap around is no undefined behaviour
+    "uint8": ("unsigned char", "unsigned int", "unsigned int"),
+    "bool": ("unsigned char", "unsigned int", "unsigned int"),
+}
+_COMBINE = {
+    "sum": "a + b",
+    "mean": "a + b",
+    "product": "a * b",
+    "min": "(a != a || a < b) ? a : b",  # NaN wins, as in torch
+    "max": "(a != a || a > b) ? a : b",
+}
+_BOOL = {"sum": "a | b", "product": "a & b", "min": "a & b", "max": "a | b"}
+
+_CONVERT = {
+    "float16": """
+#ifdef __CUDA_ARCH__
+__device__ inline float widen(T x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
+__device__ inline T narrow(float x) { T y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
+#else
+inline float widen(T x) { _Float16 y; __builtin_memcpy(&y, &x, sizeof y); return (float)y; }
+inline T narrow(float x) { _Float16 y = (_Float16)x; T z; __builtin_memcpy(&z, &y, sizeof z); return z; }
+#endif
+""",
+    "bfloat16": """
+union Bits { float value; unsigned int bits; };
+__device__ inline float widen(T x) {
+  Bits y; y.bits = (unsigned int)x << 16; return y.value;
+}
+__device__ inline T narrow(float x) {  // to the nearest, ties to even
+  Bits y; y.value = x;
+  if (x != x) return (T)0x7fc0;
+  return (T)((y.bits + 0x7fffu + ((y.bits >> 16) & 1u)) >> 16);
+}
+""",
+}
+_PLAIN = """
+__device__ inline A widen(T x) { return (A)x; }
+__device__ inline T narrow(A x) { return (T)x; }
+"""
+
+
+@lru_cache(maxsize=256)
+def source(dtype: str, op: str, values: int, outs: int) -> str:
+    """The CUDA source of `NAME`, which needs no header.
+
+    Args:
+        dtype: of all tensors, named as torch names it: "float32", "bool", ...
+        op: one of `gangline.collectives.call_signature.OPS`; "mean" of floating-point numbers only.
+        values: number of tensors to combine, from 1.
+        outs: number of tensors to write, from 1.
+
+    Raises:
+        KeyError: an unknown dtype, or an operation that is not there for it.
+    """
+    element, added, compared = _TYPES[dtype]
+    combine = _BOOL[op] if dtype == "bool" else _COMBINE[op]
+    wide = compared if op in ("min", "max") else added
+    pointers = [f"const T* v{place}" for place in range(values)] + [f"T* o{place}" for place in range(outs)]
+    names = [f"v{place}" for place in range(values)] + [f"o{place}" for place in range(outs)]
+    steps = "\n".join(f"  r = combine(r, widen(v{place}));" for place in range(1, values))
+    loads = "\n".join(
+        f"    const Pack p{place} = reinterpret_cast<const Pack*>(v{place})[i];" for place in range(values)
+    )
+    stores = "\n".join(f"    reinterpret_cast<Pack*>(o{place})[i] = r;" for place in range(outs))
+    return f"""
+typedef {element} T;
+typedef {wide} A;
+{_CONVERT.get(dtype, _PLAIN)}
+__device__ inline A combine(A a, A b) {{ return {combine}; }}
+__device__ inline T result({", ".join(f"T v{place}" for place in range(values))}) {{
+  A r = widen(v0);
+{steps}
+  return narrow({f"r / (A){values}" if op == "mean" else "r"});
+}}
+struct alignas(16) Pack {{ T e[16 / sizeof(T)]; }};
+extern "C" __global__ void {NAME}({", ".join(pointers)}, long long count) {{
+  const long long width = 16 / sizeof(T);
+  const long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+  const long long step = (long long)gridDim.x * blockDim.x;
+  const bool aligned = (({" | ".join(f"(unsigned long long){name}" for name in names)}) % 16) == 0;
+  const long long packs = aligned ? count / width : 0;
+  for (long long i = first; i < packs; i += step) {{
+{loads}
+    Pack r;
+    for (int k = 0; k < width; ++k) r.e[k] = result({", ".join(f"p{place}.e[k]" for place in range(values))});
+{stores}
+  }}
+  for (long long i = packs * width + first; i < count; i += step) {{
+    const T r = result({", ".join(f"v{place}[i]" for place in range(values))});
+    {" ".join(f"o{place}[i] = r;" for place in range(outs))}
+  }}
+}}
+"""
+
+
+def blocks(count: int, itemsize: int) -> int:
+    """How many blocks to launch for ``count`` elements: a thread for each 16 bytes, up to what fills any GPU."""
+    threads = -(-count * itemsize // 16)
+    return max(1, min(-(-threads // BLOCK), 2048))

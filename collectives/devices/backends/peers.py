@@ -1,0 +1,150 @@
+"""Which GPUs reach each other's memory: proven by writing and reading back, in a child process that may hang.
+
+What the driver says of peer access is not always so: on some cards the copies give wrong bytes, on some the first
+attempt never returns. A child process tries, the parent waits no longer than a deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+
+import gangline
+
+Pair = tuple[int, int]
+"""The GPU that reads and writes, and the GPU whose memory it does so in; torch's numbers."""
+
+_DEADLINE = 60.0  # seconds for a pair, the start of the child and its first kernel included
+_FAREWELL = 5.0  # seconds for a killed child to end
+_COMMAND = (sys.executable, "-m", "gangline.collectives.devices.backends.peers")
+_ROOT = str(Path(gangline.__file__).resolve().parents[1])  # where the child finds this module
+_COUNT = 1 << 16  # elements tried
+
+_known: dict[Pair, str] = {}
+_lock = threading.Lock()
+
+
+def problem(devices: Sequence[int]) -> str:
+    """Why some of these GPUs do not reach some others' memory; "" where each reaches all. Proven once a process.
+
+    Args:
+        devices: GPUs as torch numbers them; one may stand several times.
+    """
+    distinct = sorted(set(devices))
+    pairs = [(one, other) for one in distinct for other in distinct if one != other]
+    with _lock:
+        unknown = [pair for pair in pairs if pair not in _known]
+        _known.update(prove(unknown))
+        problems = [f"gpu({one}) and the memory of gpu({other}): {_known[one, other]}" for one, other in pairs]
+    return next((found for found, pair in zip(problems, pairs, strict=True) if _known[pair]), "")
+
+
+def prove(pairs: Sequence[Pair], command: Sequence[str] = _COMMAND, deadline: float = _DEADLINE) -> dict[Pair, str]:
+    """Try pairs in child processes: what is wrong with each, "" for those that work.
+
+    Args:
+        pairs: what to try, in this order.
+        command: the child, which is given "0,1 1,0"-like arguments and prints a line for each pair once it knows:
+            "ok", or what is wrong.
+        deadline: seconds to wait for a line; the child is killed then, and another tries the pairs after that one.
+    """
+    found: dict[Pair, str] = {}
+    while len(found) < len(pairs):
+        left = pairs[len(found) :]
+        lines, end = _lines([*command, *(f"{one},{other}" for one, other in left)], len(left), deadline)
+        found.update((pair, "" if line == "ok" else line) for pair, line in zip(left, lines, strict=False))
+        if len(lines) < len(left):
+            found[left[len(lines)]] = end
+    return found
+
+
+def _lines(command: Sequence[str], count: int, deadline: float) -> tuple[list[str], str]:
+    """The lines that a child printed, and why there are no more."""
+    child = subprocess.Popen(  # noqa: S603  our own command
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])},
+        start_new_session=True,
+    )
+    lines: list[str] = []
+    end = f"no answer within {deadline:g} s"
+    assert child.stdout is not None
+    with child.stdout, selectors.DefaultSelector() as selector:
+        selector.register(child.stdout, selectors.EVENT_READ)
+        read, until = b"", time.monotonic() + deadline
+        while len(lines) < count and selector.select(max(0.0, until - time.monotonic())):
+            piece = os.read(child.stdout.fileno(), 4096)
+            if not piece:
+                end = f"the process that tried it ended with {child.wait()}"
+                break
+            *whole, read = (read + piece).split(b"\n")
+            lines += [line.decode() for line in whole]
+            until = time.monotonic() + deadline if whole else until
+    child.kill()
+    with suppress(subprocess.TimeoutExpired):  # what hangs in the driver may not even die
+        child.wait(_FAREWELL)
+    return lines, end
+
+
+def _try(one: int, other: int) -> str:
+    """Have GPU ``one`` read and write the memory of ``other``; what is wrong, or "ok"."""
+    import numpy as np
+
+    from gangline.collectives.devices.backends import kernels
+
+    cupy = import_module("cupy")
+    if not cupy.cuda.runtime.deviceCanAccessPeer(one, other):
+        return "the driver says there is no peer access"
+    reach(one, other)
+    expected = np.arange(_COUNT, dtype=np.float32) * 3 + one
+    with cupy.cuda.Device(other):
+        far_values, far_out = cupy.asarray(expected), cupy.zeros(_COUNT, cupy.float32)
+        cupy.cuda.runtime.deviceSynchronize()
+    with cupy.cuda.Device(one):
+        near_out = cupy.zeros(_COUNT, cupy.float32)
+        kernel = cupy.RawKernel(kernels.source("float32", "sum", 1, 2), kernels.NAME)
+        pointers = [np.uint64(array.data.ptr) for array in (far_values, near_out, far_out)]
+        kernel((kernels.blocks(_COUNT, 4),), (kernels.BLOCK,), (*pointers, np.int64(_COUNT)))
+        cupy.cuda.runtime.deviceSynchronize()
+        read = near_out.get()
+    with cupy.cuda.Device(other):
+        written = far_out.get()
+    if not (np.array_equal(read, expected) and np.array_equal(written, expected)):
+        return "what is read or written there is not what should be"
+    return "ok"
+
+
+def reach(one: int, other: int) -> None:
+    """Let kernels on GPU ``one`` use the memory of ``other``; as often as one likes."""
+    cupy = import_module("cupy")
+    already_enabled = 704  # cudaErrorPeerAccessAlreadyEnabled: by us, or by torch
+    with cupy.cuda.Device(one):
+        try:
+            cupy.cuda.runtime.deviceEnablePeerAccess(other)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            if error.status != already_enabled:
+                raise
+
+
+def _main(arguments: Sequence[str]) -> None:
+    for argument in arguments:
+        one, _, other = argument.partition(",")
+        try:
+            line = _try(int(one), int(other))
+        except Exception as error:  # noqa: BLE001  whatever it is, this pair does not work
+            line = f"{type(error).__name__}: {error}".replace("\n", " ")
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

@@ -1,0 +1,81 @@
+"""List the devices of this machine: name, memory, compute capability and peer links."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gangline.collectives.devices.links import LinkMatrix, nvml_handle, read_links
+
+
+@dataclass(frozen=True)
+class Device:
+    """A row of the table; memory in bytes, None where it is not known or does not apply."""
+
+    context: str
+    name: str
+    memory_free: int
+    memory_total: int
+    compute_capability: str | None = None
+    display: bool | None = None
+    """Whether a monitor hangs on it, whose desktop shares its memory and time."""
+    peers: dict[str, str] | None = None
+    """The other GPUs, each with the nearest link to it."""
+
+
+@dataclass(frozen=True)
+class GPU(Device):
+    """A row for a GPU, with what is known of its place in the machine."""
+
+    peers_gb_per_s: dict[str, float] | None = None
+    """The other GPUs, each with the estimated GB/s of that link each way."""
+    numa_node: int | None = None
+
+
+def device_table(links: LinkMatrix | None = None) -> list[Device]:
+    """The host, then every GPU that torch sees, in torch's order; the links between them are read unless given."""
+    matrix = read_links() if links is None else links
+    return [_host(), *(_gpu(matrix, index) for index in range(len(matrix)))]
+
+
+def _host() -> Device:
+    page = os.sysconf("SC_PAGE_SIZE")
+    free, total = page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
+    memory, info = Path("/proc/meminfo"), Path("/proc/cpuinfo")
+    if memory.is_file():  # free pages leave out what the kernel would give back
+        fields = dict(line.split(":", 1) for line in memory.read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    models = info.read_text().partition("model name")[2].partition("\n")[0] if info.is_file() else ""
+    name = models.lstrip("\t :") or platform.processor() or platform.machine()
+    return Device("cpu(0)", f"{name}, {os.cpu_count()} cores", free, total)
+
+
+def _gpu(links: LinkMatrix, index: int) -> GPU:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    peers = {f"gpu({peer})": links.links[index][peer] for peer in range(len(links)) if peer != index}
+    return GPU(
+        f"gpu({index})",
+        properties.name,
+        free,
+        total,
+        f"{properties.major}.{properties.minor}",
+        _display(nvml_handle(index)),
+        {peer: str(link) for peer, link in peers.items()},
+        {peer: link.gb_per_s for peer, link in peers.items()},
+        links.numa_nodes[index],
+    )
+
+
+def _display(handle: Any) -> bool | None:
+    import pynvml
+
+    try:
+        return None if handle is None else bool(pynvml.nvmlDeviceGetDisplayMode(handle))
+    except pynvml.NVMLError:
+        return None

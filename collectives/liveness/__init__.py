@@ -1,0 +1,1 @@
+"""Which ranks are alive: membership, watchdog, process state, and every time limit."""

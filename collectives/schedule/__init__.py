@@ -1,0 +1,1 @@
+"""A collective as data: steps, verification, cost and drawing. No torch, no sockets."""

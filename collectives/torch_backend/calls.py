@@ -1,0 +1,381 @@
+"""The collectives and messages of torch's process-group interface, each as one operation on a `Communicator`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial, wraps
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+from torch.distributed import ProcessGroup
+
+from gangline.collectives.communicator import Communicator
+from gangline.collectives.torch_backend import operations as operations
+from gangline.collectives.torch_backend.arguments import (
+    Operation,
+    Tensors,
+    device_of,
+    exactly,
+    one_list,
+    op_in,
+    pairs_of,
+    root_in,
+)
+from gangline.collectives.torch_backend.other_devices import Elsewhere
+from gangline.collectives.torch_backend.work import CoalescedWork, GroupWork, MessageWork
+from gangline.collectives.work import Work, WorkQueue
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_UNSET = timedelta(milliseconds=-1)  # torch's word for no timeout of a call's own
+_OLD_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+"""Those of torch before 2.13, which keeps them beside the new ones."""
+
+
+def _by_device(
+    method: Callable[Concatenate[Calls, _Arguments], _Result],
+) -> Callable[Concatenate[Calls, _Arguments], _Result]:
+    """Have a call on tensors of another device than the CPU answered by the backend that the group has for it."""
+    name = method.__name__
+
+    @wraps(method)
+    def call(self: Calls, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        device = device_of(args) or device_of(tuple(kwargs.values()))
+        if device is None or device.type == "cpu":
+            return method(self, *args, **kwargs)
+        known = name if hasattr(ProcessGroup, name) else _OLD_NAMES[name]
+        result: _Result = getattr(self.elsewhere.group(device), known)(*args, **kwargs)
+        return result
+
+    return call  # type: ignore[return-value]  # mypy minds that self is named
+
+
+class Calls:
+    """What a process group offers, under each name that torch 2.11 to 2.15 call it by.
+
+    ``opts`` are torch's: the operation, the root, whether the caller waits at once, and a timeout. torch's own
+    overloads give these one by one instead.
+    """
+
+    def __init__(self, communicator: Communicator, elsewhere: Elsewhere) -> None:
+        """Take what moves and reduces CPU tensors, and the backends of other devices."""
+        self.communicator = communicator
+        self.elsewhere = elsewhere
+        self._queue = WorkQueue()
+        self._limit: float | None = None  # seconds that a wait waits; None: until the communicator gives up
+        self._calls = 0
+        self._coalesced: list[GroupWork] | None = None
+
+    @_by_device
+    def allreduce(
+        self,
+        tensors: Tensors,
+        opts: AllreduceOptions | Operation | None = None,
+        timeout: timedelta | None = None,
+        *,
+        op: Operation | None = None,
+    ) -> GroupWork:
+        """Reduce one tensor in place, on all ranks."""
+        (tensor,) = exactly(tensors, 1)
+        return self._call("all_reduce", [tensor], opts, timeout, operations.all_reduce, tensor, op_in(opts, op))
+
+    @_by_device
+    def allreduce_coalesced(
+        self, tensors: Sequence[Tensor], opts: AllreduceCoalescedOptions | None = None
+    ) -> GroupWork:
+        """Reduce several tensors in place, on all ranks."""
+        calls = [(tensor, op_in(opts)) for tensor in tensors]
+        return self._calls_in_a_row("all_reduce", tensors, opts, operations.all_reduce, calls)
+
+    @_by_device
+    def reduce(
+        self,
+        tensors: Tensors,
+        opts: ReduceOptions | int | None = None,
+        op: Operation | None = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int = 0,
+    ) -> GroupWork:
+        """Reduce one tensor in place at the root; others' are left as they are."""
+        (tensor,) = exactly(tensors, 1)
+        root = root_in(opts, root)
+        return self._call("reduce", [tensor], opts, timeout, operations.reduce, tensor, root, op_in(opts, op))
+
+    @_by_device
+    def reduce_scatter(
+        self,
+        outputs: Tensors,
+        inputs: Sequence[Tensor] | Sequence[Sequence[Tensor]],
+        opts: ReduceScatterOptions | Operation | None = None,
+        timeout: timedelta | None = None,
+        *,
+        op: Operation | None = None,
+    ) -> GroupWork:
+        """Reduce a list of tensors, each rank getting the one of its number."""
+        (output,), tensors = exactly(outputs, 1), one_list(inputs)
+        function = operations.reduce_scatter
+        return self._call("reduce_scatter", [output], opts, timeout, function, output, tensors, op_in(opts, op))
+
+    @_by_device
+    def reduce_scatter_single(
+        self, output: Tensor, tensor: Tensor, opts: ReduceScatterOptions | None = None
+    ) -> GroupWork:
+        """Reduce a tensor with a part for each rank along its first axis."""
+        function = operations.reduce_scatter_single
+        return self._call("reduce_scatter", [output], opts, None, function, output, tensor, op_in(opts))
+
+    @_by_device
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: ReduceScatterOptions | None = None
+    ) -> GroupWork:
+        """As `reduce_scatter_single`, of several tensors."""
+        calls = [(*pair, op_in(opts)) for pair in pairs_of(outputs, inputs)]
+        return self._calls_in_a_row("reduce_scatter", outputs, opts, operations.reduce_scatter_single, calls)
+
+    @_by_device
+    def broadcast(
+        self,
+        tensors: Tensors,
+        opts: BroadcastOptions | int | None = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int = 0,
+    ) -> GroupWork:
+        """Make one tensor what it is at the root."""
+        (tensor,) = exactly(tensors, 1)
+        return self._call("broadcast", [tensor], opts, timeout, operations.broadcast, tensor, root_in(opts, root))
+
+    @_by_device
+    def allgather(
+        self,
+        outputs: Sequence[Tensor] | Sequence[Sequence[Tensor]],
+        inputs: Tensors,
+        opts: AllgatherOptions | None = None,
+        timeout: timedelta | None = None,
+    ) -> GroupWork:
+        """Gather every rank's tensor in a list; sizes may differ, as the list says on all ranks."""
+        outs, (tensor,) = one_list(outputs), exactly(inputs, 1)
+        return self._call("all_gather", outs, opts, timeout, operations.all_gather, outs, tensor)
+
+    @_by_device
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: AllgatherOptions | None = None
+    ) -> GroupWork:
+        """Gather several tensors: rank r's i-th goes to ``outputs[r][i]``."""
+        lists = [exactly(one, len(inputs)) for one in outputs]
+        calls = [(outs, tensor) for tensor, *outs in zip(inputs, *lists, strict=True)]
+        return self._calls_in_a_row(
+            "all_gather", [out for one in lists for out in one], opts, operations.all_gather, calls
+        )
+
+    @_by_device
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: AllgatherOptions | None = None) -> GroupWork:
+        """Gather every rank's tensor in one, stacked or concatenated."""
+        return self._call("all_gather", [output], opts, None, operations.all_gather_single, output, tensor)
+
+    @_by_device
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: AllgatherOptions | None = None
+    ) -> GroupWork:
+        """As `all_gather_single`, of several tensors."""
+        calls = pairs_of(outputs, inputs)
+        return self._calls_in_a_row("all_gather", outputs, opts, operations.all_gather_single, calls)
+
+    @_by_device
+    def gather(
+        self,
+        outputs: Sequence[Tensor] | Sequence[Sequence[Tensor]],
+        inputs: Tensors,
+        opts: GatherOptions | int | None = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int = 0,
+    ) -> GroupWork:
+        """Gather every rank's tensor, all of one size, in the root's list."""
+        outs, (tensor,) = one_list(outputs), exactly(inputs, 1)
+        return self._call("gather", outs, opts, timeout, operations.gather, outs, tensor, root_in(opts, root))
+
+    @_by_device
+    def scatter(
+        self,
+        outputs: Tensors,
+        inputs: Sequence[Tensor] | Sequence[Sequence[Tensor]],
+        opts: ScatterOptions | int | None = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int = 0,
+    ) -> GroupWork:
+        """Give each rank a tensor of the root's list, all of one size."""
+        (output,), tensors = exactly(outputs, 1), one_list(inputs)
+        return self._call("scatter", [output], opts, timeout, operations.scatter, output, tensors, root_in(opts, root))
+
+    @_by_device
+    def alltoall(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: AllToAllOptions | None = None
+    ) -> GroupWork:
+        """Give each rank a tensor of one's list; sizes may differ."""
+        return self._call("all_to_all", outputs, opts, None, operations.all_to_all, outputs, inputs)
+
+    @_by_device
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        opts: AllToAllOptions | None = None,
+        timeout: timedelta | None = None,
+    ) -> GroupWork:
+        """Give each rank a part of one's tensor along the first axis; sizes may differ."""
+        splits = list(output_split_sizes or ()), list(input_split_sizes or ())
+        function = operations.all_to_all_single
+        return self._call("all_to_all", [output], opts, timeout, function, output, tensor, *splits)
+
+    @_by_device
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> GroupWork:
+        """Send one tensor to a rank of the group."""
+        (tensor,) = exactly(tensors, 1)
+        work = self.communicator.send(operations.movable(tensor), dst, tag, async_op=True)
+        assert work is not None
+        return self._message(work, [tensor])
+
+    @_by_device
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> GroupWork:
+        """Receive one tensor from a rank of the group."""
+        (tensor,) = exactly(tensors, 1)
+        work = self.communicator.recv(operations.movable(tensor), src, tag, async_op=True)
+        assert isinstance(work, Work)
+        return self._message(work, [tensor], src)
+
+    @_by_device
+    def recv_anysource(self, tensors: Tensors, tag: int) -> NoReturn:  # noqa: ARG002
+        """Refused: gangline's messages are matched by rank and tag.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(f"recv from any source (tag {tag}) is not gangline's; expected a rank as the source")
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # Meeting
+
+    def barrier(self, opts: BarrierOptions | None = None, timeout: timedelta | None = None) -> GroupWork:
+        """Have all ranks come here."""
+        return self._call("barrier", [], opts, timeout, Communicator.barrier)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
+        """Return when all ranks are here.
+
+        Raises:
+            StallError: one did not come in time.
+        """
+        self.barrier().wait(timeout or timedelta(0))
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            self.elsewhere.group(device)._start_coalescing(device)
+        else:
+            self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> GroupWork | Any:
+        if device.type != "cpu":
+            return self.elsewhere.group(device)._end_coalescing(device)
+        if self._coalesced is None:
+            raise RuntimeError("_end_coalescing was called without _start_coalescing")
+        works, self._coalesced = self._coalesced, None
+        return CoalescedWork(works)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let later waits end after another time; the group's own timeout still ends calls that are stuck for longer.
+
+        Raises:
+            ValueError: it is not above 0.
+        """
+        if not timeout > timedelta(0):
+            raise ValueError(f"timeout is {timeout}; expected one above 0")
+        self._limit = timeout.total_seconds()
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._calls = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._calls
+
+    def _wait_for_pending_works(self) -> None:
+        if not self._queue.is_idle():
+            self._queue.run(lambda: None, Work("settle"), keys=(self,), priority=0)
+
+    def _finish(self) -> None:
+        self._queue.close()
+
+    # What every call goes through
+
+    def _call(
+        self,
+        name: str,
+        written: Sequence[Tensor],
+        opts: object,
+        timeout: timedelta | None,
+        function: Callable[..., object],
+        *arguments: Any,
+    ) -> GroupWork:
+        """Have ``function(communicator, *arguments)`` run behind all that was called before it."""
+        self._calls += 1
+        own = getattr(opts, "timeout", _UNSET) if timeout is None else timeout
+        has_own = own > timedelta(0)
+        limit = own.total_seconds() if has_own else self._limit
+        inner = Work(name)
+        work = GroupWork(inner, written, limit, give_up=self.communicator.abort if has_own else None)
+        is_awaited = limit is None and not getattr(opts, "asyncOp", True)
+        run = self._queue.run if is_awaited else self._queue.submit
+        run(partial(work.run, partial(function, self.communicator, *arguments)), inner, keys=(self,), priority=0)
+        return self._counted(work)
+
+    def _calls_in_a_row(
+        self,
+        name: str,
+        written: Sequence[Tensor],
+        opts: object,
+        function: Callable[..., None],
+        calls: Sequence[tuple[Any, ...]],
+    ) -> GroupWork:
+        def operation(communicator: Communicator) -> None:
+            for arguments in calls:
+                function(communicator, *arguments)
+
+        return self._call(f"{name} of {len(calls)}", written, opts, None, operation)
+
+    def _message(self, work: Work, tensors: Sequence[Tensor], source: int = -1) -> GroupWork:
+        self._calls += 1
+        return self._counted(MessageWork(work, tensors, self._limit, source))
+
+    def _counted(self, work: GroupWork) -> GroupWork:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work

@@ -1,0 +1,275 @@
+"""Collectives in torch's forms (lists, split sizes, bitwise operations, complex numbers) by a communicator's.
+
+Each function is a collective of all ranks of the communicator and returns when it is over.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from gangline.collectives.call_signature import DTYPES
+from gangline.collectives.communicator import Communicator
+from gangline.collectives.errors import MismatchError
+
+Op = str | Callable[[Tensor, Tensor], Tensor]
+"""What combines elements: a communicator's word for it, or a function that is applied in rank order."""
+
+_OPS: dict[str, Op] = {
+    "SUM": "sum",
+    "AVG": "mean",
+    "PRODUCT": "product",
+    "MIN": "min",
+    "MAX": "max",
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+_LIKE_SIZED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by which bits are moved
+
+
+def op_of(reduce_op: ReduceOp | ReduceOp.RedOpType) -> Op:
+    """What a torch operation is here.
+
+    Raises:
+        ValueError: it is PREMUL_SUM, which only NCCL has.
+    """
+    kind: Any = getattr(reduce_op, "op", reduce_op)
+    name: str = kind.name
+    if name not in _OPS:
+        raise ValueError(f"ReduceOp.{name} is not gangline's; expected one of {', '.join(_OPS)}: scale, then SUM")
+    return _OPS[name]
+
+
+def all_reduce(comm: Communicator, tensor: Tensor, op: Op) -> None:
+    """Reduce a tensor in place, on all ranks."""
+    tensor = _reducible(tensor, op)
+    if isinstance(op, str):
+        comm.all_reduce(tensor, op)
+    else:
+        rows = comm.all_gather(tensor)
+        assert isinstance(rows, Tensor)
+        tensor.copy_(functools.reduce(op, rows))
+
+
+def reduce(comm: Communicator, tensor: Tensor, root: int, op: Op) -> None:
+    """Reduce a tensor in place at the root; others' are left as they are."""
+    tensor = _reducible(tensor, op)
+    if isinstance(op, str):
+        comm.reduce(tensor, root, op)
+        return
+    rows = comm.gather(tensor, root)
+    if isinstance(rows, Tensor):
+        tensor.copy_(functools.reduce(op, rows))
+
+
+def broadcast(comm: Communicator, tensor: Tensor, root: int) -> None:
+    """Make a tensor on all ranks what it is at the root."""
+    comm.broadcast(movable(tensor), root)
+
+
+def all_gather(comm: Communicator, outs: Sequence[Tensor], tensor: Tensor) -> None:
+    """Gather every rank's tensor into one of ``outs``; they may differ in size, the same way on all ranks."""
+    _check_count("output tensors", outs, comm.size)
+    if _are_even(outs):
+        _unpack(comm.all_gather(movable(tensor)), outs)
+        return
+    if outs[comm.rank].shape != tensor.shape:
+        raise ValueError(
+            f"the input tensor has shape {tuple(tensor.shape)}; expected that of its place in the output list, "
+            f"{tuple(outs[comm.rank].shape)}"
+        )
+    outs[comm.rank].detach().copy_(tensor.detach())
+    for rank, out in enumerate(outs):
+        broadcast(comm, out, rank)
+
+
+def all_gather_single(comm: Communicator, out: Tensor, tensor: Tensor) -> None:
+    """Gather every rank's tensor in one: (size, *shape), or concatenated along the first axis."""
+    comm.all_gather(movable(tensor), movable(_rows("the output", out, comm.size, tensor.shape)))
+
+
+def gather(comm: Communicator, outs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
+    """Gather every rank's tensor, all of one size, into one of the root's ``outs``."""
+    if comm.rank == root:
+        _check_count("output tensors", outs, comm.size)
+        _check_even("output tensors", outs)
+    rows = comm.gather(movable(tensor), root)
+    if rows is not None:
+        _unpack(rows, outs)
+
+
+def scatter(comm: Communicator, out: Tensor, tensors: Sequence[Tensor], root: int) -> None:
+    """Give each rank one of the root's tensors, all of one size."""
+    if comm.rank != root:
+        comm.scatter(None, movable(out), root)
+        return
+    _check_count("input tensors", tensors, comm.size)
+    _check_even("input tensors", tensors)
+    comm.scatter(_stack(tensors, out), movable(out), root)
+
+
+def reduce_scatter(comm: Communicator, out: Tensor, tensors: Sequence[Tensor], op: Op) -> None:
+    """Reduce lists of tensors, each rank getting the one of its number; they may differ in size, as on other ranks."""
+    _check_count("input tensors", tensors, comm.size)
+    if _are_even(tensors):
+        reduce_scatter_single(comm, out, torch.stack([tensor.detach().reshape(out.shape) for tensor in tensors]), op)
+        return
+    for rank, tensor in enumerate(tensors):
+        partial = tensor.detach().clone()
+        reduce(comm, partial, rank, op)
+        if rank == comm.rank:
+            out.detach().copy_(partial)
+
+
+def reduce_scatter_single(comm: Communicator, out: Tensor, tensor: Tensor, op: Op) -> None:
+    """Reduce tensors of (size, *out.shape), or concatenated along the first axis: each rank gets its row."""
+    rows = _reducible(_rows("the input", tensor, comm.size, out.shape), op)
+    if isinstance(op, str):
+        comm.reduce_scatter(rows, op, out=_reducible(out, op))
+    else:
+        taken = comm.all_to_all(rows)
+        assert isinstance(taken, Tensor)
+        out.detach().copy_(functools.reduce(op, taken))
+
+
+def all_to_all(comm: Communicator, outs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Give tensor j to rank j, whose i-th output then comes from rank i; all may differ in size.
+
+    Raises:
+        MismatchError: a rank gives another number of elements than the other one expects; all ranks raise it.
+    """
+    _check_count("output tensors", outs, comm.size)
+    _check_count("input tensors", tensors, comm.size)
+    table = comm.all_gather(torch.tensor([part.numel() for part in (*tensors, *outs)]))
+    assert isinstance(table, Tensor)
+    given, taken = table[:, : comm.size], table[:, comm.size :].T
+    for source, target in (given != taken).nonzero().tolist():
+        raise MismatchError(
+            f"in all_to_all rank {source} gives {int(given[source, target])} elements to rank {target}, which expects "
+            f"{int(taken[source, target])}; expected the same number"
+        )
+    rows = _lines(tensors, int(given.max()))
+    got = comm.all_to_all(rows)
+    assert isinstance(got, Tensor)
+    for out, row in zip(outs, got, strict=True):
+        data = movable(out)
+        data.copy_(row[: data.numel()].view(data.shape))
+
+
+def all_to_all_single(
+    comm: Communicator, out: Tensor, tensor: Tensor, out_splits: Sequence[int], splits: Sequence[int]
+) -> None:
+    """As `all_to_all`, for parts of the first axis; no split sizes on either side: equal parts."""
+    if not out_splits and not splits:
+        given = _rows("the input", tensor, comm.size, _part_shape("the input", tensor, comm.size))
+        taken = _rows("the output", out, comm.size, _part_shape("the output", out, comm.size))
+        comm.all_to_all(movable(given), movable(taken))
+    else:
+        all_to_all(comm, _split("the output", out, out_splits, comm), _split("the input", tensor, splits, comm))
+
+
+def movable(tensor: Tensor) -> Tensor:
+    """The values, as a view of a dtype that a communicator moves: any but a sparse or quantised one has one."""
+    data = tensor.detach()
+    if data.dtype in DTYPES:
+        return data
+    if data.is_complex():
+        return torch.view_as_real(data)
+    return data.view(_LIKE_SIZED.get(data.itemsize, data.dtype))
+
+
+def _reducible(tensor: Tensor, op: Op) -> Tensor:
+    data = tensor.detach()
+    if not isinstance(op, str):
+        if data.is_floating_point() or data.is_complex():
+            raise TypeError(f"a tensor of {data.dtype} has no bits to combine; expected integers or bools for {op}")
+        return data
+    if not data.is_complex():
+        return data
+    if op not in ("sum", "mean"):
+        raise TypeError(f"ReduceOp {op} of {data.dtype} is not gangline's; expected SUM or AVG for complex numbers")
+    return torch.view_as_real(data)
+
+
+def _rows(name: str, tensor: Tensor, size: int, shape: Sequence[int]) -> Tensor:
+    """A view of a tensor as (size, *shape).
+
+    Raises:
+        ValueError: there is none.
+    """
+    shape = tuple(shape)
+    if tensor.shape == (size, *shape):
+        return tensor
+    if shape and tensor.shape == (size * shape[0], *shape[1:]):
+        return torch.unflatten(tensor, 0, (size, shape[0]))
+    if tensor.numel() == size * math.prod(shape) and tensor.is_contiguous():
+        return tensor.view(size, *shape)
+    raise ValueError(
+        f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; expected {size} times {shape}, along "
+        "the first axis"
+    )
+
+
+def _part_shape(name: str, tensor: Tensor, size: int) -> tuple[int, ...]:
+    if tensor.dim() == 0 or tensor.shape[0] % size:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}; expected a first axis that {size} ranks share equally, or split "
+            "sizes"
+        )
+    return (tensor.shape[0] // size, *tensor.shape[1:])
+
+
+def _split(name: str, tensor: Tensor, splits: Sequence[int], comm: Communicator) -> Sequence[Tensor]:
+    splits = list(splits) or [_part_shape(name, tensor, comm.size)[0]] * comm.size
+    if len(splits) != comm.size or sum(splits) != tensor.shape[0]:
+        raise ValueError(
+            f"{name} has split sizes {splits}; expected {comm.size} that add up to its first axis, {tensor.shape[0]}"
+        )
+    return torch.split(tensor, splits)
+
+
+def _lines(tensors: Sequence[Tensor], longest: int) -> Tensor:
+    """The tensors as rows (len(tensors), n), filled up with whatever was there."""
+    flats = [movable(tensor).reshape(-1) for tensor in tensors]
+    scale = 2 if tensors[0].is_complex() else 1
+    rows = flats[0].new_empty((len(flats), longest * scale))
+    for row, flat in zip(rows, flats, strict=True):
+        row[: flat.numel()].copy_(flat)
+    return rows
+
+
+def _stack(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+    return torch.stack([movable(tensor).reshape(movable(like).shape) for tensor in tensors])
+
+
+def _unpack(rows: object, outs: Sequence[Tensor]) -> None:
+    assert isinstance(rows, Tensor)
+    for out, row in zip(outs, rows, strict=True):
+        data = movable(out)
+        if data.dtype != row.dtype or data.numel() != row.numel():
+            raise ValueError(
+                f"an output tensor is {tuple(out.shape)} of {out.dtype}; expected {row.numel()} values of {row.dtype}"
+            )
+        data.copy_(row.view(data.shape))
+
+
+def _are_even(tensors: Sequence[Tensor]) -> bool:
+    return len({tensor.numel() for tensor in tensors}) == 1
+
+
+def _check_even(name: str, tensors: Sequence[Tensor]) -> None:
+    if not _are_even(tensors):
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        raise ValueError(f"the {name} have shapes {shapes}; expected one size for all ranks")
+
+
+def _check_count(name: str, tensors: Sequence[Tensor], size: int) -> None:
+    if len(tensors) != size:
+        raise ValueError(f"{len(tensors)} {name} were given; expected one for each of {size} ranks")

@@ -1,0 +1,140 @@
+"""Messages between threads of one process: a message is a reference, read where it lies."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gangline.collectives.transports.base import PIECE, Incoming, Patience, Stamp, Ticket, Transport
+from gangline.collectives.transports.shm.slots import LIMIT, Board
+
+_CHECK_SECONDS = 0.01
+
+
+class Gang:
+    """What the threads of one communicator share."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._changed = threading.Condition()
+        self.queues = {(a, b): deque[_Message]() for a in range(size) for b in range(size)}
+        self.marks = [[(0, 0, 0)] * size for _ in (0, 1)]  # of the board: count, sequence, code
+        self.slots = [[torch.empty(LIMIT, dtype=torch.uint8) for _ in range(size)] for _ in (0, 1)]
+
+    def change(self, how: Callable[[], None]) -> None:
+        """Do what others may be waiting for."""
+        with self._changed:
+            how()
+            self._changed.notify_all()
+
+    def wait(self, is_there: Callable[[], bool], patience: Patience, missing: int) -> None:
+        """Return when ``is_there()``.
+
+        Raises:
+            GanglineError: what `Patience.check` raises.
+        """
+        while True:
+            with self._changed:
+                if self._changed.wait_for(is_there, _CHECK_SECONDS):
+                    return
+            patience.check([missing])
+
+
+class Threads(Transport):
+    """The transport of the threads of one process."""
+
+    name = "in_process"
+
+    def __init__(self, rank: int, gang: Gang, patience: Patience) -> None:
+        self.rank, self.size = rank, gang.size
+        self._gang = gang
+        self._patience = patience
+
+    def send(self, to: int, data: Tensor, stamp: Stamp) -> Ticket:  # noqa: D102  as the base says
+        message = _Message(self._gang, self._patience, to, data, stamp)
+        self._gang.change(lambda: self._gang.queues[self.rank, to].append(message))
+        return message
+
+    def receive(self, source: int) -> Incoming:  # noqa: D102
+        queue = self._gang.queues[source, self.rank]
+        if not queue:
+            self._gang.wait(lambda: bool(queue), self._patience, source)
+        return _Received(self._gang, queue)
+
+    def poll(self, source: int) -> Incoming | None:  # noqa: D102
+        queue = self._gang.queues[source, self.rank]
+        return _Received(self._gang, queue) if queue else None
+
+    def progress(self) -> None:  # noqa: D102  nothing is ever on its way
+        pass
+
+    def close(self) -> None:  # noqa: D102
+        pass
+
+
+class _Message(Ticket):
+    def __init__(self, gang: Gang, patience: Patience, to: int, data: Tensor, stamp: Stamp) -> None:
+        self.data, self.stamp = data, stamp
+        self._gang, self._patience, self._to = gang, patience, to
+        self.is_read = False
+
+    def is_done(self) -> bool:
+        return self.is_read
+
+    def wait(self) -> None:
+        self._gang.wait(self.is_done, self._patience, self._to)
+
+
+class _Received(Incoming):
+    def __init__(self, gang: Gang, queue: deque[_Message]) -> None:
+        self._gang, self._queue = gang, queue
+        self._message = queue[0]
+        self.stamp, self.nbytes = self._message.stamp, self._message.data.numel()
+
+    def piece(self, index: int) -> Tensor:
+        return self._message.data[index * PIECE : (index + 1) * PIECE]
+
+    def into(self, target: Tensor) -> None:
+        target.copy_(self._message.data)
+        self.done()
+
+    def done(self) -> None:
+        self._gang.change(self._finish)
+
+    def _finish(self) -> None:
+        self._queue.popleft()
+        self._message.is_read = True
+
+
+class ThreadBoard(Board):
+    """The board of the threads of one process."""
+
+    def __init__(self, rank: int, gang: Gang, patience: Patience) -> None:
+        self.rank, self.size = rank, gang.size
+        self._gang = gang
+        self._patience = patience
+        self._count = 0
+
+    def slots(self, nbytes: int, dtype: torch.dtype) -> list[list[Tensor]]:  # noqa: D102
+        return [[slot[:nbytes].view(dtype) for slot in of_parity] for of_parity in self._gang.slots]
+
+    @property
+    def parity(self) -> int:  # noqa: D102
+        return (self._count + 1) & 1
+
+    def meet(self, sequence: int, code: int) -> tuple[int, dict[int, tuple[int, int]]]:  # noqa: D102
+        count = self._count = self._count + 1
+        parity = count & 1
+        marks = self._gang.marks[parity]
+        self._gang.change(lambda: marks.__setitem__(self.rank, (count, sequence, code)))
+        elsewhere: dict[int, tuple[int, int]] = {}
+        for rank in range(self.size):
+            if marks[rank][0] != count:
+                self._gang.wait(lambda rank=rank: marks[rank][0] == count, self._patience, rank)  # type: ignore[misc]
+            if marks[rank][1:] != (sequence, code):
+                elsewhere[rank] = marks[rank][1:]
+        return parity, elsewhere

@@ -1,0 +1,1 @@
+"""Shared memory between ranks of one host: segments, slots, futex wake-up, cross-memory attach."""

@@ -1,0 +1,1 @@
+"""ZeroMQ between hosts: a socket for each peer, and messages over it."""

@@ -1,0 +1,1 @@
+"""The gangline command, one file a subcommand."""

@@ -1,0 +1,1 @@
+"""The store without servers: workers reduce by collectives and each one updates."""

@@ -1,0 +1,235 @@
+"""Optimizers as plain data: a name and arguments, checked where they are given, sent anywhere."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gangline.kvstore.optimizer.clipping import THRESHOLDS, check_thresholds
+
+Key = str | int
+
+# gangline's and MXNet's names -> torch's classes. LBFGS is refused: it wants the loss again and again.
+_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "adadelta": torch.optim.Adadelta,
+    "adafactor": torch.optim.Adafactor,
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "adamax": torch.optim.Adamax,
+    "adamw": torch.optim.AdamW,
+    "asgd": torch.optim.ASGD,
+    "muon": torch.optim.Muon,
+    "nadam": torch.optim.NAdam,
+    "nag": torch.optim.SGD,
+    "radam": torch.optim.RAdam,
+    "rmsprop": torch.optim.RMSprop,
+    "rprop": torch.optim.Rprop,
+    "sgd": torch.optim.SGD,
+    "sparseadam": torch.optim.SparseAdam,
+}
+_REFUSED = {"lbfgs": "it evaluates the loss several times a step, which push and pull cannot give it"}
+_WHOLE_TENSOR = (torch.optim.Adafactor, torch.optim.Muon)
+_ALIASES = {"learning_rate": "lr", "wd": "weight_decay", "epsilon": "eps"}
+_RMSPROP_ALIASES = {"gamma1": "alpha", "gamma2": "momentum"}
+_BETAS = ("beta1", "beta2")
+_OURS = (*THRESHOLDS, "lr_mult", "rescale_grad", "wd_mult")
+_NOT_DATA = ("closure", "params")
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer as plain data: which class of torch.optim, its arguments, and ours around it."""
+
+    name: str
+    optimizer_class: type[torch.optim.Optimizer]
+    arguments: dict[str, Any]
+    """The class's arguments by torch's names; ``lr`` is always there."""
+    rescale_grad: float = 1.0
+    clip_gradient: float | None = None
+    clip_norm: float | None = None
+    clip_global_norm: float | None = None
+    lr_mult: dict[Key, float] = field(default_factory=dict)
+    wd_mult: dict[Key, float] | str = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, spec: Any) -> OptimizerSpec:
+        """The spec of ``"sgd"``, ``("sgd", {"learning_rate": 0.1})``, a torch.optim class, or (a class, arguments).
+
+        Arguments go by torch's names or MXNet's (learning_rate, wd, epsilon, beta1, beta2, gamma1, gamma2), and
+        for every optimizer: ``rescale_grad`` (the summed gradient is multiplied by it), ``lr_mult`` and ``wd_mult``
+        (factors by key; ``wd_mult="mxnet"`` gives no decay to names that end in neither weight nor gamma), and one of
+        ``clip_gradient`` (then each element is clipped to +-c), ``clip_norm`` (each key's gradient is scaled down to
+        the norm c) and ``clip_global_norm`` (all keys' together, see `KVStore.update`).
+
+        Raises:
+            TypeError: not such a spec, or an argument that is not plain data.
+            ValueError: an unknown optimizer or argument, or a value torch refuses.
+        """
+        if isinstance(spec, OptimizerSpec):
+            return spec
+        kind, given = spec if isinstance(spec, (tuple, list)) and len(spec) == 2 else (spec, {})
+        name, optimizer_class = _find_class(kind)
+        if not isinstance(given, dict):
+            raise TypeError(f"the arguments of optimizer {name!r} are {given!r}; expected a dict")
+        given = dict(given)
+        for argument, value in given.items():
+            _check_plain(f"optimizer argument {argument!r}", value)
+        ours = {argument: given.pop(argument) for argument in _OURS if argument in given}
+        defaults = _defaults(optimizer_class)
+        if name == "nag":
+            given.setdefault("nesterov", bool(given.get("momentum")))  # without momentum it is plain SGD
+        arguments = _torch_arguments(name, given, defaults)
+        if ours.get("wd_mult") and "weight_decay" not in defaults:
+            raise ValueError(f"wd_mult is given, but optimizer {name!r} has no weight decay")
+        _check_factors(ours)
+        arguments.setdefault("lr", defaults["lr"])
+        try:  # torch knows best which values make sense, and says so now, not at the first update
+            optimizer_class([torch.zeros(1, 1)], **arguments)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"optimizer {name!r} with {arguments} is refused by torch: {error}") from error
+        check_learning_rate(arguments["lr"])  # torch lets NaN and infinity pass
+        return cls(name, optimizer_class, arguments, **ours)
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether the class is torch's own, and leaves the gradients it is given as they are."""
+        return self.optimizer_class in _CLASSES.values()
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether parts of a tensor can be updated by themselves: each element depends on its own state only."""
+        return self.is_torchs and self.optimizer_class not in _WHOLE_TENSOR
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are clipped."""
+        return any(getattr(self, name) is not None for name in THRESHOLDS)
+
+    @property
+    def needs_whole_keys(self) -> bool:
+        """Whether an update of a key must see all of it."""
+        return not self.is_elementwise or self.clip_norm is not None
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether some rows can be updated without the others."""
+        return self.is_elementwise
+
+    @property
+    def takes_dense(self) -> bool:
+        """Whether the optimizer takes gradients that are not row-sparse."""
+        return self.optimizer_class is not torch.optim.SparseAdam
+
+    @property
+    def optional_arguments(self) -> set[str]:
+        """What else torch's class could be told."""
+        return set(_defaults(self.optimizer_class))
+
+    def factors(self, key: Key) -> tuple[float, float]:
+        """By what the learning rate and the weight decay of ``key`` are multiplied."""
+        if self.wd_mult == "mxnet":
+            decay = 1.0 if str(key).endswith(("weight", "gamma")) else 0.0
+        else:
+            assert isinstance(self.wd_mult, dict)
+            decay = self.wd_mult.get(key, 1.0)
+        return self.lr_mult.get(key, 1.0), decay
+
+    def check_keys(self, known: Iterable[Key]) -> None:
+        """Raise ValueError if lr_mult or wd_mult names a key that is not among ``known``."""
+        names = list(known)
+        for argument, factors in (("lr_mult", self.lr_mult), ("wd_mult", self.wd_mult)):
+            unknown = [key for key in factors if key not in names] if isinstance(factors, dict) else []
+            if unknown:
+                raise ValueError(f"{argument} names {unknown}, which are no parameters; they are {names}")
+
+
+def _find_class(kind: Any) -> tuple[str, type[torch.optim.Optimizer]]:
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
+        name = next((n for n, c in _CLASSES.items() if c is kind and n != "nag"), kind.__name__)
+        known: type[torch.optim.Optimizer] | None = kind
+    elif isinstance(kind, str):
+        name = kind.lower()
+        known = _CLASSES.get(name)
+    else:
+        raise TypeError(f"optimizer is {kind!r}; expected a name, a torch.optim class, or (one of these, arguments)")
+    reason = _REFUSED.get(name.lower())
+    if reason:
+        raise ValueError(f"optimizer {name!r} cannot be used: {reason}; expected one of {sorted(_CLASSES)}")
+    if known is None:
+        raise ValueError(f"optimizer {name!r} is unknown; expected one of {sorted(_CLASSES)} or a torch.optim class")
+    return name, known
+
+
+def _defaults(optimizer_class: type[torch.optim.Optimizer]) -> dict[str, Any]:
+    parameters = list(inspect.signature(optimizer_class.__init__).parameters.values())[2:]  # after self, params
+    defaults = {p.name: p.default for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if "lr" not in defaults:
+        raise ValueError(f"optimizer {optimizer_class.__name__} has no argument lr; expected one that has")
+    if defaults["lr"] is inspect.Parameter.empty:
+        defaults["lr"] = 0.01
+    return defaults
+
+
+def _torch_arguments(name: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    aliases = _ALIASES | (_RMSPROP_ALIASES if name == "rmsprop" else {})
+    known = sorted(
+        {a for a in defaults if a not in _NOT_DATA}
+        | {mxnet for mxnet, torch_name in aliases.items() if torch_name in defaults}
+        | (set(_BETAS) if "betas" in defaults else set())
+        | set(_OURS)
+    )
+    arguments: dict[str, Any] = {}
+    for argument, value in given.items():
+        if argument not in known:
+            raise ValueError(f"optimizer {name!r} has no argument {argument!r}; expected some of {known}")
+        if argument in _BETAS and "betas" in defaults:
+            continue
+        torch_name = aliases.get(argument, argument)
+        if torch_name in arguments:
+            raise ValueError(f"optimizer {name!r} got both {argument!r} and its other name; expected one of them")
+        arguments[torch_name] = tuple(value) if isinstance(value, list) else value
+    if any(beta in given for beta in _BETAS) and "betas" in defaults:
+        if "betas" in arguments:
+            raise ValueError(f"optimizer {name!r} got both betas and beta1 or beta2; expected one of them")
+        first, second = defaults["betas"]
+        arguments["betas"] = (given.get("beta1", first), given.get("beta2", second))
+    return arguments
+
+
+def _check_plain(where: str, value: Any) -> None:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return
+    if isinstance(value, dict) and all(isinstance(key, (str, int)) for key in value):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{where} is {value!r}; expected plain data (numbers, strings, lists or dicts of them)")
+    for one in value:
+        _check_plain(where, one)
+
+
+def _check_factors(ours: Mapping[str, Any]) -> None:
+    for argument in ("lr_mult", "wd_mult"):
+        factors = ours.get(argument, {})
+        if argument == "wd_mult" and factors == "mxnet":
+            continue
+        if not isinstance(factors, dict) or not all(_is_number(f) and f >= 0 for f in factors.values()):
+            raise ValueError(f"{argument} is {factors!r}; expected a dict of key -> factor, 0 or more")
+    if not _is_number(ours.get("rescale_grad", 1.0)):
+        raise ValueError(f"rescale_grad is {ours['rescale_grad']!r}; expected a number")
+    check_thresholds(ours)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def check_learning_rate(value: Any) -> None:
+    """Raise unless ``value`` is a number, 0 or more."""
+    if not _is_number(value):
+        raise TypeError(f"learning rate is {value!r}; expected a number")
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"learning rate is {value!r}; expected a finite number, 0 or more")

@@ -1,0 +1,1 @@
+"""What a worker uses to reach servers and the scheduler."""

@@ -1,0 +1,1 @@
+"""The scheduler: membership, barriers and exchanges of a job."""

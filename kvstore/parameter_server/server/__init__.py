@@ -1,0 +1,1 @@
+"""A server: messages, rounds, shards of the weights and their optimizer."""

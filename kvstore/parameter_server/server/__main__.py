@@ -1,0 +1,8 @@
+"""Run the server that the environment describes: `python -m gangline.kvstore.parameter_server.server`."""
+
+import sys
+
+from gangline.kvstore.parameter_server.server.server import main
+
+if __name__ == "__main__":
+    sys.exit(main())

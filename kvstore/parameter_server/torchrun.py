@@ -1,0 +1,113 @@
+"""A job without a launcher's servers: under torchrun the workers start the scheduler and the servers themselves."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+
+from gangline.collectives.bootstrap import rendezvous
+from gangline.collectives.bootstrap.launcher_environment import LOOPBACK
+from gangline.kvstore.parameter_server.environment import ServerJob
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Embedded:
+    """Child processes of this worker; they end with the job, or with this process."""
+
+    def __init__(self) -> None:
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    def start_scheduler(self, workers: int, servers: int, host: str) -> int:
+        """Start a scheduler at a free port; gives the port."""
+        reading, writing = os.pipe()
+        try:
+            self._start("scheduler", workers, servers, host, 0, writing)
+        finally:
+            os.close(writing)
+        with os.fdopen(reading) as pipe:
+            port = pipe.readline()
+        if not port:
+            raise RuntimeError("the scheduler that worker 0 started ended at once; see its output")
+        return int(port)
+
+    def start_server(self, workers: int, servers: int, host: str, port: int) -> None:
+        """Start a server."""
+        self._start("server", workers, servers, host, port, None)
+
+    def close(self) -> None:
+        """Wait until the children have ended, as they do when all workers have left or died."""
+        for child in self._children:
+            child.wait()
+
+    def kill(self) -> None:
+        """End the children."""
+        for child in self._children:
+            child.kill()
+        self.close()
+
+    def _start(self, role: str, workers: int, servers: int, host: str, port: int, announce: int | None) -> None:
+        environment = {
+            **os.environ,
+            "DMLC_ROLE": role,
+            "DMLC_PS_ROOT_URI": host,
+            "DMLC_PS_ROOT_PORT": str(port),
+            "DMLC_NUM_WORKER": str(workers),
+            "DMLC_NUM_SERVER": str(servers),
+        }
+        environment.pop("DMLC_WORKER_ID", None)
+        if announce is not None:
+            environment["GANGLINE_ANNOUNCE_FD"] = str(announce)
+        parent = os.getpid()
+        libc = ctypes.CDLL(None)
+
+        def die_with_parent() -> None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        child = subprocess.Popen(  # noqa: S603  our own module
+            [sys.executable, "-m", f"gangline.kvstore.parameter_server.{role}"],
+            env=environment,
+            pass_fds=[] if announce is None else [announce],
+            stdin=subprocess.DEVNULL,
+            preexec_fn=die_with_parent,
+            start_new_session=True,
+        )
+        self._children.append(child)
+
+
+def embedded_job(timeout: float) -> tuple[ServerJob, Embedded]:
+    """The job of workers that torchrun, or a hand, has given ranks: one server a host, a scheduler beside worker 0.
+
+    Raises:
+        RuntimeError: there is no job at all.
+        StallError: a worker did not come.
+    """
+    try:
+        job = rendezvous.Job(timeout=timeout)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "this process belongs to no job, so there are no servers; start it with "
+            f"'gangline launch -n WORKERS -- COMMAND', or by torchrun ({error})"
+        ) from error
+    embedded = Embedded()
+    try:
+        hosts = rendezvous.hosts(job.exchange) if job.size > 1 else [0]
+        servers = len(set(hosts))
+        interface = job.interface() if job.size > 1 else LOOPBACK
+        said = b""
+        if job.rank == 0:
+            said = f"{interface} {embedded.start_scheduler(job.size, servers, interface)}".encode()
+        host, _, port = (job.exchange(said)[0] if job.size > 1 else said).decode().rpartition(" ")
+        if hosts.index(hosts[job.rank]) == job.rank:  # the first worker of its host
+            embedded.start_server(job.size, servers, host, int(port))
+        return ServerJob("worker", host, int(port), job.size, servers, job.rank, interface, None), embedded
+    except BaseException:
+        embedded.kill()
+        raise
+    finally:
+        job.close()

@@ -1,0 +1,1 @@
+"""Bytes between workers and servers: ZeroMQ, Unix streams and shared memory."""

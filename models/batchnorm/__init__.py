@@ -1,0 +1,1 @@
+"""Batch normalisation over several replicas: joint statistics and running averages."""

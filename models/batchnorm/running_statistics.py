@@ -1,0 +1,46 @@
+"""Running statistics: what buffers of replicas that have seen different samples are together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from gangline.models.serialization import digest
+from gangline.models.workers import Workers
+
+Buffers = Mapping[str, Sequence[torch.Tensor]]
+"""Each buffer as every replica has it, by state_dict name."""
+
+
+def averaged(buffers: Buffers, samples_seen: Sequence[int]) -> dict[str, torch.Tensor]:
+    """One value for each buffer that replicas differ in: its average by the samples they have seen.
+
+    Of integers, such as how many batches were tracked, it is the value of the replica that has seen most.
+    """
+    averages: dict[str, torch.Tensor] = {}
+    if not any(samples_seen):
+        return averages
+    for name, values in buffers.items():
+        if all(torch.equal(values[0], value) for value in values[1:]):
+            continue
+        if values[0].is_floating_point():
+            parts = [value.double() * seen for value, seen in zip(values, samples_seen, strict=True) if seen]
+            averages[name] = (torch.stack(parts).sum(0) / sum(samples_seen)).to(values[0].dtype)
+        else:
+            averages[name] = values[max(range(len(values)), key=samples_seen.__getitem__)]
+    return averages
+
+
+def averaged_over(workers: Workers, buffers: Buffers, samples_seen: Sequence[int]) -> dict[str, torch.Tensor]:
+    """`averaged`, over the replicas of all workers; a collective. Only buffers that differ travel."""
+    own = {name: [digest(value) for value in values] for name, values in buffers.items()}
+    everybody = workers.exchange([list(samples_seen), own])
+    seen = [count for counts, _ in everybody for count in counts]
+    differing = [
+        name for name in buffers if len({one for _, digests in everybody for one in digests[name]}) > 1 and any(seen)
+    ]
+    if not differing:
+        return {}
+    parts = workers.exchange({name: list(buffers[name]) for name in differing})
+    return averaged({name: [value for part in parts for value in part[name]] for name in differing}, seen)

@@ -1,0 +1,1 @@
+"""Data for training: batches, sources, readers, checks, image folders."""

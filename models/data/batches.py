@@ -1,0 +1,120 @@
+"""Batches: a tensor, or a tuple or dict of tensors, whose first axis counts the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gangline.kvstore.numpy_arrays import readable
+
+Batch = Any
+"""A tensor, a tuple or list of batches, or a dict of them."""
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], batch: Batch) -> Batch:
+    """The same nesting with ``function`` applied to each tensor."""
+    if isinstance(batch, torch.Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {name: map_tensors(function, part) for name, part in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return tuple(map_tensors(function, part) for part in batch)
+    raise TypeError(f"a batch holds a {type(batch).__name__}; expected tensors, or tuples or dicts of them")
+
+
+def tensors_of(batch: Batch) -> list[torch.Tensor]:
+    """All tensors of a batch, in order."""
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, batch)
+    return found
+
+
+def as_batch(value: Any, what: str) -> Batch:
+    """``value`` with numpy arrays turned into tensors that share their memory.
+
+    Raises:
+        TypeError: it holds something else; ``what`` names it in the message.
+    """
+    if isinstance(value, np.ndarray):
+        return readable(value, what)
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, Mapping) and value:
+        return {name: as_batch(part, f"{what}[{name!r}]") for name, part in value.items()}
+    if isinstance(value, (tuple, list)) and value:
+        return tuple(as_batch(part, f"{what}[{index}]") for index, part in enumerate(value))
+    raise TypeError(
+        f"{what} is a {type(value).__name__}; expected a tensor, a numpy array, or a non-empty tuple or dict of them"
+    )
+
+
+def num_samples(batch: Batch, what: str) -> int:
+    """How many samples a batch has.
+
+    Raises:
+        ValueError: its tensors disagree, one has no axis, or there are no samples.
+    """
+    shapes = [tuple(tensor.shape) for tensor in tensors_of(batch)]
+    if any(not shape for shape in shapes):
+        raise ValueError(f"{what} has a tensor without axes; expected the batch on the first axis")
+    sizes = {shape[0] for shape in shapes}
+    if len(sizes) != 1:
+        raise ValueError(f"{what} has tensors of shapes {shapes}; expected one batch size on the first axis of all")
+    size = sizes.pop()
+    if size < 1:
+        raise ValueError(f"{what} has no samples; expected at least one")
+    return size
+
+
+def take(batch: Batch, index: slice | torch.Tensor) -> Batch:
+    """The samples that ``index`` names; views for a slice."""
+    return map_tensors(lambda tensor: tensor[index], batch)
+
+
+def move(batch: Batch, device: torch.device) -> Batch:
+    """The batch on ``device``; what lies there already is not copied."""
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"), batch)
+
+
+def concat(parts: Sequence[Batch], device: torch.device) -> Batch:
+    """The parts of a batch joined on the first axis, on ``device``; tensors without axes are stacked."""
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        if len(parts) == 1 and first.dim():
+            return first.to(device)
+        join = torch.cat if first.dim() else torch.stack
+        return join([part.to(device) for part in parts])
+    if isinstance(first, Mapping):
+        return {name: concat([part[name] for part in parts], device) for name in first}
+    return tuple(concat([part[index] for part in parts], device) for index in range(len(first)))
+
+
+def checked_batch(data: Any, label: Any) -> tuple[Batch, Batch | None]:
+    """Data and label as batches.
+
+    Raises:
+        TypeError: they hold something else than tensors and arrays.
+        ValueError: their batch sizes differ, or there are no samples.
+    """
+    data = as_batch(data, "data")
+    size = num_samples(data, "data")
+    if label is not None:
+        label = as_batch(label, "label")
+        labels = num_samples(label, "label")
+        if labels != size:
+            raise ValueError(f"data has {size} samples, but label has {labels}")
+    return data, label
+
+
+def zeros_of(shapes: Any, what: str) -> Batch:
+    """Zeros of the shapes that a shape, or a tuple, list or dict of shapes, describes."""
+    if isinstance(shapes, Mapping):
+        return {name: zeros_of(shape, what) for name, shape in shapes.items()}
+    if isinstance(shapes, (tuple, list)) and shapes:
+        if all(isinstance(size, int) and not isinstance(size, bool) for size in shapes):
+            return torch.zeros(*shapes)
+        return tuple(zeros_of(shape, what) for shape in shapes)
+    raise TypeError(f"{what} is {shapes!r}; expected a shape such as (64, 1, 28, 28), or a tuple or dict of shapes")

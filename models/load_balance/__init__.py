@@ -1,0 +1,1 @@
+"""Splitting batches by measured speed and memory."""

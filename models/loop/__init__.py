@@ -1,0 +1,1 @@
+"""The training loop: fit, epochs, evaluation, callbacks, schedules and stopping."""

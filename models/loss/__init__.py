@@ -1,0 +1,1 @@
+"""Losses as exact sums over shares of a batch, their scale and their normaliser."""

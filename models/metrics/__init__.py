@@ -1,0 +1,1 @@
+"""Metrics by name, computed by torchmetrics, over all workers."""

@@ -1,0 +1,410 @@
+"""Metrics by MXNet's short names, computed by torchmetrics."""
+
+from __future__ import annotations
+
+import abc
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gangline.models.metrics.sync import value_over
+
+if TYPE_CHECKING:
+    import torchmetrics
+
+    from gangline.models.steps import Steps
+    from gangline.models.workers import Workers
+
+_log = logging.getLogger("gangline")
+
+
+class EvalMetric(abc.ABC):
+    """A metric with MXNet's verbs: update, get, reset.
+
+    It counts twice once `reset_local` was called: since `reset`, and since `reset_local`.
+    """
+
+    @abc.abstractmethod
+    def update(self, label: Any, output: Any, module: Steps) -> None:
+        """Count one batch: its labels, the outputs for it, and the module that made them."""
+
+    @abc.abstractmethod
+    def get_name_value(self) -> list[tuple[str, float]]:
+        """(name, value) of all that was counted since `reset_local`; NaN if nothing was."""
+
+    @abc.abstractmethod
+    def get_global_name_value(self) -> list[tuple[str, float]]:
+        """(name, value) of all that was counted since `reset`."""
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Begin anew."""
+
+    @abc.abstractmethod
+    def reset_local(self) -> None:
+        """Begin anew for `get_name_value` alone."""
+
+    def gather(self, workers: Workers) -> None:
+        """Until the next `update` or `reset`, have the values be over what all workers of a job have counted.
+
+        All workers call it. A metric of a user's own that does not have it keeps the worker's own values.
+        """
+        if workers.count > 1:
+            _log.warning("%s has no gather(): each worker has its own value of it", type(self).__name__)
+
+
+def create(metric: Any, loss: Any = None) -> EvalMetric:
+    """The metric of a name, (name, arguments), torchmetrics object, function of (label, output), or a list of these.
+
+    Args:
+        metric: names are MXNet's: acc, top_k_accuracy (top_k), ce, nll_loss, perplexity, mae, mse, rmse, f1, mcc,
+            pcc, pearsonr, loss.
+        loss: what the network is trained with. ce and perplexity take the outputs as it does: logits for
+            CrossEntropyLoss, log-probabilities for NLLLoss, else probabilities. Labels it ignores are not counted.
+
+    Raises:
+        ValueError: an unknown name or argument.
+        TypeError: something else.
+    """
+    import torchmetrics
+
+    if isinstance(metric, EvalMetric):
+        return metric
+    if isinstance(metric, list):
+        return _Composite([create(one, loss) for one in metric])
+    if isinstance(metric, torchmetrics.Metric):
+        return _Torchmetric(metric)
+    name, arguments = metric if isinstance(metric, tuple) and len(metric) == 2 else (metric, {})
+    if isinstance(name, str):
+        known = _BY_NAME.get(name.lower())
+        if known is None:
+            raise ValueError(
+                f"metric {name!r} is unknown; expected one of {sorted(_BY_NAME)}, or a torchmetrics object"
+            )
+        try:
+            return known(loss, **arguments)
+        except TypeError as error:
+            raise ValueError(f"metric {name!r} with {arguments}: {error}") from error
+    if callable(name):
+        return _Mean(getattr(name, "__name__", "custom"), lambda label, output: (float(name(label, output)), 1))
+    raise TypeError(f"metric is {metric!r}; expected a name, a torchmetrics object, a function, or a list of these")
+
+
+class _Composite(EvalMetric):
+    def __init__(self, metrics: Sequence[EvalMetric]) -> None:
+        self._metrics = metrics
+
+    def update(self, label: Any, output: Any, module: Steps) -> None:
+        for metric in self._metrics:
+            metric.update(label, output, module)
+
+    def get_name_value(self) -> list[tuple[str, float]]:
+        return [pair for metric in self._metrics for pair in metric.get_name_value()]
+
+    def get_global_name_value(self) -> list[tuple[str, float]]:
+        return [pair for metric in self._metrics for pair in metric.get_global_name_value()]
+
+    def reset(self) -> None:
+        for metric in self._metrics:
+            metric.reset()
+
+    def reset_local(self) -> None:
+        for metric in self._metrics:
+            metric.reset_local()
+
+    def gather(self, workers: Workers) -> None:
+        for metric in self._metrics:
+            metric.gather(workers)
+
+
+class _One(EvalMetric):
+    """One value, held by a torchmetrics object; a second one appears when recent batches are asked for alone."""
+
+    def __init__(self, name: str, finish: Callable[[float], float] = float) -> None:
+        self._name, self._finish = name, finish
+        self._whole: torchmetrics.Metric | None = None
+        self._recent: torchmetrics.Metric | None = None
+        self._gathered: float | None = None  # the value over all workers
+
+    @abc.abstractmethod
+    def _arguments(self, label: Any, output: Any, module: Steps) -> tuple[Any, ...] | None:
+        """What the torchmetrics object is told of a batch; None if there is nothing to tell."""
+
+    @abc.abstractmethod
+    def _make(self, output: Any) -> torchmetrics.Metric:
+        """The object, once the first outputs tell what it must know."""
+
+    def update(self, label: Any, output: Any, module: Steps) -> None:
+        self._gathered = None
+        arguments = self._arguments(label, output, module)
+        if arguments is None:
+            return
+        if self._whole is None:
+            self._whole = self._make(output)
+        for metric in (self._whole, self._recent):
+            if metric is not None:
+                metric.update(*arguments)
+
+    def get_name_value(self) -> list[tuple[str, float]]:
+        return self.get_global_name_value() if self._recent is None else [(self._name, self._value(self._recent))]
+
+    def get_global_name_value(self) -> list[tuple[str, float]]:
+        return [(self._name, self._value(self._whole) if self._gathered is None else self._gathered)]
+
+    def _value(self, metric: torchmetrics.Metric | None) -> float:
+        if metric is None or not metric.update_called:
+            return float("nan")
+        return self._finish(float(metric.compute()))
+
+    def gather(self, workers: Workers) -> None:
+        if workers.count > 1:
+            counted = self._whole if self._whole is not None and self._whole.update_called else None
+            self._gathered = value_over(workers, counted, self._finish)
+
+    def reset(self) -> None:
+        self._recent, self._gathered = None, None
+        if self._whole is not None:
+            self._whole.reset()
+
+    def reset_local(self) -> None:
+        if self._whole is not None and self._recent is None:
+            self._recent = self._whole.clone()
+        if self._recent is not None:
+            self._recent.reset()
+
+
+class _Torchmetric(_One):
+    """A torchmetrics object of the user's, given (outputs, labels); it is cloned, so that uses do not mix."""
+
+    def __init__(self, metric: torchmetrics.Metric) -> None:
+        super().__init__(type(metric).__name__)
+        self._given = metric
+
+    def _arguments(self, label: Any, output: Any, module: Steps) -> tuple[Any, ...]:  # noqa: ARG002
+        return _tensors(self._name, output, label)
+
+    def _make(self, output: Any) -> torchmetrics.Metric:
+        metric = self._given.clone().to(output.device)
+        metric.reset()
+        return metric
+
+
+class _Named(_One):
+    """A metric of torchmetrics by its MXNet name."""
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[torch.Tensor], torchmetrics.Metric],
+        prepare: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """Say how.
+
+        Args:
+            name: MXNet's.
+            make: the torchmetrics object, from the first batch's prepared outputs.
+            prepare: what it is told of (outputs, labels); nothing to count leaves no labels.
+        """
+        super().__init__(name)
+        self._of, self._prepare = make, prepare
+        self._first: torch.Tensor | None = None
+
+    def _arguments(self, label: Any, output: Any, module: Steps) -> tuple[Any, ...] | None:  # noqa: ARG002
+        prepared = self._prepare(*_tensors(self._name, output, label))
+        self._first = prepared[0]
+        return prepared if prepared[1].numel() else None
+
+    def _make(self, output: Any) -> torchmetrics.Metric:
+        assert self._first is not None
+        return self._of(self._first).to(output.device)
+
+
+class _Mean(_One):
+    """A mean over what each batch gives as (value, weight); ``finish`` turns it into the metric."""
+
+    def __init__(
+        self, name: str, batch: Callable[[Any, Any], tuple[Any, float]], finish: Callable[[float], float] = float
+    ) -> None:
+        super().__init__(name, finish)
+        self._batch = batch
+
+    def _arguments(self, label: Any, output: Any, module: Steps) -> tuple[Any, ...] | None:  # noqa: ARG002
+        value, weight = self._batch(label, output)
+        return (float(value), weight) if weight else None
+
+    def _make(self, output: Any) -> torchmetrics.Metric:  # noqa: ARG002
+        from torchmetrics.aggregation import MeanMetric
+
+        return MeanMetric(nan_strategy=float("nan")).set_dtype(torch.float64)  # "disable" forgets the weights
+
+
+class _LossMetric(_Mean):
+    """The loss itself, over all that its normaliser counts."""
+
+    def __init__(self, loss: Any) -> None:  # noqa: ARG002  as all named metrics
+        super().__init__("loss", lambda *_: (0.0, 0.0))
+
+    def _arguments(self, label: Any, output: Any, module: Steps) -> tuple[Any, ...] | None:  # noqa: ARG002
+        return (float(module.get_loss()), module.normalizer) if module.normalizer else None
+
+
+def _tensors(name: str, output: Any, label: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    for what, value in (("outputs", output), ("labels", label)):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"metric {name!r} got {what} of type {type(value).__name__}; expected a tensor (or pass a function)"
+            )
+    return output, label.to(output.device)
+
+
+def _by_class(name: str, loss: Any, two: bool = False) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """What class metrics are told: (M, C) scores or (M,) classes, and (M,) labels, without those the loss ignores.
+
+    Outputs are (N, C, ...) scores for (N, ...) labels, or one number a label: a class, or how sure class 1 is.
+    """
+    ignored = _ignored(loss)
+    threshold = 0.0 if isinstance(loss, nn.BCEWithLogitsLoss) else 0.5
+
+    def prepare(output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(loss, nn.CrossEntropyLoss) and label.is_floating_point():  # probabilities of the classes
+            label = label.argmax(1)
+        if output.numel() == label.numel():
+            found = (output > threshold if output.is_floating_point() else output).reshape(-1).long()
+        elif output.dim() > 1 and output.numel() == label.numel() * output.shape[1]:
+            found = output.movedim(1, -1).reshape(-1, output.shape[1])
+            if two and output.shape[1] == 2:
+                found = found.argmax(1)
+        else:
+            raise ValueError(f"metric {name!r} got outputs {tuple(output.shape)} for labels {tuple(label.shape)}")
+        if two and found.dim() > 1:
+            raise ValueError(f"metric {name!r} is for two classes, but the outputs are {tuple(output.shape)}")
+        target = label.reshape(-1).long()
+        if ignored is None:
+            return found, target
+        keep = target != ignored
+        return found[keep], target[keep]
+
+    return prepare
+
+
+def _classes(prepared: torch.Tensor) -> int:
+    return prepared.shape[1] if prepared.dim() > 1 else 2
+
+
+def _accuracy(loss: Any, top_k: int = 1) -> EvalMetric:
+    from torchmetrics.classification import MulticlassAccuracy
+
+    if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
+        raise ValueError(f"top_k is {top_k!r}; expected an int, 1 or more")
+    name = "accuracy" if top_k == 1 else f"top_k_accuracy_{top_k}"
+
+    def make(prepared: torch.Tensor) -> torchmetrics.Metric:
+        classes = max(_classes(prepared), 2)
+        k = min(top_k, classes) if prepared.dim() > 1 else 1
+        return MulticlassAccuracy(classes, top_k=k, average="micro", validate_args=False)
+
+    return _Named(name, make, _by_class(name, loss))
+
+
+def _top_k_accuracy(loss: Any, top_k: int = 5) -> EvalMetric:
+    return _accuracy(loss, top_k)
+
+
+def _log_likelihood(name: str, loss: Any) -> Callable[[Any, Any], tuple[torch.Tensor, int]]:
+    """A batch's mean negative log-likelihood, and the labels counted."""
+    ignored = _ignored(loss)
+
+    def batch(label: Any, output: Any) -> tuple[torch.Tensor, int]:
+        output, label = _tensors(name, output, label)
+        if isinstance(loss, nn.CrossEntropyLoss):
+            output = output.double().log_softmax(1)
+        elif not isinstance(loss, nn.NLLLoss):
+            output = output.double().clamp_min(1e-12).log()
+        if isinstance(loss, nn.CrossEntropyLoss) and label.is_floating_point():  # probabilities of the classes
+            counted = output.numel() // output.shape[1]
+            return -(output * label).sum() / counted, counted
+        target = label.long()
+        keep = -100 if ignored is None else ignored
+        counted = int((target != keep).sum())
+        total = nn.functional.nll_loss(output, target, ignore_index=keep, reduction="sum")
+        return total / max(counted, 1), counted
+
+    return batch
+
+
+def _cross_entropy(loss: Any) -> EvalMetric:
+    return _Mean("cross-entropy", _log_likelihood("cross-entropy", loss))
+
+
+def _nll(loss: Any) -> EvalMetric:
+    return _Mean("nll-loss", _log_likelihood("nll-loss", loss))
+
+
+def _perplexity(loss: Any) -> EvalMetric:
+    return _Mean("perplexity", _log_likelihood("perplexity", loss), _exp)
+
+
+def _exp(mean: float) -> float:
+    return float(torch.tensor(mean, dtype=torch.float64).exp())  # infinite where math.exp raises
+
+
+def _regression(name: str, torchmetrics_name: str, **options: Any) -> Callable[[Any], EvalMetric]:
+    def make(loss: Any) -> EvalMetric:  # noqa: ARG001  as all named metrics
+        import torchmetrics.regression as regression
+
+        return _Named(name, lambda _: getattr(regression, torchmetrics_name)(**options), _by_number(name))
+
+    return make
+
+
+def _by_number(name: str) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """What metrics of numbers are told: both flat, in float32 at least."""
+
+    def prepare(output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if output.numel() != label.numel():
+            raise ValueError(f"metric {name!r} got outputs {tuple(output.shape)} for labels {tuple(label.shape)}")
+        dtype = torch.promote_types(torch.promote_types(output.dtype, label.dtype), torch.float32)
+        return output.reshape(-1).to(dtype), label.reshape(-1).to(dtype)
+
+    return prepare
+
+
+def _of_classes(name: str, torchmetrics_name: str, *, two: bool) -> Callable[[Any], EvalMetric]:
+    def make(loss: Any) -> EvalMetric:
+        import torchmetrics.classification as classification
+
+        kind = getattr(classification, torchmetrics_name)
+
+        def of(prepared: torch.Tensor) -> Any:
+            return kind(validate_args=False) if two else kind(_classes(prepared), validate_args=False)
+
+        return _Named(name, of, _by_class(name, loss, two))
+
+    return make
+
+
+def _ignored(loss: Any) -> int | None:
+    return loss.ignore_index if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) else None
+
+
+_BY_NAME: dict[str, Callable[..., EvalMetric]] = {
+    "acc": _accuracy,
+    "accuracy": _accuracy,
+    "ce": _cross_entropy,
+    "cross-entropy": _cross_entropy,
+    "f1": _of_classes("f1", "BinaryF1Score", two=True),
+    "loss": _LossMetric,
+    "mae": _regression("mae", "MeanAbsoluteError"),
+    "mcc": _of_classes("mcc", "BinaryMatthewsCorrCoef", two=True),
+    "mse": _regression("mse", "MeanSquaredError"),
+    "nll_loss": _nll,
+    "pcc": _of_classes("pcc", "MulticlassMatthewsCorrCoef", two=False),
+    "pearsonr": _regression("pearsonr", "PearsonCorrCoef"),
+    "perplexity": _perplexity,
+    "rmse": _regression("rmse", "MeanSquaredError", squared=False),
+    "top_k_acc": _top_k_accuracy,
+    "top_k_accuracy": _top_k_accuracy,
+}

@@ -1,0 +1,1 @@
+"""Gradients in flat buckets that leave for the store during backward."""

@@ -1,0 +1,238 @@
+"""A page that shows how training goes while it runs, and stays as the run's record."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gangline.models.data.batches import num_samples
+from gangline.models.loop.callbacks import BatchEndParam
+from gangline.models.reports.meter import Meter
+from gangline.models.reports.record import Record, Validation
+
+if TYPE_CHECKING:
+    from gangline.models.module import Module
+
+FORMAT = "gangline training progress 1"
+_DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
+_TEMPLATE = Path(__file__).with_name("page.html")
+_MOST_OF_THE_TIME = 0.02  # that writing may take
+
+
+class TrainingProgress:
+    """Writes an HTML page of loss, metric, validation, learning rate, throughput and waiting; a callback of `fit`.
+
+    Give it to `fit` as batch_end_callback, epoch_end_callback and eval_end_callback. The page is one file that needs no
+    network; it reloads itself until training has ended. Its numbers lie in it as JSON, in ``<script id="data">``. A
+    page is replaced whole, so that nobody reads a torn one. In a job every worker has a `TrainingProgress`, and rank 0
+    writes.
+
+    A run that goes on from a checkpoint goes on with the page that lies there, from where the checkpoint stood; a run
+    that begins anew begins the page anew.
+    """
+
+    def __init__(self, module: Module, path: str | Path, every_seconds: float = 2.0, title: str = "") -> None:
+        """Say what is shown, and where; what lies there is read.
+
+        Args:
+            module: what `fit` trains.
+            path: of the page, such as "training-progress.html".
+            every_seconds: how often the page is written at most; it is written as training ends in any case.
+            title: what the page calls the run; else the network's class.
+
+        Raises:
+            FileNotFoundError: the folder of ``path`` is not there.
+            ValueError: ``path`` is a folder, or holds something else than such a page; ``every_seconds`` is no time.
+            OSError: the folder cannot be written in.
+        """
+        if not every_seconds >= 0:
+            raise ValueError(f"every_seconds is {every_seconds!r}; expected a number of seconds, 0 or more")
+        self.path, self.every_seconds, self.title = Path(path), every_seconds, title
+        self._module = module
+        self._aside = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
+        _check_writable(self.path, self._aside)
+        self._record = _record(self.path) if self.path.exists() else Record()
+        self._meter = Meter(module)
+        self._running = False
+        self._due = 0.0
+        self._cannot_write = False
+
+    def __call__(self, when: int | BatchEndParam, *_: Any) -> None:
+        """Count a batch, a scoring or the end of an epoch, and write the page if it is time."""
+        if not self._module.workers.is_first:
+            return
+        if isinstance(when, BatchEndParam):
+            if "data" in when.locals:  # what `fit` says of a batch; of a scoring it does not
+                self._count(when)
+            else:
+                self._validated(when)
+        if self._running and time.perf_counter() >= self._due:
+            self._write("running")
+        if not isinstance(when, BatchEndParam) or "data" not in when.locals:
+            self._meter.pause()
+
+    def close(self) -> None:
+        """Write the page for good; `fit` does it when it ends."""
+        if not self._running:
+            return
+        self._add_point()
+        self._running = False
+        error = sys.exception()
+        if error is None or error is self._handled:
+            self._write("ended", self._module.workers.stop or "")
+        else:
+            self._write("stopped", f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
+    def _count(self, param: BatchEndParam) -> None:
+        if not self._running:
+            self._begin(param)
+        epoch_begins = param.nbatch + 1 == param.batches or not self._record.epochs
+        if epoch_begins:
+            self._record.begin_epoch(param.epoch, self._module.step - param.batches)
+        last = self._meter.updates + 1 >= self._record.per_point
+        self._meter.count(param, measure=last)
+        self._where = {"epoch": param.epoch, "batch": param.nbatch + 1, "batches": param.locals.get("num_batches")}
+        if last:
+            self._add_point()
+
+    def _begin(self, param: BatchEndParam) -> None:
+        """Go on with the record where this run begins."""
+        begins_at = self._module.step - param.batches
+        if begins_at == 0:
+            if self._record.points:
+                self._module.logger.warning(
+                    "%s held %d batches of an earlier run; this one begins anew, and the page with it",
+                    self.path,
+                    self._record.points[-1].step,
+                )
+            self._record = Record()
+        self._record.go_back_to(begins_at)
+        self._settings = settings(self._module, param)
+        self._meter.begin_run()
+        self._begun = time.perf_counter() - self._record.seconds
+        self._running, self._due = True, 0.0
+        self._handled = sys.exception()  # of a caller's own, which is not why training ends
+
+    def _add_point(self) -> None:
+        if self._meter.updates:
+            self._record.add(self._meter.point(time.perf_counter() - self._begun))
+
+    def _validated(self, param: BatchEndParam) -> None:
+        if self._running:
+            values = dict(param.eval_metric.get_global_name_value())
+            elapsed = time.perf_counter() - self._begun
+            self._record.add_validation(Validation(self._module.step, param.epoch, elapsed, values))
+
+    def _write(self, state: str, reason: str = "") -> None:
+        began = time.perf_counter()
+        title = self.title or type(self._module.network).__name__
+        data = {
+            "format": FORMAT,
+            "title": title,
+            "state": state,
+            "reason": reason,
+            "written": round(time.time(), 3),
+            "elapsed": round(began - self._begun, 3),
+            "every_seconds": self.every_seconds,
+            "settings": self._settings,
+            "now": self._where,
+            **self._record.data(),
+        }
+        try:
+            try:
+                self._aside.write_text(page(data), encoding="utf-8")
+                self._aside.replace(self.path)
+            finally:
+                self._aside.unlink(missing_ok=True)  # where something came between
+        except OSError as error:  # a full disk should cost the picture, not the training
+            if not self._cannot_write:
+                self._module.logger.warning("the page %s cannot be written for now: %s", self.path, error)
+            self._cannot_write = True
+        now = time.perf_counter()
+        self._due = now + max(self.every_seconds, (now - began) / _MOST_OF_THE_TIME)
+
+
+def page(data: dict[str, Any]) -> str:
+    """The page of these data."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")  # no tag ends early
+    parts = {"@title@": html.escape(data["title"]), "@data@": text}
+    template = _TEMPLATE.read_text(encoding="utf-8")
+    return re.sub("|".join(parts), lambda place: parts[place[0]], template)
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """The data of a page.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        ValueError: it is something else.
+    """
+    try:
+        found = _DATA.search(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(found[1]) if found else None
+    except ValueError:  # no text, or no JSON
+        data = None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} is there and is no page of gangline's training progress; give another path, or move it away"
+        )
+    return data
+
+
+def _record(path: Path) -> Record:
+    data = read(path)
+    try:
+        return Record.from_data(data)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"the data of the page {path} make no sense, {error!r}; move it away") from error
+
+
+def settings(module: Module, param: BatchEndParam) -> dict[str, str]:
+    """What a run was set to do, in words, once it has begun."""
+    workers, plan = module.workers, module.position.plan
+    parameters = sum(parameter.numel() for parameter in module.network.parameters())
+    trained = sum(parameter.numel() for parameter in module.replicas.first.parameters.values())
+    store, optimizer, arguments = module.optimizer_request or (None, "", {})
+    data = param.locals["data"]
+    size = plan.get("batch_size") or (num_samples(data, "data") if data is not None else None)
+    loss = module.loss.loss
+    said = {
+        "network": f"{type(module.network).__name__}, {parameters:,} parameters"
+        + (f", {trained:,} of them trained" if trained != parameters else ""),
+        "loss": "the network's output" if loss is None else getattr(loss, "__name__", type(loss).__name__),
+        "contexts": ", ".join(map(str, module.contexts)),
+        "loads": ", ".join(f"{load:g}" for load in module.work_load_list) + (" (auto)" if module.auto else ""),
+        "store": str(getattr(store, "type", store)),
+        "optimizer": f"{optimizer if isinstance(optimizer, str) else optimizer.__name__}, "
+        + ", ".join(f"{name} {value}" for name, value in arguments.items()),
+        "batch size": f"{size or ''}" + (f", {param.batches} batches an update" if param.batches > 1 else ""),
+        "samples": f"{plan['samples']:,}" if "samples" in plan else "",
+        "workers": "",
+        "PyTorch": torch.__version__,
+    }
+    if workers.count > 1:
+        shared = "samples" in plan
+        said["workers"] = f"{workers.count}; loss, training metric, contexts and waiting are of worker 0" + (
+            "" if shared else ", throughput too"
+        )
+    return {name: words for name, words in said.items() if words}
+
+
+def _check_writable(path: Path, aside: Path) -> None:
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; expected the path of a page, such as {path / 'training-progress.html'}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"the folder {path.parent} of the page {path.name} is not there; make it first")
+    try:
+        aside.touch()
+        aside.unlink()
+    except OSError as error:
+        raise type(error)(f"the page {path} cannot be written: {error.strerror}") from error

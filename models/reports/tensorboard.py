@@ -1,0 +1,109 @@
+"""The progress of training as scalars that TensorBoard shows."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gangline.models.loop.callbacks import BatchEndParam
+from gangline.models.reports.meter import Meter
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from gangline.models.module import Module
+
+
+class TensorBoard:
+    """Writes loss, metric, validation, learning rate, throughput and waiting for TensorBoard; a callback of `fit`.
+
+    Give it to `fit` as batch_end_callback, epoch_end_callback and eval_end_callback. The tags are train/loss,
+    train/METRIC, validation/METRIC, learning_rate, samples_per_second, samples_per_second_of/CONTEXT (where there are
+    several) and waiting, the share of the time, 0 to 1, in which training waited for the store. Steps are batches since
+    the run's first beginning; a run that goes on from a checkpoint replaces what came after it. In a job every worker
+    has a `TensorBoard`, and rank 0 writes; loss, training metric and contexts are its own.
+    """
+
+    def __init__(self, module: Module, folder: str | Path, period: int = 10) -> None:
+        """Say what is shown, and where.
+
+        Args:
+            module: what `fit` trains.
+            folder: where the event files go; made if it is not there.
+            period: every so many updates; the loss is a mean over them, the metric that of the last one's batch.
+
+        Raises:
+            ImportError: the package tensorboard is missing.
+            ValueError: ``folder`` is a file, or ``period`` below 1.
+        """
+        _writer()
+        if period < 1:
+            raise ValueError(f"period is {period}; expected 1 or more")
+        self.folder, self.period = Path(folder), period
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"{folder} is a file; expected a folder for TensorBoard's event files")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._module = module
+        self._meter = Meter(module)
+        self._events: SummaryWriter | None = None
+        self._begun = 0.0
+
+    def __call__(self, when: int | BatchEndParam, *_: Any) -> None:
+        """Count a batch, a scoring or the end of an epoch."""
+        if not self._module.workers.is_first:
+            return
+        if not isinstance(when, BatchEndParam):
+            self._meter.pause()
+        elif "data" in when.locals:  # what `fit` says of a batch; of a scoring it does not
+            self._count(when)
+        elif self._events is not None:
+            for name, value in when.eval_metric.get_global_name_value():
+                self._events.add_scalar(f"validation/{name}", value, self._module.step)
+            self._events.flush()
+            self._meter.pause()
+
+    def close(self) -> None:
+        """Write what is left; `fit` does it when it ends."""
+        if self._events is not None:
+            self._add_point()
+            self._events.close()
+            self._events = None
+
+    def _count(self, param: BatchEndParam) -> None:
+        if self._events is None:
+            begins_at = self._module.step - param.batches
+            self._events = _writer()(str(self.folder), purge_step=begins_at + 1)
+            self._meter.begin_run()
+            self._begun = time.perf_counter()
+        last = self._meter.updates + 1 >= self.period
+        self._meter.count(param, measure=last)
+        if last:
+            self._add_point()
+
+    def _add_point(self) -> None:
+        if not self._meter.updates or self._events is None:
+            return
+        point = self._meter.point(time.perf_counter() - self._begun)
+        values = {f"train/{name}": value for name, value in point.metrics.items()}
+        if point.loss is not None:
+            values["train/loss"] = point.loss
+        values["learning_rate"] = point.learning_rate
+        if point.seconds:  # those of a run's first update are not known
+            values["samples_per_second"] = point.total / point.seconds
+            values["waiting"] = point.waiting / point.seconds
+            if len(point.samples) > 1:
+                for label, samples in point.samples.items():
+                    values[f"samples_per_second_of/{label}"] = samples / point.seconds
+        for tag, value in values.items():
+            self._events.add_scalar(tag, value, point.step)
+
+
+def _writer() -> type[SummaryWriter]:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            f"TensorBoard needs the package tensorboard, which is not there ({error}): pip install tensorboard"
+        ) from error
+    return SummaryWriter
