@@ -16,7 +16,7 @@ import typer
 from gangline.bench.report import Row, check_outputs, print_table, spread
 
 if TYPE_CHECKING:
-    from gangline.collectives.tuner import Choice, Place, Rule
+    from gangline.collectives.tuner import Choice, Rule, TableKey
 
 SIZES = tuple(1 << bits for bits in range(10, 25, 2))
 """Bytes of the tensor that a rank gives."""
@@ -67,7 +67,7 @@ def tune(
 class Tuned:
     """What was found for one transport and number of ranks."""
 
-    rules: dict[Place, list[Rule]] = field(default_factory=dict)
+    rules: dict[TableKey, list[Rule]] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     """A line for each algorithm that gave a wrong result, or failed."""
     rows: list[Row] = field(default_factory=list)
@@ -79,7 +79,7 @@ def measure(transport: str, ranks: int, collectives: Sequence[str], sizes: Seque
     Raises:
         ValueError: there is no such transport.
     """
-    from gangline.collectives.tuner import TRANSPORTS, Place
+    from gangline.collectives.tuner import TRANSPORTS, TableKey
 
     if transport not in TRANSPORTS[:-1]:
         raise ValueError(f"--transports has {transport!r}; expected names out of {', '.join(TRANSPORTS[:-1])}")
@@ -87,7 +87,7 @@ def measure(transport: str, ranks: int, collectives: Sequence[str], sizes: Seque
     with _Ranks(transport, ranks) as gang:
         for collective in collectives:
             print(f"measuring {collective}, {ranks} ranks over {transport}", file=sys.stderr, flush=True)
-            place = Place(collective, transport, ranks, 1)
+            place = TableKey(collective, transport, ranks, 1)
             times: dict[int, dict[Choice, float]] = {size: {} for size in sizes}
             for choice, of_choice in _times(gang, place, sizes, found):
                 for size, seconds in of_choice.items():
@@ -98,7 +98,7 @@ def measure(transport: str, ranks: int, collectives: Sequence[str], sizes: Seque
     return found
 
 
-def candidates(place: Place) -> list[Choice]:
+def candidates(place: TableKey) -> list[Choice]:
     """What can be chosen at a place: algorithms with several numbers of segments, those that do the same only once.
 
     Of several that do the same (between two ranks most do), one that the built-in rules have is taken.
@@ -160,7 +160,7 @@ def rules_from(times: Mapping[int, Mapping[Choice, float]], usual: Callable[[int
     return [*rules, Rule(None, last)]
 
 
-def _usual(place: Place, size: int) -> Choice:
+def _usual(place: TableKey, size: int) -> Choice:
     from gangline.collectives.tuner import Table
 
     return Table().choose(place.collective, size, place.ranks, place.transport, place.hosts)
@@ -194,7 +194,7 @@ class _Ranks(ExitStack):
 
 
 def _times(
-    gang: _Ranks, place: Place, sizes: Sequence[int], found: Tuned
+    gang: _Ranks, place: TableKey, sizes: Sequence[int], found: Tuned
 ) -> Iterator[tuple[Choice, dict[int, list[float]]]]:
     """For each candidate whose results are right the seconds of a step at each size, run by run."""
     from gangline.bench.gangs import GangError
@@ -216,7 +216,7 @@ def _times(
     yield from times.items()
 
 
-def _check(gang: _Ranks, place: Place, choice: Choice, sizes: Sequence[int]) -> None:
+def _check(gang: _Ranks, place: TableKey, choice: Choice, sizes: Sequence[int]) -> None:
     from gangline.bench.gangs import GangError
 
     for size in (4 * _ODD_COUNT * place.ranks, *sizes):
@@ -237,7 +237,7 @@ def _seconds(gang: _Ranks, options: Mapping[str, Any]) -> float:
     return float(max(answer["seconds"] for answer in answers))
 
 
-def _is_sensible(place: Place, choice: Choice, size: int) -> bool:
+def _is_sensible(place: TableKey, choice: Choice, size: int) -> bool:
     from gangline.collectives.tuner import SHARED, shared_serves
 
     if choice.algorithm == SHARED:
@@ -245,7 +245,7 @@ def _is_sensible(place: Place, choice: Choice, size: int) -> bool:
     return choice.segments == 1 or size >= _LEAST_SEGMENT * choice.segments
 
 
-def _options(place: Place, choice: Choice, size: int) -> dict[str, Any]:
+def _options(place: TableKey, choice: Choice, size: int) -> dict[str, Any]:
     """What the ranks are to prepare: float32 tensors of which a rank gives so many bytes."""
     from gangline.bench.sweep import IN_PLACE, ROWS_IN, ROWS_OUT
 
@@ -265,7 +265,7 @@ def _options(place: Place, choice: Choice, size: int) -> dict[str, Any]:
     }
 
 
-def _row(place: Place, size: int, choice: Choice, seconds: Sequence[float]) -> Row:
+def _row(place: TableKey, size: int, choice: Choice, seconds: Sequence[float]) -> Row:
     figures = spread([1e6 * each for each in seconds])
     return {
         "who": "gangline",
@@ -281,6 +281,6 @@ def _row(place: Place, size: int, choice: Choice, seconds: Sequence[float]) -> R
     }
 
 
-def _shown(place: Place, rules: Sequence[Rule]) -> Row:
+def _shown(place: TableKey, rules: Sequence[Rule]) -> Row:
     words = [f"{choice}" + ("" if nbytes is None else f" up to {nbytes}") for nbytes, choice in rules]
     return {"collective": place.collective, "choices": ", then ".join(words)}

@@ -41,7 +41,7 @@ _COUNTS = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallSignature:
     """What a rank asks for: all ranks of a communicator must ask for the same, in the same order."""
 
     collective: str
@@ -62,7 +62,7 @@ class Call:
         return (code * _ROOTS + root) * _COUNTS + self.count
 
     @classmethod
-    def from_code(cls, code: int) -> Call:
+    def from_code(cls, code: int) -> CallSignature:
         """The call that a number stands for.
 
         Raises:
@@ -88,6 +88,6 @@ class Call:
 
 
 @lru_cache(maxsize=4096)
-def code_of(collective: str, count: int, dtype: torch.dtype, op: str | None, root: int | None) -> int:
+def encode_signature(collective: str, count: int, dtype: torch.dtype, op: str | None, root: int | None) -> int:
     """The number of a call; remembered, for training makes the same calls again and again."""
-    return Call(collective, count, dtype, op, root).code
+    return CallSignature(collective, count, dtype, op, root).code

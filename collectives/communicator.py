@@ -11,9 +11,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gangline.collectives.call_signature import Call, code_of
-from gangline.collectives.devices.nccl_communicator import NcclRanks
-from gangline.collectives.devices.nccl_selection import GpuWay
+from gangline.collectives.call_signature import CallSignature, encode_signature
+from gangline.collectives.devices.nccl_communicator import NcclCommunicator
+from gangline.collectives.devices.nccl_selection import NcclSelection
 from gangline.collectives.engine import host_collectives, reduction
 from gangline.collectives.engine.arguments import (
     as_rows,
@@ -33,11 +33,11 @@ from gangline.collectives.engine.arguments import (
     made_or_fitting,
     overwrite,
 )
-from gangline.collectives.engine.engine import Engine, Lines
+from gangline.collectives.engine.engine import Engine, GroupResources
 from gangline.collectives.engine.host_collectives import SmallAllReduce
 from gangline.collectives.engine.point_to_point import PointToPoint
 from gangline.collectives.errors import GanglineError
-from gangline.collectives.streams import Lanes
+from gangline.collectives.streams import SideStreams
 from gangline.collectives.work import Work
 
 _Result = TypeVar("_Result")
@@ -67,20 +67,20 @@ class Communicator:
     ``work.result`` is what the call would have returned.
     """
 
-    def __init__(self, lines: Lines) -> None:
-        self.rank = lines.rank
+    def __init__(self, resources: GroupResources) -> None:
+        self.rank = resources.rank
         """Which of the ranks this is, from 0."""
-        self.size = lines.size
+        self.size = resources.size
         """The number of ranks."""
-        self.hosts = lines.hosts
+        self.hosts = resources.hosts
         """The host of each rank, numbered from 0."""
-        self.transport = lines.medium
+        self.transport = resources.medium
         """By what the ranks are joined: "shared_memory", "ipc", "tcp" or "in_process"."""
-        self._lines = lines
-        self._engine = Engine(lines)
-        self._gpus = GpuWay(self._engine)
-        self._lanes = Lanes()
-        self._messages = PointToPoint(lines, self._engine)
+        self._resources = resources
+        self._engine = Engine(resources)
+        self._gpus = NcclSelection(self._engine)
+        self._lanes = SideStreams()
+        self._messages = PointToPoint(resources, self._engine)
         self._small: dict[tuple[torch.dtype, int, str], SmallAllReduce] = {}
         self._leave = weakref.finalize(self, self._engine.leave)  # when it is dropped, or the program ends
 
@@ -120,7 +120,7 @@ class Communicator:
                 data_of(result).copy_(data_of(tensor))
             in_place(result, reduce)
 
-        code = code_of("all_reduce", tensor.numel(), tensor.dtype, op, None)
+        code = encode_signature("all_reduce", tensor.numel(), tensor.dtype, op, None)
         return self._call(
             code, (tensor, result), operation, lambda nccl: nccl.all_reduce(tensor, result, op), result, async_op
         )
@@ -159,7 +159,7 @@ class Communicator:
             else:
                 in_place(result, lambda flat: host_collectives.reduce(self._engine, given, flat, root, op))
 
-        code = code_of("reduce", tensor.numel(), tensor.dtype, op, root)
+        code = encode_signature("reduce", tensor.numel(), tensor.dtype, op, root)
         return self._call(
             code, (tensor, result), operation, lambda nccl: nccl.reduce(tensor, result, root, op), result, async_op
         )
@@ -191,7 +191,7 @@ class Communicator:
             else:
                 in_place(tensor, lambda flat: host_collectives.broadcast(self._engine, flat, root))
 
-        code = code_of("broadcast", tensor.numel(), tensor.dtype, None, root)
+        code = encode_signature("broadcast", tensor.numel(), tensor.dtype, None, root)
         return self._call(code, (tensor,), operation, lambda nccl: nccl.broadcast(tensor, root), tensor, async_op)
 
     def all_gather(self, tensor: Tensor, out: Tensor | None = None, *, async_op: bool = False) -> Tensor | Work:
@@ -216,7 +216,7 @@ class Communicator:
         def operation() -> None:
             into_rows(result, lambda rows: host_collectives.all_gather(self._engine, flat_of(tensor), rows))
 
-        code = code_of("all_gather", tensor.numel(), tensor.dtype, None, None)
+        code = encode_signature("all_gather", tensor.numel(), tensor.dtype, None, None)
         return self._call(
             code, (tensor, result), operation, lambda nccl: nccl.all_gather(tensor, result), result, async_op
         )
@@ -248,7 +248,7 @@ class Communicator:
             rows = as_rows(flat_of(tensor), self.size)
             overwrite(result, lambda flat: host_collectives.reduce_scatter(self._engine, rows, flat, op))
 
-        code = code_of("reduce_scatter", result.numel(), tensor.dtype, op, None)
+        code = encode_signature("reduce_scatter", result.numel(), tensor.dtype, op, None)
         return self._call(
             code, (tensor, result), operation, lambda nccl: nccl.reduce_scatter(tensor, result, op), result, async_op
         )
@@ -276,7 +276,7 @@ class Communicator:
             rows = as_rows(flat_of(tensor), self.size)
             into_rows(result, lambda taken: host_collectives.all_to_all(self._engine, rows, taken))
 
-        code = code_of("all_to_all", tensor[0].numel(), tensor.dtype, None, None)
+        code = encode_signature("all_to_all", tensor[0].numel(), tensor.dtype, None, None)
         return self._call(
             code, (tensor, result), operation, lambda nccl: nccl.all_to_all(tensor, result), result, async_op
         )
@@ -310,7 +310,7 @@ class Communicator:
             else:
                 into_rows(result, lambda rows: host_collectives.gather(self._engine, flat_of(tensor), rows, root))
 
-        code = code_of("gather", tensor.numel(), tensor.dtype, None, root)
+        code = encode_signature("gather", tensor.numel(), tensor.dtype, None, root)
         return self._call(
             code, (tensor, result), operation, lambda nccl: nccl.gather(tensor, result, root), result, async_op
         )
@@ -345,7 +345,7 @@ class Communicator:
             rows = None if given is None else as_rows(flat_of(given), self.size)
             overwrite(out, lambda flat: host_collectives.scatter(self._engine, rows, flat, root))
 
-        code = code_of("scatter", out.numel(), out.dtype, None, root)
+        code = encode_signature("scatter", out.numel(), out.dtype, None, root)
         return self._call(code, (out, given), operation, lambda nccl: nccl.scatter(given, out, root), out, async_op)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
@@ -409,7 +409,7 @@ class Communicator:
         from gangline.collectives.bootstrap.communicators import split
 
         self._engine.settle()
-        return split(self._lines, self._engine, color, key)
+        return split(self._resources, self._engine, color, key)
 
     def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """A tensor in memory that all ranks of the host can reach; collectives on it copy nothing on their way.
@@ -447,7 +447,7 @@ class Communicator:
             raise TypeError(f"error is {error!r}; expected a GanglineError, which other ranks can be told")
         if self._engine.error is None:
             self._engine.end(error)
-            self._lines.roster.abort(error)
+            self._resources.membership.abort(error)
             self._gpus.abort()
 
     def __enter__(self) -> Communicator:
@@ -478,7 +478,7 @@ class Communicator:
         code: int,
         tensors: tuple[Tensor, *tuple[Tensor | None, ...]],
         by_host: Callable[[], None],
-        by_nccl: Callable[[NcclRanks], None],
+        by_nccl: Callable[[NcclCommunicator], None],
         result: _Result,
         async_op: bool,
     ) -> _Result | Work:
@@ -488,7 +488,7 @@ class Communicator:
             self._engine.settle()
             operation()
             return result
-        name = Call.from_code(code).collective
+        name = CallSignature.from_code(code).collective
         on_gpus = [tensor for tensor in tensors if tensor is not None and tensor.is_cuda]
         if not on_gpus:
             return self._engine.submit(name, operation, result)

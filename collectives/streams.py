@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 
 
-class Lanes:
+class SideStreams:
     """The streams of one owner, made when a GPU is first used."""
 
     def __init__(self) -> None:

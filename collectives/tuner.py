@@ -42,7 +42,7 @@ class Choice(NamedTuple):
         return self.algorithm if self.segments == 1 else f"{self.algorithm}:{self.segments}"
 
 
-class Place(NamedTuple):
+class TableKey(NamedTuple):
     """Where a collective runs; what is best at one place says little of another."""
 
     collective: str
@@ -62,14 +62,14 @@ class Rule(NamedTuple):
 class Table:
     """For each measured place its rules, in ascending order of bytes; the built-in default for all other places."""
 
-    rules: Mapping[Place, Sequence[Rule]] = field(default_factory=dict)
+    rules: Mapping[TableKey, Sequence[Rule]] = field(default_factory=dict)
     forced: Mapping[str, Choice] = field(default_factory=dict)
     """For a collective: the algorithm that is taken wherever it can be."""
     _ready: dict[tuple[str, str, int, int], tuple[list[int], list[Choice]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     """For each place that was asked for: the limits, and the choices up to them and above."""
-    _seen: set[tuple[Place, int, Choice]] = field(default_factory=set, init=False, repr=False, compare=False)
+    _seen: set[tuple[TableKey, int, Choice]] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for place, rules in self.rules.items():
@@ -94,13 +94,13 @@ class Table:
         place = (collective, transport, size, hosts)
         found = self._ready.get(place)
         if found is None:
-            rules = self._rules_at(Place(*place))
+            rules = self._rules_at(TableKey(*place))
             found = [rule.nbytes for rule in rules if rule.nbytes is not None], [rule.choice for rule in rules]
             self._ready[place] = found
         limits, choices = found
         choice = choices[bisect_left(limits, nbytes)]
         if _logger.isEnabledFor(logging.DEBUG):
-            self._log(Place(*place), nbytes, choice)
+            self._log(TableKey(*place), nbytes, choice)
         return choice
 
     def to_json(self) -> str:
@@ -132,7 +132,7 @@ class Table:
             raise ValueError(f"no 'gangline_tuning': {_FORMAT} in it")
         try:
             rules = {
-                Place(each["collective"], each["transport"], each["ranks"], each["hosts"]): [
+                TableKey(each["collective"], each["transport"], each["ranks"], each["hosts"]): [
                     Rule(nbytes, Choice(*choice)) for nbytes, *choice in each["rules"]
                 ]
                 for each in data["places"]
@@ -184,7 +184,7 @@ class Table:
             rules = {}
         return cls(rules, forced_algorithms(environment.get("GANGLINE_ALGO", "")))
 
-    def _rules_at(self, place: Place) -> Sequence[Rule]:
+    def _rules_at(self, place: TableKey) -> Sequence[Rule]:
         rules = self.rules.get(place) or built_in(place)
         choice = self.forced.get(place.collective)
         if choice is None:
@@ -196,7 +196,7 @@ class Table:
         larger = [rule for rule in rules if rule.nbytes is None or rule.nbytes > SHARED_LIMIT]
         return [Rule(SHARED_LIMIT, choice), *larger]
 
-    def _log(self, place: Place, nbytes: int, choice: Choice) -> None:
+    def _log(self, place: TableKey, nbytes: int, choice: Choice) -> None:
         seen = (place, nbytes.bit_length(), choice)
         if seen not in self._seen:
             self._seen.add(seen)
@@ -278,12 +278,12 @@ def names(collective: str) -> tuple[str, ...]:
     return (SHARED, *algorithms.names(collective))
 
 
-def built_in(place: Place) -> Sequence[Rule]:
+def built_in(place: TableKey) -> Sequence[Rule]:
     """The rules where nothing was measured: as they proved right on machines of few cores and a network of one link."""
     return tuple(_built_in(place))
 
 
-def _built_in(place: Place) -> Iterator[Rule]:
+def _built_in(place: TableKey) -> Iterator[Rule]:
     if place.hosts == 1 and place.transport in _IN_MEMORY:
         yield Rule(SHARED_LIMIT if place.ranks <= 4 else 1 << 17, Choice(SHARED))  # every rank reads what all give
         yield Rule(None, Choice("two_shot" if place.collective == "all_reduce" else "direct"))
@@ -313,7 +313,7 @@ def _built_in(place: Place) -> Iterator[Rule]:
             yield Rule(None, Choice("direct"))
 
 
-def _check(place: Place, rules: Sequence[Rule]) -> None:
+def _check(place: TableKey, rules: Sequence[Rule]) -> None:
     where = f"{place.collective} of {place.ranks} ranks on {place.hosts} host(s), {place.transport}"
     for name, count in (("ranks", place.ranks), ("hosts", place.hosts)):
         if not _is_count(count):

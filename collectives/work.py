@@ -80,15 +80,15 @@ class Work:
 
 
 @dataclass(eq=False)
-class _Job:
+class _QueuedCall:
     operation: Callable[[], None]
     work: Work
     keys: tuple[Hashable, ...]
     order: tuple[int, int]  # (-priority, sequence): the smallest goes first
     blockers: int = 0
-    followers: list[_Job] = field(default_factory=list)
+    followers: list[_QueuedCall] = field(default_factory=list)
 
-    def __lt__(self, other: _Job) -> bool:
+    def __lt__(self, other: _QueuedCall) -> bool:
         return self.order < other.order
 
 
@@ -103,8 +103,8 @@ class WorkQueue:
         self._running = threading.Lock()  # held while an operation runs, by whichever thread runs it
         self._runner = 0  # that thread
         self._changed = threading.Condition()
-        self._ready: list[_Job] = []
-        self._last: dict[Hashable, _Job] = {}
+        self._ready: list[_QueuedCall] = []
+        self._last: dict[Hashable, _QueuedCall] = {}
         self._unfinished = 0
         self._sequence = itertools.count()
         self._thread: threading.Thread | None = None
@@ -134,7 +134,7 @@ class WorkQueue:
             return
         with self._changed:
             self._check_open(work)
-            job = _Job(operation, work, tuple(dict.fromkeys(keys)), (-priority, next(self._sequence)))
+            job = _QueuedCall(operation, work, tuple(dict.fromkeys(keys)), (-priority, next(self._sequence)))
             before = {id(last): last for key in job.keys if (last := self._last.get(key)) is not None}
             for one in before.values():
                 one.followers.append(job)
@@ -199,7 +199,7 @@ class WorkQueue:
             self._finish(job)
             del job  # or this thread would hold the last operation's tensors while it waits
 
-    def _finish(self, job: _Job) -> None:
+    def _finish(self, job: _QueuedCall) -> None:
         with self._changed:
             self._unfinished -= 1
             for key in job.keys:

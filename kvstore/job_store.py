@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from gangline.collectives.bootstrap.launcher_environment import find_place
+from gangline.collectives.bootstrap.launcher_environment import find_rank_info
 from gangline.kvstore.parameter_server import environment as server_environment
 
 IN_PROCESS = ("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device", "nccl")
@@ -25,7 +25,7 @@ def job_store(environment: Mapping[str, str] = os.environ) -> str:
     if server_environment.is_set(environment) and environment.get("DMLC_NUM_SERVER") != "0":
         return "dist_sync"
     try:
-        find_place(None, None, None, environment)
+        find_rank_info(None, None, None, environment)
     except RuntimeError as error:
         raise RuntimeError(
             "'parallel' means all processes of a job, and there is none in the environment; start the program with "
@@ -44,6 +44,6 @@ def num_workers(environment: Mapping[str, str] = os.environ) -> int:
     if server_environment.is_set(environment) and environment.get("DMLC_NUM_SERVER") != "0":
         return server_environment.from_environment(environment).workers
     try:
-        return find_place(None, None, None, environment).size
+        return find_rank_info(None, None, None, environment).size
     except RuntimeError:
         return 1

@@ -11,7 +11,7 @@ import torch
 
 from gangline.collectives.compression import Compression
 from gangline.collectives.devices.device_group import Transfer, broadcast, move, reduce
-from gangline.collectives.streams import Lanes
+from gangline.collectives.streams import SideStreams
 from gangline.collectives.work import Work, WorkQueue
 from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, Value, by_key, merged
 from gangline.kvstore.buckets import Bucket, BucketValue
@@ -58,7 +58,7 @@ class LocalStore(KVStore):
         self._compressed: CompressedPushes | None = None
         self._queue = WorkQueue()
         weakref.finalize(self, self._queue.close)
-        self._lanes = Lanes()
+        self._lanes = SideStreams()
 
     def set_updater(self, updater: Updater) -> None:  # noqa: D102  inherited
         self._check_open()

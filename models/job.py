@@ -18,8 +18,8 @@ from gangline.kvstore.job_store import IN_PROCESS, job_store
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec, check_learning_rate
 from gangline.models.data.batches import Batch, as_batch, map_tensors, num_samples, zeros_of
-from gangline.models.executor.executor import Passes, Share, call_network
-from gangline.models.load_balance.controller import Automatic
+from gangline.models.executor.executor import Executor, Share, call_network
+from gangline.models.load_balance.controller import LoadBalancer
 from gangline.models.loss.accumulation import Weighting
 from gangline.models.loss.loss_scale import LossScale
 from gangline.models.loss.summed_loss import Loss, Normalizer, SummedLoss
@@ -74,12 +74,12 @@ class Job:
         self.contexts = contexts(context)
         self._job_store = job_store() if context == "parallel" else None
         self.logger = logger or logging.getLogger("gangline")
-        self.auto: Automatic | None = None
+        self.auto: LoadBalancer | None = None
         """What ``work_load_list="auto"`` has found out."""
         if isinstance(work_load_list, str):
             if work_load_list != "auto":
                 raise ValueError(f"work_load_list is {work_load_list!r}; expected one number a context, or 'auto'")
-            self.auto = Automatic(self.contexts, self.logger)
+            self.auto = LoadBalancer(self.contexts, self.logger)
             work_load_list = self.auto.loads
         self.work_load_list = check_work_load_list(work_load_list, len(self.contexts))
         self._compression = parse(compression_params).params if compression_params is not None else None
@@ -97,7 +97,7 @@ class Job:
         """What backwards before an `update` add up to; see `bind`."""
         self._weighting = Weighting()
         self._replicas: Replicas | None = None
-        self._passes: Passes | None = None
+        self._passes: Executor | None = None
         self._updates: Updates | None = None
         self.optimizer_request: Request | None = None
         """What `init_optimizer` was last asked for."""
@@ -186,7 +186,7 @@ class Job:
         return self._make_replicas(None)
 
     @property
-    def passes(self) -> Passes:
+    def passes(self) -> Executor:
         """What runs the replicas."""
         self._make_replicas(None)
         assert self._passes is not None
@@ -199,7 +199,7 @@ class Job:
             self._materialise(data)
             loads = self.work_load_list if self.auto is None else [1] * len(self.contexts)
             self._replicas = Replicas(self.network, self.contexts, loads, self._fixed)
-            self._passes = Passes(
+            self._passes = Executor(
                 self._replicas.all,
                 self.loss,
                 sync_batchnorm=self._sync_batchnorm,

@@ -12,8 +12,8 @@ from gangline.kvstore import KVStore, create
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.sparse import RowSparse, summed
-from gangline.models.reducer.reducer import Flow
-from gangline.models.reducer.worker_reducer import Expected, FlowInStep
+from gangline.models.reducer.reducer import Reducer
+from gangline.models.reducer.worker_reducer import Expected, WorkerReducer
 from gangline.models.replicas import Replicas
 from gangline.models.workers import Workers
 
@@ -62,7 +62,7 @@ class Updates:
         self.owns_store = isinstance(kvstore, str)
         """Whether the store was made here, and is closed here."""
         self.store = create(kvstore) if isinstance(kvstore, str) else kvstore
-        self._flow: Flow | None = None
+        self._flow: Reducer | None = None
         self.workers = Workers(self.store, num_contexts)
         if self.store is None:
             return
@@ -77,7 +77,7 @@ class Updates:
             self._optimizer = KeyedOptimizer(spec)  # the store has its own
             in_step = self.workers.in_step
             self._flow = (
-                FlowInStep(replicas.all, self.store, self.workers) if in_step else Flow(replicas.all, self.store)
+                WorkerReducer(replicas.all, self.store, self.workers) if in_step else Reducer(replicas.all, self.store)
             )
 
     def _give_to(self, store: KVStore, spec: OptimizerSpec, is_ours: bool) -> None:
@@ -103,7 +103,7 @@ class Updates:
             leave_early: whether nothing but `step` follows it.
             expected: what workers in step have agreed on; without it they agree in `step`.
         """
-        if isinstance(self._flow, FlowInStep):
+        if isinstance(self._flow, WorkerReducer):
             self._flow.expect(expected)
         if self._flow is not None:
             self._flow.begin(places, leave_early=leave_early)

@@ -22,7 +22,7 @@ from gangline.collectives.schedule.schedule import ROOTED, Schedule
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ScheduleRequest:
     """What a schedule is built for; an algorithm takes of it what it needs."""
 
     size: int
@@ -37,50 +37,50 @@ class Wish:
         return tuple(sorted(range(self.size), key=self.hosts.__getitem__))
 
 
-REGISTRY: dict[str, dict[str, Callable[[Wish], Schedule]]] = {
+REGISTRY: dict[str, dict[str, Callable[[ScheduleRequest], Schedule]]] = {
     "all_reduce": {
-        "ring": lambda wish: ring.all_reduce(wish.order, wish.segments),
-        "halving_doubling": lambda wish: halving_doubling.all_reduce(wish.size),
-        "double_tree": lambda wish: double_tree.all_reduce(wish.order, wish.segments),
-        "one_shot": lambda wish: direct.one_shot(wish.size),
-        "two_shot": lambda wish: direct.two_shot(wish.size),
-        "hierarchical": lambda wish: hierarchical.all_reduce(wish.hosts),
+        "ring": lambda request: ring.all_reduce(request.order, request.segments),
+        "halving_doubling": lambda request: halving_doubling.all_reduce(request.size),
+        "double_tree": lambda request: double_tree.all_reduce(request.order, request.segments),
+        "one_shot": lambda request: direct.one_shot(request.size),
+        "two_shot": lambda request: direct.two_shot(request.size),
+        "hierarchical": lambda request: hierarchical.all_reduce(request.hosts),
     },
     "reduce": {
-        "ring": lambda wish: ring.reduce(wish.order, wish.root, wish.segments),
-        "double_tree": lambda wish: double_tree.reduce(wish.order, wish.root, wish.segments),
-        "direct": lambda wish: direct.reduce(wish.size, wish.root),
-        "binomial": lambda wish: binomial.reduce(wish.size, wish.root),
-        "hierarchical": lambda wish: hierarchical.reduce(wish.hosts, wish.root),
+        "ring": lambda request: ring.reduce(request.order, request.root, request.segments),
+        "double_tree": lambda request: double_tree.reduce(request.order, request.root, request.segments),
+        "direct": lambda request: direct.reduce(request.size, request.root),
+        "binomial": lambda request: binomial.reduce(request.size, request.root),
+        "hierarchical": lambda request: hierarchical.reduce(request.hosts, request.root),
     },
     "broadcast": {
-        "ring": lambda wish: ring.broadcast(wish.order, wish.root, wish.segments),
-        "double_tree": lambda wish: double_tree.broadcast(wish.order, wish.root, wish.segments),
-        "direct": lambda wish: direct.broadcast(wish.size, wish.root),
-        "binomial": lambda wish: binomial.broadcast(wish.size, wish.root),
-        "hierarchical": lambda wish: hierarchical.broadcast(wish.hosts, wish.root),
+        "ring": lambda request: ring.broadcast(request.order, request.root, request.segments),
+        "double_tree": lambda request: double_tree.broadcast(request.order, request.root, request.segments),
+        "direct": lambda request: direct.broadcast(request.size, request.root),
+        "binomial": lambda request: binomial.broadcast(request.size, request.root),
+        "hierarchical": lambda request: hierarchical.broadcast(request.hosts, request.root),
     },
     "all_gather": {
-        "ring": lambda wish: ring.all_gather(wish.order, wish.segments),
-        "halving_doubling": lambda wish: halving_doubling.all_gather(wish.size),
-        "direct": lambda wish: direct.all_gather(wish.size),
+        "ring": lambda request: ring.all_gather(request.order, request.segments),
+        "halving_doubling": lambda request: halving_doubling.all_gather(request.size),
+        "direct": lambda request: direct.all_gather(request.size),
     },
     "reduce_scatter": {
-        "ring": lambda wish: ring.reduce_scatter(wish.order, wish.segments),
-        "halving_doubling": lambda wish: halving_doubling.reduce_scatter(wish.size),
-        "direct": lambda wish: direct.reduce_scatter(wish.size),
+        "ring": lambda request: ring.reduce_scatter(request.order, request.segments),
+        "halving_doubling": lambda request: halving_doubling.reduce_scatter(request.size),
+        "direct": lambda request: direct.reduce_scatter(request.size),
     },
     "all_to_all": {
-        "pairwise": lambda wish: pairwise.all_to_all(wish.size),
-        "direct": lambda wish: direct.all_to_all(wish.size),
+        "pairwise": lambda request: pairwise.all_to_all(request.size),
+        "direct": lambda request: direct.all_to_all(request.size),
     },
     "gather": {
-        "direct": lambda wish: direct.gather(wish.size, wish.root),
-        "binomial": lambda wish: binomial.gather(wish.size, wish.root),
+        "direct": lambda request: direct.gather(request.size, request.root),
+        "binomial": lambda request: binomial.gather(request.size, request.root),
     },
     "scatter": {
-        "direct": lambda wish: direct.scatter(wish.size, wish.root),
-        "binomial": lambda wish: binomial.scatter(wish.size, wish.root),
+        "direct": lambda request: direct.scatter(request.size, request.root),
+        "binomial": lambda request: binomial.scatter(request.size, request.root),
     },
 }
 """For each collective its algorithms by name."""
@@ -132,10 +132,10 @@ def build(
         raise ValueError(f"root of {collective} is {root}; expected a rank from 0 to {size - 1}")
     if collective not in ROOTED and root is not None:
         raise ValueError(f"root of {collective} is {root}; expected None, for {collective} has no root")
-    return found(Wish(size, root or 0, segments, hosts or (0,) * size))
+    return found(ScheduleRequest(size, root or 0, segments, hosts or (0,) * size))
 
 
-def _algorithms(collective: str) -> dict[str, Callable[[Wish], Schedule]]:
+def _algorithms(collective: str) -> dict[str, Callable[[ScheduleRequest], Schedule]]:
     if collective not in REGISTRY:
         raise ValueError(f"no collective {collective!r} has algorithms; expected one of {', '.join(REGISTRY)}")
     return REGISTRY[collective]

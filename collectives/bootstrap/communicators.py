@@ -12,17 +12,17 @@ import torch
 from gangline.collectives.bootstrap import rendezvous
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.engine import host_collectives
-from gangline.collectives.engine.engine import Engine, Lines
+from gangline.collectives.engine.engine import Engine, GroupResources
 from gangline.collectives.liveness.limits import limits
-from gangline.collectives.liveness.membership import ProcessRoster, Roster, ThreadRoster
-from gangline.collectives.liveness.watchdog import Watch
-from gangline.collectives.transports.base import Exchange, Patience, Transport
-from gangline.collectives.transports.hybrid import Mixed
-from gangline.collectives.transports.in_process import Gang, ThreadBoard, Threads
-from gangline.collectives.transports.shm.slots import Board, SharedBoard
-from gangline.collectives.transports.shm.transport import SharedMemory
+from gangline.collectives.liveness.membership import Membership, ProcessMembership, ThreadMembership
+from gangline.collectives.liveness.watchdog import Watchdog
+from gangline.collectives.transports.base import BootstrapAllGather, Transport, WaitPolicy
+from gangline.collectives.transports.hybrid import HybridTransport
+from gangline.collectives.transports.in_process import InProcessTransport, ThreadGroup, ThreadSlotExchange
+from gangline.collectives.transports.shm.slots import SharedSlotExchange, SlotExchange
+from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.transports.subgroup_exchange import within
-from gangline.collectives.transports.zmq.transport import ZeroMQ
+from gangline.collectives.transports.zmq.transport import ZmqTransport
 from gangline.collectives.tuner import TRANSPORTS, Table, forced_transport
 
 _log = logging.getLogger("gangline")
@@ -53,7 +53,7 @@ def connect(
         ValueError: a number or name that cannot be.
         StallError: a rank did not come.
     """
-    job = rendezvous.Job(rank, size, address, timeout=timeout)
+    job = rendezvous.Rendezvous(rank, size, address, timeout=timeout)
     try:
         return open_communicator(
             job.rank, job.size, job.exchange, transport=transport, timeout=timeout, tcp_host=job.interface()
@@ -65,7 +65,7 @@ def connect(
 def open_communicator(
     rank: int,
     size: int,
-    exchange: Exchange,
+    exchange: BootstrapAllGather,
     *,
     transport: str = "auto",
     timeout: float | None = None,
@@ -113,48 +113,55 @@ def in_process(size: int, *, timeout: float | None = None) -> list[Communicator]
     if size < 1:
         raise ValueError(f"size is {size}; expected at least 1")
     table = Table.from_environment()
-    gangs = Gang(size), Gang(size)
-    return [_threads(rank, gangs, roster, table, timeout) for rank, roster in enumerate(ThreadRoster.gang(size))]
+    gangs = ThreadGroup(size), ThreadGroup(size)
+    return [
+        _threads(rank, gangs, membership, table, timeout)
+        for rank, membership in enumerate(ThreadMembership.group(size))
+    ]
 
 
-def split(lines: Lines, engine: Engine, color: int | None, key: int | None) -> Communicator | None:
+def split(resources: GroupResources, engine: Engine, color: int | None, key: int | None) -> Communicator | None:
     """A communicator of the ranks of the same color (`Communicator.split`)."""
     for name, value in (("color", color), ("key", key)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise TypeError(f"{name} is {value!r}; expected an int or None")
     own = [0 if value is None else value for value in (color, key)]
-    wishes = torch.empty((lines.size, 3), dtype=torch.int64)
+    wishes = torch.empty((resources.size, 3), dtype=torch.int64)
     host_collectives.all_gather(engine, torch.tensor([color is not None, *own]), wishes)
     members = sorted(
-        (rank for rank in range(lines.size) if wishes[rank, :2].tolist() == [1, own[0]]),
+        (rank for rank in range(resources.size) if wishes[rank, :2].tolist() == [1, own[0]]),
         key=lambda rank: (int(wishes[rank, 2]), rank),
     )
     with within(partial(host_collectives.exchange, engine), members) as exchange:
-        return None if color is None else _of_members(lines, members, exchange)
+        return None if color is None else _of_members(resources, members, exchange)
 
 
-def _of_members(lines: Lines, members: list[int], exchange: Exchange) -> Communicator:
-    rank, size = members.index(lines.rank), len(members)
-    numbers = {host: number for number, host in enumerate(dict.fromkeys(lines.hosts[member] for member in members))}
-    hosts = tuple(numbers[lines.hosts[member]] for member in members)
-    if lines.medium == "in_process":
-        gangs, rosters = _shared_by_threads(rank, size, exchange)
-        return _threads(rank, gangs, rosters[rank], lines.table, lines.timeout)
-    return _join(rank, size, hosts, exchange, lines.transport_word, lines.address, lines.table, lines.timeout)
+def _of_members(resources: GroupResources, members: list[int], exchange: BootstrapAllGather) -> Communicator:
+    rank, size = members.index(resources.rank), len(members)
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(resources.hosts[member] for member in members))}
+    hosts = tuple(numbers[resources.hosts[member]] for member in members)
+    if resources.medium == "in_process":
+        gangs, memberships = _shared_by_threads(rank, size, exchange)
+        return _threads(rank, gangs, memberships[rank], resources.table, resources.timeout)
+    return _join(
+        rank, size, hosts, exchange, resources.transport_word, resources.address, resources.table, resources.timeout
+    )
 
 
-_shared: dict[int, tuple[tuple[Gang, Gang], list[ThreadRoster]]] = {}
+_shared: dict[int, tuple[tuple[ThreadGroup, ThreadGroup], list[ThreadMembership]]] = {}
 _numbers = itertools.count()
 _lock = threading.Lock()
 
 
-def _shared_by_threads(rank: int, size: int, exchange: Exchange) -> tuple[tuple[Gang, Gang], list[ThreadRoster]]:
+def _shared_by_threads(
+    rank: int, size: int, exchange: BootstrapAllGather
+) -> tuple[tuple[ThreadGroup, ThreadGroup], list[ThreadMembership]]:
     """What the first thread of a group makes for all of them."""
     number = 0
     if rank == 0:
         number = next(_numbers)
         with _lock:
-            _shared[number] = (Gang(size), Gang(size)), ThreadRoster.gang(size)
+            _shared[number] = (ThreadGroup(size), ThreadGroup(size)), ThreadMembership.group(size)
     number = int(exchange(str(number).encode())[0])
     found = _shared[number]
     exchange(b"")  # all have it
@@ -164,20 +171,20 @@ def _shared_by_threads(rank: int, size: int, exchange: Exchange) -> tuple[tuple[
 
 
 def _threads(
-    rank: int, gangs: tuple[Gang, Gang], roster: ThreadRoster, table: Table, timeout: float | None
+    rank: int, gangs: tuple[ThreadGroup, ThreadGroup], membership: ThreadMembership, table: Table, timeout: float | None
 ) -> Communicator:
-    watch, messages_watch = _watches(roster, timeout)
+    watchdog, messages_watchdog = _watches(membership, timeout)
     return Communicator(
-        Lines(
+        GroupResources(
             rank=rank,
-            size=roster.size,
-            hosts=(0,) * roster.size,
-            transport=Threads(rank, gangs[0], watch),
-            messages=Threads(rank, gangs[1], messages_watch),
-            board=ThreadBoard(rank, gangs[0], watch),
-            roster=roster,
-            watch=watch,
-            messages_watch=messages_watch,
+            size=membership.size,
+            hosts=(0,) * membership.size,
+            transport=InProcessTransport(rank, gangs[0], watchdog),
+            messages=InProcessTransport(rank, gangs[1], messages_watchdog),
+            slot_exchange=ThreadSlotExchange(rank, gangs[0], watchdog),
+            membership=membership,
+            watchdog=watchdog,
+            messages_watchdog=messages_watchdog,
             table=table,
             medium="in_process",
             transport_word="in_process",
@@ -191,34 +198,34 @@ def _join(
     rank: int,
     size: int,
     hosts: tuple[int, ...],
-    exchange: Exchange,
+    exchange: BootstrapAllGather,
     transport: str,
     address: str,
     table: Table,
     timeout: float | None,
 ) -> Communicator:
     bounds = limits()
-    roster = ProcessRoster(
+    membership = ProcessMembership(
         rank, size, exchange, heartbeat=bounds.heartbeat, limit=bounds.heartbeat_limit, address=address
     )
     try:
-        watch, messages_watch = _watches(roster, timeout)
-        collective, board = _transport(rank, size, hosts, exchange, watch, transport, address)
-        messages, _ = _transport(rank, size, hosts, exchange, messages_watch, transport, address, is_quiet=True)
+        watchdog, messages_watchdog = _watches(membership, timeout)
+        collective, slot_exchange = _transport(rank, size, hosts, exchange, watchdog, transport, address)
+        messages, _ = _transport(rank, size, hosts, exchange, messages_watchdog, transport, address, is_quiet=True)
     except BaseException:
-        roster.close()
+        membership.close()
         raise
     return Communicator(
-        Lines(
+        GroupResources(
             rank=rank,
             size=size,
             hosts=hosts,
             transport=collective,
             messages=messages,
-            board=board,
-            roster=roster,
-            watch=watch,
-            messages_watch=messages_watch,
+            slot_exchange=slot_exchange,
+            membership=membership,
+            watchdog=watchdog,
+            messages_watchdog=messages_watchdog,
             table=table,
             medium=collective.name,
             transport_word=transport,
@@ -232,23 +239,23 @@ def _transport(
     rank: int,
     size: int,
     hosts: tuple[int, ...],
-    exchange: Exchange,
-    patience: Patience,
+    exchange: BootstrapAllGather,
+    wait_policy: WaitPolicy,
     word: str,
     address: str,
     *,
     is_quiet: bool = False,
-) -> tuple[Transport, Board | None]:
+) -> tuple[Transport, SlotExchange | None]:
     """What carries messages, and the board where all ranks share memory."""
     if word in ("tcp", "ipc"):
-        return ZeroMQ(rank, size, exchange, patience, address=address), None
+        return ZmqTransport(rank, size, exchange, wait_policy, address=address), None
     neighbours = [other for other in range(size) if hosts[other] == hosts[rank]]
     place = neighbours.index(rank)
     problem = ""
     with within(exchange, neighbours) as nearby:
         try:
-            near = SharedMemory(place, len(neighbours), nearby, patience)
-            board = SharedBoard(place, len(neighbours), nearby, patience)
+            near = SharedMemoryTransport(place, len(neighbours), nearby, wait_policy)
+            slot_exchange = SharedSlotExchange(place, len(neighbours), nearby, wait_policy)
         except OSError as error:
             problem = str(error)
     problems = [said.decode() for said in exchange(problem.encode()) if said]
@@ -257,12 +264,12 @@ def _transport(
     if problems and not is_quiet:
         _log.warning("ranks talk by sockets, not by shared memory: %s", problems[0])
     if len(neighbours) == size and not problems:
-        return near, board
-    far = ZeroMQ(rank, size, exchange, patience, address=address)
-    return (far, None) if problems else (Mixed(near, neighbours, far, patience), None)
+        return near, slot_exchange
+    far = ZmqTransport(rank, size, exchange, wait_policy, address=address)
+    return (far, None) if problems else (HybridTransport(near, neighbours, far, wait_policy), None)
 
 
-def _watches(roster: Roster, timeout: float | None) -> tuple[Watch, Watch]:
+def _watches(membership: Membership, timeout: float | None) -> tuple[Watchdog, Watchdog]:
     bounds = limits()
     seconds = bounds.timeout if timeout is None else timeout
-    return Watch(roster, seconds, bounds.stall_warn), Watch(roster, seconds, bounds.stall_warn)
+    return Watchdog(membership, seconds, bounds.stall_warn), Watchdog(membership, seconds, bounds.stall_warn)

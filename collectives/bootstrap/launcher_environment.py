@@ -10,7 +10,7 @@ from typing import NamedTuple
 LOOPBACK = "127.0.0.1"
 
 
-class Place(NamedTuple):
+class RankInfo(NamedTuple):
     """A rank's place in its job, and where its ranks meet."""
 
     rank: int
@@ -20,7 +20,7 @@ class Place(NamedTuple):
     port: int
 
 
-def from_environment(environment: Mapping[str, str]) -> Place:
+def from_environment(environment: Mapping[str, str]) -> RankInfo:
     """The place that a launcher has set, by the first of these families of variables of which there is one.
 
     - RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: torchrun, and by hand.
@@ -34,10 +34,10 @@ def from_environment(environment: Mapping[str, str]) -> Place:
         RuntimeError: none of them is set.
         ValueError: one is missing, out of range or no number; the message names it.
     """
-    return find_place(None, None, None, environment)
+    return find_rank_info(None, None, None, environment)
 
 
-def find_place(rank: int | None, size: int | None, address: str | None, environment: Mapping[str, str]) -> Place:
+def find_rank_info(rank: int | None, size: int | None, address: str | None, environment: Mapping[str, str]) -> RankInfo:
     """The place that is given, each part that is None from the environment as in `from_environment`.
 
     Raises:
@@ -63,8 +63,8 @@ def find_place(rank: int | None, size: int | None, address: str | None, environm
     if not 0 <= rank < size:
         raise ValueError(f"rank is {rank}; expected 0 to {size - 1}, for the size is {size}")
     if address is not None:
-        return Place(rank, size, *_parse(address))
-    return Place(rank, size, *_meeting_point(family, size, environment))
+        return RankInfo(rank, size, *_parse(address))
+    return RankInfo(rank, size, *_meeting_point(family, size, environment))
 
 
 _FAMILIES = _TORCHRUN, _OPEN_MPI, _SLURM = (

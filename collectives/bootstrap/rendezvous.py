@@ -15,14 +15,14 @@ from pathlib import Path
 
 from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from gangline.collectives.bootstrap.launcher_environment import LOOPBACK, find_place
+from gangline.collectives.bootstrap.launcher_environment import LOOPBACK, find_rank_info
 from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
 from gangline.collectives.liveness.limits import limits
 from gangline.collectives.transports.addresses import check_address, local_address
-from gangline.collectives.transports.base import Exchange
+from gangline.collectives.transports.base import BootstrapAllGather
 
 
-class Job:
+class Rendezvous:
     """A rank's place in its job, and its way to the others: `exchange`."""
 
     def __init__(
@@ -34,7 +34,7 @@ class Job:
         timeout: float | None = None,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
-        """Join the job; what is None comes from the environment (`find_place`).
+        """Join the job; what is None comes from the environment (`find_rank_info`).
 
         Several jobs may be joined one after another at one address, by all ranks in the same order.
 
@@ -53,7 +53,7 @@ class Job:
             ValueError: something is missing, out of range or no number.
             StallError: rank 0 did not open the store in time.
         """
-        self.rank, self.size, self.host, self.port = find_place(rank, size, address, environment)
+        self.rank, self.size, self.host, self.port = find_rank_info(rank, size, address, environment)
         self._timeout = time_limit(timeout)
         self._rounds = itertools.count()
         self._store = self._join(environment) if self.size > 1 else None
@@ -175,7 +175,7 @@ def _reach_store(host: str, port: int, timeout: float) -> Store:
         pause = min(2 * pause, 0.2)
 
 
-def hosts(exchange: Exchange) -> tuple[int, ...]:
+def hosts(exchange: BootstrapAllGather) -> tuple[int, ...]:
     """The host of each rank, numbered from 0 in the order of their first ranks; all ranks call it.
 
     Ranks are on one host if they have the kernel's boot, the network, the process ids and the mounts in common: then

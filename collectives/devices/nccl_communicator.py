@@ -161,7 +161,7 @@ RANKS: dict[str, type[CupyRank] | type[PyncclRank]] = {"cupy": CupyRank, "pynccl
 """By the names of `gangline.collectives.devices.backends.nccl_bindings.BINDINGS`."""
 
 
-class NcclRanks:
+class NcclCommunicator:
     """The collectives of one rank, whose tensors lie on its GPU, started on that GPU's current stream.
 
     All tensors are those of a call, whose ranks have agreed on it; what is written is not expanded. Sums are made in

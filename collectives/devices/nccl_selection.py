@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.devices.backends import nccl_bindings
-from gangline.collectives.devices.nccl_communicator import RANKS, NcclRanks, RankBinding
+from gangline.collectives.devices.nccl_communicator import RANKS, NcclCommunicator, RankBinding
 from gangline.collectives.engine import host_collectives
 from gangline.collectives.engine.engine import Engine
 from gangline.collectives.engine.executor import Parts
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.liveness.limits import limits
 from gangline.collectives.liveness.membership import CLOSED
-from gangline.collectives.liveness.watchdog import Watch
+from gangline.collectives.liveness.watchdog import Watchdog
 
 _log = logging.getLogger("gangline")
 
@@ -49,11 +49,11 @@ class _Running:
     code: int
 
 
-class GpuWay:
+class NcclSelection:
     """The decision of one rank's communicator, and NCCL's communicator where that is what was decided."""
 
     def __init__(self, engine: Engine) -> None:
-        self.nccl: NcclRanks | None = None
+        self.nccl: NcclCommunicator | None = None
         """What makes the calls, once NCCL was decided for."""
         self._engine = engine
         self._is_decided = False
@@ -63,7 +63,9 @@ class GpuWay:
         self._running: list[_Running] = []
         self._thread: threading.Thread | None = None
 
-    def run(self, code: int, tensor: Tensor, by_host: Callable[[], None], by_nccl: Callable[[NcclRanks], None]) -> None:
+    def run(
+        self, code: int, tensor: Tensor, by_host: Callable[[], None], by_nccl: Callable[[NcclCommunicator], None]
+    ) -> None:
         """Make a call one way or the other.
 
         Args:
@@ -85,7 +87,7 @@ class GpuWay:
             raise self._engine.failed(error, code) from None
         self._see_to_its_end(code)
 
-    def _chosen(self, code: int, tensor: Tensor) -> NcclRanks | None:
+    def _chosen(self, code: int, tensor: Tensor) -> NcclCommunicator | None:
         """What makes a call, if it goes by NCCL: a collective of the ranks where that is decided, or to be."""
         if (self._is_decided or not tensor.is_cuda) and self.nccl is None:
             return None
@@ -132,7 +134,7 @@ class GpuWay:
         if not self._are_all_on_gpus(code):
             self._say("a rank's tensor is on the CPU")
             return
-        size, rank = engine.lines.size, engine.lines.rank
+        size, rank = engine.resources.size, engine.resources.rank
         try:
             name = nccl_bindings.chosen()
             problem = nccl_bindings.missing(name)
@@ -141,7 +143,7 @@ class GpuWay:
             raise engine.failed(error, code) from None
         cards = [
             msgpack.unpackb(one)
-            for one in host_collectives.exchange(engine, msgpack.packb([problem, engine.lines.hosts[rank], gpu]))
+            for one in host_collectives.exchange(engine, msgpack.packb([problem, engine.resources.hosts[rank], gpu]))
         ]
         reason = _reason(cards)
         if reason:
@@ -153,43 +155,43 @@ class GpuWay:
         except BaseException as error:  # noqa: BLE001  raised again
             raise engine.failed(error, code) from None
         self._device = device
-        self.nccl = NcclRanks(device, self._binding, rank, size)
+        self.nccl = NcclCommunicator(device, self._binding, rank, size)
 
     def _are_all_on_gpus(self, code: int) -> bool:
         """Whether every rank comes to this call with a tensor on a GPU, once that is known; all come to the same."""
         engine = self._engine
-        lines = engine.lines
+        resources = engine.resources
         engine.check_open()
         number = engine.next_number
         with engine.lock:
-            lines.watch.begin(0, code)  # so that it tells the others nothing but what is told here
+            resources.watchdog.begin(0, code)  # so that it tells the others nothing but what is told here
             try:
                 return self._hear_all(number, code)
             except BaseException as error:  # noqa: BLE001  raised again
                 raise engine.failed(error, code) from None
             finally:
-                lines.roster.look(number, code)
+                resources.membership.look(number, code)
 
     def _hear_all(self, number: int, code: int) -> bool:
-        lines = self._engine.lines
-        others = [rank for rank in range(lines.size) if rank != lines.rank]
+        resources = self._engine.resources
+        others = [rank for rank in range(resources.size) if rank != resources.rank]
         for word in (_DECIDES, _SAW_ALL):  # who has said the second is known to know that all said the first
             while True:
-                lines.roster.look(number + word, code)
-                at = {rank: lines.roster.at.get(rank, (0, 0))[0] for rank in others}
+                resources.membership.look(number + word, code)
+                at = {rank: resources.membership.at.get(rank, (0, 0))[0] for rank in others}
                 passed = {rank for rank in others if self._is_ordinary(rank, at[rank], number)}
                 if word == _DECIDES and passed:
                     return False
                 missing = [rank for rank in others if rank not in passed and at[rank] < number + word]
                 if not missing:
                     break
-                lines.watch.check(missing)
+                resources.watchdog.check(missing)
                 time.sleep(_PAUSE_SECONDS)
         return True
 
     def _is_ordinary(self, rank: int, said: int, number: int) -> bool:
         """Whether a rank has come to the call, or beyond it, without being about to decide."""
-        if self._engine.lines.roster.gone.get(rank) == CLOSED:
+        if self._engine.resources.membership.gone.get(rank) == CLOSED:
             return True
         return said & _NUMBERS > number or (said & _NUMBERS == number and said < _DECIDES)
 
@@ -204,35 +206,35 @@ class GpuWay:
                 made.set_exception(error)
 
         threading.Thread(target=run, name="gangline-nccl-join", daemon=True).start()
-        watch = self._new_watch()
-        watch.begin(0, code)
+        watchdog = self._new_watch()
+        watchdog.begin(0, code)
         while True:
             try:
                 return made.result(_CHECK_SECONDS)
             except TimeoutError:
                 if made.done():
                     raise
-                watch.check(())
+                watchdog.check(())
 
     def _are_all_there(self, code: int, is_there: bool) -> bool:
         """Whether all ranks' tensors are on the agreed GPUs; the ranks are at the same call, or that is an error."""
         engine = self._engine
-        lines = engine.lines
+        resources = engine.resources
         with engine.call(code) as sequence:
-            board = lines.board
-            if board is not None and engine.is_shared("all_gather", 1):
-                slots = board.slots(1, torch.uint8)
-                slots[board.parity][board.rank].fill_(is_there)
+            slot_exchange = resources.slot_exchange
+            if slot_exchange is not None and engine.is_shared("all_gather", 1):
+                slots = slot_exchange.slots(1, torch.uint8)
+                slots[slot_exchange.parity][slot_exchange.rank].fill_(is_there)
                 return all(bool(slot) for slot in slots[engine.meet(sequence, code)])
-            flags = torch.zeros(lines.size, dtype=torch.uint8)
-            flags[lines.rank] = is_there
+            flags = torch.zeros(resources.size, dtype=torch.uint8)
+            flags[resources.rank] = is_there
             program, chunks = engine.program("all_gather", 1, None)
             engine.run(program, Parts(flags, chunks), sequence, code)
             return bool(flags.all())
 
     def _attend(self) -> None:
         """While the GPU is at calls, see whether they can end."""
-        watch = self._new_watch()
+        watchdog = self._new_watch()
         watched: _Running | None = None
         while True:
             with self._lock:
@@ -243,19 +245,21 @@ class GpuWay:
                 oldest = self._running[0]
             if oldest is not watched:
                 watched = oldest
-                watch.begin(0, oldest.code)
+                watchdog.begin(0, oldest.code)
             try:
                 self._engine.check_open()
-                watch.check(())
+                watchdog.check(())
             except GanglineError as error:
                 self._engine.end(error)
                 self.abort()
             time.sleep(_CHECK_SECONDS)
 
-    def _new_watch(self) -> Watch:
+    def _new_watch(self) -> Watchdog:
         """One that another thread may use beside the engine's."""
-        lines, bounds = self._engine.lines, limits()
-        return Watch(lines.roster, bounds.timeout if lines.timeout is None else lines.timeout, bounds.stall_warn)
+        resources, bounds = self._engine.resources, limits()
+        return Watchdog(
+            resources.membership, bounds.timeout if resources.timeout is None else resources.timeout, bounds.stall_warn
+        )
 
     def _say(self, reason: str) -> None:
         if reason not in _said:

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from gangline.collectives import algorithms
-from gangline.collectives.call_signature import Call
+from gangline.collectives.call_signature import CallSignature
 from gangline.collectives.engine.executor import Chunks, MisplacedMessageError, run
 from gangline.collectives.errors import GanglineError
-from gangline.collectives.liveness.membership import Roster
-from gangline.collectives.liveness.watchdog import Watch, mismatch
+from gangline.collectives.liveness.membership import Membership
+from gangline.collectives.liveness.watchdog import Watchdog, mismatch
 from gangline.collectives.schedule.schedule import Step
-from gangline.collectives.transports.base import Stamp, Transport
-from gangline.collectives.transports.shm.slots import Board
+from gangline.collectives.transports.base import MessageTag, Transport
+from gangline.collectives.transports.shm.slots import SlotExchange
 from gangline.collectives.tuner import SHARED, Choice, Table
 from gangline.collectives.work import Work, WorkQueue
 
@@ -25,7 +25,7 @@ _TURN_SECONDS = 0.1  # after which the next rank says what it knows, so that all
 
 
 @dataclass(frozen=True)
-class Lines:
+class GroupResources:
     """What joins the ranks of a communicator."""
 
     rank: int
@@ -36,12 +36,12 @@ class Lines:
     """For collectives."""
     messages: Transport
     """For send and recv."""
-    board: Board | None
+    slot_exchange: SlotExchange | None
     """For small collectives, where all ranks share memory."""
-    roster: Roster
-    watch: Watch
+    membership: Membership
+    watchdog: Watchdog
     """Of collectives."""
-    messages_watch: Watch
+    messages_watchdog: Watchdog
     table: Table
     medium: str
     """What the table calls the transport."""
@@ -56,10 +56,10 @@ class Lines:
 class Engine:
     """Runs the collectives of one communicator, one at a time, in the order of the calls."""
 
-    def __init__(self, lines: Lines) -> None:
-        self.lines = lines
+    def __init__(self, resources: GroupResources) -> None:
+        self.resources = resources
         self.error: GanglineError | None = None
-        self._number_of_hosts = len(set(lines.hosts))
+        self._number_of_hosts = len(set(resources.hosts))
         self._sequence = 0
         self.lock = threading.Lock()  # held while a collective runs, by whichever thread runs it
         self.queue = WorkQueue()
@@ -121,7 +121,7 @@ class Engine:
         """
         self.check_open()
         self._sequence = sequence = self._sequence + 1
-        self.lines.watch.begin(sequence, code)
+        self.resources.watchdog.begin(sequence, code)
         return sequence
 
     def failed(self, error: BaseException, code: int) -> BaseException:
@@ -130,10 +130,10 @@ class Engine:
             error = self._disagreement(error, code)
         reason = error
         if not isinstance(reason, GanglineError):
-            words = f"rank {self.lines.rank} left {Call.from_code(code)} by {type(error).__name__}"
+            words = f"rank {self.resources.rank} left {CallSignature.from_code(code)} by {type(error).__name__}"
             reason = GanglineError(f"{words}: {error}" if str(error) else words)
         self.end(reason)
-        self.lines.roster.fail(reason)
+        self.resources.membership.fail(reason)
         return error
 
     def end(self, error: GanglineError) -> None:
@@ -148,21 +148,21 @@ class Engine:
             collective: its name.
             nbytes: of the whole tensor that a rank gives (the root's, for broadcast and scatter).
         """
-        return self.lines.board is not None and self._choose(collective, nbytes).algorithm == SHARED
+        return self.resources.slot_exchange is not None and self._choose(collective, nbytes).algorithm == SHARED
 
     def program(self, collective: str, nbytes: int, root: int | None) -> tuple[tuple[Step, ...], int]:
         """This rank's part of the schedule for a collective of so many bytes, and the schedule's number of chunks."""
-        lines = self.lines
+        resources = self.resources
         choice = self._choose(collective, nbytes)
         schedule = algorithms.build(
-            collective, choice.algorithm, lines.size, root=root, segments=choice.segments, hosts=lines.hosts
+            collective, choice.algorithm, resources.size, root=root, segments=choice.segments, hosts=resources.hosts
         )
-        return schedule.program(lines.rank), schedule.chunks
+        return schedule.program(resources.rank), schedule.chunks
 
     def run(self, program: tuple[Step, ...], chunks: Chunks, sequence: int, code: int, op: str = "sum") -> None:
         """Run a program on its chunks."""
-        lines = self.lines
-        run(program, lines.transport, chunks, Stamp(sequence, code), op, lines.size if op == "mean" else 1)
+        resources = self.resources
+        run(program, resources.transport, chunks, MessageTag(sequence, code), op, resources.size if op == "mean" else 1)
 
     def meet(self, sequence: int, code: int) -> int:
         """Exchange what lies on the board; gives the parity of the slots to read.
@@ -170,11 +170,11 @@ class Engine:
         Raises:
             MismatchError: a rank came for another call.
         """
-        board = self.lines.board
-        assert board is not None
-        parity, elsewhere = board.meet(sequence, code)
+        slot_exchange = self.resources.slot_exchange
+        assert slot_exchange is not None
+        parity, elsewhere = slot_exchange.meet(sequence, code)
         if elsewhere:
-            raise mismatch({**dict.fromkeys(range(self.lines.size), (sequence, code)), **elsewhere})
+            raise mismatch({**dict.fromkeys(range(self.resources.size), (sequence, code)), **elsewhere})
         return parity
 
     def close(self) -> None:
@@ -182,8 +182,8 @@ class Engine:
         self.queue.close()
         if self.error is None:
             self.error = GanglineError("the communicator is closed")
-        self.lines.roster.close()
-        for transport in (self.lines.transport, self.lines.messages):
+        self.resources.membership.close()
+        for transport in (self.resources.transport, self.resources.messages):
             transport.close()
 
     def leave(self) -> None:
@@ -194,24 +194,24 @@ class Engine:
         if self.queue.is_idle() and not self.lock.locked():
             self.close()
         else:
-            self.lines.roster.close()
+            self.resources.membership.close()
 
     def _disagreement(self, misplaced: MisplacedMessageError, code: int) -> GanglineError:
         """The error for a message of another call: all ranks' calls if said soon, or others' words, or those two."""
-        until = time.monotonic() + _GATHER_SECONDS + _TURN_SECONDS * self.lines.rank
+        until = time.monotonic() + _GATHER_SECONDS + _TURN_SECONDS * self.resources.rank
         while time.monotonic() < until:
             try:
-                self.lines.watch.check(())
+                self.resources.watchdog.check(())
             except GanglineError as error:
                 return error
             time.sleep(0.01)
         return mismatch(
             {
-                misplaced.source: (misplaced.stamp.sequence, misplaced.stamp.code),
-                self.lines.rank: (self._sequence, code),
+                misplaced.source: (misplaced.message_tag.sequence, misplaced.message_tag.code),
+                self.resources.rank: (self._sequence, code),
             }
         )
 
     def _choose(self, collective: str, nbytes: int) -> Choice:
-        lines = self.lines
-        return lines.table.choose(collective, nbytes, lines.size, lines.medium, self._number_of_hosts)
+        resources = self.resources
+        return resources.table.choose(collective, nbytes, resources.size, resources.medium, self._number_of_hosts)

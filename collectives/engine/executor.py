@@ -12,7 +12,7 @@ from torch import Tensor
 from gangline.collectives.engine.reduction import combine
 from gangline.collectives.errors import GanglineError, ProtocolError
 from gangline.collectives.schedule.schedule import Receive, Reduce, Send, Step
-from gangline.collectives.transports.base import PIECE, Incoming, Stamp, Ticket, Transport
+from gangline.collectives.transports.base import PIECE, MessageTag, ReceiveRequest, SendRequest, Transport
 
 
 class Chunks(ABC):
@@ -65,19 +65,24 @@ class Rows(Chunks):
 class _OnTheWay:
     first: int
     last: int
-    ticket: Ticket
+    send_request: SendRequest
 
 
 class MisplacedMessageError(GanglineError):
     """A message of another call than this rank's: what the caller makes a `MismatchError` of."""
 
-    def __init__(self, source: int, stamp: Stamp) -> None:
-        super().__init__(f"rank {source} sent a message of call {stamp.sequence}")
-        self.source, self.stamp = source, stamp
+    def __init__(self, source: int, message_tag: MessageTag) -> None:
+        super().__init__(f"rank {source} sent a message of call {message_tag.sequence}")
+        self.source, self.message_tag = source, message_tag
 
 
 def run(
-    program: Iterable[Step], transport: Transport, chunks: Chunks, stamp: Stamp, op: str = "sum", divisor: int = 1
+    program: Iterable[Step],
+    transport: Transport,
+    chunks: Chunks,
+    message_tag: MessageTag,
+    op: str = "sum",
+    divisor: int = 1,
 ) -> None:
     """Run one rank's steps; when it returns, all that this rank sent has been read.
 
@@ -85,7 +90,7 @@ def run(
         program: `Schedule.program` of this rank.
         transport: to the others.
         chunks: where the chunks lie.
-        stamp: what the messages belong to.
+        message_tag: what the messages belong to.
         op: how values are combined.
         divisor: what complete sums are divided by: the number of ranks for a mean.
 
@@ -93,7 +98,7 @@ def run(
         MisplacedMessageError: a rank is at another call.
         GanglineError: a rank is dead, late or elsewhere.
     """
-    execution = _Execution(transport, chunks, stamp, op, divisor)
+    execution = _Execution(transport, chunks, message_tag, op, divisor)
     for step in program:
         if isinstance(step, Send):
             execution.send(step)
@@ -105,31 +110,31 @@ def run(
 
 
 class _Execution:
-    def __init__(self, transport: Transport, chunks: Chunks, stamp: Stamp, op: str, divisor: int) -> None:
-        self._transport, self._chunks, self._stamp = transport, chunks, stamp
+    def __init__(self, transport: Transport, chunks: Chunks, message_tag: MessageTag, op: str, divisor: int) -> None:
+        self._transport, self._chunks, self._message_tag = transport, chunks, message_tag
         self._op, self._divisor = op, divisor
         self._on_the_way: list[_OnTheWay] = []
 
     def send(self, step: Send) -> None:
         data = _bytes(self._chunks.source(step.first, step.last))
-        ticket = self._transport.send(step.to, data, self._stamp)
-        if not ticket.is_done():
-            self._on_the_way.append(_OnTheWay(step.first, step.last, ticket))
+        send_request = self._transport.send(step.to, data, self._message_tag)
+        if not send_request.is_done():
+            self._on_the_way.append(_OnTheWay(step.first, step.last, send_request))
 
     def receive(self, step: Receive) -> None:
         target = self._chunks.target(step.first, step.last)
-        incoming = self._expect(step.source, target)
+        receive_request = self._expect(step.source, target)
         if self._is_needed(step.first, step.last):
             aside = torch.empty_like(target)
-            incoming.into(_bytes(aside))
+            receive_request.into(_bytes(aside))
             self._wait_for(step.first, step.last)
             target.copy_(aside)
         else:
-            incoming.into(_bytes(target))
+            receive_request.into(_bytes(target))
 
     def reduce(self, step: Reduce) -> None:
         own = self._chunks.source(step.first, step.last)
-        incoming = [None if rank == self._transport.rank else self._expect(rank, own) for rank in step.ranks]
+        receive_request = [None if rank == self._transport.rank else self._expect(rank, own) for rank in step.ranks]
         target = self._chunks.target(step.first, step.last)
         is_needed = self._is_needed(step.first, step.last)
         out = torch.empty_like(target) if is_needed else target
@@ -137,9 +142,9 @@ class _Execution:
         elements = PIECE // own.element_size()
         for index in range(-(-own.numel() // elements)):
             span = slice(index * elements, (index + 1) * elements)
-            values = [own[span] if one is None else one.piece(index).view(own.dtype) for one in incoming]
+            values = [own[span] if one is None else one.piece(index).view(own.dtype) for one in receive_request]
             combine(values, self._op, out[span], divisor)
-        for one in incoming:
+        for one in receive_request:
             if one is not None:
                 one.done()
         if is_needed:
@@ -148,26 +153,26 @@ class _Execution:
 
     def finish(self) -> None:
         for message in self._on_the_way:
-            message.ticket.wait()
+            message.send_request.wait()
 
-    def _expect(self, source: int, like: Tensor) -> Incoming:
-        incoming = self._transport.receive(source)
-        if incoming.stamp != self._stamp:
-            raise MisplacedMessageError(source, incoming.stamp)
+    def _expect(self, source: int, like: Tensor) -> ReceiveRequest:
+        receive_request = self._transport.receive(source)
+        if receive_request.message_tag != self._message_tag:
+            raise MisplacedMessageError(source, receive_request.message_tag)
         expected = like.numel() * like.element_size()
-        if incoming.nbytes != expected:
-            raise ProtocolError(f"rank {source} sent {incoming.nbytes} bytes, expected {expected}")
-        return incoming
+        if receive_request.nbytes != expected:
+            raise ProtocolError(f"rank {source} sent {receive_request.nbytes} bytes, expected {expected}")
+        return receive_request
 
     def _is_needed(self, first: int, last: int) -> bool:
         """Whether somebody still has to read what lies in these chunks."""
-        self._on_the_way = [message for message in self._on_the_way if not message.ticket.is_done()]
+        self._on_the_way = [message for message in self._on_the_way if not message.send_request.is_done()]
         return any(message.first < last and first < message.last for message in self._on_the_way)
 
     def _wait_for(self, first: int, last: int) -> None:
         for message in self._on_the_way:
             if message.first < last and first < message.last:
-                message.ticket.wait()
+                message.send_request.wait()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

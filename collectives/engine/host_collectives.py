@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gangline.collectives.call_signature import code_of
+from gangline.collectives.call_signature import encode_signature
 from gangline.collectives.engine.engine import Engine
 from gangline.collectives.engine.executor import Chunks, Parts, Rows
 from gangline.collectives.engine.reduction import HALVES, combine
@@ -24,21 +24,21 @@ class SmallAllReduce:
     """All-reduce over the board for one number of elements, dtype and operation: everything is looked up once."""
 
     def __init__(self, engine: Engine, count: int, dtype: torch.dtype, op: str) -> None:
-        board = engine.lines.board
-        assert board is not None
+        slot_exchange = engine.resources.slot_exchange
+        assert slot_exchange is not None
         self._engine = engine
-        self._board = board
-        self._code = code_of("all_reduce", count, dtype, op, None)
+        self._slot_exchange = slot_exchange
+        self._code = encode_signature("all_reduce", count, dtype, op, None)
         self._op = op
-        self._divisor = board.size if op == "mean" else 1
-        self._slots = board.slots(count * dtype.itemsize, dtype)
+        self._divisor = slot_exchange.size if op == "mean" else 1
+        self._slots = slot_exchange.slots(count * dtype.itemsize, dtype)
         self._is_half = dtype in HALVES
         if not self._is_half:
             self._function: Callable[..., object] = _UFUNCS[op]
             self._quietly = contextvars.copy_context().run  # infinities are results, not warnings
             self._quietly(np.seterr, all="ignore")
             self._arrays = [[slot.numpy() for slot in slots] for slots in self._slots]
-            self._own = [arrays[board.rank] for arrays in self._arrays]
+            self._own = [arrays[slot_exchange.rank] for arrays in self._arrays]
 
     def __call__(self, tensor: Tensor, out: Tensor) -> None:
         """Reduce a contiguous tensor into another of its shape, or itself; no gradient may look at them."""
@@ -48,7 +48,7 @@ class SmallAllReduce:
             sequence = engine.begin(code)
             try:
                 if self._is_half:
-                    self._slots[self._board.parity][self._board.rank].copy_(tensor.view(-1))
+                    self._slots[self._slot_exchange.parity][self._slot_exchange.rank].copy_(tensor.view(-1))
                     combine(self._slots[engine.meet(sequence, code)], self._op, out.view(-1), self._divisor)
                 else:
                     given = tensor.numpy()
@@ -60,7 +60,7 @@ class SmallAllReduce:
         """The same by numpy, which takes a third of the time for a few bytes."""
         if given.ndim != 1:
             given, array = given.reshape(-1), array.reshape(-1)
-        self._own[self._board.parity][...] = given
+        self._own[self._slot_exchange.parity][...] = given
         slots = self._arrays[self._engine.meet(sequence, code)]
         function, quietly = self._function, self._quietly
         if len(slots) == 1:
@@ -75,7 +75,7 @@ class SmallAllReduce:
 
 def all_reduce(engine: Engine, flat: Tensor, op: str) -> None:
     """Reduce a contiguous 1-d tensor in place, by a schedule."""
-    code = code_of("all_reduce", flat.numel(), flat.dtype, op, None)
+    code = encode_signature("all_reduce", flat.numel(), flat.dtype, op, None)
     with engine.call(code) as sequence:
         program, chunks = engine.program("all_reduce", flat.nbytes, None)
         engine.run(program, Parts(flat, chunks), sequence, code, op)
@@ -83,12 +83,12 @@ def all_reduce(engine: Engine, flat: Tensor, op: str) -> None:
 
 def reduce(engine: Engine, flat: Tensor, out: Tensor | None, root: int, op: str) -> None:
     """Reduce contiguous 1-d tensors into the root's ``out``, which may be ``flat``; others' are left as they are."""
-    code = code_of("reduce", flat.numel(), flat.dtype, op, root)
+    code = encode_signature("reduce", flat.numel(), flat.dtype, op, root)
     with engine.call(code) as sequence:
         if engine.is_shared("reduce", flat.nbytes):
             values = _shared(engine, flat, sequence, code)
             if out is not None:
-                combine(values, op, out, engine.lines.size if op == "mean" else 1)
+                combine(values, op, out, engine.resources.size if op == "mean" else 1)
             return
         program, chunks = engine.program("reduce", flat.nbytes, root)
         if out is None:
@@ -100,12 +100,12 @@ def reduce(engine: Engine, flat: Tensor, out: Tensor | None, root: int, op: str)
 
 def broadcast(engine: Engine, flat: Tensor, root: int) -> None:
     """Make a contiguous 1-d tensor the root's on all ranks."""
-    code = code_of("broadcast", flat.numel(), flat.dtype, None, root)
+    code = encode_signature("broadcast", flat.numel(), flat.dtype, None, root)
     with engine.call(code) as sequence:
         if engine.is_shared("broadcast", flat.nbytes):
-            given = flat if engine.lines.rank == root else flat[:0]
+            given = flat if engine.resources.rank == root else flat[:0]
             slots = _shared(engine, given, sequence, code, like=flat)
-            if engine.lines.rank != root:
+            if engine.resources.rank != root:
                 flat.copy_(slots[root])
             return
         program, chunks = engine.program("broadcast", flat.nbytes, root)
@@ -114,56 +114,58 @@ def broadcast(engine: Engine, flat: Tensor, root: int) -> None:
 
 def all_gather(engine: Engine, flat: Tensor, out: Tensor) -> None:
     """Gather contiguous (n,) tensors into a contiguous (size, n) one on all ranks."""
-    code = code_of("all_gather", flat.numel(), flat.dtype, None, None)
+    code = encode_signature("all_gather", flat.numel(), flat.dtype, None, None)
     with engine.call(code) as sequence:
         if engine.is_shared("all_gather", flat.nbytes):
             for row, value in zip(out, _shared(engine, flat, sequence, code), strict=True):
                 row.copy_(value)
             return
-        out[engine.lines.rank].copy_(flat)
+        out[engine.resources.rank].copy_(flat)
         program, chunks = engine.program("all_gather", flat.nbytes, None)
         engine.run(program, Parts(out.view(-1), chunks), sequence, code)
 
 
 def reduce_scatter(engine: Engine, rows: Tensor, out: Tensor, op: str) -> None:
     """Reduce contiguous (size, n) tensors, and give each rank the row of its number, a contiguous (n,) tensor."""
-    lines = engine.lines
-    code = code_of("reduce_scatter", out.numel(), rows.dtype, op, None)
+    resources = engine.resources
+    code = encode_signature("reduce_scatter", out.numel(), rows.dtype, op, None)
     with engine.call(code) as sequence:
         if engine.is_shared("reduce_scatter", rows.nbytes):
-            values = [value.view(rows.shape)[lines.rank] for value in _shared(engine, rows.view(-1), sequence, code)]
-            combine(values, op, out, lines.size if op == "mean" else 1)
+            values = [
+                value.view(rows.shape)[resources.rank] for value in _shared(engine, rows.view(-1), sequence, code)
+            ]
+            combine(values, op, out, resources.size if op == "mean" else 1)
             return
         program, chunks = engine.program("reduce_scatter", rows.nbytes, None)
-        own = range(lines.rank * (chunks // lines.size), (lines.rank + 1) * (chunks // lines.size))
+        own = range(resources.rank * (chunks // resources.size), (resources.rank + 1) * (chunks // resources.size))
         if _writes(program) <= set(own):
             engine.run(program, _OwnRow(rows.view(-1), out, own, chunks), sequence, code, op)
             if not program:
-                out.copy_(rows[lines.rank])
+                out.copy_(rows[resources.rank])
             return
         scratch = rows.clone()
         engine.run(program, Parts(scratch.view(-1), chunks), sequence, code, op)
-        out.copy_(scratch[lines.rank])
+        out.copy_(scratch[resources.rank])
 
 
 def all_to_all(engine: Engine, rows: Tensor, out: Tensor) -> None:
     """Give row j of a contiguous (size, n) tensor to rank j, whose row i then comes from rank i."""
-    lines = engine.lines
-    code = code_of("all_to_all", rows[0].numel(), rows.dtype, None, None)
+    resources = engine.resources
+    code = encode_signature("all_to_all", rows[0].numel(), rows.dtype, None, None)
     with engine.call(code) as sequence:
         if engine.is_shared("all_to_all", rows.nbytes):
             for row, value in zip(out, _shared(engine, rows.view(-1), sequence, code), strict=True):
-                row.copy_(value.view(rows.shape)[lines.rank])
+                row.copy_(value.view(rows.shape)[resources.rank])
             return
-        out[lines.rank].copy_(rows[lines.rank])
+        out[resources.rank].copy_(rows[resources.rank])
         program, _ = engine.program("all_to_all", rows.nbytes, None)
-        engine.run(program, Rows(lines.rank, lines.size, rows, out), sequence, code)
+        engine.run(program, Rows(resources.rank, resources.size, rows, out), sequence, code)
 
 
 def gather(engine: Engine, flat: Tensor, out: Tensor | None, root: int) -> None:
     """Gather contiguous (n,) tensors into the root's contiguous (size, n) ``out``."""
-    lines = engine.lines
-    code = code_of("gather", flat.numel(), flat.dtype, None, root)
+    resources = engine.resources
+    code = encode_signature("gather", flat.numel(), flat.dtype, None, root)
     with engine.call(code) as sequence:
         if engine.is_shared("gather", flat.nbytes):
             for row, value in zip(out if out is not None else (), _shared(engine, flat, sequence, code), strict=False):
@@ -171,44 +173,44 @@ def gather(engine: Engine, flat: Tensor, out: Tensor | None, root: int) -> None:
             return
         program, chunks = engine.program("gather", flat.nbytes, root)
         rows = (
-            flat.new_empty((lines.size, flat.numel())) if out is None else out
+            flat.new_empty((resources.size, flat.numel())) if out is None else out
         )  # pages that nobody touches cost nothing
-        rows[lines.rank].copy_(flat)
+        rows[resources.rank].copy_(flat)
         engine.run(program, Parts(rows.view(-1), chunks), sequence, code)
 
 
 def scatter(engine: Engine, rows: Tensor | None, out: Tensor, root: int) -> None:
     """Give row r of the root's contiguous (size, n) tensor to rank r."""
-    lines = engine.lines
-    code = code_of("scatter", out.numel(), out.dtype, None, root)
-    nbytes = out.nbytes * lines.size
+    resources = engine.resources
+    code = encode_signature("scatter", out.numel(), out.dtype, None, root)
+    nbytes = out.nbytes * resources.size
     with engine.call(code) as sequence:
         if engine.is_shared("scatter", nbytes):
             given = out[:0] if rows is None else rows.view(-1)
-            slots = _shared(engine, given, sequence, code, like=out.new_empty(lines.size * out.numel()))
-            out.copy_(slots[root].view(lines.size, -1)[lines.rank] if out.numel() else out)
+            slots = _shared(engine, given, sequence, code, like=out.new_empty(resources.size * out.numel()))
+            out.copy_(slots[root].view(resources.size, -1)[resources.rank] if out.numel() else out)
             return
         program, chunks = engine.program("scatter", nbytes, root)
-        buffer = out.new_empty((lines.size, out.numel())) if rows is None else rows
+        buffer = out.new_empty((resources.size, out.numel())) if rows is None else rows
         engine.run(program, Parts(buffer.view(-1), chunks), sequence, code)
-        out.copy_(buffer[lines.rank])
+        out.copy_(buffer[resources.rank])
 
 
 def barrier(engine: Engine) -> None:
     """Return when all ranks are here."""
-    _meet(engine, code_of("barrier", 0, torch.uint8, None, None))
+    _meet(engine, encode_signature("barrier", 0, torch.uint8, None, None))
 
 
 def empty(engine: Engine, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor that lies where all ranks of the host can reach it, if the transport has such memory."""
     count = math.prod(shape)
-    _meet(engine, code_of("empty", count, dtype, None, None))
-    return engine.lines.transport.empty(count * dtype.itemsize, partial(exchange, engine)).view(dtype).view(shape)
+    _meet(engine, encode_signature("empty", count, dtype, None, None))
+    return engine.resources.transport.empty(count * dtype.itemsize, partial(exchange, engine)).view(dtype).view(shape)
 
 
 def exchange(engine: Engine, blob: bytes) -> list[bytes]:
     """Everybody's bytes, in rank order."""
-    size = engine.lines.size
+    size = engine.resources.size
     sizes = torch.empty((size, 1), dtype=torch.int64)
     all_gather(engine, torch.tensor([len(blob)]), sizes)
     longest = int(sizes.max())
@@ -251,17 +253,17 @@ def _shared(engine: Engine, given: Tensor, sequence: int, code: int, like: Tenso
         code: of the call.
         like: as long as the longest that a rank gives; None: all give as much as this one.
     """
-    board = engine.lines.board
-    assert board is not None
-    slots = board.slots((given if like is None else like).nbytes, given.dtype)
-    slots[board.parity][board.rank][: given.numel()].copy_(given)
+    slot_exchange = engine.resources.slot_exchange
+    assert slot_exchange is not None
+    slots = slot_exchange.slots((given if like is None else like).nbytes, given.dtype)
+    slots[slot_exchange.parity][slot_exchange.rank][: given.numel()].copy_(given)
     return slots[engine.meet(sequence, code)]
 
 
 def _meet(engine: Engine, code: int) -> None:
     """See that all ranks are at this call."""
     with engine.call(code) as sequence:
-        if engine.lines.board is not None:
+        if engine.resources.slot_exchange is not None:
             engine.meet(sequence, code)
             return
         program, chunks = engine.program("all_reduce", 0, None)

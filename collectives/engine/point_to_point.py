@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gangline.collectives.call_signature import Call, code_of
+from gangline.collectives.call_signature import CallSignature, encode_signature
 from gangline.collectives.engine.arguments import overwrite
-from gangline.collectives.engine.engine import Engine, Lines
+from gangline.collectives.engine.engine import Engine, GroupResources
 from gangline.collectives.errors import GanglineError, MismatchError
-from gangline.collectives.streams import Lanes, Ordered
-from gangline.collectives.transports.base import Incoming, Stamp, Ticket
+from gangline.collectives.streams import Ordered, SideStreams
+from gangline.collectives.transports.base import MessageTag, ReceiveRequest, SendRequest
 from gangline.collectives.work import Work
 
 _LOOKS = 200  # before the first nap
@@ -27,7 +27,7 @@ _CHECK_SECONDS = 0.01
 
 @dataclass(eq=False, slots=True)
 class _Sending:
-    ticket: Ticket
+    send_request: SendRequest
     to: int
     code: int
     work: Work
@@ -37,7 +37,7 @@ class _Sending:
 class _Receiving:
     tensor: Tensor
     source: int
-    stamp: Stamp
+    message_tag: MessageTag
     work: Work
     recv_code: int
     """The same call from this side, for errors."""
@@ -54,7 +54,7 @@ class _Receiving:
 class _Kept:
     """A message that came before it was asked for."""
 
-    stamp: Stamp
+    message_tag: MessageTag
     data: Tensor
 
     def into(self, flat: Tensor) -> None:
@@ -64,12 +64,12 @@ class _Kept:
 class PointToPoint:
     """The messages of one rank. Whoever waits moves all of them; a thread does while nobody waits."""
 
-    def __init__(self, lines: Lines, engine: Engine) -> None:
+    def __init__(self, resources: GroupResources, engine: Engine) -> None:
         self._engine = engine  # a communicator fails as a whole
-        self._transport = lines.messages
-        self._watch = lines.messages_watch
+        self._transport = resources.messages
+        self._watchdog = resources.messages_watchdog
         self._lock = threading.Lock()
-        self._lanes = Lanes()
+        self._lanes = SideStreams()
         self._sending: list[_Sending] = []
         self._receiving: list[_Receiving] = []
         self._kept: dict[int, deque[_Kept]] = {}
@@ -79,29 +79,29 @@ class PointToPoint:
 
     def send(self, flat: Tensor, to: int, tag: int) -> Work:
         """Begin to send a contiguous 1-d tensor."""
-        code = code_of("send", flat.numel(), flat.dtype, None, None)
+        code = encode_signature("send", flat.numel(), flat.dtype, None, None)
         with self._lock:
             self._check_open()
             self._watch_one()
             if self._watched is None:  # a transport may find out here that the other rank is gone
-                self._watch.begin(0, code)
+                self._watchdog.begin(0, code)
             with self._ending_with_the_transport():
-                ticket = self._transport.send(to, flat.view(torch.uint8), Stamp(tag, code))
-            if ticket.is_done():
+                send_request = self._transport.send(to, flat.view(torch.uint8), MessageTag(tag, code))
+            if send_request.is_done():
                 return Work.finished("send")
             work = Work("send")
-            self._sending.append(_Sending(ticket, to, code, work))
+            self._sending.append(_Sending(send_request, to, code, work))
             return work
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
         """Begin to receive into a tensor."""
-        code = code_of("send", tensor.numel(), tensor.dtype, None, None)
+        code = encode_signature("send", tensor.numel(), tensor.dtype, None, None)
         section = self._lanes.behind_caller([tensor]) if tensor.is_cuda else None
         work = Work("recv", result=tensor) if section is None else Work("recv", section.join, tensor)
         with self._lock:
             self._check_open()
-            recv_code = code_of("recv", tensor.numel(), tensor.dtype, None, None)
-            self._receiving.append(_Receiving(tensor, source, Stamp(tag, code), work, recv_code, section))
+            recv_code = encode_signature("recv", tensor.numel(), tensor.dtype, None, None)
+            self._receiving.append(_Receiving(tensor, source, MessageTag(tag, code), work, recv_code, section))
         return work
 
     def finish(self, work: Work, *, async_op: bool) -> Work | None:
@@ -169,7 +169,7 @@ class PointToPoint:
                 return
             with suppress(GanglineError), self._ending_with_the_transport():
                 self._engine.check_open()
-                self._watch.check(waiting)
+                self._watchdog.check(waiting)
 
     @contextmanager
     def _ending_with_the_transport(self) -> Iterator[None]:
@@ -199,12 +199,12 @@ class PointToPoint:
         self._watch_one()
         self._transport.progress()
         before = len(self._sending) + len(self._receiving)
-        for sending in [one for one in self._sending if one.ticket.is_done()]:
+        for sending in [one for one in self._sending if one.send_request.is_done()]:
             self._sending.remove(sending)
             sending.work.complete()
         missing: set[tuple[int, int]] = set()  # receives of one tag end in the order in which they began
         for receiving in list(self._receiving):
-            what = receiving.source, receiving.stamp.sequence
+            what = receiving.source, receiving.message_tag.sequence
             if what not in missing and not self._look_for(receiving):
                 missing.add(what)
         return len(self._sending) + len(self._receiving) < before
@@ -217,38 +217,39 @@ class PointToPoint:
         under_way += [(one.work, one.code) for one in self._sending]
         self._watched = None
         for self._watched, code in under_way[:1]:
-            self._watch.begin(0, code)
+            self._watchdog.begin(0, code)
 
     def _look_for(self, wanted: _Receiving) -> bool:
         """End a receive if its message is here, and tell whether it was; what else its source has sent is kept."""
         kept = self._kept.setdefault(wanted.source, deque())
         for message in kept:
-            if message.stamp.sequence == wanted.stamp.sequence:
-                if self._fits(message.stamp, wanted):
+            if message.message_tag.sequence == wanted.message_tag.sequence:
+                if self._fits(message.message_tag, wanted):
                     kept.remove(message)
                     wanted.take(message.into)
                     self._complete(wanted)
                 return True
-        while (incoming := self._transport.poll(wanted.source)) is not None:
-            if incoming.stamp == wanted.stamp:
-                wanted.take(lambda flat, message=incoming: message.into(flat.view(torch.uint8)))  # type: ignore[misc]
+        while (receive_request := self._transport.poll(wanted.source)) is not None:
+            if receive_request.message_tag == wanted.message_tag:
+                wanted.take(lambda flat, message=receive_request: message.into(flat.view(torch.uint8)))  # type: ignore[misc]
                 self._complete(wanted)
                 return True
-            kept.append(_keep(incoming))
-            if incoming.stamp.sequence == wanted.stamp.sequence:
-                self._fits(incoming.stamp, wanted)
+            kept.append(_keep(receive_request))
+            if receive_request.message_tag.sequence == wanted.message_tag.sequence:
+                self._fits(receive_request.message_tag, wanted)
                 return True
         return False
 
-    def _fits(self, stamp: Stamp, wanted: _Receiving) -> bool:
+    def _fits(self, message_tag: MessageTag, wanted: _Receiving) -> bool:
         """Whether a message of the right tag is what is wanted; if not the receive fails, and the message is kept."""
-        if stamp == wanted.stamp:
+        if message_tag == wanted.message_tag:
             return True
-        sent, expected = Call.from_code(stamp.code), Call.from_code(wanted.stamp.code)
+        sent, expected = CallSignature.from_code(message_tag.code), CallSignature.from_code(wanted.message_tag.code)
         self._receiving.remove(wanted)
         wanted.work.complete(
             MismatchError(
-                f"rank {wanted.source} sent {_words(sent)} with tag {stamp.sequence}, and this rank's recv expects "
+                f"rank {wanted.source} sent {_words(sent)} with tag {message_tag.sequence}, "
+                f"and this rank's recv expects "
                 f"{_words(expected)}; the message is kept for a recv that fits"
             )
         )
@@ -259,11 +260,11 @@ class PointToPoint:
         wanted.work.complete()
 
 
-def _keep(incoming: Incoming) -> _Kept:
-    data = torch.empty(incoming.nbytes, dtype=torch.uint8)
-    incoming.into(data)
-    return _Kept(incoming.stamp, data)
+def _keep(receive_request: ReceiveRequest) -> _Kept:
+    data = torch.empty(receive_request.nbytes, dtype=torch.uint8)
+    receive_request.into(data)
+    return _Kept(receive_request.message_tag, data)
 
 
-def _words(call: Call) -> str:
+def _words(call: CallSignature) -> str:
     return f"{call.count} x {str(call.dtype).removeprefix('torch.')}"

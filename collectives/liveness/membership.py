@@ -11,11 +11,11 @@ from typing import Any
 import msgpack
 import zmq
 
-from gangline.collectives.call_signature import Call
+from gangline.collectives.call_signature import CallSignature
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
 from gangline.collectives.liveness.process_state import state_of, this_process
-from gangline.collectives.transports.base import Exchange
-from gangline.collectives.transports.zmq.peer_sockets import Line, Pairs
+from gangline.collectives.transports.base import BootstrapAllGather
+from gangline.collectives.transports.zmq.peer_sockets import PeerSocket, PeerSockets
 
 CLOSED = "closed its communicator"
 """Why a rank is gone that said goodbye: an error only for those who still need it."""
@@ -28,7 +28,7 @@ _MESSAGE_LIMIT = 1 << 18  # bytes; characters may take four each
 _LINGER_MS = 500
 
 
-class Roster(ABC):
+class Membership(ABC):
     """What a rank knows of the others, brought up to date by `look`."""
 
     rank: int
@@ -48,7 +48,7 @@ class Roster(ABC):
         Args:
             sequence: the number of the call on its communicator; 0 for a message between two ranks, of which the others
                 are told nothing.
-            code: `Call.code`.
+            code: `CallSignature.code`.
         """
 
     @abstractmethod
@@ -65,7 +65,7 @@ class Roster(ABC):
         """Say goodbye to all and give everything back; again: nothing."""
 
 
-class ProcessRoster(Roster):
+class ProcessMembership(Membership):
     """Of ranks that are processes: a socket to each, with heartbeats by tcp that ZeroMQ's own thread sends and expects.
 
     A rank busy in Python is therefore never taken for dead. A killed one is seen at once on its own host, elsewhere
@@ -76,14 +76,14 @@ class ProcessRoster(Roster):
         exchange: used once.
         heartbeat: seconds between two signs of life; half of ``limit`` at most is used.
         limit: seconds without one after which a rank is dead.
-        address: "ipc" or "tcp://HOST", see `Pairs`.
+        address: "ipc" or "tcp://HOST", see `PeerSockets`.
 
     Raises:
-        RuntimeError, ValueError, StallError, ProtocolError: as `Pairs`.
+        RuntimeError, ValueError, StallError, ProtocolError: as `PeerSockets`.
     """
 
     def __init__(
-        self, rank: int, size: int, exchange: Exchange, *, heartbeat: float, limit: float, address: str
+        self, rank: int, size: int, exchange: BootstrapAllGather, *, heartbeat: float, limit: float, address: str
     ) -> None:
         self.rank = rank
         self.size = size
@@ -95,7 +95,7 @@ class ProcessRoster(Roster):
         self._lock = threading.RLock()
         self._closed = False
         self._limit = limit
-        self._patience = min(1.0, limit / 4)  # seconds in which a lost connection may come back
+        self._wait_policy = min(1.0, limit / 4)  # seconds in which a lost connection may come back
         self._wired = address != "ipc"
         options = {int(zmq.MAXMSGSIZE): _MESSAGE_LIMIT}
         if self._wired:  # ZeroMQ aborts the process if one falls due while a socket closes whose peer has closed
@@ -104,7 +104,7 @@ class ProcessRoster(Roster):
         self._stopped: dict[int, float] = {}  # since when a neighbour has been seen to be stopped
         self._states_due = 0.0
         card = msgpack.packb(this_process())
-        self._pairs = Pairs(rank, size, exchange, address=address, options=options, card=card)
+        self._pairs = PeerSockets(rank, size, exchange, address=address, options=options, card=card)
         self._processes = [_read_process(peer, card) for peer, card in enumerate(self._pairs.cards)]
         self._said: dict[int, tuple[int, int]] = {}
         self._told_failure = b""
@@ -171,7 +171,7 @@ class ProcessRoster(Roster):
         if self._told_failure:
             self._pairs.lines[peer].send(self._told_failure)
 
-    def _read(self, peer: int, line: Line) -> None:
+    def _read(self, peer: int, line: PeerSocket) -> None:
         while (packed := line.receive()) is not None:
             match _message(packed):
                 case ["at", int(sequence), int(code)] if 0 <= sequence < 1 << 63 and _is_call(code):
@@ -188,7 +188,7 @@ class ProcessRoster(Roster):
         state = state_of(self._processes[peer])
         if state == "":
             self._drop(peer, LOST)
-        elif time.monotonic() - down_since >= self._patience:
+        elif time.monotonic() - down_since >= self._wait_policy:
             silent = f"gave no sign of life for {self._limit:g} s"
             if state == "?":  # on another host, where a killed and a silent process look alike from here
                 self._drop(peer, f"was killed, left, or {silent}")
@@ -209,48 +209,48 @@ class ProcessRoster(Roster):
         line.close(0)
 
 
-class ThreadRoster(Roster):
-    """Of ranks that are threads of this process, see `gang`: none dies alone, but they close, fail and disagree."""
+class ThreadMembership(Membership):
+    """Of ranks that are threads of this process, see `group`: none dies alone, but they close, fail and disagree."""
 
-    def __init__(self, rank: int, gang: list[ThreadRoster], lock: threading.Lock) -> None:
+    def __init__(self, rank: int, group: list[ThreadMembership], lock: threading.Lock) -> None:
         self.rank = rank
         self.gone: dict[int, str] = {}
         self.at: dict[int, tuple[int, int]] = {}
         self.failure: GanglineError | None = None
-        self._gang = gang
+        self._group = group
         self._lock = lock
         self._closed = False
 
     @classmethod
-    def gang(cls, size: int) -> list[ThreadRoster]:
+    def group(cls, size: int) -> list[ThreadMembership]:
         """The rosters of all ranks of a communicator, in rank order."""
-        gang: list[ThreadRoster] = []
+        group: list[ThreadMembership] = []
         lock = threading.Lock()
-        gang.extend(cls(rank, gang, lock) for rank in range(size))
-        for roster in gang:
-            roster.size = size
-        return gang
+        group.extend(cls(rank, group, lock) for rank in range(size))
+        for membership in group:
+            membership.size = size
+        return group
 
     def look(self, sequence: int, code: int) -> None:  # noqa: D102
         here = (sequence, code)
         if sequence and self.at.get(self.rank) != here:
             with self._lock:
-                for roster in self._gang:
-                    roster.at[self.rank] = here
+                for membership in self._group:
+                    membership.at[self.rank] = here
 
     def fail(self, error: GanglineError) -> None:  # noqa: D102
         with self._lock:
-            for roster in self._others():
-                roster.failure = roster.failure or error
+            for membership in self._others():
+                membership.failure = membership.failure or error
 
     def close(self) -> None:  # noqa: D102
         with self._lock:
-            for roster in self._others() if not self._closed else ():
-                roster.gone[self.rank] = CLOSED
+            for membership in self._others() if not self._closed else ():
+                membership.gone[self.rank] = CLOSED
             self._closed = True
 
-    def _others(self) -> list[ThreadRoster]:
-        return [roster for roster in self._gang if roster is not self]
+    def _others(self) -> list[ThreadMembership]:
+        return [membership for membership in self._group if membership is not self]
 
 
 def _message(packed: bytes) -> Any:
@@ -262,7 +262,7 @@ def _message(packed: bytes) -> Any:
 
 def _is_call(code: int) -> bool:
     try:
-        Call.from_code(code)
+        CallSignature.from_code(code)
     except ValueError:
         return False
     return True

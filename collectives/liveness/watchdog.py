@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 
-from gangline.collectives.call_signature import Call
+from gangline.collectives.call_signature import CallSignature
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, StallError, name_ranks
-from gangline.collectives.liveness.membership import CLOSED, Roster
+from gangline.collectives.liveness.membership import CLOSED, Membership
 
 _log = logging.getLogger("gangline")
 
@@ -19,7 +19,7 @@ _FAREWELL = 1.0
 """Seconds in which what a rank sent before its goodbye may still arrive."""
 
 
-class Watch:
+class Watchdog:
     """The `Patience` of one lane of a communicator: what it asks its roster while it waits.
 
     Args:
@@ -27,14 +27,19 @@ class Watch:
         stall_warn: seconds in one call after which a warning says who is late.
     """
 
-    def __init__(self, roster: Roster, timeout: float, stall_warn: float) -> None:
-        self._roster = roster
+    def __init__(self, membership: Membership, timeout: float, stall_warn: float) -> None:
+        self._membership = membership
         self._timeout = timeout
         self._stall_warn = stall_warn
         self.begin(0, 0)
 
     def begin(self, sequence: int, code: int) -> None:
-        """A call begins: its number on the communicator, from 1, or 0 for a message between two ranks; `Call.code`."""
+        """Start timing a call.
+
+        Args:
+            sequence: number of the call on the communicator, from 1; 0 for a message between two ranks.
+            code: `CallSignature.code`.
+        """
         self._sequence = sequence
         self._code = code
         self._since = 0.0  # when the call first had to wait; 0: not yet
@@ -55,39 +60,41 @@ class Watch:
             self._warned = False
             self._odd_since = 0.0
             self._closed_since = 0.0
-        roster = self._roster
+        membership = self._membership
         message_only = (0, self._code)  # says nothing of the collective that another lane may wait in
-        roster.look(*(self._sequence, self._code) if self._sequence else roster.at.get(roster.rank, message_only))
-        if roster.failure is not None:
-            raise type(roster.failure)(*roster.failure.args)
-        if roster.gone:
+        membership.look(
+            *(self._sequence, self._code) if self._sequence else membership.at.get(membership.rank, message_only)
+        )
+        if membership.failure is not None:
+            raise type(membership.failure)(*membership.failure.args)
+        if membership.gone:
             self._check_gone(needed, now)
         if self._sequence:
             self._check_calls(now)
         self._check_clock(needed, now)
 
     def _check_gone(self, missing: set[int], now: float) -> None:
-        closed = [rank for rank in sorted(missing) if self._roster.gone.get(rank) == CLOSED]
+        closed = [rank for rank in sorted(missing) if self._membership.gone.get(rank) == CLOSED]
         if not closed:
             self._closed_since = 0.0
         else:
             self._closed_since = self._closed_since or now
         needed = closed if closed and now - self._closed_since >= _FAREWELL else []
-        dead = {rank: why for rank, why in sorted(self._roster.gone.items()) if why != CLOSED or rank in needed}
+        dead = {rank: why for rank, why in sorted(self._membership.gone.items()) if why != CLOSED or rank in needed}
         if dead:
             reasons = {why: [rank for rank in dead if dead[rank] == why] for why in dead.values()}
             text = "; ".join(f"{name_ranks(ranks)} {why}" for why, ranks in reasons.items())
-            self._raise(DeadNodeError(f"{text} (rank {self._roster.rank} waited in {self._call()})"))
+            self._raise(DeadNodeError(f"{text} (rank {self._membership.rank} waited in {self._call()})"))
 
     def _check_calls(self, now: float) -> None:
-        at = self._roster.at
+        at = self._membership.at
         here = {rank: (number, code) for rank, (number, code) in list(at.items()) if number == self._sequence}
         if all(code == self._code for _, code in here.values()):
             return
         self._odd_since = self._odd_since or now
-        elsewhere = len(at) - len(here) + len(self._roster.gone.keys() - at.keys())
-        if len(here) + elsewhere >= self._roster.size or now - self._odd_since >= _GATHER:
-            self._raise(mismatch({**here, self._roster.rank: (self._sequence, self._code)}))
+        elsewhere = len(at) - len(here) + len(self._membership.gone.keys() - at.keys())
+        if len(here) + elsewhere >= self._membership.size or now - self._odd_since >= _GATHER:
+            self._raise(mismatch({**here, self._membership.rank: (self._sequence, self._code)}))
 
     def _check_clock(self, missing: set[int], now: float) -> None:
         waited = now - self._since
@@ -100,10 +107,10 @@ class Watch:
     def _lateness(self, missing: set[int], waited: float) -> str:
         if not self._sequence:
             whom = f" for {name_ranks(missing)}" if missing else ""
-            return f"{self._call()} on rank {self._roster.rank} has waited {waited:.3g} s{whom}"
-        came = {rank for rank, (number, _) in list(self._roster.at.items()) if number >= self._sequence}
-        came.add(self._roster.rank)
-        late = set(range(self._roster.size)) - came
+            return f"{self._call()} on rank {self._membership.rank} has waited {waited:.3g} s{whom}"
+        came = {rank for rank, (number, _) in list(self._membership.at.items()) if number >= self._sequence}
+        came.add(self._membership.rank)
+        late = set(range(self._membership.size)) - came
         who = f"{name_ranks(came)} came, {name_ranks(late)} did not" if late else "all ranks came"
         return f"{self._call()}, call {self._sequence}, has waited {waited:.3g} s: {who}"
 
@@ -111,7 +118,7 @@ class Watch:
         return _text(self._code)
 
     def _raise(self, error: GanglineError) -> None:
-        self._roster.fail(error)
+        self._membership.fail(error)
         raise error
 
 
@@ -134,6 +141,6 @@ def mismatch(calls: Mapping[int, tuple[int, int]]) -> MismatchError:
 
 def _text(code: int) -> str:
     try:
-        return str(Call.from_code(code))
+        return str(CallSignature.from_code(code))
     except ValueError:
         return f"an unknown call ({code})"

@@ -79,8 +79,8 @@ class _Server:
                     self._answer(key.fileobj)
 
     def kill(self) -> None:
-        for family in self._families.values():
-            for pid in family:
+        for pool in self._families.values():
+            for pid in pool:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
 
@@ -117,11 +117,11 @@ class _Server:
             one.close()
 
     def _reap(self) -> None:
-        for control, family in list(self._families.items()):
-            for pid, index in list(family.items()):
+        for control, pool in list(self._families.items()):
+            for pid, index in list(pool.items()):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
-                    del family[pid]
+                    del pool[pid]
                     _tell(control, True, index, os.waitstatus_to_exitcode(status))
             self._close_if_over(control)
 

@@ -25,7 +25,7 @@ PRELOAD: tuple[str, ...] = (
 """What the server imports before it forks."""
 
 
-class Family:
+class ProcessPool:
     """Processes that run the same entry function, until they end, are closed, or the calling program is gone."""
 
     def __init__(self, entry: Callable[[Connection], None], count: int) -> None:
@@ -123,7 +123,7 @@ class Family:
             for connection in self.connections:
                 connection.close()
 
-    def __enter__(self) -> Family:
+    def __enter__(self) -> ProcessPool:
         return self
 
     def __exit__(

@@ -24,7 +24,7 @@ importing_script = False
 """Whether this process is a rank that imports the script of its caller: then it must not start ranks of its own."""
 
 
-class Job(NamedTuple):
+class RankTask(NamedTuple):
     """What a rank is told first; function and arguments follow, packed, for they may need the caller's script."""
 
     rank: int
@@ -36,7 +36,7 @@ class Job(NamedTuple):
     """How to import the caller's script: what multiprocessing's own children get."""
 
 
-class Report(NamedTuple):
+class RankReport(NamedTuple):
     """An exception as plain data."""
 
     when: float
@@ -48,7 +48,7 @@ class Report(NamedTuple):
     trace: str
 
     @classmethod
-    def of(cls, error: BaseException) -> Report:
+    def of(cls, error: BaseException) -> RankReport:
         """Take down what an exception says."""
         when = time.monotonic()
         own = type(error)
@@ -120,7 +120,7 @@ def _tensor(dtype: torch.dtype, view: tuple[Any, ...], requires_grad: bool, is_p
 
 def run(connection: Connection) -> None:
     """Be a rank: the entry function of a `Family`."""
-    job: Job = connection.recv()
+    job: RankTask = connection.recv()
     torch.set_num_threads(job.threads)
     comm = None
     try:
@@ -133,7 +133,7 @@ def run(connection: Connection) -> None:
         raise
     except BaseException as error:  # noqa: BLE001 - whatever it was is the caller's to see
         # Told before the others can notice, so that the caller hears the cause before its consequences.
-        _tell(connection, "failed", Report.of(error))
+        _tell(connection, "failed", RankReport.of(error))
         if comm is not None:
             with suppress(Exception):
                 comm.close()
@@ -141,7 +141,7 @@ def run(connection: Connection) -> None:
         _tell(connection, "returned", returned)
 
 
-def _import_script(job: Job) -> None:
+def _import_script(job: RankTask) -> None:
     global importing_script
     importing_script = True
     try:

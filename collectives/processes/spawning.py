@@ -17,8 +17,8 @@ from gangline.collectives.bootstrap.communicators import open_communicator
 from gangline.collectives.bootstrap.rendezvous import time_limit
 from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
 from gangline.collectives.processes import rank_main
-from gangline.collectives.processes.process_pool import Family
-from gangline.collectives.processes.rank_main import Job, Report
+from gangline.collectives.processes.process_pool import ProcessPool
+from gangline.collectives.processes.rank_main import RankReport, RankTask
 
 _GRACE = 2.0
 """Seconds in which it comes out how a rank ended that another one has missed."""
@@ -71,7 +71,7 @@ class Outcome:
 
     value: Any = None
     error: Exception | None = None
-    report: Report | None = None
+    report: RankReport | None = None
     """What the rank itself said of the error; None if it could not say anything any more."""
 
 
@@ -105,11 +105,11 @@ class Ranks:
         self._outcomes: dict[int, Outcome] = {}
         self._ended: set[int] = set()
         self._hub = _Hub(nprocs, time_limit(timeout))
-        self._family = Family(rank_main.run, nprocs)
+        self._pool = ProcessPool(rank_main.run, nprocs)
         try:
-            for rank, connection in enumerate(self._family.connections):
+            for rank, connection in enumerate(self._pool.connections):
                 with suppress(BrokenPipeError, ConnectionResetError):  # killed already: its exit code says so
-                    connection.send(Job(rank, nprocs, threads, options, preparation))
+                    connection.send(RankTask(rank, nprocs, threads, options, preparation))
                     connection.send_bytes(packed)
         except BaseException:
             self.close()
@@ -118,7 +118,7 @@ class Ranks:
     @property
     def pids(self) -> tuple[int, ...]:
         """The ranks' process ids."""
-        return self._family.pids
+        return self._pool.pids
 
     def results(self) -> list[Any]:
         """What each rank returned, in rank order, when all have ended; raises as soon as one has failed, as `spawn`."""
@@ -136,7 +136,7 @@ class Ranks:
 
     def close(self) -> None:
         """End the ranks that still run, and return when none is left."""
-        self._family.close()
+        self._pool.close()
 
     def __enter__(self) -> Ranks:
         return self
@@ -149,7 +149,7 @@ class Ranks:
     def _listen(self, limit: float | None = None) -> bool:
         """Hear what ranks say and see them end; False if nothing came within ``limit`` seconds."""
         waits = [seconds for seconds in (limit, self._hub.seconds_left()) if seconds is not None]
-        speaking, ended = self._family.wait(min(waits, default=None))
+        speaking, ended = self._pool.wait(min(waits, default=None))
         for rank in speaking:
             self._hear(rank)
         self._ended |= ended.keys()
@@ -161,12 +161,12 @@ class Ranks:
         causes = {rank for rank, outcome in self._outcomes.items() if not _may_follow(outcome)}
         for rank, answer in self._hub.answers(self._outcomes.keys(), causes):
             with suppress(BrokenPipeError, ConnectionResetError):
-                self._family.connections[rank].send(answer)
+                self._pool.connections[rank].send(answer)
         return bool(speaking or ended)
 
     def _hear(self, rank: int) -> bool:
         """Take one message of a rank; False if there is none, or no more."""
-        connection = self._family.connections[rank]
+        connection = self._pool.connections[rank]
         try:
             if connection.closed or not connection.poll():
                 return False
@@ -224,19 +224,19 @@ class _Hub:
         """Until the round is given up; None between rounds."""
         return None if self._ends is None else max(0.0, self._ends - time.monotonic())
 
-    def answers(self, ended: Set[int], causes: Set[int]) -> list[tuple[int, tuple[Report | None, list[bytes]]]]:
+    def answers(self, ended: Set[int], causes: Set[int]) -> list[tuple[int, tuple[RankReport | None, list[bytes]]]]:
         """What to tell whom: nothing while ranks are missing that may still come; ``causes`` ended by themselves."""
         if self._ends is None:
             return []
         missing = set(range(self._size)) - self._brought.keys()
         lost = missing & ended
-        trouble: Report | None = None
+        trouble: RankReport | None = None
         if lost:
             text = f"{name_ranks(lost & causes or lost)} of {self._size} ended before all had met"
-            trouble = Report.of(DeadNodeError(text))
+            trouble = RankReport.of(DeadNodeError(text))
         elif missing and self.seconds_left() == 0.0:
             text = f"{name_ranks(missing)} of {self._size} did not come within {self._timeout:g} s to where all meet"
-            trouble = Report.of(StallError(text))
+            trouble = RankReport.of(StallError(text))
         elif missing:
             return []
         blobs = [self._brought[rank] for rank in range(self._size)] if trouble is None else []

@@ -35,7 +35,7 @@ from gangline.collectives.torch_backend.arguments import (
     pairs_of,
     root_in,
 )
-from gangline.collectives.torch_backend.other_devices import Elsewhere
+from gangline.collectives.torch_backend.other_devices import OtherDevices
 from gangline.collectives.torch_backend.work import CoalescedWork, GroupWork, MessageWork
 from gangline.collectives.work import Work, WorkQueue
 
@@ -53,13 +53,13 @@ _OLD_NAMES = {
 
 
 def _by_device(
-    method: Callable[Concatenate[Calls, _Arguments], _Result],
-) -> Callable[Concatenate[Calls, _Arguments], _Result]:
+    method: Callable[Concatenate[GroupCollectives, _Arguments], _Result],
+) -> Callable[Concatenate[GroupCollectives, _Arguments], _Result]:
     """Have a call on tensors of another device than the CPU answered by the backend that the group has for it."""
     name = method.__name__
 
     @wraps(method)
-    def call(self: Calls, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    def call(self: GroupCollectives, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         device = device_of(args) or device_of(tuple(kwargs.values()))
         if device is None or device.type == "cpu":
             return method(self, *args, **kwargs)
@@ -70,14 +70,14 @@ def _by_device(
     return call  # type: ignore[return-value]  # mypy minds that self is named
 
 
-class Calls:
+class GroupCollectives:
     """What a process group offers, under each name that torch 2.11 to 2.15 call it by.
 
     ``opts`` are torch's: the operation, the root, whether the caller waits at once, and a timeout. torch's own
     overloads give these one by one instead.
     """
 
-    def __init__(self, communicator: Communicator, elsewhere: Elsewhere) -> None:
+    def __init__(self, communicator: Communicator, elsewhere: OtherDevices) -> None:
         """Take what moves and reduces CPU tensors, and the backends of other devices."""
         self.communicator = communicator
         self.elsewhere = elsewhere

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
 
-class Elsewhere:
+class OtherDevices:
     """The backends of one process group for other devices than the CPU, made when the first tensor comes.
 
     torch gives a group whose backend is written in Python no other backend beside it: so it has them here.

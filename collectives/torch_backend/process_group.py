@@ -12,14 +12,14 @@ from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[a
 
 from gangline.collectives.bootstrap.communicators import open_communicator
 from gangline.collectives.errors import GanglineError
-from gangline.collectives.torch_backend.calls import Calls
-from gangline.collectives.torch_backend.other_devices import Elsewhere
+from gangline.collectives.torch_backend.calls import GroupCollectives
+from gangline.collectives.torch_backend.other_devices import OtherDevices
 from gangline.collectives.torch_backend.store import StoreExchange, own_address
 
 _Base: Any = ProcessGroup  # of whose methods torch's stubs tell another thing in each version
 
 
-class GanglineProcessGroup(Calls, _Base):  # type: ignore[misc]
+class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
     """A torch process group whose collectives on CPU tensors are a `Communicator`'s; a collective of its ranks.
 
     Every method of torch's Python interface is this class's own, under each name that torch 2.11 to 2.15 call it by:
@@ -45,7 +45,7 @@ class GanglineProcessGroup(Calls, _Base):  # type: ignore[misc]
         seconds = timeout.total_seconds()
         exchange = StoreExchange(store, rank, size, seconds)
         communicator = open_communicator(rank, size, exchange, timeout=seconds, tcp_host=own_address(store))
-        Calls.__init__(self, communicator, Elsewhere(self, store, timeout))
+        GroupCollectives.__init__(self, communicator, OtherDevices(self, store, timeout))
         self._store = store
         self._timeout = timeout
         fake: Any = FakeProcessGroup  # torch's stub knows none of its options

@@ -12,18 +12,18 @@ from torch import Tensor
 PIECE = 1 << 19
 """Bytes of a piece of a message: small enough to stay in a core's cache while it is added or copied."""
 
-Exchange = Callable[[bytes], list[bytes]]
+BootstrapAllGather = Callable[[bytes], list[bytes]]
 """Gives everybody's bytes, in rank order: how transports find each other. All ranks call it equally often."""
 
 
-class Stamp(NamedTuple):
+class MessageTag(NamedTuple):
     """What a message belongs to: the number of the call on its communicator (or its tag), and `Call.code`."""
 
     sequence: int
     code: int
 
 
-class Patience(Protocol):
+class WaitPolicy(Protocol):
     """What a transport asks while it waits (`Watch` in watch.py)."""
 
     def check(self, missing: Iterable[int]) -> None:
@@ -34,7 +34,7 @@ class Patience(Protocol):
         """
 
 
-class Ticket(ABC):
+class SendRequest(ABC):
     """A message on its way out."""
 
     @abstractmethod
@@ -46,10 +46,10 @@ class Ticket(ABC):
         """Return when it is done; what else is on its way out goes on meanwhile."""
 
 
-class Incoming(ABC):
+class ReceiveRequest(ABC):
     """A message that has been announced; its bytes may still lie with the sender."""
 
-    stamp: Stamp
+    message_tag: MessageTag
     nbytes: int
 
     @abstractmethod
@@ -77,7 +77,7 @@ class Transport(ABC):
     size: int
 
     @abstractmethod
-    def send(self, to: int, data: Tensor, stamp: Stamp) -> Ticket:
+    def send(self, to: int, data: Tensor, message_tag: MessageTag) -> SendRequest:
         """Send the bytes of a contiguous uint8 tensor (0 bytes too) to another rank; never waits.
 
         Messages between two ranks arrive in the order in which they were sent. The memory must not be written before
@@ -85,24 +85,24 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def receive(self, source: int) -> Incoming:
+    def receive(self, source: int) -> ReceiveRequest:
         """The next message of a rank; waits for it, and while it waits, what is on its way out goes on.
 
         The message before it of the same rank must be done.
 
         Raises:
-            GanglineError: what `Patience.check` raises.
+            GanglineError: what `WaitPolicy.check` raises.
         """
 
     @abstractmethod
-    def poll(self, source: int) -> Incoming | None:
+    def poll(self, source: int) -> ReceiveRequest | None:
         """The next message of a rank if there is one already."""
 
     @abstractmethod
     def progress(self) -> None:
         """Move on what is on its way out, as far as that goes without waiting."""
 
-    def empty(self, nbytes: int, exchange: Exchange) -> Tensor:  # noqa: ARG002  of those that share memory
+    def empty(self, nbytes: int, exchange: BootstrapAllGather) -> Tensor:  # noqa: ARG002  of those that share memory
         """A uint8 tensor, where that can be in memory that other ranks can reach: a collective."""
         return torch.empty(nbytes, dtype=torch.uint8)
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gangline.collectives.transports.base import PIECE, Incoming, Patience, Stamp, Ticket, Transport
-from gangline.collectives.transports.shm.slots import LIMIT, Board
+from gangline.collectives.transports.base import PIECE, MessageTag, ReceiveRequest, SendRequest, Transport, WaitPolicy
+from gangline.collectives.transports.shm.slots import LIMIT, SlotExchange
 
 _CHECK_SECONDS = 0.01
 
 
-class Gang:
+class ThreadGroup:
     """What the threads of one communicator share."""
 
     def __init__(self, size: int) -> None:
@@ -31,43 +31,43 @@ class Gang:
             how()
             self._changed.notify_all()
 
-    def wait(self, is_there: Callable[[], bool], patience: Patience, missing: int) -> None:
+    def wait(self, is_there: Callable[[], bool], wait_policy: WaitPolicy, missing: int) -> None:
         """Return when ``is_there()``.
 
         Raises:
-            GanglineError: what `Patience.check` raises.
+            GanglineError: what `WaitPolicy.check` raises.
         """
         while True:
             with self._changed:
                 if self._changed.wait_for(is_there, _CHECK_SECONDS):
                     return
-            patience.check([missing])
+            wait_policy.check([missing])
 
 
-class Threads(Transport):
+class InProcessTransport(Transport):
     """The transport of the threads of one process."""
 
     name = "in_process"
 
-    def __init__(self, rank: int, gang: Gang, patience: Patience) -> None:
-        self.rank, self.size = rank, gang.size
-        self._gang = gang
-        self._patience = patience
+    def __init__(self, rank: int, group: ThreadGroup, wait_policy: WaitPolicy) -> None:
+        self.rank, self.size = rank, group.size
+        self._group = group
+        self._wait_policy = wait_policy
 
-    def send(self, to: int, data: Tensor, stamp: Stamp) -> Ticket:  # noqa: D102  as the base says
-        message = _Message(self._gang, self._patience, to, data, stamp)
-        self._gang.change(lambda: self._gang.queues[self.rank, to].append(message))
+    def send(self, to: int, data: Tensor, message_tag: MessageTag) -> SendRequest:  # noqa: D102  as the base says
+        message = _Message(self._group, self._wait_policy, to, data, message_tag)
+        self._group.change(lambda: self._group.queues[self.rank, to].append(message))
         return message
 
-    def receive(self, source: int) -> Incoming:  # noqa: D102
-        queue = self._gang.queues[source, self.rank]
+    def receive(self, source: int) -> ReceiveRequest:  # noqa: D102
+        queue = self._group.queues[source, self.rank]
         if not queue:
-            self._gang.wait(lambda: bool(queue), self._patience, source)
-        return _Received(self._gang, queue)
+            self._group.wait(lambda: bool(queue), self._wait_policy, source)
+        return _Received(self._group, queue)
 
-    def poll(self, source: int) -> Incoming | None:  # noqa: D102
-        queue = self._gang.queues[source, self.rank]
-        return _Received(self._gang, queue) if queue else None
+    def poll(self, source: int) -> ReceiveRequest | None:  # noqa: D102
+        queue = self._group.queues[source, self.rank]
+        return _Received(self._group, queue) if queue else None
 
     def progress(self) -> None:  # noqa: D102  nothing is ever on its way
         pass
@@ -76,24 +76,26 @@ class Threads(Transport):
         pass
 
 
-class _Message(Ticket):
-    def __init__(self, gang: Gang, patience: Patience, to: int, data: Tensor, stamp: Stamp) -> None:
-        self.data, self.stamp = data, stamp
-        self._gang, self._patience, self._to = gang, patience, to
+class _Message(SendRequest):
+    def __init__(
+        self, group: ThreadGroup, wait_policy: WaitPolicy, to: int, data: Tensor, message_tag: MessageTag
+    ) -> None:
+        self.data, self.message_tag = data, message_tag
+        self._group, self._wait_policy, self._to = group, wait_policy, to
         self.is_read = False
 
     def is_done(self) -> bool:
         return self.is_read
 
     def wait(self) -> None:
-        self._gang.wait(self.is_done, self._patience, self._to)
+        self._group.wait(self.is_done, self._wait_policy, self._to)
 
 
-class _Received(Incoming):
-    def __init__(self, gang: Gang, queue: deque[_Message]) -> None:
-        self._gang, self._queue = gang, queue
+class _Received(ReceiveRequest):
+    def __init__(self, group: ThreadGroup, queue: deque[_Message]) -> None:
+        self._group, self._queue = group, queue
         self._message = queue[0]
-        self.stamp, self.nbytes = self._message.stamp, self._message.data.numel()
+        self.message_tag, self.nbytes = self._message.message_tag, self._message.data.numel()
 
     def piece(self, index: int) -> Tensor:
         return self._message.data[index * PIECE : (index + 1) * PIECE]
@@ -103,24 +105,24 @@ class _Received(Incoming):
         self.done()
 
     def done(self) -> None:
-        self._gang.change(self._finish)
+        self._group.change(self._finish)
 
     def _finish(self) -> None:
         self._queue.popleft()
         self._message.is_read = True
 
 
-class ThreadBoard(Board):
+class ThreadSlotExchange(SlotExchange):
     """The board of the threads of one process."""
 
-    def __init__(self, rank: int, gang: Gang, patience: Patience) -> None:
-        self.rank, self.size = rank, gang.size
-        self._gang = gang
-        self._patience = patience
+    def __init__(self, rank: int, group: ThreadGroup, wait_policy: WaitPolicy) -> None:
+        self.rank, self.size = rank, group.size
+        self._group = group
+        self._wait_policy = wait_policy
         self._count = 0
 
     def slots(self, nbytes: int, dtype: torch.dtype) -> list[list[Tensor]]:  # noqa: D102
-        return [[slot[:nbytes].view(dtype) for slot in of_parity] for of_parity in self._gang.slots]
+        return [[slot[:nbytes].view(dtype) for slot in of_parity] for of_parity in self._group.slots]
 
     @property
     def parity(self) -> int:  # noqa: D102
@@ -129,12 +131,12 @@ class ThreadBoard(Board):
     def meet(self, sequence: int, code: int) -> tuple[int, dict[int, tuple[int, int]]]:  # noqa: D102
         count = self._count = self._count + 1
         parity = count & 1
-        marks = self._gang.marks[parity]
-        self._gang.change(lambda: marks.__setitem__(self.rank, (count, sequence, code)))
+        marks = self._group.marks[parity]
+        self._group.change(lambda: marks.__setitem__(self.rank, (count, sequence, code)))
         elsewhere: dict[int, tuple[int, int]] = {}
         for rank in range(self.size):
             if marks[rank][0] != count:
-                self._gang.wait(lambda rank=rank: marks[rank][0] == count, self._patience, rank)  # type: ignore[misc]
+                self._group.wait(lambda rank=rank: marks[rank][0] == count, self._wait_policy, rank)  # type: ignore[misc]
             if marks[rank][1:] != (sequence, code):
                 elsewhere[rank] = marks[rank][1:]
         return parity, elsewhere

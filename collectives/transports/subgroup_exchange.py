@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from gangline.collectives.transports.base import Exchange
+from gangline.collectives.transports.base import BootstrapAllGather
 
 _WITHIN, _DONE = b"+", b"-"
 
 
 @contextmanager
-def within(exchange: Exchange, members: Sequence[int]) -> Iterator[Exchange]:
+def within(exchange: BootstrapAllGather, members: Sequence[int]) -> Iterator[BootstrapAllGather]:
     """Gives the exchange of one's own group, which may be called as often as the group likes.
 
     All ranks enter and leave at the same place; who has left waits until all groups are done, or have failed.

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from gangline.collectives.workload import check_work_load_list
-from gangline.kvstore.launch.job import Job, cores, free_ports, process_table
+from gangline.kvstore.launch.job import JobSpec, cores, free_ports, process_table
 
 _LAUNCHERS = ("local",)
 
@@ -38,7 +38,7 @@ def launch(
     """
     if launcher not in _LAUNCHERS:
         raise typer.BadParameter(f"{launcher!r} is unknown; expected one of {', '.join(_LAUNCHERS)}")
-    job = Job(
+    job = JobSpec(
         command=tuple(command),
         workers=num_workers,
         servers=num_servers,

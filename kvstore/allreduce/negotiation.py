@@ -39,7 +39,7 @@ class Meeting:
     """What those who have joined are to take part in; None where all know."""
 
 
-class Workers:
+class WorkerGroup:
     """The processes of a job, who do everything together and in the same order.
 
     Before anything moves all tell what they come for: one all-gather of 24 bytes a worker. Where they differ, or one of

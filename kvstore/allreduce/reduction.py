@@ -9,7 +9,7 @@ import torch
 
 from gangline.collectives.compression import Compression, check, compress_checked
 from gangline.collectives.devices.device_group import Transfer, move, reduce
-from gangline.kvstore.allreduce.negotiation import Meeting, Workers
+from gangline.kvstore.allreduce.negotiation import Meeting, WorkerGroup
 from gangline.kvstore.arguments import Pushed, Value
 from gangline.kvstore.buckets import BucketValue
 from gangline.kvstore.gradient_compression import CompressedPushes
@@ -21,7 +21,7 @@ _ABSENT, _DENSE, _ROWS = range(3)
 
 
 @dataclass
-class Part:
+class BucketPart:
     """What one worker has for a push: the sums over its own devices, on the host."""
 
     keys: list[Key]
@@ -74,7 +74,7 @@ class Payloads(CompressedPushes):
         super().__init__(compression)
         self.codec = compression.codec
 
-    def check(self, part: Part) -> None:
+    def check(self, part: BucketPart) -> None:
         """Raise ValueError for NaN or infinity in what is to be sent."""
         for key, value in part.values.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -91,7 +91,7 @@ class Payloads(CompressedPushes):
 
 @torch.no_grad()
 def summed_over_workers(
-    workers: Workers, meeting: Meeting, part: Part, payloads: Payloads | None, *, is_mean: bool
+    workers: WorkerGroup, meeting: Meeting, part: BucketPart, payloads: Payloads | None, *, is_mean: bool
 ) -> list[tuple[Key, Value]]:
     """Add up all workers' parts, or take their weighted mean.
 
@@ -126,7 +126,7 @@ def summed_over_workers(
     return [(key, sums[key]) for key in part.keys if key in sums]
 
 
-def _kinds(workers: Workers, part: Part) -> dict[Key, int]:
+def _kinds(workers: WorkerGroup, part: BucketPart) -> dict[Key, int]:
     """For each key what the workers have: nothing, or rows alone, or dense values too."""
     own = [_kind(part.values.get(key)) for key in part.keys]
     told = workers.gather(torch.tensor(own, dtype=torch.uint8))
@@ -140,7 +140,7 @@ def _kind(value: Value | None) -> int:
     return _ABSENT if value is None else _DENSE if isinstance(value, torch.Tensor) else _ROWS
 
 
-def _filled(part: Part, key: Key, factor: float) -> torch.Tensor:
+def _filled(part: BucketPart, key: Key, factor: float) -> torch.Tensor:
     """A key's buffer, holding what this worker gives to the sum."""
     buffer, value = part.buffer(key), part.values.get(key)
     if value is None or not factor:
@@ -153,7 +153,9 @@ def _filled(part: Part, key: Key, factor: float) -> torch.Tensor:
     return torch.mul(value, factor, out=buffer)
 
 
-def _add_payloads(workers: Workers, meeting: Meeting, part: Part, payloads: Payloads, keys: Sequence[Key]) -> None:
+def _add_payloads(
+    workers: WorkerGroup, meeting: Meeting, part: BucketPart, payloads: Payloads, keys: Sequence[Key]
+) -> None:
     """Send payloads, all keys' at once, and have the buffers be the sums of what arrived, in rank order."""
     buffers = [part.buffer(key) for key in keys]
     sizes = [payloads.size(buffer) for buffer in buffers]
@@ -170,7 +172,7 @@ def _add_payloads(workers: Workers, meeting: Meeting, part: Part, payloads: Payl
         reduce(values, out=buffer)
 
 
-def _summed_rows(workers: Workers, part: Part, keys: Sequence[Key], factor: float) -> dict[Key, RowSparse]:
+def _summed_rows(workers: WorkerGroup, part: BucketPart, keys: Sequence[Key], factor: float) -> dict[Key, RowSparse]:
     """The sums of keys of which all have rows alone; only rows that somebody has travel."""
     if not keys:
         return {}

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from gangline.kvstore.allreduce.negotiation import Workers
+from gangline.kvstore.allreduce.negotiation import WorkerGroup
 from gangline.kvstore.optimizer.keyed import OptimizerState
 
 
-def first_state(workers: Workers, state: OptimizerState | None) -> OptimizerState:
+def first_state(workers: WorkerGroup, state: OptimizerState | None) -> OptimizerState:
     """The state that rank 0 gives; all workers call this, and what the others give is not looked at.
 
     Tensors go one by one, as bytes: they may be of dtypes that collectives do not take.

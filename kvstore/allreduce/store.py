@@ -15,8 +15,8 @@ import torch
 from gangline.collectives.compression import Compression
 from gangline.collectives.engine.reduction import check_dtype
 from gangline.collectives.work import Work, WorkQueue
-from gangline.kvstore.allreduce.negotiation import Meeting, Workers
-from gangline.kvstore.allreduce.reduction import Part, Payloads, summed_over_workers
+from gangline.kvstore.allreduce.negotiation import Meeting, WorkerGroup
+from gangline.kvstore.allreduce.reduction import BucketPart, Payloads, summed_over_workers
 from gangline.kvstore.allreduce.state_broadcast import first_state
 from gangline.kvstore.arguments import Pairs, Pushed, Value, by_key, merged
 from gangline.kvstore.buckets import Bucket, BucketValue
@@ -71,7 +71,7 @@ class AllReduceStore(LocalStore):
             GanglineError: a worker did not come.
         """
         self._owned = _connected() if communicator is None else None
-        self._workers = Workers(communicator or self._owned)  # type: ignore[arg-type]  # one of them is there
+        self._workers = WorkerGroup(communicator or self._owned)  # type: ignore[arg-type]  # one of them is there
         super().__init__(name)
         self._queue = _InTurn()
         weakref.finalize(self, self._queue.close)
@@ -219,7 +219,7 @@ class AllReduceStore(LocalStore):
     def _add_pairs(self, pairs: Pushed, weight: float | None) -> None:
         keys = list(dict.fromkeys(key for key, _ in pairs))
 
-        def part() -> Part:
+        def part() -> BucketPart:
             present = [(key, values) for key, values in merged(pairs) if values and weight != 0]
             return self._part(keys, dict(self._sums(present, own=False)))
 
@@ -233,7 +233,7 @@ class AllReduceStore(LocalStore):
             self._add_pairs([(key, of_keys.get(key, [])) for key in bucket.keys], weight)
             return
 
-        def part() -> Part:
+        def part() -> BucketPart:
             own = self._part_of(bucket)
             if weight != 0:
                 own.take(values, by_key(bucket, values, keys))
@@ -243,7 +243,7 @@ class AllReduceStore(LocalStore):
         call = f"{_kind(weight)} of bucket {number} of {bucket.keys}"
         self._add(call, {"bucket": number}, part, weight)
 
-    def _add(self, call: str, plan: Mapping[str, Any], prepare: Callable[[], Part], weight: float | None) -> None:
+    def _add(self, call: str, plan: Mapping[str, Any], prepare: Callable[[], BucketPart], weight: float | None) -> None:
         """Add up all workers' parts and give the sums to the updater, once it is known that all of them can."""
         try:
             part = prepare()
@@ -255,7 +255,7 @@ class AllReduceStore(LocalStore):
         meeting = self._meet(call, plan, 1.0 if weight is None else weight, is_uneven=part.is_uneven)
         self._take(meeting, part, is_mean=weight is not None)
 
-    def _check_part(self, part: Part) -> None:
+    def _check_part(self, part: BucketPart) -> None:
         if self._optimizer is not None:
             for key, value in part.values.items():
                 self._optimizer.add(key, self._entries[key].stored)
@@ -263,7 +263,7 @@ class AllReduceStore(LocalStore):
         if self._payloads is not None:
             self._payloads.check(part)
 
-    def _take(self, meeting: Meeting, part: Part, *, is_mean: bool) -> None:
+    def _take(self, meeting: Meeting, part: BucketPart, *, is_mean: bool) -> None:
         """Sum with the others, and update."""
         sums = summed_over_workers(self._workers, meeting, part, self._payloads, is_mean=is_mean)
         if self._optimizer is not None:
@@ -311,8 +311,8 @@ class AllReduceStore(LocalStore):
             self._take_rate(meeting)
             self._apply_held()
 
-    def _part(self, keys: list[Key], values: Mapping[Key, Value]) -> Part:
-        return Part(keys, values, lambda key: self._entries[key].stored, self._buffer)
+    def _part(self, keys: list[Key], values: Mapping[Key, Value]) -> BucketPart:
+        return BucketPart(keys, values, lambda key: self._entries[key].stored, self._buffer)
 
     def _buffer(self, key: Key) -> torch.Tensor:
         entry = self._entries[key]
@@ -320,12 +320,12 @@ class AllReduceStore(LocalStore):
             entry.merged = torch.empty_like(entry.stored)
         return entry.merged
 
-    def _part_of(self, bucket: Bucket) -> Part:
+    def _part_of(self, bucket: Bucket) -> BucketPart:
         """A part of a bucket's keys in their shared memory; with no values yet."""
         flat = self._flats[bucket].merged
         assert flat is not None
         views = bucket.views(flat)
-        return Part(bucket.keys, {}, lambda key: self._entries[key].stored, views.__getitem__, flat)
+        return BucketPart(bucket.keys, {}, lambda key: self._entries[key].stored, views.__getitem__, flat)
 
     def _set_compression(self, compression: Compression | None) -> None:
         if compression is not None and compression.pull_codec is not None:
@@ -421,10 +421,10 @@ def _connected() -> Communicator:
     from gangline.collectives.bootstrap.communicators import (
         connect,  # here, for who has no job pays nothing for its imports
     )
-    from gangline.collectives.bootstrap.launcher_environment import find_place
+    from gangline.collectives.bootstrap.launcher_environment import find_rank_info
 
     try:
-        find_place(None, None, None, os.environ)
+        find_rank_info(None, None, None, os.environ)
     except RuntimeError as error:
         raise RuntimeError(
             "an 'allreduce' store joins the workers of a job, and there is none in the environment; start the program "

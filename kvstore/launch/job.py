@@ -17,7 +17,7 @@ _OUTER = ("DMLC_WORKER_ID", "GANGLINE_WORK_LOAD_LIST")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobSpec:
     """What the user asked for."""
 
     command: tuple[str, ...]
@@ -62,7 +62,7 @@ class Process:
 
 
 def process_table(
-    job: Job, launchers: Mapping[str, str], *, root_port: int, master_port: int, cores: int
+    job: JobSpec, launchers: Mapping[str, str], *, root_port: int, master_port: int, cores: int
 ) -> list[Process]:
     """The processes of a job on this machine: scheduler and servers if it has servers, then its workers by rank.
 
@@ -106,7 +106,7 @@ def process_table(
     return processes
 
 
-def _worker(job: Job, rank: int, master_port: int, threads: str) -> dict[str, str]:
+def _worker(job: JobSpec, rank: int, master_port: int, threads: str) -> dict[str, str]:
     own = {
         "DMLC_ROLE": "worker",
         "DMLC_WORKER_ID": str(rank),
@@ -136,7 +136,7 @@ def _passed_on(names: Sequence[str], launchers: Mapping[str, str]) -> dict[str, 
     return {name: launchers[name] for name in names}
 
 
-def _gpus(job: Job, launchers: Mapping[str, str]) -> list[dict[str, str]]:
+def _gpus(job: JobSpec, launchers: Mapping[str, str]) -> list[dict[str, str]]:
     """CUDA_VISIBLE_DEVICES of each worker. GPUs are numbered as torch does, within those that the launcher may see."""
     if not job.gpus:
         return [{} for _ in range(job.workers)]

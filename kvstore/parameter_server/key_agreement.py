@@ -11,25 +11,25 @@ from torch import Tensor
 from gangline.collectives.errors import MismatchError
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.protocol import DTYPES
-from gangline.kvstore.parameter_server.sharding import Layout, Part
+from gangline.kvstore.parameter_server.sharding import KeyLayout, ShardPlacement
 
 
-def layout_of(key: Key, value: Tensor) -> Layout:
+def layout_of(key: Key, value: Tensor) -> KeyLayout:
     """A key's layout."""
-    return Layout(key, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.dtype.itemsize)
+    return KeyLayout(key, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.dtype.itemsize)
 
 
-def empty(layout: Layout) -> Tensor:
+def empty(layout: KeyLayout) -> Tensor:
     """A tensor of a layout, on the host."""
     return torch.empty(layout.shape, dtype=getattr(torch, layout.dtype))
 
 
-def pack(layouts: Sequence[Layout]) -> bytes:
+def pack(layouts: Sequence[KeyLayout]) -> bytes:
     """Layouts as bytes."""
     return bytes(msgpack.packb([[one.key, one.dtype, list(one.shape), one.itemsize] for one in layouts]))
 
 
-def new_keys(said: Sequence[bytes], known: Mapping[Key, Sequence[Part]]) -> list[Layout]:
+def new_keys(said: Sequence[bytes], known: Mapping[Key, Sequence[ShardPlacement]]) -> list[KeyLayout]:
     """The keys that nobody knew yet, in an order that all workers share.
 
     Args:
@@ -45,10 +45,10 @@ def new_keys(said: Sequence[bytes], known: Mapping[Key, Sequence[Part]]) -> list
     if resting:
         raise RuntimeError(f"init() came while worker {resting[0]} rests in join(); expected when all take part")
     _check_same_keys(said)
-    new: dict[Key, tuple[int, Layout]] = {}
+    new: dict[Key, tuple[int, KeyLayout]] = {}
     for rank, packed in enumerate(said):
         for key, dtype, shape, itemsize in msgpack.unpackb(packed):
-            layout = Layout(key, dtype, tuple(shape), itemsize)
+            layout = KeyLayout(key, dtype, tuple(shape), itemsize)
             is_known = key in known
             first, other = (0, known[key][0].layout) if is_known else new.get(key, (rank, layout))
             if other != layout:
@@ -72,5 +72,5 @@ def _check_same_keys(said: Sequence[bytes]) -> None:
             raise MismatchError(f"key {differing[0]!r} is initialised on rank {here}, but not on rank {missing}")
 
 
-def _words(layout: Layout) -> str:
+def _words(layout: KeyLayout) -> str:
     return f"shape {layout.shape} and dtype {layout.dtype}"

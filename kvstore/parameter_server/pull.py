@@ -14,7 +14,7 @@ from gangline.kvstore.arguments import Value
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.protocol import CODED, DENSE, ROWS, Message, Pull, Values
-from gangline.kvstore.parameter_server.sharding import Part
+from gangline.kvstore.parameter_server.sharding import ShardPlacement
 from gangline.kvstore.parameter_server.transport.frames import memory_of
 from gangline.kvstore.parameter_server.transport.shared_memory import piece, typed
 from gangline.kvstore.sparse import RowSparse
@@ -29,7 +29,7 @@ Handler = Callable[[Message, list[Tensor]], bool]
 class Target:
     """Where a part's values go."""
 
-    part: Part
+    part: ShardPlacement
     outs: Sequence[Tensor]
     """The key's tensors, any strides and devices."""
 
@@ -63,8 +63,8 @@ class Pulled:
 
     def requests(self, rounds: Mapping[Key, int], what: str, priority: int) -> list[Request]:
         """Messages that ask for the parts."""
-        groups: list[tuple[int, list[Part]]] = []
-        filling: dict[int, list[Part]] = {}
+        groups: list[tuple[int, list[ShardPlacement]]] = []
+        filling: dict[int, list[ShardPlacement]] = {}
         for target in self._targets.values():
             part = target.part
             if sum(one.nbytes for one in filling.get(part.server, ())) + part.nbytes > _GROUP:
@@ -98,7 +98,7 @@ class Pulled:
 
         return take
 
-    def _decoded(self, data: Tensor, kind: int, part: Part, dtype: torch.dtype) -> Tensor:
+    def _decoded(self, data: Tensor, kind: int, part: ShardPlacement, dtype: torch.dtype) -> Tensor:
         if kind != CODED:
             return typed(data, dtype)
         if self._codec is None:
@@ -116,7 +116,7 @@ class PulledRows:
         targets: where rows go, and which, as a store's ``row_sparse_pull`` got them.
     """
 
-    def __init__(self, parts: Sequence[Part], targets: Sequence[tuple[Value, Tensor]]) -> None:
+    def __init__(self, parts: Sequence[ShardPlacement], targets: Sequence[tuple[Value, Tensor]]) -> None:
         self._parts = parts
         self._targets = targets
         self._layout = parts[0].layout
@@ -148,7 +148,7 @@ class PulledRows:
             )
         return requests
 
-    def _handler(self, part: Part, inside: Tensor) -> Handler:
+    def _handler(self, part: ShardPlacement, inside: Tensor) -> Handler:
         def take(message: Message, datas: list[Tensor]) -> bool:
             assert isinstance(message, Values)
             blocks = self._rows.view(-1, part.width)
@@ -172,7 +172,7 @@ class PulledRows:
                 out.index_copy_(0, wanted.to(out.device), rows.to(out.device))
 
 
-def closed(parts: Sequence[tuple[Part, int]]) -> list[Request]:
+def closed(parts: Sequence[tuple[ShardPlacement, int]]) -> list[Request]:
     """Requests that are over when rounds of parts are closed: they ask for no rows of each."""
     of_server: dict[int, list[list[int]]] = {}
     for part, number in parts:

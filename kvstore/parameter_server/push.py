@@ -18,9 +18,9 @@ from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.protocol import ABSENT, CODED, DENSE, ROWS, Message, Push
 from gangline.kvstore.parameter_server.pull import Pulled
-from gangline.kvstore.parameter_server.sharding import Part
+from gangline.kvstore.parameter_server.sharding import ShardPlacement
 from gangline.kvstore.parameter_server.transport.frames import INLINE, memory_of
-from gangline.kvstore.parameter_server.transport.shared_memory import Arena, aligned
+from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool, aligned
 from gangline.kvstore.sparse import RowSparse, summed
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -32,7 +32,7 @@ _GROUP = 4 << 20
 class Piece:
     """A part's share of a contribution, not yet where it travels from."""
 
-    part: Part
+    part: ShardPlacement
     kind: int
     values: Sequence[Tensor]
     """Flat host tensors whose sum it is; one that is not DENSE is uint8."""
@@ -70,14 +70,14 @@ class Contributions:
         on_device: sum over devices on the first of them, not on the host.
     """
 
-    def __init__(self, shares: Sequence[bool], arena: Arena | None, *, on_device: bool) -> None:
+    def __init__(self, shares: Sequence[bool], arena: SharedMemoryPool | None, *, on_device: bool) -> None:
         self._shares = shares
         self._arena = arena
         self._on_device = on_device
         self._compression: Compression | None = None
         self._residuals: dict[Key, Tensor] = {}
 
-    def prepare(self, pushed: Iterable[tuple[Key, Sequence[Value], Sequence[Part]]]) -> Prepared:
+    def prepare(self, pushed: Iterable[tuple[Key, Sequence[Value], Sequence[ShardPlacement]]]) -> Prepared:
         """The pieces of a push; reads the values, and changes residuals only when all can be sent.
 
         A key without values takes part in the round all the same: the others' sum is the sum.
@@ -86,7 +86,7 @@ class Contributions:
             ValueError: one is to be compressed and holds NaN or infinity.
         """
         pieces: list[Piece] = []
-        coded: list[tuple[Key, Tensor, Sequence[Part]]] = []
+        coded: list[tuple[Key, Tensor, Sequence[ShardPlacement]]] = []
         for key, values, parts in pushed:
             if not values:
                 pieces += [Piece(part, ABSENT, [_NOTHING]) for part in parts]
@@ -172,7 +172,7 @@ class Contributions:
 class Prepared:
     """Pieces that are ready to go."""
 
-    def __init__(self, pieces: Sequence[Piece], shares: Sequence[bool], arena: Arena | None) -> None:
+    def __init__(self, pieces: Sequence[Piece], shares: Sequence[bool], arena: SharedMemoryPool | None) -> None:
         self._pieces = pieces
         self._shares = shares
         self._arena = arena
@@ -252,7 +252,7 @@ def _flat(value: Tensor) -> Tensor:
     return flat if flat.dim() == 1 else flat.view(-1)
 
 
-def _rows_of(rows: RowSparse, part: Part) -> Tensor:
+def _rows_of(rows: RowSparse, part: ShardPlacement) -> Tensor:
     """A part's share of rows as bytes: int64 row numbers, then the rows, in rows of the part's width."""
     width = part.width
     indices, values = rows.indices, rows.values.reshape(len(rows.indices), part.layout.row)

@@ -19,7 +19,7 @@ _PER_SERVER = 4
 
 
 @dataclass(frozen=True)
-class Layout:
+class KeyLayout:
     """A key as all workers know it."""
 
     key: Key
@@ -45,13 +45,13 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardPlacement:
     """A run of a key's elements on one server."""
 
     number: int
     """Unique in the job."""
     server: int
-    layout: Layout
+    layout: KeyLayout
     begin: int
     numel: int
 
@@ -88,7 +88,7 @@ class Sharding:
         """Bytes on each server."""
         self._number = 0
 
-    def place(self, layouts: Sequence[Layout], *, whole: bool = False) -> dict[Key, list[Part]]:
+    def place(self, layouts: Sequence[KeyLayout], *, whole: bool = False) -> dict[Key, list[ShardPlacement]]:
         """Cut keys and give each part to the server that holds the fewest bytes, the largest keys first.
 
         Args:
@@ -98,23 +98,23 @@ class Sharding:
         ordered = sorted(layouts, key=lambda layout: -layout.nbytes)  # stable: ties in the order given
         return {layout.key: self._place_one(layout, whole=whole) for layout in ordered}
 
-    def remove(self, parts: Sequence[Part]) -> None:
+    def remove(self, parts: Sequence[ShardPlacement]) -> None:
         """Count the bytes of these no more."""
         for part in parts:
             self.loads[part.server] -= part.nbytes
 
-    def _place_one(self, layout: Layout, *, whole: bool) -> list[Part]:
+    def _place_one(self, layout: KeyLayout, *, whole: bool) -> list[ShardPlacement]:
         parts = []
         begin = 0
         for numel in [layout.numel] if whole else self._sizes(layout):
             server = min(range(len(self.loads)), key=self.loads.__getitem__)
-            parts.append(Part(self._number, server, layout, begin, numel))
+            parts.append(ShardPlacement(self._number, server, layout, begin, numel))
             begin += numel
             self._number += 1
             self.loads[server] += parts[-1].nbytes
         return parts
 
-    def _sizes(self, layout: Layout) -> list[int]:
+    def _sizes(self, layout: KeyLayout) -> list[int]:
         """Elements of the key's parts: equal numbers of them for all servers, as equal as `GRAIN` allows."""
         servers = len(self.loads)
         share = -(-layout.nbytes // (servers * _PER_SERVER)) if servers > 1 else _LARGEST

@@ -25,19 +25,19 @@ from gangline.kvstore.optimizer import clipping
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_rate
 from gangline.kvstore.parameter_server import environment
-from gangline.kvstore.parameter_server.client.collective_calls import Pending, Team
+from gangline.kvstore.parameter_server.client.collective_calls import CollectiveCalls, PendingRequests
 from gangline.kvstore.parameter_server.client.request import Request
-from gangline.kvstore.parameter_server.client.scheduler_client import Membership
-from gangline.kvstore.parameter_server.client.server_client import Wire
+from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
+from gangline.kvstore.parameter_server.client.server_client import ServerClient
 from gangline.kvstore.parameter_server.key_agreement import empty, layout_of, new_keys, pack
 from gangline.kvstore.parameter_server.protocol import Define
 from gangline.kvstore.parameter_server.pull import Pulled, PulledRows, Target, closed
 from gangline.kvstore.parameter_server.push import Contributions
 from gangline.kvstore.parameter_server.server import optimizer_shards
-from gangline.kvstore.parameter_server.sharding import Part, Sharding
-from gangline.kvstore.parameter_server.torchrun import Embedded, embedded_job
+from gangline.kvstore.parameter_server.sharding import Sharding, ShardPlacement
+from gangline.kvstore.parameter_server.torchrun import ChildServers, start_child_servers
 from gangline.kvstore.parameter_server.transport.frames import memory_of
-from gangline.kvstore.parameter_server.transport.shared_memory import Arena
+from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool
 from gangline.kvstore.registry import register
 
 _log = logging.getLogger("gangline")
@@ -88,18 +88,20 @@ class DistStore(KVStore):
         with ExitStack() as stack:
             if embedded is not None:
                 stack.callback(embedded.kill)
-            self._member = Membership("worker", job.scheduler, rank=job.rank, timeout=self._timeout)
+            self._member = SchedulerClient("worker", job.scheduler, rank=job.rank, timeout=self._timeout)
             stack.callback(self._member.close)
             self._arena = _arena()
             if self._arena is not None:
                 stack.callback(self._arena.close)
-            self._wire = Wire(self._member, "async" if is_async else "sync", staleness, self._arena, self._timeout)
+            self._wire = ServerClient(
+                self._member, "async" if is_async else "sync", staleness, self._arena, self._timeout
+            )
             stack.pop_all()
-        self._team = Team(self._member, self._wire)
+        self._team = CollectiveCalls(self._member, self._wire)
         self._queue = WorkQueue()
         self._finish = weakref.finalize(self, _finish, self._queue, self._wire, self._member, self._arena, embedded)
         self._sharding = Sharding(len(self._member.servers))
-        self._parts: dict[Key, list[Part]] = {}
+        self._parts: dict[Key, list[ShardPlacement]] = {}
         self._rounds: dict[Key, int] = {}
         self._spec: OptimizerSpec | None = None
         self._learning_rate: float | None = None
@@ -171,7 +173,7 @@ class DistStore(KVStore):
         """Give the servers the values of these keys."""
         requests: list[Request] = []
         for server in self._team.servers:
-            group: list[tuple[Part, Tensor]] = []
+            group: list[tuple[ShardPlacement, Tensor]] = []
             for key, (value,) in pairs:
                 flat = value.detach().cpu().contiguous().view(-1)
                 for part in self._parts[key]:
@@ -224,7 +226,7 @@ class DistStore(KVStore):
         pairs = merged(pairs)
         wanted = None if outs is None else _merged_outs(outs)
 
-        def move(work: Pending) -> None:
+        def move(work: PendingRequests) -> None:
             self._wire.wait_for_room()
             ready = self._contributions.prepare([(key, values, self._parts[key]) for key, values in pairs])
             rounds = {key: self._rounds[key] + 1 for key, _ in pairs}
@@ -239,14 +241,14 @@ class DistStore(KVStore):
     def _pull(self, pairs: Pairs, priority: int, async_op: bool) -> Work:
         wanted = _merged_outs(pairs)
 
-        def pull(work: Pending) -> None:
+        def pull(work: PendingRequests) -> None:
             targets = Pulled(self._targets(wanted), self._wire.memory_of, work.codec)
             work.submit(targets.requests(self._rounds, work.name, priority), self._wire)
 
         return self._start("pull", pull, pairs, priority, async_op)
 
     def _row_sparse_pull(self, pulls: RowPulls, priority: int, async_op: bool) -> Work:
-        def pull(work: Pending) -> None:
+        def pull(work: PendingRequests) -> None:
             for key, targets in pulls:
                 rows = PulledRows(self._parts[key], targets)
                 work.submit(rows.requests(self._rounds[key], work.name, priority), self._wire)
@@ -260,7 +262,7 @@ class DistStore(KVStore):
     def _start(
         self,
         name: str,
-        prepare: Callable[[Pending], None],
+        prepare: Callable[[PendingRequests], None],
         pairs: Sequence[tuple[Key, Sequence[Any]]],
         priority: int,
         async_op: bool,
@@ -270,7 +272,7 @@ class DistStore(KVStore):
         keys = list(dict.fromkeys(key for key, _ in pairs))
         shown = f"{name} of " + (f"key {keys[0]!r}" if len(keys) == 1 else f"{len(keys)} keys")
         work = Work(shown)
-        pending = Pending(work, shown, self._contributions.pull_codec, self._keep_late)
+        pending = PendingRequests(work, shown, self._contributions.pull_codec, self._keep_late)
 
         def run() -> None:
             with pending:
@@ -477,7 +479,7 @@ def _merged_outs(pairs: Pairs) -> Pairs:
     return list(outs.items())
 
 
-def _definition(server: int, group: Sequence[tuple[Part, Tensor]]) -> Request:
+def _definition(server: int, group: Sequence[tuple[ShardPlacement, Tensor]]) -> Request:
     entries = [
         [
             part.number,
@@ -499,24 +501,30 @@ def _definition(server: int, group: Sequence[tuple[Part, Tensor]]) -> Request:
     )
 
 
-def _arena() -> Arena | None:
+def _arena() -> SharedMemoryPool | None:
     if os.environ.get("GANGLINE_TRANSPORT") in ("tcp", "ipc"):
         return None
     try:
-        return Arena()
+        return SharedMemoryPool()
     except OSError:
         return None
 
 
-def _job(timeout: float) -> tuple[environment.ServerJob, Embedded | None]:
+def _job(timeout: float) -> tuple[environment.ServerJob, ChildServers | None]:
     """This worker's job; serves in its place where the environment gives it another role."""
     if environment.is_set():
         environment.serve_if_told()
         return environment.from_environment(), None
-    return embedded_job(timeout)
+    return start_child_servers(timeout)
 
 
-def _finish(queue: WorkQueue, wire: Wire, member: Membership, arena: Arena | None, embedded: Embedded | None) -> None:
+def _finish(
+    queue: WorkQueue,
+    wire: ServerClient,
+    member: SchedulerClient,
+    arena: SharedMemoryPool | None,
+    embedded: ChildServers | None,
+) -> None:
     if threading.current_thread().name.startswith(
         "gangline-"
     ):  # it had the last hold on the store, and would wait for itself
@@ -526,7 +534,11 @@ def _finish(queue: WorkQueue, wire: Wire, member: Membership, arena: Arena | Non
 
 
 def _give_back(
-    queue: WorkQueue, wire: Wire, member: Membership, arena: Arena | None, embedded: Embedded | None
+    queue: WorkQueue,
+    wire: ServerClient,
+    member: SchedulerClient,
+    arena: SharedMemoryPool | None,
+    embedded: ChildServers | None,
 ) -> None:
     queue.close()
     wire.close()

@@ -15,7 +15,7 @@ from gangline.kvstore.parameter_server.environment import ServerJob
 _PR_SET_PDEATHSIG = 1
 
 
-class Embedded:
+class ChildServers:
     """Child processes of this worker; they end with the job, or with this process."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Embedded:
         self._children.append(child)
 
 
-def embedded_job(timeout: float) -> tuple[ServerJob, Embedded]:
+def start_child_servers(timeout: float) -> tuple[ServerJob, ChildServers]:
     """The job of workers that torchrun, or a hand, has given ranks: one server a host, a scheduler beside worker 0.
 
     Raises:
@@ -88,13 +88,13 @@ def embedded_job(timeout: float) -> tuple[ServerJob, Embedded]:
         StallError: a worker did not come.
     """
     try:
-        job = rendezvous.Job(timeout=timeout)
+        job = rendezvous.Rendezvous(timeout=timeout)
     except RuntimeError as error:
         raise RuntimeError(
             "this process belongs to no job, so there are no servers; start it with "
             f"'gangline launch -n WORKERS -- COMMAND', or by torchrun ({error})"
         ) from error
-    embedded = Embedded()
+    embedded = ChildServers()
     try:
         hosts = rendezvous.hosts(job.exchange) if job.size > 1 else [0]
         servers = len(set(hosts))

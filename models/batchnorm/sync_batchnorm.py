@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gangline.models.executor.thread_barrier import Meeting
+from gangline.models.executor.thread_barrier import ThreadBarrier
 
 By = Literal["threads", "graph"]
 Value = TypeVar("Value")
@@ -54,14 +54,14 @@ class Joined:
             _layers(network)
 
     def forward_section(
-        self, meeting: Meeting, place: int, generator: torch.Generator | None = None
+        self, meeting: ThreadBarrier, place: int, generator: torch.Generator | None = None
     ) -> AbstractContextManager[None]:
         """Have a network's layers meet the others'; around its forward, in the thread that runs it.
 
         Args:
             meeting: of the places of all networks that have samples in this batch; one for this forward alone.
             place: of the network.
-            generator: see `Meeting.begin`.
+            generator: see `ThreadBarrier.begin`.
 
         Raises:
             Aborted: another replica failed.
@@ -71,14 +71,14 @@ class Joined:
         return self._section(meeting, place, generator, called_again=True)
 
     def backward_section(
-        self, meeting: Meeting, place: int, generator: torch.Generator | None = None
+        self, meeting: ThreadBarrier, place: int, generator: torch.Generator | None = None
     ) -> AbstractContextManager[None]:
         """The same around backward: by threads each in its own thread, by graph all of them around the one call.
 
         Args:
             meeting: of the places that forward's had, but a meeting of its own; by graph one without turns.
             place: of the network.
-            generator: see `Meeting.begin`.
+            generator: see `ThreadBarrier.begin`.
 
         Raises:
             Aborted: another replica failed.
@@ -88,7 +88,7 @@ class Joined:
 
     @contextmanager
     def _section(
-        self, meeting: Meeting, place: int, generator: torch.Generator | None, *, called_again: bool
+        self, meeting: ThreadBarrier, place: int, generator: torch.Generator | None, *, called_again: bool
     ) -> Iterator[None]:
         replaced: list[_BatchNorm] = []
         try:
@@ -148,7 +148,7 @@ class _JoinedForward:
 
     layer: _BatchNorm
     name: str
-    meeting: Meeting
+    meeting: ThreadBarrier
     place: int
     by: By
 

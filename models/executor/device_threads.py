@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 _PARALLEL = 1 << 18  # elements: enough for torch to share an addition out
 
 
-class SideBySide:
+class DeviceThreads:
     """Runs calls for several contexts at once.
 
     CPU contexts, and a GPU that stands twice, get a long-lived thread each, with their share of torch's threads.

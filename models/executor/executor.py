@@ -14,8 +14,8 @@ import torch
 
 from gangline.models.batchnorm.sync_batchnorm import Joined, copy_statistics
 from gangline.models.data.batches import Batch, map_tensors, move, take, tensors_of
-from gangline.models.executor.device_threads import SideBySide
-from gangline.models.executor.thread_barrier import Meeting
+from gangline.models.executor.device_threads import DeviceThreads
+from gangline.models.executor.thread_barrier import ThreadBarrier
 from gangline.models.load_balance.memory_limits import is_out_of_memory
 from gangline.models.loss.summed_loss import SummedLoss
 from gangline.models.random_streams import generator_of, stream
@@ -40,7 +40,7 @@ class Share:
     """What the share adds to the batch's normaliser."""
 
 
-class Passes:
+class Executor:
     """Runs batches through the replicas of a module, each in its context's thread or on its device."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Passes:
             by_graph = len(set(gpus)) < len(gpus)  # one thread of autograd's serves both replicas of such a GPU
             self._joined = Joined([replica.network for replica in replicas], "graph" if by_graph else "threads")
         # Threads, too, where each is to be measured: one backward call for all would end for all at once.
-        self._side_by_side = SideBySide(contexts, alone=self._joined is not None or measure)
+        self._side_by_side = DeviceThreads(contexts, alone=self._joined is not None or measure)
         self._clocks = [_Clock(replica) for replica in replicas] if measure else []
         self.out_of_memory: list[int] = []
         """Numbers of the contexts that ran out of memory, or may have, in the pass that failed last."""
@@ -147,11 +147,13 @@ class Passes:
             idle = [replica.network for place, replica in enumerate(self._replicas) if place not in places]
             copy_statistics(self._replicas[places[0]].network, idle)
 
-    def _meeting(self, places: Sequence[int], in_turn: bool) -> Meeting | None:
+    def _meeting(self, places: Sequence[int], in_turn: bool) -> ThreadBarrier | None:
         """Where the replicas with samples meet in this pass, if they have to."""
-        return Meeting(places, one_after_another=in_turn) if self._joined is not None and len(places) > 1 else None
+        return (
+            ThreadBarrier(places, one_after_another=in_turn) if self._joined is not None and len(places) > 1 else None
+        )
 
-    def _joined_forward(self, meeting: Meeting | None, place: int) -> contextlib.AbstractContextManager[None]:
+    def _joined_forward(self, meeting: ThreadBarrier | None, place: int) -> contextlib.AbstractContextManager[None]:
         if meeting is None or self._joined is None:
             return contextlib.nullcontext()
         return self._joined.forward_section(meeting, place, generator_of(self._replicas[place].context.torch_device))
@@ -249,7 +251,7 @@ class Passes:
             self._tell_the_idle(places)  # a checkpointed layer runs, and counts, once more in backward
 
     def _run_backward_in_threads(
-        self, roots: Sequence[Root], places: Sequence[int], meeting: Meeting | None, in_turn: bool
+        self, roots: Sequence[Root], places: Sequence[int], meeting: ThreadBarrier | None, in_turn: bool
     ) -> None:
 
         def call(place: int, tensors: list[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
@@ -259,7 +261,9 @@ class Passes:
         calls = [(place, partial(call, place, ts, gs)) for place, (_, ts, gs) in zip(places, roots, strict=True)]
         self._side_by_side.run(calls, one_after_another=in_turn and meeting is None)
 
-    def _run_backward_at_once(self, roots: Sequence[Root], places: Sequence[int], meeting: Meeting | None) -> None:
+    def _run_backward_at_once(
+        self, roots: Sequence[Root], places: Sequence[int], meeting: ThreadBarrier | None
+    ) -> None:
         """One call: the backward passes of distinct GPUs then run side by side with no Python in between."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._noted(places, meeting))
@@ -268,7 +272,7 @@ class Passes:
             if roots:
                 torch.autograd.backward([t for _, ts, _ in roots for t in ts], [g for _, _, gs in roots for g in gs])
 
-    def _joined_backward(self, meeting: Meeting | None, place: int) -> contextlib.AbstractContextManager[None]:
+    def _joined_backward(self, meeting: ThreadBarrier | None, place: int) -> contextlib.AbstractContextManager[None]:
         if meeting is None or self._joined is None:
             return contextlib.nullcontext()
         return self._joined.backward_section(meeting, place, generator_of(self._replicas[place].context.torch_device))
@@ -298,7 +302,7 @@ class Passes:
                 module.training = training
 
     @contextlib.contextmanager
-    def _noted(self, places: Sequence[int], meeting: Meeting | None, *, timed: bool = True) -> Iterator[None]:
+    def _noted(self, places: Sequence[int], meeting: ThreadBarrier | None, *, timed: bool = True) -> Iterator[None]:
         """Note the seconds of what runs, less those it waits for other replicas, and who ran out of memory."""
         try:
             with contextlib.ExitStack() as stack:
@@ -364,7 +368,7 @@ class _Clock:
             yield
             self._lap.on_host += time.perf_counter() - began
 
-    def forget(self, meeting: Meeting, place: int) -> None:
+    def forget(self, meeting: ThreadBarrier, place: int) -> None:
         """Take off what was spent waiting for others; a GPU has then run dry about as long."""
         self._lap.on_host -= meeting.waited[place]
 

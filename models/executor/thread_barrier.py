@@ -16,7 +16,7 @@ class Aborted(RuntimeError):  # noqa: N818 - it reports no error of its own
     """An error of another party ended the meeting; that error, not this one, says what went wrong."""
 
 
-class Meeting:
+class ThreadBarrier:
     """Parties, each in a thread of its own, that call `exchange` equally often; the n-th calls meet.
 
     Every party ends with `leave`, or with `abort` if it fails, and then nobody waits for it in vain. With

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gangline.collectives.context import Context
-from gangline.models.executor.executor import Lap, Passes, Share
+from gangline.models.executor.executor import Executor, Lap, Share
 from gangline.models.load_balance.memory_limits import Limits, empty_caches, is_out_of_memory
 from gangline.models.load_balance.speed_model import AutoLoads
 
 
-class Automatic:
+class LoadBalancer:
     """What a module learns of its contexts while it trains, and what it does with that."""
 
     def __init__(self, contexts: Sequence[Context], logger: logging.Logger) -> None:
@@ -39,7 +39,7 @@ class Automatic:
         self._read_laps(wait=True)
         self._speeds.begin_epoch()
 
-    def record(self, shares: Sequence[Share], passes: Passes) -> None:
+    def record(self, shares: Sequence[Share], passes: Executor) -> None:
         """Note what a training batch took; a GPU may not have come to its end yet."""
         samples = [0] * len(self._contexts)
         for share in shares:
@@ -55,7 +55,7 @@ class Automatic:
     def in_rounds(
         self,
         slices: Sequence[slice],
-        passes: Passes,
+        passes: Executor,
         run: Callable[..., list[Share]],
         put_back: Callable[[], None] = lambda: None,
     ) -> list[Share]:

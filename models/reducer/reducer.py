@@ -43,7 +43,7 @@ class Filling:
         self.weight_of = [_by_name(self.bucket, flat) for flat in self.weights]
 
 
-class Flow:
+class Reducer:
     """Takes the gradients of all replicas to a store, and the new weights back.
 
     The first backward is watched: its order becomes that of the buckets, and what it shows to be sparse stays out of

@@ -13,7 +13,7 @@ from gangline.kvstore import KVStore
 from gangline.kvstore.buckets import BucketValue
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.sparse import RowSparse
-from gangline.models.reducer.reducer import Filling, Flow, is_sparse
+from gangline.models.reducer.reducer import Filling, Reducer, is_sparse
 from gangline.models.replicas import Replica
 from gangline.models.workers import Workers
 
@@ -28,7 +28,7 @@ class Expected:
     """Those of this worker, by the replica's place."""
 
 
-class FlowInStep(Flow):
+class WorkerReducer(Reducer):
     """A flow whose pushes are the same, in the same order, on all workers in each step.
 
     They agree on which gradients some worker has, before buckets leave or else when backward is over; what a worker has

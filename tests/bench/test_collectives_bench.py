@@ -24,7 +24,7 @@ from gangline.bench.gangs import Gang, GangError, Way
 from gangline.bench.peers import installed, rank
 from gangline.bench.sweep import IN_PLACE, Sweep, bus_factor, numbers, options_of, sizes_between
 from gangline.cli.bench import bench
-from gangline.collectives.tuner import SHARED_LIMIT, Choice, Place, Rule, Table
+from gangline.collectives.tuner import SHARED_LIMIT, Choice, Rule, Table, TableKey
 
 ROOT = Path(installed.__file__).resolve().parents[2]
 ROW = {
@@ -365,16 +365,16 @@ def test_rules_follow_from_times() -> None:
     assert tune.rules_from(times, lambda size: ring) == [Rule(1 << 17, shared), Rule(1 << 19, shot), Rule(None, ring)]
     only_small = {size: times[size] for size in (1024, 65536)}
     assert tune.rules_from(only_small, lambda size: unusual) == [Rule(SHARED_LIMIT, shared), Rule(None, shot)]
-    Table({Place("all_reduce", "shared_memory", 2, 1): tune.rules_from(times, lambda size: ring)})
+    Table({TableKey("all_reduce", "shared_memory", 2, 1): tune.rules_from(times, lambda size: ring)})
 
 
 def test_candidates_are_all_algorithms_with_segments_where_these_matter() -> None:
-    found = tune.candidates(Place("broadcast", "shared_memory", 4, 1))
+    found = tune.candidates(TableKey("broadcast", "shared_memory", 4, 1))
     assert found[0] == Choice("shared")
     assert sorted(choice.segments for choice in found if choice.algorithm == "double_tree") == [1, 4, 16]
     assert [choice.segments for choice in found if choice.algorithm == "direct"] == [1]
-    assert Choice("shared") not in tune.candidates(Place("broadcast", "tcp", 4, 1))
-    assert tune.candidates(Place("all_to_all", "tcp", 2, 1)) == [Choice("direct")]  # pairwise is the same
+    assert Choice("shared") not in tune.candidates(TableKey("broadcast", "tcp", 4, 1))
+    assert tune.candidates(TableKey("all_to_all", "tcp", 2, 1)) == [Choice("direct")]  # pairwise is the same
 
 
 def test_an_algorithm_with_a_wrong_sum_is_refused_however_quick(
@@ -392,7 +392,7 @@ def test_an_algorithm_with_a_wrong_sum_is_refused_however_quick(
     own = Way("gangline_collectives", env={"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tmp_path}:{ROOT}"})
     monkeypatch.setattr(installed, "ways", lambda who, ranks: [own])
     found = tune.measure("ipc", 2, ["all_reduce"], [1024, 4096])
-    place = Place("all_reduce", "ipc", 2, 1)
+    place = TableKey("all_reduce", "ipc", 2, 1)
     assert {rule.choice.algorithm for rule in found.rules[place]} <= {"one_shot", "halving_doubling"}
     assert len(found.refused) == 1
     assert found.refused[0].startswith("all_reduce by lazy, 2 ranks over ipc: ")

@@ -13,7 +13,7 @@ from typing import Any
 import msgpack
 import torch
 
-from gangline.collectives.processes.process_pool import Family
+from gangline.collectives.processes.process_pool import ProcessPool
 
 
 class Rank:
@@ -42,7 +42,7 @@ class Processes:
         self._deadline = time.monotonic() + limit
         self._exchanged: dict[int, bytes] = {}
         self._told: list[list[Any]] = [[] for _ in range(size)]
-        self._family = Family(_main, size)
+        self._family = ProcessPool(_main, size)
         for rank in range(size):
             self.say(rank, [function.__module__, function.__name__, rank, size, arguments])
 

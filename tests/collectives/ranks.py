@@ -220,5 +220,5 @@ def small_sizes(size: int) -> list[int]:
 
 def edge_sizes(dtype: torch.dtype) -> list[int]:
     """Around what the board takes and around a piece of a message, and one that nothing divides."""
-    board, piece = BOARD // dtype.itemsize, PIECE // dtype.itemsize
-    return [board - 1, board, board + 1, piece - 1, piece, piece + 1, 2 * piece + 3, 100_003]
+    slot_exchange, piece = BOARD // dtype.itemsize, PIECE // dtype.itemsize
+    return [slot_exchange - 1, slot_exchange, slot_exchange + 1, piece - 1, piece, piece + 1, 2 * piece + 3, 100_003]

@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 from gangline.collectives import Communicator
 from gangline.collectives.bootstrap.communicators import open_communicator
-from gangline.collectives.liveness.watchdog import Watch
+from gangline.collectives.liveness.watchdog import Watchdog
 from gangline.collectives.processes import process_pool
 from gangline.collectives.processes.spawning import Outcome, Ranks
 
@@ -58,15 +58,15 @@ class Actor:
         self._due = times
 
     def _watch_waits(self) -> None:
-        check = Watch.check
+        check = Watchdog.check
 
-        def noticed(watch: Watch, missing: Iterable[int]) -> None:
-            check(watch, missing)
+        def noticed(watchdog: Watchdog, missing: Iterable[int]) -> None:
+            check(watchdog, missing)
             if self._due:  # what is told after a check is known to the others as well
                 self._due -= 1
                 self.tell(WAITS)
 
-        Watch.check = noticed  # type: ignore[method-assign]
+        Watchdog.check = noticed  # type: ignore[method-assign]
 
 
 class Audience:
@@ -86,7 +86,7 @@ class Audience:
         self._server.bind(self.path)
         self._server.listen()
         self._server.settimeout(0.1)
-        self._lines: dict[int, socket.socket] = {}
+        self._resources: dict[int, socket.socket] = {}
         self._processes: dict[int, int] = {}  # descriptors that name the processes whatever becomes of their numbers
         self._pids: dict[int, int] = {}
         self._held: set[str] = set()
@@ -94,14 +94,14 @@ class Audience:
     def admit(self, size: int, is_over: Callable[[], bool] = lambda: False) -> None:
         """Take the lines of so many ranks."""
         deadline = time.monotonic() + LIMIT
-        while len(self._lines) < size:
-            assert time.monotonic() < deadline, f"ranks {sorted(self._lines)} came to the stage, expected {size}"
-            assert not is_over(), f"the ranks ended when {sorted(self._lines)} of {size} had come to the stage"
+        while len(self._resources) < size:
+            assert time.monotonic() < deadline, f"ranks {sorted(self._resources)} came to the stage, expected {size}"
+            assert not is_over(), f"the ranks ended when {sorted(self._resources)} of {size} had come to the stage"
             with suppress(TimeoutError):
                 line, _ = self._server.accept()
                 self._stack.enter_context(line).settimeout(LIMIT)
                 hello = json.loads(line.recv(1 << 16))
-                self._lines[hello["rank"]] = line
+                self._resources[hello["rank"]] = line
                 self._know(hello["rank"], hello["pid"])
                 self._held.update(hello["holds"])
 
@@ -112,12 +112,12 @@ class Audience:
     def heard(self, rank: int) -> Any:
         """The next thing that a rank tells."""
         with self._in_time(f"rank {rank} told nothing"):
-            packed = self._lines[rank].recv(1 << 16)
+            packed = self._resources[rank].recv(1 << 16)
         assert packed, f"rank {rank} ended without a further word: {self._last_words()}"
         return json.loads(packed)
 
     def say(self, rank: int, what: Any = None) -> None:
-        self._lines[rank].send(json.dumps(what).encode())
+        self._resources[rank].send(json.dumps(what).encode())
 
     def signal(self, rank: int, number: int) -> None:
         with suppress(ProcessLookupError):
@@ -169,7 +169,7 @@ class Audience:
         try:
             yield
         except TimeoutError:
-            stacks = "\n".join(f"rank {rank}:\n{self._stack_of(rank)}" for rank in sorted(self._lines))
+            stacks = "\n".join(f"rank {rank}:\n{self._stack_of(rank)}" for rank in sorted(self._resources))
             raise AssertionError(f"{problem} within {LIMIT:g} s. {stacks}") from None
 
     def _stack_of(self, rank: int) -> str:
@@ -197,10 +197,10 @@ class Stage(Audience):
         process_pool.start()  # with this program's folders, not the stage's, which is gone before the server is
         try:
             with patch.dict(os.environ, self.environment):
-                gang = Ranks(play, size, (self.path, *arguments), transport=transport, opener=_open)
-            self._gang = self._stack.enter_context(gang)
-            self._ending = self._stack.enter_context(ThreadPoolExecutor(1)).submit(self._gang.outcomes)
-            for rank, pid in enumerate(self._gang.pids):
+                group = Ranks(play, size, (self.path, *arguments), transport=transport, opener=_open)
+            self._group = self._stack.enter_context(group)
+            self._ending = self._stack.enter_context(ThreadPoolExecutor(1)).submit(self._group.outcomes)
+            for rank, pid in enumerate(self._group.pids):
                 self._know(rank, pid)
                 self._stack.callback(self.signal, rank, signal.SIGKILL)
             self.admit(size, self._ending.done)

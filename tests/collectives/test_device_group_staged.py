@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gangline.collectives.devices.backends import staged
 from gangline.collectives.devices.backends.pipeline import Buffer, Piece, Step, plan
-from gangline.collectives.devices.backends.staged import Work, Workspace, cut
+from gangline.collectives.devices.backends.staged import StagedWork, Workspace, cut
 
 
 def all_reduce(places: int, pieces: int) -> list[Piece]:
@@ -113,14 +113,14 @@ def test_any_order_that_the_schedule_allows_gives_the_same(seed: int, monkeypatc
         owner, pieces = number % places, [tensor[part] for tensor in tensors]
         others = tuple({*range(places)} - {owner})
         outs = {place: pieces[place] for place in others}
-        works.append(Work(Piece(owner, others, others, combines=True), pieces, pieces[owner], outs))
+        works.append(StagedWork(Piece(owner, others, others, combines=True), pieces, pieces[owner], outs))
     assert len(works) == 13
     run_in_some_order(works, random.Random(seed))
     expected = torch.arange(count) * 21.0 + 3
     assert all(torch.equal(tensor, expected) for tensor in tensors)
 
 
-def run_in_some_order(works: Sequence[Work], chance: random.Random) -> None:
+def run_in_some_order(works: Sequence[StagedWork], chance: random.Random) -> None:
     """Do the steps as streams of unknown speed might: a step may come whenever its lane and its waits let it."""
     steps = plan([work.piece for work in works], depth=2)
     workspace = Workspace([torch.device("cpu")] * 3)

@@ -15,21 +15,24 @@ from gangline.collectives.call_signature import DTYPES
 from gangline.collectives.engine.executor import MisplacedMessageError, Parts, Rows, run
 from gangline.collectives.engine.reduction import combine
 from gangline.collectives.errors import ProtocolError
-from gangline.collectives.liveness.membership import ThreadRoster
-from gangline.collectives.liveness.watchdog import Watch
+from gangline.collectives.liveness.membership import ThreadMembership
+from gangline.collectives.liveness.watchdog import Watchdog
 from gangline.collectives.schedule.schedule import Receive, Reduce, Send, Step
-from gangline.collectives.transports.base import PIECE, Stamp
-from gangline.collectives.transports.in_process import Gang, Threads
+from gangline.collectives.transports.base import PIECE, MessageTag
+from gangline.collectives.transports.in_process import InProcessTransport, ThreadGroup
 from tests.collectives.ranks import combined, ops_for, same, values
 
-STAMP = Stamp(7, 1234)
+STAMP = MessageTag(7, 1234)
 
 
-def transports(size: int) -> list[Threads]:
+def transports(size: int) -> list[InProcessTransport]:
     """Of so many ranks that are threads of this process."""
-    gang = Gang(size)
-    rosters = ThreadRoster.gang(size)
-    return [Threads(rank, gang, Watch(roster, timeout=30, stall_warn=30)) for rank, roster in enumerate(rosters)]
+    group = ThreadGroup(size)
+    memberships = ThreadMembership.group(size)
+    return [
+        InProcessTransport(rank, group, Watchdog(membership, timeout=30, stall_warn=30))
+        for rank, membership in enumerate(memberships)
+    ]
 
 
 class Running:
@@ -69,10 +72,10 @@ def test_what_a_slow_rank_has_yet_to_read_is_not_written(is_reduced: bool, count
     running = Running(run, [Send(1, 0, 1), step], here, Parts(mine, 1), STAMP)
     there.send(0, as_bytes(others), STAMP).wait()  # rank 0 has taken it all in, and would have written by now
     late = torch.empty(count)
-    incoming = there.receive(0)
-    assert (incoming.stamp, incoming.nbytes) == (STAMP, count * 4)
+    receive_request = there.receive(0)
+    assert (receive_request.message_tag, receive_request.nbytes) == (STAMP, count * 4)
     assert running.is_alive()  # it waits for what it sent to be read
-    incoming.into(as_bytes(late))
+    receive_request.into(as_bytes(late))
     running.result()
     same(late, own, "what rank 0 sent")
     same(mine, combined([own, others], "sum") if is_reduced else others, "what rank 0 has in the end")
@@ -118,14 +121,15 @@ def test_chunks_may_be_empty(algorithm: str, size: int) -> None:
         same(mine[rank], combined(everybody, "sum"), f"rank {rank}")
 
 
-@pytest.mark.parametrize("stamp", [Stamp(8, 1234), Stamp(7, 1235)])
-def test_a_message_of_another_call_is_told(stamp: Stamp) -> None:
+@pytest.mark.parametrize("message_tag", [MessageTag(8, 1234), MessageTag(7, 1235)])
+def test_a_message_of_another_call_is_told(message_tag: MessageTag) -> None:
     here, there = transports(2)
     for step in (Receive(1, 0, 1), Reduce((0, 1), 0, 1, complete=True)):
-        there.send(0, as_bytes(torch.ones(3)), stamp)
-        with pytest.raises(MisplacedMessageError, match=f"rank 1 sent a message of call {stamp.sequence}") as caught:
+        there.send(0, as_bytes(torch.ones(3)), message_tag)
+        text = f"rank 1 sent a message of call {message_tag.sequence}"
+        with pytest.raises(MisplacedMessageError, match=text) as caught:
             run([step], here, Parts(torch.ones(3), 1), STAMP)
-        assert (caught.value.source, caught.value.stamp) == (1, stamp)
+        assert (caught.value.source, caught.value.message_tag) == (1, message_tag)
         here.receive(1).done()
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from gangline.collectives import Communicator
-from gangline.collectives.transports.shm.slots import SharedBoard
-from gangline.collectives.transports.shm.transport import SharedMemory
-from gangline.collectives.transports.zmq.transport import ZeroMQ
+from gangline.collectives.transports.shm.slots import SharedSlotExchange
+from gangline.collectives.transports.shm.transport import SharedMemoryTransport
+from gangline.collectives.transports.zmq.transport import ZmqTransport
 from tests.collectives.situations import SITUATIONS, Said, all_reduce, error_of, ramp
 from tests.collectives.stage import LIMIT, WAITS, Actor, Audience, Stage
 
@@ -77,9 +77,9 @@ def _signal_oneself_midway(number: int) -> None:
 
         return signalled
 
-    for owner, name in product((SharedMemory, ZeroMQ), ("receive", "progress")):
+    for owner, name in product((SharedMemoryTransport, ZmqTransport), ("receive", "progress")):
         setattr(owner, name, signalling(getattr(owner, name)))
-    SharedBoard.meet = signalling(SharedBoard.meet)  # type: ignore[method-assign]
+    SharedSlotExchange.meet = signalling(SharedSlotExchange.meet)  # type: ignore[method-assign]
 
 
 def _check_errors(errors: list[Said | None], size: int, victim: int, situation: str, way: str, why: str) -> None:

@@ -16,7 +16,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from gangline.collectives.transports.zmq.context import end
-from gangline.collectives.transports.zmq.peer_sockets import Line, Pairs
+from gangline.collectives.transports.zmq.peer_sockets import PeerSocket, PeerSockets
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -41,7 +41,7 @@ def caller(port: str, token: bytes, *, kind: int = zmq.DEALER) -> Iterator[tuple
             bare.disable_monitor()
 
 
-def two(visit: Callable[[str], None], options: dict[int, int] | None = None) -> list[Pairs]:
+def two(visit: Callable[[str], None], options: dict[int, int] | None = None) -> list[PeerSockets]:
     """Both ranks' sockets; ``visit`` is called with rank 0's port before rank 1 knows it."""
     barrier = threading.Barrier(2)
     cards = [b"", b""]
@@ -56,10 +56,10 @@ def two(visit: Callable[[str], None], options: dict[int, int] | None = None) -> 
 
         return exchange
 
-    made: dict[int, Pairs] = {}
+    made: dict[int, PeerSockets] = {}
 
     def make(rank: int) -> None:
-        made[rank] = Pairs(rank, 2, exchange_of(rank), address=ADDRESS, options=options or {})
+        made[rank] = PeerSockets(rank, 2, exchange_of(rank), address=ADDRESS, options=options or {})
 
     threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -118,7 +118,7 @@ def test_a_line_ends_at_whatever_moment_its_peer_goes(tmp_path: Path) -> None:
     with zmq.Context() as callers:
         for turn in range(1000):  # the moment in which libzmq may wait for ever came once in some hundred turns
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-            line = Line(context, TOKEN, binds=True)
+            line = PeerSocket(context, TOKEN, binds=True)
             line.socket.bind(port)
             with callers.socket(zmq.DEALER) as peer:
                 peer.linger = 0
@@ -137,10 +137,10 @@ def test_a_line_ends_at_whatever_moment_its_peer_goes(tmp_path: Path) -> None:
 
 
 @contextmanager
-def binding_line() -> Iterator[tuple[Line, str]]:
+def binding_line() -> Iterator[tuple[PeerSocket, str]]:
     """A line of the lower rank, and its port."""
     with zmq.Context() as context:
-        line = Line(context, TOKEN, binds=True)
+        line = PeerSocket(context, TOKEN, binds=True)
         line.socket.bind(f"{ADDRESS}:*")
         try:
             yield line, line.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
@@ -148,7 +148,7 @@ def binding_line() -> Iterator[tuple[Line, str]]:
             line.close(0)
 
 
-def call_once(line: Line, port: str, *messages: bytes) -> None:
+def call_once(line: PeerSocket, port: str, *messages: bytes) -> None:
     """Call at a line's port, say something, and be gone; returns when the line's monitor knows that."""
     with caller(port, TOKEN) as (bare, end):
         assert end() == zmq.EVENT_HANDSHAKE_SUCCEEDED

@@ -11,8 +11,8 @@ from torch import Tensor
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.errors import GanglineError, MismatchError
 from gangline.collectives.processes.spawning import spawn
-from gangline.collectives.transports.base import Incoming
-from gangline.collectives.transports.in_process import Threads
+from gangline.collectives.transports.base import ReceiveRequest
+from gangline.collectives.transports.in_process import InProcessTransport
 from gangline.collectives.work import Work
 from tests.collectives.ranks import check, in_threads, same, values
 
@@ -149,10 +149,10 @@ def test_a_message_belongs_to_its_send_until_all_of_it_has_gone(transport: str) 
 def test_two_receives_of_a_tag_end_in_their_order_though_a_message_comes_between_looks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    poll = Threads.poll
+    poll = InProcessTransport.poll
     looks = 0
 
-    def late(transport: Threads, source: int) -> Incoming | None:
+    def late(transport: InProcessTransport, source: int) -> ReceiveRequest | None:
         nonlocal looks
         looks += transport.rank == 1
         return None if transport.rank == 1 and looks == 1 else poll(transport, source)
@@ -169,7 +169,7 @@ def test_two_receives_of_a_tag_end_in_their_order_though_a_message_comes_between
             posted.wait()
             first, second = torch.empty(3), torch.empty(3)
             with monkeypatch.context() as patch:
-                patch.setattr(Threads, "poll", late)
+                patch.setattr(InProcessTransport, "poll", late)
                 messages = comm._messages  # recv itself would look between the two
                 works = [messages.receive(first, 0, 0), messages.receive(second, 0, 0)]
                 for work in reversed(works):

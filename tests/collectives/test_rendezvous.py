@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from gangline.collectives.bootstrap.launcher_environment import find_place, from_environment
-from gangline.collectives.bootstrap.rendezvous import Job, hosts, time_limit
+from gangline.collectives.bootstrap.launcher_environment import find_rank_info, from_environment
+from gangline.collectives.bootstrap.rendezvous import Rendezvous, hosts, time_limit
 from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
 from gangline.collectives.processes.spawning import Ranks
-from gangline.collectives.transports.base import Exchange
+from gangline.collectives.transports.base import BootstrapAllGather
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -134,11 +134,11 @@ def test_a_bad_number_is_named_with_its_value(name: str, value: str, expected: s
 
 
 def test_what_is_given_goes_before_the_environment() -> None:
-    assert find_place(0, 2, "localhost:77", TORCHRUN) == (0, 2, "127.0.0.1", 77)
-    assert find_place(0, 2, "[fd00::7]:77", {}) == (0, 2, "fd00::7", 77)
-    assert find_place(0, None, None, TORCHRUN) == (0, 4, "10.1.2.3", 29500)
-    assert find_place(None, 9, "n1:77", TORCHRUN) == (1, 9, "n1", 77)
-    assert find_place(0, 1, None, {}) == (0, 1, "127.0.0.1", 0)
+    assert find_rank_info(0, 2, "localhost:77", TORCHRUN) == (0, 2, "127.0.0.1", 77)
+    assert find_rank_info(0, 2, "[fd00::7]:77", {}) == (0, 2, "fd00::7", 77)
+    assert find_rank_info(0, None, None, TORCHRUN) == (0, 4, "10.1.2.3", 29500)
+    assert find_rank_info(None, 9, "n1:77", TORCHRUN) == (1, 9, "n1", 77)
+    assert find_rank_info(0, 1, None, {}) == (0, 1, "127.0.0.1", 0)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_what_is_given_goes_before_the_environment() -> None:
 )
 def test_what_is_given_is_checked(rank: Any, size: Any, address: str | None, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        find_place(rank, size, address, {})
+        find_rank_info(rank, size, address, {})
 
 
 def test_time_limits_are_given_or_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,9 +175,9 @@ def test_ranks_in_words() -> None:
 
 
 class Bare:
-    """Stands in for a communicator: here processes are joined by their `Job` alone."""
+    """Stands in for a communicator: here processes are joined by their `Rendezvous` alone."""
 
-    def __init__(self, rank: int, size: int, exchange: Exchange, **_options: Any) -> None:
+    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **_options: Any) -> None:
         self.rank, self.size, self.exchange = rank, size, exchange
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ def address() -> str:
 
 
 def test_a_job_of_one_meets_nobody() -> None:
-    job = Job(0, 1, environment={})
+    job = Rendezvous(0, 1, environment={})
     assert (job.exchange(b"alone"), job.interface()) == ([b"alone"], "127.0.0.1")
 
 
@@ -209,7 +209,7 @@ def test_jobs_one_after_another_exchange_round_after_round(address: str) -> None
 def _meet_twice(comm: Bare, address: str) -> list[list[bytes]]:
     got = []
     for number in range(2):
-        job = Job(comm.rank, comm.size, address, timeout=10, environment={})
+        job = Rendezvous(comm.rank, comm.size, address, timeout=10, environment={})
         got += [job.exchange(f"{number} {turn} {comm.rank}\0".encode()) for turn in range(3)]
         job.close()
     return got
@@ -222,7 +222,7 @@ def test_a_job_takes_nothing_from_the_one_before_it(address: str) -> None:
 
 
 def _meet_often(comm: Bare, address: str) -> list[list[bytes]]:
-    jobs = (Job(comm.rank, comm.size, address, timeout=10, environment={}) for _ in range(10))
+    jobs = (Rendezvous(comm.rank, comm.size, address, timeout=10, environment={}) for _ in range(10))
     return [job.exchange(f"{number} {comm.rank}".encode()) for number, job in enumerate(jobs)]
 
 
@@ -235,7 +235,7 @@ def test_a_closed_job_cannot_exchange(address: str) -> None:
 
 
 def _exchange_when_closed(comm: Bare, address: str) -> None:
-    job = Job(comm.rank, comm.size, address, timeout=10, environment={})
+    job = Rendezvous(comm.rank, comm.size, address, timeout=10, environment={})
     job.close()
     job.exchange(b"")
 
@@ -249,7 +249,7 @@ def test_the_store_keeps_nothing_of_a_round_and_is_reached_by_loopback_alone(add
 
 def _look_at_store(comm: Bare, address: str) -> tuple[int, int, set[str]]:
     host, port = address.split(":")
-    job = Job(comm.rank, comm.size, address, timeout=10, environment={})
+    job = Rendezvous(comm.rank, comm.size, address, timeout=10, environment={})
     job.exchange(b"first")
     store = TCPStore(host, int(port), is_master=False)
     comm.exchange(b"")
@@ -274,7 +274,7 @@ def test_ranks_that_do_not_come_are_named(address: str) -> None:
 
 def _some_stay_away(comm: Bare, address: str) -> None:
     if comm.rank in (0, 2):
-        job = Job(comm.rank, comm.size, address, timeout=0.5 if comm.rank == 0 else 0.6, environment={})
+        job = Rendezvous(comm.rank, comm.size, address, timeout=0.5 if comm.rank == 0 else 0.6, environment={})
         try:
             job.exchange(b"")
         finally:
@@ -285,7 +285,7 @@ def _some_stay_away(comm: Bare, address: str) -> None:
 
 def test_a_rank_0_that_does_not_come_is_named(address: str) -> None:
     with pytest.raises(StallError, match=f"^rank 0 did not open its store at {address} within 0.2 s"):
-        Job(1, 2, address, timeout=0.2, environment={})
+        Rendezvous(1, 2, address, timeout=0.2, environment={})
 
 
 def test_a_rank_0_that_dies_is_an_error_for_who_waits(address: str) -> None:
@@ -296,7 +296,7 @@ def test_a_rank_0_that_dies_is_an_error_for_who_waits(address: str) -> None:
 
 
 def _keeper_dies(comm: Bare, address: str) -> None:
-    job = Job(comm.rank, comm.size, address, timeout=20, environment={})
+    job = Rendezvous(comm.rank, comm.size, address, timeout=20, environment={})
     comm.exchange(b"")
     if comm.rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -313,7 +313,7 @@ def test_a_port_that_another_program_has_is_an_error_of_rank_0() -> None:
 
 
 def _join_as_rank_0(comm: Bare, port: int) -> None:
-    Job(0, 2, f"127.0.0.1:{port}", timeout=1, environment={})
+    Rendezvous(0, 2, f"127.0.0.1:{port}", timeout=1, environment={})
 
 
 def test_a_store_of_torch_distributed_in_the_same_process_is_shared(address: str) -> None:
@@ -327,7 +327,7 @@ def _beside_torch(comm: Bare, address: str) -> list[bytes]:
     where = f"tcp://{address}"
     dist.init_process_group("gloo", init_method=where, rank=comm.rank, world_size=comm.size)
     try:
-        return Job(comm.rank, comm.size, address, timeout=10, environment={}).exchange(b"%d" % comm.rank)
+        return Rendezvous(comm.rank, comm.size, address, timeout=10, environment={}).exchange(b"%d" % comm.rank)
     finally:
         dist.destroy_process_group()
 
@@ -345,14 +345,14 @@ def test_under_an_agent_the_agents_store_is_used(address: str, restarts: int) ->
 
 
 def _meet_at_agent(comm: Bare, environment: dict[str, str]) -> list[bytes]:
-    job = Job(environment=environment | {"RANK": str(comm.rank)}, timeout=10)
+    job = Rendezvous(environment=environment | {"RANK": str(comm.rank)}, timeout=10)
     return job.exchange(b"%d" % comm.rank)
 
 
 def test_other_addresses_than_loopback_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GANGLINE_INSECURE", raising=False)
     with pytest.raises(RuntimeError, match="GANGLINE_INSECURE"):
-        Job(1, 2, "192.0.2.1:29500", timeout=0.2, environment={})
+        Rendezvous(1, 2, "192.0.2.1:29500", timeout=0.2, environment={})
 
 
 # Hosts

@@ -25,21 +25,21 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gangline.collectives.call_signature import Call
+from gangline.collectives.call_signature import CallSignature
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
 from gangline.collectives.liveness.limits import limits
-from gangline.collectives.liveness.membership import CLOSED, LOST, ProcessRoster, ThreadRoster
-from gangline.collectives.liveness.watchdog import Watch, mismatch
+from gangline.collectives.liveness.membership import CLOSED, LOST, ProcessMembership, ThreadMembership
+from gangline.collectives.liveness.watchdog import Watchdog, mismatch
 from gangline.collectives.processes import process_pool
 from gangline.collectives.transports.addresses import check_address
-from gangline.collectives.transports.zmq.peer_sockets import Pairs
+from gangline.collectives.transports.zmq.peer_sockets import PeerSockets
 from tests.collectives.processes import Processes, Rank
 
 pytestmark = pytest.mark.timeout(60)
 
 LIMIT = 0.6
-SUM = Call("all_reduce", 4, torch.float32, "sum").code
-FROM_0 = Call("broadcast", 8, torch.float32, root=0).code
+SUM = CallSignature("all_reduce", 4, torch.float32, "sum").code
+FROM_0 = CallSignature("broadcast", 8, torch.float32, root=0).code
 ADDRESSES = ("ipc", "tcp://127.0.0.1")
 
 
@@ -52,14 +52,14 @@ def _no_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     assert list(tmp_path.iterdir()) == []
 
 
-def open_roster(rank: Rank, address: str, limit: float = LIMIT) -> ProcessRoster:
+def open_roster(rank: Rank, address: str, limit: float = LIMIT) -> ProcessMembership:
     tempfile.tempdir = None  # what the fork server has found for itself, not the test's folder
-    return ProcessRoster(rank.rank, rank.size, rank.exchange, heartbeat=0.2, limit=limit, address=address)
+    return ProcessMembership(rank.rank, rank.size, rank.exchange, heartbeat=0.2, limit=limit, address=address)
 
 
-def until(condition: Callable[[], Any], roster: ProcessRoster, sequence: int = 1, code: int = SUM) -> None:
+def until(condition: Callable[[], Any], membership: ProcessMembership, sequence: int = 1, code: int = SUM) -> None:
     while not condition():
-        roster.look(sequence, code)
+        membership.look(sequence, code)
         os.sched_yield()  # what is waited for is the condition
 
 
@@ -72,12 +72,12 @@ def in_processes(function: Callable[..., None], size: int, *arguments: Any) -> l
 
 
 def _until_gone(rank: Rank, address: str, victim: int) -> None:
-    roster = open_roster(rank, address)
+    membership = open_roster(rank, address)
     rank.tell("ready")
     wanted = {victim} if rank.rank != victim else set(range(rank.size)) - {victim}
-    until(lambda: wanted <= roster.gone.keys(), roster)
-    rank.tell(roster.gone)
-    roster.close()
+    until(lambda: wanted <= membership.gone.keys(), membership)
+    rank.tell(membership.gone)
+    membership.close()
     rank.tell("closed")
 
 
@@ -104,12 +104,12 @@ def test_a_stopped_rank_is_gone_for_all_others_and_knows_it_when_it_wakes(addres
 
 
 def _say_goodbye(rank: Rank, address: str) -> None:
-    roster = open_roster(rank, address)
+    membership = open_roster(rank, address)
     if rank.rank == 1:
-        roster.close()
-        roster.close()
-    until(lambda: rank.rank == 1 or roster.gone, roster)
-    rank.tell(roster.gone)
+        membership.close()
+        membership.close()
+    until(lambda: rank.rank == 1 or membership.gone, membership)
+    rank.tell(membership.gone)
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
@@ -118,18 +118,18 @@ def test_who_says_goodbye_closed_and_did_not_die(address: str) -> None:
 
 
 def _busy(rank: Rank) -> None:
-    roster = open_roster(rank, "ipc", limit=0.5)
+    membership = open_roster(rank, "ipc", limit=0.5)
     rank.tell("ready")
     if rank.rank == 0:
         rank.hear()
-        until(lambda: roster.at.get(1) == (2, FROM_0), roster)
-        rank.tell(roster.gone)
+        until(lambda: membership.at.get(1) == (2, FROM_0), membership)
+        rank.tell(membership.gone)
     else:
         end = time.monotonic() + 3 * 0.5
         while time.monotonic() < end:  # says nothing, but its heartbeats go on
             pass
         rank.tell("done")
-        roster.look(2, FROM_0)
+        membership.look(2, FROM_0)
     rank.hear()
 
 
@@ -145,13 +145,15 @@ def test_a_rank_busy_in_python_is_not_taken_for_dead() -> None:
 
 
 def _tell_where(rank: Rank, address: str) -> None:
-    roster = open_roster(rank, address)
+    membership = open_roster(rank, address)
     here = {peer: (peer + 10, SUM + peer) for peer in range(rank.size)}
-    until(lambda: roster.at == here, roster, *here[rank.rank])
+    until(lambda: membership.at == here, membership, *here[rank.rank])
     rank.tell("all")
     rank.hear()
-    until(lambda: roster.at.get(0) == (99, FROM_0), roster, *((99, FROM_0) if rank.rank == 0 else here[rank.rank]))
-    rank.tell(roster.junk)
+    until(
+        lambda: membership.at.get(0) == (99, FROM_0), membership, *((99, FROM_0) if rank.rank == 0 else here[rank.rank])
+    )
+    rank.tell(membership.junk)
     rank.hear()
 
 
@@ -168,14 +170,16 @@ KINDS = (GanglineError, DeadNodeError, StallError, ProtocolError, MismatchError)
 
 
 def _tell_failures(rank: Rank) -> None:
-    rosters = [open_roster(rank, "ipc") for _ in KINDS]
+    memberships = [open_roster(rank, "ipc") for _ in KINDS]
     text = "rank 1: größer " + "x" * 50_000
-    for roster, kind in zip(rosters, KINDS, strict=True):
+    for membership, kind in zip(memberships, KINDS, strict=True):
         if rank.rank == 1:
-            roster.fail(kind(text))
+            membership.fail(kind(text))
         else:
-            until(lambda roster=roster: roster.failure is not None, roster)
-    rank.tell([[type(roster.failure).__name__, str(roster.failure) == text[:32_000]] for roster in rosters])
+            until(lambda membership=membership: membership.failure is not None, membership)
+    rank.tell(
+        [[type(membership.failure).__name__, str(membership.failure) == text[:32_000]] for membership in memberships]
+    )
     rank.hear()
 
 
@@ -202,22 +206,22 @@ def pair_of(
 
         return exchange
 
-    made: list[Pairs] = []
+    made: list[PeerSockets] = []
     card = msgpack.packb(["another host", 1, 1])
 
     def other() -> None:
-        made.append(Pairs(1, 2, exchange_of(1), address=address, options={}, card=card))
+        made.append(PeerSockets(1, 2, exchange_of(1), address=address, options={}, card=card))
 
     thread = threading.Thread(target=other)
     thread.start()
-    roster = ProcessRoster(0, 2, exchange_of(0), heartbeat=0.2, limit=limit, address=address)
+    membership = ProcessMembership(0, 2, exchange_of(0), heartbeat=0.2, limit=limit, address=address)
     thread.join()
     try:
         ports = [endpoint for endpoint, _ in msgpack.unpackb(cards[0], strict_map_key=False)[1].values()]
-        function(roster, made[0], *(ports if tell_port else ()))
+        function(membership, made[0], *(ports if tell_port else ()))
     finally:
         made[0].close(0)
-        roster.close()
+        membership.close()
 
 
 JUNK = [
@@ -242,25 +246,25 @@ JUNK = [
 
 
 def test_junk_is_counted_and_dropped() -> None:
-    def check(roster: ProcessRoster, other: Pairs) -> None:
+    def check(membership: ProcessMembership, other: PeerSockets) -> None:
         for message in JUNK:
             other.lines[0].send(message)
         other.lines[0].send(msgpack.packb(["at", 7, FROM_0]))
-        until(lambda: 1 in roster.at, roster)
-        assert roster.junk == len(JUNK)
-        assert (roster.gone, roster.failure, roster.at[1]) == ({}, None, (7, FROM_0))
+        until(lambda: 1 in membership.at, membership)
+        assert membership.junk == len(JUNK)
+        assert (membership.gone, membership.failure, membership.at[1]) == ({}, None, (7, FROM_0))
 
     pair_of(check)
 
 
 def test_no_bytes_break_a_roster() -> None:
-    def check(roster: ProcessRoster, other: Pairs) -> None:
+    def check(membership: ProcessMembership, other: PeerSockets) -> None:
         @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
         @given(st.binary(max_size=100))
         def look(message: bytes) -> None:
             other.lines[0].send(message)
-            before = roster.junk
-            until(lambda: roster.junk > before, roster)
+            before = membership.junk
+            until(lambda: membership.junk > before, membership)
 
         look()
 
@@ -268,11 +272,11 @@ def test_no_bytes_break_a_roster() -> None:
 
 
 def test_a_message_beyond_the_limit_ends_the_connection_and_is_not_kept() -> None:
-    def check(roster: ProcessRoster, other: Pairs) -> None:
+    def check(membership: ProcessMembership, other: PeerSockets) -> None:
         other.lines[0].send(bytes(1 << 20))
-        until(lambda: roster.gone, roster)
-        assert roster.gone == {1: f"was killed, left, or gave no sign of life for {LIMIT:g} s"}
-        assert roster.junk == 0
+        until(lambda: membership.gone, membership)
+        assert membership.gone == {1: f"was killed, left, or gave no sign of life for {LIMIT:g} s"}
+        assert membership.junk == 0
 
     pair_of(check)
 
@@ -286,13 +290,15 @@ def _with_a_stranger(rank: Rank) -> None:
             ports.extend(endpoint for endpoint, _ in msgpack.unpackb(card, strict_map_key=False)[1].values())
         return cards
 
-    roster = ProcessRoster(rank.rank, rank.size, exchange, heartbeat=0.2, limit=LIMIT, address="tcp://127.0.0.1")
+    membership = ProcessMembership(
+        rank.rank, rank.size, exchange, heartbeat=0.2, limit=LIMIT, address="tcp://127.0.0.1"
+    )
     rank.tell(ports)
     rank.hear()
-    until(lambda: roster.at.get(1 - rank.rank) == (2, SUM), roster, 2)
+    until(lambda: membership.at.get(1 - rank.rank) == (2, SUM), membership, 2)
     end = time.monotonic() + LIMIT / 2  # time enough for a lost connection to count
-    until(lambda: time.monotonic() > end, roster, 2)
-    rank.tell([roster.junk, roster.gone])
+    until(lambda: time.monotonic() > end, membership, 2)
+    rank.tell([membership.junk, membership.gone])
     rank.hear()
 
 
@@ -317,33 +323,33 @@ def test_a_stranger_at_the_port_neither_joins_nor_ends_a_connection() -> None:
 
 
 def test_a_stranger_in_the_place_of_a_lost_rank_is_not_heard() -> None:
-    def check(roster: ProcessRoster, other: Pairs, port: str) -> None:
+    def check(membership: ProcessMembership, other: PeerSockets, port: str) -> None:
         other.close(0)
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.linger = 0
             stranger.connect(port)
             for message in (["at", 3, SUM], ["failed", "StallError", "no"], ["closed"]):
                 stranger.send(msgpack.packb(message))
-            until(lambda: roster.gone, roster)
-        assert roster.gone == {1: "was killed, left, or gave no sign of life for 4 s"}
-        assert (roster.at.keys(), roster.failure) == ({0}, None)
+            until(lambda: membership.gone, membership)
+        assert membership.gone == {1: "was killed, left, or gave no sign of life for 4 s"}
+        assert (membership.at.keys(), membership.failure) == ({0}, None)
 
     pair_of(check, "tcp://127.0.0.1", 4, tell_port=True)
 
 
 def test_a_lost_connection_may_come_back() -> None:
-    def check(roster: ProcessRoster, other: Pairs, port: str) -> None:
+    def check(membership: ProcessMembership, other: PeerSockets, port: str) -> None:
         token = other.lines[0].token
         other.close(0)
-        roster.fail(StallError("too late"))
+        membership.fail(StallError("too late"))
         with zmq.Context() as context, context.socket(zmq.DEALER) as again:
             again.linger = 0
             again.routing_id = b"gangline-" + token
             again.connect(port)
             again.send(token[16:])
             again.send(msgpack.packb(["at", 3, SUM]))
-            until(lambda: 1 in roster.at or roster.gone, roster)
-            assert (roster.at[1], roster.gone) == ((3, SUM), {})
+            until(lambda: 1 in membership.at or membership.gone, membership)
+            assert (membership.at[1], membership.gone) == ((3, SUM), {})
             assert [again.recv() for _ in range(2) if again.poll(10_000)] == [
                 token[:16],
                 msgpack.packb(["failed", "StallError", "too late"]),  # which may not have arrived before
@@ -358,10 +364,10 @@ def test_a_lost_connection_may_come_back() -> None:
 def _count_descriptors(rank: Rank, address: str) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
     before = len(os.listdir("/proc/self/fd"))
-    roster = open_roster(rank, address, limit=10)
+    membership = open_roster(rank, address, limit=10)
     rank.tell(len(os.listdir("/proc/self/fd")) - before)
     rank.hear()
-    roster.close()
+    membership.close()
     rank.tell(len(os.listdir("/proc/self/fd")) - before)
     rank.hear()
 
@@ -383,12 +389,12 @@ def test_a_failed_meeting_leaves_nothing(tmp_path: Path) -> None:
 
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConnectionError, match="no store"):
-        ProcessRoster(0, 3, exchange, heartbeat=1, limit=10, address="ipc")
+        ProcessMembership(0, 3, exchange, heartbeat=1, limit=10, address="ipc")
     assert list(tmp_path.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == before
 
     with pytest.raises(ProtocolError, match="rank 0 exchanged b'nonsense', which is no list of its sockets"):
-        ProcessRoster(0, 2, lambda _: [b"nonsense"] * 2, heartbeat=1, limit=10, address="ipc")
+        ProcessMembership(0, 2, lambda _: [b"nonsense"] * 2, heartbeat=1, limit=10, address="ipc")
 
 
 def test_addresses_that_strangers_can_reach_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,36 +405,36 @@ def test_addresses_that_strangers_can_reach_are_refused(monkeypatch: pytest.Monk
         with pytest.raises(RuntimeError, match=r"address .* can be reached.*GANGLINE_INSECURE=1"):
             check_address(host)
     with pytest.raises(RuntimeError, match=r"address 10\.0\.0\.1 can be reached"):
-        ProcessRoster(0, 1, lambda card: [card], heartbeat=1, limit=10, address="tcp://10.0.0.1")
+        ProcessMembership(0, 1, lambda card: [card], heartbeat=1, limit=10, address="tcp://10.0.0.1")
     monkeypatch.setenv("GANGLINE_INSECURE", "1")
     check_address("10.0.0.1")
     for address in ("udp://1.1.1.1", "tcp://", "127.0.0.1"):
         with pytest.raises(ValueError, match="expected 'ipc' or 'tcp://HOST'"):
-            ProcessRoster(0, 1, lambda card: [card], heartbeat=1, limit=10, address=address)
+            ProcessMembership(0, 1, lambda card: [card], heartbeat=1, limit=10, address=address)
 
 
 # Waits
 
 
-def gang_at(*calls: tuple[int, int] | None) -> list[ThreadRoster]:
+def gang_at(*calls: tuple[int, int] | None) -> list[ThreadMembership]:
     """Rosters of ranks that have said where they wait; None: that have not."""
-    gang = ThreadRoster.gang(len(calls))
-    for roster, call in zip(gang, calls, strict=True):
+    group = ThreadMembership.group(len(calls))
+    for membership, call in zip(group, calls, strict=True):
         if call is not None:
-            roster.look(*call)
-    return gang
+            membership.look(*call)
+    return group
 
 
-def watch_of(roster: ThreadRoster, timeout: float = 60, stall_warn: float = 60, sequence: int = 5) -> Watch:
-    watch = Watch(roster, timeout, stall_warn)
-    watch.begin(sequence, SUM)
-    return watch
+def watch_of(membership: ThreadMembership, timeout: float = 60, stall_warn: float = 60, sequence: int = 5) -> Watchdog:
+    watchdog = Watchdog(membership, timeout, stall_warn)
+    watchdog.begin(sequence, SUM)
+    return watchdog
 
 
-def check_until(watch: Watch, missing: list[int]) -> GanglineError:
+def check_until(watchdog: Watchdog, missing: list[int]) -> GanglineError:
     while True:
         try:
-            watch.check(missing)
+            watchdog.check(missing)
         except GanglineError as error:
             return error
 
@@ -443,59 +449,61 @@ def quick_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wait_ends_when_any_rank_dies_and_all_are_told() -> None:
-    gang = gang_at(None, None, None, None)
-    gang[0].gone.update({3: LOST, 2: CLOSED, 1: LOST})
-    error = check_until(watch_of(gang[0]), [])
+    group = gang_at(None, None, None, None)
+    group[0].gone.update({3: LOST, 2: CLOSED, 1: LOST})
+    error = check_until(watch_of(group[0]), [])
     text = f"ranks 1, 3 {LOST} (rank 0 waited in all_reduce(4 x float32, sum))"
     assert (type(error), str(error)) == (DeadNodeError, text)
-    assert [(type(roster.failure), str(roster.failure)) for roster in gang[1:]] == [(DeadNodeError, text)] * 3
-    again = check_until(watch_of(gang[2]), [0])
+    assert [(type(membership.failure), str(membership.failure)) for membership in group[1:]] == [
+        (DeadNodeError, text)
+    ] * 3
+    again = check_until(watch_of(group[2]), [0])
     assert (type(again), str(again)) == (DeadNodeError, text)
 
 
 @pytest.mark.usefixtures("quick_clock")
 def test_who_closed_is_missed_only_by_those_who_wait_for_it() -> None:
-    gang = gang_at(None, None, None)
-    gang[1].close()
-    gang[1].close()
-    watch = watch_of(gang[0])
+    group = gang_at(None, None, None)
+    group[1].close()
+    group[1].close()
+    watchdog = watch_of(group[0])
     for _ in range(3):
-        watch.check([2])
-    watch.check([1])  # what it sent before may still come
-    error = check_until(watch, [1, 2])
+        watchdog.check([2])
+    watchdog.check([1])  # what it sent before may still come
+    error = check_until(watchdog, [1, 2])
     assert str(error) == f"rank 1 {CLOSED} (rank 0 waited in all_reduce(4 x float32, sum))"
     assert isinstance(error, DeadNodeError)
 
 
 def test_ranks_at_different_calls_get_the_same_error() -> None:
-    gang = gang_at((5, SUM), (5, FROM_0), (5, FROM_0))
+    group = gang_at((5, SUM), (5, FROM_0), (5, FROM_0))
     text = (
         "ranks are at different calls: rank 0: all_reduce(4 x float32, sum); ranks 1, 2: broadcast(8 x float32, root 0)"
     )
-    alone = watch_of(gang[0])
+    alone = watch_of(group[0])
     with pytest.raises(MismatchError) as caught:
         alone.check([1])
     assert str(caught.value) == text
-    assert [str(roster.failure) for roster in gang[1:]] == [text] * 2
+    assert [str(membership.failure) for membership in group[1:]] == [text] * 2
 
 
 @pytest.mark.usefixtures("quick_clock")
 def test_a_mismatch_waits_a_little_for_those_who_have_not_said_where_they_are() -> None:
-    gang = gang_at((5, SUM), (5, FROM_0), None)
-    watch = watch_of(gang[0])
-    watch.check([1])
-    gang[2].look(6, FROM_0)  # past this call
+    group = gang_at((5, SUM), (5, FROM_0), None)
+    watchdog = watch_of(group[0])
+    watchdog.check([1])
+    group[2].look(6, FROM_0)  # past this call
     with pytest.raises(MismatchError, match=r"rank 0: all_reduce\(.*\); rank 1: broadcast\([^;]*\)$"):
-        watch.check([1])
+        watchdog.check([1])
     late = gang_at((5, SUM), (5, FROM_0), None)
-    assert str(check_until(watch_of(late[0]), [1])) == str(check_until(watch, [1])) == str(gang[1].failure)
+    assert str(check_until(watch_of(late[0]), [1])) == str(check_until(watchdog, [1])) == str(group[1].failure)
 
 
 def test_ranks_at_other_numbers_of_calls_are_no_mismatch() -> None:
-    gang = gang_at((5, SUM), (4, FROM_0), (6, FROM_0))
-    watch = watch_of(gang[0])
+    group = gang_at((5, SUM), (4, FROM_0), (6, FROM_0))
+    watchdog = watch_of(group[0])
     for _ in range(3):
-        watch.check([1])
+        watchdog.check([1])
 
 
 def test_a_mismatch_names_numbers_and_unknown_calls() -> None:
@@ -507,49 +515,49 @@ def test_a_mismatch_names_numbers_and_unknown_calls() -> None:
 
 
 def test_a_late_rank_is_warned_of_once_a_call_and_then_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    gang = gang_at(None, (5, SUM), (4, SUM), (6, FROM_0))
-    watch = watch_of(gang[0], timeout=0.2, stall_warn=0.1)
+    group = gang_at(None, (5, SUM), (4, SUM), (6, FROM_0))
+    watchdog = watch_of(group[0], timeout=0.2, stall_warn=0.1)
     words = r"all_reduce\(4 x float32, sum\), call 5, has waited 0\.\d+ s: ranks 0, 1, 3 came, rank 2 did not"
     with caplog.at_level(logging.WARNING, "gangline"):
-        error = check_until(watch, [2])
+        error = check_until(watchdog, [2])
     assert isinstance(error, StallError)
     assert re.fullmatch(words, str(error))
     (record,) = caplog.records
     assert re.fullmatch(words, record.getMessage())
-    assert isinstance(gang[1].failure, StallError)
+    assert isinstance(group[1].failure, StallError)
 
 
 def test_the_clock_starts_again_with_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("gangline.collectives.liveness.watchdog.time", SimpleNamespace(monotonic=lambda: now[0]))
-    gang = gang_at(None, None)
-    watch = watch_of(gang[0], timeout=10)
+    group = gang_at(None, None)
+    watchdog = watch_of(group[0], timeout=10)
     for sequence in (5, 6):
-        watch.begin(sequence, SUM)
+        watchdog.begin(sequence, SUM)
         now[0] += 50  # before the wait
-        watch.check([1])
+        watchdog.check([1])
         now[0] += 9.9
-        watch.check([1])
+        watchdog.check([1])
     now[0] += 0.2
     with pytest.raises(StallError, match=r"call 6, has waited 10\.1 s: rank 0 came, rank 1 did not"):
-        watch.check([1])
+        watchdog.check([1])
 
 
 def test_a_wait_for_a_message_names_both_ranks() -> None:
-    gang = gang_at((5, SUM), (9, FROM_0))
-    error = check_until(watch_of(gang[0], timeout=0.1, sequence=0), [1])
+    group = gang_at((5, SUM), (9, FROM_0))
+    error = check_until(watch_of(group[0], timeout=0.1, sequence=0), [1])
     assert isinstance(error, StallError)
     assert re.fullmatch(r"all_reduce\(4 x float32, sum\) on rank 0 has waited 0\.\d+ s for rank 1", str(error))
 
 
 def _killed_in_a_call(rank: Rank) -> None:
-    roster = open_roster(rank, "ipc")
-    watch = Watch(roster, 60, 60)
-    watch.begin(5, SUM)
+    membership = open_roster(rank, "ipc")
+    watchdog = Watchdog(membership, 60, 60)
+    watchdog.begin(5, SUM)
     rank.tell("ready")
     try:
         while True:
-            watch.check([(rank.rank + 1) % rank.size])
+            watchdog.check([(rank.rank + 1) % rank.size])
     except GanglineError as error:
         rank.tell([type(error).__name__, str(error)])
     rank.hear()

@@ -20,10 +20,10 @@ from gangline.collectives.bootstrap import communicators, rendezvous
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.errors import ProtocolError
 from gangline.collectives.processes.spawning import Ranks, spawn
-from gangline.collectives.transports.base import PIECE, Exchange, Stamp
+from gangline.collectives.transports.base import PIECE, BootstrapAllGather, MessageTag
 from gangline.collectives.transports.shm import cma, segments, transport
-from gangline.collectives.transports.shm.registered import Registered
-from gangline.collectives.transports.shm.transport import SharedMemory
+from gangline.collectives.transports.shm.registered import RegisteredMemory
+from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.work import Work
 from tests.collectives.ranks import BOARD, LARGE, cases, check, combined, expected, open_again, same, values
 
@@ -227,7 +227,7 @@ def test_collectives_go_on_where_every_byte_is_staged(size: int) -> None:
     spawn(_collectives_staged, size, transport="shared_memory", timeout=60)
 
 
-def _open_elsewhere(rank: int, size: int, exchange: Exchange, **options: Any) -> Communicator:
+def _open_elsewhere(rank: int, size: int, exchange: BootstrapAllGather, **options: Any) -> Communicator:
     """As if every second rank were on another host, and no rank could read its neighbours' memory."""
     rendezvous.hosts = lambda _: tuple(other % 2 for other in range(size))
     cma.may_read = lambda *_: False
@@ -273,13 +273,13 @@ def test_neighbours_share_memory_and_others_a_network(size: int) -> None:
 def _far_waits_for_near(comm: Communicator) -> None:
     """0 and 2 are neighbours: 2 answers 1 only after it has all of 0's bytes; 0 waits for 1 meanwhile."""
     large, small = 9 * PIECE // 4, 5
-    transport = comm._lines.transport
+    transport = comm._resources.transport
 
     def as_bytes(tensor: Tensor) -> Tensor:
         return tensor.view(torch.uint8)
 
     if comm.rank == 0:
-        near = transport.send(2, as_bytes(values(large, 0, torch.float32)), Stamp(1, 1))
+        near = transport.send(2, as_bytes(values(large, 0, torch.float32)), MessageTag(1, 1))
         got = torch.empty(small)
         transport.receive(1).into(as_bytes(got))
         same(got, values(small, 2, torch.float32), "passed on")
@@ -287,12 +287,12 @@ def _far_waits_for_near(comm: Communicator) -> None:
     elif comm.rank == 1:
         got = torch.empty(small)
         transport.receive(2).into(as_bytes(got))
-        transport.send(0, as_bytes(got), Stamp(1, 1)).wait()
+        transport.send(0, as_bytes(got), MessageTag(1, 1)).wait()
     else:
         got = torch.empty(large)
         transport.receive(0).into(as_bytes(got))
         same(got, values(large, 0, torch.float32), "from the neighbour")
-        transport.send(1, as_bytes(values(small, 2, torch.float32)), Stamp(1, 1)).wait()
+        transport.send(1, as_bytes(values(small, 2, torch.float32)), MessageTag(1, 1)).wait()
     comm.barrier()
 
 
@@ -325,7 +325,7 @@ def test_ranks_write_their_own_segments_only() -> None:
         assert sorted(found[inode] for found in of_ranks) == ["r--s", "r--s", "rw-s"]
 
 
-def in_two_threads(function: Callable[[int, Exchange], Any]) -> list[Any]:
+def in_two_threads(function: Callable[[int, BootstrapAllGather], Any]) -> list[Any]:
     """What ``function(rank, exchange)`` gives in two threads, or its error."""
     barrier = threading.Barrier(2)
     blobs: list[bytes] = [b"", b""]
@@ -353,7 +353,7 @@ def in_two_threads(function: Callable[[int, Exchange], Any]) -> list[Any]:
 
 
 def test_a_segment_can_neither_shrink_nor_grow_nor_be_unsealed() -> None:
-    def share(rank: int, exchange: Exchange) -> None:
+    def share(rank: int, exchange: BootstrapAllGather) -> None:
         def and_look(blob: bytes) -> list[bytes]:
             everybody = exchange(blob)
             number = segments._CARD.unpack(blob)[1] if len(blob) == segments._CARD.size else None
@@ -383,7 +383,7 @@ def test_memory_that_is_not_what_was_meant_is_refused_by_all_ranks(change: str, 
     foreign = os.memfd_create("foreign", os.MFD_ALLOW_SEALING)
     os.ftruncate(foreign, 100 + 16)
 
-    def share(rank: int, exchange: Exchange) -> None:
+    def share(rank: int, exchange: BootstrapAllGather) -> None:
         def and_change(blob: bytes) -> list[bytes]:
             if rank == 1 and len(blob) == segments._CARD.size:
                 process, number, nbytes, token = segments._CARD.unpack(blob)
@@ -461,17 +461,17 @@ def test_registered_memory_holds_no_descriptors() -> None:
 # What arrives
 
 
-def _shared(rank: int, exchange: Exchange) -> SharedMemory:
+def _shared(rank: int, exchange: BootstrapAllGather) -> SharedMemoryTransport:
     class Patient:
         def check(self, missing: Any) -> None:
             pass
 
-    return SharedMemory(rank, 2, exchange, Patient())
+    return SharedMemoryTransport(rank, 2, exchange, Patient())
 
 
 def test_an_entry_that_makes_no_sense_is_an_error() -> None:
     first, second = in_two_threads(_shared)
-    first.send(1, torch.zeros(8, dtype=torch.uint8), Stamp(1, 1))
+    first.send(1, torch.zeros(8, dtype=torch.uint8), MessageTag(1, 1))
     entry = first._out[1]._entries
     kind = transport._WORDS + transport._KIND
     for number, text in ((9, "rank 0 posted a message of kind 9"), (1, "rank 0 names bytes 0 to 8 of memory 0")):
@@ -481,10 +481,10 @@ def test_an_entry_that_makes_no_sense_is_an_error() -> None:
 
 
 def test_registered_memory_is_found_by_address() -> None:
-    registered = Registered()
+    registered = RegisteredMemory()
     pieces = []
 
-    def make(rank: int, exchange: Exchange) -> list[segments.Segment]:
+    def make(rank: int, exchange: BootstrapAllGather) -> list[segments.Segment]:
         return segments.share(rank, 1000, exchange)
 
     for _ in range(3):

@@ -22,7 +22,7 @@ import torch
 from gangline.collectives import Communicator
 from gangline.collectives.errors import DeadNodeError, MismatchError, StallError
 from gangline.collectives.processes.spawning import Ranks, spawn
-from gangline.collectives.transports.base import Exchange
+from gangline.collectives.transports.base import BootstrapAllGather
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(60)
 class Bare:
     """Stands in for a communicator where a test needs none: the exchange alone."""
 
-    def __init__(self, rank: int, size: int, exchange: Exchange, **_options: Any) -> None:
+    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **_options: Any) -> None:
         self.rank, self.size, self.exchange = rank, size, exchange
 
     def close(self) -> None:
@@ -464,7 +464,7 @@ def _state(pid: int) -> str:
 PROGRAM = """
 import json, os, signal, sys
 from gangline.collectives.processes import process_pool
-from gangline.collectives.processes.process_pool import Family
+from gangline.collectives.processes.process_pool import ProcessPool
 
 process_pool.PRELOAD = ()
 
@@ -481,7 +481,7 @@ def busy_or_stopped(connection):
 
 
 def main(server):
-    with Family(busy_or_stopped, 3) as ranks:
+    with ProcessPool(busy_or_stopped, 3) as ranks:
         server_pid = {connection.recv() for connection in ranks.connections}
         print(json.dumps([*ranks.pids, *server_pid]), flush=True)
         for index, connection in enumerate(ranks.connections):
@@ -492,7 +492,7 @@ def main(server):
         while len(ended) < 3:
             ended.update(ranks.wait()[1])
         print(json.dumps(ended), flush=True)
-    with Family(answer, 1) as ranks:
+    with ProcessPool(answer, 1) as ranks:
         print(ranks.connections[0].recv(), flush=True)
 
 

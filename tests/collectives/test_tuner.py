@@ -18,9 +18,9 @@ from gangline.collectives.tuner import (
     TRANSPORTS,
     TUNED,
     Choice,
-    Place,
     Rule,
     Table,
+    TableKey,
     built_in,
     forced_algorithms,
     forced_transport,
@@ -29,7 +29,7 @@ from gangline.collectives.tuner import (
     table_path,
 )
 
-PLACE = Place("all_reduce", "tcp", 3, 1)
+PLACE = TableKey("all_reduce", "tcp", 3, 1)
 RULES = [Rule(100, Choice("one_shot")), Rule(5000, Choice("halving_doubling")), Rule(None, Choice("ring", 4))]
 TABLE = Table({PLACE: RULES})
 
@@ -95,8 +95,8 @@ def test_the_default_chooses_what_can_be_built(
 ) -> None:
     hosts = min(hosts, ranks)
     choice = Table().choose(collective, nbytes, ranks, transport, hosts)
-    rules = built_in(Place(collective, transport, ranks, hosts))
-    Table({Place(collective, transport, ranks, hosts): rules})  # holds what a measured table must
+    rules = built_in(TableKey(collective, transport, ranks, hosts))
+    Table({TableKey(collective, transport, ranks, hosts): rules})  # holds what a measured table must
     if choice.algorithm == "shared":
         assert shared_serves(nbytes, transport, hosts)
         return

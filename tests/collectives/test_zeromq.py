@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 
 from gangline.bench.hosts import Hosts, enter, obstacle
-from gangline.collectives.call_signature import Call
+from gangline.collectives.call_signature import CallSignature
 from gangline.collectives.errors import GanglineError, ProtocolError
-from gangline.collectives.liveness.membership import LOST, ProcessRoster
-from gangline.collectives.liveness.watchdog import Watch
-from gangline.collectives.transports.base import PIECE, Stamp
-from gangline.collectives.transports.zmq.peer_sockets import Pairs
-from gangline.collectives.transports.zmq.transport import INLINE, ZeroMQ
+from gangline.collectives.liveness.membership import LOST, ProcessMembership
+from gangline.collectives.liveness.watchdog import Watchdog
+from gangline.collectives.transports.base import PIECE, MessageTag
+from gangline.collectives.transports.zmq.peer_sockets import PeerSockets
+from gangline.collectives.transports.zmq.transport import INLINE, ZmqTransport
 from tests.collectives.processes import Processes, Rank
 
 pytestmark = pytest.mark.timeout(60)
 
 ADDRESSES = ("ipc", "tcp://127.0.0.1")
 SIZES = (0, 1, 7, INLINE, INLINE + 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE, 5 * PIECE + 13)
-SUM = Call("all_reduce", 4, torch.float32, "sum").code
+SUM = CallSignature("all_reduce", 4, torch.float32, "sum").code
 LIMIT = 1.0
 
 
@@ -50,8 +50,8 @@ class Forever:
         pass
 
 
-def open_transport(rank: Rank, address: str) -> ZeroMQ:
-    return ZeroMQ(rank.rank, rank.size, rank.exchange, Forever(), address=address)
+def open_transport(rank: Rank, address: str) -> ZmqTransport:
+    return ZmqTransport(rank.rank, rank.size, rank.exchange, Forever(), address=address)
 
 
 def ramp(nbytes: int, rank: int, to: int = 0) -> Tensor:
@@ -71,28 +71,28 @@ def in_processes(function: Callable[..., None], size: int, *arguments: Any) -> l
 def _all_sizes(rank: Rank, address: str) -> None:
     transport = open_transport(rank, address)
     peers = [peer for peer in range(rank.size) if peer != rank.rank]
-    tickets = [
-        transport.send(peer, ramp(nbytes, rank.rank, peer), Stamp(nbytes - 5, SUM + index))
+    send_requests = [
+        transport.send(peer, ramp(nbytes, rank.rank, peer), MessageTag(nbytes - 5, SUM + index))
         for index, nbytes in enumerate(SIZES)
         for peer in peers
     ]
     wrong = []
     for index, nbytes in enumerate(SIZES):
         for peer in peers:
-            incoming = transport.receive(peer)
+            receive_request = transport.receive(peer)
             out = torch.full((nbytes,), 255, dtype=torch.uint8)
             if (index + rank.rank) % 2:
-                incoming.into(out)
+                receive_request.into(out)
             else:
                 for piece in range(-(-nbytes // PIECE)):
-                    out[piece * PIECE : (piece + 1) * PIECE] = incoming.piece(piece)
-                incoming.done()
-            right = incoming.stamp == (nbytes - 5, SUM + index) and incoming.nbytes == nbytes
+                    out[piece * PIECE : (piece + 1) * PIECE] = receive_request.piece(piece)
+                receive_request.done()
+            right = receive_request.message_tag == (nbytes - 5, SUM + index) and receive_request.nbytes == nbytes
             if not right or not torch.equal(out, ramp(nbytes, peer, rank.rank)):
                 wrong.append([peer, nbytes])
-    for ticket in tickets:
-        ticket.wait()
-    done = all(ticket.is_done() for ticket in tickets)
+    for send_request in send_requests:
+        send_request.wait()
+    done = all(send_request.is_done() for send_request in send_requests)
     rank.tell([wrong, done, all(transport.poll(peer) is None for peer in peers)])
     rank.hear()
 
@@ -108,7 +108,7 @@ def _side_by_side(rank: Rank) -> None:
     count = 3 * PIECE // 4
     if rank.rank:
         values = torch.arange(count, dtype=torch.float32) + rank.rank * 1000
-        transport.send(0, values.view(torch.uint8), Stamp(1, SUM)).wait()
+        transport.send(0, values.view(torch.uint8), MessageTag(1, SUM)).wait()
         rank.tell(None)
     else:
         messages = [transport.receive(source) for source in (1, 2)]
@@ -133,7 +133,7 @@ def _skipped(rank: Rank) -> None:
     transport = open_transport(rank, "ipc")
     if rank.rank:
         for number in range(3):
-            transport.send(0, ramp(3 * PIECE + 5, number), Stamp(number, SUM))
+            transport.send(0, ramp(3 * PIECE + 5, number), MessageTag(number, SUM))
         rank.tell(None)
     else:
         transport.receive(1).done()
@@ -158,9 +158,9 @@ def _reused(rank: Rank) -> None:
         for number in range(20):
             data.fill_(number)
             small.fill_(100 + number)
-            ticket = transport.send(0, data, Stamp(number, SUM))
-            assert transport.send(0, small, Stamp(number, SUM)).is_done()
-            ticket.wait()
+            send_request = transport.send(0, data, MessageTag(number, SUM))
+            assert transport.send(0, small, MessageTag(number, SUM)).is_done()
+            send_request.wait()
         rank.tell(None)
     else:
         found = []
@@ -180,9 +180,9 @@ def test_memory_may_be_written_again_once_a_ticket_is_done() -> None:
 def _close_at_once(rank: Rank, address: str, count: int) -> None:
     transport = open_transport(rank, address)
     if rank.rank:
-        transport.send(0, ramp(PIECE + 1, 1), Stamp(1, SUM)).wait()
+        transport.send(0, ramp(PIECE + 1, 1), MessageTag(1, SUM)).wait()
         for number in range(count):
-            transport.send(0, ramp(1000, number), Stamp(number, SUM))
+            transport.send(0, ramp(1000, number), MessageTag(number, SUM))
         transport.close()
         transport.close()
         rank.tell("closed")
@@ -217,7 +217,7 @@ def test_who_closes_waits_for_a_rank_that_is_behind(address: str) -> None:
 # What must not arrive
 
 
-def bare(function: Callable[[ZeroMQ, Pairs], None]) -> None:
+def bare(function: Callable[[ZmqTransport, PeerSockets], None]) -> None:
     """The transport of rank 0, and the bare sockets of rank 1, in this process."""
     barrier = threading.Barrier(2)
     cards: list[bytes] = [b"", b""]
@@ -230,10 +230,10 @@ def bare(function: Callable[[ZeroMQ, Pairs], None]) -> None:
 
         return exchange
 
-    made: list[Pairs] = []
-    other = threading.Thread(target=lambda: made.append(Pairs(1, 2, exchange_of(1), address="ipc", options={})))
+    made: list[PeerSockets] = []
+    other = threading.Thread(target=lambda: made.append(PeerSockets(1, 2, exchange_of(1), address="ipc", options={})))
     other.start()
-    transport = ZeroMQ(0, 2, exchange_of(0), Forever(), address="ipc")
+    transport = ZmqTransport(0, 2, exchange_of(0), Forever(), address="ipc")
     other.join()
     try:
         function(transport, made[0])
@@ -263,7 +263,7 @@ def header(
     ],
 )
 def test_a_bad_header_is_refused(message: bytes, text: str) -> None:
-    def check(transport: ZeroMQ, other: Pairs) -> None:
+    def check(transport: ZmqTransport, other: PeerSockets) -> None:
         other.lines[0].send(message)
         with pytest.raises(ProtocolError, match=text):
             transport.receive(1)
@@ -273,16 +273,16 @@ def test_a_bad_header_is_refused(message: bytes, text: str) -> None:
 
 @pytest.mark.parametrize("frame", [b"", bytes(PIECE - 1), bytes(PIECE + 1)])
 def test_a_piece_of_another_size_is_refused(frame: bytes) -> None:
-    def check(transport: ZeroMQ, other: Pairs) -> None:
+    def check(transport: ZmqTransport, other: PeerSockets) -> None:
         for number, read in enumerate(("piece", "into", "done")):
             other.lines[0].send(header(number=number, nbytes=2 * PIECE))
             other.lines[0].send(frame)
-            incoming = transport.receive(1)
+            receive_request = transport.receive(1)
             arguments = {"piece": (0,), "into": (torch.empty(2 * PIECE, dtype=torch.uint8),), "done": ()}[read]
             with pytest.raises(
                 ProtocolError, match=f"sent {len(frame)} bytes as a piece of a message, expected {PIECE}"
             ):
-                getattr(incoming, read)(*arguments)
+                getattr(receive_request, read)(*arguments)
 
     bare(check)
 
@@ -298,19 +298,19 @@ def _wait_for(rank: Rank, address: str, how: str, namespaces: list[str]) -> None
         enter(namespaces[rank.rank])
         os.environ["GANGLINE_INSECURE"] = "1"
         host = address.split(",")[rank.rank]
-    roster = ProcessRoster(rank.rank, rank.size, rank.exchange, heartbeat=0.2, limit=LIMIT, address=host)
-    watch = Watch(roster, 60, 60)
-    transport = ZeroMQ(rank.rank, rank.size, rank.exchange, watch, address=host)
-    watch.begin(1, SUM)
+    membership = ProcessMembership(rank.rank, rank.size, rank.exchange, heartbeat=0.2, limit=LIMIT, address=host)
+    watchdog = Watchdog(membership, 60, 60)
+    transport = ZmqTransport(rank.rank, rank.size, rank.exchange, watchdog, address=host)
+    watchdog.begin(1, SUM)
     rank.tell("ready")
     peers = [peer for peer in range(rank.size) if peer != rank.rank]
     try:
         if how == "send":
-            transport.send(peers[0], torch.zeros(64 << 20, dtype=torch.uint8), Stamp(1, SUM)).wait()
+            transport.send(peers[0], torch.zeros(64 << 20, dtype=torch.uint8), MessageTag(1, SUM)).wait()
             transport.receive(peers[0])
         elif how == "midway":
             for peer in peers:
-                transport.send(peer, ramp(3 * PIECE, rank.rank), Stamp(1, SUM))
+                transport.send(peer, ramp(3 * PIECE, rank.rank), MessageTag(1, SUM))
             for peer in peers:
                 transport.receive(peer).done()
             rank.tell("midway")
@@ -320,7 +320,7 @@ def _wait_for(rank: Rank, address: str, how: str, namespaces: list[str]) -> None
     except GanglineError as error:
         begin = time.monotonic()
         transport.close()
-        roster.close()
+        membership.close()
         rank.tell([type(error).__name__, str(error), time.monotonic() - begin < 4])
     rank.hear()
 

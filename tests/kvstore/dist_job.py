@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gangline.collectives.processes.spawning import Outcome, Ranks
-from gangline.collectives.transports.base import Exchange
+from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.kvstore.parameter_server.environment import from_environment
 from gangline.kvstore.parameter_server.scheduler import scheduler
 from gangline.kvstore.parameter_server.server import server
@@ -18,7 +18,7 @@ from gangline.kvstore.parameter_server.server import server
 class Place:
     """What a process of the job knows: its part, until `serve_or_work` has run it."""
 
-    def __init__(self, rank: int, size: int, exchange: Exchange, **_: object) -> None:
+    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **_: object) -> None:
         self.rank = rank
         self.size = size
         self.exchange = exchange

@@ -14,8 +14,8 @@ from typing import Any
 from unittest.mock import patch
 
 from gangline.collectives.processes.spawning import Outcome
-from gangline.kvstore.parameter_server.client.scheduler_client import Membership
-from gangline.kvstore.parameter_server.client.server_client import Wire
+from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
+from gangline.kvstore.parameter_server.client.server_client import ServerClient
 from gangline.kvstore.parameter_server.server import server
 from tests.collectives.stage import LIMIT, WAITS, Actor, Audience
 from tests.kvstore.dist_job import DistJob
@@ -68,8 +68,8 @@ class Waits:
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
         self.due = False
-        self._tell_before(Membership, "_answer")
-        self._tell_before(Wire, "wait")
+        self._tell_before(SchedulerClient, "_answer")
+        self._tell_before(ServerClient, "wait")
 
     def _tell_before(self, cls: Any, name: str) -> None:
         inner = getattr(cls, name)
@@ -123,8 +123,8 @@ class BreakingLine:
 def break_lines(breaks: Sequence[int]) -> None:
     """Have this process, if it becomes a server, be reached by lines that break."""
 
-    def member(role: str, scheduler: str, *, address: str, timeout: float | None) -> Membership:
-        return Membership(role, scheduler, address=broken(address, breaks), timeout=timeout)
+    def member(role: str, scheduler: str, *, address: str, timeout: float | None) -> SchedulerClient:
+        return SchedulerClient(role, scheduler, address=broken(address, breaks), timeout=timeout)
 
     server.Membership = member  # type: ignore[assignment,misc]
 

@@ -14,7 +14,7 @@ import zmq
 
 from gangline.collectives.errors import StallError
 from gangline.kvstore.parameter_server import protocol
-from gangline.kvstore.parameter_server.client.scheduler_client import Membership
+from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.environment import ServerJob
 from gangline.kvstore.parameter_server.protocol import Beat, Failed, Hello, Message, Welcome
 from gangline.kvstore.parameter_server.scheduler.scheduler import Scheduler
@@ -39,7 +39,7 @@ class Job:
             "server", "127.0.0.1", self.scheduler.port, workers, servers, -1, "127.0.0.1", None, is_supervised
         )
         self._serving = [self._pool.submit(self._serve, place) for _ in range(servers)]
-        self._members: list[Membership] = []
+        self._members: list[SchedulerClient] = []
         self.gives_up = False
         """Whether the scheduler is to end because somebody does not come."""
 
@@ -48,12 +48,12 @@ class Job:
             self._servers.put(server)
             server.run()
 
-    def member(self, rank: int = -1, role: str = "worker") -> Membership:
+    def member(self, rank: int = -1, role: str = "worker") -> SchedulerClient:
         """A worker's membership, once all have come."""
-        self._members.append(Membership(role, self.address, rank=rank, timeout=LIMIT))
+        self._members.append(SchedulerClient(role, self.address, rank=rank, timeout=LIMIT))
         return self._members[-1]
 
-    def members(self) -> list[Membership]:
+    def members(self) -> list[SchedulerClient]:
         """All workers', in rank order."""
         return self.at_once(*[lambda rank=rank: self.member(rank) for rank in range(self._workers)])
 
@@ -99,7 +99,7 @@ class Line:
 
     @classmethod
     def of_worker(
-        cls, member: Membership, mode: str = "sync", staleness: int = -1, card: bytes = b"", server: int = 0
+        cls, member: SchedulerClient, mode: str = "sync", staleness: int = -1, card: bytes = b"", server: int = 0
     ) -> Line:
         """A worker's line to a server, which has said hello."""
         line = cls(member.servers[server], member.identity)
@@ -151,6 +151,6 @@ class Line:
         self.__init__(self.address, identity)  # type: ignore[misc]
 
 
-def of_ranks(members: Sequence[Membership], **options: Any) -> list[Line]:
+def of_ranks(members: Sequence[SchedulerClient], **options: Any) -> list[Line]:
     """A line to the first server for each worker."""
     return [Line.of_worker(member, **options) for member in members]

@@ -15,7 +15,7 @@ import torch
 from gangline import kvstore
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.processes.spawning import Outcome, Ranks
-from gangline.collectives.transports.base import Exchange
+from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.kvstore import KVStore
 from tests.collectives.stage import WAITS, Actor
 from tests.kvstore import dist_job
@@ -236,7 +236,7 @@ def digits_of(value: float) -> list[int]:
 class _Place(dist_job.Place):
     """A process that, as a server, is reached by lines that break."""
 
-    def __init__(self, rank: int, size: int, exchange: Exchange, **more: object) -> None:
+    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **more: object) -> None:
         super().__init__(rank, size, exchange, **more)
         chance = random.Random(rank)
         break_lines([chance.choice([300, 3_000, 40_000, 700_000]) for _ in range(12)])

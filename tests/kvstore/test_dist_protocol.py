@@ -43,7 +43,7 @@ from gangline.kvstore.parameter_server.protocol import (
 )
 from gangline.kvstore.parameter_server.server import optimizer_shards
 from gangline.kvstore.parameter_server.server import sessions as answers_module
-from gangline.kvstore.parameter_server.server.sessions import Answers, Worker
+from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSession
 from gangline.kvstore.parameter_server.transport.shared_memory import ALIGNMENT
 from tests.kvstore.dist_threads import Job, Line, of_ranks
 
@@ -638,8 +638,8 @@ def test_pushes_that_nobody_waits_for_are_acknowledged_together(monkeypatch: pyt
     monkeypatch.setattr(answers_module, "_LATE_SECONDS", math.inf)
     sent: list[tuple[bytes, Message]] = []
     doors = SimpleNamespace(send=lambda identity, frames: sent.append((identity, protocol.unpack(frames[0]))))
-    answers = Answers(doors, lambda _: None, lambda _: False)  # type: ignore[arg-type]
-    workers = [Worker(b"%d" % rank, rank, None, False) for rank in range(2)]
+    answers = Sessions(doors, lambda _: None, lambda _: False)  # type: ignore[arg-type]
+    workers = [WorkerSession(b"%d" % rank, rank, None, False) for rank in range(2)]
     answers.workers.update({worker.identity: worker for worker in workers})
     workers[0].late_acks += range(63)
     answers.flush()

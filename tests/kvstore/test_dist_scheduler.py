@@ -17,7 +17,7 @@ import pytest
 from gangline.collectives.errors import DeadNodeError, StallError
 from gangline.collectives.liveness.process_state import this_process
 from gangline.kvstore.parameter_server import protocol
-from gangline.kvstore.parameter_server.client.scheduler_client import Membership
+from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.protocol import (
     Beat,
     Gone,
@@ -61,14 +61,14 @@ def test_who_cannot_take_part_is_told_why() -> None:
         assert refusal(job.address, 1) == text
         for rank, said in ((2, "worker 2 wants to join; ranks are 0 to 1"), (70, "ranks are 0 to 1")):
             with pytest.raises(ValueError, match=said):
-                Membership("worker", job.address, rank=rank, timeout=LIMIT)
+                SchedulerClient("worker", job.address, rank=rank, timeout=LIMIT)
         with pytest.raises(ValueError, match="role is 'boss'; expected worker or server"):
-            Membership("boss", job.address, timeout=LIMIT)
+            SchedulerClient("boss", job.address, timeout=LIMIT)
         second = job.member(0)
         assert (first.result(LIMIT).rank, second.rank) == (1, 0)
         for role, said in (("worker", "the job has its 2 workers already"), ("server", "its 1 servers already")):
             with pytest.raises(ValueError, match=said):
-                Membership(role, job.address, timeout=LIMIT)
+                SchedulerClient(role, job.address, timeout=LIMIT)
 
 
 def refusal(address: str, rank: int) -> str:
@@ -85,7 +85,7 @@ def refusal(address: str, rank: int) -> str:
 def test_who_does_not_come_is_named() -> None:
     with Job(3, 1, timeout=0.5) as job:
         job.gives_up = True
-        joining = job.later(lambda: Membership("worker", job.address, rank=2, timeout=LIMIT))
+        joining = job.later(lambda: SchedulerClient("worker", job.address, rank=2, timeout=LIMIT))
         text = r"2 of 3 workers \(here are \[2\]\) did not join within 0.5 s"
         with pytest.raises(StallError, match=text):
             joining.result(LIMIT)
@@ -110,7 +110,7 @@ def test_a_scheduler_that_is_not_there_is_named() -> None:
         nobody.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
         with pytest.raises(StallError, match=f"worker waits for the job to begin at {address} has waited 0.2 s"):
-            Membership("worker", address, timeout=0.2)
+            SchedulerClient("worker", address, timeout=0.2)
 
 
 def test_addresses_that_others_reach_are_refused() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from gangline.collectives.transports.shm.segments import open_offered
-from gangline.kvstore.parameter_server.sharding import GRAIN, Layout, Part, Sharding
-from gangline.kvstore.parameter_server.transport.shared_memory import ALIGNMENT, Arena, aligned, piece, typed
+from gangline.kvstore.parameter_server.sharding import GRAIN, KeyLayout, Sharding, ShardPlacement
+from gangline.kvstore.parameter_server.transport.shared_memory import ALIGNMENT, SharedMemoryPool, aligned, piece, typed
 
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int64": 8, "uint8": 1, "bool": 1}
 MIB = 1 << 20
@@ -27,22 +27,22 @@ SHAPES = st.one_of(
 ).map(tuple)
 
 
-def layouts(dtypes: Sequence[str] = tuple(ITEMSIZES)) -> st.SearchStrategy[list[Layout]]:
+def layouts(dtypes: Sequence[str] = tuple(ITEMSIZES)) -> st.SearchStrategy[list[KeyLayout]]:
     kinds = st.lists(st.tuples(st.sampled_from(dtypes), SHAPES), min_size=1, max_size=12)
     return kinds.map(
-        lambda pairs: [Layout(f"key {n}", dtype, shape, ITEMSIZES[dtype]) for n, (dtype, shape) in enumerate(pairs)]
+        lambda pairs: [KeyLayout(f"key {n}", dtype, shape, ITEMSIZES[dtype]) for n, (dtype, shape) in enumerate(pairs)]
     )
 
 
-def key(numel: int, dtype: str = "float32", name: str | int = "k") -> Layout:
-    return Layout(name, dtype, (numel,), ITEMSIZES[dtype])
+def key(numel: int, dtype: str = "float32", name: str | int = "k") -> KeyLayout:
+    return KeyLayout(name, dtype, (numel,), ITEMSIZES[dtype])
 
 
 # Sharding
 
 
 @given(layouts(), st.integers(1, 9), st.booleans())
-def test_parts_hold_each_element_once(keys: list[Layout], servers: int, whole: bool) -> None:
+def test_parts_hold_each_element_once(keys: list[KeyLayout], servers: int, whole: bool) -> None:
     sharding = Sharding(servers)
     placed = sharding.place(keys, whole=whole)
     assert list(placed) == [one.key for one in sorted(keys, key=lambda one: -one.nbytes)]
@@ -71,7 +71,7 @@ def test_parts_hold_each_element_once(keys: list[Layout], servers: int, whole: b
 
 
 @given(st.lists(layouts(), max_size=3), st.integers(1, 7))
-def test_equal_calls_give_equal_parts(calls: list[list[Layout]], servers: int) -> None:
+def test_equal_calls_give_equal_parts(calls: list[list[KeyLayout]], servers: int) -> None:
     first, second = Sharding(servers), Sharding(servers)
     for keys in calls:
         assert first.place(keys) == second.place(keys)
@@ -79,7 +79,7 @@ def test_equal_calls_give_equal_parts(calls: list[list[Layout]], servers: int) -
 
 @settings(max_examples=300)
 @given(layouts(("float32", "bfloat16", "uint8")), st.integers(2, 8))
-def test_servers_are_evenly_loaded(keys: list[Layout], servers: int) -> None:
+def test_servers_are_evenly_loaded(keys: list[KeyLayout], servers: int) -> None:
     sharding = Sharding(servers)
     sharding.place(keys)
     mean = sum(sharding.loads) / servers
@@ -109,7 +109,7 @@ def test_servers_are_evenly_loaded_by_models() -> None:
         (key(33 * GRAIN, "float64"), 1, [(0, n * 7 * GRAIN, (7 if n < 4 else 5) * GRAIN) for n in range(5)]),
     ],
 )
-def test_a_key_is_cut(layout: Layout, servers: int, expected: list[tuple[int, int, int]]) -> None:
+def test_a_key_is_cut(layout: KeyLayout, servers: int, expected: list[tuple[int, int, int]]) -> None:
     parts = Sharding(servers).place([layout])["k"]
     given_parts = [(part.server, part.begin, part.numel) for part in parts]
     if layout.dtype == "float64":  # as equal as grains allow
@@ -136,7 +136,7 @@ def test_a_key_that_went_leaves_its_room() -> None:
     sharding.remove(placed["large"])
     assert sum(sharding.loads) == 40
     (part,) = sharding.place([key(1_000_000, name="large")], whole=True)["large"]
-    assert isinstance(part, Part)
+    assert isinstance(part, ShardPlacement)
     assert part.is_whole
     assert part.number > max(one.number for one in placed["large"])
     assert sum(sharding.loads) == sum(before)
@@ -144,7 +144,7 @@ def test_a_key_that_went_leaves_its_room() -> None:
 
 def test_rows_of_a_cut_table_are_made_of_whole_widths() -> None:
     for rows, columns in ((70_001, 10), (50_021, 48), (3, 1_000_003), (200_000, 64)):
-        layout = Layout("table", "float32", (rows, columns), 4)
+        layout = KeyLayout("table", "float32", (rows, columns), 4)
         parts = Sharding(3).place([layout])["table"]
         assert len(parts) > 1
         assert {part.width for part in parts} == {math.gcd(columns, GRAIN)}
@@ -158,7 +158,7 @@ class Pieces(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.arena = Arena()
+        self.arena = SharedMemoryPool()
         self.pieces: dict[int, tuple[int, int]] = {}
         self.count = 0
 
@@ -204,7 +204,7 @@ TestPieces.settings = settings(max_examples=25, stateful_step_count=30, deadline
 
 
 def test_memory_that_is_not_there_is_refused_and_nothing_is_lost() -> None:
-    arena = Arena()
+    arena = SharedMemoryPool()
     first = arena.allocate(100)
     with pytest.raises(MemoryError, match=r"bytes do not fit in \d+ bytes of shared memory"):
         arena.allocate(1 << 60)
@@ -220,7 +220,7 @@ def test_memory_that_is_not_there_is_refused_and_nothing_is_lost() -> None:
 
 
 def test_others_read_what_is_written_and_nothing_beyond() -> None:
-    arena = Arena()
+    arena = SharedMemoryPool()
     offset = arena.allocate(800)
     view = typed(arena.bytes_at(offset, 800), torch.float64)
     view.copy_(torch.arange(100, dtype=torch.float64))

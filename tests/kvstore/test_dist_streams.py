@@ -10,15 +10,15 @@ from collections.abc import Iterator
 import pytest
 
 from gangline.collectives.errors import ProtocolError
-from gangline.kvstore.parameter_server.transport.unix_stream import Listener, Stream, connect
+from gangline.kvstore.parameter_server.transport.unix_stream import UnixListener, UnixStream, connect
 
 pytestmark = pytest.mark.timeout(30)
-Pair = tuple[Stream, Stream]
+Pair = tuple[UnixStream, UnixStream]
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    listener = Listener()
+    listener = UnixListener()
     near = connect(listener.name)
     far = listener.accept()
     assert far is not None
@@ -27,7 +27,7 @@ def pair() -> Iterator[Pair]:
         one.close()
 
 
-def received(stream: Stream, sender: Stream, count: int) -> list[list[bytes]]:
+def received(stream: UnixStream, sender: UnixStream, count: int) -> list[list[bytes]]:
     messages: list[list[bytes]] = []
     while len(messages) < count:
         sender.flush()
@@ -95,7 +95,7 @@ def test_sending_to_who_is_gone_is_an_error(pair: Pair) -> None:
     ids=["text", "no frames", "too many frames", "too large"],
 )
 def test_what_is_no_message_is_refused_before_it_takes_memory(junk: bytes) -> None:
-    listener = Listener()
+    listener = UnixListener()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
         stranger.connect(f"\0{listener.name}")
         stranger.sendall(junk)
@@ -108,7 +108,7 @@ def test_what_is_no_message_is_refused_before_it_takes_memory(junk: bytes) -> No
 
 
 def test_nobody_listens_once_it_is_closed() -> None:
-    listener = Listener()
+    listener = UnixListener()
     listener.close()
     with pytest.raises(ConnectionError):
         connect(listener.name)

@@ -10,12 +10,12 @@ from contextlib import suppress
 import pytest
 import zmq
 
-from gangline.kvstore.parameter_server.transport.poller import LOOKS_SECONDS, Watch
+from gangline.kvstore.parameter_server.transport.poller import LOOKS_SECONDS, Poller
 
 
 @pytest.fixture
-def watch() -> Iterator[Watch]:
-    watch = Watch()
+def watch() -> Iterator[Poller]:
+    watch = Poller()
     yield watch
     watch.close()
 
@@ -37,13 +37,13 @@ def sockets() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
         yield near, far
 
 
-def until(watch: Watch, source: object, tries: int = 100) -> bool:
+def until(watch: Poller, source: object, tries: int = 100) -> bool:
     """Whether something comes; a wait may end for nothing."""
     return any(source in watch.wait(100, looks) for _ in range(tries) for looks in (0.0, LOOKS_SECONDS))
 
 
 def test_a_descriptor_is_told_of_as_long_as_it_can_be_read(
-    watch: Watch, ends: tuple[socket.socket, socket.socket]
+    watch: Poller, ends: tuple[socket.socket, socket.socket]
 ) -> None:
     near, far = ends
     watch.add(near.fileno())
@@ -60,7 +60,7 @@ def test_a_descriptor_is_told_of_as_long_as_it_can_be_read(
     assert watch.wait(0) == set()
 
 
-def test_room_is_told_of_while_it_is_looked_for(watch: Watch, ends: tuple[socket.socket, socket.socket]) -> None:
+def test_room_is_told_of_while_it_is_looked_for(watch: Poller, ends: tuple[socket.socket, socket.socket]) -> None:
     near, far = ends
     watch.add(near.fileno())
     with suppress(BlockingIOError):
@@ -76,7 +76,7 @@ def test_room_is_told_of_while_it_is_looked_for(watch: Watch, ends: tuple[socket
     assert watch.wait(0) == set()
 
 
-def test_an_end_that_is_gone_is_told_of(watch: Watch, ends: tuple[socket.socket, socket.socket]) -> None:
+def test_an_end_that_is_gone_is_told_of(watch: Poller, ends: tuple[socket.socket, socket.socket]) -> None:
     near, far = ends
     watch.add(near.fileno())
     far.close()
@@ -84,7 +84,7 @@ def test_an_end_that_is_gone_is_told_of(watch: Watch, ends: tuple[socket.socket,
 
 
 def test_messages_that_came_before_anybody_watched_are_told_of(
-    watch: Watch, sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]]
+    watch: Poller, sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]]
 ) -> None:
     near, far = sockets
     for number in range(3):
@@ -98,7 +98,7 @@ def test_messages_that_came_before_anybody_watched_are_told_of(
 
 
 def test_messages_are_told_of_though_other_calls_took_notice_first(
-    watch: Watch, sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]]
+    watch: Poller, sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]]
 ) -> None:
     near, far = sockets
     watch.add(far)
@@ -110,7 +110,7 @@ def test_messages_are_told_of_though_other_calls_took_notice_first(
 
 
 def test_descriptors_are_told_of_beside_sockets(
-    watch: Watch, ends: tuple[socket.socket, socket.socket], sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]]
+    watch: Poller, ends: tuple[socket.socket, socket.socket], sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]]
 ) -> None:
     bell = os.eventfd(1)
     try:
@@ -125,7 +125,7 @@ def test_descriptors_are_told_of_beside_sockets(
         os.close(bell)
 
 
-def test_there_is_a_last_moment_before_sleep(watch: Watch, ends: tuple[socket.socket, socket.socket]) -> None:
+def test_there_is_a_last_moment_before_sleep(watch: Poller, ends: tuple[socket.socket, socket.socket]) -> None:
     near, far = ends
     watch.add(near.fileno())
     called = []

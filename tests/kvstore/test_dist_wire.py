@@ -12,11 +12,11 @@ import zmq
 from gangline.collectives.errors import DeadNodeError, MismatchError, StallError
 from gangline.collectives.work import Work
 from gangline.kvstore.parameter_server import protocol
-from gangline.kvstore.parameter_server.client.collective_calls import Pending
+from gangline.kvstore.parameter_server.client.collective_calls import PendingRequests
 from gangline.kvstore.parameter_server.client.request import Request
-from gangline.kvstore.parameter_server.client.server_client import Wire
+from gangline.kvstore.parameter_server.client.server_client import ServerClient
 from gangline.kvstore.parameter_server.protocol import Ack, Failed, Hello, Message, Push, Welcome
-from gangline.kvstore.parameter_server.transport.unix_stream import Listener, Stream
+from gangline.kvstore.parameter_server.transport.unix_stream import UnixListener, UnixStream
 
 pytestmark = pytest.mark.timeout(30)
 MIB = 1 << 20
@@ -26,9 +26,9 @@ class Server:
     """The other end of a stream, by hand."""
 
     def __init__(self) -> None:
-        self.listener = Listener()
+        self.listener = UnixListener()
         self.address = f"tcp://127.0.0.1:1 {self.listener.name}"
-        self.stream: Stream | None = None
+        self.stream: UnixStream | None = None
         self.heard: list[Message] = []
         self.welcomes = True
 
@@ -75,16 +75,18 @@ def member(server: Server) -> SimpleNamespace:
 
 
 @pytest.fixture
-def wire(server: Server, member: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
-    greet = Wire._progress
+def wire(server: Server, member: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerClient]:
+    greet = ServerClient._progress
 
-    def progress(self: Wire, timeout_ms: int, looks_seconds: float = 0.0) -> None:  # the server's turn comes first
+    def progress(
+        self: ServerClient, timeout_ms: int, looks_seconds: float = 0.0
+    ) -> None:  # the server's turn comes first
         server.serve()
         greet(self, min(timeout_ms, 1), looks_seconds)
 
-    monkeypatch.setattr(Wire, "_progress", progress)
+    monkeypatch.setattr(ServerClient, "_progress", progress)
     monkeypatch.setattr("gangline.kvstore.parameter_server.client.server_client._GRACE_SECONDS", 0.05)
-    wire = Wire(member, "sync", -1, None, 5.0)  # type: ignore[arg-type]
+    wire = ServerClient(member, "sync", -1, None, 5.0)  # type: ignore[arg-type]
     yield wire
     wire.close()
 
@@ -111,7 +113,9 @@ def parts(server: Server) -> list[int]:
     return [message.entries[0][0] for message in server.pushes()]
 
 
-def test_what_a_server_has_not_taken_is_bounded_and_the_rest_goes_by_priority(wire: Wire, server: Server) -> None:
+def test_what_a_server_has_not_taken_is_bounded_and_the_rest_goes_by_priority(
+    wire: ServerClient, server: Server
+) -> None:
     over: list[int] = []
     for number, priority in enumerate([0, 0, 0, 0, 0, 5, 9, 5]):
         wire.submit(push(number, priority, 4 * MIB, over))
@@ -123,7 +127,7 @@ def test_what_a_server_has_not_taken_is_bounded_and_the_rest_goes_by_priority(wi
     assert over == [0, 1, 2, 3]
 
 
-def test_who_has_too_much_waiting_to_be_sent_waits_for_room(wire: Wire, server: Server) -> None:
+def test_who_has_too_much_waiting_to_be_sent_waits_for_room(wire: ServerClient, server: Server) -> None:
     over: list[int] = []
     for number in range(70):
         wire.submit(push(number, 0, 4 * MIB, over))
@@ -137,7 +141,7 @@ def test_who_has_too_much_waiting_to_be_sent_waits_for_room(wire: Wire, server: 
     assert len(over) >= 2
 
 
-def test_what_can_never_be_sent_makes_room(wire: Wire, server: Server, member: SimpleNamespace) -> None:
+def test_what_can_never_be_sent_makes_room(wire: ServerClient, server: Server, member: SimpleNamespace) -> None:
     errors: list[Exception] = []
     for number in range(80):
         one = push(number, 0, 4 * MIB, [])
@@ -148,7 +152,7 @@ def test_what_can_never_be_sent_makes_room(wire: Wire, server: Server, member: S
     assert len(errors) == 80
 
 
-def test_one_larger_than_the_window_goes_alone(wire: Wire, server: Server) -> None:
+def test_one_larger_than_the_window_goes_alone(wire: ServerClient, server: Server) -> None:
     over: list[int] = []
     wire.submit(push(0, 0, 100 * MIB, over))
     wire.submit(push(1, 0, 1, over))
@@ -158,7 +162,7 @@ def test_one_larger_than_the_window_goes_alone(wire: Wire, server: Server) -> No
     assert parts(server) == [0, 1]
 
 
-def test_what_was_not_answered_is_asked_again_by_the_same_number(wire: Wire, server: Server) -> None:
+def test_what_was_not_answered_is_asked_again_by_the_same_number(wire: ServerClient, server: Server) -> None:
     over: list[int] = []
     wire.submit(push(0, 0, 10, over))
     wire.submit(push(1, 0, 10, over))
@@ -175,7 +179,7 @@ def test_what_was_not_answered_is_asked_again_by_the_same_number(wire: Wire, ser
 
 
 def test_a_dead_server_and_a_silent_one_are_errors_that_say_what_waited(
-    wire: Wire, member: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    wire: ServerClient, member: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[Exception] = []
     request = push(7, 0, 10, [])
@@ -195,7 +199,7 @@ def test_a_dead_server_and_a_silent_one_are_errors_that_say_what_waited(
     assert str(told[1]) == "server 0 was killed or left: connection lost (worker 0 waited in push 8)"
 
 
-def test_what_is_asked_of_a_server_known_to_be_dead_fails_at_once(wire: Wire, member: SimpleNamespace) -> None:
+def test_what_is_asked_of_a_server_known_to_be_dead_fails_at_once(wire: ServerClient, member: SimpleNamespace) -> None:
     told: list[Exception] = []
     member.gone["server", 0] = ""
     request = push(9, 0, 10, [])
@@ -204,13 +208,13 @@ def test_what_is_asked_of_a_server_known_to_be_dead_fails_at_once(wire: Wire, me
     assert [str(error) for error in told] == ["server 0 has left the job (worker 0 waited in push 9)"]
 
 
-def test_what_carries_its_own_data_is_over_when_it_is_sent(wire: Wire, server: Server) -> None:
+def test_what_carries_its_own_data_is_over_when_it_is_sent(wire: ServerClient, server: Server) -> None:
     late: list[Exception] = []
     works = [Work(f"push {number}") for number in range(3)]
     for number, is_own in enumerate([True, True, False]):
         request = push(number, 0, 10, [])
         request.is_own = is_own
-        with Pending(works[number], "push", on_late=late.append) as pending:
+        with PendingRequests(works[number], "push", on_late=late.append) as pending:
             pending.submit([request], wire)
     assert [work.is_completed() for work in works] == [True, True, False]
     assert not wire.flush(0.05)  # but the server has none of them
@@ -225,12 +229,12 @@ def test_what_carries_its_own_data_is_over_when_it_is_sent(wire: Wire, server: S
     assert works[1].exception() is None
 
 
-def test_what_is_over_when_sent_is_not_over_before(wire: Wire, server: Server) -> None:
+def test_what_is_over_when_sent_is_not_over_before(wire: ServerClient, server: Server) -> None:
     works = [Work(f"push {number}") for number in range(2)]
     for number, work in enumerate(works):
         request = push(number, 0, 10 * MIB, [])
         request.is_own = True
-        with Pending(work, "push") as pending:
+        with PendingRequests(work, "push") as pending:
             pending.submit([request], wire)
     assert [work.is_completed() for work in works] == [True, False]  # the window is full
     server.serve()
@@ -240,7 +244,7 @@ def test_what_is_over_when_sent_is_not_over_before(wire: Wire, server: Server) -
     server.say(Ack([server.pushes()[1].sequence]))
 
 
-def test_close_says_what_servers_may_not_have(wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
+def test_close_says_what_servers_may_not_have(wire: ServerClient, caplog: pytest.LogCaptureFixture) -> None:
     request = push(0, 0, 10, [])
     request.is_own = True
     wire.submit(request)
@@ -251,27 +255,27 @@ def test_close_says_what_servers_may_not_have(wire: Wire, caplog: pytest.LogCapt
 def test_a_hello_that_is_refused_is_an_error_at_once(
     server: Server, member: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    greet = Wire._progress
+    greet = ServerClient._progress
 
-    def progress(self: Wire, *wait: float) -> None:
+    def progress(self: ServerClient, *wait: float) -> None:
         server.welcomes = False
         server.serve()
         if server.heard:
             server.say(Failed(0, "MismatchError", "worker 0 wants async rounds"))
         greet(self, *wait)
 
-    monkeypatch.setattr(Wire, "_progress", progress)
+    monkeypatch.setattr(ServerClient, "_progress", progress)
     with pytest.raises(MismatchError, match="worker 0 wants async rounds"):
-        Wire(member, "async", -1, None, 5.0)  # type: ignore[arg-type]
+        ServerClient(member, "async", -1, None, 5.0)  # type: ignore[arg-type]
 
 
 def test_a_server_that_dies_before_it_answers_a_hello_is_named(member: SimpleNamespace) -> None:
     member.gone["server", 0] = "was killed or left: connection lost"
     with pytest.raises(DeadNodeError, match=r"server 0 was killed or left: connection lost \(worker 0 said hello\)"):
-        Wire(member, "sync", -1, None, 5.0)  # type: ignore[arg-type]
+        ServerClient(member, "sync", -1, None, 5.0)  # type: ignore[arg-type]
 
 
-def test_after_close_nothing_is_taken(wire: Wire) -> None:
+def test_after_close_nothing_is_taken(wire: ServerClient) -> None:
     told: list[Exception] = []
     request = push(0, 0, 10, [])
     request.on_error = told.append
@@ -282,7 +286,7 @@ def test_after_close_nothing_is_taken(wire: Wire) -> None:
         wire.submit(push(1, 0, 10, []))
 
 
-def test_the_context_of_a_closed_wire_is_gone(server: Server, wire: Wire) -> None:
+def test_the_context_of_a_closed_wire_is_gone(server: Server, wire: ServerClient) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = wire._context
     wire.close()
     assert context.closed

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gangline.kvstore.launch.job import Job, Process, free_ports, process_table
+from gangline.kvstore.launch.job import JobSpec, Process, free_ports, process_table
 
 
 def table(launchers: dict[str, str] | None = None, cores: int = 8, **job: object) -> list[Process]:
-    asked = Job(**{"command": ("train",), "workers": 2, "servers": 1, **job})
+    asked = JobSpec(**{"command": ("train",), "workers": 2, "servers": 1, **job})
     return process_table(asked, launchers or {}, root_port=9100, master_port=9200, cores=cores)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gangline import Module, cpu
-from gangline.collectives.processes.process_pool import Family
+from gangline.collectives.processes.process_pool import ProcessPool
 from gangline.models.zoo import registry
 
 STEPS, MOST = 20, 100
@@ -31,6 +31,6 @@ def count_faults(connection: Connection) -> None:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators than glibc's keep memory or not")
 def test_a_step_has_no_memory_cleared_by_the_kernel() -> None:
-    with Family(count_faults, 1) as family:
+    with ProcessPool(count_faults, 1) as family:
         faults = family.connections[0].recv()
     assert faults < STEPS * MOST  # pages; where freed memory goes back, about 2,500 a step

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from gangline import Checkpoint, Module, cpu
-from gangline.collectives.processes.process_pool import Family
+from gangline.collectives.processes.process_pool import ProcessPool
 from gangline.models.checkpoint import checkpoint
 from gangline.models.data.datasets import digits
 
@@ -174,7 +174,7 @@ def train_until_killed(connection: Connection) -> None:
 
 def test_a_process_killed_in_mid_epoch_on_digits_resumes_to_the_same_bits(tmp_path: Path) -> None:
     train_digits(str(tmp_path / "whole" / "net"))
-    with Family(train_until_killed, 1) as family:
+    with ProcessPool(train_until_killed, 1) as family:
         (connection,) = family.connections
         connection.send_bytes(bytes(tmp_path / "killed" / "net"))
         with pytest.raises(EOFError):

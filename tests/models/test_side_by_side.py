@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gangline import Context, cpu
-from gangline.models.executor.device_threads import SideBySide
+from gangline.models.executor.device_threads import DeviceThreads
 
 CONTEXTS = [cpu(0), cpu(1)]
 CALLERS = 6
@@ -27,8 +27,8 @@ def _threads_to_share() -> Iterator[None]:
 
 
 @pytest.fixture
-def pair() -> Iterator[SideBySide]:
-    side_by_side = SideBySide(CONTEXTS)
+def pair() -> Iterator[DeviceThreads]:
+    side_by_side = DeviceThreads(CONTEXTS)
     yield side_by_side
     side_by_side.close()
 
@@ -46,7 +46,7 @@ def spin(seconds: float) -> None:
 # -- threads --------------------------------------------------------------------------------------------------------
 
 
-def test_each_context_keeps_its_own_thread(pair: SideBySide) -> None:
+def test_each_context_keeps_its_own_thread(pair: DeviceThreads) -> None:
     first = pair.run(both(threading.get_ident))
     assert len({*first, threading.get_ident()}) == 3
     for _ in range(5):
@@ -57,19 +57,19 @@ def test_each_context_keeps_its_own_thread(pair: SideBySide) -> None:
 
 
 def test_a_context_that_stands_twice_has_two_threads() -> None:
-    side_by_side = SideBySide([cpu(), cpu()])
+    side_by_side = DeviceThreads([cpu(), cpu()])
     assert len(set(side_by_side.run(both(threading.get_ident)))) == 2
     side_by_side.close()
 
 
-def test_threads_are_named_after_their_contexts(pair: SideBySide) -> None:
+def test_threads_are_named_after_their_contexts(pair: DeviceThreads) -> None:
     names = pair.run(both(lambda: threading.current_thread().name))
     assert [name.startswith(f"gangline-{context}") for name, context in zip(names, CONTEXTS, strict=True)] == [True] * 2
 
 
 def test_one_context_runs_in_the_callers_thread() -> None:
     before = threading.active_count()
-    alone = SideBySide([cpu()])
+    alone = DeviceThreads([cpu()])
     assert alone.run([(0, threading.get_ident)]) == [threading.get_ident()]
     assert alone.run([(0, torch.get_num_threads)]) == [CALLERS]
     assert threading.active_count() == before
@@ -78,7 +78,7 @@ def test_one_context_runs_in_the_callers_thread() -> None:
 
 
 def test_close_ends_the_threads() -> None:
-    side_by_side = SideBySide([cpu(0), cpu(1), cpu(2)])
+    side_by_side = DeviceThreads([cpu(0), cpu(1), cpu(2)])
     threads = side_by_side.run([(number, threading.current_thread) for number in range(3)])
     assert all(thread.is_alive() for thread in threads)
     side_by_side.close()
@@ -88,18 +88,18 @@ def test_close_ends_the_threads() -> None:
 # -- when -----------------------------------------------------------------------------------------------------------
 
 
-def test_calls_of_one_run_overlap(pair: SideBySide) -> None:
+def test_calls_of_one_run_overlap(pair: DeviceThreads) -> None:
     meeting = threading.Barrier(2)
     arrived = pair.run(both(partial(meeting.wait, timeout=30)))
     assert sorted(arrived) == [0, 1]
 
 
-def test_results_come_in_the_order_of_the_calls(pair: SideBySide) -> None:
+def test_results_come_in_the_order_of_the_calls(pair: DeviceThreads) -> None:
     assert pair.run([(1, lambda: "second"), (0, lambda: "first")]) == ["second", "first"]
     assert pair.run([]) == []
 
 
-def test_one_after_another_does_not_overlap(pair: SideBySide) -> None:
+def test_one_after_another_does_not_overlap(pair: DeviceThreads) -> None:
     events: list[str] = []
 
     def call(name: str) -> None:
@@ -119,7 +119,7 @@ def test_one_after_another_does_not_overlap(pair: SideBySide) -> None:
 
 @pytest.mark.parametrize("one_after_another", [False, True])
 @pytest.mark.parametrize("number", [0, 1])
-def test_an_error_names_its_context(pair: SideBySide, number: int, one_after_another: bool) -> None:
+def test_an_error_names_its_context(pair: DeviceThreads, number: int, one_after_another: bool) -> None:
     def fail() -> None:
         raise KeyError("what went wrong")
 
@@ -129,7 +129,7 @@ def test_an_error_names_its_context(pair: SideBySide, number: int, one_after_ano
     assert caught.value.__notes__ == [f"in the replica on cpu({number})"]
 
 
-def test_all_calls_are_over_before_an_error_is_raised(pair: SideBySide) -> None:
+def test_all_calls_are_over_before_an_error_is_raised(pair: DeviceThreads) -> None:
     meeting = threading.Barrier(2)
     ended = []
 
@@ -149,7 +149,7 @@ def test_all_calls_are_over_before_an_error_is_raised(pair: SideBySide) -> None:
         assert ended == [True]
 
 
-def test_of_several_errors_that_of_the_first_call_is_raised(pair: SideBySide) -> None:
+def test_of_several_errors_that_of_the_first_call_is_raised(pair: DeviceThreads) -> None:
     def fail(name: str) -> None:
         raise ValueError(name)
 
@@ -158,7 +158,7 @@ def test_of_several_errors_that_of_the_first_call_is_raised(pair: SideBySide) ->
     assert caught.value.__notes__ == ["in the replica on cpu(1)"]
 
 
-def test_the_threads_serve_on_after_an_error(pair: SideBySide) -> None:
+def test_the_threads_serve_on_after_an_error(pair: DeviceThreads) -> None:
     threads = pair.run(both(threading.get_ident))
     with pytest.raises(ZeroDivisionError):
         pair.run(both(lambda: 1 // 0))
@@ -167,7 +167,7 @@ def test_the_threads_serve_on_after_an_error(pair: SideBySide) -> None:
 
 def test_an_error_of_the_only_context_needs_no_note() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
-        SideBySide([cpu()]).run([(0, lambda: 1 // 0)])
+        DeviceThreads([cpu()]).run([(0, lambda: 1 // 0)])
     assert not hasattr(caught.value, "__notes__")
 
 
@@ -188,7 +188,7 @@ def backward_of_a_convolution() -> None:
     ("contexts", "share"), [(CONTEXTS, 3), ([cpu(0), cpu(1), cpu(2), cpu(3)], 1), ([cpu(i) for i in range(8)], 1)]
 )
 def test_a_thread_uses_its_contexts_share_for_good(contexts: list[Context], share: int) -> None:
-    side_by_side = SideBySide(contexts)
+    side_by_side = DeviceThreads(contexts)
     calls = lambda function: [(number, function) for number in range(len(contexts))]  # noqa: E731
     expected = [share] * len(contexts)
     try:
@@ -206,12 +206,12 @@ def test_a_thread_uses_its_contexts_share_for_good(contexts: list[Context], shar
         side_by_side.close()
 
 
-def test_a_thread_that_never_worked_keeps_its_share_when_the_caller_sets_another(pair: SideBySide) -> None:
+def test_a_thread_that_never_worked_keeps_its_share_when_the_caller_sets_another(pair: DeviceThreads) -> None:
     torch.set_num_threads(2)
     assert pair.run(both(torch.get_num_threads)) == [3, 3]
 
 
-def test_the_callers_own_count_is_unchanged(pair: SideBySide) -> None:
+def test_the_callers_own_count_is_unchanged(pair: DeviceThreads) -> None:
     assert torch.get_num_threads() == CALLERS
     for function in (large_sum, backward_of_a_convolution):
         pair.run(both(function))
@@ -220,7 +220,7 @@ def test_the_callers_own_count_is_unchanged(pair: SideBySide) -> None:
     assert torch.get_num_threads() == CALLERS
 
 
-def test_a_thread_started_later_by_the_caller_uses_the_callers_count(pair: SideBySide) -> None:
+def test_a_thread_started_later_by_the_caller_uses_the_callers_count(pair: DeviceThreads) -> None:
     found: list[int] = []
     later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
     later.start()

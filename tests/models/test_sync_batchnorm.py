@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gangline.models.batchnorm.sync_batchnorm import By, Joined, copy_statistics
-from gangline.models.executor.thread_barrier import Aborted, Meeting
+from gangline.models.executor.thread_barrier import Aborted, ThreadBarrier
 from gangline.models.random_streams import stream
 
 pytestmark = pytest.mark.timeout(60)
@@ -93,7 +93,7 @@ def shared_out(
     joined = Joined(networks, by)
     inputs = [share.clone().requires_grad_() for share in data.split(list(sizes))]
     gradients = gradient.split(list(sizes))
-    there, back = Meeting(range(len(sizes))), Meeting(range(len(sizes)))
+    there, back = ThreadBarrier(range(len(sizes))), ThreadBarrier(range(len(sizes)))
 
     def forward(place: int) -> torch.Tensor:
         with joined.forward_section(there, place):
@@ -199,7 +199,7 @@ def test_under_autocast_types_are_torchs() -> None:
     network = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2), nn.BatchNorm1d(2))
     data, gradient = random(8, 4).float(), random(8, 2, seed=2).bfloat16()
     networks = [copy.deepcopy(network) for _ in range(2)]
-    joined, there, back = Joined(networks), Meeting(range(2)), Meeting(range(2))
+    joined, there, back = Joined(networks), ThreadBarrier(range(2)), ThreadBarrier(range(2))
 
     def step(place: int) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16), joined.forward_section(there, place):
@@ -244,7 +244,7 @@ def test_a_frozen_layer_that_has_no_running_statistics_uses_the_whole_batchs_as_
 
 def test_torchs_layer_for_process_groups_is_left_alone() -> None:
     networks = [nn.Sequential(nn.SyncBatchNorm(3), nn.BatchNorm1d(3)) for _ in range(2)]
-    with Joined(networks).forward_section(Meeting([0, 1]), 0):
+    with Joined(networks).forward_section(ThreadBarrier([0, 1]), 0):
         assert "forward" not in vars(networks[0][0])
         assert "forward" in vars(networks[0][1])
 
@@ -282,7 +282,7 @@ def test_a_share_of_which_nothing_reaches_the_layer_takes_part_with_nothing(by: 
     network, data = Selecting().double(), random(6, 2).abs()
     data[4:] *= -1
     networks = [copy.deepcopy(network) for _ in range(2)]
-    joined, there = Joined(networks, by), Meeting(range(2))
+    joined, there = Joined(networks, by), ThreadBarrier(range(2))
 
     def forward(place: int) -> None:
         with joined.forward_section(there, place):
@@ -341,7 +341,7 @@ def fail(network: Any, data: torch.Tensor) -> torch.Tensor:
 
 def forwards(networks: Sequence[nn.Module], *, one_after_another: bool = False, samples: int = 3) -> list[Any]:
     joined = Joined(networks)
-    meeting = Meeting(range(len(networks)), one_after_another=one_after_another)
+    meeting = ThreadBarrier(range(len(networks)), one_after_another=one_after_another)
 
     def forward(place: int) -> torch.Tensor:
         with joined.forward_section(meeting, place):
@@ -397,7 +397,7 @@ def test_one_value_per_channel_is_torchs_error_for_the_whole_batch_only() -> Non
 
 def test_an_error_in_backward_wakes_the_others() -> None:
     networks = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Tanh()) for _ in range(2)]
-    joined, there, back = Joined(networks), Meeting(range(2)), Meeting(range(2))
+    joined, there, back = Joined(networks), ThreadBarrier(range(2)), ThreadBarrier(range(2))
     networks[1][2].register_full_backward_hook(lambda module, grads, _: fail(module, grads[0]))
 
     def step(place: int) -> None:
@@ -414,7 +414,7 @@ def test_an_error_in_backward_wakes_the_others() -> None:
 @pytest.mark.parametrize("places", [[], [0], [0, 1]], ids=str)
 def test_backward_with_other_replicas_than_forward_is_refused(places: list[int]) -> None:
     networks = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(3)]
-    joined, there, back = Joined(networks), Meeting(range(3)), Meeting(places)
+    joined, there, back = Joined(networks), ThreadBarrier(range(3)), ThreadBarrier(places)
 
     def step(place: int) -> None:
         with joined.forward_section(there, place):
@@ -453,7 +453,7 @@ def test_nothing_is_left_on_the_network() -> None:
 
 def test_idle_replicas_are_given_the_running_statistics() -> None:
     networks = [nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(), nn.BatchNorm1d(2, affine=False)) for _ in range(3)]
-    joined, meeting = Joined(networks), Meeting([0, 2])
+    joined, meeting = Joined(networks), ThreadBarrier([0, 2])
 
     def forward(place: int) -> None:
         with joined.forward_section(meeting, place, torch.default_generator):
@@ -479,7 +479,7 @@ def dropped(order: Sequence[int]) -> list[torch.Tensor]:
     networks = [dropping()]
     networks += [copy.deepcopy(networks[0]) for _ in order[1:]]
     joined = Joined(networks)
-    there, back = (Meeting(range(len(order)), one_after_another=True) for _ in range(2))
+    there, back = (ThreadBarrier(range(len(order)), one_after_another=True) for _ in range(2))
     before = torch.get_rng_state()
 
     def forward(place: int) -> torch.Tensor:
@@ -506,7 +506,7 @@ def test_in_turns_random_layers_give_the_same_bits_whoever_is_quicker() -> None:
 
 def test_in_turns_each_replica_draws_what_it_would_draw_alone() -> None:
     drawn: dict[int, list[float]] = {0: [], 1: []}
-    meeting = Meeting([0, 1], one_after_another=True)
+    meeting = ThreadBarrier([0, 1], one_after_another=True)
 
     def draw(place: int) -> None:
         meeting.begin(place, torch.default_generator)
@@ -524,7 +524,7 @@ def test_in_turns_each_replica_draws_what_it_would_draw_alone() -> None:
 
 def test_turns_go_in_the_order_of_places() -> None:
     seen: list[tuple[int, int]] = []
-    meeting = Meeting([5, 1, 3], one_after_another=True)
+    meeting = ThreadBarrier([5, 1, 3], one_after_another=True)
 
     def part(place: int) -> None:
         meeting.begin(place)
@@ -539,7 +539,7 @@ def test_turns_go_in_the_order_of_places() -> None:
 
 
 def test_many_exchanges_keep_their_order() -> None:
-    meeting = Meeting(range(4))
+    meeting = ThreadBarrier(range(4))
 
     def part(place: int) -> list[list[int]]:
         met = [meeting.exchange(place, step * place) for step in range(200)]
@@ -551,14 +551,14 @@ def test_many_exchanges_keep_their_order() -> None:
 
 
 def test_one_party_meets_itself_at_once() -> None:
-    meeting = Meeting([2], one_after_another=True)
+    meeting = ThreadBarrier([2], one_after_another=True)
     meeting.begin(2, torch.default_generator)
     assert [meeting.exchange(2, value) for value in "ab"] == [["a"], ["b"]]
     meeting.leave(2)
 
 
 def test_a_party_that_comes_after_an_error_does_not_wait() -> None:
-    meeting = Meeting([0, 1])
+    meeting = ThreadBarrier([0, 1])
     meeting.abort(ValueError("early"))
     with pytest.raises(Aborted, match="ValueError: early") as caught:
         meeting.exchange(1, None)

@@ -25,7 +25,7 @@ _ALIGN = 16  # elements
 
 
 @dataclass(frozen=True)
-class Work:
+class StagedWork:
     """The tensors of a piece, 1-d and equally long, by place."""
 
     piece: Piece
@@ -54,7 +54,7 @@ class Workspace:
             return torch.empty(PIECE, dtype=torch.uint8, device=device)
         return torch.empty(PIECE, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
-    def do(self, step: Step, work: Work, op: str) -> None:
+    def do(self, step: Step, work: StagedWork, op: str) -> None:
         """Start what the step does on the current streams."""
         if step.kind == "combine":
             self._combine(step, work, op)
@@ -63,7 +63,7 @@ class Workspace:
         [target] = [self._tensor(buffer, work, is_read=False) for buffer in step.writes]
         target.copy_(source, non_blocking=True)
 
-    def _combine(self, step: Step, work: Work, op: str) -> None:
+    def _combine(self, step: Step, work: StagedWork, op: str) -> None:
         near = {buffer.giver: buffer for buffer in step.reads if buffer.kind == "near"}
         values = [
             self._tensor(near[place], work, is_read=True) if place in near else value
@@ -75,7 +75,7 @@ class Workspace:
             if place not in work.piece.takers:  # on this device already
                 out.copy_(work.total)
 
-    def _tensor(self, buffer: Buffer, work: Work, *, is_read: bool) -> Tensor:
+    def _tensor(self, buffer: Buffer, work: StagedWork, *, is_read: bool) -> Tensor:
         if buffer.kind != "tensor":
             return self._buffers[buffer][: work.total.nbytes].view(work.total.dtype)
         if buffer.place == work.piece.owner:
@@ -123,23 +123,23 @@ class Staged(Backend):
         self._run(works, op)
         flattened.finish()
 
-    def _work(self, owner: int, values: Sequence[Tensor], total: Tensor, outs: dict[int, Tensor]) -> Work:
+    def _work(self, owner: int, values: Sequence[Tensor], total: Tensor, outs: dict[int, Tensor]) -> StagedWork:
         others = {place: out for place, out in outs.items() if out.data_ptr() != total.data_ptr()}
         givers = tuple(place for place in range(len(values)) if not self._is_near(place, owner))
         takers = tuple(place for place in others if not self._is_near(place, owner))
         combines = bool(values) or len(takers) < len(others)
-        return Work(Piece(owner, givers, takers, combines), values, total, others)
+        return StagedWork(Piece(owner, givers, takers, combines), values, total, others)
 
     def _is_near(self, place: int, owner: int) -> bool:
         """Whether the owner's stream reaches what is at a place: on the host each place is taken for a device."""
         device = self.devices[place]
         return place == owner or (device.type == "cuda" and device == self.devices[owner])
 
-    def _run(self, works: Sequence[Work], op: str) -> None:
+    def _run(self, works: Sequence[StagedWork], op: str) -> None:
         with self._lock:
             self._run_alone(works, op)
 
-    def _run_alone(self, works: Sequence[Work], op: str) -> None:
+    def _run_alone(self, works: Sequence[StagedWork], op: str) -> None:
         steps = plan([work.piece for work in works])
         self._workspace.make(steps)
         gpus = {device for device in self.devices if device.type == "cuda"}

@@ -10,7 +10,7 @@ import os
 import platform
 from collections.abc import Callable
 
-from gangline.collectives.transports.base import Exchange, Patience
+from gangline.collectives.transports.base import BootstrapAllGather, WaitPolicy
 from gangline.collectives.transports.shm.segments import share
 
 _LOOKS = 300  # before the first yield, when there is a core for every rank: some 30 us
@@ -30,10 +30,10 @@ _NAP = _TimeSpec(0, 2_000_000)
 _SHORT_NAP = _TimeSpec(0, 100_000)
 
 
-class Bells:
+class FutexWakeup:
     """A bell a rank, which it rings for those who sleep while they wait for it."""
 
-    def __init__(self, rank: int, size: int, exchange: Exchange, patience: Patience) -> None:
+    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, wait_policy: WaitPolicy) -> None:
         """Share the bells among the ranks of a host; a collective.
 
         Raises:
@@ -42,14 +42,14 @@ class Bells:
         if _FUTEX is None:
             raise OSError(f"waiting in shared memory is not made for {platform.machine()} processors")
         self._rank = rank
-        self._patience = patience
+        self._wait_policy = wait_policy
         cores = {core for ours in exchange(_affinity()) for core in ours.split()}  # mpirun may bind each rank to one
         self._looks = _LOOKS if size <= len(cores) else 0
         segments = share(
             rank, 64 + 8 * size, exchange
         )  # a bell on a cache line of its own, a word a rank: asleep for it
         self._bell = segments[rank].words(0, 1)
-        self._bells = [segment.words(0, 1) for segment in segments]
+        self._wakeup = [segment.words(0, 1) for segment in segments]
         self._addresses = [segment.address for segment in segments]
         self._asleep = segments[rank].words(64, size)
         self._sleepers = [segment.words(64, size) for segment in segments]
@@ -70,7 +70,7 @@ class Bells:
             meanwhile: what else to move on; gives whether there is more of it, which forbids deep sleep.
 
         Raises:
-            GanglineError: what `Patience.check` raises.
+            GanglineError: what `WaitPolicy.check` raises.
         """
         for _ in range(self._looks):
             if is_there():
@@ -90,12 +90,12 @@ class Bells:
             since_check += nap.nanoseconds
             if since_check >= _CHECK_NANOSECONDS:
                 since_check = 0.0
-                self._patience.check([rank])
+                self._wait_policy.check([rank])
 
     def _nap(self, rank: int, is_there: Callable[[], bool], nap: _TimeSpec) -> None:
         self._asleep[rank] = 1
         try:
-            bell = self._bells[rank][0]
+            bell = self._wakeup[rank][0]
             if not is_there():
                 _libc.syscall(
                     _FUTEX, ctypes.c_void_p(self._addresses[rank]), _FUTEX_WAIT, bell, ctypes.byref(nap), None, 0

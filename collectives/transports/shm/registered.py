@@ -10,7 +10,7 @@ from gangline.collectives.errors import ProtocolError
 from gangline.collectives.transports.shm.segments import Segment
 
 
-class Registered:
+class RegisteredMemory:
     """Memory from `SharedMemory.empty`: by address, and of every rank."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ import struct
 import torch
 from torch import Tensor
 
-from gangline.collectives.transports.base import Exchange
+from gangline.collectives.transports.base import BootstrapAllGather
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034  # Python 3.11's fcntl has no names for them
 _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
@@ -68,7 +68,7 @@ class Segment:
         return self._tensor[offset : offset + nbytes]
 
 
-def share(rank: int, nbytes: int, exchange: Exchange) -> list[Segment]:
+def share(rank: int, nbytes: int, exchange: BootstrapAllGather) -> list[Segment]:
     """Give every rank a segment of its own, and every rank all of them, in rank order; a collective.
 
     Args:

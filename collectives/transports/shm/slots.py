@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gangline.collectives.transports.base import Exchange, Patience
-from gangline.collectives.transports.shm.futex_wakeup import Bells
+from gangline.collectives.transports.base import BootstrapAllGather, WaitPolicy
+from gangline.collectives.transports.shm.futex_wakeup import FutexWakeup
 from gangline.collectives.transports.shm.segments import share
 from gangline.collectives.tuner import SHARED_LIMIT
 
@@ -23,7 +23,7 @@ LIMIT = SHARED_LIMIT
 _LINE = 64  # bytes of a cache line
 
 
-class Board(ABC):
+class SlotExchange(ABC):
     """Where the ranks of one process or host lay open small messages; one thread at a time may use it."""
 
     rank: int
@@ -46,14 +46,14 @@ class Board(ABC):
             The parity of the slots to read, and where ranks are that came for another call; empty if all is well.
 
         Raises:
-            GanglineError: what `Patience.check` raises.
+            GanglineError: what `WaitPolicy.check` raises.
         """
 
 
-class SharedBoard(Board):
+class SharedSlotExchange(SlotExchange):
     """The board of the processes of one host."""
 
-    def __init__(self, rank: int, size: int, exchange: Exchange, patience: Patience) -> None:
+    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, wait_policy: WaitPolicy) -> None:
         """Make the board; a collective.
 
         Raises:
@@ -61,7 +61,7 @@ class SharedBoard(Board):
         """
         self.rank, self.size = rank, size
         self._count = 0
-        self._bells = Bells(rank, size, exchange, patience)
+        self._wakeup = FutexWakeup(rank, size, exchange, wait_policy)
         self._segments = share(rank, 2 * (_LINE + LIMIT), exchange)  # marks (count, call, code) of both parities; slots
         marks = [[segment.words(_LINE * parity, 3) for segment in self._segments] for parity in (0, 1)]
         self._own = [of_parity[rank] for of_parity in marks]
@@ -84,11 +84,11 @@ class SharedBoard(Board):
         own[0] = count  # last: who sees it sees what was written before
         others = self._others[parity]
         for rank, _ in others:
-            self._bells.ring(rank)
+            self._wakeup.ring(rank)
         elsewhere: dict[int, tuple[int, int]] = {}
         for rank, marks in others:
             if marks[0] != count:
-                self._bells.wait(rank, partial(_is, marks, count))
+                self._wakeup.wait(rank, partial(_is, marks, count))
             if marks[2] != code or marks[1] != sequence:
                 elsewhere[rank] = (marks[1], marks[2])
         return parity, elsewhere

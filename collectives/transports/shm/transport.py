@@ -24,10 +24,18 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.errors import ProtocolError
-from gangline.collectives.transports.base import PIECE, Exchange, Incoming, Patience, Stamp, Ticket, Transport
+from gangline.collectives.transports.base import (
+    PIECE,
+    BootstrapAllGather,
+    MessageTag,
+    ReceiveRequest,
+    SendRequest,
+    Transport,
+    WaitPolicy,
+)
 from gangline.collectives.transports.shm import cma
-from gangline.collectives.transports.shm.futex_wakeup import Bells
-from gangline.collectives.transports.shm.registered import Registered
+from gangline.collectives.transports.shm.futex_wakeup import FutexWakeup
+from gangline.collectives.transports.shm.registered import RegisteredMemory
 from gangline.collectives.transports.shm.segments import Segment, share
 
 _REGISTERED, _REMOTE, _STAGED = 1, 2, 3
@@ -50,7 +58,7 @@ class _Outgoing:
 
     number: int
     data: Tensor
-    stamp: Stamp
+    message_tag: MessageTag
     kind: int
     place: int
     offset: int
@@ -58,48 +66,48 @@ class _Outgoing:
     pieces_left: int = 0
 
 
-class SharedMemory(Transport):
+class SharedMemoryTransport(Transport):
     """The transport of the processes of one host."""
 
     name = "shared_memory"
 
-    def __init__(self, rank: int, size: int, exchange: Exchange, patience: Patience) -> None:
+    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, wait_policy: WaitPolicy) -> None:
         """Share memory among the ranks; a collective.
 
         Raises:
             OSError: the ranks cannot share memory; on all of them alike.
         """
         self.rank, self.size = rank, size
-        self._bells = Bells(rank, size, exchange, patience)
+        self._wakeup = FutexWakeup(rank, size, exchange, wait_policy)
         staging = -(-size * _PAIR_BYTES // PIECE) * PIECE  # the slots begin behind the queues
         segments = share(rank, staging + size * _SLOTS * PIECE, exchange)
         self._processes, readable = _who_reads_whom(rank, exchange)
         peers = [other for other in range(size) if other != rank]
         self._out = {
-            to: _Out(self._bells, segments[rank], segments[to], rank, to, staging, is_readable=rank in readable[to])
+            to: _Out(self._wakeup, segments[rank], segments[to], rank, to, staging, is_readable=rank in readable[to])
             for to in peers
         }
         self._in = {
-            source: _In(self._bells, segments[source], segments[rank], rank, source, staging) for source in peers
+            source: _In(self._wakeup, segments[source], segments[rank], rank, source, staging) for source in peers
         }
         self._backlog: set[int] = set()  # ranks for which something has not left yet
-        self._registered = Registered()
+        self._registered = RegisteredMemory()
 
-    def send(self, to: int, data: Tensor, stamp: Stamp) -> Ticket:  # noqa: D102  as the base says
+    def send(self, to: int, data: Tensor, message_tag: MessageTag) -> SendRequest:  # noqa: D102  as the base says
         out = self._out[to]
-        message = out.add(data, stamp, self._registered.find(data) if data.numel() > _SMALL else None)
+        message = out.add(data, message_tag, self._registered.find(data) if data.numel() > _SMALL else None)
         if out.move():
             self._backlog.add(to)
         return _SharedTicket(self, out, message)
 
-    def receive(self, source: int) -> Incoming:  # noqa: D102
+    def receive(self, source: int) -> ReceiveRequest:  # noqa: D102
         queue = self._in[source]
         if not queue.has_next():
-            self._bells.wait(source, queue.has_next, self.move)
-        return self._incoming(source)
+            self._wakeup.wait(source, queue.has_next, self.move)
+        return self._receive_request(source)
 
-    def poll(self, source: int) -> Incoming | None:  # noqa: D102
-        return self._incoming(source) if self._in[source].has_next() else None
+    def poll(self, source: int) -> ReceiveRequest | None:  # noqa: D102
+        return self._receive_request(source) if self._in[source].has_next() else None
 
     def progress(self) -> None:  # noqa: D102
         self.move()
@@ -112,9 +120,9 @@ class SharedMemory(Transport):
 
     def wait(self, peer: int, is_there: Callable[[], bool]) -> None:
         """Wait for a peer, and go on with what is on its way out."""
-        self._bells.wait(peer, is_there, self.move)
+        self._wakeup.wait(peer, is_there, self.move)
 
-    def empty(self, nbytes: int, exchange: Exchange) -> Tensor:
+    def empty(self, nbytes: int, exchange: BootstrapAllGather) -> Tensor:
         """A uint8 tensor in memory that all ranks have mapped; a collective.
 
         Raises:
@@ -125,20 +133,20 @@ class SharedMemory(Transport):
 
     def close(self) -> None:  # noqa: D102
         self.move()
-        self._registered = Registered()
+        self._registered = RegisteredMemory()
 
-    def _incoming(self, source: int) -> Incoming:
+    def _receive_request(self, source: int) -> ReceiveRequest:
         queue = self._in[source]
         entry = queue.next_entry()
-        stamp, nbytes, kind = Stamp(entry[_SEQUENCE], entry[_CODE]), entry[_NBYTES], entry[_KIND]
+        message_tag, nbytes, kind = MessageTag(entry[_SEQUENCE], entry[_CODE]), entry[_NBYTES], entry[_KIND]
         if kind == _REGISTERED:
             return _FromMemory(
-                queue, stamp, nbytes, self._registered.view(entry[_PLACE], source, entry[_OFFSET], nbytes)
+                queue, message_tag, nbytes, self._registered.view(entry[_PLACE], source, entry[_OFFSET], nbytes)
             )
         if kind == _REMOTE:
-            return _FromProcess(self, queue, stamp, nbytes, self._processes[source], entry[_PLACE])
+            return _FromProcess(self, queue, message_tag, nbytes, self._processes[source], entry[_PLACE])
         if kind == _STAGED:
-            return _FromSlots(self, queue, stamp, nbytes, entry[_PLACE])
+            return _FromSlots(self, queue, message_tag, nbytes, entry[_PLACE])
         raise ProtocolError(f"rank {source} posted a message of kind {kind}; expected {_REGISTERED} to {_STAGED}")
 
 
@@ -146,10 +154,10 @@ class _Out:
     """The queue to one rank."""
 
     def __init__(
-        self, bells: Bells, own: Segment, theirs: Segment, rank: int, to: int, staging: int, *, is_readable: bool
+        self, wakeup: FutexWakeup, own: Segment, theirs: Segment, rank: int, to: int, staging: int, *, is_readable: bool
     ) -> None:
         self.to = to
-        self._bells = bells
+        self._wakeup = wakeup
         self._is_readable = is_readable
         self._marks = own.words(to * _PAIR_BYTES, _MARKS)
         self._entries = own.words(to * _PAIR_BYTES + 8 * _MARKS, _ENTRIES * _WORDS)
@@ -160,17 +168,17 @@ class _Out:
         self._planned = 0  # pieces, of all messages given a place
         self._waiting: deque[_Outgoing] = deque()  # not yet in the queue, or with pieces to stage
 
-    def add(self, data: Tensor, stamp: Stamp, registered: tuple[int, int] | None) -> _Outgoing:
+    def add(self, data: Tensor, message_tag: MessageTag, registered: tuple[int, int] | None) -> _Outgoing:
         """Take a message; `move` posts it."""
         self._numbered += 1
         nbytes = data.numel()
         if registered is not None:
-            message = _Outgoing(self._numbered, data, stamp, _REGISTERED, *registered)
+            message = _Outgoing(self._numbered, data, message_tag, _REGISTERED, *registered)
         elif nbytes > _SMALL and self._is_readable:
-            message = _Outgoing(self._numbered, data, stamp, _REMOTE, data.data_ptr(), 0)
+            message = _Outgoing(self._numbered, data, message_tag, _REMOTE, data.data_ptr(), 0)
         else:
             pieces = -(-nbytes // PIECE)
-            message = _Outgoing(self._numbered, data, stamp, _STAGED, self._planned, 0, pieces_left=pieces)
+            message = _Outgoing(self._numbered, data, message_tag, _STAGED, self._planned, 0, pieces_left=pieces)
             self._planned += pieces
         self._waiting.append(message)
         return message
@@ -194,7 +202,7 @@ class _Out:
                 break
             self._waiting.popleft()
         if rang:
-            self._bells.ring(self.to)
+            self._wakeup.ring(self.to)
         return bool(self._waiting)
 
     def is_done(self, message: _Outgoing) -> bool:
@@ -206,7 +214,7 @@ class _Out:
     def _post(self, message: _Outgoing) -> None:
         at = (message.number % _ENTRIES) * _WORDS
         entries = self._entries
-        entries[at + _SEQUENCE], entries[at + _CODE] = message.stamp
+        entries[at + _SEQUENCE], entries[at + _CODE] = message.message_tag
         entries[at + _NBYTES] = message.data.numel()
         entries[at + _KIND] = message.kind
         entries[at + _PLACE] = message.place
@@ -229,9 +237,11 @@ class _Out:
 class _In:
     """The queue from one rank."""
 
-    def __init__(self, bells: Bells, theirs: Segment, own: Segment, rank: int, source: int, staging: int) -> None:
+    def __init__(
+        self, wakeup: FutexWakeup, theirs: Segment, own: Segment, rank: int, source: int, staging: int
+    ) -> None:
         self.source = source
-        self._bells = bells
+        self._wakeup = wakeup
         self._entries = theirs.words(rank * _PAIR_BYTES + 8 * _MARKS, _ENTRIES * _WORDS)
         self._theirs = theirs.words(rank * _PAIR_BYTES, _MARKS)
         self._own = own.words(source * _PAIR_BYTES, _MARKS)
@@ -258,7 +268,7 @@ class _In:
         if pieces is not None:
             self._own[_PIECES_READ] = pieces
         self._own[_READ] = self._read
-        self._bells.ring(self.source)
+        self._wakeup.ring(self.source)
 
     def is_staged(self, piece: int) -> bool:
         """Whether a piece, counted over all messages, lies in its slot."""
@@ -270,11 +280,11 @@ class _In:
     def give_back(self, pieces: int) -> None:
         """All pieces before this one are read."""
         self._own[_PIECES_READ] = pieces
-        self._bells.ring(self.source)
+        self._wakeup.ring(self.source)
 
 
-class _SharedTicket(Ticket):
-    def __init__(self, transport: SharedMemory, out: _Out, message: _Outgoing) -> None:
+class _SharedTicket(SendRequest):
+    def __init__(self, transport: SharedMemoryTransport, out: _Out, message: _Outgoing) -> None:
         self._transport, self._out, self._message = transport, out, message
 
     def is_done(self) -> bool:
@@ -285,11 +295,11 @@ class _SharedTicket(Ticket):
             self._transport.wait(self._out.to, self.is_done)
 
 
-class _FromMemory(Incoming):
+class _FromMemory(ReceiveRequest):
     """Bytes that lie where this rank can see them."""
 
-    def __init__(self, queue: _In, stamp: Stamp, nbytes: int, view: Tensor) -> None:
-        self.stamp, self.nbytes = stamp, nbytes
+    def __init__(self, queue: _In, message_tag: MessageTag, nbytes: int, view: Tensor) -> None:
+        self.message_tag, self.nbytes = message_tag, nbytes
         self._queue, self._view = queue, view
 
     def piece(self, index: int) -> Tensor:
@@ -303,13 +313,19 @@ class _FromMemory(Incoming):
         self._queue.done()
 
 
-class _FromProcess(Incoming):
+class _FromProcess(ReceiveRequest):
     """Bytes in the sender's memory."""
 
     def __init__(
-        self, transport: SharedMemory, queue: _In, stamp: Stamp, nbytes: int, process: int, address: int
+        self,
+        transport: SharedMemoryTransport,
+        queue: _In,
+        message_tag: MessageTag,
+        nbytes: int,
+        process: int,
+        address: int,
     ) -> None:
-        self.stamp, self.nbytes = stamp, nbytes
+        self.message_tag, self.nbytes = message_tag, nbytes
         self._transport = transport
         self._queue, self._process, self._address = queue, process, address
 
@@ -334,11 +350,13 @@ class _FromProcess(Incoming):
             raise
 
 
-class _FromSlots(Incoming):
+class _FromSlots(ReceiveRequest):
     """Bytes that the sender stages piece by piece."""
 
-    def __init__(self, transport: SharedMemory, queue: _In, stamp: Stamp, nbytes: int, first: int) -> None:
-        self.stamp, self.nbytes = stamp, nbytes
+    def __init__(
+        self, transport: SharedMemoryTransport, queue: _In, message_tag: MessageTag, nbytes: int, first: int
+    ) -> None:
+        self.message_tag, self.nbytes = message_tag, nbytes
         self._transport, self._queue = transport, queue
         self._first = first  # piece, counted over all messages
 
@@ -361,7 +379,7 @@ class _FromSlots(Incoming):
         self._queue.done(self._first + -(-self.nbytes // PIECE))
 
 
-def _who_reads_whom(rank: int, exchange: Exchange) -> tuple[list[int], list[set[int]]]:
+def _who_reads_whom(rank: int, exchange: BootstrapAllGather) -> tuple[list[int], list[set[int]]]:
     """The ranks' process ids, and for each rank those whose memory it can read: found out by trying."""
     proof = os.urandom(16)
     keep = torch.frombuffer(bytearray(proof), dtype=torch.uint8)

@@ -14,7 +14,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from gangline.collectives.errors import ProtocolError, StallError
 from gangline.collectives.transports.addresses import check_address
-from gangline.collectives.transports.base import Exchange
+from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.transports.zmq.context import end
 
 _CONNECT_LIMIT = 60.0
@@ -25,7 +25,7 @@ _HALF = 16  # bytes of a token that each side says
 _NAME = b"gangline-"  # a name that began with a zero byte would be ZeroMQ's own
 
 
-class Pairs:
+class PeerSockets:
     """A socket to each other rank, in a ZeroMQ context of its own; the lower rank of a pair binds.
 
     Who binds has a ROUTER, which takes everybody in and knows a rank by a name that only the two have: a socket of
@@ -52,7 +52,7 @@ class Pairs:
         self,
         rank: int,
         size: int,
-        exchange: Exchange,
+        exchange: BootstrapAllGather,
         *,
         address: str,
         options: Mapping[int, int],
@@ -66,7 +66,7 @@ class Pairs:
             check_address(host)
         self.rank = rank
         self.size = size
-        self.lines: dict[int, Line] = {}
+        self.lines: dict[int, PeerSocket] = {}
         self.cards: list[bytes] = []
         self._options = {
             **options,
@@ -92,7 +92,7 @@ class Pairs:
             line.close(linger_ms)
         end(self._context)
 
-    def _meet(self, exchange: Exchange, card: bytes, address: str) -> None:
+    def _meet(self, exchange: BootstrapAllGather, card: bytes, address: str) -> None:
         endpoints = {}
         for peer in range(self.rank + 1, self.size):
             line = self._line(peer, secrets.token_bytes(2 * _HALF))
@@ -104,8 +104,8 @@ class Pairs:
             endpoint, token = cards[peer][1][self.rank]
             self._line(peer, token).socket.connect(endpoint)
 
-    def _line(self, peer: int, token: bytes) -> Line:
-        self.lines[peer] = line = Line(self._context, token, binds=peer > self.rank)
+    def _line(self, peer: int, token: bytes) -> PeerSocket:
+        self.lines[peer] = line = PeerSocket(self._context, token, binds=peer > self.rank)
         for option, value in self._options.items():
             line.socket.setsockopt(option, value)
         return line
@@ -129,7 +129,7 @@ class Pairs:
                     del waiting[peer]
 
 
-class Line:
+class PeerSocket:
     """One socket to one rank, and what its monitor says of the connection.
 
     A line is up from the peer's hello to the end of the connection it came by. The hello is half of a token that only

@@ -11,8 +11,16 @@ import zmq
 from torch import Tensor
 
 from gangline.collectives.errors import DeadNodeError, ProtocolError
-from gangline.collectives.transports.base import PIECE, Exchange, Incoming, Patience, Stamp, Ticket, Transport
-from gangline.collectives.transports.zmq.peer_sockets import Pairs
+from gangline.collectives.transports.base import (
+    PIECE,
+    BootstrapAllGather,
+    MessageTag,
+    ReceiveRequest,
+    SendRequest,
+    Transport,
+    WaitPolicy,
+)
+from gangline.collectives.transports.zmq.peer_sockets import PeerSockets
 
 INLINE = 1 << 16
 """Up to so many bytes travel, copied, with their header; more are sent from their memory, a frame for each piece."""
@@ -27,7 +35,7 @@ _LINGER_MS = (
 _BROKEN_SECONDS = 30.0  # a lost connection is nearly always a dead rank: the roster may say so first
 
 
-class ZeroMQ(Transport):
+class ZmqTransport(Transport):
     """A connection for each pair of ranks.
 
     A message is a header, which holds what is small, and a frame for each piece of what is not. All sends are taken at
@@ -35,18 +43,20 @@ class ZeroMQ(Transport):
 
     Args:
         exchange: used once.
-        patience: asked while this rank waits.
-        address: "ipc" or "tcp://HOST", see `Pairs`.
+        wait_policy: asked while this rank waits.
+        address: "ipc" or "tcp://HOST", see `PeerSockets`.
 
     Raises:
-        RuntimeError, ValueError, StallError, ProtocolError: as `Pairs`.
+        RuntimeError, ValueError, StallError, ProtocolError: as `PeerSockets`.
     """
 
-    def __init__(self, rank: int, size: int, exchange: Exchange, patience: Patience, *, address: str) -> None:
+    def __init__(
+        self, rank: int, size: int, exchange: BootstrapAllGather, wait_policy: WaitPolicy, *, address: str
+    ) -> None:
         self.name = "ipc" if address == "ipc" else "tcp"
         self.rank = rank
         self.size = size
-        self._patience = patience
+        self._wait_policy = wait_policy
         options = {
             int(zmq.SNDHWM): 0,
             int(zmq.RCVHWM): 0,  # libzmq (4.3) loses what it has not read yet when a line ends while it holds back
@@ -55,16 +65,16 @@ class ZeroMQ(Transport):
             # drops with the connection what came over it and is not read yet.
             int(zmq.RECONNECT_IVL): (1 << 31) - 1,
         }
-        self._pairs = Pairs(rank, size, exchange, address=address, options=options)
+        self._pairs = PeerSockets(rank, size, exchange, address=address, options=options)
         for line in self._pairs.lines.values():
             line.socket.copy_threshold = 0  # or a small last frame is copied, and done before the others left
         self._sent = dict.fromkeys(self._pairs.lines, 0)  # messages: what is lost or foreign shows in their numbers
         self._received = dict.fromkeys(self._pairs.lines, 0)
         self._is_sound = True
 
-    def send(self, to: int, data: Tensor, stamp: Stamp) -> Ticket:  # noqa: D102  as the base says
+    def send(self, to: int, data: Tensor, message_tag: MessageTag) -> SendRequest:  # noqa: D102  as the base says
         view = data.numpy().data
-        header = _HEADER.pack(_MAGIC, self._sent[to], stamp.sequence, stamp.code, len(view))
+        header = _HEADER.pack(_MAGIC, self._sent[to], message_tag.sequence, message_tag.code, len(view))
         self._sent[to] += 1
         if len(view) <= INLINE:
             self._put(to, header + view)
@@ -75,12 +85,12 @@ class ZeroMQ(Transport):
             self._put(to, view[begin : begin + PIECE])
         return _OnTheWay(self, to, self._put(to, view[last:], track=True))
 
-    def receive(self, source: int) -> Incoming:  # noqa: D102
-        while (incoming := self.poll(source)) is None:
+    def receive(self, source: int) -> ReceiveRequest:  # noqa: D102
+        while (receive_request := self.poll(source)) is None:
             self.wait(source)
-        return incoming
+        return receive_request
 
-    def poll(self, source: int) -> Incoming | None:  # noqa: D102
+    def poll(self, source: int) -> ReceiveRequest | None:  # noqa: D102
         frame = self._pairs.lines[source].take()
         if frame is None:
             return None
@@ -105,7 +115,7 @@ class ZeroMQ(Transport):
 
         Raises:
             DeadNodeError: the connection is lost.
-            GanglineError: what `Patience.check` raises.
+            GanglineError: what `WaitPolicy.check` raises.
         """
         line = self._pairs.lines[source]
         while not line.socket.poll(_TICK_MS):
@@ -121,10 +131,10 @@ class ZeroMQ(Transport):
 
         Raises:
             DeadNodeError: the connection is lost, and nobody knows better.
-            GanglineError: what `Patience.check` raises.
+            GanglineError: what `WaitPolicy.check` raises.
         """
         try:
-            self._patience.check([peer] if is_over else [])
+            self._wait_policy.check([peer] if is_over else [])
             lost = self._pairs.lines[peer].down_since
             if lost is not None and time.monotonic() - lost > _BROKEN_SECONDS:
                 raise DeadNodeError(f"rank {self.rank} lost its connection with rank {peer}")
@@ -155,11 +165,11 @@ class ZeroMQ(Transport):
 
 
 class _Header(NamedTuple):
-    stamp: Stamp
+    message_tag: MessageTag
     nbytes: int
 
 
-class _Sent(Ticket):
+class _Sent(SendRequest):
     def is_done(self) -> bool:
         return True
 
@@ -170,8 +180,8 @@ class _Sent(Ticket):
 _SENT = _Sent()
 
 
-class _OnTheWay(Ticket):
-    def __init__(self, transport: ZeroMQ, to: int, tracker: zmq.MessageTracker | None) -> None:
+class _OnTheWay(SendRequest):
+    def __init__(self, transport: ZmqTransport, to: int, tracker: zmq.MessageTracker | None) -> None:
         self._transport = transport
         self._to = to
         self._tracker = tracker  # of the last frame, which goes out last; None: there was no way out
@@ -192,9 +202,9 @@ class _OnTheWay(Ticket):
                 self._transport.be_patient(self._to, is_over=True)
 
 
-class _Whole(Incoming):
+class _Whole(ReceiveRequest):
     def __init__(self, header: _Header, body: memoryview) -> None:
-        self.stamp, self.nbytes = header
+        self.message_tag, self.nbytes = header
         self._body = body
 
     def piece(self, index: int) -> Tensor:  # noqa: ARG002  there is one
@@ -208,9 +218,9 @@ class _Whole(Incoming):
         pass
 
 
-class _InPieces(Incoming):
-    def __init__(self, transport: ZeroMQ, source: int, header: _Header) -> None:
-        self.stamp, self.nbytes = header
+class _InPieces(ReceiveRequest):
+    def __init__(self, transport: ZmqTransport, source: int, header: _Header) -> None:
+        self.message_tag, self.nbytes = header
         self._transport = transport
         self._source = source
         self._next = 0
@@ -257,4 +267,4 @@ def _read(source: int, expected: int, frame: zmq.Frame) -> tuple[_Header, memory
         raise ProtocolError(f"rank {source} sent {bytes(view[: _HEADER.size])!r}, which is no header of a message")
     if number != expected:
         raise ProtocolError(f"rank {source} sent message {number}, expected {expected}: some were lost")
-    return _Header(Stamp(sequence, code), nbytes), view[_HEADER.size :] if nbytes <= INLINE else None
+    return _Header(MessageTag(sequence, code), nbytes), view[_HEADER.size :] if nbytes <= INLINE else None

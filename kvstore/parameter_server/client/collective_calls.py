@@ -14,8 +14,8 @@ from gangline.collectives.compression import Codec
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, StallError
 from gangline.collectives.work import Work
 from gangline.kvstore.parameter_server.client.request import Request
-from gangline.kvstore.parameter_server.client.scheduler_client import Membership
-from gangline.kvstore.parameter_server.client.server_client import Wire
+from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
+from gangline.kvstore.parameter_server.client.server_client import ServerClient
 from gangline.kvstore.parameter_server.protocol import Answer, Command, Message
 from gangline.kvstore.parameter_server.transport.frames import memory_of
 
@@ -25,7 +25,7 @@ _LENGTH = 8
 _ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (ValueError, TypeError, KeyError)}
 
 
-class Pending:
+class PendingRequests:
     """A Work that is over when all its requests are, with the first error that one of them met.
 
     A context manager: the Work is not over before the section is, and what the section raises is the Work's error.
@@ -56,7 +56,7 @@ class Pending:
         self._error: BaseException | None = None
         self._lock = threading.Lock()
 
-    def submit(self, requests: Sequence[Request], wire: Wire) -> None:
+    def submit(self, requests: Sequence[Request], wire: ServerClient) -> None:
         """Have requests sent, and the Work wait for them."""
         with self._lock:
             self._open += len(requests)
@@ -70,7 +70,7 @@ class Pending:
         for request in requests:
             wire.submit(request)
 
-    def __enter__(self) -> Pending:
+    def __enter__(self) -> PendingRequests:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
@@ -102,10 +102,10 @@ class Pending:
             self._work.complete(self._error)
 
 
-class Team:
+class CollectiveCalls:
     """A worker among the workers and servers of its job."""
 
-    def __init__(self, member: Membership, wire: Wire) -> None:
+    def __init__(self, member: SchedulerClient, wire: ServerClient) -> None:
         self._member = member
         self._wire = wire
 
@@ -164,7 +164,7 @@ class Team:
     def ask(self, requests: Sequence[Request], what: str) -> None:
         """Send requests and return when they are answered."""
         work = Work(what)
-        with Pending(work, what) as pending:
+        with PendingRequests(work, what) as pending:
             pending.submit(requests, self._wire)
         self._wire.wait(work.is_completed)
         work.wait()

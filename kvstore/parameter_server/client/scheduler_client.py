@@ -41,7 +41,7 @@ _CONFIRM_SECONDS = 1.0
 """A connection that is lost for so long was the scheduler's end."""
 
 
-class Membership:
+class SchedulerClient:
     """What a worker or server is in its job; a thread of its own talks with the scheduler.
 
     Args:

@@ -23,7 +23,7 @@ from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.collectives.transports.zmq.context import end
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.client.request import Request
-from gangline.kvstore.parameter_server.client.scheduler_client import Membership
+from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.protocol import (
     Ack,
     Answer,
@@ -37,8 +37,8 @@ from gangline.kvstore.parameter_server.protocol import (
 )
 from gangline.kvstore.parameter_server.transport.client_channel import Channel, open_channel
 from gangline.kvstore.parameter_server.transport.frames import bytes_of
-from gangline.kvstore.parameter_server.transport.poller import LOOKS_SECONDS, Source, Watch
-from gangline.kvstore.parameter_server.transport.shared_memory import Arena
+from gangline.kvstore.parameter_server.transport.poller import LOOKS_SECONDS, Poller, Source
+from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool
 
 _log = logging.getLogger("gangline")
 _WINDOW = 16 << 20
@@ -55,7 +55,7 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 
 
-class _Line:
+class _ServerConnection:
     """One server, as the wire knows it."""
 
     def __init__(self, channel: Channel) -> None:
@@ -70,7 +70,7 @@ class _Line:
         self.read = 0  # the highest number of Values in the server's memory that has been read
 
 
-class Wire:
+class ServerClient:
     """Sockets to all servers. Whoever waits for an answer moves them; a thread does while nobody waits.
 
     Args:
@@ -86,7 +86,9 @@ class Wire:
         StallError: one does not answer.
     """
 
-    def __init__(self, member: Membership, mode: str, staleness: int, arena: Arena | None, timeout: float) -> None:
+    def __init__(
+        self, member: SchedulerClient, mode: str, staleness: int, arena: SharedMemoryPool | None, timeout: float
+    ) -> None:
         bounds = limits()
         self._timeout, self._stall_warn = timeout, bounds.stall_warn
         self._member = member
@@ -104,8 +106,10 @@ class Wire:
         self._thread: threading.Thread | None = None
         self._checked = 0.0
         self._warned = False
-        self._lines = [_Line(open_channel(address, self._context, member.identity)) for address in member.servers]
-        self._watch = Watch()
+        self._lines = [
+            _ServerConnection(open_channel(address, self._context, member.identity)) for address in member.servers
+        ]
+        self._watch = Poller()
         self._watch.add(self._bell)
         member.on_news = self._ring
         self._refusal: Exception | None = None  # of a hello
@@ -256,7 +260,7 @@ class Wire:
             finally:
                 self._outbox = kept + self._outbox  # in order, as a heap is
 
-    def _dispatch(self, line: _Line, request: Request) -> None:
+    def _dispatch(self, line: _ServerConnection, request: Request) -> None:
         request.sequence = next(self._sequences)
         request.since = time.monotonic()
         request.packed = protocol.pack(request.message(request.sequence))
@@ -266,7 +270,7 @@ class Wire:
         self._transmit(line, request)
         request.on_sent()
 
-    def _transmit(self, line: _Line, request: Request) -> None:
+    def _transmit(self, line: _ServerConnection, request: Request) -> None:
         line.channel.send([request.packed, *request.frames])
 
     def _ring(self) -> None:
@@ -310,20 +314,20 @@ class Wire:
         self._check()
         self._flush()
 
-    def _greet(self, line: _Line) -> None:
+    def _greet(self, line: _ServerConnection) -> None:
         """Say hello on a new connection, and ask again what may be lost with the last: it is known by its number."""
         line.channel.send([protocol.pack(replace(self._hello, read=line.read))])
         for request in [*line.holding.values(), *line.pending.values()]:
             self._transmit(line, request)
 
-    def _receive(self, server: int, line: _Line, events: Set[Source]) -> None:
+    def _receive(self, server: int, line: _ServerConnection, events: Set[Source]) -> None:
         for frames in line.channel.receive(events):
             try:
                 self._hear(server, line, protocol.unpack(frames[0]), frames[1:])
             except ProtocolError as error:
                 _log.warning("worker %d drops what server %d sent: %s", self._member.rank, server, error)
 
-    def _hear(self, server: int, line: _Line, message: Message, frames: list[memoryview]) -> None:
+    def _hear(self, server: int, line: _ServerConnection, message: Message, frames: list[memoryview]) -> None:
         match message:
             case Welcome(shared, memory):
                 line.greeted = True
@@ -355,7 +359,7 @@ class Wire:
             case _:
                 raise ProtocolError(f"{type(message).__name__} came")
 
-    def _settle(self, line: _Line, sequence: int, message: Message, datas: list[Tensor]) -> None:
+    def _settle(self, line: _ServerConnection, sequence: int, message: Message, datas: list[Tensor]) -> None:
         request = line.pending.get(sequence)
         if request is None:  # answered before, as happens where it was asked twice
             return
@@ -370,7 +374,7 @@ class Wire:
             if request.on_free is not None:
                 line.holding[sequence] = request
 
-    def _take(self, line: _Line, sequence: int) -> None:
+    def _take(self, line: _ServerConnection, sequence: int) -> None:
         """The server has what a request carried; one that wants no values is over."""
         request = line.pending.get(sequence)
         if request is not None:
@@ -378,13 +382,13 @@ class Wire:
             if not request.wants:
                 self._settle(line, sequence, Ack([sequence]), [])
 
-    def _take_off(self, line: _Line, request: Request) -> None:
+    def _take_off(self, line: _ServerConnection, request: Request) -> None:
         if not request.taken:
             request.taken = True
             line.under_way -= request.nbytes
             line.undelivered -= request.is_over_when_sent
 
-    def _fail(self, line: _Line, sequence: int, error: Exception) -> None:
+    def _fail(self, line: _ServerConnection, sequence: int, error: Exception) -> None:
         request = line.pending.pop(sequence, None)
         if request is None:
             return
@@ -423,7 +427,7 @@ class Wire:
     def _dead(self, request: Request, why: str) -> DeadNodeError:
         return DeadNodeError(f"{why} (worker {self._member.rank} waited in {request.what})")
 
-    def _fail_line(self, line: _Line, why: str) -> None:
+    def _fail_line(self, line: _ServerConnection, why: str) -> None:
         for sequence, request in list(line.pending.items()):
             self._fail(line, sequence, self._dead(request, why))
         with self._lock:

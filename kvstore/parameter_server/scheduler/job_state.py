@@ -37,7 +37,7 @@ class Member:
 
 
 @dataclass
-class Book:
+class JobState:
     """What the scheduler knows."""
 
     workers: int

@@ -27,7 +27,7 @@ from gangline.kvstore.parameter_server.protocol import (
     Rest,
     Rested,
 )
-from gangline.kvstore.parameter_server.scheduler.job_state import Book, Member
+from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 100
@@ -62,7 +62,7 @@ class Scheduler:
         environment.check_address(host)
         host = resolved(host)
         self._is_supervised = is_supervised
-        self._book = Book(workers, servers)
+        self._book = JobState(workers, servers)
         bounds = limits()
         self._heartbeat, self._limit, self._timeout = bounds.heartbeat, bounds.heartbeat_limit, bounds.timeout
         self._stall_warn = bounds.stall_warn

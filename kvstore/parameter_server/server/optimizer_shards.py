@@ -17,7 +17,7 @@ from gangline.kvstore.optimizer.clipping import THRESHOLDS, norm, scale_
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
 from gangline.kvstore.parameter_server import sharding
-from gangline.kvstore.parameter_server.server.shards import Part
+from gangline.kvstore.parameter_server.server.shards import Shard
 from gangline.kvstore.parameter_server.transport.shared_memory import typed
 from gangline.kvstore.sparse import RowSparse
 
@@ -87,17 +87,17 @@ def read_spec(payload: bytes) -> OptimizerSpec:
     return OptimizerSpec.parse((name, {**given, **factors}))
 
 
-class Optimizers:
+class ShardOptimizers:
     """The optimizer of a server's parts: one a lane, so that lanes need not wait for each other."""
 
     def __init__(self, spec: OptimizerSpec, lanes: int) -> None:
         self._spec = spec
         own = [replace(spec, clip_global_norm=None, lr_mult={}, wd_mult={}) for _ in range(lanes)]
         self._of_lanes = [KeyedOptimizer(one) for one in own]
-        self._held: dict[int, tuple[Part, Tensor | RowSparse, float]] = {}  # by number; the last is the norm
+        self._held: dict[int, tuple[Shard, Tensor | RowSparse, float]] = {}  # by number; the last is the norm
 
     @classmethod
-    def read(cls, payload: bytes, lanes: int) -> Optimizers:
+    def read(cls, payload: bytes, lanes: int) -> ShardOptimizers:
         """From `pack_spec`'s bytes."""
         return cls(read_spec(payload), lanes)
 
@@ -106,7 +106,7 @@ class Optimizers:
         """Whether sums wait for `update_held`."""
         return self._spec.clip_global_norm is not None
 
-    def take_sum(self, part: Part, total: Tensor | RowSparse, learning_rate: float | None) -> None:
+    def take_sum(self, part: Shard, total: Tensor | RowSparse, learning_rate: float | None) -> None:
         """Update a part by the sum of its round; under ``clip_global_norm`` keep the sum for `update_held`.
 
         Raises:
@@ -123,11 +123,11 @@ class Optimizers:
         return [self._held[number][2] for number in sorted(self._held)]
 
     @property
-    def held(self) -> list[Part]:
+    def held(self) -> list[Shard]:
         """The parts whose sums are kept."""
         return [part for part, _, _ in list(self._held.values())]
 
-    def update_held(self, part: Part, factor: float, learning_rate: float) -> None:
+    def update_held(self, part: Shard, factor: float, learning_rate: float) -> None:
         """Update a part by the sum that was kept, times the factor; in its lane."""
         _, total, _ = self._held.pop(part.number)
         scale_([_elements(total)], torch.tensor(factor, dtype=torch.float64))
@@ -137,7 +137,7 @@ class Optimizers:
         """Forget the sums that are kept."""
         self._held.clear()
 
-    def _update(self, part: Part, gradient: Tensor | RowSparse, learning_rate: float | None) -> None:
+    def _update(self, part: Shard, gradient: Tensor | RowSparse, learning_rate: float | None) -> None:
         optimizer = self._of(part)
         if learning_rate is not None and learning_rate != optimizer.learning_rate:
             optimizer.learning_rate = learning_rate
@@ -148,7 +148,7 @@ class Optimizers:
         else:
             optimizer.update([(part.number, gradient.view(weight.shape))])
 
-    def give(self, parts: Iterable[Part]) -> tuple[bytes, list[Tensor]]:
+    def give(self, parts: Iterable[Shard]) -> tuple[bytes, list[Tensor]]:
         """The state of all parts: what describes it, and the tensors."""
         for part in parts:
             self._of(part)
@@ -159,7 +159,7 @@ class Optimizers:
         header = [self._spec.name, states[0].initial_learning_rate, self._of_lanes[0].learning_rate, plain, described]
         return bytes(msgpack.packb(header)), [tensor.contiguous() for tensor in tensors.values()]
 
-    def take(self, payload: bytes, datas: Sequence[Tensor], parts: Mapping[int, Part]) -> None:
+    def take(self, payload: bytes, datas: Sequence[Tensor], parts: Mapping[int, Shard]) -> None:
         """Replace the state by what `pack_state` made.
 
         Raises:
@@ -187,7 +187,7 @@ class Optimizers:
                 )
             )
 
-    def _of(self, part: Part) -> KeyedOptimizer:
+    def _of(self, part: Shard) -> KeyedOptimizer:
         optimizer = self._of_lanes[part.lane]
         rate, decay = self._spec.factors(part.key)
         optimizer.spec.lr_mult[part.number] = rate
@@ -200,7 +200,7 @@ class Optimizers:
 def joined(
     spec: OptimizerSpec,
     learning_rate: float,
-    parts: Mapping[Key, Sequence[sharding.Part]],
+    parts: Mapping[Key, Sequence[sharding.ShardPlacement]],
     answers: Sequence[tuple[bytes, list[Tensor]]],
 ) -> OptimizerState:
     """The state of whole keys, from what servers gave of their parts."""
@@ -230,7 +230,7 @@ def joined(
 
 
 def split(
-    spec: OptimizerSpec, state: OptimizerState, parts: Mapping[Key, Sequence[sharding.Part]], servers: int
+    spec: OptimizerSpec, state: OptimizerState, parts: Mapping[Key, Sequence[sharding.ShardPlacement]], servers: int
 ) -> list[tuple[bytes, list[Tensor]]]:
     """What each server is told of a state of whole keys.
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from gangline.collectives.errors import DeadNodeError, MismatchError
 from gangline.collectives.liveness.limits import limits
-from gangline.kvstore.parameter_server.server.optimizer_shards import Optimizers
-from gangline.kvstore.parameter_server.server.shards import Contribution, Part, Round, Waiter
-from gangline.kvstore.parameter_server.server.thread_pool import Crew
+from gangline.kvstore.parameter_server.server.optimizer_shards import ShardOptimizers
+from gangline.kvstore.parameter_server.server.shards import Contribution, Round, Shard, Waiter
+from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from gangline.kvstore.sparse import RowSparse
 
 _log = logging.getLogger("gangline")
@@ -33,13 +33,13 @@ class Rounds:
     def __init__(
         self,
         workers: int,
-        crew: Crew,
-        give: Callable[[Waiter, Part], None],
+        crew: ThreadPool,
+        give: Callable[[Waiter, Shard], None],
         fail: Callable[[Waiter, str, str], None],
     ) -> None:
-        self.parts: dict[int, Part] = {}
+        self.parts: dict[int, Shard] = {}
         """By number."""
-        self.optimizers: Optimizers | None = None
+        self.optimizers: ShardOptimizers | None = None
         self.is_sync = True
         """Whether a round needs all workers; else each push is a round."""
         self.staleness = -1
@@ -52,7 +52,7 @@ class Rounds:
         self._give = give
         self._fail = fail
         self._dead: dict[int, str] = {}
-        self._touched: set[Part] = set()
+        self._touched: set[Shard] = set()
         self._stall_warn = limits().stall_warn
         self._warned = 0.0
 
@@ -66,11 +66,11 @@ class Rounds:
         """Whether somebody has died or left whom rounds wait for."""
         return self.is_sync and bool(self._dead.keys() - self.resting)
 
-    def touch(self, parts: Iterable[Part]) -> None:
+    def touch(self, parts: Iterable[Shard]) -> None:
         """Have these looked at by `advance`: something about them has changed."""
         self._touched.update(parts)
 
-    def contribute(self, part: Part, rank: int, number: int, one: Contribution, learning_rate: float | None) -> None:
+    def contribute(self, part: Shard, rank: int, number: int, one: Contribution, learning_rate: float | None) -> None:
         """Take what a worker gives to a round of a part, and the rate that rank 0 sent along."""
         if self.is_sync:
             this = part.open.setdefault(number, Round())
@@ -81,7 +81,7 @@ class Rounds:
             this.learning_rate = learning_rate
         self._touched.add(part)
 
-    def wait(self, part: Part, waiter: Waiter) -> None:
+    def wait(self, part: Shard, waiter: Waiter) -> None:
         """Have a worker given a part's value when its round is closed."""
         if waiter.rank in self._dead:  # it would be taken for a reader for ever
             return
@@ -98,7 +98,7 @@ class Rounds:
         """Whether no round is complete and yet open, because a lane is at it or somebody reads what it would change."""
         return not any(part.busy or self._complete(part) for part in self.parts.values())
 
-    def _complete(self, part: Part) -> bool:
+    def _complete(self, part: Shard) -> bool:
         following = part.open.get(part.closed + 1)
         return following is not None and following.contributions.keys() >= self._needed()
 
@@ -117,7 +117,7 @@ class Rounds:
             if following is not None:
                 self._close(part, following)
 
-    def _close(self, part: Part, this: Round) -> None:
+    def _close(self, part: Shard, this: Round) -> None:
         part.busy = True
         given = [this.contributions[rank] for rank in sorted(this.contributions)]
         problems = [one.problem for one in given if one.problem]
@@ -170,7 +170,7 @@ class Rounds:
         if any(problems):
             raise ValueError("; ".join(filter(None, problems)))
 
-    def _closed(self, part: Part, ranks: Iterable[int], given: Iterable[Contribution], problem: str) -> None:
+    def _closed(self, part: Shard, ranks: Iterable[int], given: Iterable[Contribution], problem: str) -> None:
         part.closed += 1
         part.open.pop(part.closed)
         if problem and not self.is_sync:  # a round is one worker's: it alone is told
@@ -183,7 +183,7 @@ class Rounds:
             one.release()
         self._touched.add(part)
 
-    def _serve(self, part: Part) -> None:
+    def _serve(self, part: Shard) -> None:
         """Find the workers whose round of a part is closed."""
         if part.busy:
             return
@@ -197,7 +197,7 @@ class Rounds:
                 self._give(waiter, part)
         part.waiters = left
 
-    def _must_wait(self, part: Part, waiter: Waiter) -> bool:
+    def _must_wait(self, part: Shard, waiter: Waiter) -> bool:
         if self.is_sync:
             return waiter.round > part.closed
         if part.pushed.get(waiter.rank, 0) < waiter.round:  # what it pushed before comes first
@@ -241,7 +241,7 @@ class Rounds:
         for words in told.keys() - {""}:  # a cut key's parts say the same
             _log.warning("%s", words)
 
-    def lost_for(self, part: Part, number: int) -> str:
+    def lost_for(self, part: Shard, number: int) -> str:
         """Why a round can never close; "" where it still can."""
         if not self.is_sync:
             return ""

@@ -17,7 +17,7 @@ from gangline.collectives.errors import DeadNodeError, MismatchError, ProtocolEr
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.kvstore.parameter_server import environment, protocol
-from gangline.kvstore.parameter_server.client.scheduler_client import Membership
+from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.protocol import (
     CODED,
     DENSE,
@@ -34,12 +34,12 @@ from gangline.kvstore.parameter_server.protocol import (
 )
 from gangline.kvstore.parameter_server.server import optimizer_shards
 from gangline.kvstore.parameter_server.server.rounds import Rounds
-from gangline.kvstore.parameter_server.server.sessions import Answers, Worker
-from gangline.kvstore.parameter_server.server.shards import Contribution, Part, Waiter
-from gangline.kvstore.parameter_server.server.thread_pool import Crew
+from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSession
+from gangline.kvstore.parameter_server.server.shards import Contribution, Shard, Waiter
+from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from gangline.kvstore.parameter_server.transport.frames import INLINE, bytes_of
-from gangline.kvstore.parameter_server.transport.listener import Doors
-from gangline.kvstore.parameter_server.transport.shared_memory import Arena, aligned, piece
+from gangline.kvstore.parameter_server.transport.listener import Listener
+from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool, aligned, piece
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 200
@@ -61,19 +61,19 @@ class _Held:
 class Server:
     """Serves the workers of one job until it is over."""
 
-    def __init__(self, membership: Membership, doors: Doors, crew: Crew) -> None:
+    def __init__(self, membership: SchedulerClient, doors: Listener, crew: ThreadPool) -> None:
         """Serve those who come through doors that are open already; see `open_server`."""
         self._member = membership
         self._doors = doors
         self._crew = crew
-        self._answers = Answers(doors, lambda parts: self._rounds.touch(parts), lambda rank: self._rounds.lacks(rank))
+        self._answers = Sessions(doors, lambda parts: self._rounds.touch(parts), lambda rank: self._rounds.lacks(rank))
         self._rounds = Rounds(membership.num_workers, crew, self._answers.is_ready, self._answers.fail)
         self._compression: Compression | None = None
-        self._commands: list[tuple[Worker, Command, list[memoryview]]] = []
+        self._commands: list[tuple[WorkerSession, Command, list[memoryview]]] = []
         self.junk = 0
         """Messages that were dropped because they were not what workers send."""
         try:
-            self._arena: Arena | None = Arena()
+            self._arena: SharedMemoryPool | None = SharedMemoryPool()
         except OSError as error:
             _log.warning("server %d shares no memory with workers: %s", membership.rank, error)
             self._arena = None
@@ -154,7 +154,7 @@ class Server:
         if worker is None:
             memory = self._memory_of(hello)
             shares = memory is not None and self._arena is not None
-            worker = self._answers.workers[identity] = Worker(identity, hello.rank, memory, shares)
+            worker = self._answers.workers[identity] = WorkerSession(identity, hello.rank, memory, shares)
         self._answers.end_reads(hello.rank, hello.read)  # whatever became of its Done
         card = self._arena.card if worker.shares and self._arena is not None else b""
         self._answers.send(identity, Welcome(worker.memory is not None, card))
@@ -167,7 +167,7 @@ class Server:
                 _log.info("server %d and worker %d share no memory: %s", self._member.rank, hello.rank, error)
         return None
 
-    def _handle(self, worker: Worker, message: Message, frames: list[memoryview]) -> None:
+    def _handle(self, worker: WorkerSession, message: Message, frames: list[memoryview]) -> None:
         match message:
             case Push():
                 self._push(worker, message, frames)
@@ -191,7 +191,11 @@ class Server:
                 raise ProtocolError(f"{type(message).__name__} came from worker {worker.rank}")
 
     def _data(
-        self, worker: Worker, entries: Sequence[Sequence[int]], place: Sequence[int] | None, frames: list[memoryview]
+        self,
+        worker: WorkerSession,
+        entries: Sequence[Sequence[int]],
+        place: Sequence[int] | None,
+        frames: list[memoryview],
     ) -> list[Tensor]:
         """The bytes of each entry."""
         sizes = [entry[3] for entry in entries]
@@ -214,7 +218,7 @@ class Server:
 
     def _define(
         self,
-        worker: Worker,
+        worker: WorkerSession,
         definitions: Sequence[Sequence[object]],
         place: Sequence[int] | None,
         frames: list[memoryview],
@@ -230,7 +234,7 @@ class Server:
             if part is None:
                 stored, offset = self._room(one)
                 lane = self._crew.lane_of(one.number)
-                part = Part(one.number, one.key, one.begin, one.width, stored, one.is_whole, offset, lane)
+                part = Shard(one.number, one.key, one.begin, one.width, stored, one.is_whole, offset, lane)
                 self._rounds.parts[one.number] = part
             elif part.flat.nbytes != one.nbytes or part.flat.dtype is not one.dtype or part.key != one.key:
                 raise MismatchError(f"part {one.number} is of key {part.key!r} already; key {one.key!r} came for it")
@@ -243,13 +247,13 @@ class Server:
         offset = self._arena.allocate(one.nbytes)
         return self._arena.bytes_at(offset, one.nbytes).view(one.dtype).view(one.shape), offset
 
-    def _part(self, number: int) -> Part:
+    def _part(self, number: int) -> Shard:
         part = self._rounds.parts.get(number)
         if part is None:
             raise KeyError(f"part {number} is unknown to server {self._member.rank}")
         return part
 
-    def _push(self, worker: Worker, push: Push, frames: list[memoryview]) -> None:
+    def _push(self, worker: WorkerSession, push: Push, frames: list[memoryview]) -> None:
         datas = self._data(worker, push.entries, push.place, frames)
         parts = [self._part(entry[0]) for entry in push.entries]
         release = _nothing
@@ -276,7 +280,9 @@ class Server:
             return
         self._answers.has(worker, push.sequence, late=sum(data.nbytes for data in datas) <= INLINE)
 
-    def _read(self, part: Part, worker: Worker, push: Push, kind: int, data: Tensor, held: _Held) -> Contribution:
+    def _read(
+        self, part: Shard, worker: WorkerSession, push: Push, kind: int, data: Tensor, held: _Held
+    ) -> Contribution:
         decode = None if self._compression is None else self._compression.codec.decode
         try:
             value = part.read(kind, data, decode)
@@ -326,11 +332,11 @@ class Server:
                 self._answers.send(worker.identity, Answer(command.sequence, answer), given)
 
     def _command(
-        self, worker: Worker, name: str, payload: bytes, frames: list[memoryview]
+        self, worker: WorkerSession, name: str, payload: bytes, frames: list[memoryview]
     ) -> tuple[bytes, list[Tensor]]:
         match name:
             case "optimizer":
-                self._rounds.optimizers = optimizer_shards.Optimizers.read(payload, self._crew.lanes)
+                self._rounds.optimizers = optimizer_shards.ShardOptimizers.read(payload, self._crew.lanes)
             case "compression":
                 params = msgpack.unpackb(payload)
                 self._compression = None if params is None else parse(params)
@@ -377,7 +383,7 @@ class Server:
             self._answers.bound_backlogs(sum(part.flat.nbytes for part in self._rounds.parts.values()))
 
 
-def _row_numbers(data: Tensor, part: Part) -> Tensor:
+def _row_numbers(data: Tensor, part: Shard) -> Tensor:
     if data.numel() % 8:
         raise ProtocolError(f"{data.numel()} bytes of row numbers came; expected a multiple of 8")
     rows = data.clone().view(torch.int64)
@@ -403,11 +409,11 @@ def open_server(job: environment.ServerJob) -> Iterator[Server]:
     """A server that has joined its job, and leaves it at the end."""
     environment.check_address(job.interface)
     keep_freed_memory()  # what comes by socket takes 4 MiB again and again
-    crew = Crew()
-    doors = Doors(job.interface, crew.bell)
+    crew = ThreadPool()
+    doors = Listener(job.interface, crew.bell)
     try:
         patience = math.inf if job.is_supervised else None
-        member = Membership("server", job.scheduler, address=doors.address, timeout=patience)
+        member = SchedulerClient("server", job.scheduler, address=doors.address, timeout=patience)
         try:
             yield Server(member, doors, crew)
         finally:

@@ -16,9 +16,9 @@ from gangline.collectives.compression import Codec
 from gangline.collectives.transports.shm.segments import Segment
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import CODED, DENSE, ROWS, Ack, Failed, Free, Message, Values
-from gangline.kvstore.parameter_server.server.shards import Part, Waiter
+from gangline.kvstore.parameter_server.server.shards import Shard, Waiter
 from gangline.kvstore.parameter_server.transport.frames import INLINE, memory_of
-from gangline.kvstore.parameter_server.transport.listener import Doors
+from gangline.kvstore.parameter_server.transport.listener import Listener
 
 _REMEMBERED = 256
 _MANY = 64
@@ -28,7 +28,7 @@ _AHEAD = 256 << 20
 
 
 @dataclass(eq=False)
-class Worker:
+class WorkerSession:
     """A worker, as its server knows it."""
 
     identity: bytes
@@ -50,7 +50,7 @@ class Worker:
     """Messages whose memory is still looked at."""
     done: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     """The last messages that must not be followed twice."""
-    ready: list[tuple[Waiter, Part]] = field(default_factory=list)
+    ready: list[tuple[Waiter, Shard]] = field(default_factory=list)
 
     def free(self, sequence: int) -> None:
         """Tell it that a message's memory may be written again."""
@@ -77,10 +77,10 @@ class _Read:
 
     rank: int
     sequence: int
-    parts: list[Part]
+    parts: list[Shard]
 
 
-class Answers:
+class Sessions:
     """The workers of a server, and all that goes out to them.
 
     Args:
@@ -89,8 +89,8 @@ class Answers:
         lacks: whether somebody waits for what a worker has yet to give.
     """
 
-    def __init__(self, doors: Doors, touch: Callable[[Iterable[Part]], None], lacks: Callable[[int], bool]) -> None:
-        self.workers: dict[bytes, Worker] = {}
+    def __init__(self, doors: Listener, touch: Callable[[Iterable[Shard]], None], lacks: Callable[[int], bool]) -> None:
+        self.workers: dict[bytes, WorkerSession] = {}
         """By identity."""
         self.pull_codec: Codec | None = None
         """How values go out; None: as they are."""
@@ -106,7 +106,7 @@ class Answers:
         """Let each worker be about two rounds ahead of the slowest, of all the bytes that are stored here."""
         self.most_backlog = 2 * stored + _AHEAD
 
-    def has(self, worker: Worker, sequence: int, *, late: bool) -> None:
+    def has(self, worker: WorkerSession, sequence: int, *, late: bool) -> None:
         """Tell a worker that what it sent has come; ``late``: it does not wait for that."""
         if self._is_ahead(worker):
             worker.withheld.append(sequence)
@@ -116,10 +116,10 @@ class Answers:
         else:
             worker.acks.append(sequence)
 
-    def _is_ahead(self, worker: Worker) -> bool:
+    def _is_ahead(self, worker: WorkerSession) -> bool:
         return worker.backlog > self.most_backlog and not self._lacks(worker.rank)
 
-    def is_ready(self, waiter: Waiter, part: Part) -> None:
+    def is_ready(self, waiter: Waiter, part: Shard) -> None:
         """Have a worker given a part's value by the next `flush`."""
         for worker in self._of_rank(waiter.rank):
             worker.ready.append((waiter, part))
@@ -152,18 +152,18 @@ class Answers:
             if worker.late_acks:
                 self._acknowledge(worker)
 
-    def _acknowledge(self, worker: Worker) -> None:
+    def _acknowledge(self, worker: WorkerSession) -> None:
         self.send(worker.identity, Ack([*worker.acks, *worker.late_acks]))
         worker.acks.clear()
         worker.late_acks.clear()
 
-    def _give(self, worker: Worker, sequence: int, ready: list[tuple[Waiter, Part]]) -> None:
+    def _give(self, worker: WorkerSession, sequence: int, ready: list[tuple[Waiter, Shard]]) -> None:
         """Values of parts: large ones are read where they lie, and stay until the worker has them."""
         if sequence in worker.late_acks:  # this says as much
             worker.late_acks.remove(sequence)
         codec = self.pull_codec
-        in_place: list[tuple[Waiter, Part]] = []
-        others: list[tuple[Waiter, Part]] = []
+        in_place: list[tuple[Waiter, Shard]] = []
+        others: list[tuple[Waiter, Shard]] = []
         for pair in ready:
             waiter, part = pair
             is_coded = codec is not None and part.flat.is_floating_point()
@@ -202,7 +202,7 @@ class Answers:
                 part.readers.discard((rank, number))
             self._touch(read.parts)
 
-    def _end_lost_reads(self, rank: int, sequence: int, parts: Sequence[Part]) -> None:
+    def _end_lost_reads(self, rank: int, sequence: int, parts: Sequence[Shard]) -> None:
         """What is given again was lost on its way, or has been read when this comes; its new number tells of both."""
         for number, read in list(self._reads.items()):
             if (read.rank, read.sequence) == (rank, sequence):
@@ -214,7 +214,7 @@ class Answers:
         for worker in self._of_rank(waiter.rank):
             self.send(worker.identity, Failed(waiter.sequence, kind, text))
 
-    def _of_rank(self, rank: int) -> list[Worker]:
+    def _of_rank(self, rank: int) -> list[WorkerSession]:
         return [worker for worker in self.workers.values() if worker.rank == rank]
 
     def send(self, identity: bytes, message: Message, datas: Sequence[Tensor] = ()) -> None:

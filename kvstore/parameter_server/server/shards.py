@@ -51,7 +51,7 @@ class Waiter:
 
 
 @dataclass(eq=False)
-class Part:
+class Shard:
     """A part: all but its arithmetic is touched by the server's own thread only."""
 
     number: int

@@ -17,7 +17,7 @@ _INLINE = 1 << 18
 """Bytes up to which a thread costs more than it brings."""
 
 
-class Crew:
+class ThreadPool:
     """A thread a core, each a lane of its own: what belongs to a lane runs in order, and never at the same time."""
 
     def __init__(self) -> None:

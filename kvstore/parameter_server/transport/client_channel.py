@@ -12,7 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from gangline.collectives.errors import ProtocolError
 from gangline.kvstore.parameter_server.transport import unix_stream
-from gangline.kvstore.parameter_server.transport.poller import Source, Watch
+from gangline.kvstore.parameter_server.transport.poller import Poller, Source
 from gangline.kvstore.parameter_server.transport.socket_buffers import fit_buffers
 
 _COPIED = 1 << 16
@@ -28,7 +28,7 @@ class Channel(Protocol):
     def is_full(self) -> bool:
         """Whether something waits for room to go out, which `receive` moves."""
 
-    def arm(self, watch: Watch) -> None:
+    def arm(self, watch: Poller) -> None:
         """Have it watched; to be called before each wait, with the same watch."""
 
     def has_come(self, events: Set[Source]) -> bool:
@@ -84,7 +84,7 @@ class SocketChannel:
     def is_full(self) -> bool:  # noqa: D102  ZeroMQ's thread sees to it
         return False
 
-    def arm(self, watch: Watch) -> None:  # noqa: D102  as Channel's, and so below
+    def arm(self, watch: Poller) -> None:  # noqa: D102  as Channel's, and so below
         if not self._is_armed:
             self._is_armed = True
             watch.add(self._socket)
@@ -121,9 +121,9 @@ class StreamChannel:
     def __init__(self, name: str, identity: bytes) -> None:
         self._name = name
         self._identity = identity
-        self._stream: unix_stream.Stream | None = None
+        self._stream: unix_stream.UnixStream | None = None
         self._is_new = False
-        self._watch: Watch | None = None  # set while it watches the stream
+        self._watch: Poller | None = None  # set while it watches the stream
         self._looks_for_room = False
         self._due = 0.0
         self._connect()
@@ -132,7 +132,7 @@ class StreamChannel:
     def is_full(self) -> bool:  # noqa: D102
         return self._stream is not None and self._stream.is_full
 
-    def arm(self, watch: Watch) -> None:  # noqa: D102
+    def arm(self, watch: Poller) -> None:  # noqa: D102
         if self._stream is None:
             return
         if self._watch is None:

@@ -12,14 +12,14 @@ import zmq
 from gangline.collectives.errors import ProtocolError
 from gangline.collectives.transports.zmq.context import end
 from gangline.kvstore.parameter_server import protocol
-from gangline.kvstore.parameter_server.transport.poller import LOOKS_SECONDS, Source, Watch
+from gangline.kvstore.parameter_server.transport.poller import LOOKS_SECONDS, Poller, Source
 from gangline.kvstore.parameter_server.transport.socket_buffers import fit_buffers
-from gangline.kvstore.parameter_server.transport.unix_stream import Listener, Stream
+from gangline.kvstore.parameter_server.transport.unix_stream import UnixListener, UnixStream
 
 _log = logging.getLogger("gangline")
 
 
-class Doors:
+class Listener:
     """A server's sockets; workers are known by their identities, whichever way they come.
 
     Args:
@@ -48,12 +48,12 @@ class Doors:
         """For `channels.open_channel`."""
         self.junk = 0
         """Connections that were closed because no messages came by them."""
-        self._listener = Listener() if os.environ.get("GANGLINE_TRANSPORT") != "tcp" else None
-        self._streams: dict[int, Stream] = {}  # by descriptor
+        self._listener = UnixListener() if os.environ.get("GANGLINE_TRANSPORT") != "tcp" else None
+        self._streams: dict[int, UnixStream] = {}  # by descriptor
         self._names: dict[int, bytes] = {}  # whose a descriptor's stream is, once it has said so
         self._descriptors: dict[bytes, int] = {}
         self._full: set[int] = set()
-        self._watch = Watch()
+        self._watch = Poller()
         self._watch.add(self._socket)
         self._bell = bell
         self._watch.add(bell)

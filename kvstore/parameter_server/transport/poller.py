@@ -15,7 +15,7 @@ Source = int | zmq.Socket[bytes]
 """What can be waited for: a descriptor, or a socket of ZeroMQ's."""
 
 
-class Watch:
+class Poller:
     """Descriptors and sockets that one thread waits for together; the kernel keeps the list."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ ALIGNMENT = 64
 """Bytes: every piece begins at a multiple, so that it can be seen as any dtype."""
 
 
-class Arena:
+class SharedMemoryPool:
     """A segment as large as the machine's memory, of which only what is touched is taken.
 
     The lowest free place is given out first, so that what was touched once is used again.

@@ -31,7 +31,7 @@ def _head(count: int) -> struct.Struct:
     return struct.Struct(f"<4sI{count}Q")
 
 
-class Stream:
+class UnixStream:
     """One end: what does not go out at once is kept until `flush`.
 
     Args:
@@ -162,7 +162,7 @@ def _message_at(came: bytearray | memoryview, begin: int) -> tuple[list[memoryvi
     return frames, begin
 
 
-class Listener:
+class UnixListener:
     """Where streams of this host arrive."""
 
     def __init__(self) -> None:
@@ -177,10 +177,10 @@ class Listener:
         """The descriptor, for polling."""
         return self._socket.fileno()
 
-    def accept(self) -> Stream | None:
+    def accept(self) -> UnixStream | None:
         """Somebody of the same user who has come, or None."""
         try:
-            return Stream(self._socket.accept()[0])
+            return UnixStream(self._socket.accept()[0])
         except (BlockingIOError, PermissionError):
             return None
 
@@ -189,8 +189,8 @@ class Listener:
         self._socket.close()
 
 
-def connect(name: str) -> Stream:
-    """A stream to a `Listener` of this host.
+def connect(name: str) -> UnixStream:
+    """A stream to a `UnixListener` of this host.
 
     Raises:
         OSError: there is none, or it is another user's.
@@ -201,4 +201,4 @@ def connect(name: str) -> Stream:
     except OSError:
         connection.close()
         raise
-    return Stream(connection)
+    return UnixStream(connection)
