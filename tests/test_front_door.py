@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -61,9 +62,7 @@ def test_a_package_of_the_users_beside_a_script_does_not_matter(tmp_path: Path, 
 
 
 def test_devices_prints_a_table_and_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    import json
-
-    rows = json.loads(python("-m", "gangline", "devices", "--json").stdout)
+    rows = json.loads(python("-m", "gangline", "devices", "--json", "-").stdout)
     assert rows[0]["context"] == "cpu(0)"
     assert 0 < rows[0]["memory_free"] <= rows[0]["memory_total"]
     monkeypatch.setattr(sys, "argv", ["gangline", "devices"])
@@ -72,7 +71,56 @@ def test_devices_prints_a_table_and_json(monkeypatch: pytest.MonkeyPatch, capsys
     assert not end.value.code
     table = capsys.readouterr().out
     assert "cpu(0)" in table
-    assert "memory" in table
+    assert "GiB" in table
+
+
+def test_env_reports_what_a_bug_report_needs() -> None:
+    report = json.loads(python("-m", "gangline", "env", "--json", "-").stdout)
+    assert report["versions"]["torch"].startswith("2.")
+    assert report["devices"]["cpu(0)"]
+    assert report["shared memory"]["memfd_create"] == "works"
+    assert report["launcher"] == {"found": "none"}
+    text = python("-m", "gangline", "env").stdout
+    assert "cross-memory attach" in text
+
+
+def test_version_and_log_level() -> None:
+    assert python("-m", "gangline", "--version").stdout == f"gangline {gangline.__version__}\n"
+    assert "Module" in dir(gangline)
+    assert "sys" not in dir(gangline)
+    wrong = python("-m", "gangline", "-v", "-q", "devices")
+    assert wrong.returncode == 2
+    assert "-v and -q are both given" in wrong.stderr
+    quiet = python("-m", "gangline", "-q", "train", "--network", "mlp", "--num-epochs", "1", "--cpus", "1")
+    assert (quiet.returncode, quiet.stderr) == (0, "")
+    loud = python("-m", "gangline", "-v", "train", "--network", "nosuch")
+    assert loud.returncode == 1
+    assert "Traceback" in loud.stderr
+    assert loud.stderr.splitlines()[-1].startswith("gangline: network 'nosuch' is unknown")
+
+
+def test_an_error_in_code_of_the_user_shows_where(tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(
+        "import torch\n\n\nclass Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.fc = torch.nn.Linear(784, 10)\n\n    def forward(self, images):\n"
+        "        return self.fc(images.flatten(1)[:, :5])  # a wrong shape\n"
+    )
+    done = python("-m", "gangline", "train", "--network", "nets:Net", "--image-shape", "1,28,28", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "# a wrong shape" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("gangline: ")
+
+
+def test_a_users_own_models_package_builds_the_network(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").write_text("")
+    (tmp_path / "models" / "nets.py").write_text(
+        "import torch\n\n\ndef build():\n    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))\n"
+    )
+    words = ["train", "--network", "models.nets:build", "--num-epochs", "1", "--cpus", "1", "--image-shape", "1,28,28"]
+    done = python("-m", "gangline", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Validation-accuracy=")
 
 
 def test_wrong_usage_ends_with_2() -> None:

@@ -45,13 +45,12 @@ def test_the_two_commands_come_first_and_are_the_makefiles() -> None:
 
 
 def test_the_flags_it_names_are_those_of_the_command() -> None:
-    import typer.main
+    from typer.main import get_command
 
-    from gangline.cli.train import train
+    from gangline.cli.main import app
 
-    application = typer.Typer()
-    application.command()(train)
-    known = {flag for parameter in typer.main.get_command(application).params for flag in parameter.opts}
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    known = {flag for parameter in commands["train"].params for flag in parameter.opts}
     named = [shlex.split(line, comments=True) for line in CONSOLE if line.startswith("gangline train")]
     flags = {word for words in named for word in words if word.startswith("--")}
     assert flags

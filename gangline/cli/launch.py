@@ -1,56 +1,69 @@
-"""`gangline launch`: a job's workers, servers and scheduler, started together."""
+"""`gangline launch`: start the workers, servers and scheduler of a job."""
 
 from __future__ import annotations
 
 import os
+from enum import StrEnum
 from typing import Annotated
 
 import typer
 
+from gangline.cli.options import UsageError, numbers
 from gangline.collectives.workload import check_work_load_list
 from gangline.kvstore.launch.job import JobSpec, cores, free_ports, process_table
 
-_LAUNCHERS = ("local",)
+
+class Launcher(StrEnum):
+    """Ways to start processes."""
+
+    LOCAL = "local"
 
 
 def launch(
-    command: Annotated[
-        list[str], typer.Argument(metavar="CMD", help="What each worker runs; a -- before it is allowed.")
+    command: Annotated[list[str], typer.Argument(metavar="CMD", help="Command of each worker, after an optional --.")],
+    workers: Annotated[
+        int, typer.Option("-n", "--workers", "--num-workers", metavar="N", min=1, help="Number of workers.")
     ],
-    num_workers: Annotated[int, typer.Option("-n", "--num-workers", min=1, help="Worker processes.")],
-    num_servers: Annotated[
-        int, typer.Option("-s", "--num-servers", min=0, help="Servers, with a scheduler; 0 starts neither.")
+    servers: Annotated[
+        int,
+        typer.Option(
+            "-s",
+            "--servers",
+            "--num-servers",
+            metavar="N",
+            min=0,
+            help="Number of servers; 0: no scheduler either.",
+        ),
     ] = 1,
-    launcher: Annotated[str, typer.Option(help="Who starts them: local (on this machine).")] = "local",
-    gpus: Annotated[str | None, typer.Option(help="GPUs to deal out to the workers in turn, such as 0,2.")] = None,
+    launcher: Annotated[Launcher, typer.Option(help="How to start the processes.")] = Launcher.LOCAL,
+    gpus: Annotated[str | None, typer.Option(help="GPUs to distribute over the workers, such as 0,2.")] = None,
     env: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A variable of this environment to pass on; repeatable.")
+        list[str] | None, typer.Option(metavar="NAME", help="Environment variable to pass on; repeatable.")
     ] = None,
     work_load_list: Annotated[
-        str | None, typer.Option(help="The speed of each worker, such as 3,1; global batches are split by it.")
+        str | None, typer.Option(help="Relative speed of each worker, such as 3,1; global batches are split by it.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, as shell lines.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands; start nothing.")] = False,
 ) -> None:
-    """Start workers, servers and a scheduler, and stop all of them when one fails.
+    """Start workers, servers and a scheduler; stop all of them when one fails.
 
-    Each gets the variables of MXNet's launcher (DMLC_*), workers also those of torchrun. The exit code is that of the
-    first process that failed, 128 + N if signal N ended it.
+    Each process gets the DMLC_* variables of MXNet's launcher, workers also those of torchrun. The exit code is that
+    of the first process that failed, 128+N if signal N killed it.
     """
-    if launcher not in _LAUNCHERS:
-        raise typer.BadParameter(f"{launcher!r} is unknown; expected one of {', '.join(_LAUNCHERS)}")
+    del launcher  # there is only one yet
     job = JobSpec(
         command=tuple(command),
-        workers=num_workers,
-        servers=num_servers,
+        workers=workers,
+        servers=servers,
         gpus=_gpus(gpus),
-        work_load_list=_loads(work_load_list, num_workers),
+        work_load_list=_loads(work_load_list, workers),
         passed_on=tuple(env or ()),
     )
     root_port, master_port = free_ports(2)
     try:
         table = process_table(job, os.environ, root_port=root_port, master_port=master_port, cores=cores())
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise UsageError(str(error)) from error
     if dry_run:
         print(*(process.shell_line() for process in table), sep="\n")
         return
@@ -60,24 +73,19 @@ def launch(
 
 
 def _gpus(words: str | None) -> tuple[int, ...]:
-    if words is None:
-        return ()
-    numbers = [word.strip() for word in words.split(",")]
-    if not all(number.isdecimal() for number in numbers):
-        raise typer.BadParameter(f"--gpus is {words!r}; expected numbers such as 0,2")
-    return tuple(map(int, numbers))
+    found = numbers("--gpus", words, int)
+    if words is not None and (not found or min(found) < 0):
+        raise UsageError(f"--gpus is {words!r}; expected numbers such as 0,2")
+    return tuple(found)
 
 
 def _loads(words: str | None, workers: int) -> tuple[float, ...]:
     if words is None:
         return ()
-    try:
-        loads = [int(word) if word.strip().isdecimal() else float(word) for word in words.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"--work-load-list is {words!r}; expected numbers such as 3,1") from None
+    loads = [int(load) if load.is_integer() else load for load in numbers("--work-load-list", words, float)]
     if len(loads) != workers:
-        raise typer.BadParameter(f"--work-load-list has {len(loads)} entries for {workers} workers")
+        raise UsageError(f"--work-load-list has {len(loads)} entries for {workers} workers")
     try:
         return tuple(check_work_load_list(loads, workers))
     except ValueError as error:
-        raise typer.BadParameter(f"--work-load-list: {error}") from error
+        raise UsageError(f"--work-load-list: {error}") from error

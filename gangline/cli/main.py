@@ -1,32 +1,94 @@
-"""Run the `gangline` command: exit code 0 if all went well, 1 with one line on an error, 2 on wrong usage."""
+"""The `gangline` command. Subcommands import what they need when they run, so that --help answers at once."""
 
 from __future__ import annotations
 
 import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
+from gangline.cli import logs
 from gangline.cli.bench import bench
 from gangline.cli.devices import devices
+from gangline.cli.env import env
 from gangline.cli.launch import launch
-from gangline.cli.predict import predict, score
-from gangline.cli.train import train
+from gangline.cli.options import UsageError, command
+from gangline.cli.predict import PredictOptions, ScoreOptions, predict, score
+from gangline.cli.roles import scheduler, server
+from gangline.cli.train import TrainOptions, train
+
+app = typer.Typer(
+    help="Train one PyTorch network on unequal devices and get the weights that one device would give.",
+    epilog="Exit codes: 0 done, 1 error, 2 wrong usage, 75 stopped by a signal with a checkpoint written, "
+    "128+N killed by signal N.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from importlib.metadata import version
+
+        print(f"gangline {version('gangline')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Log more, and show all tracebacks.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Log warnings and errors only.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    del version
+    logs.set_level(verbose, quiet)
+
+
+app.command()(command(train, TrainOptions))
+app.command()(command(score, ScoreOptions))
+app.command()(command(predict, PredictOptions))
+app.command(context_settings={"allow_interspersed_args": False})(launch)  # options after CMD belong to CMD
+for subcommand in (devices, env, server, scheduler):
+    app.command()(subcommand)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:
-    """Run the subcommand that the arguments name."""
-    app = typer.Typer(
-        help="Data-parallel training for PyTorch on unequal devices.",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-    )
-    for command in (train, score, predict, devices):
-        app.command()(command)
-    app.command(context_settings={"allow_interspersed_args": False})(launch)  # options after CMD belong to CMD
-    app.add_typer(bench, name="bench")
+    """Run the subcommand that the arguments name.
+
+    Exit code 1 with one line on stderr for an error of gangline's; a traceback comes before it if the error passed
+    through code of the user, or with -v. Exit code 2 on wrong usage.
+    """
     try:
         app()
+    except UsageError as error:
+        print(f"gangline: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
     except (ValueError, OSError, RuntimeError) as error:
+        if logs.is_verbose() or _is_of_user_code(error):
+            traceback.print_exception(error)
         print(f"gangline: {error}", file=sys.stderr)
         raise SystemExit(1) from error
+
+
+def _is_of_user_code(error: BaseException) -> bool:
+    """Return True if the error, or one that caused it, passed through a file that is not of an installed package."""
+    import gangline
+
+    packages = ("gangline", "collectives", "kvstore", "models", "bench")
+    installed = [Path(gangline.__file__).resolve().parent.parent / name for name in packages]
+    installed += [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    link: BaseException | None = error
+    while link is not None:
+        for frame in traceback.extract_tb(link.__traceback__):
+            file = Path(frame.filename)
+            if file.exists() and not any(file.resolve().is_relative_to(folder) for folder in installed):
+                return True
+        link = link.__cause__
+    return False

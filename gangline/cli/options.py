@@ -1,88 +1,159 @@
-"""What options of the commands stand for: contexts, numbers, images; and where commands log."""
+"""Options that several commands share, and their conversion to what the library takes."""
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
+
+import typer
 
 if TYPE_CHECKING:
     from gangline.collectives.context import Context
 
-
-@contextmanager
-def logging_to_stderr() -> Iterator[None]:
-    """Have gangline log to stderr, with the time of day, while a command runs."""
-    log = logging.getLogger("gangline")
-    level = log.level
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
+T = TypeVar("T")
 
 
-def context_of(word: str | None, gpus: str | None, cpus: int | None) -> str | list[Context]:
-    """What `Module` takes as its context, from --context, --gpus and --cpus, of which one at most is given.
+class UsageError(ValueError):
+    """Wrong option value: the command ends with exit code 2 and one line."""
 
-    Raises:
-        ValueError: several are given.
-    """
-    given = {"--context": word, "--gpus": gpus, "--cpus": cpus}
-    flags = [f"{flag} {value}" for flag, value in given.items() if value is not None]
-    if len(flags) > 1:
-        raise ValueError(f"{' and '.join(flags)} are given; expected one of them")
-    if cpus is not None:
-        from gangline.collectives.context import cpu
 
-        return [cpu(index) for index in range(cpus)]
-    return word or gpus or "auto"
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON; - is stdout.")
+]
+
+
+class ContextWord(StrEnum):
+    """Devices by word."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    GPU = "gpu"
+    MULTI_GPU = "multi-gpu"
+    PARALLEL = "parallel"
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """Options of every command that runs a network."""
+
+    context: Annotated[
+        ContextWord | None,
+        typer.Option(
+            help="Devices by name. auto: one GPU if there is one. multi-gpu: all GPUs. parallel: all processes of the "
+            "job (train only).",
+            rich_help_panel="Devices and workers",
+        ),
+    ] = None
+    gpus: Annotated[
+        str | None, typer.Option(help="GPUs by index, such as 0,2.", rich_help_panel="Devices and workers")
+    ] = None
+    cpus: Annotated[
+        int | None, typer.Option(help="Number of CPU contexts.", min=1, rich_help_panel="Devices and workers")
+    ] = None
+    work_load_list: Annotated[
+        str | None,
+        typer.Option(
+            help="Relative speed of each context, such as 3,1; auto measures it. Batches are split by it.",
+            rich_help_panel="Devices and workers",
+        ),
+    ] = None
+    batch_size: Annotated[
+        int,
+        typer.Option(
+            help="Samples in a batch, over all contexts of all workers.", min=1, rich_help_panel="Network and data"
+        ),
+    ] = 64
+    data_workers: Annotated[
+        int,
+        typer.Option(help="Number of processes that decode images.", min=0, rich_help_panel="Network and data"),
+    ] = 0
+    skip_unreadable: Annotated[
+        int,
+        typer.Option(help="Skip up to N unreadable images before failing.", min=0, rich_help_panel="Network and data"),
+    ] = 0
+    json: JsonFile = None
+
+    def devices(self) -> str | list[Context]:
+        """Return what `Module` takes as its context.
+
+        Raises:
+            UsageError: if more than one of --context, --gpus and --cpus is given.
+        """
+        given = {"--context": self.context, "--gpus": self.gpus, "--cpus": self.cpus}
+        flags = [f"{flag} {value}" for flag, value in given.items() if value is not None]
+        if len(flags) > 1:
+            raise UsageError(f"{' and '.join(flags)} are given; expected one of them")
+        if self.cpus is not None:
+            from gangline.collectives.context import cpu
+
+            return [cpu(index) for index in range(self.cpus)]
+        return str(self.context) if self.context else self.gpus or ContextWord.AUTO.value
+
+    def loads(self) -> list[float] | Literal["auto"] | None:
+        """Return what `Module` takes as its work_load_list."""
+        if self.work_load_list == "auto":
+            return "auto"
+        return numbers("--work-load-list", self.work_load_list, float) or None
+
+
+def command(run: Callable[[T], None], options: type[T]) -> Callable[..., None]:
+    """Make a typer command of a function that takes a dataclass of options: each field becomes an option."""
+
+    def call(**values: Any) -> None:
+        run(options(**values))
+
+    hints = get_type_hints(options, include_extras=True)
+    fields = inspect.signature(options).parameters.values()
+    parameters = [field.replace(annotation=hints[field.name], kind=inspect.Parameter.KEYWORD_ONLY) for field in fields]
+    parameters.sort(key=lambda field: field.name not in options.__annotations__)  # its own before inherited ones
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = hints
+    call.__doc__, call.__name__ = run.__doc__, run.__name__
+    return call
 
 
 def numbers(flag: str, words: str | None, kind: type[Any], count: int | None = None) -> list[Any]:
-    """Numbers with commas between them; none for None.
+    """Parse numbers separated by commas; an empty list for None.
 
     Raises:
-        ValueError: a word is no number, or there are not ``count``.
+        UsageError: if a word is not a number, or if there are not ``count`` of them.
     """
     try:
         found = [kind(word) for word in words.split(",")] if words else []
     except ValueError:
-        raise ValueError(f"{flag} is {words!r}; expected numbers with commas, such as 3,1") from None
+        raise UsageError(f"{flag} is {words!r}; expected numbers with commas, such as 3,1") from None
     if found and count is not None and len(found) != count:
-        raise ValueError(f"{flag} is {words!r}, {len(found)} numbers; expected {count}")
+        raise UsageError(f"{flag} is {words!r}, {_counted(len(found))}; expected {count}")
     return found
 
 
 def image_shape_of(words: str | None) -> tuple[int, int, int] | None:
-    """(channels, height, width) from --image-shape, such as "3,64,64"; None for None.
+    """Parse --image-shape, such as "3,64,64", to (channels, height, width); None for None.
 
     Raises:
-        ValueError: it is no such shape.
+        UsageError: if it is not such a shape.
     """
     if words is None:
         return None
     channels, height, width = numbers("--image-shape", words or ",", int, 3)
     if channels not in (1, 3) or min(height, width) < 1:
-        raise ValueError(f"--image-shape is {words!r}; expected 1 or 3 channels, height and width, such as 3,64,64")
+        raise UsageError(f"--image-shape is {words!r}; expected 1 or 3 channels, height and width, such as 3,64,64")
     return channels, height, width
 
 
 def per_channel(flag: str, words: str | None, channels: int) -> tuple[float, ...] | None:
-    """One number a channel; a single one serves all. None for None.
+    """Parse one number a channel, or one number for all channels; None for None.
 
     Raises:
-        ValueError: another count.
+        UsageError: if there is another count of numbers.
     """
     found = numbers(flag, words, float)
     if len(found) not in (0, 1, channels):
-        raise ValueError(f"{flag} is {words!r}, {len(found)} numbers; expected one, or {channels}, one a channel")
+        raise UsageError(f"{flag} is {words!r}, {_counted(len(found))}; expected one, or {channels}, one a channel")
     return tuple(found * channels if len(found) == 1 else found) or None
 
 
@@ -90,8 +161,25 @@ def metrics_of(top_k: int, num_classes: int | None) -> list[Any]:
     """Return the metrics to score with: accuracy, and top-k accuracy if ``top_k`` is above 1.
 
     Raises:
-        ValueError: there are not so many classes.
+        UsageError: if there are fewer than ``top_k`` classes.
     """
     if num_classes is not None and top_k > num_classes:
-        raise ValueError(f"--top-k is {top_k}, but there are {num_classes} classes")
+        raise UsageError(f"--top-k is {top_k}, but there are {num_classes} classes")
     return ["acc", *([("top_k_accuracy", {"top_k": top_k})] if top_k > 1 else [])]
+
+
+def write_json(path: Path | None, value: Any) -> None:
+    """Write a value as JSON to a file, or to stdout for ``-``; nothing for None."""
+    import json
+
+    if path is None:
+        return
+    text = json.dumps(value, indent=1) + "\n"
+    if str(path) == "-":
+        print(text, end="")
+    else:
+        path.write_text(text)
+
+
+def _counted(count: int) -> str:
+    return "1 number" if count == 1 else f"{count} numbers"

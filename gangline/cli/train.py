@@ -1,233 +1,286 @@
-"""`gangline train`: a network of the zoo or your own on digits, image folders or your own data; MXNet's flag names."""
+"""`gangline train`: train a network on digits, image folders or your own data, with MXNet's flag names."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from gangline.cli.options import logging_to_stderr
+from gangline.cli.logs import logging_to_stderr
+from gangline.cli.options import DeviceOptions, write_json
 
 _DATA, _WHERE, _RATE, _GRADIENTS = "Network and data", "Devices and workers", "Learning rate", "Optimizer and gradients"
-_NEW, _KEEP, _SHOW = "Transfer learning", "Stopping and checkpoints", "What to show"
+_NEW, _KEEP, _SHOW = "Transfer learning", "Stopping and checkpoints", "Output"
 
 
-def train(
+class Dtype(StrEnum):
+    """Number format of the weights; the half precisions keep float32 weights."""
+
+    FLOAT32 = "float32"
+    FLOAT64 = "float64"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class LearningRateSchedule(StrEnum):
+    """Learning-rate schedules."""
+
+    PIECEWISE = "piecewise"
+    COSINE = "cosine"
+    POLY = "poly"
+    CONSTANT = "constant"
+
+
+class GradientCompression(StrEnum):
+    """Codecs for gradients."""
+
+    TWO_BIT = "2bit"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    TOP_K = "topk"
+
+
+class Plots(StrEnum):
+    """Pages that show a run."""
+
+    NONE = "none"
+    TRAINING_PROGRESS = "training-progress"
+
+
+def _networks(begin: str) -> list[str]:
+    from gangline.models.zoo import registry
+
+    return [name for name in registry.names() if name.startswith(begin)]
+
+
+def _stores(begin: str) -> list[str]:
+    return [
+        name for name in ("local", "device", "nccl", "allreduce", "dist_sync", "dist_async") if name.startswith(begin)
+    ]
+
+
+@dataclass(frozen=True)
+class TrainOptions(DeviceOptions):
+    """The options of `gangline train`."""
+
     network: Annotated[
         str,
         typer.Option(
-            help="A network of the zoo (lenet, mlp, alexnet, resnet18 and so on), or package.module:build of your own.",
+            help="Network by name (lenet, mlp, alexnet, resnet18, ...), or package.module:build of your own.",
             rich_help_panel=_DATA,
+            autocompletion=_networks,
         ),
-    ] = "lenet",
+    ] = "lenet"
     dataset: Annotated[
-        str,
-        typer.Option(help="A data set by name, digits, or package.module:make of your own.", rich_help_panel=_DATA),
-    ] = "digits",
+        str, typer.Option(help="Data set: digits, or package.module:make of your own.", rich_help_panel=_DATA)
+    ] = "digits"
     data_dir: Annotated[
         str | None,
         typer.Option(
-            help="A folder of images instead, one sub-folder a class: a path, or a URL such as s3://bucket/train.",
+            help="Folder of images instead of --dataset, one sub-folder per class: a path, or a URL such as "
+            "s3://bucket/train.",
             rich_help_panel=_DATA,
         ),
-    ] = None,
+    ] = None
     val_dir: Annotated[
         str | None,
-        typer.Option(help="A folder of held-out images; else a fifth of --data-dir's.", rich_help_panel=_DATA),
-    ] = None,
+        typer.Option(help="Folder of held-out images. Default: a fifth of --data-dir.", rich_help_panel=_DATA),
+    ] = None
     image_shape: Annotated[
         str | None, typer.Option(help="Channels, height and width, such as 3,64,64.", rich_help_panel=_DATA)
-    ] = None,
+    ] = None
     rgb_mean: Annotated[
-        str | None, typer.Option(help="Taken off each channel of images, in [0, 1].", rich_help_panel=_DATA)
-    ] = None,
+        str | None, typer.Option(help="Mean of each channel, subtracted from images in [0, 1].", rich_help_panel=_DATA)
+    ] = None
     rgb_std: Annotated[
-        str | None, typer.Option(help="What each channel is then divided by.", rich_help_panel=_DATA)
-    ] = None,
+        str | None,
+        typer.Option(help="Standard deviation of each channel; images are divided by it.", rich_help_panel=_DATA),
+    ] = None
     augment: Annotated[
         str | None,
-        typer.Option(help="Random changes of training images, such as flip,rotate=-10:10.", rich_help_panel=_DATA),
-    ] = None,
-    data_workers: Annotated[int, typer.Option(help="Processes that decode images.", min=0, rich_help_panel=_DATA)] = 0,
-    skip_unreadable: Annotated[
-        int, typer.Option(help="So many unreadable images may be passed over.", min=0, rich_help_panel=_DATA)
-    ] = 0,
-    batch_size: Annotated[
-        int, typer.Option(help="Samples in a batch, over all contexts of all workers.", min=1, rich_help_panel=_DATA)
-    ] = 64,
+        typer.Option(help="Random augmentation of training images, such as flip,rotate=-10:10.", rich_help_panel=_DATA),
+    ] = None
     seed: Annotated[
         int,
         typer.Option(
-            help="Of initial weights, batches, held-out fifth and random layers.", min=0, rich_help_panel=_DATA
+            help="Random seed for initial weights, shuffling, the validation split and dropout.",
+            min=0,
+            rich_help_panel=_DATA,
         ),
-    ] = 0,
-    context: Annotated[
-        str | None,
-        typer.Option(help="auto, cpu, gpu, multi-gpu, or parallel: all processes of the job.", rich_help_panel=_WHERE),
-    ] = None,
-    gpus: Annotated[str | None, typer.Option(help="GPUs to train on, such as 0,2.", rich_help_panel=_WHERE)] = None,
-    cpus: Annotated[
-        int | None, typer.Option(help="Train on so many CPU contexts.", min=1, rich_help_panel=_WHERE)
-    ] = None,
+    ] = 0
     kv_store: Annotated[
         str | None,
         typer.Option(
-            help="Who sums gradients and updates weights: local, device; in a job allreduce, dist_sync. "
-            "Default: device, or with --context parallel what the job offers.",
+            help="Store that sums gradients and updates weights: local, device or nccl; in a job allreduce, dist_sync "
+            "or dist_async. Default: device; with --context parallel the store that fits the job.",
             rich_help_panel=_WHERE,
+            autocompletion=_stores,
         ),
-    ] = None,
-    work_load_list: Annotated[
-        str | None,
-        typer.Option(
-            help="The speed of each context, such as 3,1, or auto to measure it; the batch is split by it.",
-            rich_help_panel=_WHERE,
-        ),
-    ] = None,
+    ] = None
     dtype: Annotated[
-        str,
+        Dtype,
         typer.Option(
-            help="float32 or float64; bfloat16 or float16: float32 weights, forward in half precision.",
+            help="Number format. bfloat16 and float16 keep float32 weights and compute forward in half precision.",
             rich_help_panel=_WHERE,
         ),
-    ] = "float32",
-    num_epochs: Annotated[int, typer.Option(help="The epoch to end before.", min=0, rich_help_panel=_RATE)] = 10,
-    lr: Annotated[float, typer.Option(help="The learning rate to begin with.", rich_help_panel=_RATE)] = 0.05,
+    ] = Dtype.FLOAT32
+    num_epochs: Annotated[
+        int,
+        typer.Option(help="Total number of epochs, including those of a resumed run.", min=0, rich_help_panel=_RATE),
+    ] = 10
+    lr: Annotated[float, typer.Option(help="Initial learning rate.", rich_help_panel=_RATE)] = 0.05
     lr_schedule: Annotated[
-        str, typer.Option(help="piecewise, cosine, poly or constant.", rich_help_panel=_RATE)
-    ] = "piecewise",
+        LearningRateSchedule, typer.Option(help="Learning-rate schedule.", rich_help_panel=_RATE)
+    ] = LearningRateSchedule.PIECEWISE
     lr_factor: Annotated[
         float,
-        typer.Option(help="What the rate is multiplied by at each of --lr-step-epochs.", rich_help_panel=_RATE),
-    ] = 0.1,
+        typer.Option(help="Factor of the learning rate at each of --lr-step-epochs.", rich_help_panel=_RATE),
+    ] = 0.1
     lr_step_epochs: Annotated[
-        str | None, typer.Option(help="Epochs at which the rate steps, such as 5,8.", rich_help_panel=_RATE)
-    ] = None,
+        str | None,
+        typer.Option(help="Epochs at which the piecewise schedule steps, such as 5,8.", rich_help_panel=_RATE),
+    ] = None
     warmup_epochs: Annotated[
-        float, typer.Option(help="Epochs in which the rate climbs to --lr.", min=0, rich_help_panel=_RATE)
-    ] = 0,
+        float,
+        typer.Option(help="Number of epochs in which the learning rate rises to --lr.", min=0, rich_help_panel=_RATE),
+    ] = 0
     scale_batch: Annotated[
         bool,
         typer.Option(
             "--scale-batch",
-            help="Take --batch-size and --lr as those of one device: both times the devices of all workers.",
+            help="Read --batch-size and --lr as values per device: multiply both by the number of devices.",
             rich_help_panel=_RATE,
         ),
-    ] = False,
-    optimizer: Annotated[
-        str, typer.Option(help="An optimizer of torch.optim, by name.", rich_help_panel=_GRADIENTS)
-    ] = "sgd",
-    mom: Annotated[
-        float, typer.Option(help="Momentum, for optimizers that have it.", rich_help_panel=_GRADIENTS)
-    ] = 0.9,
-    wd: Annotated[float, typer.Option(help="Weight decay (L2).", rich_help_panel=_GRADIENTS)] = 1e-4,
+    ] = False
+    optimizer: Annotated[str, typer.Option(help="Optimizer of torch.optim, by name.", rich_help_panel=_GRADIENTS)] = (
+        "sgd"
+    )
+    mom: Annotated[float, typer.Option(help="Momentum, for optimizers that have it.", rich_help_panel=_GRADIENTS)] = 0.9
+    wd: Annotated[float, typer.Option(help="Weight decay (L2).", rich_help_panel=_GRADIENTS)] = 1e-4
     clip_gradient: Annotated[
         float | None,
-        typer.Option(help="Clip each element of the gradient to +- this.", rich_help_panel=_GRADIENTS),
-    ] = None,
+        typer.Option(help="Clip each element of the gradient to [-X, X].", metavar="X", rich_help_panel=_GRADIENTS),
+    ] = None
     clip_norm: Annotated[
         float | None,
-        typer.Option(help="Scale each parameter's gradient to this norm at most.", rich_help_panel=_GRADIENTS),
-    ] = None,
+        typer.Option(help="Clip the gradient of each parameter to norm X.", metavar="X", rich_help_panel=_GRADIENTS),
+    ] = None
     clip_global_norm: Annotated[
         float | None,
-        typer.Option(help="Scale all gradients to this norm of all of them at most.", rich_help_panel=_GRADIENTS),
-    ] = None,
-    gc_type: Annotated[
-        str | None,
         typer.Option(
-            help="Compress gradients on their way to the store: 2bit, fp16, bf16 or topk.", rich_help_panel=_GRADIENTS
+            help="Clip the gradient of all parameters together to norm X.", metavar="X", rich_help_panel=_GRADIENTS
         ),
-    ] = None,
+    ] = None
+    gc_type: Annotated[
+        GradientCompression | None,
+        typer.Option(help="Compress gradients between devices or workers.", rich_help_panel=_GRADIENTS),
+    ] = None
     gc_threshold: Annotated[
         float | None,
         typer.Option(
-            help="What 2bit sends, in units of the mean gradient (0.5 unless given).", rich_help_panel=_GRADIENTS
+            help="Threshold of 2bit, in units of the gradient of the mean loss. Default: 0.5.",
+            rich_help_panel=_GRADIENTS,
         ),
-    ] = None,
+    ] = None
     pretrained: Annotated[
         Path | None,
         typer.Option(
-            help="Weights to begin from (.safetensors, .pth); another class count gets a new last layer.",
+            help="File of initial weights (.safetensors, .pth). If its number of classes differs, the last layer is "
+            "replaced.",
             rich_help_panel=_NEW,
         ),
-    ] = None,
+    ] = None
     replace_last: Annotated[
         bool,
         typer.Option(
-            "--replace-last", help="A new last layer though the class count is the same.", rich_help_panel=_NEW
+            "--replace-last", help="Replace the last layer even if the number of classes fits.", rich_help_panel=_NEW
         ),
-    ] = False,
+    ] = False
     new_layer_factors: Annotated[
         str,
-        typer.Option(help="Learning-rate factors of the new weights and biases.", rich_help_panel=_NEW),
-    ] = "10,20",
+        typer.Option(help="Learning-rate factors of weight and bias of the replaced layer.", rich_help_panel=_NEW),
+    ] = "10,20"
     early_factor: Annotated[
         float, typer.Option(help="Learning-rate factor of all other layers.", rich_help_panel=_NEW)
-    ] = 1.0,
+    ] = 1.0
     freeze_until: Annotated[
-        str | None, typer.Option(help="Layers before this one are not trained.", rich_help_panel=_NEW)
-    ] = None,
+        str | None, typer.Option(help="Freeze the layers before this one, by name.", rich_help_panel=_NEW)
+    ] = None
     model_prefix: Annotated[
         str | None,
         typer.Option(help="Write a checkpoint PREFIX-NNNN after each epoch, and PREFIX-best.", rich_help_panel=_KEEP),
-    ] = None,
+    ] = None
     load_epoch: Annotated[
         str | None,
         typer.Option(
-            help="Go on from checkpoint PREFIX-NNNN; auto: the newest, or from the beginning where there is none.",
+            help="Resume from checkpoint PREFIX-NNNN. auto resumes from the newest, or starts if there is none.",
             rich_help_panel=_KEEP,
         ),
-    ] = None,
+    ] = None
     save_period: Annotated[
-        int, typer.Option(help="A checkpoint every so many epochs.", min=1, rich_help_panel=_KEEP)
-    ] = 1,
+        int, typer.Option(help="Write a checkpoint every N epochs.", metavar="N", min=1, rich_help_panel=_KEEP)
+    ] = 1
     save_minutes: Annotated[
         float | None,
-        typer.Option(help="One every so many minutes as well, in the middle of an epoch.", rich_help_panel=_KEEP),
-    ] = None,
+        typer.Option(
+            help="Write a checkpoint every N minutes as well, also within an epoch.", metavar="N", rich_help_panel=_KEEP
+        ),
+    ] = None
     keep: Annotated[
-        int | None, typer.Option(help="Keep the newest so many checkpoints.", min=1, rich_help_panel=_KEEP)
-    ] = None,
+        int | None,
+        typer.Option(help="Keep the newest N checkpoints only.", metavar="N", min=1, rich_help_panel=_KEEP),
+    ] = None
     eval_frequency: Annotated[
-        int, typer.Option(help="Validate after every so many epochs.", min=1, rich_help_panel=_KEEP)
-    ] = 1,
+        int, typer.Option(help="Validate every N epochs.", metavar="N", min=1, rich_help_panel=_KEEP)
+    ] = 1
     patience: Annotated[
         int | None,
-        typer.Option(help="End after so many validations without a better accuracy.", min=1, rich_help_panel=_KEEP),
-    ] = None,
-    disp_batches: Annotated[
-        int, typer.Option(help="Log speed every so many batches.", min=1, rich_help_panel=_SHOW)
-    ] = 20,
-    top_k: Annotated[
-        int, typer.Option(help="Top-k accuracy beside accuracy, for k above 1.", min=0, rich_help_panel=_SHOW)
-    ] = 0,
-    plots: Annotated[
-        str | None,
         typer.Option(
-            help="training-progress: an HTML page that shows how training goes, PREFIX.html or training-progress.html.",
+            help="Stop after N validations without a better accuracy.", metavar="N", min=1, rich_help_panel=_KEEP
+        ),
+    ] = None
+    disp_batches: Annotated[
+        int, typer.Option(help="Log the speed every N batches.", metavar="N", min=1, rich_help_panel=_SHOW)
+    ] = 20
+    top_k: Annotated[
+        int,
+        typer.Option(help="Report top-K accuracy as well, for K above 1.", metavar="K", min=0, rich_help_panel=_SHOW),
+    ] = 0
+    plots: Annotated[
+        Plots,
+        typer.Option(
+            help="Write an HTML page that shows the run: PREFIX.html, or training-progress.html.",
             rich_help_panel=_SHOW,
         ),
-    ] = None,
-    tensorboard: Annotated[
-        Path | None, typer.Option(help="A folder for TensorBoard's files.", rich_help_panel=_SHOW)
-    ] = None,
+    ] = Plots.NONE
+    tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard files.", rich_help_panel=_SHOW)] = (
+        None
+    )
     monitor: Annotated[
-        int, typer.Option(help="Log statistics of all layers every so many batches.", min=0, rich_help_panel=_SHOW)
-    ] = 0,
+        int,
+        typer.Option(help="Log statistics of all layers every N batches.", metavar="N", min=0, rich_help_panel=_SHOW),
+    ] = 0
     test_io: Annotated[
-        bool, typer.Option("--test-io", help="Only read the data, and log how fast.", rich_help_panel=_SHOW)
-    ] = False,
+        bool, typer.Option("--test-io", help="Read the data and log the speed; train nothing.", rich_help_panel=_SHOW)
+    ] = False
     benchmark: Annotated[
-        bool, typer.Option("--benchmark", help="Train on random images, to measure speed.", rich_help_panel=_SHOW)
-    ] = False,
-) -> None:
-    """Train a network; the last line of stdout is Validation-accuracy=<float>."""
-    options = dict(locals())
+        bool, typer.Option("--benchmark", help="Train on random images to measure speed.", rich_help_panel=_SHOW)
+    ] = False
+
+
+def train(options: TrainOptions) -> None:
+    """Train a network. The last line of stdout is Validation-accuracy=<float>."""
     from gangline.cli.training_run import run
 
     with logging_to_stderr():
-        accuracy = run(options)
-    if accuracy is not None:
-        print(f"Validation-accuracy={accuracy}")
+        result = run(options)
+    if result is None:
+        return
+    write_json(options.json, result)
+    if "validation_accuracy" in result:
+        print(f"Validation-accuracy={result['validation_accuracy']:.6g}")
+    if result["exit_code"]:
+        raise typer.Exit(result["exit_code"])

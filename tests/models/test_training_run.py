@@ -119,20 +119,20 @@ def test_weights_are_transferred_to_other_classes(
     [
         (["--clip-norm", "1", "--clip-gradient", "1"], "clip_gradient"),
         (["--clip-global-norm", "0"], "clip_global_norm"),
-        (["--plots", "curves"], "--plots is 'curves'; expected training-progress or none"),
         (["--keep", "2"], "--save-minutes and --keep need --model-prefix"),
         (["--top-k", "11"], "--top-k is 11, but there are 10 classes"),
         (["--image-shape", "28,28"], "--image-shape is '28,28', 2 numbers; expected 3"),
-        (["--image-shape", "2,28,28"], "expected 1 or 3 channels"),
+        (["--image-shape", "2,28,28"], "--image-shape is '2,28,28'; expected 1 or 3 channels"),
         (["--val-dir", "held-out"], "--val-dir needs --data-dir"),
         (["--augment", "flip"], "--augment needs --data-dir"),
         (["--freeze-until", "fc"], "--freeze-until needs --pretrained"),
         (["--pretrained", "none.safetensors"], "none.safetensors is not there"),
-        (["--lr-schedule", "cosine", "--lr-step-epochs", "2"], "only piecewise steps"),
-        (["--lr-schedule", "steps"], "schedule 'steps' is unknown"),
+        (
+            ["--lr-schedule", "cosine", "--lr-step-epochs", "2"],
+            "--lr-step-epochs is 2, but --lr-schedule is cosine; only piecewise steps",
+        ),
         (["--warmup-epochs", "10"], "the warm-up takes 10 epochs of 10"),
         (["--load-epoch", "newest", "--model-prefix", "m"], "--load-epoch is 'newest'; expected a number of epochs"),
-        (["--context", "tpu"], "'tpu' names no device"),
         (["--context", "parallel"], "'parallel' means all processes of a job"),
         (["--context", "cpu", "--cpus", "2"], "--context cpu and --cpus 2 are given"),
     ],
@@ -142,7 +142,7 @@ def test_a_wrong_value_is_one_line_before_anything_begins(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code, out, err = gangline_command(capsys, "train", "--network", "mlp", *flags)
-    assert (code, out) == (1, "")
+    assert (code, out) == (2 if message.startswith("--") else 1, "")
     assert message in err.strip().splitlines()[-1]
     assert "Epoch[0]" not in err
     assert not list(tmp_path.rglob("*.safetensors"))
@@ -162,8 +162,30 @@ def test_images_that_cannot_be_made_are_known_at_once(
 ) -> None:
     shape = ["--image-shape", "3,32,32"] if "alexnet" in more else []
     code, out, err = gangline_command(capsys, *MLP, "--data-dir", images, *more, *shape)
-    assert (code, out) == (1, "")
+    assert (code, out) == (2 if message.startswith("--") else 1, "")
     assert message in err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "choice"),
+    [
+        ("--dtype", "float8", "bfloat16"),
+        ("--gc-type", "3bit", "2bit"),
+        ("--plots", "curves", "training-progress"),
+        ("--lr-schedule", "steps", "piecewise"),
+        ("--context", "tpu", "multi-gpu"),
+    ],
+)
+def test_a_wrong_choice_lists_the_choices(
+    flag: str, value: str, choice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = gangline_command(capsys, "train", flag, value)
+    assert (code, out) == (2, "")
+    assert flag in err
+    assert f"'{choice}'" in err
+    code, out, _ = gangline_command(capsys, "train", "--help")
+    assert code == 0
+    assert choice in "".join(re.findall(r"[\w-]+", out))
 
 
 def test_a_corrupt_checkpoint_is_named_before_training_starts(

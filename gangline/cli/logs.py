@@ -1,0 +1,49 @@
+"""Logging of the commands: level by -v, -q or GANGLINE_LOG, to stderr."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+def set_level(verbose: bool, quiet: bool) -> None:
+    """Set GANGLINE_LOG for this process and those that it starts.
+
+    Raises:
+        typer.BadParameter: if -v and -q are both given, or GANGLINE_LOG is not a level.
+    """
+    if verbose and quiet:
+        raise typer.BadParameter("-v and -q are both given; expected one of them")
+    if verbose or quiet:
+        os.environ["GANGLINE_LOG"] = "debug" if verbose else "warning"
+    word = os.environ.get("GANGLINE_LOG", "info")
+    if word not in LEVELS:
+        raise typer.BadParameter(f"GANGLINE_LOG is {word!r}; expected one of {', '.join(LEVELS)}")
+
+
+def is_verbose() -> bool:
+    """Return True if tracebacks of all errors are wanted."""
+    return os.environ.get("GANGLINE_LOG") == "debug"
+
+
+@contextmanager
+def logging_to_stderr() -> Iterator[None]:
+    """Log gangline's messages to stderr, each with the time of day, within the block."""
+    log = logging.getLogger("gangline")
+    level = log.level
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    log.addHandler(handler)
+    log.setLevel(LEVELS[os.environ.get("GANGLINE_LOG", "info")])
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
