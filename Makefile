@@ -3,7 +3,7 @@ VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all lint format peers clean
+.PHONY: train test test-all lint format wheel docs peers clean
 
 train: $(VENV)/.installed
 	$(BIN)/gangline train --network lenet --dataset digits --cpus 2 --kv-store device
@@ -20,13 +20,24 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+wheel: $(VENV)/.installed
+	rm -rf build dist *.egg-info
+	$(BIN)/python -m build
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
+
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test,bench]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test]"
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test,docs]"
 	touch $@
 
 # What `gangline bench --peers` needs beyond gangline's own environment. MXNet's numpy has wheels for Python 3.11 and
@@ -51,4 +62,4 @@ peers: .peers/mxnet/.installed .peers/mpich/.installed .peers/mpi/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

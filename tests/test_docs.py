@@ -133,3 +133,17 @@ def test_a_fence_without_an_end_is_refused() -> None:
 def test_links_are_those_to_files() -> None:
     page = "[a](one.md) [b](two.md#part) [c](#part) [d](https://example.org/three.md)"
     assert printed.links(page) == ["one.md", "two.md"]
+
+
+def test_the_page_of_environment_variables_is_generated_and_complete() -> None:
+    from gangline.cli.variables import VARIABLES, page
+
+    assert (ROOT / "docs" / "environment.md").read_text() == page()
+    ours = re.compile(r"\b(?:GANGLINE|DMLC)_[A-Z_]*[A-Z]\b")
+    files = [
+        file
+        for folder in ("collectives", "kvstore", "models", "gangline/cli")
+        for file in (ROOT / folder).rglob("*.py")
+    ]
+    read = {name for file in files for name in ours.findall(file.read_text())}
+    assert read == {variable.name for variable in VARIABLES if ours.match(variable.name)}

@@ -1,0 +1,184 @@
+"""The package as it is installed: contents of wheel and sdist, a user's own folders beside it, and what tools read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+OURS = ("bench", "collectives", "kvstore", "models")
+UNTYPED = {
+    "tests": "tests are read by ruff alone",
+    "docs": "examples are programs of users, who need no types",
+}
+"""Folders that mypy does not read, with the reason."""
+
+SCRIPT = """
+from gangline import Module, Trainer, cpu, create, gpu
+from torch import nn
+
+contexts = [cpu(0), cpu(1)] if True else [gpu(0), gpu(2)]
+module: Module = Module(nn.Linear(4, 2), nn.CrossEntropyLoss(), context=contexts, work_load_list=[3, 1])
+parameters = list(module.get_params())
+trainer: Trainer = Trainer(nn.Linear(4, 2).parameters(), "sgd", {"learning_rate": 0.1}, "local")
+with create("device") as kv:
+    print(parameters, kv.type)
+"""
+
+
+class Installed(NamedTuple):
+    """A wheel that is installed into a folder of its own, and a project of a user."""
+
+    python: list[str]
+    project: Path
+    environment: dict[str, str]
+
+    def run(self, *words: str) -> str:
+        done = subprocess.run(
+            [*self.python, *words],
+            cwd=self.project,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+def build(source: Path, target: Path, *what: str) -> list[Path]:
+    command = [sys.executable, "-m", "build", "--no-isolation", "-o", str(target), *what, str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(target.iterdir())
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel and the sdist."""
+    folder = tmp_path_factory.mktemp("package")
+    left_out = shutil.ignore_patterns(".*", "build", "dist", "site", "out", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=left_out)
+    wheel, sdist = build(folder / "source", folder / "dist")
+    if wheel.suffix != ".whl":
+        wheel, sdist = sdist, wheel
+    return wheel, sdist
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A user's project whose folders have the names of ours; importing one of them by mistake fails."""
+    folder = tmp_path / "project"
+    for name in OURS:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text("raise RuntimeError('a folder of the user was imported')\n")
+    (folder / "script.py").write_text(SCRIPT)
+    return folder
+
+
+@pytest.fixture
+def installed(built: tuple[Path, Path], project: Path, tmp_path: Path) -> Installed:
+    target = tmp_path / "site"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(built[0])]
+    subprocess.run(command, check=True)
+    return Installed([sys.executable], project, {**os.environ, "PYTHONPATH": str(target)})
+
+
+def python_files(folder: Path, *names: str) -> set[str]:
+    return {str(file.relative_to(folder)) for name in names for file in (folder / name).rglob("*.py")}
+
+
+def test_the_wheel_holds_the_package_alone(built: tuple[Path, Path]) -> None:
+    names = {name for name in zipfile.ZipFile(built[0]).namelist() if ".dist-info/" not in name}
+    expected = {f"gangline/{file}" for file in python_files(ROOT, *OURS)}
+    expected |= {f"gangline/{file}" for file in python_files(ROOT / "gangline", ".") if file.split("/")[0] not in OURS}
+    assert {name for name in names if name.endswith(".py")} == expected
+    rest = {name for name in names if not name.endswith(".py")}
+    assert rest == {"gangline/py.typed", "gangline/models/reports/page.html", "gangline/models/data/digits.npz"}
+
+
+def test_the_sdist_holds_docs_and_tests_and_builds_the_same_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
+    wheel, sdist = built
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    [source] = tmp_path.iterdir()
+    assert python_files(source, "tests") == python_files(ROOT, "tests")
+    assert {page.name for page in source.glob("docs/*.md")} == {page.name for page in ROOT.glob("docs/*.md")}
+    [again] = build(source, tmp_path / "dist", "--wheel")
+    first, second = zipfile.ZipFile(wheel), zipfile.ZipFile(again)
+    contents = [{name: file.read(name) for name in file.namelist() if "RECORD" not in name} for file in (first, second)]
+    assert contents[0] == contents[1]
+
+
+def test_an_installed_gangline_runs_beside_a_users_own_folders(installed: Installed) -> None:
+    out = installed.run("-m", "gangline", "train", "--network", "mlp", "--cpus", "2", "--num-epochs", "1")
+    assert out.startswith("Validation-accuracy=")
+    assert installed.run("script.py") == "['weight', 'bias'] device\n"
+
+
+def test_mypy_strict_accepts_a_users_script(installed: Installed) -> None:
+    environment = {**installed.environment, "MYPYPATH": installed.environment["PYTHONPATH"]}
+    words = ["-m", "mypy", "--strict", "--follow-imports=silent", "script.py"]
+    assert "Success" in installed._replace(environment=environment).run(*words)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_clean_environment_trains_launches_and_measures(built: tuple[Path, Path], project: Path) -> None:
+    venv.create(project / ".venv", with_pip=True)
+    python = str(project / ".venv" / "bin" / "python")
+    constraints = ["--constraint", str(ROOT / "constraints.txt")]
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *constraints, str(built[0]), "mypy"], check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = str(project / ".venv" / "bin" / "gangline")
+    one = Installed([command], project, environment)
+    train = ["train", "--network", "mlp"]
+    assert one.run("train", "--cpus", "2", "--num-epochs", "2").startswith("Validation-accuracy=")
+    launched = one.run("launch", "-n", "2", "-s", "1", "--", "gangline", *train, "--kv-store", "dist_sync")
+    assert "Validation-accuracy=" in launched
+    assert "busbw" in one.run("bench", "all_reduce", "--ranks", "2", "-b", "4", "-e", "4K", "-f", "16")
+    assert "Success" in Installed([python], project, environment).run("-m", "mypy", "--strict", "script.py")
+
+
+def tracked() -> set[str]:
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no git checkout, so there is no list of tracked files")
+    done = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_ruff_reads_every_file() -> None:
+    command = [sys.executable, "-m", "ruff", "check", "--show-files", "."]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    read = {str(Path(line).relative_to(ROOT)) for line in done.stdout.split("\n") if line.endswith(".py")}
+    assert read >= tracked()
+
+
+def test_mypy_reads_every_file_of_the_package() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SOURCES_OF_MYPY],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    read = {
+        str(Path(line).resolve().relative_to(ROOT.resolve())) for line in done.stdout.split() if line.endswith(".py")
+    }
+    assert read == {file for file in tracked() if file.split("/")[0] not in UNTYPED}
+
+
+SOURCES_OF_MYPY = """
+from mypy.main import process_options
+sources, _ = process_options([])
+print("\\n".join(source.path for source in sources))
+"""
