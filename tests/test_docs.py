@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,12 @@ from tests import printed
 
 ROOT = Path(__file__).parent.parent
 OWN_TESTS = ("collectives.md", "protocol.md")  # their examples are checked where their subjects are
-PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if page.name not in OWN_TESTS)
+ALL = sorted((ROOT / "docs").glob("**/*.md"))
+PAGES = [
+    page
+    for page in ALL
+    if page.name not in OWN_TESTS and any(block.language in printed.RUN for block in printed.blocks(page.read_text()))
+]
 LAUNCHING = [
     page
     for page in PAGES
@@ -51,9 +57,7 @@ def test_every_block_either_runs_or_says_that_it_does_not(page: Path) -> None:
         assert block.language in (*printed.RUN, *printed.SHOWN), f"{page}, line {block.line}: {block.language!r}"
 
 
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.stem
-)
+@pytest.mark.parametrize("page", [*sorted(ROOT.glob("*.md")), *ALL], ids=lambda page: page.stem)
 def test_linked_files_exist(page: Path) -> None:
     missing = [target for target in printed.links(page.read_text()) if not (page.parent / target).exists()]
     assert not missing
