@@ -117,7 +117,7 @@ def _run_command(words: list[str], where: str) -> str:
                 main()
             elif words[0] == "python" and words[1].endswith(".py"):
                 sys.argv = words[1:]
-                runpy.run_path(words[1], run_name="__main__")
+                runpy.run_path(os.path.abspath(words[1]), run_name="__main__")
             else:
                 raise ValueError(f"{words[0]!r} is no command that pages may print; expected gangline, python FILE.py")
     finally:
