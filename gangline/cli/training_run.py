@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from gangline.cli.options import context_of, image_shape_of, metrics_of, numbers, per_channel
-from gangline.kvstore.job_store import IN_PROCESS, num_workers
+from gangline.kvstore.default_store import num_workers
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.parameter_server.environment import serve_if_told
+from gangline.kvstore.registry import IN_PROCESS
 from gangline.models import import_by_name
 from gangline.models.data import datasets
 from gangline.models.data.checks import check_fits, check_labels, first_sample

@@ -193,7 +193,7 @@ def _buckets(kv: KVStore) -> list[Any]:
     kv.push_bucket(bucket, [_flat(bucket, kv.rank)] if kv.rank else [{}], None if kv.rank else [])
     note()
     maps = Path("/proc/self/maps").read_text().splitlines()
-    address = kv._flats[bucket].merged.data_ptr()  # type: ignore[attr-defined]
+    address = kv._flats[bucket].sum.data_ptr()  # type: ignore[attr-defined]
     borders = [[int(border, 16) for border in line.split()[0].split("-")] for line in maps]
     (home,) = [line for line, (begin, end) in zip(maps, borders, strict=True) if begin <= address < end]
     return [*results, home]
@@ -478,11 +478,11 @@ WORDS = [
     "key 'c' is (2,) of torch.float32 on rank 0, but (3,) of torch.float32 on rank 1",
     "key 'c' is (2,) of torch.float32 on rank 0, but (2,) of torch.float64 on rank 1",
     "place 0 has key 'c' (2,) of torch.float32 on rank 0, but key 'd' (2,) of torch.float32 on rank 1",
-    "rank 0 came for push of ['a'], rank 1 for push of ['b']",
-    "rank 1 of 3: push was refused: key 'a' has shape (2, 3), but a tensor of shape (5,) came for it; rank 0 came for",
+    "rank 0 called push of ['a'], rank 1 called push of ['b']",
+    "rank 1 of 3: push was refused: key 'a' has shape (2, 3), but got a tensor of shape (5,); rank 0 called",
     "rank 1 of 3: push was refused: key 'a' has a value of type str",
     "rank 1 of 3: push_weighted was refused: weight is -1.0",
-    "rank 1 of 3: push was refused: key 'nothing' was not initialised; known keys: ['a', 'b']; rank 0 came for barrier",
+    "rank 1 of 3: push was refused: key 'nothing' was not initialised; known keys: ['a', 'b']; rank 0 called barrier",
     "rank 1 of 3: init was refused: key 'a' is initialised already",
     "arguments is {'lr': 0.1} on rank 0, but {'lr': 0.2} on rank 1",
     "threshold is 0.1 on rank 0, but 0.2 on rank 1",
@@ -591,7 +591,7 @@ def _join_wrongly(kv: KVStore) -> list[Any]:
 
 def test_only_pushes_go_on_while_a_worker_has_joined() -> None:
     for error, last in work(_join_wrongly, 2):
-        words = "rank 0 came for init, but rank 1 of 2 joined; expected pushes, barriers and exchanges alone"
+        words = "rank 0 called init, but rank 1 of 2 joined; expected only pushes, updates, barriers and exchanges"
         assert error[0] == "MismatchError"
         assert words in error[1]
         assert last == 0
@@ -721,7 +721,7 @@ def test_alone_a_weighted_push_is_a_push(name: str) -> None:
         assert torch.equal(pulled(kv, "p"), numbers(4))
         assert kv.join() == 0
         kv.init("i", torch.zeros(2, dtype=torch.int32))
-        with pytest.raises(ValueError, match="of which no weighted mean is taken"):
+        with pytest.raises(ValueError, match="which has no weighted mean"):
             kv.push_weighted("i", torch.zeros(2, dtype=torch.int32), 1)
         with pytest.raises(TypeError, match="weight is True"):
             kv.push_weighted("a", numbers(0), True)

@@ -709,7 +709,10 @@ FLATS: dict[str, tuple[Callable[[Bucket], Any], str]] = {
     "too long": (lambda bucket: [torch.zeros(81)], r"80 elements .* shape \(81,\)"),
     "two axes": (lambda bucket: [bucket.empty(CPU).reshape(8, 10)], r"80 elements .* shape \(8, 10\)"),
     "dtype": (lambda bucket: [bucket.empty(CPU).double()], "80 elements of torch.float32 .* torch.float64"),
-    "strides": (lambda bucket: [torch.zeros(160)[::2]], "80 elements .* expected a flat one, as Bucket.empty makes it"),
+    "strides": (
+        lambda bucket: [torch.zeros(160)[::2]],
+        "80 elements .* expected a contiguous flat one",
+    ),
     "the second": (lambda bucket: [bucket.empty(CPU), torch.zeros(81)], r"80 elements .* shape \(81,\)"),
     "none": (lambda bucket: [], "empty"),
 }
@@ -734,7 +737,11 @@ def test_wrong_flat_tensors_are_refused_and_nothing_changes(
 
 STRANGERS: dict[str, tuple[tuple[Any, torch.Tensor], type[Exception], str]] = {
     "unknown key": (("nope", torch.zeros(2)), KeyError, "key 'nope' was not initialised; known keys: .*'fc.weight', 3"),
-    "shape": ((3, torch.zeros(5, 2)), ValueError, r"key 3 has shape \(2, 5\), but a tensor of shape \(5, 2\) came"),
+    "shape": (
+        (3, torch.zeros(5, 2)),
+        ValueError,
+        r"key 3 has shape \(2, 5\), but got a tensor of shape \(5, 2\)",
+    ),
     "would broadcast": ((3, torch.zeros(1, 5)), ValueError, r"key 3 has shape \(2, 5\), but .* \(1, 5\)"),
 }
 
@@ -759,7 +766,9 @@ def test_a_bucket_of_another_dtype_is_refused(kv: KVStore, call: str) -> None:
     (bucket,) = plan([(key, value.double()) for key, value in weights().items()], 1 << 20)
     prepared(kv)
     arguments = () if call == "fuse" else ([bucket.empty(CPU)],)
-    with pytest.raises(ValueError, match=r"key 'fc.weight' has dtype torch\.float32, but a tensor of torch\.float64"):
+    with pytest.raises(
+        ValueError, match=r"key 'fc.weight' has dtype torch\.float32, but got a tensor of torch\.float64"
+    ):
         getattr(kv, call)(bucket, *arguments)
     check_same(pulled(kv), weights())
 

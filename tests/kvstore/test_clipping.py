@@ -219,9 +219,9 @@ def test_what_waits_is_not_pulled_nor_pushed_again_but_may_be_dropped() -> None:
     ones = torch.ones(4, dtype=torch.float64)
     assert kv.updates_wait
     kv.push("bias", ones)
-    with pytest.raises(RuntimeError, match=r"pull of keys \[\"'bias'\"\] came before update\(\)"):
+    with pytest.raises(RuntimeError, match=r"keys \[\"'bias'\"\] were pulled before update\(\)"):
         kv.pull("bias", torch.empty(4, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"'bias'.* were pushed already, and clip_global_norm has them wait"):
+    with pytest.raises(ValueError, match=r"'bias'.* were pushed already, and clip_global_norm delays"):
         kv.push(["one", "bias"], [ones[0], ones])
     with pytest.raises(ValueError, match=r"call push\(\), update\(\) and pull\(\)"):
         kv.pushpull("one", ones[0].clone())

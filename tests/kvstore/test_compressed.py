@@ -584,7 +584,7 @@ def test_residuals_are_copies_both_ways(kv: KVStore) -> None:
 BAD: dict[str, tuple[str, Any, str]] = {
     "unknown key": ('"nope"/0', torch.zeros(7), "key 'nope', which is unknown here; known: .*'w', 3, '3'"),
     "digits": ("4/0", torch.zeros(7), "key 4, which is unknown here"),
-    "shape": ("3/0", torch.zeros(8), r"key 3 has shape \(7,\), but a tensor of shape \(8,\)"),
+    "shape": ("3/0", torch.zeros(8), r"key 3 has shape \(7,\), but got a tensor of shape \(8,\)"),
     "dtype": ("3/0", torch.zeros(7).double(), "key 3 has dtype .*float32.*float64"),
     "another's shape": ('"3"/1', torch.zeros(7), r"key '3' has shape \(1, 2, 3\)"),
     "no key": ("garbage", torch.zeros(7), "garbage"),
@@ -607,7 +607,7 @@ def test_bad_residuals_are_named_and_nothing_changes(kv: KVStore, case: str) -> 
 
 
 def test_a_store_that_does_not_compress_takes_no_residuals(kv: KVStore) -> None:
-    with pytest.raises(ValueError, match=f"a '{kv.type}' store keeps no compression residuals, but 1 came for it"):
+    with pytest.raises(ValueError, match=f"a '{kv.type}' store keeps no compression residuals, but got 1"):
         kv.load_compression_residuals({"3/0": torch.zeros(7)})
     kv.load_compression_residuals({})
     assert kv.compression_residuals() == {}
@@ -650,7 +650,7 @@ REFUSALS: dict[str, tuple[Callable[[KVStore], Any], str]] = {
     "compression": (lambda kv: kv.set_gradient_compression(TWO_BIT), "a 'shelf' store does not compress gradients"),
     "residuals": (
         lambda kv: kv.load_compression_residuals({"3/0": torch.zeros(7)}),
-        "a 'shelf' store keeps no compression residuals, but 1 came for it",
+        "a 'shelf' store keeps no compression residuals, but got 1",
     ),
     "wrong settings": (lambda kv: kv.set_gradient_compression({"type": "1bit"}), "'1bit'; expected one of"),
 }

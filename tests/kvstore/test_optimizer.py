@@ -847,7 +847,7 @@ def check_unharmed(kv: KVStore) -> None:
 def test_a_torn_file_is_refused(trained: tuple[KVStore, Path], kept: int) -> None:
     kv, path = trained
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=re.escape(f"{path} is torn or no safetensors file")):
+    with pytest.raises(ValueError, match=re.escape(f"{path} is damaged or not a safetensors file")):
         kv.load_optimizer_states(path)
     check_unharmed(kv)
 

@@ -267,7 +267,7 @@ def test_pushpull_pushes_rows_and_pulls_all(kv: KVStore) -> None:
     kv.init("w", table())
     kv.pushpull("w", [sparse([4, 4]), sparse([1]).to_coo()], outs)
     assert all(torch.equal(out, dense(sparse([4, 4])) + dense(sparse([1]))) for out in outs)
-    with pytest.raises(ValueError, match="'w' is to be pulled into a RowSparse; row_sparse_pull does that"):
+    with pytest.raises(ValueError, match="'w' cannot be pulled into a RowSparse; use row_sparse_pull"):
         kv.pushpull("w", sparse([2]))
     with pytest.raises(ValueError, match=r"'w' has a value of layout .*sparse_coo; expected a dense tensor"):
         kv.pushpull("w", sparse([2]).to_coo())
@@ -275,7 +275,7 @@ def test_pushpull_pushes_rows_and_pulls_all(kv: KVStore) -> None:
 
 
 PUSHES: dict[str, tuple[Any, type[Exception], str]] = {
-    "shape": (sparse([1], rows=7), ValueError, r"'w' has shape \(6, 3\), but a tensor of shape \(7, 3\)"),
+    "shape": (sparse([1], rows=7), ValueError, r"'w' has shape \(6, 3\), but got a tensor of shape \(7, 3\)"),
     "dtype": (sparse([1], dtype=torch.float64), ValueError, "'w' has dtype torch.float32.*float64"),
     "coo shape": (sparse([1], rows=7).to_coo(), ValueError, r"'w' has shape \(6, 3\).*\(7, 3\)"),
     "elements": (table().to_sparse(), ValueError, r"'w'.*2 sparse axes; expected 1 \(whole rows\)"),
@@ -717,7 +717,13 @@ PULLS: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
     "bool ids": ("w", G, [True], TypeError, r"'w' has row numbers of .*bool"),
     "no ids": ("w", G, None, TypeError, r"no row_ids; expected the rows' numbers \(pull\(\) gives all rows\)"),
     "unknown": ("nope", G, [1], KeyError, "'nope' was not initialised"),
-    "shape": ("w", torch.zeros(7, 3), [1], ValueError, r"'w' has shape \(6, 3\), but a tensor of shape \(7, 3\)"),
+    "shape": (
+        "w",
+        torch.zeros(7, 3),
+        [1],
+        ValueError,
+        r"'w' has shape \(6, 3\), but got a tensor of shape \(7, 3\)",
+    ),
     "shape of rows": ("w", empty_rows(7), [1], ValueError, r"'w' has shape \(6, 3\).*\(7, 3\)"),
     "dtype": ("w", G.double(), [1], ValueError, "'w'.*float32.*float64"),
     "one out": ("w", [G, G[:5]], [1], ValueError, r"'w'.*\(5, 3\)"),
@@ -726,9 +732,9 @@ PULLS: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
     "number": ("w", 3.0, [1], TypeError, "'w'.*float"),
     "no outs": ("w", [], [1], ValueError, "'w' has an empty list"),
     "too few ids": ("w", [G] * 3, [G[:1].long()] * 2, ValueError, "'w' has 3 tensors to pull into, but 2 row_ids"),
-    "too few outs": (["w", "v"], [G], [[1], [1]], ValueError, "2 keys came with 1 values"),
-    "ids for one key": (["w", "v"], [G, G], [[1]], ValueError, "2 keys came with 1 values"),
-    "one for all keys": (["w", "v"], [G, G], torch.tensor([1]), TypeError, "2 keys came with a Tensor"),
+    "too few outs": (["w", "v"], [G], [[1], [1]], ValueError, "2 keys got 1 values"),
+    "ids for one key": (["w", "v"], [G, G], [[1]], ValueError, "2 keys got 1 values"),
+    "one for all keys": (["w", "v"], [G, G], torch.tensor([1]), TypeError, "2 keys got a Tensor"),
     "last key": (["w", "v"], [G, G], [[1], [6]], ValueError, "'v' names row 6"),
     "last out": ("w", [G, G], [torch.tensor([1]), torch.tensor([6])], ValueError, "'w' names row 6"),
     "no rows": ("s", torch.zeros(()), [], ValueError, "'s' has no axes"),

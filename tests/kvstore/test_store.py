@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -771,7 +774,7 @@ def test_a_store_of_one_process_is_a_job_of_one_worker(kv: KVStore) -> None:
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the test a registry of its own."""
-    monkeypatch.setattr(stores, "_registry", dict(stores._registry))
+    monkeypatch.setattr(stores, "_registered", dict(stores._registered))
 
 
 @pytest.mark.parametrize("name", ["", "Local", "dist_", "loca", "local ", "no_such_store"])
@@ -843,3 +846,21 @@ def test_register_refuses_what_is_no_name_or_no_store(registry: None) -> None:
     for name in ("an_int", "a_function"):
         with pytest.raises(ValueError, match=f"no store named '{name}'"):
             create(name)
+
+
+def test_a_store_is_imported_when_it_is_created() -> None:
+    code = (
+        "import sys\n"
+        "from gangline.kvstore.registry import IN_PROCESS, create\n"
+        "for name in IN_PROCESS:\n"
+        "    create(name).close()\n"
+        "print([name for name in sys.modules if name.startswith('gangline.kvstore.parameter_server')])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_every_built_in_name_has_a_store() -> None:
+    for place in stores._BUILT_IN.values():
+        module, _, name = place.partition(":")
+        assert issubclass(getattr(import_module(f"gangline.kvstore.{module}"), name), KVStore)

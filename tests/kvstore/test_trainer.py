@@ -170,7 +170,7 @@ def test_wrong_arguments_are_named() -> None:
         ),
         (([3], "sgd"), TypeError, "parameter 0 is a int"),
         (([], "sgd"), ValueError, "params has no parameters"),
-        (([model[0].bias, model[0].bias], "sgd"), ValueError, "parameter 1 comes twice"),
+        (([model[0].bias, model[0].bias], "sgd"), ValueError, "parameter 1 occurs twice"),
         ((model, "sgd", {}, None), TypeError, "kvstore is None"),
         ((model, "nonsense"), ValueError, "optimizer 'nonsense' is unknown"),
         ((model, "sgd", {"lr_mult": {"nobody": 2.0}}), ValueError, "lr_mult names"),
