@@ -89,12 +89,12 @@ def job(processes: dict[str, str], servers: float = 20, stop: float = 20, **opti
         "import json, sys\n"
         "from gangline.kvstore.launch.job import Process\n"
         "from gangline.kvstore.launch.local import run\n"
-        "from gangline.kvstore.launch.supervisor import Patience\n"
+        "from gangline.kvstore.launch.supervisor import StopTimeouts\n"
         "processes, servers, stop = json.loads(sys.argv[1])\n"
         "labels = [(label.partition(' '), command) for label, command in processes.items()]\n"
         "table = [Process(role, int(rank) if rank else None, ('sh', '-c', command), {})\n"
         "         for (role, _, rank), command in labels]\n"
-        "sys.exit(run(table, Patience(servers, stop)))\n"
+        "sys.exit(run(table, StopTimeouts(servers, stop)))\n"
     )
     return Launch([sys.executable, "-c", code, json.dumps([processes, servers, stop])], cwd=ROOT, **options)
 
@@ -194,7 +194,7 @@ def test_the_first_failure_is_named_after_its_last_words_and_the_others_are_stop
     assert code_ == 3
     assert errors == [
         *["[worker 1] alas"] * 100_000,
-        f"gangline: worker 1 (pid {pid}) left with exit code 3; stopping what still runs",
+        f"gangline: worker 1 (pid {pid}) exited with code 3; stopping the other processes",
     ]
 
 
@@ -222,7 +222,7 @@ def test_who_ignores_sigterm_is_killed_when_the_patience_is_over(tmp_path: Path)
     with job({"worker 0": stubborn, "worker 1": f"read x < {fifo}; exit 5"}, stop=0.3) as run:
         code, _, errors = run.end()
     assert code == 5
-    assert re.match(r"gangline: worker 1 \(pid \d+\) left with exit code 5", errors[0])
+    assert re.match(r"gangline: worker 1 \(pid \d+\) exited with code 5", errors[0])
     assert re.fullmatch(r"gangline: worker 0 \(pid \d+\) did not end within 0.3 s of SIGTERM: killed", errors[1])
 
 
@@ -242,7 +242,7 @@ def test_servers_that_stay_are_named_and_stopped_and_the_job_went_well() -> None
         code, _, errors = run.end()
     assert code == 0
     assert re.fullmatch(
-        r"gangline: all workers ended well, but server 0 \(pid \d+\) did not end within 0.3 s after them; .*", errors[0]
+        r"gangline: all workers succeeded, but server 0 \(pid \d+\) did not end within 0.3 s after them; .*", errors[0]
     )
 
 
@@ -251,7 +251,7 @@ def test_a_server_that_fails_is_a_failure_of_the_job(worker: str) -> None:
     with job({"scheduler": "exec sleep 100", "server 0": "sleep 0.1; exit 7", "worker 0": worker}) as run:
         code, _, errors = run.end()
     assert code == 7
-    assert re.match(r"gangline: server 0 \(pid \d+\) left with exit code 7", errors[0])
+    assert re.match(r"gangline: server 0 \(pid \d+\) exited with code 7", errors[0])
 
 
 # Nothing is left
@@ -265,7 +265,7 @@ def test_a_signal_to_the_launcher_ends_everything(number: signal.Signals) -> Non
         run.process.send_signal(number)
         code, _, errors = run.end()
     assert code == 128 + number
-    assert errors == [f"gangline: {number.name}; stopping what still runs"]
+    assert errors == [f"gangline: {number.name}; stopping the other processes"]
 
 
 def test_a_signal_goes_to_servers_when_the_workers_have_ended() -> None:
@@ -311,7 +311,7 @@ def test_a_second_signal_kills_at_once() -> None:
         run.process.send_signal(signal.SIGINT)
         code, _, errors = run.end()
     assert code == 130
-    assert errors == ["gangline: SIGINT; stopping what still runs"]  # and nothing of a patience that was over
+    assert errors == ["gangline: SIGINT; stopping the other processes"]  # and nothing of a patience that was over
 
 
 def test_a_killed_launcher_leaves_nothing() -> None:
@@ -326,7 +326,7 @@ def test_a_killed_supervisor_leaves_nothing_and_is_named() -> None:
 
     code, errors = _kill_and_see_all_end(supervisor)
     assert code == 137
-    assert errors == ["gangline: the launcher's supervisor was killed by signal 9: all is stopped"]
+    assert errors == ["gangline: the launcher's supervisor was killed by signal 9: all processes are stopped"]
 
 
 def _kill_and_see_all_end(victim: Callable[[Launch], int]) -> tuple[int, list[str]]:
@@ -356,7 +356,7 @@ def test_when_nobody_reads_its_output_any_more_the_job_ends() -> None:
         run.process.stdout = None
         code, _, errors = run.end()
     assert code == 128 + signal.SIGPIPE
-    assert errors[0] == "gangline: output cannot be written: Broken pipe; stopping what still runs"
+    assert errors[0] == "gangline: output cannot be written: Broken pipe; stopping the other processes"
 
 
 def test_a_reader_that_does_not_read_holds_nobody_up() -> None:
