@@ -1,4 +1,4 @@
-"""Which store joins the processes of a job."""
+"""Tests of the store chosen for the job in the environment."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def test_without_a_job_the_error_says_how_one_is_started() -> None:
         job_store({})
 
 
-def test_a_place_that_cannot_be_is_named() -> None:
+def test_an_invalid_rank_is_named() -> None:
     with pytest.raises(ValueError, match="RANK"):
         job_store(PLACE | {"RANK": "five"})

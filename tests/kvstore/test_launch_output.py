@@ -1,4 +1,4 @@
-"""What many processes print at once, as it comes out of a pipe and on a terminal."""
+"""Tests of the merged output of many processes, in a pipe and on a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gangline.kvstore.launch.output import Output
 
 
 class Screen:
-    """An `Output` and what can be read of it."""
+    """An `Output` and the reading end of its file."""
 
     def __init__(self, read: int, write: int, errors: int | None = None) -> None:
         self._read = read
@@ -24,7 +24,7 @@ class Screen:
         self.one = self.output.stream("worker 1", 1, is_error=True)
 
     def text(self) -> bytes:
-        """What was written since the last call."""
+        """Return what was written since the last call."""
         found = b""
         while select.select([self._read], [], [], 0)[0]:
             found += os.read(self._read, 1 << 16)
@@ -54,7 +54,7 @@ def terminal() -> Iterator[Screen]:
     os.close(write)
 
 
-def test_lines_come_out_whole_however_they_were_cut(log: Screen) -> None:
+def test_lines_are_written_whole_however_their_bytes_arrive(log: Screen) -> None:
     generator = random.Random(0)
     texts = {stream: b"".join(b"%d of %d\n" % (i, j) for i in range(300)) for j, stream in enumerate(pair(log))}
     left = dict(texts)
@@ -90,7 +90,7 @@ def test_the_beginning_of_a_line_shows_before_its_end(log: Screen) -> None:
     assert log.text() == b"\n"
 
 
-def test_in_a_log_another_line_ends_the_one_that_was_begun(log: Screen) -> None:
+def test_in_a_log_another_line_breaks_an_incomplete_one(log: Screen) -> None:
     log.output.write(log.zero, b"loading")
     log.output.show_beginnings()
     log.output.write(log.one, b"hello\n")
@@ -99,7 +99,7 @@ def test_in_a_log_another_line_ends_the_one_that_was_begun(log: Screen) -> None:
     assert log.text() == b"[worker 0]  done\n"
 
 
-def test_a_cut_line_that_had_only_to_end_leaves_no_empty_one(log: Screen) -> None:
+def test_a_broken_line_without_a_rest_leaves_no_empty_line(log: Screen) -> None:
     log.output.write(log.zero, b"loading")
     log.output.show_beginnings()
     log.output.write(log.one, b"hello\n")
