@@ -251,7 +251,7 @@ def _rows(kv: KVStore) -> list[torch.Tensor]:
     kv.push("table", RowSparse([4, 4], numbers(kv.rank, (2, 2)), (6, 2)) if kv.rank else nothing)
     results.append(pulled(kv, "table", (6, 2)))
     dense = numbers(3, (6, 2))
-    kv.push("table", dense if kv.rank else RowSparse([1], numbers(0, (1, 2)), (6, 2)))  # rows on rank 0, dense elsewhere
+    kv.push("table", dense if kv.rank else RowSparse([1], numbers(0, (1, 2)), (6, 2)))  # rows on rank 0 only
     return [*results, pulled(kv, "table", (6, 2))]
 
 
