@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import gangline
+from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.kvstore.launch.job import free_ports
-from gangline.kvstore.launch.process_tree import die_with
 
 if TYPE_CHECKING:
     from gangline.bench.hosts import Hosts
@@ -176,7 +176,7 @@ def _work(plan: Plan, role: str, path: str) -> None:
 
 def _begin(parent: int, place: Place, role: str) -> None:
     """What a process does before its program."""
-    die_with(parent, signal.SIGKILL)
+    die_with_parent(parent, signal.SIGKILL)
     place.enter(role)
 
 

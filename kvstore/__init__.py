@@ -1,4 +1,7 @@
-"""Push, pull and update: stores of tensors by key, summed over devices and, later, workers."""
+"""Key-value stores: gradients go in, weights come out, reduced over devices and workers.
+
+Every public name is loaded when it is first used, because importing torch takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ if TYPE_CHECKING:
     from gangline.kvstore.sparse import RowSparse
     from gangline.kvstore.trainer import Trainer
 
-_HOMES = {
+_MODULES = {
     "KVStore": "interface",
     "OptimizerSpec": "optimizer.spec",
     "RowSparse": "sparse",
@@ -23,11 +26,9 @@ _HOMES = {
 __all__ = ["KVStore", "OptimizerSpec", "RowSparse", "Trainer", "create", "register"]
 
 
-def __getattr__(name: str) -> Any:  # lazy, because importing torch costs seconds
+def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'gangline.kvstore' has no attribute {name!r}")
-    for store in ("local", "device", "allreduce.store", "parameter_server.store"):  # they register themselves
-        import_module(f"gangline.kvstore.{store}")
-    return getattr(import_module(f"gangline.kvstore.{_HOMES[name]}"), name)
+    return getattr(import_module(f"gangline.kvstore.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""What the arguments of a store's calls may look like, and the one form they are given in."""
+"""Argument checks of the stores' calls: every form that users may write becomes a list of (key, values)."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from gangline.kvstore.sparse import RowSparse
 
 Value = torch.Tensor | RowSparse
 Pairs = list[tuple[Key, list[torch.Tensor]]]
-"""Keys, each with its tensors: one a device."""
+"""Keys with their tensors, one tensor per device."""
 Pushed = list[tuple[Key, list[Value]]]
-"""Keys, each with what is pushed for it."""
+"""Keys with their values to push, one value per device; no value for a key that this worker leaves out."""
 RowPulls = list[tuple[Key, list[tuple[Value, torch.Tensor]]]]
-"""Keys, each with where rows are wanted, and which."""
+"""Keys with (output, row numbers)."""
 
 
 def single(key: Any, value: Any) -> Pairs:
-    """Keys with exactly one tensor each."""
+    """Return keys with exactly one tensor each."""
     pairs = _zipped(key, value) if isinstance(key, (list, tuple)) else [(key, value)]
     return [(_checked_key(one), [_dense(one, tensor)]) for one, tensor in pairs]
 
 
 def pushed(key: Any, value: Any) -> Pushed:
-    """Keys with what is pushed for them, one a device."""
+    """Return keys with their values to push, one value per device."""
     return [(one, [_value(one, tensor) for tensor in many]) for one, many in _grouped(key, value)]
 
 
 def pushed_or_none(key: Any, value: Any) -> Pushed:
-    """Keys with what is pushed for them, one a device; nothing for a key whose value is None."""
+    """Return keys with their values to push, one value per device; an empty list for a key whose value is None."""
     pairs = _zipped(key, value) if isinstance(key, (list, tuple)) else [(key, value)]
     return [(_checked_key(one), []) if of_one is None else pushed(one, of_one)[0] for one, of_one in pairs]
 
 
 def outs(key: Any, out: Any) -> Pairs:
-    """Keys with the tensors to write into, one a device."""
+    """Return keys with their output tensors, one per device."""
     return [(one, [_writable(one, tensor) for tensor in many]) for one, many in _grouped(key, out)]
 
 
 def row_pulls(key: Any, out: Any, row_ids: Any) -> list[tuple[Key, list[tuple[Value, Any]]]]:
-    """Keys with where rows are wanted, and which (not looked at yet)."""
+    """Return keys with (output, row numbers); the row numbers are not checked."""
     if not isinstance(key, (list, tuple)):
         key, out, row_ids = [key], [out], [row_ids]
     pulls: list[tuple[Key, list[tuple[Value, Any]]]] = []
@@ -59,14 +59,19 @@ def row_pulls(key: Any, out: Any, row_ids: Any) -> list[tuple[Key, list[tuple[Va
 
 
 def checked_priority(priority: Any) -> int:
-    """``priority``; TypeError unless it is an int."""
+    """Return ``priority``; raise TypeError unless it is an int."""
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise TypeError(f"priority is {priority!r}; expected an int")
     return priority
 
 
 def check_weight(weight: Any) -> None:
-    """Raise unless ``weight`` is a finite number, 0 or more."""
+    """Check a weight.
+
+    Raises:
+        TypeError: if it is not a number.
+        ValueError: if it is negative, NaN or infinite.
+    """
     if isinstance(weight, bool) or not isinstance(weight, (int, float)):
         raise TypeError(f"weight is {weight!r}; expected a number")
     if not 0 <= weight < float("inf"):
@@ -74,48 +79,46 @@ def check_weight(weight: Any) -> None:
 
 
 def check_mean(key: Key, dtype: torch.dtype) -> None:
-    """Raise ValueError for a dtype that no mean is taken of."""
+    """Raise ValueError if no mean can be taken of values of ``dtype``."""
     if not (dtype.is_floating_point or dtype.is_complex):
-        raise ValueError(f"key {key!r} has dtype {dtype}, of which no weighted mean is taken; push it without a weight")
+        raise ValueError(f"key {key!r} has dtype {dtype}, which has no weighted mean; push it without a weight")
 
 
 def check_like(key: Key, value: Value, shape: torch.Size, dtype: torch.dtype) -> None:
-    """Raise ValueError unless ``value`` is of this shape and dtype."""
+    """Raise ValueError unless ``value`` has this shape and dtype."""
     if value.shape != shape:
-        raise ValueError(
-            f"key {key!r} has shape {tuple(shape)}, but a tensor of shape {tuple(value.shape)} came for it"
-        )
+        raise ValueError(f"key {key!r} has shape {tuple(shape)}, but got a tensor of shape {tuple(value.shape)}")
     if value.dtype != dtype:
-        raise ValueError(f"key {key!r} has dtype {dtype}, but a tensor of {value.dtype} came for it")
+        raise ValueError(f"key {key!r} has dtype {dtype}, but got a tensor of {value.dtype}")
 
 
 def check_flat(bucket: Bucket, flats: Sequence[BucketValue]) -> None:
-    """Raise ValueError unless each is a flat tensor of the bucket's, or some of its keys' tensors."""
+    """Raise ValueError unless each value is a contiguous flat tensor of the bucket, or a dict of its keys' tensors."""
     if not flats:
-        raise ValueError(f"a bucket of {len(bucket.slots)} keys has an empty list of tensors; expected one a device")
+        raise ValueError(f"a bucket of {len(bucket.slots)} keys has an empty list of tensors; expected one per device")
     for flat in flats:
         if isinstance(flat, Mapping):
             shapes = {slot.key: slot.shape for slot in bucket.slots}
             for key, tensor in flat.items():
                 if key not in shapes:
-                    raise ValueError(f"key {key!r} is not in the bucket that a tensor came for; it has {bucket.keys}")
+                    raise ValueError(f"key {key!r} is not in the bucket; it has {bucket.keys}")
                 check_like(key, tensor, shapes[key], bucket.dtype)
             continue
         if flat.shape != (bucket.numel,) or flat.dtype != bucket.dtype or not flat.is_contiguous():
             raise ValueError(
                 f"a bucket of {bucket.numel} elements of {bucket.dtype} got a tensor of shape {tuple(flat.shape)} and "
-                f"{flat.dtype}; expected a flat one, as Bucket.empty makes it"
+                f"{flat.dtype}; expected a contiguous flat one, as of Bucket.empty"
             )
 
 
 def by_key(bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key]) -> Pushed:
-    """A bucket's values as `pushed` gives them."""
+    """Return the values of ``keys`` in a bucket, one per device that has one."""
     views = [value if isinstance(value, Mapping) else bucket.views(value) for value in values]
     return [(key, [view[key] for view in views if key in view]) for key in keys]
 
 
 def merged(pairs: Pushed) -> Pushed:
-    """One entry a key, with all that came for it."""
+    """Return one entry per key, with all of its values."""
     if len(pairs) == 1:
         return pairs
     merged: dict[Key, list[Value]] = {}
@@ -126,9 +129,9 @@ def merged(pairs: Pushed) -> Pushed:
 
 def _zipped(keys: Sequence[Any], values: Any) -> list[tuple[Any, Any]]:
     if not isinstance(values, (list, tuple)):
-        raise TypeError(f"{len(keys)} keys came with a {type(values).__name__}; expected a list of {len(keys)} values")
+        raise TypeError(f"{len(keys)} keys got a {type(values).__name__}; expected a list of {len(keys)} values")
     if len(values) != len(keys):
-        raise ValueError(f"{len(keys)} keys came with {len(values)} values; expected as many")
+        raise ValueError(f"{len(keys)} keys got {len(values)} values; expected as many")
     return list(zip(keys, values, strict=True))
 
 
@@ -138,7 +141,7 @@ def _grouped(key: Any, value: Any) -> list[tuple[Key, list[Any]]]:
     for one, tensors in pairs:
         many = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
         if not many:
-            raise ValueError(f"key {one!r} has an empty list of tensors; expected one a device")
+            raise ValueError(f"key {one!r} has an empty list of tensors; expected one per device")
         grouped.append((_checked_key(one), many))
     return grouped
 
@@ -177,12 +180,12 @@ def _writable(key: Any, value: Any) -> torch.Tensor:
     if isinstance(value, np.ndarray):
         value = shared(value, f"the value of key {key!r}")
     if isinstance(value, RowSparse):
-        raise ValueError(f"key {key!r} is to be pulled into a RowSparse; row_sparse_pull does that")
+        raise ValueError(f"key {key!r} cannot be pulled into a RowSparse; use row_sparse_pull")
     _check_is_tensor(key, value)
     if value.layout != torch.strided:
         raise ValueError(f"key {key!r} has a value of layout {value.layout}; expected a dense tensor to write into")
     if any(not stride and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
-        raise ValueError(f"key {key!r} is to be written into a tensor that holds an element many times; clone it first")
+        raise ValueError(f"key {key!r} cannot be written into an expanded tensor; clone it first")
     tensor: torch.Tensor = value.detach()
     return tensor
 

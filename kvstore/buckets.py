@@ -1,4 +1,4 @@
-"""Buckets: many small keys side by side in one flat tensor, so that they move as one."""
+"""Buckets: many small keys side by side in one flat tensor, so that they travel as one."""
 
 from __future__ import annotations
 
@@ -10,29 +10,32 @@ import torch
 
 from gangline.kvstore.optimizer.spec import Key
 
-_ALIGNMENT = 64  # bytes: a cache line, and what vectorised loads like
+BUCKET_BYTES = 25 << 20
+"""Default size limit of a bucket: that of torch's DistributedDataParallel."""
+_ALIGNMENT = 64
+"""Bytes: a cache line, and enough for vectorised loads."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a key lies in its bucket."""
+    """Position of a key in its bucket."""
 
     key: Key
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
-    """In elements."""
+    """In elements, from the beginning of the bucket."""
 
     @classmethod
     def of(cls, key: Key, tensor: torch.Tensor, offset: int = 0) -> Slot:
-        """A slot for a tensor like ``tensor``; its order of axes in memory (channels_last, say) is kept."""
-        stride = tensor.stride() if _is_gapless(tensor) else torch.empty(tensor.shape, device="meta").stride()
+        """Return a slot for tensors like ``tensor``; a dense memory format (channels_last, say) is kept."""
+        stride = tensor.stride() if _is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
         return cls(key, tensor.shape, tuple(stride), offset)
 
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Keys of one dtype and their places in a flat tensor of ``numel`` elements."""
+    """Keys of one dtype and their slots in a flat tensor of ``numel`` elements."""
 
     slots: tuple[Slot, ...]
     dtype: torch.dtype
@@ -40,7 +43,7 @@ class Bucket:
 
     @property
     def keys(self) -> list[Key]:
-        """The keys, in the bucket's order."""
+        """The keys in the order of their slots."""
         return [slot.key for slot in self.slots]
 
     def __contains__(self, key: object) -> bool:
@@ -48,25 +51,25 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """What a flat tensor of this bucket takes."""
+        """Size of a flat tensor of this bucket in bytes."""
         return self.numel * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """A flat tensor for the bucket; the gaps between keys hold zeros, so that sums of them stay finite."""
+        """Return a flat tensor of zeros, shape (numel,): sums over the gaps between keys stay finite."""
         return torch.zeros(self.numel, dtype=self.dtype, device=device)
 
     def views(self, flat: torch.Tensor) -> dict[Key, torch.Tensor]:
-        """Each key's part of ``flat``, in its shape."""
+        """Return a view of ``flat`` for each key, in the key's shape and stride."""
         begin = flat.storage_offset()
         return {slot.key: flat.as_strided(slot.shape, slot.stride, begin + slot.offset) for slot in self.slots}
 
 
 BucketValue = torch.Tensor | Mapping[Key, torch.Tensor]
-"""What a device has for a bucket: a flat tensor, or some of its keys' tensors."""
+"""One device's value for a bucket: a flat tensor of shape (numel,), or tensors of some of its keys."""
 
 
 def plan(tensors: Sequence[tuple[Key, torch.Tensor]], max_bytes: int) -> Iterator[Bucket]:
-    """Cut keys, in order, into buckets of one dtype and at most ``max_bytes`` (a larger key is alone in its own)."""
+    """Divide keys, in order, into buckets of one dtype and at most ``max_bytes``; a larger key gets its own bucket."""
     slots: list[Slot] = []
     numel, dtype = 0, None
     for key, tensor in tensors:
@@ -82,8 +85,8 @@ def plan(tensors: Sequence[tuple[Key, torch.Tensor]], max_bytes: int) -> Iterato
         yield Bucket(tuple(slots), dtype, numel)
 
 
-def _is_gapless(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements fill its memory, each once, in whatever order of axes."""
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return True if the elements fill a range of memory without gaps or overlap, in any order of axes."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

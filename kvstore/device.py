@@ -1,4 +1,4 @@
-"""The `device` store: one process; each key is summed and updated on one of the devices, its owner."""
+"""The `device` and `nccl` stores: one process; each key is reduced and updated on one of the devices, its owner."""
 
 from __future__ import annotations
 
@@ -11,40 +11,38 @@ from gangline.kvstore.arguments import Value
 from gangline.kvstore.buckets import Bucket
 from gangline.kvstore.local import LocalStore
 from gangline.kvstore.optimizer.spec import Key
-from gangline.kvstore.registry import register
 
 
-@register("device", "local_allreduce_device")
 class DeviceStore(LocalStore):
-    """Spreads the keys over the devices by bytes; sums, weights and updates stay there.
+    """Store that balances the keys over the devices by bytes; weights and optimizer state live there.
 
-    A device is a place in the lists of tensors that come with a key, so CPU contexts, and one GPU listed twice,
-    are spread over as distinct GPUs are. A key's owner is chosen when a list first comes for it, the largest keys
-    of a call first, each for the device that owns the fewest bytes so far.
+    A device is a position in a key's list of tensors. CPU contexts, and a GPU that is listed twice, therefore count as
+    distinct devices. A key's owner is chosen at the first call with a list of tensors: keys in descending size, each to
+    the device that owns the fewest bytes so far.
 
-    On GPUs values travel from device to device, on streams of the store's own.
+    On GPUs values are copied from device to device, on the store's own streams.
     """
 
     def __init__(self, name: str = "device") -> None:
         super().__init__(name)
         self._owners: dict[Key, int] = {}
         self._owned_bytes: list[int] = []
-        self._devices: list[torch.device] = []  # of the places, as they last came
+        self._devices: list[torch.device] = []  # by position, as of the last call
 
     def owner(self, key: Key) -> int | None:
-        """The place of the key's owner in its lists of tensors; None until a list came."""
+        """Return the position of the key's owner in its lists of tensors; None until the first list."""
         return self._owners.get(key)
 
-    def _first_home(self, value: torch.Tensor) -> torch.device:
+    def _initial_device(self, value: torch.Tensor) -> torch.device:
         return value.device
 
     def _place(self, pairs: Sequence[tuple[Key, Sequence[Value]]]) -> None:
         new = {key: values for key, values in pairs if key not in self._owners}
         for key, values in sorted(new.items(), key=lambda pair: -self._entries[pair[0]].stored.nbytes):
-            if len(values) == 1:  # a bare tensor: the key goes where it is, and its owner stays open
+            if len(values) == 1:  # a bare tensor: the key moves to its device, and its owner stays undecided
                 self._move(key, values[0].device)
                 continue
-            if key in self._owners:  # with the bucket of another key
+            if key in self._owners:  # decided just now, with another key of its bucket
                 continue
             self._devices[: len(values)] = [value.device for value in values]
             together = next((bucket.keys for bucket in self._flats if key in bucket), [key])
@@ -52,14 +50,14 @@ class DeviceStore(LocalStore):
             for one in together:
                 self._move(one, values[self._owners[key]].device)
 
-    def _own(self, keys: Sequence[Key], places: int) -> None:
-        """Give the keys, together, to the place that owns the fewest bytes."""
-        self._owned_bytes += [0] * (places - len(self._owned_bytes))
-        owner = min(range(places), key=lambda place: self._owned_bytes[place])
+    def _own(self, keys: Sequence[Key], devices: int) -> None:
+        """Assign the keys, together, to the position that owns the fewest bytes."""
+        self._owned_bytes += [0] * (devices - len(self._owned_bytes))
+        owner = min(range(devices), key=self._owned_bytes.__getitem__)
         self._owners.update(dict.fromkeys(keys, owner))
         self._owned_bytes[owner] += sum(self._entries[key].stored.nbytes for key in keys)
 
-    def _home_of(self, bucket: Bucket) -> torch.device:
+    def _device_of(self, bucket: Bucket) -> torch.device:
         if not self._devices:
             return self._entries[bucket.keys[0]].stored.device
         for key in bucket.keys:
@@ -78,21 +76,20 @@ class DeviceStore(LocalStore):
             self._optimizer.add(key, entry.stored)
 
 
-@register("nccl")
 class NcclStore(DeviceStore):
-    """The `device` store for GPUs that NCCL joins: an error where it cannot.
+    """The `device` store with NCCL required.
 
-    Raises, when a list of tensors first comes: ValueError for devices that NCCL does not take (the host, a GPU twice);
-    RuntimeError where it is not installed.
+    The first call with a list of tensors raises ValueError if NCCL does not support the devices (the host, or a GPU
+    listed twice), and RuntimeError if NCCL is not installed.
     """
 
     def __init__(self, name: str = "nccl") -> None:
         super().__init__(name)
-        self._joined: set[tuple[torch.device, ...]] = set()
+        self._checked: set[tuple[torch.device, ...]] = set()
 
     def _place(self, pairs: Sequence[tuple[Key, Sequence[Value]]]) -> None:
-        for places in {tuple(value.device for value in values) for _, values in pairs if len(values) > 1}:
-            if places not in self._joined:
-                require(places, "nccl")
-                self._joined.add(places)
+        for devices in {tuple(value.device for value in values) for _, values in pairs if len(values) > 1}:
+            if devices not in self._checked:
+                require(devices, "nccl")
+                self._checked.add(devices)
         super()._place(pairs)

@@ -1,4 +1,4 @@
-"""The KVStore interface: what every store can do."""
+"""The KVStore interface: calls of users and frameworks, argument checks, and what a store must implement."""
 
 from __future__ import annotations
 
@@ -32,65 +32,81 @@ from gangline.kvstore.arguments import (
     single,
 )
 from gangline.kvstore.buckets import Bucket, BucketValue
+from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
-from gangline.kvstore.sparse import checked_rows, give_rows
+from gangline.kvstore.sparse import checked_rows, copy_rows
 
 Updater = Callable[[Key, Any, torch.Tensor], None]
-"""(key, the sum of a push, the stored value); the sum is a `RowSparse` where only such were pushed."""
+"""(key, sum of a push, stored value); the sum is a `RowSparse` if only row-sparse values were pushed."""
 
 
 class KVStore(abc.ABC):
-    """Keys to tensors: gradients go in with `push`, weights come out with `pull`.
+    """Key-value store for gradients and weights: `push` reduces gradients, `pull` returns weights.
 
-    A key is a str or an int; ``3`` and ``"3"`` are two keys. Values are torch tensors or numpy arrays; what is pushed
-    may be row-sparse too (`RowSparse`, torch.sparse_coo). Every method that moves tensors takes one key with its value,
-    or a list of keys with a list of values; a value is a tensor or a list of tensors, one a device. It checks all its
-    arguments before it changes anything.
+    Make one with `gangline.create`. The calls and their meaning are those of MXNet's KVStore.
 
-    ``async_op=True`` returns at once with a `Work`; the tensors belong to the store until its ``wait()``.
-    Without it the returned Work is over. Larger ``priority`` goes first among operations under way.
+    - A key is a str or an int; ``3`` and ``"3"`` are different keys.
+    - A value is a torch tensor or a numpy array, or a list of them, one per device. `push` and `pushpull` also take
+      row-sparse values (`RowSparse`, torch.sparse_coo with one sparse axis). Shape and dtype are those given to `init`.
+    - Every call that moves tensors takes one key with its value, or a list of keys with a list of values. It checks all
+      arguments before it changes anything.
+    - ``priority``: an int; among pending calls, larger goes first.
+    - ``async_op=True`` returns at once with a `Work`. The tensors must not be read or written until ``Work.wait()``
+      returns. With ``async_op=False`` the returned Work is complete. On GPUs, calls are ordered with the caller's
+      current stream.
 
-    Raises, throughout: KeyError for a key that was not initialised; ValueError for a wrong shape, dtype or
-    name; TypeError for a wrong Python type; RuntimeError once the store is closed.
+    Raises, in all calls: KeyError for a key that was not initialised; ValueError for a wrong shape, dtype or option;
+    TypeError for a wrong Python type; RuntimeError after `close`; and in stores of several processes GanglineError if
+    a worker or server is dead, late or makes a different call.
+
+    Attributes:
+        type: name that the store was created by.
+
+    Example::
+
+        with gangline.create("device") as kv:
+            kv.init("weight", torch.ones(2, 3))
+            kv.set_optimizer(("sgd", {"learning_rate": 0.1}))
+            kv.push("weight", [torch.ones(2, 3), torch.ones(2, 3)])  # gradients of two devices
+            weight = torch.empty(2, 3)
+            kv.pull("weight", weight)  # all elements are 1 - 0.1 * 2 = 0.8
     """
 
     def __init__(self, name: str) -> None:
         self.type = name
         self._layout: dict[Key, tuple[torch.Size, torch.dtype]] = {}
         self._layout_lock = threading.Lock()
-        self._buckets: weakref.WeakSet[Bucket] = weakref.WeakSet()  # whose keys are known to fit
-        self._waiting: set[Key] = set()  # what was pushed, and waits for `update`
+        self._buckets: weakref.WeakSet[Bucket] = weakref.WeakSet()  # fused, so checked against the layout
+        self._pending: set[Key] = set()  # pushed and not yet updated, under clip_global_norm
         self._closed = False
+
+    # The job
 
     @property
     def rank(self) -> int:
-        """This worker's number, from 0."""
+        """This worker's rank, from 0."""
         return 0
 
     @property
     def num_workers(self) -> int:
-        """How many workers share the store."""
+        """Number of workers that share the store."""
         return 1
 
     @property
     def is_async(self) -> bool:
-        """Whether each push is applied when it comes, with no regard to what other workers push."""
+        """True if each push updates at once, without the pushes of other workers."""
         return False
 
     def barrier(self) -> None:
-        """Return when every worker has come here."""
+        """Wait until every worker has called it; workers in `join` count as present."""
         self._check_open()
-
-    def exchange(self, data: bytes) -> list[bytes]:
-        """Give bytes to every worker, and get what each gave, in rank order; all workers call it."""
-        self._check_open()
-        return [data]
 
     def join(self) -> int:
-        """Have rounds go on without this worker until all workers have joined; then everybody is in again.
+        """Leave the rounds until all workers have joined; then everyone takes part again.
 
-        What the others push meanwhile is their sum alone; `barrier` counts this worker as present.
+        Until then the others' pushes are reduced without this worker, and `barrier` counts it as present. Call it when
+        this worker has run out of data before the others.
 
         Returns:
             The rank that joined last.
@@ -99,18 +115,36 @@ class KVStore(abc.ABC):
         return self.rank
 
     def dead_nodes(self) -> list[str]:
-        """Which workers and servers are known to be dead."""
+        """Return the names of workers and servers known to be dead, such as ``"worker 1"``."""
         return []
 
     def num_dead_nodes(self, timeout: float = 60.0) -> int:  # noqa: ARG002  MXNet's signature
-        """How many workers and servers have not been heard for ``timeout`` seconds."""
+        """Return the number of workers and servers known to be dead.
+
+        Args:
+            timeout: ignored; MXNet has it. The heartbeat limits of the job decide.
+        """
         return len(self.dead_nodes())
 
+    # Values
+
     def init(self, key: Any, value: Any, *, async_op: bool = False) -> Work:
-        """Make ``key`` known with a copy of ``value`` as its stored value.
+        """Initialise a key with a copy of ``value``; with several workers, with rank 0's.
+
+        Collective: all workers must call it, with the same keys, shapes and dtypes.
+
+        Args:
+            key: one key or a list of keys.
+            value: one tensor per key, of any shape; a sparse one is stored dense.
+            async_op: return at once.
 
         Raises:
-            ValueError: the key is known already, or twice in the list.
+            ValueError: if the key is initialised already, or occurs twice in the list.
+            MismatchError: if the workers' keys, shapes or dtypes differ.
+
+        Example::
+
+            kv.init(["weight", "bias"], [torch.randn(4, 3), torch.zeros(4)])
         """
         self._check_open()
         pairs = single(key, value)
@@ -125,66 +159,131 @@ class KVStore(abc.ABC):
         return self._init(pairs, async_op)
 
     def push(self, key: Any, value: Any, priority: int = 0, *, async_op: bool = False) -> Work:
-        """Sum ``value`` over its devices; the sum goes to the updater, or without one replaces the stored value.
+        """Sum ``value`` over devices and workers, and update the stored value with the sum.
 
-        A key that comes twice in one call counts as one push of the sum. Of a `RowSparse` only the rows named travel,
-        and only they are updated.
+        With an optimizer or updater, that runs once per key. Without one, the sum replaces the stored value
+        (``dist_async`` and ``dist_device_async`` add it instead). A key that occurs twice in one call counts as one
+        push of the sum. Of a row-sparse value only its rows are sent and updated.
+
+        Args:
+            key: one key or a list of keys.
+            value: tensor, `RowSparse`, or a list of them, one per device; for a list of keys a list of those.
+            priority: larger goes first.
+            async_op: return at once.
+
+        Raises:
+            ValueError: if the optimizer does not support a value, or a value to be compressed holds NaN or infinity.
+
+        Example::
+
+            kv.push("weight", [network.weight.grad for network in replicas])
         """
         self._check_open()
         pairs = pushed(key, value)
         self._check(pairs)
         priority = checked_priority(priority)
-        self._have_wait([one for one, _ in pairs])
+        self._add_pending([one for one, _ in pairs])
         return self._push(pairs, priority, async_op)
 
-    def push_weighted(self, key: Any, value: Any, weight: float, priority: int = 0, *, async_op: bool = False) -> Work:
-        """Push this worker's part of a mean: the sum over workers of weight times value, by the sum of the weights.
-
-        What `push` would take the sum of a round for, this takes the mean for. A key that no worker with a weight above
-        0 has a value for is left alone.
+    def pull(self, key: Any, out: Any, priority: int = 0, *, async_op: bool = False) -> Work:
+        """Copy the stored value into ``out``, after this worker's last push of the key took effect.
 
         Args:
-            key: one, or a list; the same on all workers.
-            value: as for `push`, of floating-point numbers; None for a key that this worker has nothing for.
-            weight: of this worker's values, 0 or more: how many samples they are the mean of.
+            key: one key or a list of keys.
+            out: tensor of the key's shape and dtype, or a list of them, one per device; for a list of keys a list of
+                those.
             priority: larger goes first.
             async_op: return at once.
-        """
-        self._check_open()
-        pairs = pushed_or_none(key, value)
-        self._check(pairs)
-        check_weight(weight)
-        for one, _ in pairs:
-            check_mean(one, self._layout[one][1])
-        priority = checked_priority(priority)
-        self._have_wait([one for one, _ in pairs])
-        return self._push_weighted(pairs, float(weight), priority, async_op)
 
-    def pull(self, key: Any, out: Any, priority: int = 0, *, async_op: bool = False) -> Work:
-        """Copy the stored value into each tensor of ``out``."""
+        Raises:
+            RuntimeError: if a push of the key still waits for `update`.
+
+        Example::
+
+            kv.pull("weight", [network.weight for network in replicas])
+        """
         self._check_open()
         pairs = outs(key, out)
         self._check(pairs)
-        self._check_updated([one for one, _ in pairs])
+        self._check_not_pending([one for one, _ in pairs])
         return self._pull(pairs, checked_priority(priority), async_op)
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, async_op: bool = False) -> Work:
+        """Push ``value`` and pull into ``out``, in one round trip.
+
+        Args:
+            key: one key or a list of keys.
+            value: as for `push`.
+            out: as for `pull`; None writes into ``value``.
+            priority: larger goes first.
+            async_op: return at once.
+
+        Raises:
+            ValueError: if the optimizer has ``clip_global_norm``, which needs `update` between push and pull.
+
+        Example::
+
+            kv.pushpull("gradient", [a, b])  # all-reduce: a and b both become a + b
+        """
+        self._check_open()
+        values = pushed(key, value)
+        targets = outs(key, value if out is None else out)
+        self._check(values)
+        self._check(targets)
+        if self.updates_wait:
+            raise ValueError(
+                "pushpull() would pull before the update, because clip_global_norm delays updates until update(); call "
+                "push(), update() and pull()"
+            )
+        return self._pushpull(values, targets, checked_priority(priority), async_op)
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0, *, async_op: bool = False) -> Work:
+        """Initialise a key and pull it into ``out``: `init` and `pull` in one call.
+
+        Collective: all workers must call it; rank 0's value is the one that is broadcast.
+
+        Args:
+            key: one key or a list of keys.
+            value: as for `init`.
+            out: as for `pull`; may be ``value``.
+            priority: larger goes first.
+            async_op: return at once.
+
+        Example::
+
+            kv.broadcast("weight", network.weight, network.weight)  # every rank has rank 0's weight
+        """
+        self._check_open()
+        priority = checked_priority(priority)
+        values, pairs = single(key, value), outs(key, out)
+        for (one, (tensor,)), (_, targets) in zip(values, pairs, strict=True):
+            for target in targets:
+                check_like(one, target, tensor.shape, tensor.dtype)
+        self.init(key, value, async_op=async_op)
+        return self._pull(pairs, priority, async_op)
 
     def row_sparse_pull(
         self, key: Any, out: Any, priority: int = 0, row_ids: Any = None, *, async_op: bool = False
     ) -> Work:
-        """Copy the rows named of the stored value into each of ``out``.
+        """Copy some rows of the stored value into ``out``.
 
         Args:
-            key: one, or a list.
-            out: a `RowSparse` of the key's shape, which becomes exactly these rows, in ascending order; or a tensor of
-                the key's shape, of which these rows are written and the others left alone; or a list of those.
+            key: one key or a list of keys.
+            out: `RowSparse` of the key's shape, which becomes exactly these rows in ascending order; or a dense tensor
+                of the key's shape, of which only these rows are written; or a list of them.
             priority: larger goes first.
             async_op: return at once.
-            row_ids: integers of any shape, in any order, repeated or not; one for all of ``out``, or a list as long as
+            row_ids: integers of any shape, in any order, repeated or not: one for all of ``out``, or a list as long as
                 ``out``. For a list of keys a list of those.
 
         Raises:
-            ValueError: a row number outside the table.
-            TypeError: ``row_ids`` are not given, or no integers.
+            ValueError: if a row number is outside the table.
+            TypeError: if ``row_ids`` is missing or does not hold integers.
+
+        Example::
+
+            rows = gangline.RowSparse([], torch.empty(0, 16), (1000, 16))
+            kv.row_sparse_pull("embedding", rows, row_ids=[5, 2, 5])  # rows.indices is [2, 5]
         """
         self._check_open()
         if row_ids is None:
@@ -195,47 +294,183 @@ class KVStore(abc.ABC):
             (one, [(target, checked_rows(ids, target.shape, f"key {one!r}")) for target, ids in targets])
             for one, targets in pulls
         ]
-        self._check_updated([one for one, _ in pulls])
+        self._check_not_pending([one for one, _ in pulls])
         return self._row_sparse_pull(checked, checked_priority(priority), async_op)
 
-    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, async_op: bool = False) -> Work:
-        """Push ``value`` and pull into ``out``, or into ``value`` itself, in one round trip."""
-        self._check_open()
-        values = pushed(key, value)
-        targets = outs(key, value if out is None else out)
-        self._check(values)
-        self._check(targets)
-        if self.updates_wait:
-            raise ValueError(
-                "pushpull() would pull before the update, which clip_global_norm has wait for update(); call push(), "
-                "update() and pull()"
-            )
-        return self._pushpull(values, targets, checked_priority(priority), async_op)
+    # Optimizer
 
-    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0, *, async_op: bool = False) -> Work:
-        """`init` with ``value`` and `pull` into ``out``."""
+    def set_optimizer(self, spec: Any) -> None:
+        """Update stored values with an optimizer of torch.optim at every push.
+
+        Collective: all workers must call it, with the same optimizer.
+
+        Args:
+            spec: as of `OptimizerSpec.parse`: a name or class of torch.optim, or ``(name or class, arguments)``. With
+                ``clip_global_norm`` among the arguments a push only sums, and `update` updates.
+
+        Raises:
+            ValueError: if the optimizer or an argument is unknown, or the store does not support it.
+
+        Example::
+
+            kv.set_optimizer(("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-4}))
+        """
         self._check_open()
-        priority = checked_priority(priority)
-        values, pairs = single(key, value), outs(key, out)
-        for (one, (tensor,)), (_, targets) in zip(values, pairs, strict=True):
-            for target in targets:
-                check_like(one, target, tensor.shape, tensor.dtype)
-        self.init(key, value, async_op=async_op)
-        return self._pull(pairs, priority, async_op)
+        parsed = OptimizerSpec.parse(spec)
+        if parsed.clip_global_norm is not None:
+            self._check_clips_together()
+        self._set_optimizer(parsed)
+        self._pending.clear()
+
+    def set_updater(self, updater: Updater) -> None:  # noqa: ARG002  refused here
+        """Update stored values with a function of your own at every push; stores of one process only.
+
+        Args:
+            updater: called as ``updater(key, summed, stored)`` once per push and key; it changes ``stored`` in place.
+
+        Raises:
+            TypeError: if it is not callable.
+            ValueError: if the store takes no updater.
+
+        Example::
+
+            kv.set_updater(lambda key, gradient, weight: weight.sub_(0.1 * gradient))
+        """
+        raise ValueError(f"a {self.type!r} store takes no updater; use set_optimizer")
+
+    def update(self) -> None:
+        """Clip everything pushed since the last update by its common norm, and update; with ``clip_global_norm`` only.
+
+        The norm is that of the sums over all workers. With any other optimizer each push has updated already, and this
+        call does nothing. Collective: all workers must call it.
+        """
+        self._check_open()
+        if self.updates_wait:
+            self._update()
+            self._pending.clear()
+
+    @property
+    def learning_rate(self) -> float:
+        """The optimizer's learning rate; RuntimeError without an optimizer."""
+        raise RuntimeError(self._no_optimizer())
+
+    def set_learning_rate(self, learning_rate: float) -> None:  # noqa: ARG002  refused here
+        """Set the learning rate from the next push on; with several workers rank 0's counts.
+
+        Raises:
+            TypeError: if it is not a number.
+            ValueError: if it is negative, NaN or infinite.
+            RuntimeError: without an optimizer.
+        """
+        raise RuntimeError(self._no_optimizer())
+
+    def save_optimizer_states(self, path: str | Path) -> None:
+        """Write the optimizer's state to a safetensors file; an existing file is replaced only when all is written.
+
+        Raises:
+            RuntimeError: without an optimizer.
+            OSError: if the file cannot be written.
+        """
+        state = self.optimizer_state()
+        files.save(Path(path), state.tensors, state.header())
+
+    def load_optimizer_states(self, path: str | Path) -> None:
+        """Replace the optimizer's state by that of a file; the learning rate stays as it is set.
+
+        Collective: all workers must call it; rank 0's file counts.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            ValueError: if the file is damaged or not gangline's, or does not match the optimizer, keys or shapes.
+        """
+        self.load_optimizer_state(read_optimizer_states(path))
+
+    # Compression
+
+    def set_gradient_compression(self, params: Mapping[str, Any] | None) -> None:
+        """Compress the gradients that each device or worker pushes; None ends it.
+
+        The rounding error stays with the sender and is added to its next push (error feedback). Row-sparse values,
+        integers, and the values of `init` and `assign` are not compressed. Collective: all workers must call it.
+
+        Args:
+            params: ``{"type": "2bit", "threshold": 0.5}``; the types are 2bit, fp16, bf16 and topk.
+
+        Raises:
+            ValueError: if the type or an option is unknown, or the store does not compress.
+            MismatchError: if the workers' parameters differ.
+        """
+        self._check_open()
+        self._set_compression(parse(params) if params is not None else None)
+
+    # Life
+
+    def close(self) -> None:
+        """Finish pending calls and release the store's memory; a second call does nothing."""
+        self._closed = True
+
+    def __contains__(self, key: object) -> bool:
+        return not self._closed and key in self._layout
+
+    def __enter__(self) -> KVStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # For Module, Trainer and other frameworks: weighted means, buckets, checkpoints. MXNet has none of these.
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """All-gather bytes; return every worker's in rank order, and b"" for workers in `join`.
+
+        Collective: all workers must call it.
+        """
+        self._check_open()
+        return [data]
 
     def assign(self, key: Any, value: Any) -> None:
-        """Replace the stored value without an update; optimizer state stays."""
+        """Replace the stored value by rank 0's ``value``, without an update; optimizer state stays.
+
+        Collective: all workers must call it. Arguments are as of `init`.
+        """
         self._check_open()
         pairs = single(key, value)
         self._check(pairs)
         self._assign(pairs)
 
+    def push_weighted(self, key: Any, value: Any, weight: float, priority: int = 0, *, async_op: bool = False) -> Work:
+        """Push this worker's part of a weighted mean over workers: sum(weight * value) / sum(weight).
+
+        As `push`, with the mean in place of the sum. A key without a value on any worker of weight above 0 is not
+        updated.
+
+        Args:
+            key: one key or a list of keys; the same on all workers.
+            value: as for `push`, of floating-point numbers; None for a key that this worker has no value for.
+            weight: weight of this worker's values, 0 or more: the number of samples they are a mean over.
+            priority: larger goes first.
+            async_op: return at once.
+        """
+        self._check_open()
+        pairs = pushed_or_none(key, value)
+        self._check(pairs)
+        check_weight(weight)
+        for one, _ in pairs:
+            check_mean(one, self._layout[one][1])
+        priority = checked_priority(priority)
+        self._add_pending([one for one, _ in pairs])
+        return self._push_weighted(pairs, float(weight), priority, async_op)
+
     def fuse(self, bucket: Bucket) -> None:
-        """Be told that these keys will come together, by `push_bucket` and `pull_bucket`; they stay keys as any other.
+        """Store the keys of a bucket side by side, for `push_bucket` and `pull_bucket`; they also stay single keys.
+
+        Collective: all workers must call it.
 
         Raises:
-            KeyError: a key was not initialised.
-            ValueError: one has another shape or dtype.
+            KeyError: if a key was not initialised.
+            ValueError: if a key has another shape or dtype than in the bucket.
         """
         self._check_open()
         self._check_bucket(bucket)
@@ -252,17 +487,17 @@ class KVStore(abc.ABC):
         weight: float | None = None,
         async_op: bool = False,
     ) -> Work:
-        """`push` those of the bucket's keys that are among ``keys`` (None: all), or `push_weighted` with a ``weight``.
+        """`push` or, with a ``weight``, `push_weighted` the keys of a bucket.
 
-        All workers push the bucket; a key that some of them leave out is the sum, or mean, of the others.
+        All workers must push the bucket; a key that some of them leave out is the sum, or mean, of the others.
 
         Args:
-            bucket: what was fused.
-            values: one a device: a flat tensor, or the keys' tensors wherever they lie; a key that one device lacks is
-                the sum of the others.
-            keys: which.
+            bucket: bucket to push; fused before, unless its keys are to move one by one.
+            values: one value per device: a flat tensor of shape (bucket.numel,), or the keys' tensors. A key that a
+                device lacks is the sum of the other devices.
+            keys: keys to push; None for all.
             priority: larger goes first.
-            weight: of this worker's values; None for a plain sum.
+            weight: weight of this worker's values, 0 or more; None for a plain sum.
             async_op: return at once.
         """
         self._check_open()
@@ -271,174 +506,68 @@ class KVStore(abc.ABC):
             self._check_bucket(bucket)
         present = bucket.keys if keys is None else [key for key in bucket.keys if key in keys]
         priority = checked_priority(priority)
-        if weight is None:
-            self._have_wait(present)
-            return self._push_bucket(bucket, values, present, priority, async_op)
-        check_weight(weight)
-        check_mean(bucket.keys[0], bucket.dtype)
-        self._have_wait(present)
-        return self._push_bucket_weighted(bucket, values, present, float(weight), priority, async_op)
+        if weight is not None:
+            check_weight(weight)
+            check_mean(bucket.keys[0], bucket.dtype)
+            weight = float(weight)
+        self._add_pending(present)
+        return self._push_bucket(bucket, values, present, weight, priority, async_op)
 
     def pull_bucket(
         self, bucket: Bucket, outs: Sequence[torch.Tensor], priority: int = 0, *, async_op: bool = False
     ) -> Work:
-        """`pull` all keys of a bucket, into one flat tensor a device."""
+        """`pull` all keys of a bucket into one flat tensor of shape (bucket.numel,) per device."""
         self._check_open()
         check_flat(bucket, outs)
         if bucket not in self._buckets:
             self._check_bucket(bucket)
-        self._check_updated(bucket.keys)
+        self._check_not_pending(bucket.keys)
         return self._pull_bucket(bucket, outs, checked_priority(priority), async_op)
 
     @property
     def updates_wait(self) -> bool:
-        """Whether a push only sums, and `update` updates: with an optimizer that has ``clip_global_norm``."""
+        """True if pushes only sum until `update`: the optimizer has ``clip_global_norm``."""
         return False
 
-    def update(self) -> None:
-        """Under ``clip_global_norm``: clip what was pushed since the last update by the norm of all of it, and update.
-
-        All workers call it, and see the same norm: that of the sums. Under any other optimizer each push has updated
-        when it came, and nothing is left to do.
-        """
-        self._check_open()
-        if self.updates_wait:
-            self._update()
-            self._waiting.clear()
-
     def drop_updates(self) -> None:
-        """Forget what was pushed and waits for `update`; all workers call it."""
+        """Discard the pushes that wait for `update`. Collective: all workers must call it."""
         self._check_open()
         if self.updates_wait:
             self._drop_updates()
-            self._waiting.clear()
-
-    def set_gradient_compression(self, params: Mapping[str, Any] | None) -> None:
-        """Compress what each device pushes before it travels; None ends it.
-
-        What compression leaves out stays with the sender and goes with its next push (error feedback). Row-sparse
-        values and integers travel as they are, and so do `init` and `assign`.
-
-        Args:
-            params: ``{"type": "2bit", "threshold": 0.5}``, fp16, bf16, topk.
-
-        Raises:
-            ValueError: an unknown type or option; or a store that does not compress.
-        """
-        self._check_open()
-        self._set_compression(parse(params) if params is not None else None)
+            self._pending.clear()
 
     @property
     def compresses(self) -> bool:
-        """Whether what is pushed is compressed."""
+        """True if pushes are compressed."""
         return False
 
     def compression_residuals(self) -> dict[str, torch.Tensor]:
-        """What compression has left out so far, by ``<key as JSON>/<place of the sender>``: copies on the host."""
+        """Return copies of this worker's compression residuals on the host, by ``<key as JSON>/<sender>``."""
         return {}
 
     def load_compression_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Replace what compression has left out by what `compression_residuals` gave."""
+        """Replace this worker's compression residuals by those of `compression_residuals`.
+
+        Raises:
+            ValueError: if the store does not compress, or a key or shape does not match.
+        """
         if residuals:
-            raise ValueError(f"a {self.type!r} store keeps no compression residuals, but {len(residuals)} came for it")
-
-    def set_updater(self, updater: Updater) -> None:  # noqa: ARG002  refused here
-        """Have ``updater(key, summed, stored)`` change ``stored`` in place, once a push and key."""
-        raise ValueError(f"a {self.type!r} store takes no updater; use set_optimizer")
-
-    def set_optimizer(self, spec: Any) -> None:
-        """Have each push update the stored value with an optimizer of torch.optim.
-
-        Args:
-            spec: as `OptimizerSpec.parse` takes it, e.g. ``("sgd", {"learning_rate": 0.1, "momentum": 0.9})``. With
-                ``clip_global_norm`` in it pushes only sum, and `update` updates.
-
-        Raises:
-            ValueError: an unknown optimizer or argument, or a store that does not run it.
-        """
-        self._check_open()
-        parsed = OptimizerSpec.parse(spec)
-        if parsed.clip_global_norm is not None:
-            self._check_clips_together()
-        self._set_optimizer(parsed)
-        self._waiting.clear()
-
-    def save_optimizer_states(self, path: str | Path) -> None:
-        """Write the optimizer's state to a safetensors file, aside first and then renamed."""
-        from gangline.kvstore.optimizer import files
-
-        state = self.optimizer_state()
-        files.save(Path(path), state.tensors, state.header())
-
-    def load_optimizer_states(self, path: str | Path) -> None:
-        """Take over the optimizer state of a file; the learning rate stays as it is set.
-
-        Raises:
-            FileNotFoundError: no such file.
-            ValueError: a torn or foreign file, another optimizer, unknown keys, or other shapes.
-        """
-        self.load_optimizer_state(read_optimizer_states(path))
-
-    @property
-    def learning_rate(self) -> float:
-        """The optimizer's rate; RuntimeError without an optimizer."""
-        raise RuntimeError(self._no_optimizer())
-
-    def set_learning_rate(self, learning_rate: float) -> None:  # noqa: ARG002  refused here
-        """Use this rate from the next push on."""
-        raise RuntimeError(self._no_optimizer())
+            raise ValueError(f"a {self.type!r} store keeps no compression residuals, but got {len(residuals)}")
 
     def optimizer_state(self) -> OptimizerState:
-        """A copy of the optimizer's state, on the host."""
+        """Return a copy of the optimizer's state on the host; RuntimeError without an optimizer."""
         raise RuntimeError(self._no_optimizer())
 
     def load_optimizer_state(self, state: OptimizerState) -> None:  # noqa: ARG002  refused here
-        """Replace the optimizer's state."""
+        """Replace the optimizer's state. Collective: all workers must call it, and rank 0's counts.
+
+        Raises:
+            ValueError: if it does not match the optimizer, keys or shapes.
+            RuntimeError: without an optimizer.
+        """
         raise RuntimeError(self._no_optimizer())
 
-    def _set_optimizer(self, spec: OptimizerSpec) -> None:  # noqa: ARG002  refused here
-        raise ValueError(self._no_optimizer())
-
-    def _check_clips_together(self) -> None:
-        if self.is_async:
-            raise ValueError(
-                f"clip_global_norm wants the sums of all workers, but in a {self.type!r} store each push is an update "
-                "of its own; expected a sync store, or clip_norm or clip_gradient"
-            )
-        if type(self)._update is KVStore._update:
-            raise ValueError(f"a {self.type!r} store does not clip by clip_global_norm; use clip_norm or clip_gradient")
-
-    def _have_wait(self, keys: Iterable[Key]) -> None:
-        """Note what a push brings, where updates wait."""
-        if not self.updates_wait:
-            return
-        new = set(keys)
-        twice = new & self._waiting
-        if twice:
-            raise ValueError(
-                f"keys {sorted(map(repr, twice))} were pushed already, and clip_global_norm has them wait for "
-                "update(); call it, or drop_updates(), before the next push"
-            )
-        self._waiting |= new
-
-    def _check_updated(self, keys: Iterable[Key]) -> None:
-        early = self._waiting.intersection(keys) if self.updates_wait else ()
-        if early:
-            raise RuntimeError(
-                f"the pull of keys {sorted(map(repr, early))} came before update(), for which clip_global_norm has "
-                "their push wait; call update() first"
-            )
-
-    def _update(self) -> None:
-        """Clip and apply what waits; a store that has `updates_wait` does it."""
-        raise RuntimeError(self._no_optimizer())
-
-    def _drop_updates(self) -> None:
-        """Forget what waits; a store that has `updates_wait` does it."""
-        raise RuntimeError(self._no_optimizer())
-
-    def _no_optimizer(self) -> str:
-        return f"a {self.type!r} store runs no optimizer; expected a store that does, such as 'local' or 'device'"
+    # What a store implements; arguments are checked already
 
     @abc.abstractmethod
     def _init(self, pairs: Pairs, async_op: bool) -> Work: ...
@@ -446,81 +575,71 @@ class KVStore(abc.ABC):
     @abc.abstractmethod
     def _push(self, pairs: Pushed, priority: int, async_op: bool) -> Work: ...
 
-    def _push_weighted(self, pairs: Pushed, weight: float, priority: int, async_op: bool) -> Work:
-        self._check_is_alone()
-        return self._push([pair for pair in pairs if pair[1] and weight], priority, async_op)  # its mean is its own
-
     @abc.abstractmethod
     def _pull(self, pairs: Pairs, priority: int, async_op: bool) -> Work: ...
 
     @abc.abstractmethod
     def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work: ...
 
-    def _row_sparse_pull(self, pulls: RowPulls, priority: int, async_op: bool) -> Work:  # noqa: ARG002  over at once
+    @abc.abstractmethod
+    def _assign(self, pairs: Pairs) -> None: ...
+
+    # What a store may implement: it runs an optimizer, compresses, has several workers, moves buckets whole
+
+    def _push_weighted(self, pairs: Pushed, weight: float, priority: int, async_op: bool) -> Work:
+        if self.num_workers > 1:
+            raise ValueError(f"a {self.type!r} store of {self.num_workers} workers takes no weights")
+        return self._push([pair for pair in pairs if pair[1] and weight], priority, async_op)  # the mean of one worker
+
+    def _row_sparse_pull(self, pulls: RowPulls, priority: int, async_op: bool) -> Work:  # noqa: ARG002
         for key, targets in pulls:
             for out, row_ids in targets:
                 whole = torch.empty(out.shape, dtype=out.dtype, device=out.device)
                 self._pull([(key, [whole])], priority, False).wait()
-                give_rows(whole, out, row_ids)
+                copy_rows(whole, out, row_ids)
         return Work.finished("row_sparse_pull")
 
-    def _fuse(self, bucket: Bucket) -> None:  # noqa: B027  nothing is to be done where keys move one by one
+    def _fuse(self, bucket: Bucket) -> None:  # noqa: B027  keys move one by one here
         pass
 
     def _push_bucket(
-        self, bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key], priority: int, async_op: bool
-    ) -> Work:
-        return self._push(by_key(bucket, values, keys), priority, async_op)
-
-    def _push_bucket_weighted(
         self,
         bucket: Bucket,
         values: Sequence[BucketValue],
         keys: Sequence[Key],
-        weight: float,
+        weight: float | None,
         priority: int,
         async_op: bool,
     ) -> Work:
-        self._check_is_alone()
-        return self._push_bucket(bucket, values, keys if weight else (), priority, async_op)
-
-    def _check_is_alone(self) -> None:
-        if self.num_workers > 1:
-            raise ValueError(f"a {self.type!r} store of {self.num_workers} workers takes no weights")
+        pairs = by_key(bucket, values, keys)
+        if weight is None:
+            return self._push(pairs, priority, async_op)
+        return self._push_weighted(pairs, weight, priority, async_op)
 
     def _pull_bucket(self, bucket: Bucket, outs: Sequence[torch.Tensor], priority: int, async_op: bool) -> Work:
         views = [bucket.views(out) for out in outs]
         return self._pull([(key, [view[key] for view in views]) for key in bucket.keys], priority, async_op)
 
+    def _set_optimizer(self, spec: OptimizerSpec) -> None:  # noqa: ARG002  refused here
+        raise ValueError(self._no_optimizer())
+
+    def _update(self) -> None:
+        """Clip and apply the pending pushes."""
+        raise RuntimeError(self._no_optimizer())
+
+    def _drop_updates(self) -> None:
+        """Discard the pending pushes."""
+        raise RuntimeError(self._no_optimizer())
+
     def _set_compression(self, compression: Compression | None) -> None:
         if compression is not None:
             raise ValueError(f"a {self.type!r} store does not compress gradients")
 
-    @abc.abstractmethod
-    def _assign(self, pairs: Pairs) -> None: ...
-
-    def close(self) -> None:
-        """Finish what is under way and free what the store holds; closing again does nothing."""
-        self._closed = True
-
-    def __contains__(self, key: object) -> bool:
-        return not self._closed and key in self._layout
-
-    def __enter__(self) -> KVStore:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    # Checks
 
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError(f"the {self.type!r} store is closed; create a new one")
-
-    def _check_bucket(self, bucket: Bucket) -> None:
-        meta = bucket.empty(torch.device("meta"))
-        self._check([(key, [view]) for key, view in bucket.views(meta).items()])
 
     def _check(self, pairs: Sequence[tuple[Key, Sequence[Value]]]) -> None:
         for key, tensors in pairs:
@@ -531,16 +650,51 @@ class KVStore(abc.ABC):
             for tensor in tensors:
                 check_like(key, tensor, *self._layout[key])
 
+    def _check_bucket(self, bucket: Bucket) -> None:
+        meta = bucket.empty(torch.device("meta"))
+        self._check([(key, [view]) for key, view in bucket.views(meta).items()])
+
+    def _check_clips_together(self) -> None:
+        if self.is_async:
+            raise ValueError(
+                f"clip_global_norm needs the sums of all workers, but in a {self.type!r} store each push updates by "
+                "itself; expected a sync store, or clip_norm or clip_gradient"
+            )
+        if type(self)._update is KVStore._update:
+            raise ValueError(f"a {self.type!r} store does not clip by clip_global_norm; use clip_norm or clip_gradient")
+
+    def _add_pending(self, keys: Iterable[Key]) -> None:
+        """Record keys pushed since the last update; raise ValueError if one is pushed twice (clip_global_norm only)."""
+        if not self.updates_wait:
+            return
+        new = set(keys)
+        twice = new & self._pending
+        if twice:
+            raise ValueError(
+                f"keys {sorted(map(repr, twice))} were pushed already, and clip_global_norm delays their update until "
+                "update(); call it, or drop_updates(), before the next push"
+            )
+        self._pending |= new
+
+    def _check_not_pending(self, keys: Iterable[Key]) -> None:
+        pending = self._pending.intersection(keys) if self.updates_wait else ()
+        if pending:
+            raise RuntimeError(
+                f"keys {sorted(map(repr, pending))} were pulled before update(), which their push waits for because of "
+                "clip_global_norm; call update() first"
+            )
+
+    def _no_optimizer(self) -> str:
+        return f"a {self.type!r} store runs no optimizer; expected a store that does, such as 'local' or 'device'"
+
 
 def read_optimizer_states(path: str | Path) -> OptimizerState:
-    """The state in a file of `KVStore.save_optimizer_states`.
+    """Read a file of `KVStore.save_optimizer_states`.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: a torn or foreign file.
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file is damaged or holds no optimizer state.
     """
-    from gangline.kvstore.optimizer import files
-
     tensors, header = files.load(Path(path))
     if "optimizer" not in header:
         raise ValueError(f"{path} holds no optimizer state; expected a file of save_optimizer_states")

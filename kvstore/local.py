@@ -1,4 +1,4 @@
-"""The `local` store: one process; sums and updates in the host's memory."""
+"""The `local` store: one process; reduces and updates in the host's memory."""
 
 from __future__ import annotations
 
@@ -19,33 +19,31 @@ from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.interface import KVStore, Updater
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_rate
-from gangline.kvstore.registry import register
-from gangline.kvstore.sparse import RowSparse, give_rows, summed
+from gangline.kvstore.sparse import RowSparse, copy_rows, summed
 
 _HOST = torch.device("cpu")
 
 
 @dataclass
 class _Entry:
-    """One key: its value, and the sum of the latest push once an updater has needed one."""
+    """A key's stored value, and a buffer for the sum of a push once one was needed."""
 
     stored: torch.Tensor
-    merged: torch.Tensor | None = None
+    sum: torch.Tensor | None = None
 
 
 @dataclass
 class _Flat:
-    """A bucket: the flat tensors that its keys' entries are views of."""
+    """A fused bucket: the flat tensors that its keys' entries are views of."""
 
     stored: torch.Tensor
-    merged: torch.Tensor | None = None
+    sum: torch.Tensor | None = None
 
 
-@register("local", "local_update_cpu", "local_allreduce_cpu")
 class LocalStore(KVStore):
-    """Sums on the host, in the order of the devices, and keeps the weights there.
+    """Store on the host: sums over devices in their order; weights and optimizer state live there.
 
-    Memory: one copy of the weights, one of the gradients once an updater is set, and the optimizer's state.
+    Host memory: one copy of the weights, one of the gradients once an updater is set, and the optimizer's state.
     """
 
     def __init__(self, name: str = "local") -> None:
@@ -54,48 +52,50 @@ class LocalStore(KVStore):
         self._flats: dict[Bucket, _Flat] = {}
         self._updater: Updater | None = None
         self._optimizer: KeyedOptimizer | None = None
-        self._held: dict[Key, torch.Tensor | RowSparse] = {}  # sums that wait for `update`
+        self._pending_sums: dict[Key, torch.Tensor | RowSparse] = {}  # until update(), in the store's own memory
         self._compressed: CompressedPushes | None = None
         self._queue = WorkQueue()
         weakref.finalize(self, self._queue.close)
-        self._lanes = SideStreams()
+        self._streams = SideStreams()
 
     def set_updater(self, updater: Updater) -> None:  # noqa: D102  inherited
         self._check_open()
         if not callable(updater):
             raise TypeError(f"updater is {updater!r}; expected a function of (key, summed, stored)")
-        self._change(lambda: self._use(updater, None))
+        self._run_exclusive(lambda: self._use(updater, None))
 
     def _set_optimizer(self, spec: OptimizerSpec) -> None:
-        self._change(lambda: self._use(None, KeyedOptimizer(spec)))
+        self._run_exclusive(lambda: self._use(None, KeyedOptimizer(spec)))
 
     def _use(self, updater: Updater | None, optimizer: KeyedOptimizer | None) -> None:
         self._updater, self._optimizer = updater, optimizer
-        self._held.clear()
+        self._pending_sums.clear()
 
     @property
     def updates_wait(self) -> bool:  # noqa: D102  inherited
         return self._optimizer is not None and self._optimizer.spec.clip_global_norm is not None
 
     def _update(self) -> None:
-        self._change(self._apply_held)
+        self._run_exclusive(self._apply_pending)
 
     def _drop_updates(self) -> None:
-        self._change(self._held.clear)
+        self._run_exclusive(self._pending_sums.clear)
 
     def _apply(self, sums: Sequence[tuple[Key, torch.Tensor | RowSparse]]) -> None:
-        """Update by sums, or keep them for `update`: they lie in memory of the store's own then."""
+        """Update with sums, or keep them until `update`; ``sums`` are in the store's own memory in that case."""
         assert self._optimizer is not None
+        for key, _ in sums:
+            self._optimizer.add(key, self._entries[key].stored)
         if self.updates_wait:
-            self._held.update(sums)
+            self._pending_sums.update(sums)
         else:
             self._optimizer.update(sums)
 
-    def _apply_held(self) -> None:
+    def _apply_pending(self) -> None:
         assert self._optimizer is not None
-        held, self._held = self._held, {}
-        known = [(key, entry.stored) for key, entry in self._entries.items() if key in held]  # in an order that stays
-        self._optimizer.update([(key, held[key].to(stored.device)) for key, stored in known])
+        sums, self._pending_sums = self._pending_sums, {}
+        ordered = [(key, entry.stored) for key, entry in self._entries.items() if key in sums]  # the same at every run
+        self._optimizer.update([(key, sums[key].to(stored.device)) for key, stored in ordered])
 
     @property
     def learning_rate(self) -> float:  # noqa: D102  inherited
@@ -110,13 +110,13 @@ class LocalStore(KVStore):
         def change() -> None:
             optimizer.learning_rate = learning_rate
 
-        self._change(change)
+        self._run_exclusive(change)
 
     def optimizer_state(self) -> OptimizerState:  # noqa: D102  inherited
         self._check_open()
         optimizer = self._needs_optimizer("optimizer_state")
         states: list[OptimizerState] = []
-        self._change(lambda: states.append(optimizer.state()))
+        self._run_exclusive(lambda: states.append(optimizer.state()))
         return states[0]
 
     def load_optimizer_state(self, state: OptimizerState) -> None:  # noqa: D102  inherited
@@ -128,7 +128,7 @@ class LocalStore(KVStore):
                 optimizer.add(key, entry.stored)
             optimizer.load_state(state)
 
-        self._change(load)
+        self._run_exclusive(load)
 
     def _needs_optimizer(self, call: str) -> KeyedOptimizer:
         if self._optimizer is None:
@@ -137,17 +137,22 @@ class LocalStore(KVStore):
 
     def _init(self, pairs: Pairs, async_op: bool) -> Work:
         def init() -> None:
-            with torch.inference_mode(False):  # or no update could ever change what is stored
+            with torch.inference_mode(False):  # an inference tensor could never be updated
                 for key, (value,) in pairs:
-                    self._entries[key] = _Entry(torch.empty_like(value, device=self._first_home(value)).copy_(value))
+                    self._entries[key] = _Entry(
+                        torch.empty_like(value, device=self._initial_device(value)).copy_(value)
+                    )
 
         return self._start("init", init, pairs, 0, async_op)
 
     def _push(self, pairs: Pushed, priority: int, async_op: bool) -> Work:
         return self._start("push", lambda: self._merge(pairs), pairs, priority, async_op)
 
+    def _push_weighted(self, pairs: Pushed, weight: float, priority: int, async_op: bool) -> Work:
+        return self._start("push", lambda: self._merge(pairs, weight), pairs, priority, async_op)
+
     def _pull(self, pairs: Pairs, priority: int, async_op: bool) -> Work:
-        return self._start("pull", lambda: self._give(pairs), pairs, priority, async_op)
+        return self._start("pull", lambda: self._copy_out(pairs), pairs, priority, async_op)
 
     def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work:
         def pushpull() -> None:
@@ -157,7 +162,7 @@ class LocalStore(KVStore):
                 self._replace(values, dict(outs))
             else:
                 self._merge(values)
-                self._give(outs)
+                self._copy_out(outs)
 
         return self._start("pushpull", pushpull, [*values, *outs], priority, async_op)
 
@@ -165,7 +170,7 @@ class LocalStore(KVStore):
         def pull() -> None:
             for key, targets in pulls:
                 for out, row_ids in targets:
-                    give_rows(self._entries[key].stored, out, row_ids)
+                    copy_rows(self._entries[key].stored, out, row_ids)
 
         pairs = [(key, [part for target in targets for part in target]) for key, targets in pulls]
         return self._start("row_sparse_pull", pull, pairs, priority, async_op)
@@ -175,7 +180,7 @@ class LocalStore(KVStore):
             if self._optimizer is not None:
                 for key in bucket.keys:
                     self._optimizer.check(key, self._entries[key].stored)
-            flat = _Flat(bucket.empty(self._home_of(bucket)))
+            flat = _Flat(bucket.empty(self._device_of(bucket)))
             for key, view in bucket.views(flat.stored).items():
                 self._unfuse(key)
                 self._entries[key] = _Entry(view.copy_(self._entries[key].stored))
@@ -186,25 +191,31 @@ class LocalStore(KVStore):
         self._start("fuse", fuse, [(key, []) for key in bucket.keys], 0, False)
 
     def _unfuse(self, key: Key) -> None:
-        """Have no bucket speak for a key that is about to live elsewhere; its keys then move one by one."""
+        """Forget the bucket of a key that gets other memory; the bucket's keys then move one by one."""
         self._flats = {bucket: flat for bucket, flat in self._flats.items() if key not in bucket}
 
     def _push_bucket(
-        self, bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key], priority: int, async_op: bool
+        self,
+        bucket: Bucket,
+        values: Sequence[BucketValue],
+        keys: Sequence[Key],
+        weight: float | None,
+        priority: int,
+        async_op: bool,
     ) -> Work:
         tensors: list[Value] = []
         for value in values:
             tensors += [value] if isinstance(value, torch.Tensor) else value.values()
         first, *others = bucket.keys
         pairs: Pushed = [(first, tensors), *((key, []) for key in others)]
-        return self._start("push", lambda: self._merge_bucket(bucket, values, keys), pairs, priority, async_op)
+        return self._start("push", lambda: self._merge_bucket(bucket, values, keys, weight), pairs, priority, async_op)
 
     def _pull_bucket(self, bucket: Bucket, outs: Sequence[torch.Tensor], priority: int, async_op: bool) -> Work:
         def pull() -> None:
             flat = self._flats.get(bucket)
             if flat is None:
                 views = [bucket.views(out) for out in outs]
-                self._give([(key, [view[key] for view in views]) for key in bucket.keys])
+                self._copy_out([(key, [view[key] for view in views]) for key in bucket.keys])
             else:
                 broadcast(flat.stored, outs)
 
@@ -229,19 +240,19 @@ class LocalStore(KVStore):
     def _start(
         self,
         name: str,
-        operation: Callable[[], None],
+        operation: Callable[[], object],
         pairs: Sequence[tuple[Key, Sequence[Value]]],
         priority: int,
         async_op: bool,
     ) -> Work:
-        """Run the operation behind what touches the same keys; on GPUs, on lanes of the store's own."""
+        """Run the operation after earlier ones that use the same keys; on GPUs, on the store's own streams."""
         tensors: list[torch.Tensor] = []
         for key, values in pairs:
             for value in values:
                 tensors += [value.indices, value.values] if isinstance(value, RowSparse) else [value]
             if key in self._entries:
                 tensors.append(self._entries[key].stored)
-        section = self._lanes.behind_caller(tensors)
+        section = self._streams.behind_caller(tensors)
 
         def run() -> None:
             with torch.no_grad(), section:
@@ -252,11 +263,14 @@ class LocalStore(KVStore):
         (self._queue.submit if async_op else self._queue.run)(run, work, keys, priority)
         return work
 
-    def _change(self, operation: Callable[[], None]) -> None:
-        """Change what all keys share, behind all that is under way."""
+    def _run_exclusive(self, operation: Callable[[], object]) -> None:
+        """Run an operation on what all keys share, after all pending ones."""
         self._start("change", operation, [(key, []) for key in self._layout], 0, False)
 
-    def _merge(self, pairs: Pushed) -> None:
+    def _merge(self, pairs: Pushed, weight: float | None = None) -> None:
+        """Sum a push over its devices, and update or replace the stored values with the sums."""
+        if weight is not None:  # of the only worker: the mean over workers is its own value
+            pairs = [pair for pair in pairs if pair[1] and weight]
         self._place(pairs)
         pairs = merged(pairs)
         if self._optimizer is not None:
@@ -264,23 +278,25 @@ class LocalStore(KVStore):
                 self._optimizer.check_kind(key, rows=all(isinstance(value, RowSparse) for value in values))
         if self._compressed is not None:
             pairs = self._compressed.through([(key, values, self._entries[key].stored.device) for key, values in pairs])
-        if self._updater is None and self._optimizer is None:
-            self._replace(pairs, {})
-        elif self._optimizer is not None:
-            for key, _ in pairs:
-                self._optimizer.add(key, self._entries[key].stored)
+        if self._optimizer is not None:
             self._apply(self._sums(pairs, own=self._optimizer.modifies_gradient))
         elif self._updater is not None:
             for pair in pairs:  # one by one: an updater may call the store, and change the next key
                 [(key, total)] = self._sums([pair], own=True)
                 self._updater(key, total, self._entries[key].stored)
+        else:
+            self._replace(pairs, {})
 
-    def _merge_bucket(self, bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key]) -> None:
-        """`_merge` of a bucket's keys, in one sum over all of them where their values lie side by side."""
+    def _merge_bucket(
+        self, bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key], weight: float | None
+    ) -> None:
+        """Do as `_merge` for keys of a bucket: in one sum over all of them if every device gave a flat tensor."""
+        if weight == 0:
+            keys = ()
         flat = self._flats.get(bucket)
         flats = [value for value in values if isinstance(value, torch.Tensor)]
         if flat is None or len(flats) < len(values) or self._updater is not None or self._compressed is not None:
-            self._merge(by_key(bucket, values, keys))
+            self._merge(by_key(bucket, values, keys), weight)
         elif self._optimizer is None and len(keys) == len(bucket.slots):
             reduce(flats, out=flat.stored)
         else:
@@ -290,21 +306,19 @@ class LocalStore(KVStore):
         total = values[0]
         own = self._optimizer is not None and self._optimizer.modifies_gradient
         if len(values) > 1 or own or total.device != flat.stored.device:
-            if flat.merged is None:
-                flat.merged = bucket.empty(flat.stored.device)
-            total = flat.merged
+            if flat.sum is None:
+                flat.sum = bucket.empty(flat.stored.device)
+            total = flat.sum
             reduce(values, out=total)
         sums = bucket.views(total)
-        if self._optimizer is None:
-            for key in keys:
-                self._entries[key].stored.copy_(sums[key])
+        if self._optimizer is not None:
+            self._apply([(key, sums[key]) for key in keys])
         else:
             for key in keys:
-                self._optimizer.add(key, self._entries[key].stored)
-            self._apply([(key, sums[key]) for key in keys])
+                self._entries[key].stored.copy_(sums[key])
 
     def _replace(self, pairs: Pushed, outs: Mapping[Key, Sequence[torch.Tensor]]) -> None:
-        """Have the sums be the stored values, and copy them into ``outs``."""
+        """Replace the stored values by the sums, and copy them into ``outs``."""
         transfers: list[Transfer] = []
         for key, values in pairs:
             stored, dense = self._entries[key].stored, _dense(values)
@@ -315,7 +329,7 @@ class LocalStore(KVStore):
         move(transfers)
 
     def _sums(self, pairs: Pushed, own: bool) -> list[tuple[Key, torch.Tensor | RowSparse]]:
-        """The sums, each where its key lives; with ``own``, in buffers that may be changed."""
+        """Return the sums, each on its key's device; with ``own``, in buffers that may be changed."""
         transfers: list[Transfer] = []
         sums: list[tuple[Key, torch.Tensor | RowSparse]] = []
         for key, values in pairs:
@@ -325,39 +339,39 @@ class LocalStore(KVStore):
             elif len(dense) == 1 and not own and dense[0].device == entry.stored.device:
                 sums.append((key, dense[0]))
             else:
-                if entry.merged is None or entry.merged.device != entry.stored.device:
-                    entry.merged = torch.empty_like(entry.stored)
-                transfers.append((dense, entry.merged, ()))
-                sums.append((key, entry.merged))
+                if entry.sum is None or entry.sum.device != entry.stored.device:
+                    entry.sum = torch.empty_like(entry.stored)
+                transfers.append((dense, entry.sum, ()))
+                sums.append((key, entry.sum))
         move(transfers)
         return sums
 
-    def _give(self, pairs: Pairs) -> None:
+    def _copy_out(self, pairs: Pairs) -> None:
         self._place([(key, outs) for key, outs in pairs if len(outs) > 1])
         move([((), self._entries[key].stored, outs) for key, outs in pairs])
 
-    def _first_home(self, value: torch.Tensor) -> torch.device:  # noqa: ARG002  other stores look at it
-        """Where a key lives until its devices are known."""
+    def _initial_device(self, value: torch.Tensor) -> torch.device:  # noqa: ARG002  other stores use it
+        """Return the device that stores a key until `_place` moves it."""
         return _HOST
 
     def _place(self, pairs: Sequence[tuple[Key, Sequence[Value]]]) -> None:
-        """Settle where these keys live from now on; the host, here."""
+        """Choose the device that stores each key from now on; in this store always the host."""
 
-    def _home_of(self, bucket: Bucket) -> torch.device:  # noqa: ARG002  other stores look at it
-        """Where the keys of a bucket live together."""
+    def _device_of(self, bucket: Bucket) -> torch.device:  # noqa: ARG002  other stores use it
+        """Return the device that stores a bucket."""
         return _HOST
 
     def _set_compression(self, compression: Compression | None) -> None:
         if compression is not None and compression.pull_codec is not None:
             raise ValueError(
                 f"pull_type is {compression.params['pull_type']!r}, but a {self.type!r} store hands weights to devices "
-                "of its own process, which compression would only round; expected None"
+                "of its own process, where compression would only round them; expected None"
             )
 
         def change() -> None:
             self._compressed = CompressedPushes(compression) if compression is not None else None
 
-        self._change(change)
+        self._run_exclusive(change)
 
     @property
     def compresses(self) -> bool:  # noqa: D102  inherited
@@ -368,7 +382,7 @@ class LocalStore(KVStore):
         found: dict[str, torch.Tensor] = {}
         if self._compressed is not None:
             compressed = self._compressed
-            self._change(lambda: found.update(compressed.residuals()))
+            self._run_exclusive(lambda: found.update(compressed.residuals()))
         return found
 
     def load_compression_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:  # noqa: D102  inherited
@@ -377,7 +391,7 @@ class LocalStore(KVStore):
             super().load_compression_residuals(residuals)
             return
         compressed, layout = self._compressed, self._layout
-        self._change(lambda: compressed.load_residuals(residuals, layout))
+        self._run_exclusive(lambda: compressed.load_residuals(residuals, layout))
 
 
 def _shown(keys: Sequence[Any]) -> str:
@@ -385,7 +399,7 @@ def _shown(keys: Sequence[Any]) -> str:
 
 
 def _dense(values: Sequence[Value]) -> list[torch.Tensor] | None:
-    """The values as dense tensors; None where all are row-sparse."""
+    """Return the values as dense tensors; None if all are row-sparse."""
     if all(isinstance(value, RowSparse) for value in values):
         return None
     return [value.to_dense() if isinstance(value, RowSparse) else value for value in values]
@@ -396,7 +410,7 @@ def _rows(values: Sequence[Value]) -> list[RowSparse]:
 
 
 def _are_apart(values: Pushed, outs: Pairs) -> bool:
-    """Whether each key can be summed and handed out before the next: none comes twice, or writes what another reads."""
+    """Return True if keys can be reduced and copied out one by one: no key twice, no output is another's value."""
     keys = [key for key, _ in values]
     if len(set(keys)) < len(keys) or keys != [key for key, _ in outs]:
         return False

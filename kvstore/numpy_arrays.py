@@ -9,11 +9,15 @@ import torch
 
 
 def shared(array: np.ndarray[Any, Any], what: str) -> torch.Tensor:
-    """A tensor over the array's memory.
+    """Return a tensor over the array's memory.
+
+    Args:
+        array: writable array in the machine's byte order, without negative strides.
+        what: name of the array in error messages.
 
     Raises:
-        TypeError: torch has no such dtype; ``what`` names the array in the message.
-        ValueError: the array is read-only, or runs backwards, or has a foreign byte order.
+        TypeError: if torch has no such dtype.
+        ValueError: if the array is read-only, has a negative stride or a foreign byte order.
     """
     if not array.flags.writeable:
         raise ValueError(f"{what} is a read-only numpy array; expected one that may be written")
@@ -24,12 +28,12 @@ def shared(array: np.ndarray[Any, Any], what: str) -> torch.Tensor:
 
 
 def readable(array: np.ndarray[Any, Any], what: str) -> torch.Tensor:
-    """A tensor of the array's values: over its memory where torch can, else a copy.
+    """Return a tensor of the array's values: over its memory if torch can share it, else a copy.
 
     Raises:
-        TypeError: torch has no such dtype.
+        TypeError: if torch has no such dtype; ``what`` names the array in the message.
     """
-    forwards = all(stride >= 0 for stride in array.strides)
-    if not (array.flags.writeable and forwards and array.dtype.isnative):
-        array = array.astype(array.dtype.newbyteorder("="))  # a copy, in order
+    has_negative_stride = any(stride < 0 for stride in array.strides)
+    if has_negative_stride or not array.flags.writeable or not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))  # a copy
     return shared(array, what)

@@ -1,49 +1,110 @@
-"""Stores by name: the registry behind `create`."""
+"""Stores by name: `create` and `register`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, TypeVar
 
 from gangline.kvstore.interface import KVStore
 
+# Name -> "module:class". A module is imported when its store is first created: the parameter server costs a while.
+_BUILT_IN = {
+    "local": "local:LocalStore",
+    "local_update_cpu": "local:LocalStore",
+    "local_allreduce_cpu": "local:LocalStore",
+    "device": "device:DeviceStore",
+    "local_allreduce_device": "device:DeviceStore",
+    "nccl": "device:NcclStore",
+    "allreduce": "allreduce.store:AllReduceStore",
+    "dist": "parameter_server.store:DistStore",
+    "dist_sync": "parameter_server.store:DistStore",
+    "dist_async": "parameter_server.store:DistStore",
+    "dist_device_sync": "parameter_server.store:DistStore",
+    "dist_sync_device": "parameter_server.store:DistStore",
+    "dist_device_async": "parameter_server.store:DistStore",
+}
+IN_PROCESS = tuple(name for name, place in _BUILT_IN.items() if place.startswith(("local:", "device:")))
+"""Names of the stores that serve a single process."""
+
 Store = TypeVar("Store", bound=type[KVStore])
-_registry: dict[str, type[KVStore]] = {}
+_registered: dict[str, type[KVStore]] = {}
+
+
+def create(name: str = "local", **options: Any) -> KVStore:
+    """Create a store by name; its ``type`` is the name given.
+
+    One process:
+
+    - ``local`` (``local_update_cpu``, ``local_allreduce_cpu``): reduces and updates on the host.
+    - ``device`` (``local_allreduce_device``): reduces and updates on the devices; keys are balanced over them by bytes.
+    - ``nccl``: as ``device``, and NCCL is required.
+
+    Several processes:
+
+    - ``allreduce``: no servers; collectives reduce, and each worker updates its own copy of the weights on the host.
+    - ``dist_sync`` (``dist``): servers update a key once all workers have pushed it.
+    - ``dist_async``: servers update a key at each worker's push.
+    - ``dist_device_sync`` (``dist_sync_device``), ``dist_device_async``: as the two above; each worker sums over its
+      own devices on the devices instead of on the host.
+
+    A store of several processes needs a job in the environment, as `gangline launch` or torchrun sets it. Creating it
+    is collective: all workers must do it.
+
+    Args:
+        name: one of these, or a name given to `register`.
+        options: arguments of the store's class: ``communicator`` of ``allreduce``; ``timeout`` (seconds) of all
+            ``dist_*`` stores; ``max_staleness`` (pushes) of the asynchronous ones.
+
+    Raises:
+        TypeError: if ``name`` is not a str, or the store has no such option.
+        ValueError: if no store has that name, or an option has a value that the store refuses.
+        RuntimeError: if the store needs a job and the environment describes none.
+
+    Example::
+
+        with gangline.create("device") as kv:
+            kv.init("weight", torch.zeros(2))
+            kv.push("weight", [torch.ones(2), torch.ones(2)])  # one tensor per device
+            kv.pull("weight", out := torch.empty(2))  # tensor([2., 2.])
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"the store's name is {name!r}; expected a str")
+    if name in _registered:
+        return _registered[name](name, **options)
+    if name not in _BUILT_IN:
+        raise ValueError(f"there is no store named {name!r}; expected one of {sorted([*_BUILT_IN, *_registered])}")
+    module, _, class_name = _BUILT_IN[name].partition(":")
+    store: KVStore = getattr(import_module(f"gangline.kvstore.{module}"), class_name)(name, **options)
+    return store
 
 
 def register(*names: str) -> Callable[[Store], Store]:
-    """Class decorator: have `create` make this KVStore under each of ``names``.
+    """Register a subclass of `KVStore`, as a class decorator, so that `create` finds it under each of ``names``.
 
     Raises:
-        ValueError: a name is taken, or none is given.
-        TypeError: a name is no str, or what is decorated is no KVStore class.
+        ValueError: if a name is taken, or none is given.
+        TypeError: if a name is not a str, or the decorated object is not a subclass of KVStore.
+
+    Example::
+
+        @gangline.register("my_store")
+        class MyStore(gangline.KVStore): ...
     """
     if not names:
         raise ValueError("register() got no name; expected one, such as @register('mystore')")
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"a store's name is {name!r}; expected a str")
-        if name in _registry:
-            raise ValueError(f"a store named {name!r} is registered already: {_registry[name].__qualname__}")
+        if name in _BUILT_IN:
+            raise ValueError(f"a store named {name!r} is registered already: {_BUILT_IN[name].partition(':')[2]}")
+        if name in _registered:
+            raise ValueError(f"a store named {name!r} is registered already: {_registered[name].__qualname__}")
 
     def decorate(store: Store) -> Store:
         if not (isinstance(store, type) and issubclass(store, KVStore)):
             raise TypeError(f"{store!r} is no subclass of KVStore")
-        _registry.update(dict.fromkeys(names, store))
+        _registered.update(dict.fromkeys(names, store))
         return store
 
     return decorate
-
-
-def create(name: str = "local", **options: Any) -> KVStore:
-    """Make a store by name; `kv.type` is the name given.
-
-    Raises:
-        TypeError: ``name`` is no str, or the store has no such option.
-        ValueError: no store has that name.
-    """
-    if not isinstance(name, str):
-        raise TypeError(f"the store's name is {name!r}; expected a str")
-    if name not in _registry:
-        raise ValueError(f"there is no store named {name!r}; expected one of {sorted(_registry)}")
-    return _registry[name](name, **options)

@@ -1,4 +1,4 @@
-"""Row-sparse values: some rows of a table, which travel without the others."""
+"""Row-sparse values: some rows of a table, sent and updated without the others."""
 
 from __future__ import annotations
 
@@ -12,20 +12,34 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
 class RowSparse:
-    """Rows of a tensor of ``shape``; the rows not named are zero.
+    """Row-sparse value: some rows of a table; all other rows are zero.
+
+    `KVStore.push` takes it like a tensor, and only its rows are sent and updated. `KVStore.row_sparse_pull` fills one
+    with the rows it is asked for.
 
     Attributes:
-        indices: int64, (n,): which rows; one may come several times, and then counts as the sum.
-        values: (n, *shape[1:]): the rows, on the indices' device.
-        shape: of the whole tensor.
+        indices: row numbers, int64, shape (n,). A row may occur several times; its values are added then.
+        values: the rows, shape (n, *shape[1:]), of any dtype, on the device of ``indices``.
+        shape: shape of the whole table.
+
+    Example::
+
+        gradient = gangline.RowSparse([5, 2], torch.ones(2, 16), shape=(1000, 16))
+        kv.push("embedding", gradient)  # sends two rows of 16 numbers
     """
 
     def __init__(self, indices: Any, values: torch.Tensor, shape: Sequence[int]) -> None:
-        """Check that the parts fit together; nothing is copied where indices are int64 already.
+        """Check that the parts fit together; int64 indices and the values are not copied.
+
+        Args:
+            indices: integers, shape (n,): a tensor, an array or a list.
+            values: dense tensor of shape (n, *shape[1:]).
+            shape: shape of the whole table, at least one axis.
 
         Raises:
-            TypeError: values are no dense tensor, or indices no integers.
-            ValueError: shapes or devices do not fit, or an index is outside the table (looked at on the host only).
+            TypeError: if the values are not a dense tensor, or the indices are not integers.
+            ValueError: if shapes or devices do not fit together, or an index is outside the table (checked for
+                indices on the host only).
         """
         if not isinstance(values, torch.Tensor) or values.layout != torch.strided:
             raise TypeError(f"the values of a RowSparse are {_described(values)}; expected a dense tensor")
@@ -42,10 +56,10 @@ class RowSparse:
 
     @classmethod
     def from_coo(cls, tensor: torch.Tensor) -> RowSparse:
-        """The rows of a torch.sparse_coo tensor, such as the gradient of ``nn.Embedding(sparse=True)``.
+        """Return the rows of a torch.sparse_coo tensor, such as the gradient of ``nn.Embedding(sparse=True)``.
 
         Raises:
-            ValueError: single elements are sparse in it, not rows.
+            ValueError: if more than the first axis is sparse.
         """
         if tensor.sparse_dim() != 1:
             raise ValueError(
@@ -57,21 +71,21 @@ class RowSparse:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The values' dtype."""
+        """Dtype of the values."""
         return self.values.dtype
 
     @property
     def device(self) -> torch.device:
-        """The values' device."""
+        """Device of the indices and the values."""
         return self.values.device
 
     @property
     def nbytes(self) -> int:
-        """The bytes that travel."""
+        """Size of indices and values in bytes."""
         return self.indices.nbytes + self.values.nbytes
 
     def to(self, device: torch.device) -> RowSparse:
-        """The same rows on ``device``; itself where it lies there."""
+        """Return the same rows on ``device``; the object itself if it is there already."""
         if device == self.device:
             return self
         fast = self.values.is_cuda and device.type == "cuda"
@@ -80,13 +94,13 @@ class RowSparse:
         )
 
     def to_dense(self) -> torch.Tensor:
-        """The whole tensor."""
+        """Return the whole table as a dense tensor."""
         rows = summed([self], self.device)
         whole = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         return whole.index_copy_(0, rows.indices, rows.values)
 
     def to_coo(self) -> torch.Tensor:
-        """The same as a torch.sparse_coo tensor."""
+        """Return the rows as an uncoalesced torch.sparse_coo tensor."""
         return torch.sparse_coo_tensor(self.indices[None], self.values, self.shape, check_invariants=False)
 
     def __repr__(self) -> str:
@@ -94,16 +108,16 @@ class RowSparse:
 
 
 def summed(parts: Sequence[RowSparse], device: torch.device) -> RowSparse:
-    """The sum as distinct rows in ascending order, on ``device``.
+    """Return the sum as distinct rows in ascending order, on ``device``.
 
-    Rows are added in the order of the parts; float16 and bfloat16 in float32, and rounded once.
+    Rows are added in the order of ``parts``; float16 and bfloat16 are added in float32 and rounded once.
     """
     parts = [part.to(device) for part in parts]
     dtype = parts[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     indices = torch.cat([part.indices for part in parts])
     values = torch.cat([part.values.to(wide) for part in parts])
-    if values.is_cuda:  # there coalesce keeps the order, and index_add_ does not; on the host it is the other way round
+    if values.is_cuda:  # the order is kept by coalesce on CUDA and by index_add_ on the host, not the other way round
         total = RowSparse(indices, values, parts[0].shape).to_coo().coalesce()
         rows, sums = total.indices()[0], total.values()
     else:
@@ -112,8 +126,8 @@ def summed(parts: Sequence[RowSparse], device: torch.device) -> RowSparse:
     return RowSparse(rows, sums.to(dtype), parts[0].shape)
 
 
-def give_rows(whole: torch.Tensor, out: torch.Tensor | RowSparse, row_ids: torch.Tensor) -> None:
-    """Have ``out`` hold the rows named of ``whole``: a `RowSparse` these alone, a tensor these beside its others."""
+def copy_rows(whole: torch.Tensor, out: torch.Tensor | RowSparse, row_ids: torch.Tensor) -> None:
+    """Copy rows of ``whole`` into ``out``: replace the content of a `RowSparse`, write only these rows of a tensor."""
     ids = torch.unique(row_ids.to(whole.device))  # ascending
     rows = RowSparse(ids, whole.index_select(0, ids), whole.shape).to(out.device)
     if isinstance(out, RowSparse):
@@ -123,11 +137,16 @@ def give_rows(whole: torch.Tensor, out: torch.Tensor | RowSparse, row_ids: torch
 
 
 def checked_rows(row_ids: Any, shape: torch.Size, what: str) -> torch.Tensor:
-    """Row numbers as an int64 tensor of whatever shape they have.
+    """Return row numbers as an int64 tensor of their own shape.
+
+    Args:
+        row_ids: integers of any shape: a tensor, an array or nested lists.
+        shape: shape of the table.
+        what: name of the value in error messages.
 
     Raises:
-        TypeError: they are no integers.
-        ValueError: the table has no rows to name, or one is outside it (looked at on the host only).
+        TypeError: if they are not integers.
+        ValueError: if the table has no axes, or a row number is outside it (checked on the host only).
     """
     if isinstance(row_ids, np.ndarray) and row_ids.dtype.kind in "iu":
         row_ids = row_ids.astype(np.int64)  # a copy, in torch's byte order

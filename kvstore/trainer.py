@@ -1,4 +1,4 @@
-"""`Trainer`: the optimizer of a plain torch loop, over any store."""
+"""`Trainer`: the optimizer of a plain torch loop, data-parallel over any store."""
 
 from __future__ import annotations
 
@@ -13,32 +13,42 @@ import torch
 from torch import nn
 
 from gangline.kvstore.arguments import Value, check_weight
-from gangline.kvstore.buckets import Bucket, plan
+from gangline.kvstore.buckets import BUCKET_BYTES, Bucket, plan
 from gangline.kvstore.interface import KVStore
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
 from gangline.kvstore.registry import create
 from gangline.kvstore.sparse import RowSparse, summed
 
 _log = logging.getLogger("gangline")
-_BUCKET_BYTES = 25 << 20
 _REDUCTIONS = ("mean", "sum")
 
 Parameters = nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
 class Trainer:
-    """Updates parameters from their ``.grad``, summed over all workers of a store; like gluon's, for torch.
+    """Optimizer for plain torch loops: reduces every ``.grad`` over the workers of a store and updates the parameters.
 
-    A plain loop moves to it by three lines: ``Trainer(model.parameters(), "sgd", {"learning_rate": 0.1}, "allreduce")``
-    in place of the optimizer, ``trainer.zero_grad()``, and ``trainer.step(len(batch))``. At the start rank 0's
-    parameters go to all workers.
+    It takes the place of a torch optimizer; the name and the calls are those of MXNet gluon's Trainer. On creation
+    rank 0's parameters are broadcast.
 
-    Each worker's ``.grad`` is that of its mean loss over the ``batch_size`` samples it gives to `step`. The update uses
-    ``sum(n_i g_i) / sum(n_i)``: the gradient of the mean over all workers' samples, however many each had. Alone,
-    ``step(n)`` is torch's ``optimizer.step()``. A parameter that no worker has a gradient for is left alone.
+    Each worker's ``.grad`` is the gradient of its mean loss over the n_i samples that it passes to `step`. The update
+    uses sum(n_i * g_i) / sum(n_i), the gradient of the mean loss over all workers' samples, however unequal the n_i.
+    With one worker ``step(n)`` equals torch's ``optimizer.step()``. A parameter without a gradient on any worker is not
+    updated.
 
-    Who writes into parameters between two steps (by ``load_state_dict``, say) does so on all workers: the next `step`
-    takes over rank 0's, and waits for all.
+    Parameters written between two steps, by ``load_state_dict`` for example, must be written on all workers. The next
+    `step` then takes rank 0's values.
+
+    Attributes:
+        kvstore: the store, which reduces gradients and holds the weights.
+
+    Example::
+
+        trainer = gangline.Trainer(model, "sgd", {"learning_rate": 0.1, "momentum": 0.9}, kvstore="allreduce")
+        for data, label in loader:
+            trainer.zero_grad()
+            loss_function(model(data), label).backward()
+            trainer.step(len(data))
     """
 
     def __init__(
@@ -50,21 +60,21 @@ class Trainer:
         *,
         loss_reduction: str = "mean",
     ) -> None:
-        """Give the parameters to the store; all workers call this with the same parameters.
+        """Put the parameters into the store. Collective: all workers must call it, with the same parameters.
 
         Args:
-            params: a module, its ``parameters()`` or ``named_parameters()``, or a dict of the latter. Keys of the store
-                are their names, or their numbers from 0.
-            optimizer: a name or a class of torch.optim, as `KVStore.set_optimizer` takes it.
-            optimizer_params: its arguments.
-            kvstore: a store, or the name of one to be made.
-            loss_reduction: "sum" where gradients are those of losses summed over the samples, not averaged.
+            params: a module, its ``parameters()`` or ``named_parameters()``, or a dict of name to parameter. The keys
+                in the store are the names, or numbers from 0 for parameters without names.
+            optimizer: name or class of torch.optim, as for `KVStore.set_optimizer`.
+            optimizer_params: arguments of the optimizer, as for `OptimizerSpec.parse`.
+            kvstore: a store, or the name of one to create.
+            loss_reduction: "mean", or "sum" if ``.grad`` is of a loss summed over the samples.
 
         Raises:
-            TypeError: what is given is of a wrong type.
-            ValueError: no parameters, one that comes twice, a key that the store holds already, an unknown name, or an
-                optimizer that does not take a parameter.
-            MismatchError: the workers' parameters differ.
+            TypeError: if an argument has the wrong type.
+            ValueError: if there are no parameters, one occurs twice, the store holds one of the keys already, a name is
+                unknown, or the optimizer does not support a parameter.
+            MismatchError: if the workers' parameters differ.
         """
         self._parameters = _named(params)
         if loss_reduction not in _REDUCTIONS:
@@ -75,43 +85,45 @@ class Trainer:
         spec.check_keys(self._parameters)
         self._is_sum = loss_reduction == "sum"
         self.kvstore = create(kvstore) if isinstance(kvstore, str) else kvstore
-        """Where gradients are summed and weights are kept."""
         held = [key for key in self._parameters if key in self.kvstore]
         if held:
             raise ValueError(f"the {self.kvstore.type!r} store holds keys {held} already; give each trainer its own")
         self._buckets: list[Bucket] | None = None
-        self._lone: list[Key] = []  # what stays out of buckets: its gradients are sparse
-        self._made_dense: set[Key] = set()
-        self._accumulates = False
-        self._kept: dict[Key, Value] = {}  # sums over samples of the batches since the last update
-        self._kept_samples = 0.0
+        self._sparse: list[Key] = []  # not in buckets
+        self._warned: set[Key] = set()
+        self._is_accumulating = False
+        self._accumulated: dict[Key, Value] = {}  # sums over the samples since the last update
+        self._accumulated_samples = 0.0
         self.kvstore.set_optimizer(spec)
         weights = list(self._parameters.values())
         self.kvstore.broadcast(list(self._parameters), weights, weights)
         self._versions = self._current_versions()
 
     def step(self, batch_size: float) -> None:
-        """Update the parameters from their gradients, or within `no_sync` keep the latter for the next update.
+        """Update the parameters from their gradients; within `no_sync` only accumulate the gradients.
+
+        Collective: all workers must call it, except within `no_sync`.
 
         Args:
-            batch_size: how many samples ``.grad`` is the mean over (or the sum, as ``loss_reduction`` says); 0 for a
-                worker that has none this time, whose gradients are not looked at.
+            batch_size: number of samples that ``.grad`` is the mean over (or the sum, by ``loss_reduction``); may be
+                fractional. With 0 this worker has no samples in this step, and its gradients are ignored.
 
         Raises:
-            TypeError: it is no number.
-            ValueError: it is negative or not finite; or a gradient cannot be compressed.
-            GanglineError: a worker is dead, late, or makes another call.
+            TypeError: if ``batch_size`` is not a number.
+            ValueError: if ``batch_size`` is negative or not finite, or a gradient to be compressed holds NaN or
+                infinity.
+            GanglineError: if a worker is dead, late or makes a different call.
         """
         check_weight(batch_size)
-        if self._accumulates:
-            self._keep(batch_size)
+        if self._is_accumulating:
+            self._accumulate(batch_size)
             return
-        self._take_over_changes()
+        self._assign_changes()
         gradients, weight = self._mean(batch_size)
         try:
             self._push(gradients, weight)
-        except Exception:  # whatever it was is raised again
-            if self.kvstore.num_workers == 1:  # else all workers would have to
+        except Exception:
+            if self.kvstore.num_workers == 1:  # drop_updates is collective
                 self.kvstore.drop_updates()
             raise
         self.kvstore.update()
@@ -119,18 +131,26 @@ class Trainer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within, `step` adds up: the next step outside updates once, with the mean over all their samples.
+        """Accumulate gradients: `step` calls in this context add up, and the next step outside updates once.
 
-        The gradients go over to the trainer, and ``.grad`` is None then.
+        That update uses the mean over all their samples. Each `step` in the context sets ``.grad`` to None.
+
+        Example::
+
+            with trainer.no_sync():
+                loss_function(model(data[:8]), label[:8]).backward()
+                trainer.step(8)
+            loss_function(model(data[8:]), label[8:]).backward()
+            trainer.step(8)  # one update, from 16 samples
         """
-        before, self._accumulates = self._accumulates, True
+        before, self._is_accumulating = self._is_accumulating, True
         try:
             yield
         finally:
-            self._accumulates = before
+            self._is_accumulating = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, as torch's optimizers do; not those that `no_sync` has kept."""
+        """Reset ``.grad``, to None or to zeros; gradients accumulated by `no_sync` stay."""
         for parameter in self._parameters.values():
             if set_to_none or parameter.grad is None:
                 parameter.grad = None
@@ -138,9 +158,9 @@ class Trainer:
                 parameter.grad.detach_().zero_()
 
     def join(self) -> int:
-        """Have the others go on without this worker until all have joined; then take their weights.
+        """Leave the updates until all workers have joined, then pull the weights; for a worker that is out of data.
 
-        A worker that has no samples from the first step on calls ``step(0)`` instead.
+        A worker without samples in the very first step must call ``step(0)`` first.
 
         Returns:
             The rank that joined last.
@@ -151,45 +171,50 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """The optimizer's rate."""
+        """The optimizer's learning rate."""
         return self.kvstore.learning_rate
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Use this rate from the next step on; rank 0's decides."""
+        """Set the learning rate from the next step on; rank 0's counts.
+
+        Raises:
+            TypeError: if it is not a number.
+            ValueError: if it is negative, NaN or infinite.
+        """
         self.kvstore.set_learning_rate(learning_rate)
 
     def save_states(self, path: str | Path) -> None:
-        """Have rank 0 write the optimizer's state; other workers write nothing."""
+        """Write the optimizer's state to a safetensors file on rank 0; other ranks write nothing."""
         if not self.kvstore.rank:
             self.kvstore.save_optimizer_states(path)
 
     def load_states(self, path: str | Path) -> None:
-        """Take over the optimizer state of a file; all workers call this, and rank 0's file is taken.
+        """Replace the optimizer's state by that of rank 0's file. Collective: all workers must call it.
 
         Raises:
-            FileNotFoundError: no such file.
-            ValueError: a torn or foreign file, another optimizer, unknown keys, or other shapes.
+            FileNotFoundError: if there is no such file.
+            ValueError: if the file is damaged or not gangline's, or does not match the optimizer, keys or shapes.
         """
         self.kvstore.load_optimizer_states(path)
 
     @torch.no_grad()
-    def _keep(self, batch_size: float) -> None:
+    def _accumulate(self, batch_size: float) -> None:
         for key, gradient in self._own_gradients().items() if batch_size else ():
             total = _scaled(gradient, 1.0 if self._is_sum else batch_size)
-            self._kept[key] = _sum(self._kept[key], total) if key in self._kept else total
-        self._kept_samples += batch_size
+            self._accumulated[key] = _sum(self._accumulated[key], total) if key in self._accumulated else total
+        self._accumulated_samples += batch_size
         self.zero_grad()
 
     @torch.no_grad()
     def _mean(self, batch_size: float) -> tuple[dict[Key, Value], float]:
-        """The gradients of the mean over this worker's samples since the last update, and their number."""
-        samples = self._kept_samples + batch_size
+        """Return this worker's gradient of the mean over its samples since the last update, and their number."""
+        samples = self._accumulated_samples + batch_size
         gradients = self._own_gradients() if batch_size else {}
-        if self._kept_samples or self._is_sum:
+        if self._accumulated_samples or self._is_sum:
             own = 1.0 if self._is_sum else batch_size
-            kept, self._kept, self._kept_samples = self._kept, {}, 0.0
+            accumulated, self._accumulated, self._accumulated_samples = self._accumulated, {}, 0.0
             totals = {key: _scaled(gradient, own / samples) for key, gradient in gradients.items()}
-            for key, total in kept.items():
+            for key, total in accumulated.items():
                 share = _scaled(total, 1 / samples)
                 totals[key] = _sum(share, totals[key]) if key in totals else share
             gradients = totals
@@ -200,35 +225,33 @@ class Trainer:
 
     def _push(self, gradients: dict[Key, Value], weight: float) -> None:
         if self._buckets is None:
-            self._form(gradients)
+            self._form_buckets(gradients)
         assert self._buckets is not None
         for bucket in self._buckets:
             own = {key: self._dense(key, gradients[key]) for key in bucket.keys if key in gradients}
             if own or self.kvstore.num_workers > 1:
                 self.kvstore.push_bucket(bucket, [own], list(own), weight=weight)
-        lone = [key for key in self._lone if key in gradients or self.kvstore.num_workers > 1]
-        if lone:
-            self.kvstore.push_weighted(lone, [gradients.get(key) for key in lone], weight)
+        sparse = [key for key in self._sparse if key in gradients or self.kvstore.num_workers > 1]
+        if sparse:
+            self.kvstore.push_weighted(sparse, [gradients.get(key) for key in sparse], weight)
 
-    def _form(self, gradients: Mapping[Key, Value]) -> None:
-        """Put what is dense on all workers into buckets, in the order of the parameters."""
-        sparse = [place for place, key in enumerate(self._parameters) if isinstance(gradients.get(key), RowSparse)]
-        everywhere = {
-            place for told in self.kvstore.exchange(json.dumps(sparse).encode()) for place in json.loads(told)
-        }
+    def _form_buckets(self, gradients: Mapping[Key, Value]) -> None:
+        """Put the keys that are dense on all workers into buckets, in the order of the parameters."""
+        own = [index for index, key in enumerate(self._parameters) if isinstance(gradients.get(key), RowSparse)]
+        everywhere = {index for data in self.kvstore.exchange(json.dumps(own).encode()) for index in json.loads(data)}
         keys = list(self._parameters)
-        self._lone = [keys[place] for place in sorted(everywhere)]
-        tensors = [(key, p.detach()) for key, p in self._parameters.items() if key not in self._lone]
-        buckets = list(plan(tensors, _BUCKET_BYTES))
+        self._sparse = [keys[index] for index in sorted(everywhere)]
+        tensors = [(key, p.detach()) for key, p in self._parameters.items() if key not in self._sparse]
+        buckets = list(plan(tensors, BUCKET_BYTES))
         for bucket in buckets:
             self.kvstore.fuse(bucket)
         self._buckets = buckets
 
     def _dense(self, key: Key, gradient: Value) -> torch.Tensor:
         if isinstance(gradient, RowSparse):
-            if key not in self._made_dense:
-                self._made_dense.add(key)
-                _log.warning("the gradient of key %r is sparse, and was not at the first step: it travels dense", key)
+            if key not in self._warned:
+                self._warned.add(key)
+                _log.warning("the gradient of key %r is sparse, but was not in the first step; it is sent dense", key)
             return gradient.to_dense()
         return gradient
 
@@ -236,8 +259,8 @@ class Trainer:
         self.kvstore.pull(list(self._parameters), list(self._parameters.values()))
         self._versions = self._current_versions()
 
-    def _take_over_changes(self) -> None:
-        """Have the store hold what somebody, such as load_state_dict, has written into parameters since the pull."""
+    def _assign_changes(self) -> None:
+        """Assign to the store what was written into parameters since the pull, by load_state_dict for example."""
         changed = [key for key, version in self._current_versions().items() if version != self._versions[key]]
         if changed:
             self.kvstore.assign(changed, [self._parameters[key] for key in changed])
@@ -260,7 +283,7 @@ def _named(params: Any) -> dict[Key, torch.Tensor]:
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(f"parameter {key!r} is a {type(parameter).__name__}; expected a torch.nn.Parameter")
         if key in named or id(parameter) in seen:
-            raise ValueError(f"parameter {key!r} comes twice; expected each once")
+            raise ValueError(f"parameter {key!r} occurs twice; expected each once")
         named[key] = parameter
         seen[id(parameter)] = key
     if not named:

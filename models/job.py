@@ -14,9 +14,10 @@ from gangline.collectives.context import Context, contexts
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.workload import check_work_load_list
 from gangline.kvstore import KVStore
-from gangline.kvstore.job_store import IN_PROCESS, job_store
+from gangline.kvstore.default_store import job_store
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec, check_learning_rate
+from gangline.kvstore.registry import IN_PROCESS
 from gangline.models.data.batches import Batch, as_batch, map_tensors, num_samples, zeros_of
 from gangline.models.executor.executor import Executor, Share, call_network
 from gangline.models.load_balance.controller import LoadBalancer

@@ -22,6 +22,8 @@ process_pool.PRELOAD += (
     "hypothesis",
     "numpy.random",
     "torch._dynamo",
+    "gangline.kvstore.allreduce.store",
+    "gangline.kvstore.parameter_server.store",
     "gangline.kvstore.trainer",
     "gangline.models.module",
 )

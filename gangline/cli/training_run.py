@@ -14,9 +14,10 @@ from torch import nn
 
 from gangline.cli.options import UsageError, image_shape_of, metrics_of, numbers, per_channel, write_json
 from gangline.cli.train import GradientCompression, Plots, TrainOptions
-from gangline.kvstore.job_store import IN_PROCESS, num_workers
+from gangline.kvstore.default_store import num_workers
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.parameter_server.environment import serve_if_told
+from gangline.kvstore.registry import IN_PROCESS
 from gangline.models import import_by_name
 from gangline.models.checkpoint.retention import epochs, paths_of
 from gangline.models.data import datasets

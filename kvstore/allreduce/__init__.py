@@ -1,1 +1,1 @@
-"""The store without servers: workers reduce by collectives and each one updates."""
+"""The `allreduce` store: no servers; workers reduce by collectives, and each updates its own copy of the weights."""

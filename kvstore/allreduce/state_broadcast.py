@@ -1,8 +1,7 @@
-"""Rank 0's optimizer state, given to all workers."""
+"""Broadcast of an optimizer's state from rank 0."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
@@ -11,22 +10,26 @@ from gangline.kvstore.allreduce.negotiation import WorkerGroup
 from gangline.kvstore.optimizer.keyed import OptimizerState
 
 
-def first_state(workers: WorkerGroup, state: OptimizerState | None) -> OptimizerState:
-    """The state that rank 0 gives; all workers call this, and what the others give is not looked at.
+def broadcast_state(workers: WorkerGroup, state: OptimizerState | None) -> OptimizerState:
+    """Return rank 0's optimizer state on every rank. Collective: all workers must call it.
 
-    Tensors go one by one, as bytes: they may be of dtypes that collectives do not take.
+    Tensors are broadcast one by one, as bytes: collectives do not support all of their dtypes.
+
+    Args:
+        workers: the workers of the job.
+        state: on rank 0 its state, on the host; ignored on other ranks.
     """
     header: dict[str, Any] = {}
     if not workers.rank:
         assert state is not None
         layout = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in state.tensors.items()}
         header = {**state.header(), "layout": layout}
-    header = json.loads(workers.exchange(json.dumps(header).encode())[0])
+    header = workers.exchange_json(header)[0]
     tensors: dict[str, torch.Tensor] = {}
     for name, (dtype, shape) in header.pop("layout").items():
         if state is not None and not workers.rank:
             tensors[name] = state.tensors[name].contiguous()
         else:
             tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-        workers.take_first(tensors[name].view(-1).view(torch.uint8))
+        workers.broadcast(tensors[name].view(-1).view(torch.uint8))
     return OptimizerState.from_parts(header, tensors)

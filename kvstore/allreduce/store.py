@@ -1,4 +1,4 @@
-"""The `allreduce` store: several workers and no server; collectives add up, and every worker updates."""
+"""The `allreduce` store: collectives reduce over the workers, and every worker updates its own weights."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
+from gangline.collectives.bootstrap.launcher_environment import find_rank_info
 from gangline.collectives.compression import Compression
 from gangline.collectives.engine.reduction import check_dtype
 from gangline.collectives.work import Work, WorkQueue
-from gangline.kvstore.allreduce.negotiation import Meeting, WorkerGroup
-from gangline.kvstore.allreduce.reduction import BucketPart, Payloads, summed_over_workers
-from gangline.kvstore.allreduce.state_broadcast import first_state
+from gangline.kvstore.allreduce.negotiation import Negotiation, WorkerGroup
+from gangline.kvstore.allreduce.reduction import BucketPart, Payloads, reduce_over_workers
+from gangline.kvstore.allreduce.state_broadcast import broadcast_state
 from gangline.kvstore.arguments import Pairs, Pushed, Value, by_key, merged
 from gangline.kvstore.buckets import Bucket, BucketValue
 from gangline.kvstore.interface import KVStore
 from gangline.kvstore.local import LocalStore
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
-from gangline.kvstore.registry import register
 from gangline.kvstore.sparse import RowSparse
 
 if TYPE_CHECKING:
@@ -33,51 +33,53 @@ if TYPE_CHECKING:
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
-def _telling(call: _Call) -> _Call:
-    """Have a call that is refused before it begins be an error of all workers, who would wait for it else."""
+def _refused_on_all_ranks(call: _Call) -> _Call:
+    """Decorator: if argument checks fail on this rank, raise on every rank, so that no other rank blocks."""
 
     @wraps(call)
-    def told(self: AllReduceStore, *arguments: Any, **options: Any) -> Any:
-        begun = self._begun
+    def checked(self: AllReduceStore, *arguments: Any, **options: Any) -> Any:
+        started = self._started
         try:
             return call(self, *arguments, **options)
         except Exception as error:
-            if self._begun == begun:
+            if self._started == started:
                 self._refuse(call.__name__, error)
             raise
 
-    return cast(_Call, told)
+    return cast(_Call, checked)
 
 
-@register("allreduce")
 class AllReduceStore(LocalStore):
-    """Adds up over this worker's devices on the host, then over all workers, each of which updates the same weights.
+    """Store that sums over this worker's devices on the host, then over all workers by collectives.
 
-    The workers' calls that move something between them (all but pulls, learning rates and what only asks) are the same
-    in the same order on all; a difference, or a call that one of them has refused, is the same `MismatchError` on all,
-    and leaves nothing behind. Calls run one after another in the order in which they were made, whatever their
-    priority, asynchronous ones too; so one thread at a time makes them. Once a collective has failed each later call
-    raises the same error.
+    Every worker must make the same calls in the same order, except pulls, learning rates and queries. If calls differ,
+    or a worker's arguments are refused, all workers raise the same `MismatchError` and nothing has changed. Calls,
+    asynchronous ones too, run in the order in which they are made, whatever their priority; only one thread at a time
+    may make them. After a failed collective every later call raises the same error.
 
-    Every worker keeps the weights, the optimizer's state and a bucket's gradients; the latter in memory that the
-    workers of a host share. What compression leaves out stays with the worker.
+    Every worker holds the weights and the optimizer's state, and the gradients of its buckets in memory that the
+    workers of a host share. Compression residuals stay with the worker.
     """
 
     def __init__(self, name: str = "allreduce", communicator: Communicator | None = None) -> None:
-        """Join the job of the environment, or use a communicator, which is left open then.
+        """Join the job of the environment, or use a communicator. Collective: all workers must call it.
+
+        Args:
+            name: the store's name.
+            communicator: communicator of all workers; `close` leaves it open. None: connect by the environment.
 
         Raises:
-            RuntimeError: there is no job in the environment.
-            GanglineError: a worker did not come.
+            RuntimeError: if the environment describes no job.
+            GanglineError: if a worker does not connect in time.
         """
         self._owned = _connected() if communicator is None else None
-        self._workers = WorkerGroup(communicator or self._owned)  # type: ignore[arg-type]  # one of them is there
+        self._workers = WorkerGroup(communicator or self._owned)  # type: ignore[arg-type]  # one of them is not None
         super().__init__(name)
-        self._queue = _InTurn()
+        self._queue = _InOrder()
         weakref.finalize(self, self._queue.close)
         self._payloads: Payloads | None = None
         self._fused: list[Bucket] = []
-        self._begun = 0  # how many calls have got as far as the queue
+        self._started = 0  # calls whose arguments were accepted
 
     @property
     def rank(self) -> int:  # noqa: D102  inherited
@@ -88,22 +90,18 @@ class AllReduceStore(LocalStore):
         return self._workers.size
 
     def barrier(self) -> None:  # noqa: D102  inherited
-        def meet() -> None:
-            self._meet("barrier", plan={})
-
         self._check_open()
-        self._together("barrier", meet)
+        self._run_in_order("barrier", lambda: self._negotiate("barrier", plan={}))
 
-    def exchange(self, data: bytes) -> list[bytes]:
-        """Give bytes to every worker, and get what each gave, in rank order; of one that has joined none."""
+    def exchange(self, data: bytes) -> list[bytes]:  # noqa: D102  inherited
         self._check_open()
         found: list[bytes] = []
 
         def exchange() -> None:
-            self._meet("exchange", plan={"exchange": True})
+            self._negotiate("exchange", plan={"exchange": True})
             found.extend(self._workers.exchange(data))
 
-        self._together("exchange", exchange)
+        self._run_in_order("exchange", exchange)
         return found
 
     def join(self) -> int:  # noqa: D102  inherited
@@ -111,64 +109,64 @@ class AllReduceStore(LocalStore):
         last: list[int] = []
 
         def take_part() -> None:
-            while isinstance(meeting := self._workers.wait(self._rate()), Meeting):
-                self._follow(meeting)
-            last.append(meeting)
+            while isinstance(result := self._workers.join(self._rate()), Negotiation):
+                self._take_part(result)
+            last.append(result)
 
-        self._together("join", take_part)
+        self._run_in_order("join", take_part)
         return last[0]
 
-    init = _telling(KVStore.init)
-    broadcast = _telling(KVStore.broadcast)
-    push = _telling(KVStore.push)
-    push_weighted = _telling(KVStore.push_weighted)
-    push_bucket = _telling(KVStore.push_bucket)
-    pushpull = _telling(KVStore.pushpull)
-    assign = _telling(KVStore.assign)
-    fuse = _telling(KVStore.fuse)
-    update = _telling(KVStore.update)
-    drop_updates = _telling(KVStore.drop_updates)
-    set_optimizer = _telling(KVStore.set_optimizer)
-    set_gradient_compression = _telling(KVStore.set_gradient_compression)
+    init = _refused_on_all_ranks(KVStore.init)
+    broadcast = _refused_on_all_ranks(KVStore.broadcast)
+    push = _refused_on_all_ranks(KVStore.push)
+    push_weighted = _refused_on_all_ranks(KVStore.push_weighted)
+    push_bucket = _refused_on_all_ranks(KVStore.push_bucket)
+    pushpull = _refused_on_all_ranks(KVStore.pushpull)
+    assign = _refused_on_all_ranks(KVStore.assign)
+    fuse = _refused_on_all_ranks(KVStore.fuse)
+    update = _refused_on_all_ranks(KVStore.update)
+    drop_updates = _refused_on_all_ranks(KVStore.drop_updates)
+    set_optimizer = _refused_on_all_ranks(KVStore.set_optimizer)
+    set_gradient_compression = _refused_on_all_ranks(KVStore.set_gradient_compression)
 
     def _refuse(self, call: str, error: Exception) -> None:
-        """Tell all workers that this one did not take ``call``'s arguments.
+        """Refuse a call on this rank, so that all ranks raise.
 
         Raises:
-            Exception: ``error``, if all refuse for the same reason, else a `MismatchError` that is the same on all.
+            Exception: ``error`` if all ranks refuse for the same reason, else a `MismatchError`, the same on all ranks.
         """
         if not self._closed:
-            self._together(call, lambda: self._workers.refuse(call, error))
+            self._run_in_order(call, lambda: self._workers.refuse(call, error))
 
     def _init(self, pairs: Pairs, async_op: bool) -> Work:
         make_entries = super()._init
 
         def init() -> None:
             try:
-                self._meet("init")
+                self._negotiate("init")
                 shapes = [(f"key {key!r}", f"{tuple(value.shape)} of {value.dtype}") for key, (value,) in pairs]
                 self._workers.check_same("what is initialised", shapes)
                 for _, (value,) in pairs:
                     check_dtype(value.dtype)
-            except Exception:  # whatever it was is raised again, and the keys are unknown as before
+            except Exception:
                 with self._layout_lock:
                     for key, _ in pairs:
                         del self._layout[key]
                 raise
             make_entries(pairs, False)
             for key, _ in pairs:
-                self._workers.take_first(self._entries[key].stored)
+                self._workers.broadcast(self._entries[key].stored)
 
         return self._start("init", init, pairs, 0, async_op)
 
     def _assign(self, pairs: Pairs) -> None:
         def assign() -> None:
-            self._meet(f"assign of {[key for key, _ in pairs]}")
+            self._negotiate(f"assign of {[key for key, _ in pairs]}")
             for key, (value,) in pairs:
                 stored = self._entries[key].stored
                 if not self.rank:
                     stored.copy_(value)
-                self._workers.take_first(stored)
+                self._workers.broadcast(stored)
 
         self._start("assign", assign, pairs, 0, False)
 
@@ -180,71 +178,52 @@ class AllReduceStore(LocalStore):
         ]
 
         def fuse() -> None:
-            self._meet("fuse")
+            self._negotiate("fuse")
             self._workers.check_same("the bucket", [*slots, ("size", f"{bucket.numel} of {bucket.dtype}")])
             make_flat(bucket)
-            self._flats[bucket].merged = self._workers.shared_zeros(bucket.numel, bucket.dtype)
+            self._flats[bucket].sum = self._workers.registered_zeros(bucket.numel, bucket.dtype)
             self._fused.append(bucket)
 
         self._start("fuse", fuse, [(key, []) for key in bucket.keys], 0, False)
 
-    def _push_weighted(self, pairs: Pushed, weight: float, priority: int, async_op: bool) -> Work:
-        return self._start("push", lambda: self._add_pairs(pairs, weight), pairs, priority, async_op)
-
-    def _push_bucket_weighted(
-        self,
-        bucket: Bucket,
-        values: Sequence[BucketValue],
-        keys: Sequence[Key],
-        weight: float,
-        priority: int,
-        async_op: bool,
-    ) -> Work:
-        pairs = by_key(bucket, values, keys)
-        return self._start("push", lambda: self._add_bucket(bucket, values, keys, weight), pairs, priority, async_op)
-
     def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work:
         def pushpull() -> None:
             self._merge(values)
-            self._give(outs)
+            self._copy_out(outs)
 
         return self._start("pushpull", pushpull, [*values, *outs], priority, async_op)
 
-    def _merge(self, pairs: Pushed) -> None:
-        self._add_pairs(pairs, None)
-
-    def _merge_bucket(self, bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key]) -> None:
-        self._add_bucket(bucket, values, keys, None)
-
-    def _add_pairs(self, pairs: Pushed, weight: float | None) -> None:
+    def _merge(self, pairs: Pushed, weight: float | None = None) -> None:
         keys = list(dict.fromkeys(key for key, _ in pairs))
 
         def part() -> BucketPart:
             present = [(key, values) for key, values in merged(pairs) if values and weight != 0]
             return self._part(keys, dict(self._sums(present, own=False)))
 
-        self._add(f"{_kind(weight)} of {keys}", {"keys": keys}, part, weight)
+        self._reduce(f"{_kind(weight)} of {keys}", {"keys": keys}, part, weight)
 
-    def _add_bucket(
+    def _merge_bucket(
         self, bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key], weight: float | None
     ) -> None:
+        given = by_key(bucket, values, keys)
         if bucket not in self._flats:
-            of_keys = dict(by_key(bucket, values, keys))
-            self._add_pairs([(key, of_keys.get(key, [])) for key in bucket.keys], weight)
+            of_keys = dict(given)
+            self._merge([(key, of_keys.get(key, [])) for key in bucket.keys], weight)
             return
 
         def part() -> BucketPart:
             own = self._part_of(bucket)
             if weight != 0:
-                own.take(values, by_key(bucket, values, keys))
+                own.take(values, given)
             return own
 
         number = self._fused.index(bucket)
-        call = f"{_kind(weight)} of bucket {number} of {bucket.keys}"
-        self._add(call, {"bucket": number}, part, weight)
+        self._reduce(f"{_kind(weight)} of bucket {number} of {bucket.keys}", {"bucket": number}, part, weight)
 
-    def _add(self, call: str, plan: Mapping[str, Any], prepare: Callable[[], BucketPart], weight: float | None) -> None:
-        """Add up all workers' parts and give the sums to the updater, once it is known that all of them can."""
+    def _reduce(
+        self, call: str, plan: Mapping[str, Any], prepare: Callable[[], BucketPart], weight: float | None
+    ) -> None:
+        """Sum all workers' parts and update with the sums, once all ranks have accepted theirs."""
         try:
             part = prepare()
             self._check_part(part)
@@ -252,8 +231,8 @@ class AllReduceStore(LocalStore):
             self._workers.refuse(call, error)
             raise
         plan = {**plan, "is_mean": weight is not None}
-        meeting = self._meet(call, plan, 1.0 if weight is None else weight, is_uneven=part.is_uneven)
-        self._take(meeting, part, is_mean=weight is not None)
+        negotiation = self._negotiate(call, plan, 1.0 if weight is None else weight, is_uneven=part.is_uneven)
+        self._reduce_and_update(negotiation, part, is_mean=weight is not None)
 
     def _check_part(self, part: BucketPart) -> None:
         if self._optimizer is not None:
@@ -263,13 +242,10 @@ class AllReduceStore(LocalStore):
         if self._payloads is not None:
             self._payloads.check(part)
 
-    def _take(self, meeting: Meeting, part: BucketPart, *, is_mean: bool) -> None:
-        """Sum with the others, and update."""
-        sums = summed_over_workers(self._workers, meeting, part, self._payloads, is_mean=is_mean)
+    def _reduce_and_update(self, negotiation: Negotiation, part: BucketPart, *, is_mean: bool) -> None:
+        sums = reduce_over_workers(self._workers, negotiation, part, self._payloads, is_mean=is_mean)
         if self._optimizer is not None:
-            self._take_rate(meeting)
-            for key, _ in sums:
-                self._optimizer.add(key, self._entries[key].stored)
+            self._use_rate(negotiation)
             self._apply(sums)
         elif self._updater is not None:
             for key, total in sums:
@@ -277,52 +253,52 @@ class AllReduceStore(LocalStore):
         else:
             self._replace([(key, [total]) for key, total in sums], {})
 
-    def _follow(self, meeting: Meeting) -> None:
-        """Take part in what the others do, with nothing."""
-        plan = meeting.plan
+    def _take_part(self, negotiation: Negotiation) -> None:
+        """Take part in the others' call by its plan, without values."""
+        plan = negotiation.plan
         if "exchange" in plan:
             self._workers.exchange(b"")
         elif "update" in plan:
-            self._end_update(meeting, is_dropped=plan["update"] == "drop")
+            self._end_update(negotiation, is_dropped=plan["update"] == "drop")
         elif plan:
             part = self._part_of(self._fused[plan["bucket"]]) if "bucket" in plan else self._part(plan["keys"], {})
             part.has_joined = True
-            self._take(meeting, part, is_mean=plan["is_mean"])
+            self._reduce_and_update(negotiation, part, is_mean=plan["is_mean"])
 
-    def _take_rate(self, meeting: Meeting) -> None:
-        """Have rank 0's learning rate."""
+    def _use_rate(self, negotiation: Negotiation) -> None:
+        """Set rank 0's learning rate."""
         assert self._optimizer is not None
-        if not math.isnan(meeting.learning_rate) and meeting.learning_rate != self._optimizer.learning_rate:
-            self._optimizer.learning_rate = meeting.learning_rate
+        if not math.isnan(negotiation.learning_rate) and negotiation.learning_rate != self._optimizer.learning_rate:
+            self._optimizer.learning_rate = negotiation.learning_rate
 
     def _update(self) -> None:
-        self._together("update", lambda: self._end_update(self._meet("update", {"update": "apply"})))
+        self._run_in_order("update", lambda: self._end_update(self._negotiate("update", {"update": "apply"})))
 
     def _drop_updates(self) -> None:
         def drop() -> None:
-            self._end_update(self._meet("drop_updates", {"update": "drop"}), is_dropped=True)
+            self._end_update(self._negotiate("drop_updates", {"update": "drop"}), is_dropped=True)
 
-        self._together("drop_updates", drop)
+        self._run_in_order("drop_updates", drop)
 
-    def _end_update(self, meeting: Meeting, *, is_dropped: bool = False) -> None:
+    def _end_update(self, negotiation: Negotiation, *, is_dropped: bool = False) -> None:
         if is_dropped:
-            self._held.clear()
+            self._pending_sums.clear()
         else:
-            self._take_rate(meeting)
-            self._apply_held()
+            self._use_rate(negotiation)
+            self._apply_pending()
 
     def _part(self, keys: list[Key], values: Mapping[Key, Value]) -> BucketPart:
         return BucketPart(keys, values, lambda key: self._entries[key].stored, self._buffer)
 
     def _buffer(self, key: Key) -> torch.Tensor:
         entry = self._entries[key]
-        if entry.merged is None:
-            entry.merged = torch.empty_like(entry.stored)
-        return entry.merged
+        if entry.sum is None:
+            entry.sum = torch.empty_like(entry.stored)
+        return entry.sum
 
     def _part_of(self, bucket: Bucket) -> BucketPart:
-        """A part of a bucket's keys in their shared memory; with no values yet."""
-        flat = self._flats[bucket].merged
+        """Return this worker's part of a bucket, without values, with buffers in registered memory."""
+        flat = self._flats[bucket].sum
         assert flat is not None
         views = bucket.views(flat)
         return BucketPart(bucket.keys, {}, lambda key: self._entries[key].stored, views.__getitem__, flat)
@@ -330,34 +306,28 @@ class AllReduceStore(LocalStore):
     def _set_compression(self, compression: Compression | None) -> None:
         if compression is not None and compression.pull_codec is not None:
             raise ValueError(
-                f"pull_type is {compression.params['pull_type']!r}, but in an {self.type!r} store pulls do not travel: "
-                "every worker has the weights; expected None"
+                f"pull_type is {compression.params['pull_type']!r}, but in an {self.type!r} store every worker holds "
+                "the weights, so pulls send nothing; expected None"
             )
         params = {} if compression is None else compression.params
 
         def change() -> None:
-            self._meet("set_gradient_compression")
+            self._negotiate("set_gradient_compression")
             self._workers.check_same("compression", [(name, repr(value)) for name, value in params.items()])
             self._compressed = self._payloads = Payloads(compression) if compression is not None else None
 
-        self._change(change)
+        self._run_exclusive(change)
 
     def _set_optimizer(self, spec: OptimizerSpec) -> None:
         def agree() -> None:
-            self._meet("set_optimizer")
+            self._negotiate("set_optimizer")
             self._workers.check_same("the optimizer", [(name, repr(value)) for name, value in vars(spec).items()])
 
-        self._together("set_optimizer", agree)
+        self._run_in_order("set_optimizer", agree)
         super()._set_optimizer(spec)
 
-    @_telling
-    def load_optimizer_states(self, path: str | Path) -> None:
-        """Take over the optimizer state of rank 0's file; the learning rate stays as it is set. All workers call it.
-
-        Raises:
-            FileNotFoundError: no such file.
-            ValueError: a torn or foreign file, another optimizer, unknown keys, or other shapes.
-        """
+    @_refused_on_all_ranks
+    def load_optimizer_states(self, path: str | Path) -> None:  # noqa: D102  inherited
         self._check_open()
         self._needs_optimizer("load_optimizer_states")
         if self.rank:
@@ -365,18 +335,21 @@ class AllReduceStore(LocalStore):
         else:
             super().load_optimizer_states(path)
 
-    @_telling
+    @_refused_on_all_ranks
     def load_optimizer_state(self, state: OptimizerState | None) -> None:
-        """Replace the optimizer's state by rank 0's; other workers' is not looked at. All workers call it."""
+        """Replace the optimizer's state by rank 0's; ``state`` is ignored on other ranks.
+
+        Collective: all workers must call it.
+        """
         self._check_open()
         self._needs_optimizer("load_optimizer_state")
         taken: list[OptimizerState] = []
 
         def take() -> None:
-            self._meet("load_optimizer_state")
-            taken.append(first_state(self._workers, state))
+            self._negotiate("load_optimizer_state")
+            taken.append(broadcast_state(self._workers, state))
 
-        self._together("load_optimizer_state", take)
+        self._run_in_order("load_optimizer_state", take)
         super().load_optimizer_state(taken[0])
 
     def close(self) -> None:  # noqa: D102  inherited
@@ -387,48 +360,45 @@ class AllReduceStore(LocalStore):
     def _start(
         self,
         name: str,
-        operation: Callable[[], None],
+        operation: Callable[[], object],
         pairs: Sequence[tuple[Key, Sequence[Value]]],
         priority: int,
         async_op: bool,
     ) -> Work:
         self._workers.check()
-        self._begun += 1
+        self._started += 1
         return super()._start(name, operation, pairs, priority, async_op)
 
-    def _together(self, name: str, operation: Callable[[], None]) -> None:
+    def _run_in_order(self, name: str, operation: Callable[[], object]) -> None:
         self._start(name, operation, [], 0, False)
 
-    def _meet(
+    def _negotiate(
         self, call: str, plan: Mapping[str, Any] | None = None, weight: float = 1.0, *, is_uneven: bool = False
-    ) -> Meeting:
-        return self._workers.meet(call, plan, weight=weight, is_uneven=is_uneven, learning_rate=self._rate())
+    ) -> Negotiation:
+        return self._workers.negotiate(call, plan, weight=weight, is_uneven=is_uneven, learning_rate=self._rate())
 
     def _rate(self) -> float:
         return math.nan if self._optimizer is None else self._optimizer.learning_rate
 
 
-class _InTurn(WorkQueue):
-    """Runs operations in the order in which they are given, which is the same on all workers."""
+class _InOrder(WorkQueue):
+    """Queue that runs operations in the order of the calls, which is the same on all workers."""
 
     def submit(self, operation: Callable[[], None], work: Work, keys: Iterable[Hashable], priority: int) -> None:  # noqa: ARG002
-        """Have the operation run behind all that came before it."""
-        super().submit(operation, work, ("turn",), 0)
+        """Queue an operation behind all earlier ones."""
+        super().submit(operation, work, ("in order",), 0)
 
 
 def _connected() -> Communicator:
-    """The communicator of the job that the environment tells of."""
-    from gangline.collectives.bootstrap.communicators import (
-        connect,  # here, for who has no job pays nothing for its imports
-    )
-    from gangline.collectives.bootstrap.launcher_environment import find_rank_info
+    """Return a communicator of the job in the environment."""
+    from gangline.collectives.bootstrap.communicators import connect  # only needed within a job, and slow to import
 
     try:
         find_rank_info(None, None, None, os.environ)
     except RuntimeError as error:
         raise RuntimeError(
-            "an 'allreduce' store joins the workers of a job, and there is none in the environment; start the program "
-            "with `gangline launch -n WORKERS -s 0 -- COMMAND` (torchrun, mpirun and srun do too), or give create() a "
+            "an 'allreduce' store needs a job, and there is none in the environment; start the program "
+            "with `gangline launch -n WORKERS -s 0 -- COMMAND` (or torchrun, mpirun, srun), or give create() a "
             "communicator"
         ) from error
     return connect()

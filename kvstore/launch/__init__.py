@@ -1,1 +1,1 @@
-"""Starting the processes of a job: `gangline launch`, a file a launcher."""
+"""Start the processes of a job on this machine, relay their output, and leave none of them behind."""

@@ -1,8 +1,8 @@
-"""The launcher for this machine: it runs a job's processes and leaves nothing of them, however it ends itself.
+"""The launcher for this machine: runs a job's processes and leaves none behind, however the launcher itself ends.
 
-Two processes share the work. The one the user sees waits and hands signals on; its child, the supervisor, starts the
-job's processes and hears them. Both adopt orphans, so all that a job starts stays within their family, daemons too:
-when the supervisor is killed the first process ends the family, when the first is killed the supervisor does.
+It consists of two processes. The first, which the user started, waits and forwards signals. Its child, the supervisor,
+starts the job's processes and relays their output. Both adopt orphans, so everything that a job starts, daemons
+included, stays their descendant. If one of the two is killed, the other kills all descendants.
 """
 
 from __future__ import annotations
@@ -16,30 +16,31 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
+from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.kvstore.launch.job import Process
-from gangline.kvstore.launch.process_tree import adopt_orphans, descendants, die_with, kill_descendants, send
-from gangline.kvstore.launch.supervisor import Patience, Supervisor
+from gangline.kvstore.launch.process_tree import adopt_orphans, descendants, kill_descendants, send
+from gangline.kvstore.launch.supervisor import StopTimeouts, Supervisor
 
 
-def run(processes: Sequence[Process], patience: Patience = Patience()) -> int:  # noqa: B008 - it is frozen
-    """Run the processes of a job until all have ended; called from the main thread of a program without others.
+def run(processes: Sequence[Process], timeouts: StopTimeouts = StopTimeouts()) -> int:  # noqa: B008 - it is frozen
+    """Run the processes of a job until all have ended; call it from the main thread of a program without other threads.
 
-    The first that fails is named, and the others are stopped: SIGTERM, and SIGKILL for what is left when the patience
-    is over. SIGINT, SIGTERM and SIGHUP stop all of them; a second one kills them at once. SIGINT and SIGHUP are
-    ignored where they were, as under nohup. Servers and the scheduler end by themselves after the last worker.
+    If a process fails, it is named and the others are stopped: by SIGTERM, then by SIGKILL after a timeout. SIGINT,
+    SIGTERM and SIGHUP stop all processes; a second signal kills them at once. SIGINT and SIGHUP stay ignored if they
+    were ignored before, as under nohup. Servers and the scheduler end by themselves after the last worker.
 
     Args:
-        processes: as of `process_table`; each leads a session of its own, and its standard input is empty.
-        patience: how long to wait for those that should end.
+        processes: processes of the job, as of `process_table`; each gets its own session and an empty standard input.
+        timeouts: time limits for processes that should end.
 
     Returns:
-        0 if all workers ended well, else the exit code of the first process that failed; 128 + N if signal N ended it,
-        or the launcher; 127 and 126 where a command cannot be found or run, as shells have it.
+        0 if all workers succeeded, else the exit code of the first process that failed; 128 + N if signal N ended it or
+        the launcher; 127 if a command was not found and 126 if it could not be run, as in shells.
     """
     ignorable = {number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN}
     stops = {signal.SIGTERM, *ignorable}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    elders = descendants()  # a shell that became this program may have left it children, who are not the job's
+    before = descendants()  # a shell that exec'ed this program may have left it children
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, *stops})
@@ -48,25 +49,25 @@ def run(processes: Sequence[Process], patience: Patience = Patience()) -> int:  
         parent = os.getpid()
         child = os.fork()
         if child == 0:
-            _supervise(parent, processes, patience, stops, mask)
-        return _attend(child, stops, patience)
+            _supervise(parent, processes, timeouts, stops, mask)
+        return _forward_signals(child, stops, timeouts)
     finally:
-        kill_descendants(spared=elders)
+        kill_descendants(spared=before)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _attend(supervisor: int, stops: Collection[int], patience: Patience) -> int:
-    """Hand signals on until the supervisor has ended; what it should have stopped is stopped if it cannot."""
-    asked: int | None = None
-    until = 0.0
+def _forward_signals(supervisor: int, stops: Collection[int], timeouts: StopTimeouts) -> int:
+    """Forward signals until the supervisor has ended; return the job's exit code."""
+    received: int | None = None
+    deadline = 0.0
     while True:
-        limit = 3600.0 if asked is None else max(0.0, until - time.monotonic())
-        heard = signal.sigtimedwait({signal.SIGCHLD, *stops}, limit)
-        if heard is not None and heard.si_signo != signal.SIGCHLD:
-            if asked is None:
-                asked, until = heard.si_signo, time.monotonic() + 2 * patience.stop + 1
-            send(supervisor, heard.si_signo)
-        elif heard is None and asked is not None:  # it may wait for a reader of its output that does not read
+        limit = 3600.0 if received is None else max(0.0, deadline - time.monotonic())
+        info = signal.sigtimedwait({signal.SIGCHLD, *stops}, limit)
+        if info is not None and info.si_signo != signal.SIGCHLD:
+            if received is None:
+                received, deadline = info.si_signo, time.monotonic() + 2 * timeouts.stop + 1
+            send(supervisor, info.si_signo)
+        elif info is None and received is not None:  # it may be blocked on output that nobody reads
             send(supervisor, signal.SIGKILL)
         ended, status = os.waitpid(supervisor, os.WNOHANG)
         if ended:
@@ -74,25 +75,28 @@ def _attend(supervisor: int, stops: Collection[int], patience: Patience) -> int:
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return code
-    if asked is not None:
-        return 128 + asked
-    with suppress(OSError):  # nobody may read it any more
-        print(f"gangline: the launcher's supervisor was killed by signal {-code}: all is stopped", file=sys.stderr)
+    if received is not None:
+        return 128 + received
+    with suppress(OSError):  # the reader may be gone
+        print(
+            f"gangline: the launcher's supervisor was killed by signal {-code}: all processes are stopped",
+            file=sys.stderr,
+        )
     return 128 - code
 
 
 def _supervise(
-    parent: int, processes: Sequence[Process], patience: Patience, stops: Collection[int], mask: Collection[int]
+    parent: int, processes: Sequence[Process], timeouts: StopTimeouts, stops: Collection[int], mask: Collection[int]
 ) -> NoReturn:
-    """Be the supervisor, with the signal mask ``mask`` as soon as it can hear signals."""
+    """Run the supervisor and exit; ``mask`` becomes the signal mask once its handlers are installed."""
     code = 1
     try:
-        os.setsid()  # Ctrl-C is for the parent alone, who hands it on
+        os.setsid()  # a Ctrl-C of the terminal reaches the parent only, which forwards it
         adopt_orphans()
-        die_with(parent, signal.SIGTERM)
-        supervisor = Supervisor(patience, stops, mask)
+        die_with_parent(parent, signal.SIGTERM)
+        supervisor = Supervisor(timeouts, stops, mask)
         code = supervisor.run(processes)
-    except BaseException:  # noqa: BLE001 - nothing may get past this into the caller's program
+    except BaseException:  # noqa: BLE001 - the child must never return into the caller's program
         traceback.print_exc()
     finally:
         try:

@@ -1,4 +1,4 @@
-"""Many processes on one terminal or in one log: whole lines, each with the name of its process, and in time."""
+"""Output of many processes on one terminal or in one log: whole lines, each prefixed by the name of its process."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-_QUIET = 0.25
-"""Seconds after which the beginning of a line is shown without its end: a question, or a bar that does not move on."""
+_PARTIAL_DELAY = 0.25
+"""Seconds after which an incomplete line is shown: a question, or a stalled progress bar."""
 _LONGEST = 1 << 20
-"""Bytes at which a line is cut, so that none fills the memory."""
-_LINE = re.compile(rb"([^\r\n]*)(\r\n|\n|\r(?!\n|\Z))")  # a last \r may be the first half of \r\n
+"""Bytes at which a line is broken, to bound memory."""
+_LINE = re.compile(rb"([^\r\n]*)(\r\n|\n|\r(?!\n|\Z))")  # a trailing \r may be half of \r\n
 _COLOURS = (36, 33, 35, 32, 34, 31)
 
 
 @dataclass(eq=False, slots=True)
 class Stream:
-    """The standard output, or the standard error, of one process."""
+    """Standard output or standard error of one process."""
 
     prefix: bytes
     sink: _Sink
     pending: bytearray = field(default_factory=bytearray)
-    """The line that has not ended yet."""
+    """The incomplete last line."""
     shown: int = 0
-    """How much of it is to be seen already, at the open end of the log."""
-    waits_since: float | None = None
-    """When the first byte of ``pending`` came that was not shown."""
+    """Bytes of ``pending`` that are written already, at the end of the log."""
+    unshown_since: float | None = None
+    """Monotonic time of the first byte of ``pending`` that is not shown."""
     was_cut: bool = False
-    """Whether the line's beginning stands alone, for another process's line came between."""
+    """True if another process's line broke this one after its shown beginning."""
 
 
 class Output:
-    """This process's standard output and standard error, shared by many streams."""
+    """Standard output and standard error of this process, shared by many streams."""
 
     def __init__(self, out: int = 1, errors: int = 2) -> None:
-        """Write to the file descriptors ``out`` and ``errors``; one row is kept where both are the same file."""
+        """Write to the file descriptors ``out`` and ``errors``, which may be the same file."""
         self._out = _sink(out)
         self._errors = self._out if _is_same_file(out, errors) else _sink(errors)
         self._streams: list[Stream] = []
 
     def stream(self, label: str, number: int, *, is_error: bool) -> Stream:
-        """A new stream.
+        """Add a stream.
 
         Args:
-            label: the process's name.
-            number: chooses the colour, on terminals that have any.
-            is_error: whether it goes to standard error.
+            label: name of the process.
+            number: index of the label's colour, on terminals with colours.
+            is_error: write to standard error.
         """
         sink = self._errors if is_error else self._out
         prefix = f"[{label}]".encode()
@@ -58,17 +58,17 @@ class Output:
         self._streams.append(stream)
         return stream
 
-    def take(self, stream: Stream, data: bytes) -> None:
-        """Write the lines that end in ``data``; what begins a line waits for its end.
+    def write(self, stream: Stream, data: bytes) -> None:
+        """Write the lines that ``data`` completes, and buffer the rest.
 
         Raises:
-            OSError: it cannot be written, as when the reader of a pipe has gone.
+            OSError: if writing fails; BrokenPipeError if the reader of a pipe is gone.
         """
         stream.pending += data
         end, lines = 0, []
         for match in _LINE.finditer(stream.pending):
             end = match.end()
-            if match[1] or match[2] != b"\r":  # a progress bar may begin with \r, which ends nothing then
+            if match[1] or match[2] != b"\r":  # a progress bar may begin with \r: no line to end
                 lines.append((match[1], match[2] != b"\r"))
         if len(stream.pending) - end > _LONGEST:
             lines.append((bytes(stream.pending[end:]), True))
@@ -77,55 +77,57 @@ class Output:
             if lines:
                 stream.sink.write(stream, lines)
             del stream.pending[:end]
-            stream.shown, stream.was_cut, stream.waits_since = 0, False, None
-        if stream.pending and stream.waits_since is None:
-            stream.waits_since = time.monotonic()
+            stream.shown, stream.was_cut, stream.unshown_since = 0, False, None
+        if stream.pending and stream.unshown_since is None:
+            stream.unshown_since = time.monotonic()
 
     def seconds_left(self) -> float | None:
-        """Until `show_beginnings` has something to show; None if it has not."""
-        waiting = [stream.waits_since for stream in self._streams if stream.waits_since is not None]
-        return max(0.0, min(waiting) + _QUIET - time.monotonic()) if waiting else None
+        """Return the seconds until `show_beginnings` has something to show; None if there is nothing."""
+        waiting = [stream.unshown_since for stream in self._streams if stream.unshown_since is not None]
+        return max(0.0, min(waiting) + _PARTIAL_DELAY - time.monotonic()) if waiting else None
 
     def show_beginnings(self) -> None:
-        """Write the beginnings of lines that have waited long enough; errors as for `take`."""
+        """Write incomplete lines that are older than the delay; raises as `write`."""
         now = time.monotonic()
         for stream in self._streams:
-            if stream.waits_since is not None and stream.waits_since + _QUIET <= now:
-                stream.waits_since = None
+            if stream.unshown_since is not None and stream.unshown_since + _PARTIAL_DELAY <= now:
+                stream.unshown_since = None
                 stream.sink.write_beginning(stream)
 
     def end(self, stream: Stream) -> None:
-        """Write the last line of a stream even if it has no end; errors as for `take`."""
+        """End a stream: write its incomplete last line; raises as `write`."""
         if stream in self._streams:
             self._streams.remove(stream)
             if stream.pending:
-                self.take(stream, b"\n")
+                self.write(stream, b"\n")
 
-    def say(self, text: str) -> None:
-        """Write a line of the launcher's own to standard error; errors as for `take`."""
+    def report(self, text: str) -> None:
+        """Write a line of the launcher itself to standard error; raises as `write`."""
         own = Stream(b"gangline: ", self._errors)
         own.sink.write(own, [(text.encode(errors="replace"), True)])
 
     def close(self) -> None:
-        """Leave the cursor at the beginning of a row; errors as for `take`."""
+        """End the last row, so that the cursor is at the beginning of one; raises as `write`."""
         for sink in {self._out, self._errors}:
             sink.close()
 
 
 class _Sink:
-    """A file or pipe: nothing that was written can be taken back."""
+    """File or pipe, where nothing can be overwritten: an interrupted line is broken and continued later."""
 
     has_colours = False
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._open: Stream | None = None
-        """Whose line stands at the end, without an end."""
+        """Stream whose incomplete line is at the end of the file."""
 
     def write(self, stream: Stream, lines: Sequence[tuple[bytes, bool]]) -> None:
-        """Write lines, the first of which begins where the stream's pending one does.
+        """Write lines.
 
-        Each is its text and whether it is final, or the next one takes its place on a terminal.
+        Args:
+            stream: stream of the lines; the first of them begins with its ``pending``.
+            lines: text, and whether the line is final; on a terminal the next line overwrites one that is not.
         """
         out = bytearray()
         if self._open is not stream:
@@ -152,7 +154,7 @@ class _Sink:
         _write(self.fd, self._break())
 
     def _break(self) -> bytes:
-        """End the open line early: the rest of it will begin another one."""
+        """Break the incomplete line at the end; its rest will start a new line."""
         if self._open is None:
             return b""
         del self._open.pending[: self._open.shown]
@@ -161,7 +163,7 @@ class _Sink:
 
 
 class _Terminal(_Sink):
-    """A terminal: the last row is written over until its line has ended, so no line is ever cut in two."""
+    """Terminal: the last row is overwritten until its line is complete, so no line is ever broken."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd)
@@ -196,7 +198,7 @@ def _sink(fd: int) -> _Sink:
 def _is_same_file(one: int, other: int) -> bool:
     try:
         return os.path.sameopenfile(one, other)
-    except OSError:  # one is closed
+    except OSError:  # one of them is closed
         return False
 
 
@@ -205,5 +207,5 @@ def _write(fd: int, data: bytes | bytearray) -> None:
     while left:
         try:
             left = left[os.write(fd, left) :]
-        except BlockingIOError:  # somebody we share it with wants it so
+        except BlockingIOError:  # another process that shares the file made it non-blocking
             select.select([], [fd], [])

@@ -1,4 +1,4 @@
-"""Running processes side by side: start, hear, name the first failure, stop."""
+"""Supervisor of a job: starts the processes, relays their output, reports the first failure, stops the rest."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import IO
 
+from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.kvstore.launch.job import Process
 from gangline.kvstore.launch.output import Output, Stream
-from gangline.kvstore.launch.process_tree import descendants, die_with, send, send_group
+from gangline.kvstore.launch.process_tree import descendants, send, send_group
 
-_AGAIN = 0.1
-"""Seconds from one round of SIGKILL to the next, for what was forked meanwhile."""
+_KILL_INTERVAL = 0.1
+"""Seconds between rounds of SIGKILL; each round reaches processes forked since the last."""
 _READ = 1 << 16
-"""Bytes taken at once, so that all are heard in turn."""
+"""Bytes per read, so that all pipes get their turn."""
 _PIPE = 1 << 20
-"""The most bytes that a pipe holds."""
+"""Maximum capacity of a pipe in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """Seconds to wait for processes that should end."""
+class StopTimeouts:
+    """Time limits for processes that should end, in seconds."""
 
     servers: float = 10.0
-    """Servers and scheduler, from the end of the last worker."""
+    """For servers and scheduler, from the end of the last worker."""
     stop: float = 10.0
-    """Any process, from SIGTERM to SIGKILL."""
+    """From SIGTERM to SIGKILL."""
 
 
 @dataclass(eq=False, slots=True)
 class _Child:
-    """A process that runs, with the ends of the pipes that it writes into."""
+    """A started process and the pipes that it writes to."""
 
     process: Process
     popen: subprocess.Popen[bytes]
@@ -50,33 +51,40 @@ class _Child:
 
 
 class Supervisor:
-    """Processes of one job and their output; for the main thread of a process that adopts orphans."""
+    """Runs the processes of one job; needs the main thread of a process that adopts orphans."""
 
-    def __init__(self, patience: Patience, stops: Collection[int], mask: Collection[int]) -> None:
-        """Hear the signals ``stops``, each of which ends the job, and set the signal mask ``mask``."""
-        self._patience = patience
+    def __init__(self, timeouts: StopTimeouts, stops: Collection[int], mask: Collection[int]) -> None:
+        """Install signal handlers.
+
+        Args:
+            timeouts: time limits for processes that should end.
+            stops: signals that stop the job.
+            mask: signal mask to set once the handlers are installed.
+        """
+        self._timeouts = timeouts
         self._output = Output()
         self._started: list[_Child] = []
         self._children: dict[int, _Child] = {}
-        """Those that run, by process id."""
+        """Running processes by process id."""
         self._code: int | None = None
-        self._servers_stop_last = False  # workers that end cleanly on a signal need them until then
-        """What the job's end was decided to be; None while it runs as it should."""
+        """Exit code of the job; None until it fails or is stopped."""
+        self._servers_stop_last = False  # workers that end cleanly on a signal need the servers until then
         self._alarm: tuple[float, Callable[[], None]] | None = None
-        self._are_orphans_told = False
-        self._is_mute = False
+        """Monotonic time and what to do then."""
+        self._are_orphans_terminated = False
+        self._cannot_write = False
         self._selector = selectors.DefaultSelector()
         self._signals, self._wakeup = socket.socketpair()
         for end in (self._signals, self._wakeup):
             end.setblocking(False)
         self._selector.register(self._signals, selectors.EVENT_READ)
         for number in (signal.SIGCHLD, *stops):
-            signal.signal(number, lambda *_: None)  # without a handler the wakeup socket hears nothing
+            signal.signal(number, lambda *_: None)  # the wakeup socket needs a handler
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def run(self, processes: Sequence[Process]) -> int:
-        """Run the processes until none is left, nor what they started; returns the job's exit code."""
+        """Run the processes until they and all their descendants have ended; return the job's exit code."""
         for process in processes:
             if self._code is None:
                 self._start(process)
@@ -99,7 +107,7 @@ class Supervisor:
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 start_new_session=True,
-                preexec_fn=partial(die_with, os.getpid(), signal.SIGKILL),  # no other thread holds a lock
+                preexec_fn=partial(die_with_parent, os.getpid()),  # safe: this process has no other threads
             )
         except OSError as error:
             code = 127 if error.errno == errno.ENOENT else 126
@@ -115,9 +123,9 @@ class Supervisor:
             self._selector.register(pipe, selectors.EVENT_READ, partial(self._read, child, pipe))
 
     def _wait(self) -> None:
-        """Do what comes next: output, a signal, an end, or the end of a patience."""
-        shows = None if self._is_mute else self._output.seconds_left()
-        limits = [shows, self._alarm and self._alarm[0] - time.monotonic()]
+        """Wait for output, a signal, the end of a process or the alarm, and handle it."""
+        next_display = None if self._cannot_write else self._output.seconds_left()
+        limits = [next_display, self._alarm and self._alarm[0] - time.monotonic()]
         ready = self._selector.select(min((limit for limit in limits if limit is not None), default=None))
         for key, _ in ready:
             if key.data is not None:
@@ -126,18 +134,18 @@ class Supervisor:
         with suppress(BlockingIOError):
             for number in self._signals.recv(4096):
                 if number != signal.SIGCHLD:
-                    self._asked_to_stop(number)
+                    self._stop_by_signal(number)
         self._reap()
         if self._alarm is not None and self._alarm[0] <= time.monotonic():
             self._alarm[1]()
 
     def _read(self, child: _Child, pipe: IO[bytes]) -> bool:
-        """Take what one read gives; False if there is nothing more for now."""
+        """Read once and write the output; return False if there is nothing more for now."""
         if pipe.closed:
             return False
         data = pipe.read(_READ)
         if data:
-            self._write(partial(self._output.take, child.streams[pipe], data))
+            self._write(partial(self._output.write, child.streams[pipe], data))
         elif data is not None:
             self._selector.unregister(pipe)
             pipe.close()
@@ -145,25 +153,25 @@ class Supervisor:
         return bool(data)
 
     def _drain(self, child: _Child) -> None:
-        """Take what is in a child's pipes, as far as its own descendants do not fill them again and again."""
+        """Read what a child's pipes hold, at most one capacity each: its descendants may go on writing."""
         for pipe in list(child.streams):
             for _ in range(_PIPE // _READ):
                 if not self._read(child, pipe):
                     break
 
     def _write(self, action: Callable[[], None]) -> None:
-        """Do something that writes; the job is stopped when that cannot be, and what comes then is dropped."""
-        if not self._is_mute:
+        """Run an action that writes output; if that fails, stop the job and discard all further output."""
+        if not self._cannot_write:
             try:
                 action()
             except OSError as error:
-                self._is_mute = True
+                self._cannot_write = True
                 code = 128 + signal.SIGPIPE if isinstance(error, BrokenPipeError) else 1
                 self._fail(f"output cannot be written: {error.strerror}", code)
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         with suppress(OSError):
-            self._output.say(text)
+            self._output.report(text)
 
     def _reap(self) -> None:
         ended: list[tuple[_Child, int]] = []
@@ -175,31 +183,31 @@ class Supervisor:
                 else:
                     ended.append((child, child.popen.wait()))
                     del self._children[info.si_pid]
-        for child, code in sorted(ended, key=lambda one: one[1] >= 0):  # of a moment's ends a kill is rather the cause
+        for child, code in sorted(ended, key=lambda one: one[1] >= 0):  # of several ends, a kill is the likelier cause
             self._ended(child, code)
 
     def _ended(self, child: _Child, code: int) -> None:
-        self._drain(child)  # its last words, before the verdict
+        self._drain(child)  # its last output comes before the report
         if code and self._code is None:
             self._fail(f"{child} {_how(code)}", 128 - code if code < 0 else code)
         if self._servers_stop_last and not self._workers():
             self._servers_stop_last = False
             self._terminate(self._children)
         if self._code is None and child.process.role == "worker" and not self._workers() and self._children:
-            self._alarm = time.monotonic() + self._patience.servers, self._servers_are_late
+            self._alarm = time.monotonic() + self._timeouts.servers, self._stop_late_servers
 
     def _workers(self) -> list[_Child]:
         return [child for child in self._children.values() if child.process.role == "worker"]
 
-    def _servers_are_late(self) -> None:
+    def _stop_late_servers(self) -> None:
         names = ", ".join(map(str, self._children.values()))
-        self._say(
-            f"all workers ended well, but {names} did not end within {self._patience.servers:g} s after them; "
+        self._report(
+            f"all workers succeeded, but {names} did not end within {self._timeouts.servers:g} s after them; "
             "stopping them (-s 0 starts none, for workers that use no dist_* store)"
         )
         self._stop(0)
 
-    def _asked_to_stop(self, number: int) -> None:
+    def _stop_by_signal(self, number: int) -> None:
         if self._code is None:
             self._servers_stop_last = bool(self._workers())
             self._fail(signal.Signals(number).name, 128 + number)
@@ -207,25 +215,25 @@ class Supervisor:
             self._kill()
 
     def _fail(self, reason: str, code: int) -> None:
-        """Stop the job for a reason; only the first counts."""
+        """Report a failure and stop the job; later failures are ignored."""
         if self._code is None:
             self._code = code
-            self._say(f"{reason}; stopping what still runs" if self._children else reason)
+            self._report(f"{reason}; stopping the other processes" if self._children else reason)
             self._stop(code)
 
     def _stop(self, code: int) -> None:
         self._code = code
         first = [pid for pid, child in self._children.items() if child.process.role == "worker"]
         self._terminate(first if self._servers_stop_last else self._children)
-        self._alarm = time.monotonic() + self._patience.stop, self._lose_patience
+        self._alarm = time.monotonic() + self._timeouts.stop, self._kill_late
 
     def _terminate(self, leaders: Iterable[int]) -> None:
         for leader in leaders:
             send_group(leader, signal.SIGTERM)
 
-    def _lose_patience(self) -> None:
-        names = ", ".join(map(str, self._children.values())) or "what the processes started"
-        self._say(f"{names} did not end within {self._patience.stop:g} s of SIGTERM: killed")
+    def _kill_late(self) -> None:
+        names = ", ".join(map(str, self._children.values())) or "descendants of the processes"
+        self._report(f"{names} did not end within {self._timeouts.stop:g} s of SIGTERM: killed")
         self._kill()
 
     def _kill(self) -> None:
@@ -233,25 +241,25 @@ class Supervisor:
             send_group(leader, signal.SIGKILL)
         for pid in descendants():
             send(pid, signal.SIGKILL)
-        self._alarm = time.monotonic() + _AGAIN, self._kill
+        self._alarm = time.monotonic() + _KILL_INTERVAL, self._kill
 
     def _has_orphans(self) -> bool:
-        """Whether something that the ended processes started still runs; it is told to end."""
+        """Return True if descendants of the ended processes still run; send them SIGTERM the first time."""
         orphans = descendants()
-        if orphans and not self._are_orphans_told:
-            self._are_orphans_told = True
+        if orphans and not self._are_orphans_terminated:
+            self._are_orphans_terminated = True
             for pid in orphans:
                 send(pid, signal.SIGTERM)
             if self._code is None or self._alarm is None:
                 self._code = self._code or 0
-                self._alarm = time.monotonic() + self._patience.stop, self._lose_patience
+                self._alarm = time.monotonic() + self._timeouts.stop, self._kill_late
         return bool(orphans)
 
 
 def _how(code: int) -> str:
-    """How a process ended, from its exit code as of subprocess."""
+    """Describe how a process ended, by its exit code as of subprocess."""
     if code >= 0:
-        return f"left with exit code {code}"
+        return f"exited with code {code}"
     try:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:  # a real-time signal

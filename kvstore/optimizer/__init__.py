@@ -1,1 +1,1 @@
-"""Optimizers as plain data, run key by key by torch.optim wherever the weights live."""
+"""Optimizers of stores: plain-data specifications, the torch.optim that runs them key by key, clipping, state files."""

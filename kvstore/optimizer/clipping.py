@@ -1,7 +1,7 @@
 """Gradient clipping: by value, by each key's norm, by the norm of all keys together.
 
-MXNet has the first as ``clip_gradient``; MATLAB's GradientThresholdMethod calls them "absolute-value", "l2norm" and
-"global-l2norm". The formula for norms is that of torch.nn.utils.clip_grad_norm_, after Pascanu et al., "On the
+MXNet has the first as ``clip_gradient``; MATLAB's GradientThresholdMethod calls the three "absolute-value", "l2norm"
+and "global-l2norm". The formula for norms is that of torch.nn.utils.clip_grad_norm_, after Pascanu et al., "On the
 difficulty of training recurrent neural networks", 2013.
 """
 
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 THRESHOLDS = ("clip_gradient", "clip_norm", "clip_global_norm")
-"""The arguments of an optimizer, of which at most one is given."""
-_SMALL = 1e-6  # torch's, which keeps a norm of 0 from being divided by
+"""Optimizer arguments that clip; at most one of them may be given."""
+_EPSILON = 1e-6  # torch's; it avoids division by 0
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 def check_thresholds(arguments: Mapping[str, Any]) -> None:
-    """See that at most one threshold is given, and that it is a finite number above 0; None is none.
+    """Check that at most one threshold is given; None counts as not given.
 
     Raises:
-        ValueError: it is not so.
+        ValueError: if two are given, or one is not a finite number above 0.
     """
     given = {name: arguments[name] for name in THRESHOLDS if arguments.get(name) is not None}
     for name, value in given.items():
@@ -50,17 +50,17 @@ def clip_each_norm_(gradients: Sequence[torch.Tensor], threshold: float) -> None
 def clip_norm_(gradients: Sequence[torch.Tensor], threshold: float) -> None:
     """Scale all gradients by min(1, threshold / (the norm of all of them + 1e-6)), in place.
 
-    They may lie on several devices. A norm that is NaN makes all of them NaN, as it does in torch.
+    They may be on several devices. If the norm is NaN, all gradients become NaN, as in torch.
     """
     if gradients:
         scale_(gradients, factor(norm(gradients), threshold))
 
 
 def norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The L2 norm over all elements, without axes, on the first one's device.
+    """Return the L2 norm over all elements, shape (), on the first gradient's device.
 
-    It is the norm of the tensors' norms, which are taken in their own dtype; those of float16 and bfloat16 in float32,
-    for their squares would overflow.
+    It is the norm of the tensors' norms. Those are computed in each tensor's dtype, but in float32 for float16 and
+    bfloat16, whose squares would overflow.
     """
     of_each = [
         torch.linalg.vector_norm(gradient, dtype=torch.float32 if gradient.dtype in _HALVES else None)
@@ -70,18 +70,18 @@ def norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def norm_of_norms(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm of what has these norms, which are tensors without axes."""
+    """Return the L2 norm of tensors with these norms, each of shape (); on the first one's device."""
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))
     return total
 
 
 def factor(norm: torch.Tensor, threshold: float) -> torch.Tensor:
-    """What brings a norm down to the threshold; at most 1, and NaN for NaN."""
-    return torch.clamp(threshold / (norm + _SMALL), max=1.0)
+    """Return the factor that scales a norm down to the threshold: at most 1, and NaN for a NaN norm."""
+    return torch.clamp(threshold / (norm + _EPSILON), max=1.0)
 
 
 def scale_(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply all gradients, whatever devices they lie on, in place."""
+    """Multiply all gradients by ``factor``, in place; they may be on several devices."""
     of_devices: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
         of_devices.setdefault(gradient.device, []).append(gradient)

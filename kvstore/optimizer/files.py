@@ -1,4 +1,4 @@
-"""Files of tensors: written aside and renamed, refused by name when torn or foreign."""
+"""Safetensors files with a JSON header: written atomically, checked when read."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _HEADER = "gangline"
 
 
 def write_aside(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]) -> None:
-    """Write a safetensors file whole and flush it to the disk; rename it with `os.replace` when all is there.
+    """Write a safetensors file and flush it to disk; the caller then renames it to its final name.
 
     Args:
-        path: the name to write under.
-        tensors: on any device; those that share memory are written once each.
-        header: plain data for the file's metadata.
+        path: temporary name of the file; its folder is created.
+        tensors: tensors on any device; tensors that share memory are each written in full.
+        header: data for the file's metadata that JSON can hold.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     on_host = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
@@ -31,18 +31,18 @@ def write_aside(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping
 
 
 def save(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]) -> None:
-    """Write a safetensors file; ``path`` holds the old content or the new, never a part."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    write_aside(aside, tensors, header)
-    aside.replace(path)
+    """Write a safetensors file atomically: ``path`` holds the old content or the new."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    write_aside(temporary, tensors, header)
+    temporary.replace(path)
 
 
 def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors and the header of a file that gangline wrote.
+    """Read the tensors (on the host) and the header of a file that gangline wrote.
 
     Raises:
-        FileNotFoundError: it is not there.
-        ValueError: it is torn, or not gangline's.
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is damaged, or gangline did not write it.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there")
@@ -51,7 +51,7 @@ def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is torn or no safetensors file: {error}") from error
+        raise ValueError(f"{path} is damaged or not a safetensors file: {error}") from error
     if _HEADER not in metadata:
         raise ValueError(
             f"{path} was not written by gangline; expected a file of save_checkpoint or save_optimizer_states"

@@ -1,4 +1,4 @@
-"""The torch.optim that runs an optimizer spec key by key, wherever the weights live."""
+"""One torch.optim optimizer over the weights of many keys, updated a few keys at a time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from gangline.kvstore.sparse import RowSparse
 
 
 class KeyedOptimizer:
-    """One torch optimizer over the weights of many keys, of which each update names a few.
+    """Optimizer of a store: torch.optim over the weights of many keys, of which each update names a few.
 
-    A parameter group holds the keys that share (lr_mult, wd_mult). An update puts only its own keys into the
-    groups, so it costs by the keys it names. State is torch's, per tensor, and never moves between keys.
-    ``clip_global_norm`` takes the norm of the gradients of one update.
+    Keys with equal (lr_mult, wd_mult) share a parameter group. An update puts only its own keys into the groups, so its
+    cost depends on these keys alone. State is torch's, per key. ``clip_global_norm`` takes the norm over the gradients
+    of one update.
 
-    A row-sparse gradient is applied lazily, as MXNet's ``lazy_update`` and torch's SparseAdam do it: the rows it names
-    and their state see the optimizer's arithmetic, decay and momentum included; all others stay as they are.
+    Row-sparse gradients are applied lazily, as with MXNet's ``lazy_update`` and torch's SparseAdam: weight decay,
+    momentum and the update itself affect only the rows of the gradient and their state.
     """
 
     def __init__(self, spec: OptimizerSpec) -> None:
@@ -30,12 +30,12 @@ class KeyedOptimizer:
         self._learning_rate = float(spec.arguments["lr"])
         self._weights: dict[Key, torch.Tensor] = {}
         self._groups: dict[tuple[float, float], dict[str, Any]] = {}
-        self._optimizer: torch.optim.Optimizer | None = None  # torch wants a tensor to make one
-        self._starts: dict[Key, dict[str, float]] = {}  # as they were when a key's first rows came
+        self._optimizer: torch.optim.Optimizer | None = None  # torch needs a tensor to create one
+        self._starts: dict[Key, dict[str, float]] = {}  # by key: initial values of row state
 
     @property
     def learning_rate(self) -> float:
-        """The rate that lr_mult multiplies."""
+        """The learning rate, before lr_mult."""
         return self._learning_rate
 
     @learning_rate.setter
@@ -46,10 +46,12 @@ class KeyedOptimizer:
             group["lr"] = self._learning_rate * lr_mult
 
     def add(self, key: Key, weight: torch.Tensor) -> None:
-        """Make ``weight`` the tensor that updates of ``key`` change; state there was for the key goes along.
+        """Set the tensor that updates of ``key`` change; existing state of the key is kept, on the tensor's device.
+
+        Adding the same tensor again does nothing.
 
         Raises:
-            ValueError: the optimizer does not take such a tensor (Muon wants two axes, say).
+            ValueError: if the optimizer does not support the tensor (Muon, for example, requires two axes).
         """
         before = self._weights.get(key)
         if before is weight:
@@ -68,7 +70,7 @@ class KeyedOptimizer:
             self._restore(key, self._optimizer.state.pop(before, {}))
 
     def check(self, key: Key, weight: torch.Tensor) -> torch.optim.Optimizer:
-        """Raise what `add` would raise; else the optimizer that torch makes of the weight."""
+        """Return a torch optimizer over the weight alone; raise ValueError as `add` would."""
         if not (weight.is_floating_point() or weight.is_complex()):
             raise ValueError(f"key {key!r} does not fit optimizer {self.spec.name!r}: it holds {weight.dtype}")
         try:
@@ -77,32 +79,32 @@ class KeyedOptimizer:
             raise ValueError(f"key {key!r} does not fit optimizer {self.spec.name!r}: {error}") from error
 
     def update(self, gradients: Sequence[tuple[Key, torch.Tensor | RowSparse]]) -> None:
-        """Run the optimizer once over these keys; every other key is left alone.
+        """Run one optimizer step over these keys; no other key changes.
 
         Args:
-            gradients: keys that were added, each with its summed gradient (the weight's shape, dtype and device).
-                Where `modifies_gradient` says so dense ones are changed in place; a `RowSparse` has distinct rows.
+            gradients: keys that were added, each with its summed gradient, of the weight's shape, dtype and device.
+                Dense ones are changed in place if `modifies_gradient`; the rows of a `RowSparse` must be distinct.
 
         Raises:
-            ValueError: the optimizer does not take a key's kind of gradient; nothing is updated then.
+            ValueError: if the optimizer does not support a key's kind of gradient; nothing is updated then.
         """
         if not gradients:
             return
         optimizer = self._optimizer
-        assert optimizer is not None, "keys are added before they are updated"
+        assert optimizer is not None, "add() comes before update()"
         for key, gradient in gradients:
             self.check_kind(key, rows=isinstance(gradient, RowSparse))
         for group in self._groups.values():
             group["params"] = []
         before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        parts: list[_Rows] = []
+        sparse: list[_Rows] = []
         try:
             for (key, gradient), values in zip(gradients, self._clipped([one for _, one in gradients]), strict=True):
                 weight = self._weights[key]
                 if isinstance(gradient, RowSparse) and self.spec.takes_dense:
-                    part = _Rows.of(weight, gradient.indices, optimizer, self._start_values(key))
-                    parts.append(part)
-                    weight = part.weight
+                    rows = _Rows.of(weight, gradient.indices, optimizer, self._start_values(key))
+                    sparse.append(rows)
+                    weight = rows.weight
                 before.append((weight, weight.grad))
                 weight.grad = self._for_torch(gradient, values)
                 self._groups[self.spec.factors(key)]["params"].append(weight)
@@ -111,13 +113,13 @@ class KeyedOptimizer:
         finally:
             for weight, gradient_before in before:
                 weight.grad = gradient_before
-            for part in parts:
-                part.put_back(optimizer)
-            for group in self._groups.values():  # nothing is held here that a store has let go
+            for rows in sparse:
+                rows.write_back(optimizer)
+            for group in self._groups.values():  # hold no tensor that the store has released
                 group["params"] = []
 
     def check_kind(self, key: Key, *, rows: bool) -> None:
-        """Raise ValueError unless the optimizer takes a gradient of this kind: rows, or a dense one."""
+        """Raise ValueError unless the optimizer supports gradients of this kind: row-sparse or dense."""
         if rows and not self.spec.takes_rows:
             raise ValueError(
                 f"optimizer {self.spec.name!r} works on whole tensors, but the gradient of key {key!r} is row-sparse; "
@@ -130,7 +132,7 @@ class KeyedOptimizer:
             )
 
     def _start_values(self, key: Key) -> dict[str, float]:
-        """What each of a key's state tensors starts from: what a step over zeros leaves in it."""
+        """Return the initial values of a key's elementwise state tensors: those after a step over zeros."""
         if key not in self._starts:
             factors = self.spec.factors(key)
             probe = torch.zeros_like(self._weights[key].detach().flatten()[:1])
@@ -146,12 +148,12 @@ class KeyedOptimizer:
 
     @property
     def modifies_gradient(self) -> bool:
-        """Whether `update` changes, or may change, the gradients it is given."""
-        return self.spec.rescale_grad != 1.0 or self.spec.clips or not self.spec.is_torchs
+        """True if `update` may change dense gradients in place."""
+        return self.spec.rescale_grad != 1.0 or self.spec.clips or not self.spec.is_known_class
 
     @torch.no_grad()
     def _clipped(self, gradients: Sequence[torch.Tensor | RowSparse]) -> list[torch.Tensor]:
-        """The gradients as the optimizer gets them; of a row-sparse one its rows, the others being zero."""
+        """Return the rescaled and clipped gradients; of a row-sparse one its rows."""
         values: list[torch.Tensor] = []
         for gradient in gradients:
             if isinstance(gradient, RowSparse):
@@ -175,7 +177,7 @@ class KeyedOptimizer:
         return values
 
     def state(self) -> OptimizerState:
-        """A copy of all state, on the host."""
+        """Return a copy of all state, on the host."""
         tensors: dict[str, torch.Tensor] = {}
         plain: dict[str, Any] = {}
         shapes = {json.dumps(key): list(weight.shape) for key, weight in self._weights.items()}
@@ -197,17 +199,17 @@ class KeyedOptimizer:
         )
 
     def load_state(self, state: OptimizerState) -> None:
-        """Replace all state by ``state``; the learning rate stays as it is set here.
+        """Replace all state by ``state``; the learning rate stays as it is.
 
         Raises:
-            ValueError: it belongs to another optimizer, to a key unknown here, or to a tensor of another shape.
+            ValueError: if the state belongs to another optimizer, to an unknown key, or to a tensor of another shape.
         """
         if state.name != self.spec.name:
             raise ValueError(f"the state is of optimizer {state.name!r}, but {self.spec.name!r} is set here")
         for encoded, shape in state.shapes.items():
             key = json.loads(encoded)
             if key not in self._weights:
-                raise ValueError(f"the state has key {key!r}, which is unknown here; known are {list(self._weights)}")
+                raise ValueError(f"the state has key {key!r}, which is unknown here; known keys: {list(self._weights)}")
             if shape != list(self._weights[key].shape):
                 raise ValueError(
                     f"the state of key {key!r} is for shape {tuple(shape)}; expected {tuple(self._weights[key].shape)}"
@@ -223,13 +225,13 @@ class KeyedOptimizer:
         assert self._optimizer is not None
         weight = self._weights[key]
         group = self._groups[self.spec.factors(key)]
-        step_stays = not (group.get("capturable") or group.get("fused"))  # torch keeps the step on the host then
+        step_on_host = not (group.get("capturable") or group.get("fused"))
         restored = {}
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 if name == "step":
-                    value = value.to(value.device if step_stays else weight.device, copy=True)
-                else:  # in the weight's precision, as torch loads it; what is one number for all elements in its own
+                    value = value.to(value.device if step_on_host else weight.device, copy=True)
+                else:  # as load_state_dict: elementwise state in the weight's dtype, single numbers in their own
                     elementwise = value.is_floating_point() and (value.dim() or not weight.dim())
                     dtype = weight.dtype if elementwise else value.dtype
                     value = value.to(weight.device, dtype, copy=True)
@@ -242,7 +244,7 @@ class KeyedOptimizer:
 
 @dataclass(eq=False)
 class _Rows:
-    """Some rows of a key's weight, with their state, as a tensor of their own while they are updated."""
+    """Some rows of a weight and their state, copied into a tensor of their own for one update."""
 
     whole: torch.Tensor
     indices: torch.Tensor
@@ -261,7 +263,7 @@ class _Rows:
             }
         return rows
 
-    def put_back(self, optimizer: torch.optim.Optimizer) -> None:
+    def write_back(self, optimizer: torch.optim.Optimizer) -> None:
         with torch.no_grad():
             self.whole.index_copy_(0, self.indices, self.weight)
         state = optimizer.state.pop(self.weight, {})
@@ -276,18 +278,18 @@ class _Rows:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer remembers: tensors and plain values by ``<key as JSON>/<name>``, and its learning rate."""
+    """Optimizer state: tensors and plain values by ``<key as JSON>/<name>``, and the learning rate."""
 
     name: str
     initial_learning_rate: float
     learning_rate: float
     shapes: dict[str, list[int]]
-    """The weights' shapes by key as JSON."""
+    """Shapes of the weights, by key as JSON."""
     tensors: dict[str, torch.Tensor]
     plain: dict[str, Any]
 
     def header(self) -> dict[str, Any]:
-        """All but the tensors, as JSON takes it."""
+        """Return all but the tensors, as data that JSON can hold."""
         return {
             "optimizer": self.name,
             "initial_learning_rate": self.initial_learning_rate,
@@ -298,7 +300,7 @@ class OptimizerState:
 
     @classmethod
     def from_parts(cls, header: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> OptimizerState:
-        """The state that `header` and its tensors describe."""
+        """Build the state from its `header` and tensors."""
         return cls(
             name=header["optimizer"],
             initial_learning_rate=header["initial_learning_rate"],

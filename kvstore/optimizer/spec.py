@@ -1,4 +1,4 @@
-"""Optimizers as plain data: a name and arguments, checked where they are given, sent anywhere."""
+"""Optimizer specifications: a class of torch.optim and its arguments as plain data, checked when they are given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gangline.kvstore.optimizer.clipping import THRESHOLDS, check_thresholds
 
 Key = str | int
 
-# gangline's and MXNet's names -> torch's classes. LBFGS is refused: it wants the loss again and again.
+# gangline's and MXNet's names -> torch's classes
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "adadelta": torch.optim.Adadelta,
     "adafactor": torch.optim.Adafactor,
@@ -31,7 +31,7 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "sparseadam": torch.optim.SparseAdam,
 }
-_REFUSED = {"lbfgs": "it evaluates the loss several times a step, which push and pull cannot give it"}
+_REFUSED = {"lbfgs": "it evaluates the loss several times per step, which push and pull do not allow"}
 _WHOLE_TENSOR = (torch.optim.Adafactor, torch.optim.Muon)
 _ALIASES = {"learning_rate": "lr", "wd": "weight_decay", "epsilon": "eps"}
 _RMSPROP_ALIASES = {"gamma1": "alpha", "gamma2": "momentum"}
@@ -42,12 +42,15 @@ _NOT_DATA = ("closure", "params")
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer as plain data: which class of torch.optim, its arguments, and ours around it."""
+    """Optimizer as plain data: a class of torch.optim, its arguments, and gangline's own.
+
+    Make one with `parse`.
+    """
 
     name: str
     optimizer_class: type[torch.optim.Optimizer]
     arguments: dict[str, Any]
-    """The class's arguments by torch's names; ``lr`` is always there."""
+    """Arguments of the class by torch's names; always with ``lr``."""
     rescale_grad: float = 1.0
     clip_gradient: float | None = None
     clip_norm: float | None = None
@@ -57,17 +60,28 @@ class OptimizerSpec:
 
     @classmethod
     def parse(cls, spec: Any) -> OptimizerSpec:
-        """The spec of ``"sgd"``, ``("sgd", {"learning_rate": 0.1})``, a torch.optim class, or (a class, arguments).
+        """Check and normalise an optimizer.
 
-        Arguments go by torch's names or MXNet's (learning_rate, wd, epsilon, beta1, beta2, gamma1, gamma2), and
-        for every optimizer: ``rescale_grad`` (the summed gradient is multiplied by it), ``lr_mult`` and ``wd_mult``
-        (factors by key; ``wd_mult="mxnet"`` gives no decay to names that end in neither weight nor gamma), and one of
-        ``clip_gradient`` (then each element is clipped to +-c), ``clip_norm`` (each key's gradient is scaled down to
-        the norm c) and ``clip_global_norm`` (all keys' together, see `KVStore.update`).
+        Arguments have torch's names or MXNet's (learning_rate, wd, epsilon, beta1, beta2, gamma1, gamma2). Every
+        optimizer also takes:
+
+        - ``rescale_grad``: factor of the summed gradient, 1 by default.
+        - ``lr_mult``, ``wd_mult``: dicts of factors by key, 0 or more, of learning rate and weight decay.
+          ``wd_mult="mxnet"`` disables decay for keys that end in neither "weight" nor "gamma".
+        - at most one of ``clip_gradient`` (clips each element to +-c), ``clip_norm`` (scales each key's gradient down
+          to norm c) and ``clip_global_norm`` (scales all gradients down to common norm c, see `KVStore.update`); they
+          apply after ``rescale_grad``.
+
+        Args:
+            spec: name (``"sgd"``), class of torch.optim, ``(name or class, dict of arguments)``, or an OptimizerSpec.
 
         Raises:
-            TypeError: not such a spec, or an argument that is not plain data.
-            ValueError: an unknown optimizer or argument, or a value torch refuses.
+            TypeError: if ``spec`` has another form, or an argument is not plain data.
+            ValueError: if the optimizer or an argument is unknown, or torch refuses a value.
+
+        Example::
+
+            OptimizerSpec.parse(("adam", {"learning_rate": 1e-3, "beta1": 0.8, "lr_mult": {"bias": 2.0}}))
         """
         if isinstance(spec, OptimizerSpec):
             return spec
@@ -81,56 +95,56 @@ class OptimizerSpec:
         ours = {argument: given.pop(argument) for argument in _OURS if argument in given}
         defaults = _defaults(optimizer_class)
         if name == "nag":
-            given.setdefault("nesterov", bool(given.get("momentum")))  # without momentum it is plain SGD
+            given.setdefault("nesterov", bool(given.get("momentum")))  # torch refuses nesterov without momentum
         arguments = _torch_arguments(name, given, defaults)
         if ours.get("wd_mult") and "weight_decay" not in defaults:
             raise ValueError(f"wd_mult is given, but optimizer {name!r} has no weight decay")
         _check_factors(ours)
         arguments.setdefault("lr", defaults["lr"])
-        try:  # torch knows best which values make sense, and says so now, not at the first update
+        try:  # torch checks the values now instead of at the first update
             optimizer_class([torch.zeros(1, 1)], **arguments)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"optimizer {name!r} with {arguments} is refused by torch: {error}") from error
-        check_learning_rate(arguments["lr"])  # torch lets NaN and infinity pass
+        check_learning_rate(arguments["lr"])  # torch accepts NaN and infinity
         return cls(name, optimizer_class, arguments, **ours)
 
     @property
-    def is_torchs(self) -> bool:
-        """Whether the class is torch's own, and leaves the gradients it is given as they are."""
+    def is_known_class(self) -> bool:
+        """True for the classes of torch.optim that gangline knows; they do not change gradients."""
         return self.optimizer_class in _CLASSES.values()
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether parts of a tensor can be updated by themselves: each element depends on its own state only."""
-        return self.is_torchs and self.optimizer_class not in _WHOLE_TENSOR
+        """True if each element's update depends on its own state only: parts of a tensor can be updated alone."""
+        return self.is_known_class and self.optimizer_class not in _WHOLE_TENSOR
 
     @property
     def clips(self) -> bool:
-        """Whether gradients are clipped."""
+        """True if gradients are clipped."""
         return any(getattr(self, name) is not None for name in THRESHOLDS)
 
     @property
     def needs_whole_keys(self) -> bool:
-        """Whether an update of a key must see all of it."""
+        """True if an update needs a key's whole gradient, so that servers must not split the key."""
         return not self.is_elementwise or self.clip_norm is not None
 
     @property
     def takes_rows(self) -> bool:
-        """Whether some rows can be updated without the others."""
+        """True if row-sparse gradients are supported."""
         return self.is_elementwise
 
     @property
     def takes_dense(self) -> bool:
-        """Whether the optimizer takes gradients that are not row-sparse."""
+        """True if dense gradients are supported."""
         return self.optimizer_class is not torch.optim.SparseAdam
 
     @property
     def optional_arguments(self) -> set[str]:
-        """What else torch's class could be told."""
+        """Names of all arguments of torch's class."""
         return set(_defaults(self.optimizer_class))
 
     def factors(self, key: Key) -> tuple[float, float]:
-        """By what the learning rate and the weight decay of ``key`` are multiplied."""
+        """Return (lr_mult, wd_mult) of a key."""
         if self.wd_mult == "mxnet":
             decay = 1.0 if str(key).endswith(("weight", "gamma")) else 0.0
         else:
@@ -228,7 +242,12 @@ def _is_number(value: Any) -> bool:
 
 
 def check_learning_rate(value: Any) -> None:
-    """Raise unless ``value`` is a number, 0 or more."""
+    """Check a learning rate.
+
+    Raises:
+        TypeError: if it is not a number.
+        ValueError: if it is negative, NaN or infinite.
+    """
     if not _is_number(value):
         raise TypeError(f"learning rate is {value!r}; expected a number")
     if not 0 <= value < float("inf"):

@@ -38,13 +38,11 @@ from gangline.kvstore.parameter_server.sharding import Sharding, ShardPlacement
 from gangline.kvstore.parameter_server.torchrun import ChildServers, start_child_servers
 from gangline.kvstore.parameter_server.transport.frames import memory_of
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool
-from gangline.kvstore.registry import register
 
 _log = logging.getLogger("gangline")
 _DEFINED_AT_ONCE = 16 << 20
 
 
-@register("dist", "dist_sync", "dist_async", "dist_device_sync", "dist_sync_device", "dist_device_async")
 class DistStore(KVStore):
     """Keys live on servers, cut into parts; workers push to rounds and pull what they made.
 
@@ -196,20 +194,18 @@ class DistStore(KVStore):
         return self._move("push", given, None, priority, async_op, weight)
 
     def _push_bucket(
-        self, bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key], priority: int, async_op: bool
-    ) -> Work:
-        return self._move("push", _all_keys(bucket, values, keys), None, priority, async_op)
-
-    def _push_bucket_weighted(
         self,
         bucket: Bucket,
         values: Sequence[BucketValue],
         keys: Sequence[Key],
-        weight: float,
+        weight: float | None,
         priority: int,
         async_op: bool,
     ) -> Work:
-        return self._push_weighted(_all_keys(bucket, values, keys), weight, priority, async_op)
+        pairs = _all_keys(bucket, values, keys)
+        if weight is None:
+            return self._push(pairs, priority, async_op)
+        return self._push_weighted(pairs, weight, priority, async_op)
 
     def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work:
         return self._move("pushpull", values, outs, priority, async_op)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import subprocess
 import sys
+from functools import partial
 
 from gangline.collectives.bootstrap import rendezvous
 from gangline.collectives.bootstrap.launcher_environment import LOOPBACK
+from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.kvstore.parameter_server.environment import ServerJob
-
-_PR_SET_PDEATHSIG = 1
 
 
 class ChildServers:
@@ -61,20 +59,12 @@ class ChildServers:
         environment.pop("DMLC_WORKER_ID", None)
         if announce is not None:
             environment["GANGLINE_ANNOUNCE_FD"] = str(announce)
-        parent = os.getpid()
-        libc = ctypes.CDLL(None)
-
-        def die_with_parent() -> None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(1)
-
         child = subprocess.Popen(  # noqa: S603  our own module
             [sys.executable, "-m", f"gangline.kvstore.parameter_server.{role}"],
             env=environment,
             pass_fds=[] if announce is None else [announce],
             stdin=subprocess.DEVNULL,
-            preexec_fn=die_with_parent,
+            preexec_fn=partial(die_with_parent, os.getpid()),
             start_new_session=True,
         )
         self._children.append(child)

@@ -13,12 +13,10 @@ from torch import nn
 
 from gangline.collectives.work import Work
 from gangline.kvstore import KVStore
-from gangline.kvstore.buckets import Bucket, BucketValue, plan
+from gangline.kvstore.buckets import BUCKET_BYTES, Bucket, BucketValue, plan
 from gangline.models.replicas import Replica
 
 _log = logging.getLogger("gangline")
-BUCKET_BYTES = 25 << 20
-"""How much a bucket holds at most: enough that a bucket's cost is its bytes, little enough to leave in time."""
 
 
 @dataclass(eq=False)

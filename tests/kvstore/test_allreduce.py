@@ -1,4 +1,4 @@
-"""The `allreduce` store, with real processes as workers."""
+"""Tests of the `allreduce` store with worker processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DTYPES = (
 
 
 def work(worker: Callable[..., Any], size: int, *arguments: Any, **options: Any) -> list[Any]:
-    """What ``worker(kv, *arguments)`` returned on each rank."""
+    """Return the results of ``worker(kv, *arguments)`` by rank."""
     return spawn(_with_store, size, worker, *arguments, threads=1, **options)
 
 
@@ -58,7 +58,7 @@ def pulled(kv: KVStore, key: Any, shape: tuple[int, ...] = (2, 3), dtype: torch.
 
 
 def said(call: Callable[[], Any]) -> tuple[str, str]:
-    """What a call raises: class and text."""
+    """Return class name and text of the error that a call raises."""
     try:
         call()
     except Exception as error:  # noqa: BLE001  whatever it is
@@ -116,7 +116,7 @@ def _initial(kv: KVStore) -> list[torch.Tensor]:
     return [*found, out, pulled(kv, "a"), pulled(kv, "later", (2,))]
 
 
-def test_rank_0s_values_win() -> None:
+def test_init_broadcasts_the_values_of_rank_0() -> None:
     for found in work(_initial, 3):
         assert torch.equal(found[0], numbers(5))
         assert torch.equal(found[1], numbers(7, (4,)))
@@ -140,7 +140,7 @@ def _out_of_order(kv: KVStore) -> list[torch.Tensor]:
     return outs
 
 
-def test_asynchronous_calls_go_in_the_order_of_the_calls_whatever_their_priorities() -> None:
+def test_asynchronous_calls_run_in_call_order_whatever_their_priority() -> None:
     for outs in work(_out_of_order, 2):
         for key, out in enumerate(outs):
             assert torch.equal(out, total(2, (4,), key))
@@ -150,7 +150,7 @@ def _tell(kv: KVStore) -> list[list[bytes]]:
     return [kv.exchange(b"x" * (3 * kv.rank)), kv.exchange(b""), kv.exchange(f"rank {kv.rank}".encode())]
 
 
-def test_workers_tell_each_other_bytes() -> None:
+def test_exchange_gathers_bytes() -> None:
     for found in work(_tell, 3):
         assert found == [[b"", b"xxx", b"xxxxxx"], [b"", b"", b""], [b"rank 0", b"rank 1", b"rank 2"]]
 
@@ -193,14 +193,14 @@ def _buckets(kv: KVStore) -> list[Any]:
     kv.push_bucket(bucket, [_flat(bucket, kv.rank)] if kv.rank else [{}], None if kv.rank else [])
     note()
     maps = Path("/proc/self/maps").read_text().splitlines()
-    address = kv._flats[bucket].merged.data_ptr()  # type: ignore[attr-defined]
+    address = kv._flats[bucket].sum.data_ptr()  # type: ignore[attr-defined]
     borders = [[int(border, 16) for border in line.split()[0].split("-")] for line in maps]
     (home,) = [line for line, (begin, end) in zip(maps, borders, strict=True) if begin <= address < end]
     return [*results, home]
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_bucket_goes_as_one_whoever_has_which_of_its_keys(size: int) -> None:
+def test_a_bucket_is_reduced_as_one_whichever_keys_a_worker_has(size: int) -> None:
     shapes = {"a": (2, 3), "b": (5,), "c": (1, 1)}
     for one, two, some, others, home in work(_buckets, size):
         for place, (key, shape) in enumerate(shapes.items()):
@@ -251,12 +251,12 @@ def _rows(kv: KVStore) -> list[torch.Tensor]:
     kv.push("table", RowSparse([4, 4], numbers(kv.rank, (2, 2)), (6, 2)) if kv.rank else nothing)
     results.append(pulled(kv, "table", (6, 2)))
     dense = numbers(3, (6, 2))
-    kv.push("table", dense if kv.rank else RowSparse([1], numbers(0, (1, 2)), (6, 2)))  # rows here, all there
+    kv.push("table", dense if kv.rank else RowSparse([1], numbers(0, (1, 2)), (6, 2)))  # rows on rank 0 only
     return [*results, pulled(kv, "table", (6, 2))]
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_rows_travel_as_rows(size: int) -> None:
+def test_rows_are_sent_as_rows(size: int) -> None:
     replaced = torch.zeros(6, 2, dtype=torch.float64)
     updated = numbers(0, (6, 2))
     for rank in range(size):
@@ -290,7 +290,7 @@ def _weighted(kv: KVStore) -> list[Any]:
     kv.push_bucket(bucket_keys, [flat], weight=count)
     note()
     spoilt = torch.full((2, 3), math.nan, dtype=torch.float64)
-    kv.push_weighted("a", numbers(3) if kv.rank else spoilt, float(kv.rank > 0))  # who has no samples has no say
+    kv.push_weighted("a", numbers(3) if kv.rank else spoilt, float(kv.rank > 0))  # weight 0: no influence
     views = bucket_keys.views(flat)
     own = {"p": views["p"], "q": views["q"]} if kv.rank else {}
     kv.push_bucket(bucket_keys, [own], list(own), weight=count)
@@ -357,7 +357,7 @@ def _compressed(kv: KVStore) -> list[Any]:
     return results
 
 
-def test_compressed_pushes_are_gathered_and_keep_what_they_left_out() -> None:
+def test_compressed_pushes_are_gathered_and_keep_their_residuals() -> None:
     results = work(_compressed, 2)
     for rank, (first, second, residual, whole, rows, error, after, half) in enumerate(results):
         # Rank 0 sends what reaches 0.5 of (0.3, -0.6, 0.2, 0.9, 0), rank 1 of twice that; then of what is left, too.
@@ -469,7 +469,7 @@ def _differences(kv: KVStore) -> list[Any]:
         said(lambda: kv.load_optimizer_states("/nowhere")),
         said(lambda: kv.push("a", numbers(0, (5,)))),
     ]
-    kv.push("a", numbers(kv.rank))  # as if nothing had been
+    kv.push("a", numbers(kv.rank))  # works as before
     kv.init("c", torch.zeros(1))
     return [found, alike, pulled(kv, "a"), said(lambda: kv.pull("nothing", numbers(0)))]
 
@@ -478,11 +478,11 @@ WORDS = [
     "key 'c' is (2,) of torch.float32 on rank 0, but (3,) of torch.float32 on rank 1",
     "key 'c' is (2,) of torch.float32 on rank 0, but (2,) of torch.float64 on rank 1",
     "place 0 has key 'c' (2,) of torch.float32 on rank 0, but key 'd' (2,) of torch.float32 on rank 1",
-    "rank 0 came for push of ['a'], rank 1 for push of ['b']",
-    "rank 1 of 3: push was refused: key 'a' has shape (2, 3), but a tensor of shape (5,) came for it; rank 0 came for",
+    "rank 0 called push of ['a'], rank 1 called push of ['b']",
+    "rank 1 of 3: push was refused: key 'a' has shape (2, 3), but got a tensor of shape (5,); rank 0 called",
     "rank 1 of 3: push was refused: key 'a' has a value of type str",
     "rank 1 of 3: push_weighted was refused: weight is -1.0",
-    "rank 1 of 3: push was refused: key 'nothing' was not initialised; known keys: ['a', 'b']; rank 0 came for barrier",
+    "rank 1 of 3: push was refused: key 'nothing' was not initialised; known keys: ['a', 'b']; rank 0 called barrier",
     "rank 1 of 3: init was refused: key 'a' is initialised already",
     "arguments is {'lr': 0.1} on rank 0, but {'lr': 0.2} on rank 1",
     "threshold is 0.1 on rank 0, but 0.2 on rank 1",
@@ -491,7 +491,7 @@ WORDS = [
 ]
 
 
-def test_what_differs_is_the_same_error_on_all_and_leaves_nothing_behind() -> None:
+def test_differing_calls_raise_the_same_error_on_all_ranks_and_change_nothing() -> None:
     results = work(_differences, 3)
     for found, alike, value, unknown in results:
         assert found == results[0][0]
@@ -544,11 +544,11 @@ def _join(kv: KVStore, steps: int) -> list[Any]:
             kv.barrier()
     last = kv.join()
     results = [last, *(pulled(kv, key) for key in ("w", "p", "q")), pulled(kv, "t", (4, 2))]
-    kv.push("w", numbers(kv.rank))  # everybody is in again
+    kv.push("w", numbers(kv.rank))  # all ranks take part again
     return [*results, pulled(kv, "w")]
 
 
-def test_who_has_joined_is_left_out_of_rounds_until_all_have() -> None:
+def test_a_joined_rank_is_left_out_of_rounds_until_all_have_joined() -> None:
     steps, size = 2, 3
     weight, plain, rows = numbers(0), numbers(0), torch.zeros(4, 2, dtype=torch.float64)
     for step in range(steps * size):
@@ -575,7 +575,7 @@ def _join_compressed(kv: KVStore) -> list[Any]:
     return [pulled(kv, "w", (5,), torch.float32), kv.compression_residuals()['"w"/0']]
 
 
-def test_who_has_joined_keeps_what_it_owes() -> None:
+def test_a_joined_rank_keeps_its_residuals() -> None:
     for rank, (value, residual) in enumerate(work(_join_compressed, 2)):
         assert value.tolist() == [0.5] * 5
         assert residual.tolist() == [1.5 if rank else 0.75] * 5
@@ -589,9 +589,9 @@ def _join_wrongly(kv: KVStore) -> list[Any]:
     return [error, kv.join()]
 
 
-def test_only_pushes_go_on_while_a_worker_has_joined() -> None:
+def test_init_is_refused_while_a_rank_has_joined() -> None:
     for error, last in work(_join_wrongly, 2):
-        words = "rank 0 came for init, but rank 1 of 2 joined; expected pushes, barriers and exchanges alone"
+        words = "rank 0 called init, but rank 1 of 2 joined; expected only pushes, updates, barriers and exchanges"
         assert error[0] == "MismatchError"
         assert words in error[1]
         assert last == 0
@@ -607,7 +607,7 @@ def _network() -> nn.Module:
 
 
 def _images(begin: int = 0, end: int | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Ten batches of 8 x 8 images and labels; of each batch the samples named."""
+    """Return ten batches of 8 x 8 images and labels, of each batch the given samples."""
     generator = torch.Generator().manual_seed(3)
     images = torch.randn(10, 12, 1, 8, 8, generator=generator, dtype=torch.float64)
     labels = torch.randint(0, 10, (10, 12), generator=generator)
@@ -636,14 +636,14 @@ def test_module_trains_as_one_process_does(borders: list[int], contexts: int) ->
 # Opening and closing
 
 
-def test_without_a_job_there_is_an_error_that_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_job_the_error_names_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(RuntimeError, match="gangline launch -n WORKERS"):
         create("allreduce")
 
 
-def test_a_job_of_one_is_a_store_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_one_worker_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     with create("allreduce") as kv:
@@ -681,7 +681,7 @@ def _from_environment(comm: Communicator) -> list[Any]:
     return results
 
 
-def test_the_environments_job_is_left_with_the_store() -> None:
+def test_close_leaves_the_job_of_the_environment() -> None:
     first, second = spawn(_from_environment, 2, threads=1)
     for rank, found in enumerate((first, second)):
         assert found[:2] == [rank, 2]
@@ -700,7 +700,7 @@ def _given(comm: Communicator) -> float:
     return tensor.item()
 
 
-def test_a_communicator_that_was_given_stays_open() -> None:
+def test_close_leaves_a_given_communicator_open() -> None:
     assert spawn(_given, 2, threads=1) == [1.0, 1.0]
 
 
@@ -708,7 +708,7 @@ def test_a_communicator_that_was_given_stays_open() -> None:
 
 
 @pytest.mark.parametrize("name", ["local", "device"])
-def test_alone_a_weighted_push_is_a_push(name: str) -> None:
+def test_with_one_worker_a_weighted_push_is_a_push(name: str) -> None:
     with create(name) as kv:
         bucket = _bucket_of_two(kv)
         kv.init("a", numbers(1))
@@ -721,7 +721,7 @@ def test_alone_a_weighted_push_is_a_push(name: str) -> None:
         assert torch.equal(pulled(kv, "p"), numbers(4))
         assert kv.join() == 0
         kv.init("i", torch.zeros(2, dtype=torch.int32))
-        with pytest.raises(ValueError, match="of which no weighted mean is taken"):
+        with pytest.raises(ValueError, match="which has no weighted mean"):
             kv.push_weighted("i", torch.zeros(2, dtype=torch.int32), 1)
         with pytest.raises(TypeError, match="weight is True"):
             kv.push_weighted("a", numbers(0), True)

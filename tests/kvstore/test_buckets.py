@@ -1,4 +1,4 @@
-"""Buckets of keys: how they are planned, and that a bucket's push and pull are those of its keys, bit for bit."""
+"""Tests of buckets: plans, and bucket calls that equal key calls bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gangline.kvstore.optimizer.keyed import OptimizerState
 
 CPU = torch.device("cpu")
 LIMIT = 20.0
-"""Seconds after which a test that waits has failed."""
+"""Time limit of a wait, in seconds."""
 SHAPES: dict[Any, tuple[int, ...]] = {"fc.weight": (4, 6), 3: (2, 5), "3": (3, 3), "a/b.gamma": (1, 4)}
 KEYS = list(SHAPES)
 DEVICES = 2
@@ -87,7 +87,7 @@ def weights(dtype: torch.dtype = torch.float32) -> dict[Any, torch.Tensor]:
 
 
 def gradient(key: Any, step: int, device: int = 0) -> torch.Tensor:
-    """Sevenths between -5/7 and 5/7, which differ by element, key, step and device."""
+    """Return sevenths between -5/7 and 5/7, different by element, key, step and device."""
     shape = SHAPES[key]
     numbers = torch.arange(torch.Size(shape).numel()) * 7 + step * 3 + device * 5 + KEYS.index(key)
     return ((numbers % 11 - 5) / 7).reshape(shape)
@@ -147,7 +147,7 @@ def prepared(kv: KVStore, setting: Setting = SETTINGS["nothing"]) -> KVStore:
 
 @functools.cache
 def by_keys(setting: str, steps: int, devices: int = DEVICES) -> tuple[dict[Any, torch.Tensor], OptimizerState | None]:
-    """What pushing key by key gives, and the optimizer's state then."""
+    """Return weights and optimizer state after the same pushes key by key."""
     with create("local") as kv:
         prepared(kv, SETTINGS[setting])
         for step in range(steps):
@@ -158,7 +158,7 @@ def by_keys(setting: str, steps: int, devices: int = DEVICES) -> tuple[dict[Any,
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
-def test_keys_lie_in_order_at_whole_cache_lines() -> None:
+def test_keys_are_placed_in_order_at_cache_line_boundaries() -> None:
     (bucket,) = plan([(key, torch.empty(shape)) for key, shape in SHAPES.items()], 1 << 20)
     assert bucket.keys == KEYS
     assert [slot.offset for slot in bucket.slots] == [0, 32, 48, 64]  # 24, 10, 9 and 4 elements of 4 bytes
@@ -173,7 +173,7 @@ def test_a_bucket_ends_where_the_next_key_does_not_fit() -> None:
     assert [bucket.nbytes for bucket in buckets] == [128, 192, 256, 192]
 
 
-def test_a_larger_key_is_alone_in_its_bucket() -> None:
+def test_a_key_above_the_limit_gets_its_own_bucket() -> None:
     sizes = {"a": 1, "large": 1000, "b": 1, "larger": 2000, "largest": 3000, "c": 1}
     buckets = list(plan([(name, torch.empty(size)) for name, size in sizes.items()], 256))
     assert [bucket.keys for bucket in buckets] == [["a"], ["large"], ["b"], ["larger"], ["largest"], ["c"]]
@@ -212,7 +212,7 @@ ORDERS: dict[str, tuple[torch.Tensor, bool]] = {
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_gapless_order_of_axes_is_kept_in_the_bucket(order: str) -> None:
+def test_a_dense_memory_format_is_kept_in_the_bucket(order: str) -> None:
     tensor, kept = ORDERS[order]
     (bucket,) = plan([("first", torch.empty(5)), ("key", tensor), ("last", torch.empty(5))], 1 << 20)
     view = bucket.views(bucket.empty(CPU))["key"]
@@ -231,7 +231,7 @@ tensors = st.lists(
 
 
 @given(tensors, st.integers(0, 8).map(lambda lines: 64 * lines))
-def test_any_plan_has_each_key_once_in_its_own_place(
+def test_every_plan_has_each_key_once_without_overlap(
     described: list[tuple[tuple[int, ...], torch.dtype, Any]], max_bytes: int
 ) -> None:
     given_tensors: list[tuple[Any, torch.Tensor]] = []
@@ -255,7 +255,7 @@ def test_any_plan_has_each_key_once_in_its_own_place(
         assert made.numel() == 0 or made.max() <= 1  # no two keys share an element
 
 
-def test_views_of_a_part_of_a_larger_tensor_lie_in_that_part() -> None:
+def test_views_respect_the_storage_offset_of_the_flat_tensor() -> None:
     bucket = bucket_of()
     whole = torch.arange(3.0 * bucket.numel)
     part = whole[bucket.numel : 2 * bucket.numel]
@@ -274,7 +274,7 @@ def test_the_table_of_these_tests_has_every_optimizer() -> None:
 
 @pytest.mark.parametrize(("devices", "fused"), [(1, True), (3, True), (2, False)])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_buckets_steps_are_its_keys_steps_to_the_bit(kv: KVStore, setting: str, devices: int, fused: bool) -> None:
+def test_bucket_updates_equal_key_updates_bit_for_bit(kv: KVStore, setting: str, devices: int, fused: bool) -> None:
     bucket = bucket_of()
     prepared(kv, SETTINGS[setting])
     if fused:
@@ -289,7 +289,7 @@ def test_a_buckets_steps_are_its_keys_steps_to_the_bit(kv: KVStore, setting: str
 
 
 @pytest.mark.parametrize("setting", ["nothing", "updater", "2bit", "sgd", "adam", "muon", "topk and adam"])
-def test_async_buckets_are_steps_in_order(kv: KVStore, setting: str) -> None:
+def test_async_bucket_pushes_update_in_order(kv: KVStore, setting: str) -> None:
     buckets = [bucket_of(KEYS[:2]), bucket_of(KEYS[2:])]
     prepared(kv, SETTINGS[setting])
     for bucket in buckets:
@@ -375,7 +375,7 @@ def test_a_flat_tensor_may_be_a_part_of_a_larger_one(kv: KVStore, setting: str, 
 
 @pytest.mark.parametrize(("devices", "fused"), [(2, True), (1, False)])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_keys_that_are_left_out_are_left_alone(kv: KVStore, setting: str, devices: int, fused: bool) -> None:
+def test_keys_left_out_of_a_push_are_not_updated(kv: KVStore, setting: str, devices: int, fused: bool) -> None:
     bucket = bucket_of()
     prepared(kv, SETTINGS[setting])
     if fused:
@@ -402,7 +402,7 @@ def check_states(found: OptimizerState, expected: OptimizerState) -> None:
     assert all(bits(value) == bits(expected.tensors[place]) for place, value in found.tensors.items())
 
 
-def test_no_keys_pushed_is_nothing_done(kv: KVStore) -> None:
+def test_a_push_of_no_keys_does_nothing(kv: KVStore) -> None:
     bucket = bucket_of()
     prepared(kv, SETTINGS["sgd"]).fuse(bucket)
     kv.push_bucket(bucket, flats(bucket, 0), keys=[])
@@ -414,7 +414,7 @@ def test_no_keys_pushed_is_nothing_done(kv: KVStore) -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_keys_and_buckets_may_take_turns(kv: KVStore, setting: str) -> None:
+def test_key_and_bucket_calls_may_alternate(kv: KVStore, setting: str) -> None:
     bucket = bucket_of()
     prepared(kv, SETTINGS[setting])
     push_keys(kv, 0)  # the state it makes moves along
@@ -448,7 +448,7 @@ def test_assign_rows_and_row_pulls_reach_fused_keys(kv: KVStore) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("at", ["after a push", "after two buckets"])
-def test_state_moves_along_when_keys_are_fused(kv: KVStore, name: str, at: str) -> None:
+def test_fusing_keeps_the_optimizer_state(kv: KVStore, name: str, at: str) -> None:
     prepared(kv, SETTINGS[name])
     pushes = {"after a push": 1, "after two buckets": 2}[at]
     buckets = [bucket_of(["3", "fc.weight"]), bucket_of([3, "a/b.gamma"])]
@@ -468,7 +468,7 @@ def test_state_moves_along_when_keys_are_fused(kv: KVStore, name: str, at: str) 
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_float64_state_moves_along_to_the_bit(kv: KVStore, name: str) -> None:
+def test_fusing_keeps_float64_state_bit_for_bit(kv: KVStore, name: str) -> None:
     start = weights(torch.float64)
     (bucket,) = plan(list(start.items()), 1 << 20)
     with create(kv.type) as other:
@@ -486,7 +486,7 @@ def test_float64_state_moves_along_to_the_bit(kv: KVStore, name: str) -> None:
     check_same(*outs)
 
 
-def test_fusing_goes_behind_pushes_under_way(kv: KVStore) -> None:
+def test_fusing_waits_for_pending_pushes(kv: KVStore) -> None:
     bucket = bucket_of()
     prepared(kv, SETTINGS["adam"])
     values = {key: [gradient(key, 0, device) for device in range(DEVICES)] for key in KEYS}
@@ -548,7 +548,7 @@ def test_states_of_fused_keys_are_saved_and_loaded(kv: KVStore, name: str, tmp_p
         check_same(pulled(fresh), by_keys(name, 5)[0])
 
 
-def test_an_optimizer_set_after_fusing_finds_its_keys(kv: KVStore) -> None:
+def test_an_optimizer_may_be_set_after_fusing(kv: KVStore) -> None:
     bucket = bucket_of()
     prepared(kv).fuse(bucket)
     kv.push_bucket(bucket, flats(bucket, 0))
@@ -570,7 +570,7 @@ def test_an_optimizer_set_after_fusing_finds_its_keys(kv: KVStore) -> None:
 
 
 def owned(kv: DeviceStore, sizes: dict[Any, int], places: int) -> list[int]:
-    """Elements that each place owns."""
+    """Return the number of elements that each device owns."""
     found = [0] * places
     for key, size in sizes.items():
         owner = kv.owner(key)
@@ -611,7 +611,7 @@ def test_owners_stay_through_a_buckets_pushes_and_pulls() -> None:
         assert {kv.owner(key) for key in KEYS} == {owner}
 
 
-def test_a_bucket_fused_before_any_list_came_has_one_owner_once_lists_come() -> None:
+def test_a_bucket_fused_before_the_first_list_gets_one_owner() -> None:
     bucket = bucket_of()
     kv = DeviceStore()
     with kv:
@@ -622,7 +622,7 @@ def test_a_bucket_fused_before_any_list_came_has_one_owner_once_lists_come() -> 
 
 
 @pytest.mark.parametrize("call", ["push", "push of a list", "pull", "pull of a list"])
-def test_a_fused_key_that_comes_from_another_device_and_its_bucket_go_together(call: str) -> None:
+def test_a_fused_key_moves_to_another_device_with_its_bucket(call: str) -> None:
     bucket, elsewhere = bucket_of(), torch.empty(SHAPES[3], device="meta")  # a device without memory
     kv = DeviceStore()
     with kv:
@@ -644,7 +644,7 @@ def outcome(call: Callable[[], torch.Tensor]) -> Any:
 
 
 class PerKey(KVStore):
-    """A third party's store that adds, and knows keys one by one only."""
+    """Third-party store that adds, without bucket support."""
 
     def __init__(self, name: str = "per_key") -> None:
         super().__init__(name)
@@ -679,7 +679,7 @@ class PerKey(KVStore):
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
-def test_a_store_that_knows_keys_only_takes_buckets(fused: bool) -> None:
+def test_a_store_without_bucket_support_takes_buckets(fused: bool) -> None:
     bucket = bucket_of()
     kv = PerKey()
     with kv:
@@ -709,7 +709,10 @@ FLATS: dict[str, tuple[Callable[[Bucket], Any], str]] = {
     "too long": (lambda bucket: [torch.zeros(81)], r"80 elements .* shape \(81,\)"),
     "two axes": (lambda bucket: [bucket.empty(CPU).reshape(8, 10)], r"80 elements .* shape \(8, 10\)"),
     "dtype": (lambda bucket: [bucket.empty(CPU).double()], "80 elements of torch.float32 .* torch.float64"),
-    "strides": (lambda bucket: [torch.zeros(160)[::2]], "80 elements .* expected a flat one, as Bucket.empty makes it"),
+    "strides": (
+        lambda bucket: [torch.zeros(160)[::2]],
+        "80 elements .* expected a contiguous flat one",
+    ),
     "the second": (lambda bucket: [bucket.empty(CPU), torch.zeros(81)], r"80 elements .* shape \(81,\)"),
     "none": (lambda bucket: [], "empty"),
 }
@@ -734,7 +737,11 @@ def test_wrong_flat_tensors_are_refused_and_nothing_changes(
 
 STRANGERS: dict[str, tuple[tuple[Any, torch.Tensor], type[Exception], str]] = {
     "unknown key": (("nope", torch.zeros(2)), KeyError, "key 'nope' was not initialised; known keys: .*'fc.weight', 3"),
-    "shape": ((3, torch.zeros(5, 2)), ValueError, r"key 3 has shape \(2, 5\), but a tensor of shape \(5, 2\) came"),
+    "shape": (
+        (3, torch.zeros(5, 2)),
+        ValueError,
+        r"key 3 has shape \(2, 5\), but got a tensor of shape \(5, 2\)",
+    ),
     "would broadcast": ((3, torch.zeros(1, 5)), ValueError, r"key 3 has shape \(2, 5\), but .* \(1, 5\)"),
 }
 
@@ -759,7 +766,9 @@ def test_a_bucket_of_another_dtype_is_refused(kv: KVStore, call: str) -> None:
     (bucket,) = plan([(key, value.double()) for key, value in weights().items()], 1 << 20)
     prepared(kv)
     arguments = () if call == "fuse" else ([bucket.empty(CPU)],)
-    with pytest.raises(ValueError, match=r"key 'fc.weight' has dtype torch\.float32, but a tensor of torch\.float64"):
+    with pytest.raises(
+        ValueError, match=r"key 'fc.weight' has dtype torch\.float32, but got a tensor of torch\.float64"
+    ):
         getattr(kv, call)(bucket, *arguments)
     check_same(pulled(kv), weights())
 
@@ -782,7 +791,7 @@ def test_a_bad_priority_is_refused(kv: KVStore, call: str, priority: Any) -> Non
     ],
     ids=["integers", "muon"],
 )
-def test_keys_that_no_update_could_change_are_fused_or_refused_whole(
+def test_fusing_keys_that_the_optimizer_refuses_changes_all_or_nothing(
     kv: KVStore, spec: Any, values: dict[str, torch.Tensor]
 ) -> None:
     kv.init(list(values), list(values.values()))
@@ -797,7 +806,7 @@ def test_keys_that_no_update_could_change_are_fused_or_refused_whole(
     check_same(bucket.views(out), values)
 
 
-def test_an_updater_that_raises_in_a_bucket_reaches_the_caller(kv: KVStore) -> None:
+def test_an_error_of_the_updater_in_a_bucket_reaches_the_caller(kv: KVStore) -> None:
     def careful(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
         if key == "3":
             raise ArithmeticError("no update today")
@@ -833,7 +842,7 @@ def test_a_closed_store_refuses_buckets(kv: KVStore) -> None:
 
 @pytest.fixture
 def _only_what_the_test_makes() -> Iterator[None]:
-    """Have the garbage collector overlook what is there already: to look at all of torch each time takes long."""
+    """Freeze existing objects for the garbage collector: scanning all of torch each time takes long."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -843,7 +852,7 @@ counting = pytest.mark.usefixtures("_only_what_the_test_makes")
 
 
 def held() -> int:
-    """Bytes of all storages that tensors made in this test keep alive."""
+    """Return the bytes of all storages that tensors made in this test keep alive."""
     gc.collect()
     storages = {}
     for found in gc.get_objects():
@@ -855,7 +864,7 @@ def held() -> int:
 
 KEY_BYTES = sum(4 * torch.Size(shape).numel() for shape in SHAPES.values())
 COPIES: dict[str, tuple[int, int]] = {"nothing": (0, 0), "sgd": (1, 1), "clipped sgd": (1, 0)}
-"""By setting: flat sums of two devices, and copies of the keys that are state."""
+"""By setting: number of flat sums for two devices, and of weight-sized state tensors."""
 
 
 @counting
@@ -904,7 +913,7 @@ def test_fusing_after_pushes_frees_the_sums_of_the_keys(kv: KVStore) -> None:
 
 
 @counting
-def test_fusing_again_frees_the_buckets_of_before(kv: KVStore) -> None:
+def test_fusing_again_frees_the_former_buckets(kv: KVStore) -> None:
     first, second = bucket_of(), [bucket_of(["3", "fc.weight"]), bucket_of([3, "a/b.gamma"])]
     before = held()
     prepared(kv, SETTINGS["sgd"]).fuse(first)
@@ -916,7 +925,7 @@ def test_fusing_again_frees_the_buckets_of_before(kv: KVStore) -> None:
 
 
 @counting
-def test_close_gives_buckets_back(kv: KVStore) -> None:
+def test_close_frees_buckets(kv: KVStore) -> None:
     bucket = bucket_of()
     before = held()
     prepared(kv, SETTINGS["adam"]).fuse(bucket)
@@ -955,7 +964,7 @@ def test_a_bucket_is_pushed_and_pulled_as_one(kv: KVStore, devices: int) -> None
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
-def test_plain_sgd_on_a_bucket_is_its_sum_and_one_add_a_key(kv: KVStore, devices: int) -> None:
+def test_plain_sgd_on_a_bucket_costs_one_sum_and_one_add_per_key(kv: KVStore, devices: int) -> None:
     bucket, values = bucket_of(), flats(bucket_of(), 0, devices)
     prepared(kv).fuse(bucket)
     kv.set_optimizer(("sgd", {"lr": 0.1}))
@@ -965,7 +974,7 @@ def test_plain_sgd_on_a_bucket_is_its_sum_and_one_add_a_key(kv: KVStore, devices
     assert operations.counts == {"add": devices - 1 + len(KEYS)}
 
 
-def test_a_third_partys_store_gives_rows_and_refuses_an_optimizer_without_a_line_for_either() -> None:
+def test_a_third_party_store_inherits_row_pulls_and_refuses_an_optimizer() -> None:
     with PerKey() as kv:
         kv.init("table", torch.arange(12.0).view(4, 3))
         out, rows = torch.zeros(4, 3), RowSparse([0], torch.zeros(1, 3), (4, 3))

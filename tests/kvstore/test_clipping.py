@@ -1,4 +1,4 @@
-"""Gradient clipping in the stores: torch's numbers, of the sums over all devices and workers, cut keys included."""
+"""Tests of gradient clipping in the stores: torch's results on the sums over devices and workers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def close(found: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("threshold", [1e-3, 1.0, 5.0, 1e6])
 @pytest.mark.parametrize("spoilt", [None, math.nan, math.inf, -math.inf, 0.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients_become_torchs_to_the_bit(threshold: float, spoilt: float | None, dtype: torch.dtype) -> None:
+def test_clipped_gradients_equal_torchs_bit_for_bit(threshold: float, spoilt: float | None, dtype: torch.dtype) -> None:
     given = gradients(dtype)
     if spoilt == 0.0:
         given = [value.zero_() for value in given]
@@ -80,7 +80,7 @@ def test_a_norm_beyond_float16_does_not_make_gradients_zero(dtype: torch.dtype) 
     assert torch.allclose(value.float(), torch.full((400,), 0.05), rtol=1e-2)
 
 
-def test_norms_are_of_tensors_of_any_dtype_together() -> None:
+def test_a_norm_may_span_dtypes() -> None:
     parts = [torch.full((2,), 3.0, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
     assert float(clipping.norm(parts)) == pytest.approx(math.sqrt(54))
     clipping.clip_norm_([], 1.0)
@@ -96,7 +96,7 @@ def test_a_threshold_is_a_number_above_0(name: str, value: Any) -> None:
         Trainer([torch.zeros(2)], "sgd", {name: value}, "local")
 
 
-def test_at_most_one_threshold_is_given_and_none_is_none() -> None:
+def test_at_most_one_threshold_may_be_given() -> None:
     with pytest.raises(ValueError, match="clip_norm=1 and clip_global_norm=2 are given; expected at most"):
         OptimizerSpec.parse(("adam", {"clip_global_norm": 2, "clip_norm": 1, "clip_gradient": None}))
     assert not OptimizerSpec.parse(("adam", dict.fromkeys(clipping.THRESHOLDS))).clips
@@ -147,7 +147,7 @@ def test_pushes_are_clipped_together_by_update(store: str, way: str) -> None:
         [bucket] = plan([(key, torch.empty(shape, dtype=torch.float64)) for key, shape in SHAPES.items()], 1 << 20)
         kv.fuse(bucket)
         kv.push_bucket(bucket, [of_device(bucket, values, place, way) for place in range(2)])
-    for value in values:  # they were the store's no longer than the push
+    for value in values:  # the store must not use them after the push
         value[0].fill_(math.nan)
     kv.update()
     expected = parameters(gradients())
@@ -185,7 +185,7 @@ def test_the_order_of_pushes_does_not_change_the_bits() -> None:
 
 
 @pytest.mark.parametrize("store", STORES)
-def test_keys_without_a_push_are_left_alone_and_do_not_count(store: str) -> None:
+def test_keys_without_a_push_count_neither_for_the_norm_nor_the_update(store: str) -> None:
     kv = started(kvstore.create(store), clip_global_norm=1.0, wd=0.5)
     kv.assign("bias", torch.ones(4, dtype=torch.float64))
     kv.update()  # nothing was pushed
@@ -214,14 +214,14 @@ def test_rows_count_in_both_norms() -> None:
         assert float(-dense) == pytest.approx(1.0 if name == "clip_norm" else 6 * scale, abs=1e-5)
 
 
-def test_what_waits_is_not_pulled_nor_pushed_again_but_may_be_dropped() -> None:
+def test_a_pending_push_forbids_pull_and_push_and_can_be_dropped() -> None:
     kv = started(kvstore.create("local"), clip_global_norm=1.0)
     ones = torch.ones(4, dtype=torch.float64)
     assert kv.updates_wait
     kv.push("bias", ones)
-    with pytest.raises(RuntimeError, match=r"pull of keys \[\"'bias'\"\] came before update\(\)"):
+    with pytest.raises(RuntimeError, match=r"keys \[\"'bias'\"\] were pulled before update\(\)"):
         kv.pull("bias", torch.empty(4, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"'bias'.* were pushed already, and clip_global_norm has them wait"):
+    with pytest.raises(ValueError, match=r"'bias'.* were pushed already, and clip_global_norm delays"):
         kv.push(["one", "bias"], [ones[0], ones])
     with pytest.raises(ValueError, match=r"call push\(\), update\(\) and pull\(\)"):
         kv.pushpull("one", ones[0].clone())
@@ -230,7 +230,7 @@ def test_what_waits_is_not_pulled_nor_pushed_again_but_may_be_dropped() -> None:
     kv.update()
     assert not any(value.any() for value in pulled(kv))
     kv.push("bias", ones)
-    kv.set_optimizer(("sgd", {"learning_rate": 1.0, "clip_norm": 1.0}))  # what waited is forgotten
+    kv.set_optimizer(("sgd", {"learning_rate": 1.0, "clip_norm": 1.0}))  # drops pending sums
     kv.push("bias", ones)
     assert torch.allclose(pulled(kv)[1], -ones / 2, atol=1e-5)
 
@@ -250,7 +250,7 @@ def test_the_rate_and_the_state_are_those_of_update(tmp_path: Path) -> None:
     assert float(pulled(kv)[2]) == pytest.approx(-0.25 - 0.25 * 1.5, abs=1e-5)
 
 
-def test_a_store_that_does_not_know_update_refuses_the_global_norm() -> None:
+def test_a_store_without_update_refuses_clip_global_norm() -> None:
     class Plain(KVStore):
         specs: list[OptimizerSpec] = []  # noqa: RUF012  of one test
 
@@ -328,7 +328,7 @@ def test_a_trainer_alone_clips_as_torch_does(store: str, name: str) -> None:
     assert apart(by_trainer(name, store, slice(None)), by_torch(name)) == 0
 
 
-def test_a_trainer_whose_push_was_refused_goes_on() -> None:
+def test_a_trainer_continues_after_a_refused_push() -> None:
     weight = nn.Parameter(torch.zeros(2))
     trainer = Trainer([weight], "sgd", {"learning_rate": 1.0, "clip_global_norm": 1.0}, "local")
     trainer.kvstore.set_gradient_compression({"type": "fp16"})
@@ -351,7 +351,7 @@ def trainers_of_unequal_batches(kv: KVStore) -> None:
 
 
 LARGE = {"small": (7, 5), "vector": (200_003,), "matrix": (301, 500)}
-"""Some of which are cut over two servers."""
+"""Keys; some are split over two servers."""
 
 
 def whole_numbers(shape: tuple[int, ...], rank: int, step: int) -> Tensor:
@@ -359,7 +359,7 @@ def whole_numbers(shape: tuple[int, ...], rank: int, step: int) -> Tensor:
 
 
 def keys_that_are_cut(kv: KVStore) -> None:
-    """What a local store makes of the sums, with the same state."""
+    """Return the weights and state of a local store that gets the sums."""
     for name, threshold in (("clip_gradient", 2.0), ("clip_global_norm", 7.0), ("clip_norm", 5.0)):
         arguments = {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.1, "lr_mult": {"vector": 3}, "rescale_grad": 0.5}
         local = kvstore.create("local")
@@ -435,14 +435,14 @@ def what_waits_can_be_dropped(kv: KVStore) -> list[float]:
         if times == 100.0:
             kv.drop_updates()
     kv.update()
-    kv.update()  # again: nothing waits
+    kv.update()  # nothing is pending
     found = values_of(kv, dense, table)
     assert found == [-0.3, -0.4, 0, 0, 0, 0, 0]  # below the threshold: as it is
     return found
 
 
 def who_has_joined_takes_part(kv: KVStore) -> list[float]:
-    """Rank 0 has nothing to push any more; the norm is that of the others, at rank 1's rate."""
+    """Update after rank 0 has joined: the norm is that of the other ranks, the rate rank 1's."""
     dense, table = a_few_keys(kv, "joined")
     if kv.rank == 0:
         kv.join()
@@ -494,11 +494,11 @@ def over_collectives(comm: Communicator) -> None:
             case(kv)
 
 
-def test_workers_without_servers_clip_what_they_sum() -> None:
+def test_allreduce_workers_clip_their_sums() -> None:
     spawn(over_collectives, 2)
 
 
-def test_a_server_keeps_sums_until_it_is_told_the_factor_and_nobody_reads_what_changes() -> None:
+def test_a_server_keeps_sums_until_the_update_command_and_refuses_pulls_before() -> None:
     count, small = 20_000, 4
     spec = optimizer_shards.pack_spec(OptimizerSpec.parse(("sgd", {"learning_rate": 1.0, "clip_global_norm": 1.0})))
     with Job(1) as job:

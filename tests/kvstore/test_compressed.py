@@ -1,4 +1,4 @@
-"""Compressed pushes in the stores of one process: what arrives, what a sender still owes, and what is refused."""
+"""Tests of gradient compression in stores of one process: decoded values, residuals, refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gangline.kvstore import KVStore, RowSparse, create
 from gangline.kvstore.arguments import Pairs, Pushed
 
 LIMIT = 20.0
-"""Seconds after which a test that waits has failed."""
+"""Time limit of a wait, in seconds."""
 SHAPES: dict[Any, tuple[int, ...]] = {"w": (4, 5), 3: (7,), "3": (1, 2, 3)}
 KEYS = list(SHAPES)
 THRESHOLD = 0.3
@@ -36,14 +36,14 @@ def kv(request: pytest.FixtureRequest) -> Iterator[KVStore]:
 
 
 def gradient(key: Any, step: int, sender: int = 0) -> torch.Tensor:
-    """Sevenths between -5/7 and 5/7, which differ by element, key, step and sender."""
+    """Return sevenths between -5/7 and 5/7, different by element, key, step and sender."""
     shape = SHAPES[key]
     numbers = torch.arange(torch.Size(shape).numel()) * 7 + step * 3 + sender * 5 + KEYS.index(key)
     return ((numbers % 11 - 5) / 7).reshape(shape)
 
 
 def gradients(step: int, senders: int) -> list[list[torch.Tensor]]:
-    """For each key what its senders push."""
+    """Return each key's values, one per sender."""
     return [[gradient(key, step, sender) for sender in range(senders)] for key in KEYS]
 
 
@@ -58,7 +58,7 @@ def all_pulled(kv: KVStore) -> dict[Any, torch.Tensor]:
 
 
 def same(found: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Tensor]) -> bool:
-    """Whether the same names have the same bits."""
+    """Return True if equal names have equal bits."""
     return found.keys() == expected.keys() and all(
         one.contiguous().numpy().tobytes() == expected[name].contiguous().numpy().tobytes()
         for name, one in found.items()
@@ -77,7 +77,7 @@ class Sender:
         self.residual = [np.float32(0)] * size
 
     def send(self, gradient: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """What arrives of ``gradient``; the rest is owed."""
+        """Return the decoded value of ``gradient``; the rest becomes the residual."""
         sent = []
         for index, number in enumerate(gradient.numpy().ravel()):
             owed = np.float32(self.residual[index] + number)
@@ -92,20 +92,20 @@ class Sender:
 
 
 class Senders:
-    """The `Sender` of each key and place, and what their sums are."""
+    """A `Sender` per key and position, and their sums."""
 
     def __init__(self) -> None:
         self.of: dict[tuple[Any, int], Sender] = {}
 
     def sum(self, key: Any, values: list[torch.Tensor]) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """The sum of what arrives, added in the senders' order."""
+        """Return the sum of the decoded values in the senders' order."""
         total = np.zeros(SHAPES[key], np.float32)
         for place, value in enumerate(values):
             total = total + self.of.setdefault((key, place), Sender(value.numel())).send(value)
         return total
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """As the store names them."""
+        """Return the residuals under the store's names."""
         return {
             f"{key!r}/{place}".replace("'", '"'): torch.tensor(np.array(sender.residual)).reshape(SHAPES[key])
             for (key, place), sender in self.of.items()
@@ -122,7 +122,7 @@ def check_sums(senders: Senders, values: list[list[torch.Tensor]], found: Mappin
 
 @functools.cache
 def random_steps(count: int) -> tuple[list[list[list[torch.Tensor]]], list[dict[Any, Any]], Senders]:
-    """200 steps of random gradients, the sums that are to arrive, and the senders after them."""
+    """Return 200 steps of random gradients, the expected sums, and the senders afterwards."""
     senders, generator = Senders(), torch.Generator().manual_seed(5)
     pushed, sums = [], []
     for step in range(200):
@@ -168,7 +168,7 @@ def test_the_bounds_themselves_are_sent(kv: KVStore) -> None:
     assert kv.compression_residuals()["3/0"].tolist() == [0.0, 0.0, below, -below, 0.0, 0.0, 6.5]
 
 
-def test_what_is_owed_goes_with_later_pushes(kv: KVStore) -> None:
+def test_residuals_are_added_to_later_pushes(kv: KVStore) -> None:
     kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
     arrived = []
     for number in (2.5, 0.0, 0.25, 0.25, 0.0, -3.0, 0.0, 0.0):
@@ -178,7 +178,7 @@ def test_what_is_owed_goes_with_later_pushes(kv: KVStore) -> None:
     assert not kv.compression_residuals()["3/0"].any()
 
 
-def test_a_sender_is_a_place_in_a_keys_list(kv: KVStore) -> None:
+def test_a_sender_is_a_position_in_a_keys_list(kv: KVStore) -> None:
     kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
     small = torch.full((7,), 0.5)
     kv.push(3, [small, small * 0])
@@ -190,7 +190,7 @@ def test_a_sender_is_a_place_in_a_keys_list(kv: KVStore) -> None:
     assert {place: value.unique().tolist() for place, value in residuals.items()} == {"3/0": [0.0], "3/1": [0.5]}
 
 
-def test_a_key_that_comes_twice_has_a_sender_for_each_of_its_values(kv: KVStore) -> None:
+def test_a_key_pushed_twice_in_one_call_has_a_sender_per_value(kv: KVStore) -> None:
     senders = Senders()
     kv.set_gradient_compression(TWO_BIT)
     for step in range(20):
@@ -200,7 +200,7 @@ def test_a_key_that_comes_twice_has_a_sender_for_each_of_its_values(kv: KVStore)
     assert {name for name in kv.compression_residuals() if name.startswith("3/")} == {"3/0", "3/1", "3/2"}
 
 
-def test_optimizers_and_updaters_see_what_arrives(kv: KVStore) -> None:
+def test_optimizers_and_updaters_get_decoded_values(kv: KVStore) -> None:
     senders, seen = Senders(), []
     kv.set_gradient_compression(TWO_BIT)
     kv.set_optimizer(("sgd", {"lr": 0.5}))  # a power of two: its products are exact
@@ -218,7 +218,7 @@ def test_optimizers_and_updaters_see_what_arrives(kv: KVStore) -> None:
     assert np.array_equal(pulled(kv, "w").numpy(), weight)
 
 
-def test_what_is_pushed_is_left_alone(kv: KVStore) -> None:
+def test_compression_does_not_change_the_pushed_tensors(kv: KVStore) -> None:
     kv.set_gradient_compression(TWO_BIT)
     values = gradients(0, 2)
     for _ in range(3):
@@ -227,7 +227,7 @@ def test_what_is_pushed_is_left_alone(kv: KVStore) -> None:
     assert all(torch.equal(a, b) for a, b in zip(flat(values), flat(gradients(0, 2)), strict=True))
 
 
-def test_pushpull_without_outs_writes_the_sum_of_what_arrives_back(kv: KVStore) -> None:
+def test_pushpull_without_outs_writes_back_the_sum_of_decoded_values(kv: KVStore) -> None:
     senders = Senders()
     kv.set_gradient_compression(TWO_BIT)
     for step in range(5):
@@ -251,7 +251,7 @@ def test_tensors_of_any_strides_are_compressed(kv: KVStore) -> None:
         assert np.array_equal(pulled(kv, "w").numpy(), expected)
 
 
-def test_without_error_feedback_nothing_is_owed(kv: KVStore) -> None:
+def test_without_error_feedback_there_are_no_residuals(kv: KVStore) -> None:
     kv.set_gradient_compression(TWO_BIT | {"error_feedback": False})
     for step in range(5):
         kv.push("w", [gradient("w", step, sender) for sender in range(2)])
@@ -291,7 +291,7 @@ def test_halves_beyond_their_range_become_the_largest(kv: KVStore, kind: str) ->
 
 
 @pytest.mark.parametrize("ratio", [0.07, 0.3, 1.0])
-def test_the_largest_magnitudes_arrive_and_the_rest_is_owed(kv: KVStore, ratio: float) -> None:
+def test_topk_sends_the_largest_magnitudes_and_keeps_the_rest(kv: KVStore, ratio: float) -> None:
     kv.set_gradient_compression({"type": "topk", "ratio": ratio})
     count = math.ceil(Fraction(repr(ratio)) * 20)
     owed = np.zeros((2, 20), np.float32)
@@ -384,7 +384,7 @@ def test_a_refused_first_push_leaves_no_residual(kv: KVStore) -> None:
     assert not any(value.any() for value in kv.compression_residuals().values())
 
 
-def test_an_infinite_sum_with_what_is_owed_changes_nothing(kv: KVStore) -> None:
+def test_an_infinite_sum_of_value_and_residual_changes_nothing(kv: KVStore) -> None:
     huge = torch.full(SHAPES["3"], 3e38)
     kv.set_gradient_compression(TWO_BIT)
     kv.push(KEYS, [gradient("w", 1), gradient(3, 1), huge])
@@ -395,7 +395,7 @@ def test_an_infinite_sum_with_what_is_owed_changes_nothing(kv: KVStore) -> None:
     assert same(kv.compression_residuals(), residuals)
 
 
-def test_an_optimizer_that_refuses_a_push_takes_nothing_from_its_senders(kv: KVStore) -> None:
+def test_a_push_refused_by_the_optimizer_leaves_residuals_unchanged(kv: KVStore) -> None:
     kv.init("b", torch.zeros(4, 5))
     kv.set_optimizer("muon")
     kv.set_gradient_compression(TWO_BIT)
@@ -422,7 +422,7 @@ def test_init_assign_and_broadcast_are_not_compressed(kv: KVStore) -> None:
     assert kv.compression_residuals() == {}
 
 
-def test_row_sparse_values_travel_as_they_are(kv: KVStore) -> None:
+def test_row_sparse_values_are_not_compressed(kv: KVStore) -> None:
     part = RowSparse([2, 0, 2], torch.tensor([[0.1], [0.2], [0.3]]).expand(3, 5).contiguous(), (4, 5))
     kv.set_gradient_compression(TWO_BIT)
     kv.push("w", [part, part.to_coo()])
@@ -434,7 +434,7 @@ def test_row_sparse_values_travel_as_they_are(kv: KVStore) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64], ids=str)
-def test_integers_and_complex_numbers_travel_as_they_are(kv: KVStore, dtype: torch.dtype) -> None:
+def test_integers_and_complex_numbers_are_not_compressed(kv: KVStore, dtype: torch.dtype) -> None:
     values = [torch.tensor([0, 1, 7]).to(dtype), torch.tensor([1, 0, 9]).to(dtype)]
     kv.init("n", values[0])
     kv.set_gradient_compression(TWO_BIT)
@@ -459,7 +459,7 @@ def test_a_store_in_one_process_compresses_no_pulls_and_says_so(kv: KVStore) -> 
 # -- setting and ending -----------------------------------------------------------------------------------------------
 
 
-def test_none_ends_compression_and_what_is_owed(kv: KVStore) -> None:
+def test_none_ends_compression_and_drops_residuals(kv: KVStore) -> None:
     kv.set_gradient_compression(TWO_BIT)
     kv.push(KEYS, gradients(0, 2))
     kv.set_gradient_compression(None)
@@ -473,7 +473,7 @@ def test_none_ends_compression_and_what_is_owed(kv: KVStore) -> None:
     assert np.array_equal(pulled(kv, "w").numpy(), Sender(20).send(gradient("w", 2)))
 
 
-def test_setting_goes_behind_pushes_under_way(kv: KVStore) -> None:
+def test_setting_compression_waits_for_pending_pushes(kv: KVStore) -> None:
     works = [kv.push("w", gradient("w", 0), priority=-5, async_op=True)]
     kv.set_gradient_compression(TWO_BIT)
     assert works[0].is_completed()
@@ -500,7 +500,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_settings_are_named_and_the_ones_before_stay(kv: KVStore, case: str) -> None:
+def test_wrong_settings_are_named_and_change_nothing(kv: KVStore, case: str) -> None:
     params, error, words = WRONG[case]
     senders = Senders()
     kv.set_gradient_compression(TWO_BIT)
@@ -514,7 +514,7 @@ def test_wrong_settings_are_named_and_the_ones_before_stay(kv: KVStore, case: st
 
 @pytest.fixture
 def _only_what_the_test_makes() -> Iterator[None]:
-    """Have the garbage collector overlook what is there already: to look at all of torch each time takes long."""
+    """Freeze existing objects for the garbage collector: scanning all of torch each time takes long."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -535,7 +535,7 @@ def test_a_closed_store_refuses_and_keeps_nothing(kv: KVStore) -> None:
 
 
 def tensors_full_of(number: float) -> int:
-    """How many tensors of the shape of "w" hold only this number."""
+    """Return the number of tensors of the shape of "w" that hold only this number."""
     gc.collect()
     shape = SHAPES["w"]
     tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.shape == shape]
@@ -547,7 +547,7 @@ def tensors_full_of(number: float) -> int:
 
 @pytest.mark.parametrize("target", ["local", "device"])
 @pytest.mark.parametrize("codec", ["2bit", "topk", "bf16 with feedback"])
-def test_residuals_out_and_in_again_go_on_bit_for_bit(kv: KVStore, codec: str, target: str) -> None:
+def test_saved_and_loaded_residuals_continue_bit_for_bit(kv: KVStore, codec: str, target: str) -> None:
     kv.set_gradient_compression(CODECS[codec])
     for step in range(5):
         kv.push(KEYS, gradients(step, 3))
@@ -582,9 +582,9 @@ def test_residuals_are_copies_both_ways(kv: KVStore) -> None:
 
 
 BAD: dict[str, tuple[str, Any, str]] = {
-    "unknown key": ('"nope"/0', torch.zeros(7), "key 'nope', which is unknown here; known: .*'w', 3, '3'"),
+    "unknown key": ('"nope"/0', torch.zeros(7), "key 'nope', which is unknown here; known keys: .*'w', 3, '3'"),
     "digits": ("4/0", torch.zeros(7), "key 4, which is unknown here"),
-    "shape": ("3/0", torch.zeros(8), r"key 3 has shape \(7,\), but a tensor of shape \(8,\)"),
+    "shape": ("3/0", torch.zeros(8), r"key 3 has shape \(7,\), but got a tensor of shape \(8,\)"),
     "dtype": ("3/0", torch.zeros(7).double(), "key 3 has dtype .*float32.*float64"),
     "another's shape": ('"3"/1', torch.zeros(7), r"key '3' has shape \(1, 2, 3\)"),
     "no key": ("garbage", torch.zeros(7), "garbage"),
@@ -607,7 +607,7 @@ def test_bad_residuals_are_named_and_nothing_changes(kv: KVStore, case: str) -> 
 
 
 def test_a_store_that_does_not_compress_takes_no_residuals(kv: KVStore) -> None:
-    with pytest.raises(ValueError, match=f"a '{kv.type}' store keeps no compression residuals, but 1 came for it"):
+    with pytest.raises(ValueError, match=f"a '{kv.type}' store keeps no compression residuals, but got 1"):
         kv.load_compression_residuals({"3/0": torch.zeros(7)})
     kv.load_compression_residuals({})
     assert kv.compression_residuals() == {}
@@ -617,7 +617,7 @@ def test_a_store_that_does_not_compress_takes_no_residuals(kv: KVStore) -> None:
 
 
 class Shelf(KVStore):
-    """A third party's store: replaces values, and knows nothing of compression."""
+    """Third-party store that replaces values, without compression."""
 
     def __init__(self, name: str = "shelf") -> None:
         super().__init__(name)
@@ -650,7 +650,7 @@ REFUSALS: dict[str, tuple[Callable[[KVStore], Any], str]] = {
     "compression": (lambda kv: kv.set_gradient_compression(TWO_BIT), "a 'shelf' store does not compress gradients"),
     "residuals": (
         lambda kv: kv.load_compression_residuals({"3/0": torch.zeros(7)}),
-        "a 'shelf' store keeps no compression residuals, but 1 came for it",
+        "a 'shelf' store keeps no compression residuals, but got 1",
     ),
     "wrong settings": (lambda kv: kv.set_gradient_compression({"type": "1bit"}), "'1bit'; expected one of"),
 }

@@ -1,4 +1,4 @@
-"""`gangline launch` with real processes: what it says of them, its exit code, and that it leaves none of them."""
+"""Tests of `gangline launch` with real processes: output, exit codes, no process left behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MARK = "GANGLINE_TEST_JOB"
 
 
 class Launch:
-    """A launcher in a process of its own; whatever descends from it carries a mark by which it is found."""
+    """A launcher in its own process; all descendants inherit a variable by which they are found."""
 
     def __init__(self, command: Sequence[str], **options: object) -> None:
         self.mark = uuid.uuid4().hex
@@ -50,7 +50,7 @@ class Launch:
                 pipe.close()
 
     def running(self) -> set[int]:
-        """The launcher and all that descends from it, as far as it runs."""
+        """Return the running processes among the launcher and its descendants."""
         found = set()
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -59,7 +59,7 @@ class Launch:
         return found
 
     def hear(self, *expected: str) -> str:
-        """Standard output until it holds each of these texts."""
+        """Read standard output until it holds each of these texts."""
         while not all(text.encode() in self._heard for text in expected):
             data = os.read(self.process.stdout.fileno(), 1 << 16)
             assert data, f"the launcher ended with {self._heard!r} and {self.process.stderr.read()!r}"
@@ -67,7 +67,7 @@ class Launch:
         return self._heard.decode()
 
     def end(self) -> tuple[int, list[str], list[str]]:
-        """Exit code and lines of standard output and standard error; nothing must be left then."""
+        """Return exit code and lines of standard output and error; check that no process is left."""
         out, errors = self.process.communicate(timeout=30)
         assert self.running() == set()
         return self.process.returncode, (self._heard + (out or b"")).decode().splitlines(), errors.decode().splitlines()
@@ -78,23 +78,23 @@ def launch(*arguments: str, **options: object) -> Launch:
 
 
 def workers(code: str, count: int = 2, **options: object) -> Launch:
-    """Workers alone that run ``code`` with their rank as ``rank``."""
+    """Launch workers without servers that run ``code`` with their rank as ``rank``."""
     head = "import os, signal, sys, time; rank = int(os.environ['RANK'])\n"
     return launch("-n", str(count), "-s", "0", "--", *PYTHON, head + code, **options)
 
 
 def job(processes: dict[str, str], servers: float = 20, stop: float = 20, **options: object) -> Launch:
-    """Stand-ins for scheduler, servers and workers, each a shell command, and what patience to have with them."""
+    """Launch shell commands as scheduler, servers and workers, with time limits in seconds."""
     code = (
         "import json, sys\n"
         "from gangline.kvstore.launch.job import Process\n"
         "from gangline.kvstore.launch.local import run\n"
-        "from gangline.kvstore.launch.supervisor import Patience\n"
+        "from gangline.kvstore.launch.supervisor import StopTimeouts\n"
         "processes, servers, stop = json.loads(sys.argv[1])\n"
         "labels = [(label.partition(' '), command) for label, command in processes.items()]\n"
         "table = [Process(role, int(rank) if rank else None, ('sh', '-c', command), {})\n"
         "         for (role, _, rank), command in labels]\n"
-        "sys.exit(run(table, Patience(servers, stop)))\n"
+        "sys.exit(run(table, StopTimeouts(servers, stop)))\n"
     )
     return Launch([sys.executable, "-c", code, json.dumps([processes, servers, stop])], cwd=ROOT, **options)
 
@@ -112,7 +112,7 @@ DAEMON = (
 # What the processes get
 
 
-def test_every_worker_finds_its_place() -> None:
+def test_every_worker_gets_its_rank() -> None:
     code = "import json; print(json.dumps(dict(os.environ)))"
     with workers(code) as run:
         code_, out, errors = run.end()
@@ -170,7 +170,7 @@ def test_lines_of_all_processes_come_out_whole_and_in_order() -> None:
         assert len(lines) == 3 * len(expected)
 
 
-def test_what_is_printed_shows_before_the_line_and_the_process_end() -> None:
+def test_output_is_shown_before_its_line_and_its_process_end() -> None:
     code = "sys.stdout.write('no newline'); signal.pause()"  # not even flushed: by PYTHONUNBUFFERED
     with launch("-n", "1", "-s", "0", "--", sys.executable, "-c", f"import signal, sys; {code}") as run:
         run.hear("[worker 0] no newline")
@@ -181,7 +181,7 @@ def test_what_is_printed_shows_before_the_line_and_the_process_end() -> None:
 # Failures
 
 
-def test_the_first_failure_is_named_after_its_last_words_and_the_others_are_stopped() -> None:
+def test_the_first_failure_is_named_after_its_output_and_the_others_are_stopped() -> None:
     code = (
         "import fcntl\n"
         "if rank == 1:\n"
@@ -194,7 +194,7 @@ def test_the_first_failure_is_named_after_its_last_words_and_the_others_are_stop
     assert code_ == 3
     assert errors == [
         *["[worker 1] alas"] * 100_000,
-        f"gangline: worker 1 (pid {pid}) left with exit code 3; stopping what still runs",
+        f"gangline: worker 1 (pid {pid}) exited with code 3; stopping the other processes",
     ]
 
 
@@ -215,14 +215,14 @@ def test_a_command_that_cannot_be_run_gives_the_codes_of_a_shell(tmp_path: Path)
         assert len(errors) == 1
 
 
-def test_who_ignores_sigterm_is_killed_when_the_patience_is_over(tmp_path: Path) -> None:
+def test_a_process_that_ignores_sigterm_is_killed_after_the_timeout(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     stubborn = f"trap '' TERM; echo > {fifo}; while :; do sleep 100; done"
     with job({"worker 0": stubborn, "worker 1": f"read x < {fifo}; exit 5"}, stop=0.3) as run:
         code, _, errors = run.end()
     assert code == 5
-    assert re.match(r"gangline: worker 1 \(pid \d+\) left with exit code 5", errors[0])
+    assert re.match(r"gangline: worker 1 \(pid \d+\) exited with code 5", errors[0])
     assert re.fullmatch(r"gangline: worker 0 \(pid \d+\) did not end within 0.3 s of SIGTERM: killed", errors[1])
 
 
@@ -237,12 +237,12 @@ def test_servers_have_time_to_end_by_themselves_after_the_last_worker(tmp_path: 
         assert run.end() == (0, ["[server 0] ended"], [])
 
 
-def test_servers_that_stay_are_named_and_stopped_and_the_job_went_well() -> None:
+def test_servers_that_do_not_end_are_named_and_stopped_and_the_job_succeeds() -> None:
     with job({"scheduler": "exit 0", "server 0": "exec sleep 100", "worker 0": "exit 0"}, servers=0.3) as run:
         code, _, errors = run.end()
     assert code == 0
     assert re.fullmatch(
-        r"gangline: all workers ended well, but server 0 \(pid \d+\) did not end within 0.3 s after them; .*", errors[0]
+        r"gangline: all workers succeeded, but server 0 \(pid \d+\) did not end within 0.3 s after them; .*", errors[0]
     )
 
 
@@ -251,7 +251,7 @@ def test_a_server_that_fails_is_a_failure_of_the_job(worker: str) -> None:
     with job({"scheduler": "exec sleep 100", "server 0": "sleep 0.1; exit 7", "worker 0": worker}) as run:
         code, _, errors = run.end()
     assert code == 7
-    assert re.match(r"gangline: server 0 \(pid \d+\) left with exit code 7", errors[0])
+    assert re.match(r"gangline: server 0 \(pid \d+\) exited with code 7", errors[0])
 
 
 # Nothing is left
@@ -265,7 +265,7 @@ def test_a_signal_to_the_launcher_ends_everything(number: signal.Signals) -> Non
         run.process.send_signal(number)
         code, _, errors = run.end()
     assert code == 128 + number
-    assert errors == [f"gangline: {number.name}; stopping what still runs"]
+    assert errors == [f"gangline: {number.name}; stopping the other processes"]
 
 
 def test_a_signal_goes_to_servers_when_the_workers_have_ended() -> None:
@@ -311,7 +311,7 @@ def test_a_second_signal_kills_at_once() -> None:
         run.process.send_signal(signal.SIGINT)
         code, _, errors = run.end()
     assert code == 130
-    assert errors == ["gangline: SIGINT; stopping what still runs"]  # and nothing of a patience that was over
+    assert errors == ["gangline: SIGINT; stopping the other processes"]  # no timeout is reported
 
 
 def test_a_killed_launcher_leaves_nothing() -> None:
@@ -326,7 +326,7 @@ def test_a_killed_supervisor_leaves_nothing_and_is_named() -> None:
 
     code, errors = _kill_and_see_all_end(supervisor)
     assert code == 137
-    assert errors == ["gangline: the launcher's supervisor was killed by signal 9: all is stopped"]
+    assert errors == ["gangline: the launcher's supervisor was killed by signal 9: all processes are stopped"]
 
 
 def _kill_and_see_all_end(victim: Callable[[Launch], int]) -> tuple[int, list[str]]:
@@ -343,23 +343,23 @@ def _kill_and_see_all_end(victim: Callable[[Launch], int]) -> tuple[int, list[st
         return code, errors
 
 
-def test_what_a_worker_left_behind_is_ended_when_all_went_well() -> None:
+def test_daemons_of_a_worker_are_stopped_after_success() -> None:
     with workers(DAEMON + "sys.exit(0)") as run:
         code, _, errors = run.end()
     assert (code, errors) == (0, [])
 
 
-def test_when_nobody_reads_its_output_any_more_the_job_ends() -> None:
+def test_the_job_ends_when_the_reader_of_its_output_is_gone() -> None:
     with workers("while True: print('more', flush=True)") as run:
         run.hear("more")
         run.process.stdout.close()
         run.process.stdout = None
         code, _, errors = run.end()
     assert code == 128 + signal.SIGPIPE
-    assert errors[0] == "gangline: output cannot be written: Broken pipe; stopping what still runs"
+    assert errors[0] == "gangline: output cannot be written: Broken pipe; stopping the other processes"
 
 
-def test_a_reader_that_does_not_read_holds_nobody_up() -> None:
+def test_a_reader_that_does_not_read_cannot_block_a_stop() -> None:
     with job({"worker 0": "exec yes"}, stop=0.2) as run:
         pipe = run.process.stdout.fileno()
         run.hear("y")
@@ -370,7 +370,7 @@ def test_a_reader_that_does_not_read_holds_nobody_up() -> None:
 
 
 def _wait_until_full(pipe: int) -> None:
-    """Wait until a pipe holds as much as it can, to the page."""
+    """Wait until a pipe is full, to the page."""
     capacity = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
     until = time.monotonic() + 20
     waiting = bytearray(4)

@@ -1,4 +1,4 @@
-"""Which processes a job has, and what each finds in its environment; nothing is started here."""
+"""Tests of a job's process table and environments; nothing is started."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_job_is_a_scheduler_its_servers_and_its_workers() -> None:
         }
 
 
-def test_commands_of_this_environment_are_found_behind_all_others() -> None:
+def test_commands_of_this_environment_are_appended_to_path() -> None:
     own = str(Path(sys.executable).parent)
     assert {one.environment["PATH"] for one in table({"PATH": "/first:/second"})} == {f"/first:/second:{own}"}
     assert not any("PATH" in one.environment for one in table({"PATH": f"/first:{own}"}))
@@ -73,14 +73,14 @@ def test_workers_share_the_cores(cores: int, workers: int, threads: str) -> None
     assert values(table(cores=cores, workers=workers), "OMP_NUM_THREADS") == [threads] * workers
 
 
-def test_what_the_user_has_set_stays() -> None:
+def test_variables_of_the_user_are_kept() -> None:
     mine = {"OMP_NUM_THREADS": "5", "PYTHONUNBUFFERED": "x", "HOME": "/there"}
     for process in table(mine)[2:]:
         assert mine.items() <= process.full_environment(mine).items()
     assert table()[0].environment["PYTHONUNBUFFERED"] == "1"
 
 
-def test_an_agent_of_torchrun_above_is_not_the_workers() -> None:
+def test_variables_of_an_outer_torchrun_agent_are_removed() -> None:
     outer = {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "7", "HOME": "/root"}
     process = table(outer)[-1]
     inner = process.full_environment(outer)
@@ -89,7 +89,7 @@ def test_an_agent_of_torchrun_above_is_not_the_workers() -> None:
     assert process.shell_line().startswith("env -u TORCHELASTIC_USE_AGENT_STORE ")
 
 
-def test_a_launcher_inside_a_worker_passes_on_nothing_of_its_rank() -> None:
+def test_a_launcher_inside_a_worker_does_not_pass_on_its_rank() -> None:
     outer = {"DMLC_WORKER_ID": "3", "GANGLINE_WORK_LOAD_LIST": "1,2,3,4", "DMLC_ROLE": "worker"}
     scheduler, server, *workers = [process.full_environment(outer) for process in table(outer)]
     assert not {"DMLC_WORKER_ID", "GANGLINE_WORK_LOAD_LIST"} & (scheduler.keys() | server.keys())
@@ -113,7 +113,7 @@ def test_scheduler_and_servers_wait_for_workers_as_long_as_the_launcher() -> Non
         ((), 2, [None, None]),
     ],
 )
-def test_gpus_are_dealt_out_in_turn(gpus: tuple[int, ...], workers: int, dealt: list[str | None]) -> None:
+def test_gpus_are_assigned_in_turn(gpus: tuple[int, ...], workers: int, dealt: list[str | None]) -> None:
     processes = table(gpus=gpus, workers=workers)
     assert values(processes, "CUDA_VISIBLE_DEVICES") == dealt
     assert "CUDA_VISIBLE_DEVICES" not in processes[1].environment
@@ -125,7 +125,7 @@ def test_gpus_are_numbered_within_those_that_the_launcher_may_see() -> None:
         table({"CUDA_VISIBLE_DEVICES": "4,5"}, gpus=(0, 2))
 
 
-def test_loads_are_for_workers_and_read_back_as_they_were() -> None:
+def test_loads_are_passed_to_workers_without_rounding() -> None:
     processes = table(work_load_list=(3, 0.1))
     assert values(processes, "GANGLINE_WORK_LOAD_LIST") == ["3,0.1"] * 2
     assert "GANGLINE_WORK_LOAD_LIST" not in processes[1].environment

@@ -1,4 +1,4 @@
-"""What the stores of one process hold, in bytes, and how many operations they take, counted."""
+"""Tests of memory in bytes and of counted tensor operations, of stores of one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WEIGHTS = sum(4 * torch.Size(shape).numel() for shape in SHAPES)
 
 @pytest.fixture(autouse=True)
 def _only_what_the_test_makes() -> Iterator[None]:
-    """Have the garbage collector overlook what is there already: to look at all of torch each time takes long."""
+    """Freeze existing objects for the garbage collector: scanning all of torch each time takes long."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -37,7 +37,7 @@ def kv(request: pytest.FixtureRequest) -> Iterator[KVStore]:
 
 
 def held() -> int:
-    """Bytes of all storages that tensors made in this test keep alive."""
+    """Return the bytes of all storages that tensors made in this test keep alive."""
     gc.collect()
     storages = {}
     for found in gc.get_objects():
@@ -48,7 +48,7 @@ def held() -> int:
 
 
 def values(devices: int, rank: int = 0) -> list[list[torch.Tensor]]:
-    """For each key its tensors, one a device; element i of the d-th holds (i + rank + d) / 1000."""
+    """Return each key's tensors, one per device; element i of the d-th holds (i + rank + d) / 1000."""
     return [
         [(torch.arange(torch.Size(shape).numel()).reshape(shape) + rank + device) / 1000 for device in range(devices)]
         for shape in SHAPES
@@ -78,7 +78,7 @@ class Operations(TorchDispatchMode):
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_count_sees_each_storage_once() -> None:
+def test_the_counter_counts_each_storage_once() -> None:
     before = held()
     tensor = torch.zeros(1000)
     views = [tensor[10:], tensor.reshape(10, 100), tensor.detach()]
@@ -209,7 +209,7 @@ def test_half_precision_keeps_no_wide_sum(kv: KVStore) -> None:
     assert held() - before == given.nbytes
 
 
-def test_close_gives_everything_back(kv: KVStore) -> None:
+def test_close_frees_all_memory(kv: KVStore) -> None:
     given, grads = zeros(), values(2)
     before = held()
     kv.init(KEYS, given)
@@ -222,7 +222,7 @@ def test_close_gives_everything_back(kv: KVStore) -> None:
     assert held() == before
 
 
-def test_a_push_that_is_over_lets_the_pushed_tensors_go(kv: KVStore) -> None:
+def test_a_finished_push_releases_the_pushed_tensors(kv: KVStore) -> None:
     kv.init(KEYS, zeros())
     kv.set_optimizer(("sgd", {"lr": 0.1, "momentum": 0.9}))
     grads = values(2)
@@ -233,7 +233,7 @@ def test_a_push_that_is_over_lets_the_pushed_tensors_go(kv: KVStore) -> None:
     assert held() - before == of_store - 2 * WEIGHTS
 
 
-def test_an_async_push_that_is_over_lets_the_pushed_arrays_go(kv: KVStore) -> None:
+def test_a_finished_async_push_releases_the_pushed_arrays(kv: KVStore) -> None:
     kv.init("w", torch.zeros(1000))
     gone = threading.Event()
     array = np.ones(1000, np.float32)
@@ -247,7 +247,7 @@ def test_an_async_push_that_is_over_lets_the_pushed_arrays_go(kv: KVStore) -> No
 # -- operations -------------------------------------------------------------------------------------------------------
 
 
-def test_pushpull_over_two_devices_is_one_add_a_key_and_one_copy_an_out(kv: KVStore) -> None:
+def test_pushpull_over_two_devices_costs_one_add_per_key_and_one_copy_per_out(kv: KVStore) -> None:
     kv.init(KEYS, zeros())
     grads, outs = values(2), values(2, rank=9)
     with Operations() as operations:
@@ -260,7 +260,7 @@ def test_pushpull_over_two_devices_is_one_add_a_key_and_one_copy_an_out(kv: KVSt
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
-def test_a_push_is_an_add_for_each_further_device(kv: KVStore, devices: int) -> None:
+def test_a_push_costs_one_add_per_further_device(kv: KVStore, devices: int) -> None:
     kv.init(KEYS, zeros())
     grads = values(devices)
     with Operations() as operations:
@@ -269,7 +269,7 @@ def test_a_push_is_an_add_for_each_further_device(kv: KVStore, devices: int) -> 
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
-def test_a_pull_is_a_copy_for_each_out(kv: KVStore, devices: int) -> None:
+def test_a_pull_costs_one_copy_per_out(kv: KVStore, devices: int) -> None:
     kv.init(KEYS, zeros())
     outs = values(devices)
     with Operations() as operations:
@@ -277,7 +277,7 @@ def test_a_pull_is_a_copy_for_each_out(kv: KVStore, devices: int) -> None:
     assert operations.counts == {"copy": devices * len(KEYS)}
 
 
-def test_init_is_a_copy_a_key(kv: KVStore) -> None:
+def test_init_costs_one_copy_per_key(kv: KVStore) -> None:
     given = zeros()
     with Operations() as operations:
         kv.init(KEYS, given)
@@ -285,7 +285,7 @@ def test_init_is_a_copy_a_key(kv: KVStore) -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
-def test_plain_sgd_is_the_sum_and_one_add_a_key(kv: KVStore, devices: int) -> None:
+def test_plain_sgd_costs_the_sum_and_one_add_per_key(kv: KVStore, devices: int) -> None:
     kv.init(KEYS, zeros())
     kv.set_optimizer(("sgd", {"lr": 0.1}))
     grads = values(devices)

@@ -1,4 +1,4 @@
-"""Stores called from inside their own updater, from several threads at once, and while they close."""
+"""Tests of store calls from updaters, from several threads, and during close()."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from gangline.kvstore import KVStore, create
 
 NAMES = ["local", "device"]
 LIMIT = 10.0
-"""Seconds after which a test that waits has failed."""
+"""Time limit of a wait, in seconds."""
 
 
 def aside(call: Callable[[], Any]) -> threading.Thread:
-    """A thread that runs ``call``; it holds up nothing if it never ends."""
+    """Start ``call`` in a daemon thread."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     return thread
@@ -44,7 +44,7 @@ def pulled(kv: KVStore, key: Any) -> list[float]:
 
 
 class Blocking:
-    """An updater that adds, once it is let go."""
+    """Updater that adds once it is released."""
 
     def __init__(self) -> None:
         self.inside, self.release = threading.Event(), threading.Event()
@@ -58,7 +58,7 @@ class Blocking:
 
 
 def closing(kv: KVStore, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Thread, threading.Event]:
-    """A thread that closes the store, which has begun to; the event tells when it is through."""
+    """Start a thread that closes the store; the event is set when it is done."""
     began, through = threading.Event(), threading.Event()
     finish = kv._queue.close  # type: ignore[attr-defined]
 
@@ -193,7 +193,7 @@ def test_close_waits_for_the_operation_that_another_thread_runs(kv: KVStore, mon
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("call", ["push", "pull", "pushpull"])
 @pytest.mark.parametrize("moment", ["_check", "_start"])
-def test_an_operation_that_a_close_overtakes_is_refused(
+def test_an_operation_is_refused_if_the_store_closes_before_it(
     kv: KVStore, monkeypatch: pytest.MonkeyPatch, moment: str, call: str, async_op: bool
 ) -> None:
     kv.init("a", torch.zeros(2))
@@ -214,7 +214,7 @@ def test_an_operation_that_a_close_overtakes_is_refused(
 
 
 @pytest.mark.parametrize("call", ["push", "pull", "pushpull"])
-def test_an_operation_that_a_close_overtakes_just_before_it_runs_is_refused(
+def test_an_operation_is_refused_if_the_store_closes_just_before_it_runs(
     kv: KVStore, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     kv.init("a", torch.zeros(2))
@@ -234,7 +234,7 @@ def test_an_operation_that_a_close_overtakes_just_before_it_runs_is_refused(
     ended(aside(refused))
 
 
-def test_async_operations_of_several_threads_beside_a_close_all_end(kv: KVStore) -> None:
+def test_async_operations_of_several_threads_all_end_when_the_store_closes(kv: KVStore) -> None:
     kv.init("a", torch.zeros(2))
     begun = threading.Barrier(3)
     works: list[Any] = []
@@ -259,7 +259,7 @@ def test_async_operations_of_several_threads_beside_a_close_all_end(kv: KVStore)
 
 
 @pytest.mark.parametrize("optimizer", [None, ("sgd", {"lr": 1.0, "momentum": 0.5})])
-def test_a_bare_pull_into_another_device_leaves_the_key_where_it_is(kv: KVStore, optimizer: Any) -> None:
+def test_a_bare_pull_into_another_device_does_not_move_the_key(kv: KVStore, optimizer: Any) -> None:
     kv.init("a", torch.zeros(2))
     if optimizer is not None:
         kv.set_optimizer(optimizer)
@@ -308,7 +308,7 @@ def test_state_of_float64_loaded_for_a_float32_key_is_float32(kv: KVStore, optim
 # -- keys -------------------------------------------------------------------------------------------------------------
 
 
-def test_in_tells_which_keys_are_known(kv: KVStore) -> None:
+def test_in_is_true_for_initialised_keys(kv: KVStore) -> None:
     assert "a" not in kv
     kv.init(["a", 3], [torch.zeros(2), torch.zeros(2)])
     assert "a" in kv
@@ -320,7 +320,7 @@ def test_in_tells_which_keys_are_known(kv: KVStore) -> None:
 
 
 class ReadSlowly(dict[Any, Any]):
-    """Lets other threads go on between the reading of its keys and what follows from them."""
+    """Dict that lets other threads run between reading its keys and using them."""
 
     def __iter__(self) -> Iterator[Any]:
         keys = list(super().__iter__())
@@ -328,7 +328,7 @@ class ReadSlowly(dict[Any, Any]):
         return iter(keys)
 
 
-def test_of_threads_that_init_one_key_at_once_exactly_one_succeeds(kv: KVStore) -> None:
+def test_exactly_one_of_several_threads_can_init_a_key(kv: KVStore) -> None:
     rounds, together = 100, threading.Barrier(4)
     won: list[list[int]] = [[] for _ in range(rounds)]
     refused: list[list[int]] = [[] for _ in range(rounds)]

@@ -1,4 +1,4 @@
-"""Optimizers in a store: torch's to the bit, under torch's names and MXNet's, saved, resumed and refused."""
+"""Tests of optimizers in stores: equal to torch's bit for bit, names of torch and MXNet, state files, refusals."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def weights() -> Tensors:
 
 
 def gradient(key: Any, step: int, device: int = 0) -> torch.Tensor:
-    """Quarters between -5/4 and 5/4, which differ by element, key, step and device."""
+    """Return quarters between -5/4 and 5/4, different by element, key, step and device."""
     rows, cols = SHAPES[key]
     number = list(SHAPES).index(key)
     return ((torch.arange(rows * cols).reshape(rows, cols) * 7 + step * 3 + device * 5 + number) % 11 - 5) / 4
@@ -68,7 +68,7 @@ def torch_run(
     devices: int = 2,
     change: Callable[[int, torch.optim.Optimizer, dict[Any, torch.Tensor]], None] = lambda step, optimizer, grads: None,
 ) -> Tensors:
-    """What torch alone makes of the weights; ``change`` may change rates and gradients before a step."""
+    """Return the weights after steps of torch alone; ``change`` may change rates and gradients before a step."""
     found = weights()
     optimizer = make(list(found.values()))
     for step in steps:
@@ -111,7 +111,7 @@ def check_equal(found: Tensors, expected: Tensors) -> None:
 
 @functools.cache
 def reference(name: str, **kwargs: Any) -> Tensors:
-    """`torch_run` of the class and arguments that stand for ``name``; the same tensors each time, to be read only."""
+    """Return `torch_run` for an optimizer name; cached, so read only."""
     optimizer_class, arguments = OPTIMIZERS[name]
     extra = {"nesterov": True} if name == "nag" else {}
     return torch_run(lambda values: optimizer_class(values, **arguments, **extra), **kwargs)
@@ -127,7 +127,7 @@ def test_the_table_of_these_tests_has_every_optimizer() -> None:
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_five_steps_are_torchs_to_the_bit(kv: KVStore, name: str, devices: int) -> None:
+def test_five_steps_equal_torchs_bit_for_bit(kv: KVStore, name: str, devices: int) -> None:
     start(kv, (name, OPTIMIZERS[name][1]))
     for step in range(5):
         push(kv, step, devices=devices)
@@ -168,7 +168,7 @@ def test_async_pushes_of_keys_are_updates_of_all_at_once(kv: KVStore, name: str)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_keys_without_a_gradient_are_left_alone(kv: KVStore, name: str) -> None:
+def test_keys_without_a_gradient_are_not_updated(kv: KVStore, name: str) -> None:
     def without(step: int, optimizer: torch.optim.Optimizer, grads: Tensors) -> None:
         del grads["3"]
         if step in (1, 2):
@@ -222,7 +222,7 @@ def test_weights_of_other_types_are_torchs_too(kv: KVStore, dtype: torch.dtype) 
     assert torch.equal(out, weight)
 
 
-def test_names_are_read_without_their_case(kv: KVStore) -> None:
+def test_optimizer_names_ignore_case(kv: KVStore) -> None:
     start(kv, ("AdamW", OPTIMIZERS["adamw"][1]))
     for step in range(5):
         push(kv, step)
@@ -311,7 +311,7 @@ def test_a_parsed_spec_is_a_spec(kv: KVStore) -> None:
 
 
 class Heavy(torch.optim.Optimizer):
-    """A heavy ball with a counter, of nobody's library."""
+    """Custom optimizer: heavy ball with a counter."""
 
     def __init__(self, params: Any, lr: float, weight: float = 0.5) -> None:
         super().__init__(params, {"lr": lr, "weight": weight})
@@ -330,7 +330,7 @@ class Heavy(torch.optim.Optimizer):
 
 
 class Careless(torch.optim.Optimizer):
-    """Adds the decay into the gradient itself, as many an optimizer of old does."""
+    """Optimizer that adds weight decay to the gradient in place, as older ones do."""
 
     def __init__(self, params: Any, lr: float = 0.1, weight_decay: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -344,7 +344,7 @@ class Careless(torch.optim.Optimizer):
                     p.add_(p.grad, alpha=-group["lr"])
 
 
-def test_a_class_nobody_knows_is_an_optimizer_too(kv: KVStore, tmp_path: Path) -> None:
+def test_an_unknown_optimizer_class_is_supported(kv: KVStore, tmp_path: Path) -> None:
     start(kv, (Heavy, {"lr": LR, "weight": 0.25}))
     for step in range(3):
         push(kv, step)
@@ -376,7 +376,7 @@ def grouped(
     wd: float,
     **more: Any,
 ) -> Callable[[list[torch.Tensor]], torch.optim.Optimizer]:
-    """Torch's optimizer with a group a key: (lr_mult, wd_mult)."""
+    """Run torch's optimizer with one parameter group per key: (lr_mult, wd_mult)."""
 
     def make(values: list[torch.Tensor]) -> torch.optim.Optimizer:
         groups = []
@@ -403,7 +403,7 @@ def test_factors_are_torchs_parameter_groups(kv: KVStore, name: str, more: dict[
     check_equal(pulled(kv), torch_run(grouped(OPTIMIZERS[name][0], factors, LR, 0.1, **more)))
 
 
-def test_a_factor_of_zero_holds_a_key_still(kv: KVStore) -> None:
+def test_lr_mult_0_freezes_a_key(kv: KVStore) -> None:
     start(kv, ("sgd", {"lr": LR, "wd": 0.1, "lr_mult": {3: 0}}))
     for step in range(3):
         push(kv, step)
@@ -467,7 +467,7 @@ def test_rescaling_and_clipping_leave_the_pushed_gradients_alone(kv: KVStore, de
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "rprop"])
-def test_a_new_learning_rate_counts_from_the_next_push(kv: KVStore, name: str) -> None:
+def test_a_new_learning_rate_applies_from_the_next_push(kv: KVStore, name: str) -> None:
     def change(step: int, optimizer: torch.optim.Optimizer, grads: Tensors) -> None:
         for group in optimizer.param_groups:
             group["lr"] = 0.2 if step in (2, 3) else 0.01 if step == 4 else group["lr"]
@@ -497,7 +497,7 @@ def test_a_new_learning_rate_is_multiplied_by_each_keys_factor(kv: KVStore) -> N
     check_equal(pulled(kv), torch_run(make, range(4), change=change))
 
 
-def test_a_learning_rate_set_before_the_first_push_counts(kv: KVStore) -> None:
+def test_a_learning_rate_set_before_the_first_push_applies(kv: KVStore) -> None:
     start(kv, ("sgd", {"lr": LR}))
     kv.set_learning_rate(1)
     push(kv, 0)
@@ -511,7 +511,7 @@ def test_a_learning_rate_of_zero_is_a_rate(kv: KVStore) -> None:
     check_equal(pulled(kv), weights())
 
 
-def test_a_learning_rate_goes_behind_pushes_under_way(kv: KVStore) -> None:
+def test_setting_the_learning_rate_waits_for_pending_pushes(kv: KVStore) -> None:
     start(kv, ("sgd", {"lr": LR}))
     works = [kv.push(key, gradient(key, 0), priority=-5, async_op=True) for key in SHAPES]
     kv.set_learning_rate(0.5)
@@ -583,7 +583,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_refused_optimizer_is_named_and_the_one_before_stays(kv: KVStore, case: str) -> None:
+def test_a_refused_optimizer_is_named_and_the_former_stays(kv: KVStore, case: str) -> None:
     spec, error, words = REFUSED[case]
     start(kv, ("sgd", OPTIMIZERS["sgd"][1]))
     push(kv, 0)
@@ -617,7 +617,7 @@ def test_a_key_that_does_not_fit_is_named_when_it_is_pushed(kv: KVStore) -> None
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_goes_along_when_a_key_moves_to_another_tensor(name: str) -> None:
+def test_state_is_kept_when_a_key_moves_to_another_tensor(name: str) -> None:
     keyed = KeyedOptimizer(OptimizerSpec.parse((name, OPTIMIZERS[name][1])))
     found = weights()
     for step in range(5):
@@ -629,7 +629,7 @@ def test_state_goes_along_when_a_key_moves_to_another_tensor(name: str) -> None:
     check_equal(found, reference(name))
 
 
-def test_the_tensor_a_key_has_left_is_let_go() -> None:
+def test_the_former_tensor_of_a_key_is_released() -> None:
     keyed = KeyedOptimizer(OptimizerSpec.parse(("sgd", {"lr": LR, "momentum": 0.9})))
     before, after = weights()[3], weights()[3]
     keyed.add(3, before)
@@ -666,7 +666,7 @@ def test_an_update_leaves_the_gradients_of_the_weights_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_fresh_store_goes_on_to_the_bit(kv: KVStore, name: str, tmp_path: Path) -> None:
+def test_a_new_store_continues_from_saved_state_bit_for_bit(kv: KVStore, name: str, tmp_path: Path) -> None:
     spec = (name, OPTIMIZERS[name][1])
     start(kv, spec)
     for step in range(3):
@@ -684,7 +684,7 @@ def test_a_fresh_store_goes_on_to_the_bit(kv: KVStore, name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_same_store_goes_back_to_the_bit(kv: KVStore, name: str, tmp_path: Path) -> None:
+def test_the_same_store_returns_to_saved_state_bit_for_bit(kv: KVStore, name: str, tmp_path: Path) -> None:
     start(kv, (name, OPTIMIZERS[name][1]))
     kv.save_optimizer_states(tmp_path / "at 0")
     for step in range(3):
@@ -722,7 +722,7 @@ def test_a_state_in_memory_may_be_loaded_any_number_of_times(kv: KVStore, name: 
 
 
 @pytest.mark.parametrize(("source", "target"), [("local", "device"), ("device", "local")])
-def test_one_stores_file_is_the_others(source: str, target: str, tmp_path: Path) -> None:
+def test_state_files_are_interchangeable_between_stores(source: str, target: str, tmp_path: Path) -> None:
     spec = ("adam", OPTIMIZERS["adam"][1])
     with create(source) as first, create(target) as second:
         start(first, spec)
@@ -737,7 +737,7 @@ def test_one_stores_file_is_the_others(source: str, target: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adagrad"])
-def test_a_state_of_some_keys_lets_the_others_begin_anew(kv: KVStore, name: str, tmp_path: Path) -> None:
+def test_loading_state_of_some_keys_resets_the_others(kv: KVStore, name: str, tmp_path: Path) -> None:
     def without(step: int, optimizer: torch.optim.Optimizer, grads: Tensors) -> None:
         for key in [key for key in grads if key != 3 and step < 2]:
             del grads[key]
@@ -785,7 +785,7 @@ def test_loading_keeps_the_factors_of_the_keys(kv: KVStore, tmp_path: Path) -> N
         check_equal(pulled(fresh), torch_run(grouped(torch.optim.SGD, factors, LR, 0.1, momentum=0.9)))
 
 
-def test_saving_goes_behind_pushes_under_way(kv: KVStore, tmp_path: Path) -> None:
+def test_saving_waits_for_pending_pushes(kv: KVStore, tmp_path: Path) -> None:
     start(kv, ("sgd", {"lr": LR, "momentum": 0.9}))
     works = [kv.push(key, gradient(key, step), priority=-5, async_op=True) for step in range(3) for key in SHAPES]
     state = kv.optimizer_state()
@@ -837,17 +837,17 @@ def trained(kv: KVStore, tmp_path: Path) -> tuple[KVStore, Path]:
 
 
 def check_unharmed(kv: KVStore) -> None:
-    """The store of `trained` goes on as if nothing had been."""
+    """Check that the store of `trained` continues unchanged."""
     for step in (2, 3, 4):
         push(kv, step)
     check_equal(pulled(kv), reference("adam"))
 
 
 @pytest.mark.parametrize("kept", [0, 1, 7, 8, 100, -1000, -1])
-def test_a_torn_file_is_refused(trained: tuple[KVStore, Path], kept: int) -> None:
+def test_a_damaged_file_is_refused(trained: tuple[KVStore, Path], kept: int) -> None:
     kv, path = trained
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=re.escape(f"{path} is torn or no safetensors file")):
+    with pytest.raises(ValueError, match=re.escape(f"{path} is damaged or not a safetensors file")):
         kv.load_optimizer_states(path)
     check_unharmed(kv)
 
@@ -927,7 +927,7 @@ def test_a_number_and_its_digits_are_two_keys_in_a_file(kv: KVStore, tmp_path: P
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_state_of_another_shape_is_refused_and_harms_nothing(kv: KVStore, name: str, tmp_path: Path) -> None:
+def test_a_state_of_another_shape_is_refused_and_changes_nothing(kv: KVStore, name: str, tmp_path: Path) -> None:
     spec = (name, OPTIMIZERS[name][1])
     with create("local") as other:
         other.init(["fc.weight", 3], [torch.zeros(4, 6), torch.zeros(5, 2)])

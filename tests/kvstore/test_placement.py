@@ -1,4 +1,4 @@
-"""The `device` store: which place owns a key."""
+"""Tests of the `device` store: which device owns a key."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def initialised(kv: DeviceStore, sizes: dict[Any, int]) -> None:
 
 
 def lists(sizes: list[int], places: int) -> list[list[torch.Tensor]]:
-    """For each key its tensors; element i of place p holds i * 10 + p."""
+    """Return each key's tensors; element i on device p holds i * 10 + p."""
     return [[torch.arange(size) * 10.0 + place for place in range(places)] for size in sizes]
 
 
@@ -40,7 +40,7 @@ def owners(kv: DeviceStore, sizes: dict[Any, int]) -> list[int | None]:
 
 
 def loads(kv: DeviceStore, sizes: dict[Any, int], places: int) -> list[int]:
-    """Elements that each place owns."""
+    """Return the number of elements that each device owns."""
     found = [0] * places
     for key, size in sizes.items():
         owner = kv.owner(key)
@@ -50,12 +50,12 @@ def loads(kv: DeviceStore, sizes: dict[Any, int], places: int) -> list[int]:
 
 
 def on(device_type: str) -> int:
-    """How many tensors of that device this process holds."""
+    """Return the number of tensors on that device in this process."""
     gc.collect()
     return sum(issubclass(type(one), torch.Tensor) and one.device.type == device_type for one in gc.get_objects())
 
 
-def test_a_key_has_no_owner_before_a_list_has_come(kv: DeviceStore) -> None:
+def test_a_key_has_no_owner_before_the_first_list(kv: DeviceStore) -> None:
     initialised(kv, {"a": 3, 3: 4})
     assert owners(kv, {"a": 3, 3: 4, "unknown": 0}) == [None, None, None]
     push(kv, {"a": 3}, 2)
@@ -75,7 +75,7 @@ def test_a_key_has_no_owner_before_a_list_has_come(kv: DeviceStore) -> None:
         ([9, 8], 4, [0, 1]),
     ],
 )
-def test_the_largest_of_a_call_goes_first_each_to_the_place_with_the_fewest_bytes(
+def test_keys_of_a_call_are_placed_in_descending_size_on_the_device_with_fewest_bytes(
     kv: DeviceStore, sizes: list[int], places: int, expected: list[int]
 ) -> None:
     named = {f"key {index}": size for index, size in enumerate(sizes)}
@@ -99,7 +99,7 @@ def test_an_async_push_places_a_key(kv: DeviceStore) -> None:
     assert owners(kv, sizes) == [0, 1, 1, 0]
 
 
-def test_keys_that_come_one_by_one_go_to_the_place_with_the_fewest_bytes(kv: DeviceStore) -> None:
+def test_single_keys_are_placed_on_the_device_with_fewest_bytes(kv: DeviceStore) -> None:
     sizes = {"a": 4, "b": 1, "c": 2, "d": 2, "e": 1}
     initialised(kv, sizes)
     for key, size in sizes.items():
@@ -115,7 +115,7 @@ def test_bytes_count_and_not_elements(kv: DeviceStore) -> None:
     assert {key: kv.owner(key) for key in values} == {"wide": 0, "middle": 1, "narrow": 1, "tiny": 0}  # 32, 20, 12, 1
 
 
-def test_an_owner_stays_whatever_comes_later(kv: DeviceStore) -> None:
+def test_an_owner_never_changes(kv: DeviceStore) -> None:
     sizes = {"a": 1, "b": 2, "c": 3, "d": 4}
     initialised(kv, sizes | {"late": 100})
     push(kv, sizes, 2)
@@ -131,7 +131,7 @@ def test_an_owner_stays_whatever_comes_later(kv: DeviceStore) -> None:
     assert owners(kv, sizes) == before
 
 
-def test_more_places_later_take_the_keys_that_are_new(kv: DeviceStore) -> None:
+def test_devices_added_later_get_new_keys(kv: DeviceStore) -> None:
     sizes = {"a": 4, "b": 3, "c": 2, "d": 1}
     initialised(kv, sizes)
     push(kv, {"a": 4, "b": 3}, 2)
@@ -151,7 +151,7 @@ def test_the_sums_are_right_wherever_they_are_made(kv: DeviceStore) -> None:
 
 
 @pytest.mark.parametrize("call", ["push", "pull", "pushpull"])
-def test_bare_tensors_that_come_first_leave_the_balance_to_the_lists(kv: DeviceStore, call: str) -> None:
+def test_bare_tensors_do_not_decide_the_owner(kv: DeviceStore, call: str) -> None:
     sizes = {"a": 4, "b": 3, "c": 2, "d": 1}
     initialised(kv, sizes)
     getattr(kv, call)(list(sizes), [torch.zeros(size) for size in sizes.values()])
@@ -159,7 +159,7 @@ def test_bare_tensors_that_come_first_leave_the_balance_to_the_lists(kv: DeviceS
     assert loads(kv, sizes, 2) == [5, 5]
 
 
-def test_a_broadcast_into_bare_tensors_leaves_the_balance_to_the_lists(kv: DeviceStore) -> None:
+def test_a_broadcast_into_bare_tensors_does_not_decide_the_owner(kv: DeviceStore) -> None:
     sizes = {"a": 4, "b": 3, "c": 2, "d": 1}
     kv.broadcast(
         list(sizes),
@@ -180,7 +180,7 @@ def test_a_pull_into_a_bare_tensor_elsewhere_moves_nothing(kv: DeviceStore) -> N
 
 
 @pytest.mark.parametrize("call", ["push", "pushpull"])
-def test_a_key_that_comes_twice_is_owned_by_one_of_the_places_there_are(kv: DeviceStore, call: str) -> None:
+def test_a_key_twice_in_a_call_gets_one_owner(kv: DeviceStore, call: str) -> None:
     sizes = {"a": 2, "b": 2, "c": 2, "d": 2}
     initialised(kv, sizes)
     getattr(kv, call)(["a", "b", "c", "c", "d"], lists([2] * 5, 2))
@@ -189,7 +189,7 @@ def test_a_key_that_comes_twice_is_owned_by_one_of_the_places_there_are(kv: Devi
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(2, 5), st.integers(0, 12))
-def test_no_place_is_ahead_of_another_by_more_than_a_key(sizes: list[int], places: int, cut: int) -> None:
+def test_devices_differ_by_at_most_one_key(sizes: list[int], places: int, cut: int) -> None:
     named = dict(enumerate(sizes))
     first, second = dict(list(named.items())[:cut]), dict(list(named.items())[cut:])
     kv = DeviceStore()
@@ -204,7 +204,7 @@ def test_no_place_is_ahead_of_another_by_more_than_a_key(sizes: list[int], place
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(2, 3))
-def test_the_fullest_place_is_within_a_third_of_the_best_possible(sizes: list[int], places: int) -> None:
+def test_the_fullest_device_is_within_a_third_of_the_optimum(sizes: list[int], places: int) -> None:
     best = min(
         max(sum(size for size, at in zip(sizes, choice, strict=True) if at == place) for place in range(places))
         for choice in product(range(places), repeat=len(sizes))
@@ -220,7 +220,7 @@ def test_the_fullest_place_is_within_a_third_of_the_best_possible(sizes: list[in
 # -- state ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_weights_move_to_their_owner_and_their_state_along(kv: DeviceStore) -> None:
+def test_weights_and_state_move_to_the_owner(kv: DeviceStore) -> None:
     arguments = {"lr": 0.1, "momentum": 0.9}
     initialised(kv, {"w": 4})
     kv.set_optimizer(("sgd", arguments))

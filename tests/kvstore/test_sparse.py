@@ -1,4 +1,4 @@
-"""Row-sparse values in the stores of one process: pushed, summed, handed to updaters and optimizers, pulled."""
+"""Tests of row-sparse values in stores of one process: push, sum, updaters, optimizers, pull."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gangline.kvstore import KVStore, RowSparse, create
 
 STORES = ["local", "device"]
 LIMIT = 20.0
-"""Seconds after which a test that waits has failed."""
+"""Time limit of a wait, in seconds."""
 ROWS, WIDTH = 6, 3
 
 # Every optimizer that works element by element, with arguments that make its arithmetic matter.
@@ -44,7 +44,7 @@ TORCHS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sparseadam": (torch.optim.SparseAdam, {"lr": 0.05, "betas": (0.8, 0.95)}),
 }
 NAMED = [[1, 4], [4, 0], [1], [], [5, 1, 4]]
-"""The rows that each step names; 2 and 3 never are, 0 and 5 come late."""
+"""Rows of each step's gradient; 2 and 3 never occur, 0 and 5 only late."""
 
 
 @pytest.fixture(params=STORES)
@@ -74,7 +74,7 @@ def dense(part: RowSparse) -> torch.Tensor:
 
 
 def gradient(step: int, device: int = 0, dtype: torch.dtype = torch.float64) -> RowSparse:
-    """Sevenths between -5/7 and 5/7 for the rows of `NAMED`, which differ by element, step and device."""
+    """Return sevenths between -5/7 and 5/7 for the rows of `NAMED`, different by element, step and device."""
     ids = NAMED[step % len(NAMED)]
     numbers = torch.arange(len(ids) * WIDTH).reshape(len(ids), WIDTH)
     return RowSparse(ids, (((numbers * 7 + step * 3 + device * 5) % 11 - 5) / 7).to(dtype), (ROWS, WIDTH))
@@ -93,7 +93,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 # -- RowSparse --------------------------------------------------------------------------------------------------------
 
 
-def test_a_row_sparse_value_says_what_it_is() -> None:
+def test_repr_of_a_row_sparse_value() -> None:
     part = sparse([4, 1, 4])
     assert part.indices.tolist() == [4, 1, 4]
     assert part.indices.dtype == torch.int64
@@ -122,7 +122,7 @@ def test_a_row_sparse_value_says_what_it_is() -> None:
     ],
     ids=["float", "bool", "array", "sparse", "above", "below", "width", "length", "two axes", "no axes", "devices"],
 )
-def test_parts_that_make_no_row_sparse_value_are_refused(
+def test_inconsistent_row_sparse_parts_are_refused(
     ids: Any, values: Any, shape: tuple[int, ...], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words) as caught:
@@ -152,7 +152,7 @@ IDS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", ["RowSparse", "sparse_coo"])
 @pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
-def test_the_rows_pushed_replace_and_the_others_are_zero(kv: KVStore, kind: str, ids: Any) -> None:
+def test_pushed_rows_replace_the_value_and_other_rows_are_zero(kv: KVStore, kind: str, ids: Any) -> None:
     part = sparse(ids)
     kv.init("w", table())
     for _ in range(2):
@@ -227,7 +227,7 @@ def test_rows_are_added_in_the_order_of_the_devices(kv: KVStore) -> None:
         assert pulled(kv, rows, torch.zeros(rows, 1)).unique().tolist() == [1.0], f"{rows} rows"
 
 
-def test_a_push_leaves_what_is_pushed_alone_and_keeps_nothing_of_it(kv: KVStore) -> None:
+def test_a_push_neither_changes_nor_keeps_the_pushed_rows(kv: KVStore) -> None:
     part, coo = sparse([4, 1, 4]), sparse([0, 5]).to_coo()
     kv.init("w", table())
     for _ in range(2):
@@ -252,7 +252,7 @@ def test_an_embeddings_gradient_is_pushed_as_it_is(kv: KVStore) -> None:
     assert torch.equal(pulled(kv), whole.weight.grad)
 
 
-def test_init_assign_and_broadcast_take_rows_as_the_tensor_they_are(kv: KVStore) -> None:
+def test_init_assign_and_broadcast_store_rows_dense(kv: KVStore) -> None:
     kv.init(["a", "b"], [sparse([1, 1]), sparse([2]).to_coo()])
     kv.broadcast("c", sparse([4]), torch.empty(ROWS, WIDTH))
     for key, part in (("a", sparse([1, 1])), ("b", sparse([2])), ("c", sparse([4]))):
@@ -267,7 +267,7 @@ def test_pushpull_pushes_rows_and_pulls_all(kv: KVStore) -> None:
     kv.init("w", table())
     kv.pushpull("w", [sparse([4, 4]), sparse([1]).to_coo()], outs)
     assert all(torch.equal(out, dense(sparse([4, 4])) + dense(sparse([1]))) for out in outs)
-    with pytest.raises(ValueError, match="'w' is to be pulled into a RowSparse; row_sparse_pull does that"):
+    with pytest.raises(ValueError, match="'w' cannot be pulled into a RowSparse; use row_sparse_pull"):
         kv.pushpull("w", sparse([2]))
     with pytest.raises(ValueError, match=r"'w' has a value of layout .*sparse_coo; expected a dense tensor"):
         kv.pushpull("w", sparse([2]).to_coo())
@@ -275,7 +275,7 @@ def test_pushpull_pushes_rows_and_pulls_all(kv: KVStore) -> None:
 
 
 PUSHES: dict[str, tuple[Any, type[Exception], str]] = {
-    "shape": (sparse([1], rows=7), ValueError, r"'w' has shape \(6, 3\), but a tensor of shape \(7, 3\)"),
+    "shape": (sparse([1], rows=7), ValueError, r"'w' has shape \(6, 3\), but got a tensor of shape \(7, 3\)"),
     "dtype": (sparse([1], dtype=torch.float64), ValueError, "'w' has dtype torch.float32.*float64"),
     "coo shape": (sparse([1], rows=7).to_coo(), ValueError, r"'w' has shape \(6, 3\).*\(7, 3\)"),
     "elements": (table().to_sparse(), ValueError, r"'w'.*2 sparse axes; expected 1 \(whole rows\)"),
@@ -384,7 +384,7 @@ def double(kv: KVStore, key: Any = "w") -> torch.Tensor:
 
 @functools.cache
 def dense_run_of(name: str, devices: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """`dense_run` over twice the rows of `NAMED`, of which each device pushes its gradients."""
+    """Run `dense_run` over the rows of `NAMED` twice; each device pushes its gradients."""
     gradients = []
     for step in range(2 * len(NAMED)):
         values = torch.stack([gradient(step, device).values for device in range(devices)]).sum(0)
@@ -405,7 +405,7 @@ def test_rows_change_as_the_dense_optimizer_would_change_them(kv: KVStore, name:
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "sparseadam"])
-def test_rows_not_named_and_their_state_stay_bit_for_bit(kv: KVStore, name: str) -> None:
+def test_other_rows_and_their_state_are_unchanged(kv: KVStore, name: str) -> None:
     start(kv, (name, (OPTIMIZERS | TORCHS)[name][1]), torch.float32)
     for step in range(2 * len(NAMED)):
         before, state_before = pulled(kv), of_rows(kv)
@@ -459,7 +459,7 @@ def test_torchs_own_sparse_optimizers_agree(kv: KVStore, name: str) -> None:
         torch.testing.assert_close(value, torch.as_tensor(expected).to(value.dtype), rtol=1e-12, atol=1e-12)
 
 
-def test_a_row_that_comes_late_starts_from_the_initial_accumulator(kv: KVStore) -> None:
+def test_a_late_row_starts_from_the_initial_accumulator(kv: KVStore) -> None:
     start(kv, ("adagrad", {"lr": 0.1, "eps": 0.0, "initial_accumulator_value": 0.5}))
     kv.push("w", RowSparse([1], torch.ones(1, WIDTH).double(), (ROWS, WIDTH)))
     kv.push("w", RowSparse([5], torch.ones(1, WIDTH).double(), (ROWS, WIDTH)))
@@ -468,7 +468,7 @@ def test_a_row_that_comes_late_starts_from_the_initial_accumulator(kv: KVStore) 
     torch.testing.assert_close(change[[1, 5]], torch.full((2,), 0.1 / 1.5**0.5).double())
 
 
-def test_a_row_that_comes_late_starts_from_the_step_size_its_key_began_with(kv: KVStore) -> None:
+def test_a_late_row_starts_from_the_initial_step_size_of_its_key(kv: KVStore) -> None:
     start(kv, ("rprop", {"lr": 0.1}), keys=["a", "b"])
     kv.push("a", RowSparse([0], torch.ones(1, WIDTH).double(), (ROWS, WIDTH)))
     kv.set_learning_rate(0.5)
@@ -477,7 +477,7 @@ def test_a_row_that_comes_late_starts_from_the_step_size_its_key_began_with(kv: 
     assert of_rows(kv, '"b"')["step_size"].unique().tolist() == [0.5]
 
 
-def test_factors_count_for_rows(kv: KVStore) -> None:
+def test_lr_mult_and_wd_mult_apply_to_rows(kv: KVStore) -> None:
     factors = {"lr_mult": {"a": 10, "c": 0}, "wd_mult": {"b": 0.5, "a": 0}}
     start(kv, ("adam", {"lr": 0.01, "wd": 0.1} | factors), keys=["a", "b", "c", "d"])
     for step in range(5):
@@ -489,7 +489,7 @@ def test_factors_count_for_rows(kv: KVStore) -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd", "sparseadam"])
-def test_rescaling_and_clipping_count_for_rows_and_leave_them_alone(kv: KVStore, name: str) -> None:
+def test_rescaling_and_clipping_apply_to_rows_without_changing_the_pushed_ones(kv: KVStore, name: str) -> None:
     parts = [gradient(4), RowSparse([1, 1], torch.ones(2, WIDTH).double(), (ROWS, WIDTH))]
     start(kv, (name, TORCHS[name][1] | {"rescale_grad": 0.5, "clip_gradient": 0.4}), keys=["changed", "given"])
     kv.push("changed", parts)
@@ -513,7 +513,7 @@ def test_a_single_push_with_rescaling_leaves_its_rows_alone(kv: KVStore) -> None
     assert torch.equal(double(kv), table(dtype=torch.float64) - dense(gradient(1)) / 2)
 
 
-def test_a_new_learning_rate_counts_for_rows(kv: KVStore) -> None:
+def test_a_new_learning_rate_applies_to_rows(kv: KVStore) -> None:
     start(kv, ("sgd", {"lr": 1.0}))
     kv.push("w", sparse([4], dtype=torch.float64))
     kv.set_learning_rate(0.5)
@@ -536,7 +536,7 @@ def test_async_pushes_of_rows_update_in_order(kv: KVStore) -> None:
 
 
 class Plain(torch.optim.Optimizer):
-    """Gradient descent of nobody's library."""
+    """Custom optimizer: gradient descent."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -577,7 +577,7 @@ def test_sparseadam_refuses_dense_gradients_by_name(kv: KVStore, async_op: bool)
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "sparseadam"])
-def test_a_saved_state_goes_on_to_the_bit(kv: KVStore, name: str, tmp_path: Path) -> None:
+def test_saved_row_state_continues_bit_for_bit(kv: KVStore, name: str, tmp_path: Path) -> None:
     spec = (name, (OPTIMIZERS | TORCHS)[name][1])
     start(kv, spec)
     for step in range(3):
@@ -650,7 +650,7 @@ def test_rows_that_were_pulled_are_a_copy(kv: KVStore) -> None:
     assert torch.equal(pulled(kv), table())
 
 
-def test_one_row_ids_counts_for_a_list_of_outs(kv: KVStore) -> None:
+def test_one_row_ids_applies_to_a_list_of_outs(kv: KVStore) -> None:
     kv.init("w", table())
     outs: list[Any] = [empty_rows(), torch.zeros(ROWS, WIDTH), empty_rows()]
     kv.row_sparse_pull("w", outs, row_ids=torch.tensor([5, 1]))
@@ -692,7 +692,7 @@ def test_numpy_outs_and_strided_ones_are_written_in_place(kv: KVStore) -> None:
     assert (wide[[0, 2, 4, 5]] == 99).all()
 
 
-def test_async_row_pulls_go_behind_the_pushes_of_their_key(kv: KVStore) -> None:
+def test_async_row_pulls_wait_for_pushes_of_their_key(kv: KVStore) -> None:
     outs = [empty_rows() for _ in range(3)]
     works = [kv.init("w", table(), async_op=True), kv.row_sparse_pull("w", outs[0], row_ids=[4], async_op=True)]
     works.append(kv.push("w", sparse([4, 1]), priority=-3, async_op=True))
@@ -707,7 +707,7 @@ def test_async_row_pulls_go_behind_the_pushes_of_their_key(kv: KVStore) -> None:
 
 
 G = torch.full((ROWS, WIDTH), 7.0)
-"""An out that no refused call may write."""
+"""An output that no refused call may write to."""
 
 # The key, the outs, the row_ids, the class of the error, what its message says.
 PULLS: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
@@ -717,7 +717,13 @@ PULLS: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
     "bool ids": ("w", G, [True], TypeError, r"'w' has row numbers of .*bool"),
     "no ids": ("w", G, None, TypeError, r"no row_ids; expected the rows' numbers \(pull\(\) gives all rows\)"),
     "unknown": ("nope", G, [1], KeyError, "'nope' was not initialised"),
-    "shape": ("w", torch.zeros(7, 3), [1], ValueError, r"'w' has shape \(6, 3\), but a tensor of shape \(7, 3\)"),
+    "shape": (
+        "w",
+        torch.zeros(7, 3),
+        [1],
+        ValueError,
+        r"'w' has shape \(6, 3\), but got a tensor of shape \(7, 3\)",
+    ),
     "shape of rows": ("w", empty_rows(7), [1], ValueError, r"'w' has shape \(6, 3\).*\(7, 3\)"),
     "dtype": ("w", G.double(), [1], ValueError, "'w'.*float32.*float64"),
     "one out": ("w", [G, G[:5]], [1], ValueError, r"'w'.*\(5, 3\)"),
@@ -726,9 +732,9 @@ PULLS: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
     "number": ("w", 3.0, [1], TypeError, "'w'.*float"),
     "no outs": ("w", [], [1], ValueError, "'w' has an empty list"),
     "too few ids": ("w", [G] * 3, [G[:1].long()] * 2, ValueError, "'w' has 3 tensors to pull into, but 2 row_ids"),
-    "too few outs": (["w", "v"], [G], [[1], [1]], ValueError, "2 keys came with 1 values"),
-    "ids for one key": (["w", "v"], [G, G], [[1]], ValueError, "2 keys came with 1 values"),
-    "one for all keys": (["w", "v"], [G, G], torch.tensor([1]), TypeError, "2 keys came with a Tensor"),
+    "too few outs": (["w", "v"], [G], [[1], [1]], ValueError, "2 keys got 1 values"),
+    "ids for one key": (["w", "v"], [G, G], [[1]], ValueError, "2 keys got 1 values"),
+    "one for all keys": (["w", "v"], [G, G], torch.tensor([1]), TypeError, "2 keys got a Tensor"),
     "last key": (["w", "v"], [G, G], [[1], [6]], ValueError, "'v' names row 6"),
     "last out": ("w", [G, G], [torch.tensor([1]), torch.tensor([6])], ValueError, "'w' names row 6"),
     "no rows": ("s", torch.zeros(()), [], ValueError, "'s' has no axes"),
@@ -829,7 +835,7 @@ def add_rows(key: Any, summed: RowSparse | torch.Tensor, stored: torch.Tensor) -
 
 
 def made(call: str, many: list[list[int]], number: int) -> tuple[list[Any], dict[int, float]]:
-    """What to push, and its sum by row: the device d's i-th row is worth number * 10 + d."""
+    """Return values to push and their sum by row: device d's i-th row holds number * 10 + d."""
     total = dict.fromkeys(range(4), 0.0)
     values: list[Any] = []
     for device, ids in enumerate(many):
@@ -877,7 +883,7 @@ def elements(tensor: torch.Tensor) -> int:
     return tensor._values().numel() if tensor.layout == torch.sparse_coo else tensor.numel()
 
 
-def test_the_count_sees_what_touches_a_whole_table() -> None:
+def test_the_counter_sees_operations_on_a_whole_table() -> None:
     whole, ids = torch.zeros(100, 4), torch.tensor([1, 5])
     for touch in (lambda: whole.mul_(2), whole.clone, lambda: whole + 1, whole.zero_):
         with Elements() as counted:
@@ -902,7 +908,7 @@ def test_a_push_works_on_its_rows_only(kv: KVStore, name: str, devices: int) -> 
     assert 0 < counted.most <= 4 * WIDTH * devices
 
 
-def test_a_hundred_rows_of_a_million_cost_a_hundred(kv: KVStore) -> None:
+def test_pushing_100_of_a_million_rows_costs_100_rows(kv: KVStore) -> None:
     shape, dtype = (1_000_000, 64), torch.float16
     part = RowSparse(torch.arange(100) * 9_999, torch.ones(100, 64, dtype=dtype), shape)
     out = RowSparse([], torch.zeros(0, 64, dtype=dtype), shape)

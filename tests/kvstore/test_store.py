@@ -1,9 +1,12 @@
-"""The stores of one process: what init, push, pull and the rest do with values, keys and devices."""
+"""Tests of the stores of one process: values, keys, devices, updaters, asynchronous calls, create and register."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ from gangline.kvstore.local import LocalStore
 
 NAMES = ["local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device"]
 LIMIT = 20.0
-"""Seconds after which a test that waits has failed."""
+"""Time limit of a wait, in seconds."""
 
 
 @pytest.fixture(params=NAMES)
@@ -68,7 +71,7 @@ def test_pull_fills_every_tensor_of_a_list(kv: KVStore) -> None:
     assert all(torch.equal(out, ranked(4)) for out in outs)
 
 
-def test_a_push_replaces_and_of_two_the_second_stays(kv: KVStore) -> None:
+def test_a_push_replaces_the_value_of_an_earlier_push(kv: KVStore) -> None:
     kv.init("w", ranked(4))
     kv.push("w", ranked(1))
     assert torch.equal(pulled(kv, "w"), ranked(1))
@@ -94,7 +97,7 @@ def test_the_sum_is_added_in_the_order_of_the_devices(kv: KVStore) -> None:
     assert pulled(kv, "w", (1,)).item() == 2.0
 
 
-def test_lists_of_keys_take_a_value_each(kv: KVStore) -> None:
+def test_a_list_of_keys_takes_one_value_per_key(kv: KVStore) -> None:
     keys, shapes = ["a", "b", 3], [(2, 3), (4,), (1, 2, 2)]
     kv.init(keys, [ranked(index, shape) for index, shape in enumerate(shapes)])
     outs = [torch.empty(shape) for shape in shapes]
@@ -175,7 +178,7 @@ def test_an_int_subclass_that_is_no_bool_is_a_key(kv: KVStore) -> None:
     assert torch.equal(pulled(kv, 0), ranked(0))
 
 
-def test_a_key_that_comes_twice_is_one_push_of_the_sum(kv: KVStore) -> None:
+def test_a_key_twice_in_a_call_is_one_push_of_the_sum(kv: KVStore) -> None:
     kv.init(["a", "b"], [torch.zeros(2, 3)] * 2)
     kv.push(["a", "b", "a"], [ranked(0), ranked(9), ranked(1)])
     assert torch.equal(pulled(kv, "a"), over(2))
@@ -313,7 +316,7 @@ def test_pushpull_without_outs_writes_back_into_the_values(kv: KVStore) -> None:
     assert torch.equal(one, ranked(5))
 
 
-def test_four_ones_give_four_and_four_again(kv: KVStore) -> None:
+def test_pushpull_of_four_ones_gives_four_each_time(kv: KVStore) -> None:
     kv.init("w", torch.zeros(2, 3))
     for _ in range(3):
         values = [torch.ones(2, 3) for _ in range(4)]
@@ -441,7 +444,7 @@ def test_assign_copies(kv: KVStore) -> None:
 # -- set_updater and assign -------------------------------------------------------------------------------------------
 
 
-def test_the_updater_gets_key_sum_and_stored_once_a_push_and_key(kv: KVStore) -> None:
+def test_the_updater_is_called_once_per_push_and_key(kv: KVStore) -> None:
     calls: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
 
     def updater(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
@@ -487,7 +490,7 @@ def test_the_updater_runs_on_values_that_need_no_gradient(kv: KVStore) -> None:
     assert torch.equal(pulled(kv, "w"), ranked(1) * ranked(2))
 
 
-def test_the_latest_of_updater_and_optimizer_counts(kv: KVStore) -> None:
+def test_the_last_set_updater_or_optimizer_applies(kv: KVStore) -> None:
     kv.init("w", torch.zeros(2, 3))
     kv.set_updater(lambda key, summed, stored: stored.add_(summed))
     kv.set_updater(lambda key, summed, stored: stored.sub_(summed))
@@ -533,7 +536,7 @@ def test_assign_keeps_the_optimizers_state(kv: KVStore) -> None:
 
 
 class Gate:
-    """An updater that stops at the key "gate" until it is opened, and notes the order of the other keys."""
+    """Updater that blocks at the key "gate" until it is opened, and records the order of the other keys."""
 
     def __init__(self, kv: KVStore) -> None:
         self.order: list[Any] = []
@@ -555,7 +558,7 @@ class Gate:
             stored.copy_(summed)
 
 
-def test_every_call_gives_a_work_that_is_over_when_it_is_not_async(kv: KVStore) -> None:
+def test_every_call_returns_a_work_which_is_complete_unless_async(kv: KVStore) -> None:
     out = torch.empty(2, 3)
     works = [
         kv.init("w", ranked(1)),
@@ -617,7 +620,7 @@ def test_a_larger_priority_goes_first_among_keys(kv: KVStore) -> None:
     assert gate.order == ["e", "b", "d", "a", "c"]
 
 
-def test_a_call_that_is_waited_for_goes_behind_async_ones_of_its_key(kv: KVStore) -> None:
+def test_a_synchronous_call_runs_after_async_calls_of_its_key(kv: KVStore) -> None:
     kv.init(["w", "v"], [torch.zeros(2, 3)] * 2)
     gate = Gate(kv)
     works = [kv.push("w", ranked(rank), async_op=True) for rank in (1, 2, 3)]
@@ -628,7 +631,7 @@ def test_a_call_that_is_waited_for_goes_behind_async_ones_of_its_key(kv: KVStore
     opener.join(LIMIT)
 
 
-def test_set_updater_goes_behind_what_is_under_way(kv: KVStore) -> None:
+def test_set_updater_waits_for_pending_calls(kv: KVStore) -> None:
     kv.init("w", torch.zeros(2, 3))
     gate = Gate(kv)
     work = kv.push("w", ranked(1), priority=-5, async_op=True)
@@ -642,7 +645,7 @@ def test_set_updater_goes_behind_what_is_under_way(kv: KVStore) -> None:
     opener.join(LIMIT)
 
 
-def test_what_an_updater_raises_reaches_the_caller_and_the_store_lives_on(kv: KVStore) -> None:
+def test_an_error_of_the_updater_reaches_the_caller_and_the_store_stays_usable(kv: KVStore) -> None:
     error = ArithmeticError("no update today")
 
     def updater(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
@@ -770,8 +773,8 @@ def test_a_store_of_one_process_is_a_job_of_one_worker(kv: KVStore) -> None:
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the test a registry of its own."""
-    monkeypatch.setattr(stores, "_registry", dict(stores._registry))
+    """Isolate the registry for one test."""
+    monkeypatch.setattr(stores, "_registered", dict(stores._registered))
 
 
 @pytest.mark.parametrize("name", ["", "Local", "dist_", "loca", "local ", "no_such_store"])
@@ -797,7 +800,7 @@ def test_an_unknown_option_is_refused(name: str) -> None:
 def test_a_third_partys_store_is_made_by_each_of_its_names(registry: None) -> None:
     @register("doubling", "twofold")
     class Doubling(LocalStore):
-        """Pushes twice what it is given; takes an option."""
+        """Third-party store that pushes multiples of its values; has an option."""
 
         def __init__(self, name: str, factor: int = 2) -> None:
             super().__init__(name)
@@ -843,3 +846,21 @@ def test_register_refuses_what_is_no_name_or_no_store(registry: None) -> None:
     for name in ("an_int", "a_function"):
         with pytest.raises(ValueError, match=f"no store named '{name}'"):
             create(name)
+
+
+def test_a_store_is_imported_when_it_is_created() -> None:
+    code = (
+        "import sys\n"
+        "from gangline.kvstore.registry import IN_PROCESS, create\n"
+        "for name in IN_PROCESS:\n"
+        "    create(name).close()\n"
+        "print([name for name in sys.modules if name.startswith('gangline.kvstore.parameter_server')])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_every_built_in_name_has_a_store() -> None:
+    for place in stores._BUILT_IN.values():
+        module, _, name = place.partition(":")
+        assert issubclass(getattr(import_module(f"gangline.kvstore.{module}"), name), KVStore)

@@ -1,4 +1,4 @@
-"""Wrong input to the stores of one process: the right class, the key and the value by name, and nothing lost."""
+"""Tests of wrong input to stores of one process: error class and message, and no change."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ UNHARMED = {"w": ranked(1, (2, 3)).tolist(), "b": ranked(2, (3,)).tolist(), 7: [
 
 
 def check_unharmed(kv: KVStore) -> None:
-    """All is as it was, and the store still takes what is right."""
+    """Check that nothing has changed and that the store still accepts valid input."""
     assert stored(kv) == UNHARMED
     kv.push(["w", "b"], [[ranked(0), ranked(1)], ranked(5, (3,))])
     kv.push("b", ranked(6, (3,)), async_op=True).wait(20)
@@ -143,17 +143,32 @@ CASES: list[Case] = [
     ("pull, no devices", lambda kv: kv.pull("w", ()), ValueError, "'w'.*empty list"),
     ("pushpull out, no devices", lambda kv: kv.pushpull("w", G, []), ValueError, "'w'.*empty list"),
     ("push, no devices of one", lambda kv: kv.push(["w", "b"], [[G], []]), ValueError, "'b'.*empty list"),
-    ("push, too few", lambda kv: kv.push(["w", "b"], [G]), ValueError, "2 keys came with 1 values"),
-    ("push, too many", lambda kv: kv.push(["w"], [G, G]), ValueError, "1 keys came with 2 values"),
-    ("push, a tensor for a list", lambda kv: kv.push(["w", "b"], G), TypeError, "2 keys came with a Tensor"),
-    ("push, an array for a list", lambda kv: kv.push(["w", "b"], G.numpy()), TypeError, "2 keys came with a ndarray"),
-    ("pull, too few", lambda kv: kv.pull(["w", "b"], [torch.empty(2, 3)]), ValueError, "2 keys came with 1"),
-    ("pushpull, a tensor for outs", lambda kv: kv.pushpull(["w"], [G], G), TypeError, "1 keys came with a Tensor"),
-    ("pushpull, too few outs", lambda kv: kv.pushpull(["w", "b"], [G, B], [B]), ValueError, "2 keys came with 1"),
-    ("init, too few", lambda kv: kv.init(["v", "u"], [G]), ValueError, "2 keys came with 1"),
-    ("init, a tensor for a list", lambda kv: kv.init(["v", "u"], G), TypeError, "2 keys came with a Tensor"),
-    ("assign, too many", lambda kv: kv.assign(["w"], [G, G]), ValueError, "1 keys came with 2"),
-    ("broadcast, too few outs", lambda kv: kv.broadcast(["v", "u"], [G, B], [G]), ValueError, "2 keys came with 1"),
+    ("push, too few", lambda kv: kv.push(["w", "b"], [G]), ValueError, "2 keys got 1 values"),
+    ("push, too many", lambda kv: kv.push(["w"], [G, G]), ValueError, "1 keys got 2 values"),
+    ("push, a tensor for a list", lambda kv: kv.push(["w", "b"], G), TypeError, "2 keys got a Tensor"),
+    (
+        "push, an array for a list",
+        lambda kv: kv.push(["w", "b"], G.numpy()),
+        TypeError,
+        "2 keys got a ndarray",
+    ),
+    ("pull, too few", lambda kv: kv.pull(["w", "b"], [torch.empty(2, 3)]), ValueError, "2 keys got 1"),
+    (
+        "pushpull, a tensor for outs",
+        lambda kv: kv.pushpull(["w"], [G], G),
+        TypeError,
+        "1 keys got a Tensor",
+    ),
+    ("pushpull, too few outs", lambda kv: kv.pushpull(["w", "b"], [G, B], [B]), ValueError, "2 keys got 1"),
+    ("init, too few", lambda kv: kv.init(["v", "u"], [G]), ValueError, "2 keys got 1"),
+    ("init, a tensor for a list", lambda kv: kv.init(["v", "u"], G), TypeError, "2 keys got a Tensor"),
+    ("assign, too many", lambda kv: kv.assign(["w"], [G, G]), ValueError, "1 keys got 2"),
+    (
+        "broadcast, too few outs",
+        lambda kv: kv.broadcast(["v", "u"], [G, B], [G]),
+        ValueError,
+        "2 keys got 1",
+    ),
     # -- a second init
     ("init, again", lambda kv: kv.init("w", G), ValueError, "'w' is initialised already"),
     ("init, again, number", lambda kv: kv.init(7, G), ValueError, "key 7 is initialised already"),
@@ -180,7 +195,7 @@ CASES: list[Case] = [
 
 
 @pytest.mark.parametrize(("call", "error", "words"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_wrong_input_is_named_and_loses_nothing(
+def test_wrong_input_is_named_and_changes_nothing(
     kv: KVStore, call: Callable[[KVStore], Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words) as caught:
@@ -233,7 +248,7 @@ UPDATES = ["none", "updater", "optimizer"]
 
 
 def set_update(kv: KVStore, update: str) -> list[Any]:
-    """Set an updater or an optimizer; the keys that an updater was called for."""
+    """Set an updater or an optimizer; return the keys that the updater is called for."""
     called: list[Any] = []
     if update == "updater":
         kv.set_updater(lambda key, summed, stored: called.append(key))
@@ -305,7 +320,7 @@ def test_an_assign_whose_last_key_is_bad_changes_nothing(kv: KVStore, bad: str) 
     ids=["known", "twice", "bool", "no tensor", "sparse"],
 )
 @pytest.mark.parametrize("call", ["init", "broadcast"])
-def test_an_init_whose_last_key_is_bad_makes_no_key_known(
+def test_an_init_whose_last_key_is_bad_initialises_no_key(
     kv: KVStore, call: str, key: Any, value: Any, error: type[Exception], words: str
 ) -> None:
     outs = [torch.full((2, 3), -1.0), torch.full((2, 3), -1.0)]

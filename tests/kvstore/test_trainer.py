@@ -1,4 +1,4 @@
-"""`Trainer`: plain torch loops over every store, alone and with real processes as workers."""
+"""Tests of `Trainer` over every store, with one and with several worker processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
 
 
 def distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The largest over parameters of ||a - b|| / ||b||."""
+    """Return the largest ||a - b|| / ||b|| over all parameters."""
     pairs = zip(found, expected, strict=True)
     return max(float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-12)) for a, b in pairs)
 
@@ -50,7 +50,7 @@ def distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("store", ["local", "device"])
 @pytest.mark.parametrize(("name", "arguments", "optimizer_class", "more"), OPTIMIZERS)
-def test_alone_a_step_is_torchs(
+def test_with_one_worker_a_step_equals_torchs(
     store: str, name: str, arguments: dict[str, Any], optimizer_class: type[torch.optim.Optimizer], more: dict[str, Any]
 ) -> None:
     model = network()
@@ -79,7 +79,7 @@ def test_every_way_to_name_parameters() -> None:
         assert trainer.kvstore.type == "device"
 
 
-def test_what_nobody_has_a_gradient_for_is_left_alone() -> None:
+def test_a_parameter_without_a_gradient_on_any_worker_is_not_updated() -> None:
     model = network()
     before = weights(model)
     trainer = Trainer(model, "sgd", {"learning_rate": 0.1, "weight_decay": 0.5}, "local")
@@ -91,7 +91,7 @@ def test_what_nobody_has_a_gradient_for_is_left_alone() -> None:
     assert not torch.equal(after[2], before[2])
 
 
-def test_weights_that_somebody_else_writes_are_kept() -> None:
+def test_weights_written_between_steps_are_used() -> None:
     model, other = network(), network(1)
     trainer = Trainer(model, "sgd", {"learning_rate": 1.0}, "local")
     model.load_state_dict(other.state_dict())
@@ -102,7 +102,7 @@ def test_weights_that_somebody_else_writes_are_kept() -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights(model), expected, strict=True))
 
 
-def test_a_sum_is_divided_and_batches_add_up() -> None:
+def test_summed_losses_are_divided_and_batches_accumulate() -> None:
     x, y = next(batches(1, 7))
     results = []
     for reduction in ("mean", "sum"):
@@ -170,7 +170,7 @@ def test_wrong_arguments_are_named() -> None:
         ),
         (([3], "sgd"), TypeError, "parameter 0 is a int"),
         (([], "sgd"), ValueError, "params has no parameters"),
-        (([model[0].bias, model[0].bias], "sgd"), ValueError, "parameter 1 comes twice"),
+        (([model[0].bias, model[0].bias], "sgd"), ValueError, "parameter 1 occurs twice"),
         ((model, "sgd", {}, None), TypeError, "kvstore is None"),
         ((model, "nonsense"), ValueError, "optimizer 'nonsense' is unknown"),
         ((model, "sgd", {"lr_mult": {"nobody": 2.0}}), ValueError, "lr_mult names"),
@@ -229,7 +229,7 @@ def test_workers_with_unequal_batches_train_as_one_process_on_all_of_them(
 
 
 class Branches(nn.Module):
-    """A network of which a worker may use one half, and a table by rows."""
+    """Network with two halves, of which a worker may use one, and a sparse embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ def _joined(comm: Communicator, steps: list[int]) -> Any:
         return last, weights(model)
 
 
-def test_a_worker_that_has_joined_takes_the_others_weights() -> None:
+def test_a_joined_worker_pulls_the_final_weights() -> None:
     plain = network()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for x, y in batches(5, 4):

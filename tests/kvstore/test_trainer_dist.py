@@ -1,4 +1,4 @@
-"""`kvstore.Trainer` over servers: unequal workers give the mean over all samples, as one process computes it."""
+"""Tests of `Trainer` over servers: unequal workers give the mean over all samples."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def play(optimizer: tuple[str, dict[str, float]], store: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=[name for name, _ in OPTIMIZERS])
-def test_workers_of_unequal_batches_train_as_one(optimizer: tuple[str, dict[str, float]]) -> None:
+def test_workers_with_unequal_batches_train_as_one_process(optimizer: tuple[str, dict[str, float]]) -> None:
     alone = plain_loop(optimizer, "local", slice(None))
     for weights in run_job(play, 2, 2, optimizer, "dist_sync"):
         for got, expected in zip(weights, alone, strict=True):

@@ -265,10 +265,10 @@ class Early(DeviceStore):
         self.arrived: list[int] = []
         self.early: set[Any] = set()
 
-    def _push_bucket(self, bucket: Any, values: Any, keys: Any, priority: int, async_op: bool) -> Any:
+    def _push_bucket(self, bucket: Any, values: Any, keys: Any, *arguments: Any) -> Any:
         if len(self.arrived) < self.replicas:
             self.early.update(keys)
-        return super()._push_bucket(bucket, values, keys, priority, async_op)
+        return super()._push_bucket(bucket, values, keys, *arguments)
 
 
 def test_buckets_leave_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:

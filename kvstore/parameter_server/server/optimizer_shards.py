@@ -64,7 +64,7 @@ def pack_spec(spec: OptimizerSpec) -> bytes:
     Raises:
         ValueError: its class is not torch's own: servers import nothing by a name that comes over the network.
     """
-    if not spec.is_torchs:
+    if not spec.is_known_class:
         raise ValueError(
             f"optimizer {spec.optimizer_class.__module__}.{spec.optimizer_class.__qualname__} is not of torch.optim, "
             "and servers run no others; expected one of torch.optim's, or an 'allreduce' store"

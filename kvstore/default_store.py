@@ -1,4 +1,4 @@
-"""Which store joins the workers of the job that the environment tells of."""
+"""The store that fits the job in the environment."""
 
 from __future__ import annotations
 
@@ -8,21 +8,18 @@ from collections.abc import Mapping
 from gangline.collectives.bootstrap.launcher_environment import find_rank_info
 from gangline.kvstore.parameter_server import environment as server_environment
 
-IN_PROCESS = ("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device", "nccl")
-"""Stores that do not leave their process."""
-
 
 def job_store(environment: Mapping[str, str] = os.environ) -> str:
-    """The store for all processes of this job: ``"dist_sync"`` where it has servers, else ``"allreduce"``.
+    """Return the name of the store for all processes of this job: ``"dist_sync"`` with servers, else ``"allreduce"``.
 
-    Servers are there when a launcher says so (DMLC_NUM_SERVER above 0, or a role in DMLC_ROLE without that number);
-    under torchrun, mpirun or srun workers are alone.
+    A job has servers if its launcher sets DMLC_NUM_SERVER above 0, or a role in DMLC_ROLE without that number. Under
+    torchrun, mpirun and srun it has none.
 
     Raises:
-        RuntimeError: there is no job in the environment.
-        ValueError: a launcher has set a place that cannot be.
+        RuntimeError: if the environment describes no job.
+        ValueError: if the launcher's variables hold an invalid rank or size.
     """
-    if server_environment.is_set(environment) and environment.get("DMLC_NUM_SERVER") != "0":
+    if _has_servers(environment):
         return "dist_sync"
     try:
         find_rank_info(None, None, None, environment)
@@ -36,14 +33,18 @@ def job_store(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def num_workers(environment: Mapping[str, str] = os.environ) -> int:
-    """How many workers this job has; 1 without a job.
+    """Return the number of workers of this job; 1 without a job.
 
     Raises:
-        ValueError: a launcher has set a number that cannot be.
+        ValueError: if the launcher's variables hold an invalid rank or size.
     """
-    if server_environment.is_set(environment) and environment.get("DMLC_NUM_SERVER") != "0":
+    if _has_servers(environment):
         return server_environment.from_environment(environment).workers
     try:
         return find_rank_info(None, None, None, environment).size
     except RuntimeError:
         return 1
+
+
+def _has_servers(environment: Mapping[str, str]) -> bool:
+    return server_environment.is_set(environment) and environment.get("DMLC_NUM_SERVER") != "0"

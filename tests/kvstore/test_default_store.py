@@ -1,12 +1,10 @@
-"""Which store joins the processes of a job."""
+"""Tests of the store chosen for the job in the environment."""
 
 from __future__ import annotations
 
 import pytest
 
-from gangline import kvstore
-from gangline.kvstore import registry
-from gangline.kvstore.job_store import IN_PROCESS, job_store
+from gangline.kvstore.default_store import job_store
 
 PLACE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 ROLE = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "9000", "DMLC_NUM_WORKER": "2"}
@@ -31,16 +29,6 @@ def test_without_a_job_the_error_says_how_one_is_started() -> None:
         job_store({})
 
 
-def test_a_place_that_cannot_be_is_named() -> None:
+def test_an_invalid_rank_is_named() -> None:
     with pytest.raises(ValueError, match="RANK"):
         job_store(PLACE | {"RANK": "five"})
-
-
-def test_stores_that_stay_within_their_process_are_known() -> None:
-    assert kvstore.create("local")
-    alone = {
-        name
-        for name, store in registry._registry.items()
-        if store.__module__ in ("gangline.kvstore.local", "gangline.kvstore.device")
-    }
-    assert set(IN_PROCESS) == alone
