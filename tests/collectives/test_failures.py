@@ -79,7 +79,7 @@ def _signal_oneself_midway(number: int) -> None:
 
     for owner, name in product((SharedMemoryTransport, ZmqTransport), ("receive", "progress")):
         setattr(owner, name, signalling(getattr(owner, name)))
-    SharedSlotExchange.meet = signalling(SharedSlotExchange.meet)  # type: ignore[method-assign]
+    SharedSlotExchange.publish_and_wait = signalling(SharedSlotExchange.publish_and_wait)  # type: ignore[method-assign]
 
 
 def _check_errors(errors: list[Said | None], size: int, victim: int, situation: str, way: str, why: str) -> None:

@@ -51,7 +51,7 @@ class Counts:
 def counted() -> Iterator[Counts]:
     """Count in this process, which is a rank's."""
     counts = Counts()
-    read, stage = cma.read, transport._Out._stage
+    read, stage = cma.read, transport._SendQueue._stage
 
     def counted_read(process: int, address: int, target: int, nbytes: int) -> None:
         counts.reads.append(nbytes)
@@ -64,7 +64,7 @@ def counted() -> Iterator[Counts]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cma, "read", counted_read)
-        patch.setattr(transport._Out, "_stage", counted_stage)
+        patch.setattr(transport._SendQueue, "_stage", counted_stage)
         yield counts
 
 
@@ -356,7 +356,7 @@ def test_a_segment_can_neither_shrink_nor_grow_nor_be_unsealed() -> None:
     def share(rank: int, exchange: BootstrapAllGather) -> None:
         def and_look(blob: bytes) -> list[bytes]:
             everybody = exchange(blob)
-            number = segments._CARD.unpack(blob)[1] if len(blob) == segments._CARD.size else None
+            number = segments._HANDLE.unpack(blob)[1] if len(blob) == segments._HANDLE.size else None
             if number is not None:
                 assert fcntl.fcntl(number, 1034) == 1 | 2 | 4
                 for nbytes in (0, 1 << 20):
@@ -385,15 +385,15 @@ def test_memory_that_is_not_what_was_meant_is_refused_by_all_ranks(change: str, 
 
     def share(rank: int, exchange: BootstrapAllGather) -> None:
         def and_change(blob: bytes) -> list[bytes]:
-            if rank == 1 and len(blob) == segments._CARD.size:
-                process, number, nbytes, token = segments._CARD.unpack(blob)
+            if rank == 1 and len(blob) == segments._HANDLE.size:
+                process, number, nbytes, token = segments._HANDLE.unpack(blob)
                 changed = {
                     "unsealed": (process, foreign, nbytes, token),
                     "token": (process, number, nbytes, bytes(16)),
                     "size": (process, number, nbytes + 1, token),
                     "gone": (process, 1 << 20, nbytes, token),
                 }
-                blob = segments._CARD.pack(*changed[change])
+                blob = segments._HANDLE.pack(*changed[change])
             return exchange(blob)
 
         segments.share(rank, 100, and_change)
@@ -472,9 +472,9 @@ def _shared(rank: int, exchange: BootstrapAllGather) -> SharedMemoryTransport:
 def test_an_entry_that_makes_no_sense_is_an_error() -> None:
     first, second = in_two_threads(_shared)
     first.send(1, torch.zeros(8, dtype=torch.uint8), MessageTag(1, 1))
-    entry = first._out[1]._entries
+    entry = first._send_queues[1]._entries
     kind = transport._WORDS + transport._KIND
-    for number, text in ((9, "rank 0 posted a message of kind 9"), (1, "rank 0 names bytes 0 to 8 of memory 0")):
+    for number, text in ((9, "rank 0 posted a message of kind 9"), (1, "rank 0 refers to bytes 0 to 8 of")):
         entry[kind] = number
         with pytest.raises(ProtocolError, match=text):
             second.poll(0)

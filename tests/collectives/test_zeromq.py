@@ -220,13 +220,13 @@ def test_who_closes_waits_for_a_rank_that_is_behind(address: str) -> None:
 def bare(function: Callable[[ZmqTransport, PeerSockets], None]) -> None:
     """The transport of rank 0, and the bare sockets of rank 1, in this process."""
     barrier = threading.Barrier(2)
-    cards: list[bytes] = [b"", b""]
+    gathered: list[bytes] = [b"", b""]
 
     def exchange_of(rank: int) -> Callable[[bytes], list[bytes]]:
-        def exchange(card: bytes) -> list[bytes]:
-            cards[rank] = card
+        def exchange(data: bytes) -> list[bytes]:
+            gathered[rank] = data
             barrier.wait(10)
-            return list(cards)
+            return list(gathered)
 
         return exchange
 
@@ -251,20 +251,20 @@ def header(
 @pytest.mark.parametrize(
     ("message", "text"),
     [
-        (b"", "rank 1 sent 0 bytes in place of a header of 36"),
-        (b"x" * 35, "rank 1 sent 35 bytes in place of a header of 36"),
-        (b"x" * 36, "which is no header of a message"),
-        (header(magic=b"gll2"), "which is no header of a message"),
-        (header(nbytes=5, body=b"1234"), "which is no header of a message"),
-        (header(nbytes=0, body=b"1"), "which is no header of a message"),
-        (header(nbytes=INLINE + 1, body=b"1"), "which is no header of a message"),
-        (header(nbytes=1 << 60), "which is no header of a message"),
-        (header(number=2), "rank 1 sent message 2, expected 0: some were lost"),
+        (b"", "rank 1 sent 0 bytes; expected a message header of 36"),
+        (b"x" * 35, "rank 1 sent 35 bytes; expected a message header of 36"),
+        (b"x" * 36, "which is not a message header"),
+        (header(magic=b"gll2"), "which is not a message header"),
+        (header(nbytes=5, body=b"1234"), "which is not a message header"),
+        (header(nbytes=0, body=b"1"), "which is not a message header"),
+        (header(nbytes=INLINE + 1, body=b"1"), "which is not a message header"),
+        (header(nbytes=1 << 60), "which is not a message header"),
+        (header(number=2), "rank 1 sent message 2, expected 0: messages were lost"),
     ],
 )
 def test_a_bad_header_is_refused(message: bytes, text: str) -> None:
     def check(transport: ZmqTransport, other: PeerSockets) -> None:
-        other.lines[0].send(message)
+        other.sockets[0].send(message)
         with pytest.raises(ProtocolError, match=text):
             transport.receive(1)
 
@@ -275,8 +275,8 @@ def test_a_bad_header_is_refused(message: bytes, text: str) -> None:
 def test_a_piece_of_another_size_is_refused(frame: bytes) -> None:
     def check(transport: ZmqTransport, other: PeerSockets) -> None:
         for number, read in enumerate(("piece", "into", "done")):
-            other.lines[0].send(header(number=number, nbytes=2 * PIECE))
-            other.lines[0].send(frame)
+            other.sockets[0].send(header(number=number, nbytes=2 * PIECE))
+            other.sockets[0].send(frame)
             receive_request = transport.receive(1)
             arguments = {"piece": (0,), "into": (torch.empty(2 * PIECE, dtype=torch.uint8),), "done": ()}[read]
             with pytest.raises(

@@ -27,12 +27,12 @@ def test_what_was_sent_goes_out_before_a_context_is_over() -> None:
 def test_a_context_that_does_not_end_is_left_behind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(zmq_context, "_PATIENCE", 0.1)
+    monkeypatch.setattr(zmq_context, "CONTEXT_END_SECONDS", 0.1)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     open_one = context.socket(zmq.PUSH)  # for which ZeroMQ waits, as for one whose end it has lost
     with caplog.at_level(logging.WARNING, "gangline"):
         zmq_context.end(context)
-    assert caplog.messages == ["a ZeroMQ context has not ended within 0.1 s; it is left behind"]
+    assert caplog.messages == ["a ZeroMQ context has not terminated within 0.1 s and is abandoned"]
     open_one.close(0)
     [thread] = [one for one in threading.enumerate() if one.name == "gangline-context-end"]
     thread.join(30)

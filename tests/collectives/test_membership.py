@@ -52,14 +52,14 @@ def _no_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     assert list(tmp_path.iterdir()) == []
 
 
-def open_roster(rank: Rank, address: str, limit: float = LIMIT) -> ProcessMembership:
+def open_membership(rank: Rank, address: str, limit: float = LIMIT) -> ProcessMembership:
     tempfile.tempdir = None  # what the fork server has found for itself, not the test's folder
     return ProcessMembership(rank.rank, rank.size, rank.exchange, heartbeat=0.2, limit=limit, address=address)
 
 
 def until(condition: Callable[[], Any], membership: ProcessMembership, sequence: int = 1, code: int = SUM) -> None:
     while not condition():
-        membership.look(sequence, code)
+        membership.poll(sequence, code)
         os.sched_yield()  # what is waited for is the condition
 
 
@@ -72,7 +72,7 @@ def in_processes(function: Callable[..., None], size: int, *arguments: Any) -> l
 
 
 def _until_gone(rank: Rank, address: str, victim: int) -> None:
-    membership = open_roster(rank, address)
+    membership = open_membership(rank, address)
     rank.tell("ready")
     wanted = {victim} if rank.rank != victim else set(range(rank.size)) - {victim}
     until(lambda: wanted <= membership.gone.keys(), membership)
@@ -104,7 +104,7 @@ def test_a_stopped_rank_is_gone_for_all_others_and_knows_it_when_it_wakes(addres
 
 
 def _say_goodbye(rank: Rank, address: str) -> None:
-    membership = open_roster(rank, address)
+    membership = open_membership(rank, address)
     if rank.rank == 1:
         membership.close()
         membership.close()
@@ -118,7 +118,7 @@ def test_who_says_goodbye_closed_and_did_not_die(address: str) -> None:
 
 
 def _busy(rank: Rank) -> None:
-    membership = open_roster(rank, "ipc", limit=0.5)
+    membership = open_membership(rank, "ipc", limit=0.5)
     rank.tell("ready")
     if rank.rank == 0:
         rank.hear()
@@ -129,7 +129,7 @@ def _busy(rank: Rank) -> None:
         while time.monotonic() < end:  # says nothing, but its heartbeats go on
             pass
         rank.tell("done")
-        membership.look(2, FROM_0)
+        membership.poll(2, FROM_0)
     rank.hear()
 
 
@@ -145,7 +145,7 @@ def test_a_rank_busy_in_python_is_not_taken_for_dead() -> None:
 
 
 def _tell_where(rank: Rank, address: str) -> None:
-    membership = open_roster(rank, address)
+    membership = open_membership(rank, address)
     here = {peer: (peer + 10, SUM + peer) for peer in range(rank.size)}
     until(lambda: membership.at == here, membership, *here[rank.rank])
     rank.tell("all")
@@ -153,7 +153,7 @@ def _tell_where(rank: Rank, address: str) -> None:
     until(
         lambda: membership.at.get(0) == (99, FROM_0), membership, *((99, FROM_0) if rank.rank == 0 else here[rank.rank])
     )
-    rank.tell(membership.junk)
+    rank.tell(membership.invalid_messages)
     rank.hear()
 
 
@@ -170,7 +170,7 @@ KINDS = (GanglineError, DeadNodeError, StallError, ProtocolError, MismatchError)
 
 
 def _tell_failures(rank: Rank) -> None:
-    memberships = [open_roster(rank, "ipc") for _ in KINDS]
+    memberships = [open_membership(rank, "ipc") for _ in KINDS]
     text = "rank 1: größer " + "x" * 50_000
     for membership, kind in zip(memberships, KINDS, strict=True):
         if rank.rank == 1:
@@ -196,28 +196,28 @@ def pair_of(
 ) -> None:
     """A roster of rank 0, and the bare sockets of rank 1, in this process."""
     barrier = threading.Barrier(2)
-    cards: list[bytes] = [b"", b""]
+    gathered: list[bytes] = [b"", b""]
 
     def exchange_of(rank: int) -> Callable[[bytes], list[bytes]]:
-        def exchange(card: bytes) -> list[bytes]:
-            cards[rank] = card
+        def exchange(data: bytes) -> list[bytes]:
+            gathered[rank] = data
             barrier.wait(10)
-            return list(cards)
+            return list(gathered)
 
         return exchange
 
     made: list[PeerSockets] = []
-    card = msgpack.packb(["another host", 1, 1])
+    identity = msgpack.packb(["another host", 1, 1])
 
     def other() -> None:
-        made.append(PeerSockets(1, 2, exchange_of(1), address=address, options={}, card=card))
+        made.append(PeerSockets(1, 2, exchange_of(1), address=address, options={}, payload=identity))
 
     thread = threading.Thread(target=other)
     thread.start()
     membership = ProcessMembership(0, 2, exchange_of(0), heartbeat=0.2, limit=limit, address=address)
     thread.join()
     try:
-        ports = [endpoint for endpoint, _ in msgpack.unpackb(cards[0], strict_map_key=False)[1].values()]
+        ports = [endpoint for endpoint, _ in msgpack.unpackb(gathered[0], strict_map_key=False)[1].values()]
         function(membership, made[0], *(ports if tell_port else ()))
     finally:
         made[0].close(0)
@@ -248,10 +248,10 @@ JUNK = [
 def test_junk_is_counted_and_dropped() -> None:
     def check(membership: ProcessMembership, other: PeerSockets) -> None:
         for message in JUNK:
-            other.lines[0].send(message)
-        other.lines[0].send(msgpack.packb(["at", 7, FROM_0]))
+            other.sockets[0].send(message)
+        other.sockets[0].send(msgpack.packb(["at", 7, FROM_0]))
         until(lambda: 1 in membership.at, membership)
-        assert membership.junk == len(JUNK)
+        assert membership.invalid_messages == len(JUNK)
         assert (membership.gone, membership.failure, membership.at[1]) == ({}, None, (7, FROM_0))
 
     pair_of(check)
@@ -262,9 +262,9 @@ def test_no_bytes_break_a_roster() -> None:
         @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
         @given(st.binary(max_size=100))
         def look(message: bytes) -> None:
-            other.lines[0].send(message)
-            before = membership.junk
-            until(lambda: membership.junk > before, membership)
+            other.sockets[0].send(message)
+            before = membership.invalid_messages
+            until(lambda: membership.invalid_messages > before, membership)
 
         look()
 
@@ -273,10 +273,10 @@ def test_no_bytes_break_a_roster() -> None:
 
 def test_a_message_beyond_the_limit_ends_the_connection_and_is_not_kept() -> None:
     def check(membership: ProcessMembership, other: PeerSockets) -> None:
-        other.lines[0].send(bytes(1 << 20))
+        other.sockets[0].send(bytes(1 << 20))
         until(lambda: membership.gone, membership)
         assert membership.gone == {1: f"was killed, left, or gave no sign of life for {LIMIT:g} s"}
-        assert membership.junk == 0
+        assert membership.invalid_messages == 0
 
     pair_of(check)
 
@@ -284,11 +284,11 @@ def test_a_message_beyond_the_limit_ends_the_connection_and_is_not_kept() -> Non
 def _with_a_stranger(rank: Rank) -> None:
     ports: list[str] = []
 
-    def exchange(card: bytes) -> list[bytes]:
-        cards = rank.exchange(card)
+    def exchange(data: bytes) -> list[bytes]:
+        gathered = rank.exchange(data)
         if rank.rank == 0:
-            ports.extend(endpoint for endpoint, _ in msgpack.unpackb(card, strict_map_key=False)[1].values())
-        return cards
+            ports.extend(endpoint for endpoint, _ in msgpack.unpackb(data, strict_map_key=False)[1].values())
+        return gathered
 
     membership = ProcessMembership(
         rank.rank, rank.size, exchange, heartbeat=0.2, limit=LIMIT, address="tcp://127.0.0.1"
@@ -298,7 +298,7 @@ def _with_a_stranger(rank: Rank) -> None:
     until(lambda: membership.at.get(1 - rank.rank) == (2, SUM), membership, 2)
     end = time.monotonic() + LIMIT / 2  # time enough for a lost connection to count
     until(lambda: time.monotonic() > end, membership, 2)
-    rank.tell([membership.junk, membership.gone])
+    rank.tell([membership.invalid_messages, membership.gone])
     rank.hear()
 
 
@@ -339,7 +339,7 @@ def test_a_stranger_in_the_place_of_a_lost_rank_is_not_heard() -> None:
 
 def test_a_lost_connection_may_come_back() -> None:
     def check(membership: ProcessMembership, other: PeerSockets, port: str) -> None:
-        token = other.lines[0].token
+        token = other.sockets[0].token
         other.close(0)
         membership.fail(StallError("too late"))
         with zmq.Context() as context, context.socket(zmq.DEALER) as again:
@@ -364,7 +364,7 @@ def test_a_lost_connection_may_come_back() -> None:
 def _count_descriptors(rank: Rank, address: str) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
     before = len(os.listdir("/proc/self/fd"))
-    membership = open_roster(rank, address, limit=10)
+    membership = open_membership(rank, address, limit=10)
     rank.tell(len(os.listdir("/proc/self/fd")) - before)
     rank.hear()
     membership.close()
@@ -382,7 +382,7 @@ def test_sixteen_ranks_take_few_descriptors_and_give_them_back(address: str) -> 
 
 
 def test_a_failed_meeting_leaves_nothing(tmp_path: Path) -> None:
-    def exchange(card: bytes) -> list[bytes]:
+    def exchange(data: bytes) -> list[bytes]:
         assert len(list(tmp_path.iterdir())) == 1
         assert (next(tmp_path.iterdir()).stat().st_mode & 0o777) == 0o700
         raise ConnectionError(errno.ECONNRESET, "no store")
@@ -393,7 +393,7 @@ def test_a_failed_meeting_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == before
 
-    with pytest.raises(ProtocolError, match="rank 0 exchanged b'nonsense', which is no list of its sockets"):
+    with pytest.raises(ProtocolError, match=r"rank 0 sent b'nonsense' in the bootstrap.*; expected a map of its"):
         ProcessMembership(0, 2, lambda _: [b"nonsense"] * 2, heartbeat=1, limit=10, address="ipc")
 
 
@@ -405,12 +405,12 @@ def test_addresses_that_strangers_can_reach_are_refused(monkeypatch: pytest.Monk
         with pytest.raises(RuntimeError, match=r"address .* can be reached.*GANGLINE_INSECURE=1"):
             check_address(host)
     with pytest.raises(RuntimeError, match=r"address 10\.0\.0\.1 can be reached"):
-        ProcessMembership(0, 1, lambda card: [card], heartbeat=1, limit=10, address="tcp://10.0.0.1")
+        ProcessMembership(0, 1, lambda data: [data], heartbeat=1, limit=10, address="tcp://10.0.0.1")
     monkeypatch.setenv("GANGLINE_INSECURE", "1")
     check_address("10.0.0.1")
     for address in ("udp://1.1.1.1", "tcp://", "127.0.0.1"):
         with pytest.raises(ValueError, match="expected 'ipc' or 'tcp://HOST'"):
-            ProcessMembership(0, 1, lambda card: [card], heartbeat=1, limit=10, address=address)
+            ProcessMembership(0, 1, lambda data: [data], heartbeat=1, limit=10, address=address)
 
 
 # Waits
@@ -421,7 +421,7 @@ def gang_at(*calls: tuple[int, int] | None) -> list[ThreadMembership]:
     group = ThreadMembership.group(len(calls))
     for membership, call in zip(group, calls, strict=True):
         if call is not None:
-            membership.look(*call)
+            membership.poll(*call)
     return group
 
 
@@ -492,7 +492,7 @@ def test_a_mismatch_waits_a_little_for_those_who_have_not_said_where_they_are() 
     group = gang_at((5, SUM), (5, FROM_0), None)
     watchdog = watch_of(group[0])
     watchdog.check([1])
-    group[2].look(6, FROM_0)  # past this call
+    group[2].poll(6, FROM_0)  # past this call
     with pytest.raises(MismatchError, match=r"rank 0: all_reduce\(.*\); rank 1: broadcast\([^;]*\)$"):
         watchdog.check([1])
     late = gang_at((5, SUM), (5, FROM_0), None)
@@ -551,7 +551,7 @@ def test_a_wait_for_a_message_names_both_ranks() -> None:
 
 
 def _killed_in_a_call(rank: Rank) -> None:
-    membership = open_roster(rank, "ipc")
+    membership = open_membership(rank, "ipc")
     watchdog = Watchdog(membership, 60, 60)
     watchdog.begin(5, SUM)
     rank.tell("ready")
