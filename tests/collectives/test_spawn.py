@@ -215,7 +215,7 @@ def test_a_function_that_ranks_cannot_find_is_refused() -> None:
 
     for function in (local, lambda comm: None):
         with pytest.raises(
-            ValueError, match=r"the ranks cannot find <function .*; spawn needs a function .* top level"
+            ValueError, match=r"the ranks cannot import <function .*; spawn needs a function .* top level"
         ):
             spawn(function, 2)
     with pytest.raises(TypeError, match="spawn got 3; expected a function"):
@@ -226,7 +226,7 @@ def test_a_function_of_a_program_that_is_no_file_is_refused(monkeypatch: pytest.
     session = ModuleType("__main__")
     exec("def typed(comm): pass", session.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", session)
-    with pytest.raises(ValueError, match="this program is no file; define it in a module"):
+    with pytest.raises(ValueError, match="this program is not a file; define it in a module"):
         spawn(session.typed, 2)
 
 
@@ -349,8 +349,8 @@ def _follow(comm: Bare) -> None:
     [
         ("kill", "rank 1 of 2 was killed by SIGKILL"),
         ("abort", "rank 1 of 2 was killed by SIGABRT"),
-        ("exit", "rank 1 of 2 left with exit code 3 and without a result"),
-        ("leave", "rank 1 of 2 left with exit code 0 and without a result"),
+        ("exit", "rank 1 of 2 exited with code 3 and without a result"),
+        ("leave", "rank 1 of 2 exited with code 0 and without a result"),
     ],
 )
 def test_a_rank_that_ends_without_a_word_is_named_with_the_way_it_went(how: str, said: str) -> None:
@@ -375,7 +375,7 @@ def test_each_rank_can_be_seen_to_end() -> None:
 
     errors = [str(outcome.error) for outcome in outcomes]
     assert errors[1] == "rank 1 of 3 was killed by SIGKILL"
-    assert errors[0] == errors[2] == "rank 1 of 3 ended before all had met"
+    assert errors[0] == errors[2] == "rank 1 of 3 ended before the bootstrap exchange of all ranks"
     assert [isinstance(outcome.error, DeadNodeError) for outcome in outcomes] == [True] * 3
 
 
@@ -406,7 +406,7 @@ def _one_comes_late(comm: Communicator) -> None:
 def test_a_rank_that_does_not_come_to_an_exchange_in_time_stalls_the_others() -> None:
     with Ranks(_one_stays_away, 3, opener=Bare, timeout=0.3) as ranks, pytest.raises(StallError) as caught:
         ranks.results()
-    assert str(caught.value) == "rank 1 of 3 did not come within 0.3 s to where all meet"
+    assert str(caught.value) == "rank 1 of 3 did not reach the bootstrap exchange within 0.3 s"
 
 
 def _one_stays_away(comm: Bare) -> None:

@@ -26,9 +26,10 @@ _NAME = b"gangline-"  # ZeroMQ reserves routing ids that begin with a zero byte
 class PeerSockets:
     """One socket to each other rank, in a ZeroMQ context of its own.
 
-    The lower rank of a pair binds, the higher one connects. The binding side uses a ROUTER socket and identifies its peer by a routing id that only the two ranks know. The
-    socket of another program, or of a closed communicator, that connects to a reused port therefore does no harm. A
-    PAIR socket would accept the first connection instead. (On ZAP, see note 2 in zmq/context.py.)
+    The lower rank of a pair binds, the higher one connects. The binding side uses a ROUTER socket and identifies its
+    peer by a routing id that only the two ranks know. The socket of another program, or of a closed communicator, that
+    connects to a reused port therefore does no harm; a PAIR socket would accept whichever connects first. (On ZAP, see
+    note 2 in zmq/context.py.)
 
     Args:
         exchange: all-gather between the ranks; used once.
