@@ -25,9 +25,9 @@ from gangline.collectives.transports.shm import cma, segments, transport
 from gangline.collectives.transports.shm.registered import RegisteredMemory
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.work import Work
-from tests.collectives.ranks import BOARD, LARGE, cases, check, combined, expected, open_again, same, values
+from tests.collectives.ranks import LARGE, SLOT_BYTES, cases, check, combined, expected, open_again, same, values
 
-COUNT = 2 * (BOARD // 4)  # float32 elements, in whole pieces, and more than a board takes
+COUNT = 2 * (SLOT_BYTES // 4)  # float32 elements, in whole pieces, and more than a board takes
 
 
 class Counts:
