@@ -109,7 +109,7 @@ class Watchdog:
         arrived = {rank for rank, (number, _) in list(self._membership.at.items()) if number >= self._sequence}
         arrived.add(self._membership.rank)
         late = set(range(self._membership.size)) - arrived
-        ranks = f"{name_ranks(arrived)} came, {name_ranks(late)} did not" if late else "all ranks came"
+        ranks = f"{name_ranks(arrived)} arrived, {name_ranks(late)} did not" if late else "all ranks arrived"
         return f"{call}, call {self._sequence}, has waited {waited:.3g} s: {ranks}"
 
     def _raise(self, error: GanglineError) -> None:

@@ -1,4 +1,4 @@
-"""Sockets between two ranks, when others come to their ports and when connections end at bad moments."""
+"""Peer sockets: strangers at their ports, and connections that end at bad moments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENDS_OF_HANDSHAKES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 @contextmanager
 def caller(port: str, token: bytes, *, kind: int = zmq.DEALER) -> Iterator[tuple[zmq.Socket[bytes], Callable[[], int]]]:
-    """A socket that calls at a port, by the name of who has this token, and how its handshake ended."""
+    """Yield a socket that connects with the routing id of a token, and a function that returns its handshake event."""
     with zmq.Context() as context, context.socket(kind) as bare:
         bare.linger = 1000
         bare.setsockopt(zmq.RECONNECT_IVL, NEVER)
@@ -42,7 +42,7 @@ def caller(port: str, token: bytes, *, kind: int = zmq.DEALER) -> Iterator[tuple
 
 
 def two(visit: Callable[[str], None], options: dict[int, int] | None = None) -> list[PeerSockets]:
-    """Both ranks' sockets; ``visit`` is called with rank 0's port before rank 1 knows it."""
+    """Return both ranks' sockets; ``visit`` is called with rank 0's endpoint before rank 1 knows it."""
     barrier = threading.Barrier(2)
     gathered = [b"", b""]
 
@@ -78,10 +78,10 @@ def two(visit: Callable[[str], None], options: dict[int, int] | None = None) -> 
     ],
     ids=["of another program", "without a name", "with the token of another port"],
 )
-def test_who_is_first_at_a_port_does_not_take_the_place_of_the_rank(token: bytes, kind: int, end: int) -> None:
+def test_a_stranger_that_connects_first_does_not_replace_the_rank(token: bytes, kind: int, end: int) -> None:
     with ExitStack() as stack:
 
-        def visit(port: str) -> None:  # as a communicator does that lost a rank whose port is used again
+        def visit(port: str) -> None:  # as a closed communicator does if the port is reused
             bare, ended = stack.enter_context(caller(port, token, kind=kind))
             assert ended() == end
             if end == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -98,14 +98,14 @@ def test_who_is_first_at_a_port_does_not_take_the_place_of_the_rank(token: bytes
         assert [both[0].sockets[1].receive(), both[1].sockets[0].receive()] == [b"for 0", b"for 1"]
 
 
-def test_what_is_sent_to_nobody_is_refused() -> None:
+def test_sending_without_a_peer_is_refused() -> None:
     with binding_socket() as (connection, _):
         assert not connection.send(b"at")
         with pytest.raises(zmq.Again):
             connection.send_frame(b"at")
 
 
-def test_hundreds_of_openings_end() -> None:
+def test_hundreds_of_contexts_terminate() -> None:
     for _ in range(300):
         for each in two(lambda port: None):
             each.sockets[1 - each.rank].send(b"closed")
@@ -113,10 +113,10 @@ def test_hundreds_of_openings_end() -> None:
             each.close(0)
 
 
-def test_a_line_ends_at_whatever_moment_its_peer_goes(tmp_path: Path) -> None:
+def test_a_context_terminates_whenever_the_peer_disconnects(tmp_path: Path) -> None:
     port = f"ipc://{tmp_path}/connection"
     with zmq.Context() as callers:
-        for turn in range(1000):  # the moment in which libzmq may wait for ever came once in some hundred turns
+        for turn in range(1000):  # note 1 in zmq/context.py: it happened once in some hundred turns
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             connection = PeerSocket(context, TOKEN, binds=True)
             connection.socket.bind(port)
@@ -138,7 +138,7 @@ def test_a_line_ends_at_whatever_moment_its_peer_goes(tmp_path: Path) -> None:
 
 @contextmanager
 def binding_socket() -> Iterator[tuple[PeerSocket, str]]:
-    """A connection of the lower rank, and its port."""
+    """Yield a binding peer socket and its endpoint."""
     with zmq.Context() as context:
         connection = PeerSocket(context, TOKEN, binds=True)
         connection.socket.bind(f"{ADDRESS}:*")
@@ -149,28 +149,30 @@ def binding_socket() -> Iterator[tuple[PeerSocket, str]]:
 
 
 def call_once(connection: PeerSocket, port: str, *messages: bytes) -> None:
-    """Call at a connection's port, say something, and be gone; returns when the connection's monitor knows that."""
+    """Connect to a binding socket, send messages and disconnect; return when its monitor has the event."""
     with caller(port, TOKEN) as (bare, end):
         assert end() == zmq.EVENT_HANDSHAKE_SUCCEEDED
         for message in messages:
             bare.send(message)
         assert connection.socket.poll(10_000)
     host, _, number = port.removeprefix("tcp://").partition(":")
-    with socket.create_connection((host, int(number))) as later:  # whom ZeroMQ's thread greets after that end
+    with socket.create_connection(
+        (host, int(number))
+    ) as later:  # ZeroMQ's I/O thread greets it after it has processed the end
         assert later.recv(10)
 
 
-def test_a_rank_that_says_hello_and_dies_before_anybody_looks_is_known_to_be_gone() -> None:
+def test_a_connection_lost_before_its_hello_is_read_is_down() -> None:
     with binding_socket() as (connection, port):
         call_once(connection, port, HELLO, b"last words")
-        connection.poll_monitor()  # reads of the end before it reads the hello
+        connection.poll_monitor()  # processes the end before the hello
         assert connection.poll_hello()
         assert connection.down_since is not None
         assert connection.receive() == b"last words"
         assert connection.down_since is not None
 
 
-def test_a_hello_by_a_new_connection_counts_before_the_end_of_the_old_one_is_read() -> None:
+def test_a_new_connection_is_up_before_the_end_of_the_old_one_is_read() -> None:
     ups: list[str] = []
     with binding_socket() as (connection, port):
         connection.on_up = lambda: ups.append("up")
@@ -193,7 +195,7 @@ def test_a_hello_by_a_new_connection_counts_before_the_end_of_the_old_one_is_rea
             assert connection.down_since is None
 
 
-def test_a_hello_of_a_stranger_is_none() -> None:
+def test_a_strangers_hello_is_ignored() -> None:
     with binding_socket() as (connection, port), caller(port, TOKEN) as (bare, _):
         bare.send(ANSWER)
         bare.send(b"closed")
