@@ -15,7 +15,7 @@ _log = logging.getLogger("gangline")
 
 
 class Watchdog:
-    """The `WaitPolicy` of one transport of a communicator: ends waits on failure, mismatch or timeout.
+    """`WaitPolicy` of one transport of a communicator: ends waits on failure, mismatch or timeout.
 
     Args:
         membership: source of the other ranks' states; failures found here are reported to it.

@@ -40,7 +40,7 @@ def in_threads(size: int, function: Callable[..., Any], *arguments: Any, timeout
 
 
 def outcomes_in_threads(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60) -> list[Any]:
-    """As `in_threads`, but return errors as results."""
+    """Run as `in_threads`, but return errors as results."""
     results: list[Any] = [None] * size
 
     def run(comm: Communicator) -> None:

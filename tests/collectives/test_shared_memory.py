@@ -58,7 +58,7 @@ def counted() -> Iterator[Counts]:
         read(process, address, target, nbytes)
 
     def counted_stage(out: Any, message: Any) -> None:
-        left = message.data.numel() - (out._staged - message.place) * PIECE
+        left = message.data.numel() - (out._staged - message.location) * PIECE
         counts.staged.append(min(PIECE, left))
         stage(out, message)
 

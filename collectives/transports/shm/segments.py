@@ -109,7 +109,17 @@ class Offer:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._descriptor, self.segment, token = _create(nbytes)
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        self._descriptor = os.memfd_create("gangline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._descriptor, nbytes + _TOKEN_BYTES)
+            fcntl.fcntl(self._descriptor, _F_ADD_SEALS, _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW)
+            mapping = _Mapping(self._descriptor, nbytes + _TOKEN_BYTES, mmap.PROT_READ | mmap.PROT_WRITE)
+            ctypes.memmove(mapping.address + nbytes, token, _TOKEN_BYTES)
+        except BaseException:
+            self.close()
+            raise
+        self.segment = Segment(mapping, nbytes)
         self.handle = _HANDLE.pack(os.getpid(), self._descriptor, nbytes, token)
 
     def close(self) -> None:
@@ -130,24 +140,6 @@ def open_offered(handle: bytes) -> Segment:
         process, number, nbytes, token = _HANDLE.unpack(handle)
     except struct.error as error:
         raise OSError(f"{handle[:80]!r} is not a handle of shared memory") from error
-    return _attach(process, number, nbytes, token)
-
-
-def _create(nbytes: int) -> tuple[int, Segment, bytes]:
-    token = secrets.token_bytes(_TOKEN_BYTES)
-    descriptor = os.memfd_create("gangline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(descriptor, nbytes + _TOKEN_BYTES)
-        fcntl.fcntl(descriptor, _F_ADD_SEALS, _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW)
-        mapping = _Mapping(descriptor, nbytes + _TOKEN_BYTES, mmap.PROT_READ | mmap.PROT_WRITE)
-        ctypes.memmove(mapping.address + nbytes, token, _TOKEN_BYTES)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor, Segment(mapping, nbytes), token
-
-
-def _attach(process: int, number: int, nbytes: int, token: bytes) -> Segment:
     path = f"/proc/{process}/fd/{number}"
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: opening a pipe would block
     try:

@@ -1,6 +1,6 @@
 """Transport through shared memory between the processes of one host.
 
-A message is an entry in a queue from one rank to another: its tag, and the place of its bytes.
+A message is an entry in a queue from one rank to another: its tag and the location of its bytes.
 
 - registered: in memory from `empty`, which every rank has mapped. No copy; the receiver reads in place.
 - remote: anywhere in the sender's memory; the receiver reads it by cross-memory attach. One copy.
@@ -44,8 +44,8 @@ _SMALL = 1 << 15  # bytes up to which a message is staged: two system calls cost
 
 # Layout of a segment: per peer, counters (one cache line) and queue entries; then per peer, staging buffers.
 _ENTRIES = 64
-_WORDS = 8  # of an entry: count, sequence, code, nbytes, kind, place, offset, unused
-_COUNT, _SEQUENCE, _CODE, _NBYTES, _KIND, _PLACE, _OFFSET = range(7)
+_WORDS = 8  # of an entry: count, sequence, code, nbytes, kind, location, offset, unused
+_COUNT, _SEQUENCE, _CODE, _NBYTES, _KIND, _LOCATION, _OFFSET = range(7)
 _BUFFERS = 4
 _COUNTERS = 8  # words per peer: messages read, pieces read, pieces staged, unused
 _READ, _PIECES_READ, _PIECES_STAGED = range(3)
@@ -58,14 +58,14 @@ _PROBE = struct.Struct("<qq16s")  # process id, address, content
 class _Outgoing:
     """Message that is not posted yet, or whose bytes the receiver still needs.
 
-    ``place`` and ``offset`` are: registration number and offset; address and 0; or first piece and 0.
+    ``location`` and ``offset`` are: registration number and offset; address and 0; or first piece and 0.
     """
 
     number: int
     data: Tensor
     message_tag: MessageTag
     kind: int
-    place: int
+    location: int
     offset: int
     is_posted: bool = False
     pieces_left: int = 0
@@ -147,12 +147,12 @@ class SharedMemoryTransport(Transport):
         entry = queue.next_entry()
         message_tag, nbytes, kind = MessageTag(entry[_SEQUENCE], entry[_CODE]), entry[_NBYTES], entry[_KIND]
         if kind == _REGISTERED:
-            view = self._registered.view(entry[_PLACE], source, entry[_OFFSET], nbytes)
+            view = self._registered.view(entry[_LOCATION], source, entry[_OFFSET], nbytes)
             return _RegisteredReceive(queue, message_tag, nbytes, view)
         if kind == _REMOTE:
-            return _RemoteReceive(self, queue, message_tag, nbytes, self._processes[source], entry[_PLACE])
+            return _RemoteReceive(self, queue, message_tag, nbytes, self._processes[source], entry[_LOCATION])
         if kind == _STAGED:
-            return _StagedReceive(self, queue, message_tag, nbytes, entry[_PLACE])
+            return _StagedReceive(self, queue, message_tag, nbytes, entry[_LOCATION])
         raise ProtocolError(f"rank {source} posted a message of kind {kind}; expected {_REGISTERED} to {_STAGED}")
 
 
@@ -226,7 +226,7 @@ class _SendQueue:
         entries[begin + _SEQUENCE], entries[begin + _CODE] = message.message_tag
         entries[begin + _NBYTES] = message.data.numel()
         entries[begin + _KIND] = message.kind
-        entries[begin + _PLACE] = message.place
+        entries[begin + _LOCATION] = message.location
         entries[begin + _OFFSET] = message.offset
         if message.pieces_left == 1 and self._has_buffer() and self._pending[0] is message:
             self._stage(message)  # before the receiver sees the entry, so that it need not wait for the piece
@@ -234,7 +234,7 @@ class _SendQueue:
         message.is_posted = True
 
     def _stage(self, message: _Outgoing) -> None:
-        index = self._staged - message.place
+        index = self._staged - message.location
         piece = message.data[index * PIECE : (index + 1) * PIECE]
         self._buffers[self._staged % _BUFFERS][: piece.numel()].copy_(piece)
         self._staged += 1
