@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from gangline.collectives.devices.links import LinkMatrix, nvml_handle, read_links
 
 
@@ -42,15 +44,10 @@ def device_table(links: LinkMatrix | None = None) -> list[Device]:
 
 
 def _host() -> Device:
-    page = os.sysconf("SC_PAGE_SIZE")
-    free, total = page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
-    memory, info = Path("/proc/meminfo"), Path("/proc/cpuinfo")
-    if memory.is_file():  # free pages leave out what the kernel would give back
-        fields = dict(line.split(":", 1) for line in memory.read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
+    memory, info = psutil.virtual_memory(), Path("/proc/cpuinfo")  # psutil has no CPU name
     models = info.read_text().partition("model name")[2].partition("\n")[0] if info.is_file() else ""
     name = models.lstrip("\t :") or platform.processor() or platform.machine()
-    return Device("cpu(0)", f"{name}, {os.cpu_count()} cores", free, total)
+    return Device("cpu(0)", f"{name}, {os.cpu_count()} cores", memory.available, memory.total)
 
 
 def _gpu(links: LinkMatrix, index: int) -> GPU:

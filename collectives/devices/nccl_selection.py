@@ -170,14 +170,14 @@ class NcclSelection:
             except BaseException as error:  # noqa: BLE001  raised again
                 raise engine.failed(error, code) from None
             finally:
-                resources.membership.look(number, code)
+                resources.membership.poll(number, code)
 
     def _hear_all(self, number: int, code: int) -> bool:
         resources = self._engine.resources
         others = [rank for rank in range(resources.size) if rank != resources.rank]
         for word in (_DECIDES, _SAW_ALL):  # who has said the second is known to know that all said the first
             while True:
-                resources.membership.look(number + word, code)
+                resources.membership.poll(number + word, code)
                 at = {rank: resources.membership.at.get(rank, (0, 0))[0] for rank in others}
                 passed = {rank for rank in others if self._is_ordinary(rank, at[rank], number)}
                 if word == _DECIDES and passed:

@@ -172,7 +172,7 @@ class Engine:
         """
         slot_exchange = self.resources.slot_exchange
         assert slot_exchange is not None
-        parity, elsewhere = slot_exchange.meet(sequence, code)
+        parity, elsewhere = slot_exchange.publish_and_wait(sequence, code)
         if elsewhere:
             raise mismatch({**dict.fromkeys(range(self.resources.size), (sequence, code)), **elsewhere})
         return parity

@@ -1,1 +1,1 @@
-"""Which ranks are alive: membership, watchdog, process state, and every time limit."""
+"""Failure detection: which ranks are alive, deadlines for waits, and every time limit."""

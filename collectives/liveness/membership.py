@@ -1,4 +1,4 @@
-"""Who is there and what they are at: the ranks of a communicator watch each other, whatever carries their data."""
+"""Membership: which ranks of a communicator are alive, and which call each one waits in."""
 
 from __future__ import annotations
 
@@ -13,69 +13,75 @@ import zmq
 
 from gangline.collectives.call_signature import CallSignature
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
+from gangline.collectives.liveness.limits import (
+    MEMBERSHIP_LINGER_SECONDS,
+    RECONNECT_SECONDS,
+    STOPPED_CHECKS_PER_LIMIT,
+)
 from gangline.collectives.liveness.process_state import state_of, this_process
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.transports.zmq.peer_sockets import PeerSocket, PeerSockets
 
 CLOSED = "closed its communicator"
-"""Why a rank is gone that said goodbye: an error only for those who still need it."""
+"""Why a rank that closed regularly is gone: an error only for ranks that still need it."""
 
 LOST = "was killed or left: connection lost"
 
 _ERRORS = {kind.__name__: kind for kind in (GanglineError, DeadNodeError, StallError, ProtocolError, MismatchError)}
-_TEXT_LIMIT = 32_000  # characters of an error's text that are told to others
-_MESSAGE_LIMIT = 1 << 18  # bytes; characters may take four each
-_LINGER_MS = 500
+_TEXT_LIMIT = 32_000  # characters of an error's text that are sent to other ranks
+_MESSAGE_LIMIT = 1 << 18  # bytes; a character may take four
 
 
 class Membership(ABC):
-    """What a rank knows of the others, brought up to date by `look`."""
+    """One rank's knowledge of all ranks, updated by `poll`."""
 
     rank: int
     size: int
     gone: dict[int, str]
-    """Rank -> why it counts as dead; `CLOSED` where it said goodbye."""
+    """Rank -> why it counts as dead; `CLOSED` if it closed regularly."""
     at: dict[int, tuple[int, int]]
-    """Rank -> (sequence, code) of the call that it last said it waits in, this rank included. Who never waits long
-    says nothing."""
+    """Rank -> (sequence, code) of the last call that it announced, this rank included. Ranks announce a call only if
+    they have to wait in it."""
     failure: GanglineError | None
-    """What has failed: the first that another rank told, or that this one aborted with."""
+    """The first error that another rank reported, or the error that this rank aborted with."""
 
     @abstractmethod
-    def look(self, sequence: int, code: int) -> None:
-        """Say that this rank waits in a call, if that is new, and read what the others said. Never blocks.
+    def poll(self, sequence: int, code: int) -> None:
+        """Announce the call that this rank waits in, if it is new, and read the others' messages. Never blocks.
 
         Args:
-            sequence: the number of the call on its communicator; 0 for a message between two ranks, of which the others
-                are told nothing.
+            sequence: number of the call on its communicator; 0 for a point-to-point message, which is not announced.
             code: `CallSignature.code`.
         """
 
     @abstractmethod
     def fail(self, error: GanglineError) -> None:
-        """Tell everybody, as far as that goes; never raises, never blocks."""
+        """Report an error to all ranks that can be reached. Never raises, never blocks."""
 
     def abort(self, error: GanglineError) -> None:
-        """Have this rank's waits end by an error too, and tell everybody; from any thread, and never blocks."""
+        """End this rank's waits with an error and report it to all ranks. Thread-safe; never blocks."""
         self.failure = self.failure or error
         self.fail(error)
 
     @abstractmethod
     def close(self) -> None:
-        """Say goodbye to all and give everything back; again: nothing."""
+        """Announce the end to all ranks and release all resources. Idempotent."""
 
 
 class ProcessMembership(Membership):
-    """Of ranks that are processes: a socket to each, with heartbeats by tcp that ZeroMQ's own thread sends and expects.
+    """Membership of ranks that are processes: a socket to each peer.
 
-    A rank busy in Python is therefore never taken for dead. A killed one is seen at once on its own host, elsewhere
-    after a second in which it did not come back; one behind a cut cable after ``limit``, and so is a stopped one, which
-    by ipc the kernel tells.
+    With tcp, ZeroMQ's I/O thread sends and expects heartbeats, so a rank that is busy in Python never counts as dead.
+    With ipc, there are none: the kernel reports dead and stopped processes of this host. Time until a rank is gone:
+
+    - killed, same host: at once
+    - killed, another host: 1 s without reconnection
+    - stopped, or network cut: ``limit``
 
     Args:
-        exchange: used once.
-        heartbeat: seconds between two signs of life; half of ``limit`` at most is used.
-        limit: seconds without one after which a rank is dead.
+        exchange: all-gather between the ranks; used once.
+        heartbeat: seconds between two heartbeats; at most half of ``limit`` is used.
+        limit: seconds without a heartbeat after which a rank is dead.
         address: "ipc" or "tcp://HOST", see `PeerSockets`.
 
     Raises:
@@ -90,90 +96,92 @@ class ProcessMembership(Membership):
         self.gone: dict[int, str] = {}
         self.at: dict[int, tuple[int, int]] = {}
         self.failure: GanglineError | None = None
-        self.junk = 0
-        """Messages that were not what gangline sends, and were dropped."""
+        self.invalid_messages = 0
+        """Number of malformed messages, which were dropped."""
         self._lock = threading.RLock()
         self._closed = False
         self._limit = limit
-        self._wait_policy = min(1.0, limit / 4)  # seconds in which a lost connection may come back
-        self._wired = address != "ipc"
+        self._reconnect_seconds = min(RECONNECT_SECONDS, limit / 4)
+        self._has_heartbeats = address != "ipc"  # not by ipc: libzmq note 4 in transports/zmq/context.py
         options = {int(zmq.MAXMSGSIZE): _MESSAGE_LIMIT}
-        if self._wired:  # ZeroMQ aborts the process if one falls due while a socket closes whose peer has closed
+        if self._has_heartbeats:
             options[int(zmq.HEARTBEAT_IVL)] = max(1, round(min(heartbeat, limit / 2) * 1000))
             options[int(zmq.HEARTBEAT_TIMEOUT)] = max(1, round(limit * 1000))
-        self._stopped: dict[int, float] = {}  # since when a neighbour has been seen to be stopped
-        self._states_due = 0.0
-        card = msgpack.packb(this_process())
-        self._pairs = PeerSockets(rank, size, exchange, address=address, options=options, card=card)
-        self._processes = [_read_process(peer, card) for peer, card in enumerate(self._pairs.cards)]
-        self._said: dict[int, tuple[int, int]] = {}
-        self._told_failure = b""
+        self._stopped_since: dict[int, float] = {}
+        self._next_state_check = 0.0
+        identity = msgpack.packb(this_process())
+        self._peers = PeerSockets(rank, size, exchange, address=address, options=options, payload=identity)
+        self._processes = [_read_process(peer, packed) for peer, packed in enumerate(self._peers.payloads)]
+        self._announced: dict[int, tuple[int, int]] = {}  # peer -> the call that it was last sent
+        self._failure_message = b""
         self._poller = zmq.Poller()
-        for peer, line in self._pairs.lines.items():
-            line.on_up = partial(self._say_again, peer)
-            self._poller.register(line.monitor, zmq.POLLIN)
-            self._poller.register(line.socket, zmq.POLLIN)
+        for peer, connection in self._peers.sockets.items():
+            connection.on_up = partial(self._send_again, peer)
+            self._poller.register(connection.monitor, zmq.POLLIN)
+            self._poller.register(connection.socket, zmq.POLLIN)
 
-    def look(self, sequence: int, code: int) -> None:  # noqa: D102
+    def poll(self, sequence: int, code: int) -> None:  # noqa: D102
         with self._lock:
             if self._closed:
                 return
             if sequence:
                 self.at[self.rank] = (sequence, code)
-                self._say((sequence, code))
+                self._announce((sequence, code))
             if self._poller.poll(0):
-                for peer, line in list(self._pairs.lines.items()):
-                    line.look()
-                    self._read(peer, line)
-            for peer, line in list(self._pairs.lines.items()):
-                if line.down_since is not None:
-                    self._judge(peer, line.down_since)
-            if not self._wired and time.monotonic() >= self._states_due:
-                self._states_due = time.monotonic() + self._limit / 20
-                for peer in list(self._pairs.lines):
-                    self._judge_neighbour(peer)
+                self._read_all()
+            for peer, connection in list(self._peers.sockets.items()):
+                if connection.down_since is not None:
+                    self._check_disconnected(peer, connection.down_since)
+            if not self._has_heartbeats and time.monotonic() >= self._next_state_check:
+                self._next_state_check = time.monotonic() + self._limit / STOPPED_CHECKS_PER_LIMIT
+                for peer in list(self._peers.sockets):
+                    self._check_stopped(peer)
 
     def fail(self, error: GanglineError) -> None:  # noqa: D102
         text = str(error).encode("utf-8", "replace").decode()[:_TEXT_LIMIT]
         name = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS)
-        self._told_failure = msgpack.packb(["failed", name, text])
-        self._tell(self._told_failure)
+        self._failure_message = msgpack.packb(["failed", name, text])
+        with self._lock:
+            self._send_to_all(self._failure_message)
 
     def close(self) -> None:  # noqa: D102
         with self._lock:
             if self._closed:
                 return
-            for peer, line in list(self._pairs.lines.items()):
-                line.look()
-                self._read(peer, line)
-            self._tell(msgpack.packb(["closed"]))
+            self._read_all()
+            self._send_to_all(msgpack.packb(["closed"]))
             self._closed = True
-            for line in self._pairs.lines.values():  # to those who are gone nothing goes out, however long one waits
-                line.close(_LINGER_MS if line.down_since is None else 0)
-            self._pairs.close(0)
+            linger_ms = round(MEMBERSHIP_LINGER_SECONDS * 1000)
+            for connection in self._peers.sockets.values():  # a lost peer receives nothing, however long we linger
+                connection.close(linger_ms if connection.down_since is None else 0)
+            self._peers.close(0)
 
-    def _tell(self, packed: bytes) -> None:
-        with self._lock:
-            for line in self._pairs.lines.values() if not self._closed else ():
-                line.send(packed)
+    def _send_to_all(self, packed: bytes) -> None:
+        for connection in self._peers.sockets.values() if not self._closed else ():
+            connection.send(packed)
 
-    def _say(self, here: tuple[int, int]) -> None:
+    def _announce(self, call: tuple[int, int]) -> None:
         packed = None
-        for peer, line in self._pairs.lines.items():
-            if self._said.get(peer) != here and line.down_since is None:
-                packed = packed or msgpack.packb(["at", *here])
-                if line.send(packed):
-                    self._said[peer] = here
+        for peer, connection in self._peers.sockets.items():
+            if self._announced.get(peer) != call and connection.down_since is None:
+                packed = packed or msgpack.packb(["at", *call])
+                if connection.send(packed):
+                    self._announced[peer] = call
 
-    def _say_again(self, peer: int) -> None:
-        """By a new connection: what was said by the old one may not have arrived."""
-        self._said.pop(peer, None)
-        if self._told_failure:
-            self._pairs.lines[peer].send(self._told_failure)
+    def _send_again(self, peer: int) -> None:
+        """Send on a new connection again: messages on the previous one may be lost."""
+        self._announced.pop(peer, None)
+        if self._failure_message:
+            self._peers.sockets[peer].send(self._failure_message)
 
-    def _read(self, peer: int, line: PeerSocket) -> None:
-        while (packed := line.receive()) is not None:
-            match _message(packed):
+    def _read_all(self) -> None:
+        for peer, connection in list(self._peers.sockets.items()):
+            connection.poll_monitor()
+            self._read(peer, connection)
+
+    def _read(self, peer: int, connection: PeerSocket) -> None:
+        while (packed := connection.receive()) is not None:
+            match _unpack(packed):
                 case ["at", int(sequence), int(code)] if 0 <= sequence < 1 << 63 and _is_call(code):
                     self.at[peer] = (sequence, code)
                 case ["failed", str(name), str(text)] if name in _ERRORS and len(text) <= _TEXT_LIMIT:
@@ -182,35 +190,38 @@ class ProcessMembership(Membership):
                     self._drop(peer, CLOSED)
                     return
                 case _:
-                    self.junk += 1
+                    self.invalid_messages += 1
 
-    def _judge(self, peer: int, down_since: float) -> None:
+    def _check_disconnected(self, peer: int, down_since: float) -> None:
         state = state_of(self._processes[peer])
         if state == "":
             self._drop(peer, LOST)
-        elif time.monotonic() - down_since >= self._wait_policy:
+        elif time.monotonic() - down_since >= self._reconnect_seconds:
             silent = f"gave no sign of life for {self._limit:g} s"
-            if state == "?":  # on another host, where a killed and a silent process look alike from here
+            if state == "?":  # from another host, a killed process and a silent one look alike
                 self._drop(peer, f"was killed, left, or {silent}")
             else:
-                self._drop(peer, silent if self._wired or state in "Tt" else LOST)
+                self._drop(peer, silent if self._has_heartbeats or state in "Tt" else LOST)
 
-    def _judge_neighbour(self, peer: int) -> None:
+    def _check_stopped(self, peer: int) -> None:
         if state_of(self._processes[peer]) not in ("T", "t"):
-            self._stopped.pop(peer, None)
-        elif time.monotonic() - self._stopped.setdefault(peer, time.monotonic()) >= self._limit:
+            self._stopped_since.pop(peer, None)
+        elif time.monotonic() - self._stopped_since.setdefault(peer, time.monotonic()) >= self._limit:
             self._drop(peer, f"gave no sign of life for {self._limit:g} s")
 
     def _drop(self, peer: int, why: str) -> None:
         self.gone[peer] = why
-        line = self._pairs.lines.pop(peer)
-        self._poller.unregister(line.monitor)
-        self._poller.unregister(line.socket)
-        line.close(0)
+        connection = self._peers.sockets.pop(peer)
+        self._poller.unregister(connection.monitor)
+        self._poller.unregister(connection.socket)
+        connection.close(0)
 
 
 class ThreadMembership(Membership):
-    """Of ranks that are threads of this process, see `group`: none dies alone, but they close, fail and disagree."""
+    """Membership of ranks that are threads of this process: none dies alone, but ranks close, fail and mismatch.
+
+    `group` creates the members of all ranks.
+    """
 
     def __init__(self, rank: int, group: list[ThreadMembership], lock: threading.Lock) -> None:
         self.rank = rank
@@ -223,7 +234,7 @@ class ThreadMembership(Membership):
 
     @classmethod
     def group(cls, size: int) -> list[ThreadMembership]:
-        """The rosters of all ranks of a communicator, in rank order."""
+        """Return the memberships of all ranks of a communicator, in rank order."""
         group: list[ThreadMembership] = []
         lock = threading.Lock()
         group.extend(cls(rank, group, lock) for rank in range(size))
@@ -231,12 +242,12 @@ class ThreadMembership(Membership):
             membership.size = size
         return group
 
-    def look(self, sequence: int, code: int) -> None:  # noqa: D102
-        here = (sequence, code)
-        if sequence and self.at.get(self.rank) != here:
+    def poll(self, sequence: int, code: int) -> None:  # noqa: D102
+        call = (sequence, code)
+        if sequence and self.at.get(self.rank) != call:
             with self._lock:
                 for membership in self._group:
-                    membership.at[self.rank] = here
+                    membership.at[self.rank] = call
 
     def fail(self, error: GanglineError) -> None:  # noqa: D102
         with self._lock:
@@ -253,7 +264,7 @@ class ThreadMembership(Membership):
         return [membership for membership in self._group if membership is not self]
 
 
-def _message(packed: bytes) -> Any:
+def _unpack(packed: bytes) -> Any:
     try:
         return msgpack.unpackb(packed)
     except (ValueError, msgpack.UnpackException):
@@ -269,7 +280,7 @@ def _is_call(code: int) -> bool:
 
 
 def _read_process(rank: int, packed: bytes) -> list[str | int]:
-    match _message(packed):
-        case [str(place), int(pid), int(start)]:
-            return [place, pid, start]
-    raise ProtocolError(f"rank {rank} exchanged {packed[:80]!r}, which does not name its process")
+    match _unpack(packed):
+        case [str(host), int(pid), int(start)]:
+            return [host, pid, start]
+    raise ProtocolError(f"rank {rank} sent {packed[:80]!r} in the bootstrap exchange; expected a process identity")

@@ -1,4 +1,8 @@
-"""Processes of this host and others: what tells one from all others, and whether it still runs."""
+"""Identity and state of processes on this host.
+
+/proc is read directly because psutil offers no start time in kernel ticks: `psutil.Process.create_time` follows the
+system clock, so two processes may disagree on it.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,29 @@ from pathlib import Path
 
 
 def this_process() -> list[str | int]:
-    """What tells this process from all others: its host's boot, its namespace of process ids, its id, its start."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return [f"{boot} {os.readlink('/proc/self/ns/pid')}", os.getpid(), _state_and_start(os.getpid())[1]]
+    """Return this process's identity: [boot id and pid namespace, pid, start time in clock ticks since boot]."""
+    return [_host(), os.getpid(), _state_and_start(os.getpid())[1]]
 
 
 def state_of(process: list[str | int]) -> str:
-    """The letter that the kernel has for a process's state ("T": stopped), "" if it is dead, "?" if unknown here."""
-    place, pid, start = process
-    if place != this_process()[0]:
+    """Return the kernel's letter for a process's state ("T": stopped), "" if it is dead, "?" if on another host.
+
+    Args:
+        process: a process's `this_process`.
+    """
+    host, pid, start = process
+    if host != _host():
         return "?"
     try:
         state, started = _state_and_start(int(pid))
     except OSError:
         return ""
     return state if started == start and state not in "ZX" else ""
+
+
+def _host() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _state_and_start(pid: int) -> tuple[str, int]:

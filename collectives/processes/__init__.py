@@ -1,1 +1,1 @@
-"""Starting ranks on this host: spawn(), the fork server, and what a rank's process runs."""
+"""Starting ranks on this host: spawn(), the fork server, and the entry function of a rank's process."""

@@ -1,9 +1,9 @@
-"""The process that ranks are forked from, milliseconds each: it has imported torch already, which takes seconds.
+"""Fork server: a process that has imported torch, which takes seconds, and forks ranks from itself in milliseconds.
 
 It has no threads of its own, because the child of a process whose threads have computed may hang in its computations.
-Each `Family` of processes has a control socket, by which its caller asks for forks and is told of ends. When that is
-closed, or the caller is gone, however it went, the server kills the family; and when the server itself is killed, the
-kernel does. All sockets are inherited and have no names: nothing of them can stay behind.
+Each `ProcessPool` has a control socket, by which it requests forks and receives notices. When that socket is closed, or
+the pool's program is gone for any reason, the server kills the pool's processes; when the server itself is killed, the
+kernel kills them. All sockets are inherited and unnamed, so nothing of them can stay behind.
 """
 
 from __future__ import annotations
@@ -23,14 +23,22 @@ from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 
+from gangline.collectives.liveness.limits import PARENT_CHECK_SECONDS
+
 NOTICE = struct.Struct("<?ii")
-"""To the caller: whether a process ended, or else began; its index in the family; its exit code, or else its id."""
+"""Notice to the pool: whether a process ended (else started), its index in the pool, its exit code (else pid)."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def serve(fd: int, parent: int, preload: list[str]) -> None:
-    """Be the fork server of the process ``parent``, which holds the other end of the socket ``fd``; does not return."""
+    """Run the fork server of process ``parent``; does not return.
+
+    Args:
+        fd: socket whose other end the parent holds.
+        parent: process id.
+        preload: names of modules to import before the first fork.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for module in preload:
         import_module(module)
@@ -43,7 +51,7 @@ def serve(fd: int, parent: int, preload: list[str]) -> None:
 
 
 class _Server:
-    """Forks on request, tells families of their ends, kills what a closed family leaves."""
+    """Forks processes on request, reports their ends, and kills those of closed pools."""
 
     def __init__(self, requests: socket.socket, parent: int) -> None:
         self._requests = requests
@@ -54,15 +62,16 @@ class _Server:
         self._selector = selectors.DefaultSelector()
         for source in (requests, self._deaths):
             self._selector.register(source, selectors.EVENT_READ)
-        self._families: dict[socket.socket, dict[int, int]] = {}  # index by process id, of those that run
+        self._pools: dict[socket.socket, dict[int, int]] = {}  # control socket -> {pid: index} of running processes
         self._started: dict[socket.socket, int] = {}
         self._sockets = [requests, self._deaths, wakeup]
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler the wakeup socket hears nothing
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler, nothing is written to the wakeup socket
         signal.set_wakeup_fd(wakeup.fileno())
 
     def run(self) -> None:
-        while os.getppid() == self._parent:  # a fork of the parent may hold the other end open, so look at it too
-            for key, _ in self._selector.select(1.0):
+        # Checking the socket is not enough: a fork of the parent may hold its other end open.
+        while os.getppid() == self._parent:
+            for key, _ in self._selector.select(PARENT_CHECK_SECONDS):
                 if key.fileobj is self._deaths:
                     self._deaths.recv(4096)
                     self._reap()
@@ -71,20 +80,21 @@ class _Server:
                     if not message:
                         return
                     control = socket.socket(fileno=fds[0])
-                    self._families[control] = {}
+                    self._pools[control] = {}
                     self._started[control] = 0
                     self._selector.register(control, selectors.EVENT_READ)
                 else:
                     assert isinstance(key.fileobj, socket.socket)
-                    self._answer(key.fileobj)
+                    self._handle(key.fileobj)
 
     def kill(self) -> None:
-        for pool in self._families.values():
+        for pool in self._pools.values():
             for pid in pool:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
 
-    def _answer(self, control: socket.socket) -> None:
+    def _handle(self, control: socket.socket) -> None:
+        """Fork on a pool's request; kill its processes if the pool is closed."""
         try:
             message, fds, _, _ = socket.recv_fds(control, 16, 3)
         except ConnectionResetError:
@@ -93,57 +103,57 @@ class _Server:
             self._fork(control, fds)
             return
         self._selector.unregister(control)
-        for pid in self._families[control]:
+        for pid in self._pools[control]:
             os.kill(pid, signal.SIGKILL)
-        self._close_if_over(control)
+        self._close_if_empty(control)
 
     def _fork(self, control: socket.socket, fds: list[int]) -> None:
         index, server = self._started[control], os.getpid()
         pid = os.fork()
         if pid == 0:
-            _live(server, self._forget, *fds)
+            _run_child(server, self._close_in_child, *fds)
         for fd in fds:
             os.close(fd)
-        self._families[control][pid] = index
+        self._pools[control][pid] = index
         self._started[control] += 1
-        _tell(control, False, index, pid)
+        _notify(control, False, index, pid)
 
-    def _forget(self) -> None:
-        """Give back, in a child, what is the server's."""
+    def _close_in_child(self) -> None:
+        """Release the server's resources in a forked child."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
-        for one in [*self._sockets, *self._families]:
+        for one in [*self._sockets, *self._pools]:
             one.close()
 
     def _reap(self) -> None:
-        for control, pool in list(self._families.items()):
+        for control, pool in list(self._pools.items()):
             for pid, index in list(pool.items()):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
                     del pool[pid]
-                    _tell(control, True, index, os.waitstatus_to_exitcode(status))
-            self._close_if_over(control)
+                    _notify(control, True, index, os.waitstatus_to_exitcode(status))
+            self._close_if_empty(control)
 
-    def _close_if_over(self, control: socket.socket) -> None:
-        """Close a family's socket, which tells the caller that it is over, if it was asked for and none is left."""
-        if control not in self._selector.get_map() and not self._families[control]:
-            del self._families[control], self._started[control]
+    def _close_if_empty(self, control: socket.socket) -> None:
+        """Close a closed pool's socket once none of its processes is left; `ProcessPool.close` waits for that."""
+        if control not in self._selector.get_map() and not self._pools[control]:
+            del self._pools[control], self._started[control]
             control.close()
 
 
-def _tell(control: socket.socket, ended: bool, index: int, value: int) -> None:
-    with suppress(BrokenPipeError, ConnectionResetError):  # its caller is gone; the kill follows
+def _notify(control: socket.socket, ended: bool, index: int, value: int) -> None:
+    with suppress(BrokenPipeError, ConnectionResetError):  # the pool's program is gone; `_handle` kills the processes
         control.send(NOTICE.pack(ended, index, value))
 
 
-def _live(server: int, forget: Callable[[], None], pipe: int, output: int, errors: int) -> None:
-    """Be a child of the server: never returns."""
+def _run_child(server: int, close_server: Callable[[], None], pipe: int, output: int, errors: int) -> None:
+    """Run a pool's entry function in a forked child; does not return."""
     code = 1
     try:
-        forget()
+        close_server()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != server:  # it was killed before the kernel knew what to do then
+        if os.getppid() != server:  # the server was killed before prctl took effect
             os._exit(code)
         for fd, standard in ((output, 1), (errors, 2)):
             os.dup2(fd, standard)
@@ -152,17 +162,17 @@ def _live(server: int, forget: Callable[[], None], pipe: int, output: int, error
         entry, environment, folder = connection.recv()
         os.environ.clear()
         os.environ.update(environment)
-        tempfile.tempdir = None  # what the server's imports have remembered is of its own environment
+        tempfile.tempdir = None  # modules imported by the server may have cached its directory
         os.chdir(folder)
-        if "numpy.random" in sys.modules:  # its generator would be the same in every child; Python's own sees to itself
+        if "numpy.random" in sys.modules:  # else all children share its state; Python reseeds its own after a fork
             sys.modules["numpy.random"].seed()
         module, _, name = entry.partition(":")
         getattr(import_module(module), name)(connection)
-        atexit._run_exitfuncs()  # and not the destructors of libraries, which may meet threads that still run
+        atexit._run_exitfuncs()  # but no library destructors, which may crash while threads are still running
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:  # noqa: BLE001 - nothing may get past this into the server's loop
+    except BaseException:  # noqa: BLE001  no exception may reach the server's loop
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""Processes that a fork server makes for this program; it is started once, when the first ones are wanted, and kept."""
+"""Pools of processes forked by this program's fork server, which starts with the first pool and is kept."""
 
 from __future__ import annotations
 
@@ -22,59 +22,61 @@ PRELOAD: tuple[str, ...] = (
     "gangline.collectives.bootstrap.communicators",
     "gangline.collectives.processes.rank_main",
 )
-"""What the server imports before it forks."""
+"""Modules that the server imports before it forks."""
 
 
 class ProcessPool:
-    """Processes that run the same entry function, until they end, are closed, or the calling program is gone."""
+    """Processes that run one entry function until it returns, the pool is closed, or this program is gone.
+
+    They have this program's environment, working directory, standard output and error as of the start; standard input
+    is empty. SIGINT from the terminal (Ctrl-C) is ignored by them: handling it is left to this program.
+
+    Args:
+        entry: called as ``entry(connection)`` in each process with its end of a two-way pipe; a function at the top
+            level of a module that the server can import.
+        count: number of processes.
+
+    Raises:
+        RuntimeError: if the fork server did not start, or was killed.
+    """
 
     def __init__(self, entry: Callable[[Connection], None], count: int) -> None:
-        """Start ``count`` processes that call ``entry(connection)``, each with its end of a two-way pipe.
-
-        They get this program's environment, working directory, standard output and error as they are now; standard
-        input is empty; Ctrl-C is left to the caller.
-
-        Args:
-            entry: a function at the top level of a module that the server can import.
-            count: how many processes.
-
-        Raises:
-            RuntimeError: the fork server did not start, or was killed.
-        """
         self.connections: list[Connection] = []
         """This program's ends of the pipes."""
-        self._ended: dict[int, int | None] = {}  # exit codes that nobody was told yet
+        self._ended: dict[int, int | None] = {}  # index -> exit code, not yet returned by `wait`
         self._running = set(range(count))
         try:
-            if not self._begin(count, may_be_dying=True):
-                self._begin(count, may_be_dying=False)
+            self._start(count)
         except OSError as error:
             self.close()
             raise RuntimeError(f"the fork server was killed or failed to start ({error}); see its output") from error
         except BaseException:
             self.close()
             raise
-        start = (f"{entry.__module__}:{entry.__qualname__}", dict(os.environ), os.getcwd())
+        task = (f"{entry.__module__}:{entry.__qualname__}", dict(os.environ), os.getcwd())
         for connection in self.connections:
-            with suppress(OSError):  # killed already: its exit code says so
-                connection.send(start)
+            with suppress(OSError):  # the process was killed; `wait` returns its exit code
+                connection.send(task)
 
-    def _begin(self, count: int, *, may_be_dying: bool) -> bool:
-        """Have the server fork; False where it was one that was killed before, and only now turns out to be dead."""
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            is_new = _send_to_server(theirs)
-        try:
-            self.pids = self._fork(count)
-        except OSError:
-            if is_new or not may_be_dying:
-                raise
-            self.close()
-            self.connections.clear()
-            self._ended.clear()
-            stop()
-            return False
-        return True
+    def _start(self, count: int) -> None:
+        while True:
+            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            is_new_server = False
+            try:
+                with theirs:
+                    is_new_server = start()
+                    assert _server is not None
+                    socket.send_fds(_server[2], [b"pool"], [theirs.fileno()])
+                self.pids = self._fork(count)
+            except ConnectionError:  # the server is dead; if it was killed while idle, this is the first sign of it
+                if is_new_server:
+                    raise
+                self.close()
+                self.connections.clear()
+                self._ended.clear()
+                stop()
+            else:
+                return
 
     def _fork(self, count: int) -> tuple[int, ...]:
         for _ in range(count):
@@ -84,7 +86,7 @@ class ProcessPool:
                 socket.send_fds(self._control, [b"fork"], [child.fileno(), 1, 2])
         pids: list[int] = []
         while len(pids) < count:
-            ended, index, value = self._notice()
+            ended, index, value = self._read_notice()
             if ended:
                 self._ended[index] = value
             else:
@@ -92,27 +94,27 @@ class ProcessPool:
         return tuple(pids)
 
     def wait(self, timeout: float | None = None) -> tuple[list[int], dict[int, int | None]]:
-        """Wait until processes have said something, or one has ended, or ``timeout`` seconds have passed.
+        """Wait until a process has sent something, one has ended, or ``timeout`` seconds have passed.
 
         Returns:
-            The indices of those whose connection can be read, or is at its end and not closed yet; and the exit codes
-            of those that have ended since the last call: minus the signal's number, None where the server was killed.
+            The indices of open connections that can be read or are at their end; and index -> exit code of processes
+            that have ended since the last call (minus the signal's number; None if the server was killed).
         """
         still_open = {connection: index for index, connection in enumerate(self.connections) if not connection.closed}
         control = [self._control] if self._running else []
         ready = wait([*still_open, *control], 0.0 if self._ended else timeout)
         if self._control in ready:
             try:
-                _, index, code = self._notice()
+                _, index, code = self._read_notice()
                 self._ended[index] = code
-            except OSError:  # the server was killed, and with it, by the kernel, its children
+            except OSError:  # the server was killed, and its children by the kernel
                 self._ended |= dict.fromkeys(self._running)
         ended, self._ended = self._ended, {}
         self._running -= ended.keys()
         return [index for connection, index in still_open.items() if connection in ready], ended
 
     def close(self) -> None:
-        """Kill those that still run, and return when none of them is left."""
+        """Kill all processes that still run and wait for their ends."""
         try:
             with suppress(OSError):  # the server was killed
                 self._control.shutdown(socket.SHUT_WR)
@@ -131,7 +133,7 @@ class ProcessPool:
     ) -> None:
         self.close()
 
-    def _notice(self) -> tuple[bool, int, int]:
+    def _read_notice(self) -> tuple[bool, int, int]:
         notice = self._control.recv(NOTICE.size)
         if not notice:
             raise ConnectionResetError("its socket is closed")
@@ -140,11 +142,11 @@ class ProcessPool:
 
 
 _lock = threading.Lock()
-_server: tuple[int, subprocess.Popen[bytes], socket.socket] | None = None  # who started it, the process, its socket
+_server: tuple[int, subprocess.Popen[bytes], socket.socket] | None = None  # pid of its parent, process, its socket
 
 
 def start() -> bool:
-    """Start the server unless it runs; the first family does so otherwise, and waits for its imports.
+    """Start the fork server unless it runs. Optional: the first pool starts it otherwise and waits for its imports.
 
     Returns:
         Whether it was started.
@@ -166,21 +168,21 @@ def start() -> bool:
 
 
 def _start_process(requests: socket.socket) -> subprocess.Popen[bytes]:
-    """A fresh interpreter that becomes the server: it finds gangline, and what it imports, as this program does."""
+    """Start the server in a fresh interpreter with this program's module search path."""
     command = "import json, sys; fd, parent, sys.path, preload = json.loads(sys.argv[1])\n"
     command += "from gangline.collectives.processes.fork_server import serve; serve(fd, parent, preload)"
-    places = [path or os.getcwd() for path in sys.path]
-    what = json.dumps([requests.fileno(), os.getpid(), places, PRELOAD])
-    return subprocess.Popen(  # noqa: S603 - this interpreter and our own words
-        [os.fsdecode(get_executable()), "-c", command, what],
+    search_path = [path or os.getcwd() for path in sys.path]
+    arguments = json.dumps([requests.fileno(), os.getpid(), search_path, PRELOAD])
+    return subprocess.Popen(  # noqa: S603  this interpreter, and no outside input
+        [os.fsdecode(get_executable()), "-c", command, arguments],
         pass_fds=[requests.fileno()],
         stdin=subprocess.DEVNULL,
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # else numpy's library starts threads when it is imported
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # else importing numpy starts threads
     )
 
 
 def stop() -> None:
-    """End the server, and with it every family; the next family starts another."""
+    """Stop the fork server and kill the processes of all pools; the next pool starts another server."""
     global _server
     with _lock:
         if _server is not None and _server[0] == os.getpid():
@@ -190,17 +192,3 @@ def stop() -> None:
 
 
 atexit.register(stop)
-
-
-def _send_to_server(control: socket.socket) -> bool:
-    """Give the server a family's socket; whether it was started for this."""
-    for _ in range(2):
-        is_new = start()
-        assert _server is not None
-        try:
-            socket.send_fds(_server[2], [b"family"], [control.fileno()])
-        except BrokenPipeError:  # killed since it last had work
-            stop()
-        else:
-            return is_new
-    raise BrokenPipeError("it ended as soon as it was started")

@@ -1,4 +1,4 @@
-"""What a rank of `spawn` does in its process: find its function, open its communicator, tell how it went."""
+"""Entry function of a rank's process: import the function, open the communicator, call, report the outcome."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from torch.nn import Parameter
 from gangline.collectives import errors
 
 importing_script = False
-"""Whether this process is a rank that imports the script of its caller: then it must not start ranks of its own."""
+"""Whether this process is a rank that is importing its caller's script; then it must not spawn ranks of its own."""
 
 
 class RankTask(NamedTuple):
-    """What a rank is told first; function and arguments follow, packed, for they may need the caller's script."""
+    """First message to a rank. The pickled function and arguments follow, as they may need the caller's script."""
 
     rank: int
     size: int
@@ -33,23 +33,23 @@ class RankTask(NamedTuple):
     communicator: dict[str, Any]
     """Options of `open_communicator`."""
     preparation: dict[str, Any]
-    """How to import the caller's script: what multiprocessing's own children get."""
+    """How to import the caller's script: the data that multiprocessing sends to its children."""
 
 
 class RankReport(NamedTuple):
-    """An exception as plain data."""
+    """Exception of a rank as plain data."""
 
     when: float
-    """`time.monotonic`, which all processes of a machine share, in seconds."""
+    """Time by `time.monotonic`, in seconds; its clock is common to all processes of a machine."""
     name: str
-    """Its class, or the nearest base class that is Python's or gangline's."""
+    """Name of its class, or of the nearest base class that is built in or gangline's."""
     arguments: tuple[Any, ...]
     notes: tuple[str, ...]
     trace: str
 
     @classmethod
     def of(cls, error: BaseException) -> RankReport:
-        """Take down what an exception says."""
+        """Convert an exception."""
         when = time.monotonic()
         own = type(error)
         name = next((base.__name__ for base in own.__mro__ if _is_known(base, own)), "RuntimeError")
@@ -62,11 +62,11 @@ class RankReport(NamedTuple):
         return cls(when, name, arguments, notes, "".join(traceback.format_exception(error)))
 
     def error(self) -> Exception:
-        """The exception again, without the objects it held."""
+        """Return the exception, without objects that it held."""
         known = getattr(errors, self.name, None) or getattr(builtins, self.name)
         try:
             error: Exception = known(*self.arguments)
-        except TypeError:  # a class that wants other arguments than a text
+        except TypeError:  # the class does not accept a text
             error = RuntimeError(f"{self.name}: {self.arguments[0]}")
         for note in self.notes:
             error.add_note(note)
@@ -83,19 +83,19 @@ def _is_known(base: type, own: type) -> bool:
 
 
 def pack(value: Any) -> bytes:
-    """A value as bytes; tensors are copied, for their memory may end with this process."""
+    """Pickle a value; tensors are copied, as their memory may end with this process."""
     buffer = io.BytesIO()
-    _Packer(buffer, 5).dump(value)
+    _Pickler(buffer, 5).dump(value)
     return buffer.getvalue()
 
 
 def unpack(packed: bytes) -> Any:
-    """The value of bytes that came through a pipe between a program and its own ranks, and from nowhere else."""
+    """Unpickle a value; only for bytes from a pipe between a program and its own ranks."""
     return ForkingPickler.loads(packed)
 
 
-class _Packer(ForkingPickler):
-    """What multiprocessing sends objects by, but with storages as bytes: torch's own way hands over descriptors."""
+class _Pickler(ForkingPickler):
+    """multiprocessing's pickler, but with storages as bytes: torch's reductions would pass file descriptors."""
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, torch.UntypedStorage):
@@ -119,48 +119,52 @@ def _tensor(dtype: torch.dtype, view: tuple[Any, ...], requires_grad: bool, is_p
 
 
 def run(connection: Connection) -> None:
-    """Be a rank: the entry function of a `Family`."""
-    job: RankTask = connection.recv()
-    torch.set_num_threads(job.threads)
+    """Run one rank of `spawn`: the entry function of its `ProcessPool`.
+
+    Args:
+        connection: pipe to the caller; carries the `RankTask`, bootstrap all-gathers and the result.
+    """
+    task: RankTask = connection.recv()
+    torch.set_num_threads(task.threads)
     comm = None
     try:
-        _import_script(job)
+        _import_script(task)
         opener, fn, args = unpack(connection.recv_bytes())
-        comm = opener(job.rank, job.size, partial(_exchange, connection), **job.communicator)
+        comm = opener(task.rank, task.size, partial(_exchange, connection), **task.communicator)
         returned = pack(fn(comm, *args))
         comm.close()
     except SystemExit:
         raise
-    except BaseException as error:  # noqa: BLE001 - whatever it was is the caller's to see
-        # Told before the others can notice, so that the caller hears the cause before its consequences.
-        _tell(connection, "failed", RankReport.of(error))
+    except BaseException as error:  # noqa: BLE001  every exception goes to the caller
+        # Before closing, which the other ranks notice: the caller must learn the cause before its consequences.
+        _send(connection, "failed", RankReport.of(error))
         if comm is not None:
             with suppress(Exception):
                 comm.close()
     else:
-        _tell(connection, "returned", returned)
+        _send(connection, "returned", returned)
 
 
-def _import_script(job: RankTask) -> None:
+def _import_script(task: RankTask) -> None:
     global importing_script
     importing_script = True
     try:
-        prepare({**job.preparation, "name": f"rank {job.rank}"})
+        prepare({**task.preparation, "name": f"rank {task.rank}"})
     finally:
         importing_script = False
 
 
-def _exchange(connection: Connection, blob: bytes) -> list[bytes]:
-    """`Exchange` by way of the caller, who hears all ranks."""
-    connection.send(("exchange", blob))
-    trouble, blobs = connection.recv()
-    if trouble is not None:
-        raise trouble.error()
-    return list(blobs)
+def _exchange(connection: Connection, data: bytes) -> list[bytes]:
+    """All-gather bytes between the ranks through the caller: a `BootstrapAllGather`."""
+    connection.send(("exchange", data))
+    report, gathered = connection.recv()
+    if report is not None:
+        raise report.error()
+    return list(gathered)
 
 
-def _tell(connection: Connection, word: str, what: Any) -> None:
+def _send(connection: Connection, kind: str, value: Any) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    with suppress(BrokenPipeError):  # nobody is interested any more
-        connection.send((word, what))
+    with suppress(BrokenPipeError):  # the caller no longer reads
+        connection.send((kind, value))

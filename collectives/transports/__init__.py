@@ -1,1 +1,1 @@
-"""Ways for bytes from rank to rank: one file a medium, all with the interface of base.py."""
+"""Message transports between ranks: one file or folder per medium, all with the interface of base.py."""

@@ -1,31 +1,29 @@
-"""Addresses of this host: by which others reach it, and which of them strangers may reach too."""
+"""Network addresses of this host, and the check that they are not open to other machines by accident."""
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import os
 import socket
-import struct
 
-_SIOCGIFADDR = 0x8915
+import psutil
 
 
 def check_address(host: str) -> None:
-    """See that nobody but this machine can reach an address, or that the user said it may be so.
+    """Check that only this machine can reach an address, unless the user allows others.
 
     Raises:
-        RuntimeError: it is not a loopback address, and GANGLINE_INSECURE=1 is not set.
+        RuntimeError: if it is not a loopback address and GANGLINE_INSECURE=1 is not set.
     """
     if not is_loopback(host) and os.environ.get("GANGLINE_INSECURE") != "1":
         raise RuntimeError(
-            f"address {host} can be reached from other machines, and without a job key anybody there could read and "
-            "change what the ranks send; on a network that you trust, set GANGLINE_INSECURE=1 in every process"
+            f"address {host} can be reached from other machines, and without a job key any program there could read "
+            "and change what the ranks send; on a network that you trust, set GANGLINE_INSECURE=1 in every process"
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address, or an interface's name, is reached from this host alone."""
+    """Return whether a host name, address or interface name can be reached from this host only."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -33,37 +31,33 @@ def is_loopback(host: str) -> bool:
 
 
 def resolved(host: str) -> str:
-    """The address of a host's name, of IPv4 if it has one, as ZeroMQ takes names; an address is its own.
+    """Return the address of a host name, IPv4 if there is one, as ZeroMQ resolves names; addresses are unchanged.
 
     Raises:
-        OSError: the name is unknown.
+        OSError: if the name is unknown.
     """
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
 
 
 def local_address(peer: str, interface: str | None = None) -> str:
-    """The address of this host by which those who meet at ``peer`` reach it.
+    """Return the address of this host at which hosts that can reach ``peer`` reach it.
 
     Args:
-        peer: a host's name or address.
-        interface: the network interface to take, such as "eth0"; None: the one that leads to ``peer``.
+        peer: host name or address.
+        interface: name of the network interface to use, such as "eth0"; None: the one with the route to ``peer``.
 
     Raises:
-        ValueError: there is no such interface, or it has no address.
-        OSError: nothing leads to ``peer``, or its name is unknown.
+        ValueError: if the interface does not exist or has no IPv4 address.
+        OSError: if there is no route to ``peer``, or its name is unknown.
     """
     if interface:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-            except OSError as error:
-                names = [name for _, name in socket.if_nameindex()]
-                raise ValueError(
-                    f"interface {interface!r} has no IPv4 address ({error.strerror}); there are {names}"
-                ) from None
-        return socket.inet_ntoa(answer[20:24])
+        interfaces = psutil.net_if_addrs()
+        found = [entry.address for entry in interfaces.get(interface, ()) if entry.family == socket.AF_INET]
+        if not found:
+            raise ValueError(f"interface {interface!r} has no IPv4 address; there are {list(interfaces)}")
+        return found[0]
     family, kind, _, _, target = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(target)  # sends nothing, only chooses the way
+        probe.connect(target)  # selects the route; sends nothing
         return str(probe.getsockname()[0])

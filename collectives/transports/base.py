@@ -1,4 +1,9 @@
-"""What a transport is: messages between pairs of ranks, in order, and nothing that knows an algorithm."""
+"""Transport interface: ordered messages between pairs of ranks. Transports know no algorithm.
+
+To add a medium, implement `Transport`, `SendRequest` and `ReceiveRequest`. A transport is constructed collectively: all
+ranks pass a `BootstrapAllGather`, by which they exchange addresses, and a `WaitPolicy`, which the transport calls
+whenever it blocks. transports/in_process.py is the shortest complete example.
+"""
 
 from __future__ import annotations
 
@@ -10,102 +15,122 @@ import torch
 from torch import Tensor
 
 PIECE = 1 << 19
-"""Bytes of a piece of a message: small enough to stay in a core's cache while it is added or copied."""
+"""Bytes of one piece of a message: small enough to stay in a core's cache while it is reduced or copied."""
 
 BootstrapAllGather = Callable[[bytes], list[bytes]]
-"""Gives everybody's bytes, in rank order: how transports find each other. All ranks call it equally often."""
+"""All-gather of bytes for bootstrap: returns every rank's bytes, in rank order. Collective: all ranks must call it."""
 
 
 class MessageTag(NamedTuple):
-    """What a message belongs to: the number of the call on its communicator (or its tag), and `Call.code`."""
+    """Identifies the call that a message belongs to. Receivers compare it with their own call to detect mismatches."""
 
     sequence: int
+    """Number of the call on its communicator, or the user's tag of a point-to-point message."""
     code: int
+    """`CallSignature.code`."""
 
 
 class WaitPolicy(Protocol):
-    """What a transport asks while it waits (`Watch` in watch.py)."""
+    """Decides whether a transport keeps waiting; `Watchdog` is the implementation."""
 
     def check(self, missing: Iterable[int]) -> None:
-        """To be called about every 10 ms of a wait for the ranks ``missing``.
+        """Check that waiting for the ranks ``missing`` still makes sense; call it about every 10 ms of a wait.
 
         Raises:
-            GanglineError: the wait is over: a rank is dead, late beyond the timeout, or at another call.
+            GanglineError: if the wait must end: a rank is dead, late beyond the timeout, or in another call.
         """
 
 
 class SendRequest(ABC):
-    """A message on its way out."""
+    """Handle of one outgoing message."""
 
     @abstractmethod
     def is_done(self) -> bool:
-        """Whether the memory that was sent may be written again."""
+        """Return whether the sent memory may be written again. Never blocks."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when it is done; what else is on its way out goes on meanwhile."""
+        """Block until `is_done`, while other outgoing messages progress.
+
+        Raises:
+            GanglineError: if `WaitPolicy.check` raises it.
+        """
 
 
 class ReceiveRequest(ABC):
-    """A message that has been announced; its bytes may still lie with the sender."""
+    """Handle of one incoming message. Its header has arrived; its bytes may still be in the sender's memory.
+
+    Read it by `piece` and then call `done`, or call `into`.
+    """
 
     message_tag: MessageTag
     nbytes: int
 
     @abstractmethod
     def piece(self, index: int) -> Tensor:
-        """Bytes ``index * PIECE`` up to the next piece or the end, a uint8 tensor to be read, not written.
+        """Return bytes ``index * PIECE`` up to the next piece or the end as a read-only uint8 tensor; may block.
 
-        Pieces are asked for in ascending order, each once; a piece is good until the next one of the same message, or
-        `done`. Reading the pieces of several messages (of different ranks) side by side is fine.
+        Pieces must be requested in ascending order, each at most once. A piece is valid until the next one of the same
+        message is requested, or until `done`. Messages from different ranks may be read alternately.
         """
 
     @abstractmethod
     def into(self, target: Tensor) -> None:
-        """Copy the whole message into a contiguous uint8 tensor of ``nbytes``, not reading pieces; then it is done."""
+        """Copy the whole message into a contiguous uint8 tensor of ``nbytes`` elements; includes `done`.
+
+        Must not be combined with `piece`.
+        """
 
     @abstractmethod
     def done(self) -> None:
-        """Everything needed has been read: the sender may write its memory again. Messages are done in order."""
+        """Release the message: the sender may write its memory again. Unread pieces are dropped."""
 
 
 class Transport(ABC):
-    """Messages between the ranks of one communicator; one thread at a time may use it."""
+    """Messages between the ranks of one communicator. Not thread-safe."""
 
     name: str
+    """Name of the medium as users see it, such as "shared_memory" or "tcp"."""
     rank: int
     size: int
 
     @abstractmethod
     def send(self, to: int, data: Tensor, message_tag: MessageTag) -> SendRequest:
-        """Send the bytes of a contiguous uint8 tensor (0 bytes too) to another rank; never waits.
+        """Start sending the bytes of a contiguous uint8 tensor (possibly empty) to another rank. Never blocks.
 
-        Messages between two ranks arrive in the order in which they were sent. The memory must not be written before
-        the ticket is done.
+        Messages between two ranks arrive in the order of their sends. The tensor's memory must not be written before
+        the request is done.
         """
 
     @abstractmethod
     def receive(self, source: int) -> ReceiveRequest:
-        """The next message of a rank; waits for it, and while it waits, what is on its way out goes on.
+        """Block until the next message from a rank has arrived and return it; outgoing messages progress meanwhile.
 
-        The message before it of the same rank must be done.
+        The previous message from the same rank must be done.
 
         Raises:
-            GanglineError: what `WaitPolicy.check` raises.
+            GanglineError: if `WaitPolicy.check` raises it.
         """
 
     @abstractmethod
     def poll(self, source: int) -> ReceiveRequest | None:
-        """The next message of a rank if there is one already."""
+        """Return the next message from a rank if it has arrived, else None. Never blocks."""
 
     @abstractmethod
-    def progress(self) -> None:
-        """Move on what is on its way out, as far as that goes without waiting."""
+    def progress(self) -> bool:
+        """Advance outgoing messages without blocking.
 
-    def empty(self, nbytes: int, exchange: BootstrapAllGather) -> Tensor:  # noqa: ARG002  of those that share memory
-        """A uint8 tensor, where that can be in memory that other ranks can reach: a collective."""
+        Returns:
+            Whether messages are left that need further calls.
+        """
+
+    def empty(self, nbytes: int, exchange: BootstrapAllGather) -> Tensor:  # noqa: ARG002  for transports that share memory
+        """Return an uninitialised uint8 tensor, in memory that other ranks can read if the medium has such memory.
+
+        Collective: all ranks must call it.
+        """
         return torch.empty(nbytes, dtype=torch.uint8)
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back; what is still on its way out may be lost."""
+        """Release all resources; unfinished outgoing messages may be lost."""

@@ -1,4 +1,4 @@
-"""Messages between ranks on several hosts: through shared memory to those on the same host, else over the network."""
+"""Transport between several hosts: shared memory for ranks of the same host, the network for all others."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from gangline.collectives.liveness.limits import PROGRESS_POLL_SECONDS, WAIT_CHECK_SECONDS
 from gangline.collectives.transports.base import (
     BootstrapAllGather,
     MessageTag,
@@ -18,81 +19,79 @@ from gangline.collectives.transports.base import (
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.transports.subgroup_exchange import within
 
-_NAP_SECONDS = 0.0002
-_CHECK_SECONDS = 0.01
-
 
 class HybridTransport(Transport):
-    """The transport of ranks that share memory with some of the others."""
+    """Transport of a rank that shares memory with some of the other ranks.
+
+    Args:
+        local: transport between the ranks of this host.
+        local_ranks: the ranks of this host among all ranks, in the order of their ranks in ``local``.
+        network: transport between all ranks; it must progress while this rank waits elsewhere.
+        wait_policy: called while this rank waits.
+    """
 
     name = "tcp"
 
     def __init__(
-        self, near: SharedMemoryTransport, neighbours: Sequence[int], far: Transport, wait_policy: WaitPolicy
+        self, local: SharedMemoryTransport, local_ranks: Sequence[int], network: Transport, wait_policy: WaitPolicy
     ) -> None:
-        """Join two transports.
-
-        Args:
-            near: between the ranks of this host.
-            neighbours: those ranks, by their number among all; in the order of their numbers on ``near``.
-            far: between all ranks; it goes on by itself while this rank waits.
-            wait_policy: asked while this rank waits.
-        """
-        self.rank, self.size = far.rank, far.size
-        self._near, self._far = near, far
+        self.rank, self.size = network.rank, network.size
+        self._local, self._network = local, network
         self._wait_policy = wait_policy
-        self._neighbours = {rank: place for place, rank in enumerate(neighbours)}
+        self._local_index = {rank: index for index, rank in enumerate(local_ranks)}
 
-    def send(self, to: int, data: Tensor, message_tag: MessageTag) -> SendRequest:  # noqa: D102  as the base says
-        place = self._neighbours.get(to)
-        if place is None:
-            return _FarTicket(self, self._far.send(to, data, message_tag))
-        return self._near.send(place, data, message_tag)
+    def send(self, to: int, data: Tensor, message_tag: MessageTag) -> SendRequest:  # noqa: D102
+        index = self._local_index.get(to)
+        if index is None:
+            return _NetworkSendRequest(self, self._network.send(to, data, message_tag))
+        return self._local.send(index, data, message_tag)
 
     def receive(self, source: int) -> ReceiveRequest:  # noqa: D102
-        place = self._neighbours.get(source)
-        if place is not None:
-            return self._near.receive(place)
+        index = self._local_index.get(source)
+        if index is not None:
+            return self._local.receive(index)
         found: list[ReceiveRequest] = []
 
-        def is_there() -> bool:
-            found.extend(filter(None, [self._far.poll(source)]))
+        def has_arrived() -> bool:
+            found.extend(filter(None, [self._network.poll(source)]))
             return bool(found)
 
-        self.move_near(is_there)
-        return found[0] if found else self._far.receive(source)
+        self.progress_local_until(has_arrived)
+        return found[0] if found else self._network.receive(source)
 
     def poll(self, source: int) -> ReceiveRequest | None:  # noqa: D102
-        place = self._neighbours.get(source)
-        return self._far.poll(source) if place is None else self._near.poll(place)
+        index = self._local_index.get(source)
+        return self._network.poll(source) if index is None else self._local.poll(index)
 
-    def progress(self) -> None:  # noqa: D102
-        self._near.progress()
-        self._far.progress()
+    def progress(self) -> bool:  # noqa: D102
+        self._network.progress()
+        return self._local.progress()
 
     def empty(self, nbytes: int, exchange: BootstrapAllGather) -> Tensor:  # noqa: D102
-        with within(exchange, list(self._neighbours)) as nearby:
-            return self._near.empty(nbytes, nearby)
+        with within(exchange, list(self._local_index)) as local_exchange:
+            return self._local.empty(nbytes, local_exchange)
 
-    def move_near(self, is_there: Callable[[], bool]) -> None:
-        """Until ``is_there()``, move on what neighbours are to get: they may hold up the far rank that is waited for.
+    def progress_local_until(self, ready: Callable[[], bool]) -> None:
+        """Advance messages to ranks of this host until ``ready()`` or until all are out.
+
+        A rank on another host that this one waits for may itself wait for a rank that needs these messages.
 
         Raises:
-            GanglineError: what `WaitPolicy.check` raises.
+            GanglineError: if `WaitPolicy.check` raises it.
         """
         checked = time.monotonic()
-        while self._near.move() and not is_there():
-            time.sleep(_NAP_SECONDS)
-            if time.monotonic() - checked >= _CHECK_SECONDS:
+        while self._local.progress() and not ready():
+            time.sleep(PROGRESS_POLL_SECONDS)
+            if time.monotonic() - checked >= WAIT_CHECK_SECONDS:
                 self._wait_policy.check([])
                 checked = time.monotonic()
 
     def close(self) -> None:  # noqa: D102
-        self._near.close()
-        self._far.close()
+        self._local.close()
+        self._network.close()
 
 
-class _FarTicket(SendRequest):
+class _NetworkSendRequest(SendRequest):
     def __init__(self, transport: HybridTransport, send_request: SendRequest) -> None:
         self._transport, self._send_request = transport, send_request
 
@@ -100,5 +99,5 @@ class _FarTicket(SendRequest):
         return self._send_request.is_done()
 
     def wait(self) -> None:
-        self._transport.move_near(self.is_done)
+        self._transport.progress_local_until(self.is_done)
         self._send_request.wait()

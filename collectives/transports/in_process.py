@@ -1,4 +1,4 @@
-"""Messages between threads of one process: a message is a reference, read where it lies."""
+"""Transport between threads of one process: a message is a reference to the sender's tensor."""
 
 from __future__ import annotations
 
@@ -9,43 +9,42 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gangline.collectives.liveness.limits import WAIT_CHECK_SECONDS
 from gangline.collectives.transports.base import PIECE, MessageTag, ReceiveRequest, SendRequest, Transport, WaitPolicy
-from gangline.collectives.transports.shm.slots import LIMIT, SlotExchange
-
-_CHECK_SECONDS = 0.01
+from gangline.collectives.transports.shm.slots import SLOT_BYTES, SlotExchange
 
 
 class ThreadGroup:
-    """What the threads of one communicator share."""
+    """State shared by the threads of one communicator."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._changed = threading.Condition()
         self.queues = {(a, b): deque[_Message]() for a in range(size) for b in range(size)}
-        self.marks = [[(0, 0, 0)] * size for _ in (0, 1)]  # of the board: count, sequence, code
-        self.slots = [[torch.empty(LIMIT, dtype=torch.uint8) for _ in range(size)] for _ in (0, 1)]
+        self.marks = [[(0, 0, 0)] * size for _ in (0, 1)]  # [parity][rank]: count, sequence, code
+        self.slots = [[torch.empty(SLOT_BYTES, dtype=torch.uint8) for _ in range(size)] for _ in (0, 1)]
+        self._changed = threading.Condition()
 
-    def change(self, how: Callable[[], None]) -> None:
-        """Do what others may be waiting for."""
+    def update(self, change: Callable[[], None]) -> None:
+        """Call ``change`` under the lock and notify all waiting threads."""
         with self._changed:
-            how()
+            change()
             self._changed.notify_all()
 
-    def wait(self, is_there: Callable[[], bool], wait_policy: WaitPolicy, missing: int) -> None:
-        """Return when ``is_there()``.
+    def wait(self, ready: Callable[[], bool], wait_policy: WaitPolicy, peer: int) -> None:
+        """Block until ``ready()``, which ``peer`` makes true.
 
         Raises:
-            GanglineError: what `WaitPolicy.check` raises.
+            GanglineError: if `WaitPolicy.check` raises it.
         """
         while True:
             with self._changed:
-                if self._changed.wait_for(is_there, _CHECK_SECONDS):
+                if self._changed.wait_for(ready, WAIT_CHECK_SECONDS):
                     return
-            wait_policy.check([missing])
+            wait_policy.check([peer])
 
 
 class InProcessTransport(Transport):
-    """The transport of the threads of one process."""
+    """Transport between the threads of one process."""
 
     name = "in_process"
 
@@ -54,9 +53,9 @@ class InProcessTransport(Transport):
         self._group = group
         self._wait_policy = wait_policy
 
-    def send(self, to: int, data: Tensor, message_tag: MessageTag) -> SendRequest:  # noqa: D102  as the base says
+    def send(self, to: int, data: Tensor, message_tag: MessageTag) -> SendRequest:  # noqa: D102
         message = _Message(self._group, self._wait_policy, to, data, message_tag)
-        self._group.change(lambda: self._group.queues[self.rank, to].append(message))
+        self._group.update(lambda: self._group.queues[self.rank, to].append(message))
         return message
 
     def receive(self, source: int) -> ReceiveRequest:  # noqa: D102
@@ -69,8 +68,8 @@ class InProcessTransport(Transport):
         queue = self._group.queues[source, self.rank]
         return _Received(self._group, queue) if queue else None
 
-    def progress(self) -> None:  # noqa: D102  nothing is ever on its way
-        pass
+    def progress(self) -> bool:  # noqa: D102
+        return False
 
     def close(self) -> None:  # noqa: D102
         pass
@@ -105,7 +104,7 @@ class _Received(ReceiveRequest):
         self.done()
 
     def done(self) -> None:
-        self._group.change(self._finish)
+        self._group.update(self._finish)
 
     def _finish(self) -> None:
         self._queue.popleft()
@@ -113,7 +112,7 @@ class _Received(ReceiveRequest):
 
 
 class ThreadSlotExchange(SlotExchange):
-    """The board of the threads of one process."""
+    """Slot exchange between the threads of one process."""
 
     def __init__(self, rank: int, group: ThreadGroup, wait_policy: WaitPolicy) -> None:
         self.rank, self.size = rank, group.size
@@ -128,15 +127,15 @@ class ThreadSlotExchange(SlotExchange):
     def parity(self) -> int:  # noqa: D102
         return (self._count + 1) & 1
 
-    def meet(self, sequence: int, code: int) -> tuple[int, dict[int, tuple[int, int]]]:  # noqa: D102
+    def publish_and_wait(self, sequence: int, code: int) -> tuple[int, dict[int, tuple[int, int]]]:  # noqa: D102
         count = self._count = self._count + 1
         parity = count & 1
         marks = self._group.marks[parity]
-        self._group.change(lambda: marks.__setitem__(self.rank, (count, sequence, code)))
-        elsewhere: dict[int, tuple[int, int]] = {}
+        self._group.update(lambda: marks.__setitem__(self.rank, (count, sequence, code)))
+        mismatched: dict[int, tuple[int, int]] = {}
         for rank in range(self.size):
             if marks[rank][0] != count:
                 self._group.wait(lambda rank=rank: marks[rank][0] == count, self._wait_policy, rank)  # type: ignore[misc]
             if marks[rank][1:] != (sequence, code):
-                elsewhere[rank] = marks[rank][1:]
-        return parity, elsewhere
+                mismatched[rank] = marks[rank][1:]
+        return parity, mismatched

@@ -1,4 +1,4 @@
-"""Exchanges within groups of ranks, by means of an exchange of all of them."""
+"""Bootstrap all-gathers within groups of ranks, built on the all-gather of all ranks."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from contextlib import contextmanager
 
 from gangline.collectives.transports.base import BootstrapAllGather
 
-_WITHIN, _DONE = b"+", b"-"
+_CONTINUE, _DONE = b"+", b"-"
 
 
 @contextmanager
 def within(exchange: BootstrapAllGather, members: Sequence[int]) -> Iterator[BootstrapAllGather]:
-    """Gives the exchange of one's own group, which may be called as often as the group likes.
+    """Yield the all-gather of this rank's group; each group may call it any number of times.
 
-    All ranks enter and leave at the same place; who has left waits until all groups are done, or have failed.
+    Collective over all ranks, not only the group: leaving the context blocks until all groups have left it.
 
     Args:
-        exchange: of all ranks.
-        members: the group: rank i of its exchange is ``members[i]`` of all.
+        exchange: all-gather of all ranks.
+        members: ranks of the group: rank i of the group is rank ``members[i]`` of all.
     """
 
-    def of_group(blob: bytes) -> list[bytes]:
-        said = exchange(_WITHIN + blob)
-        return [said[rank][len(_WITHIN) :] for rank in members]
+    def group_exchange(data: bytes) -> list[bytes]:
+        gathered = exchange(_CONTINUE + data)
+        return [gathered[rank][len(_CONTINUE) :] for rank in members]
 
     try:
-        yield of_group
+        yield group_exchange
     finally:
-        while any(said != _DONE for said in exchange(_DONE)):
+        while any(status != _DONE for status in exchange(_DONE)):
             pass

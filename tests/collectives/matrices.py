@@ -1,4 +1,4 @@
-"""Link matrices of machines: as `nvidia-smi topo -m` prints them, and as NVML tells them."""
+"""Link matrices of known machines, in the notation of `nvidia-smi topo -m`, and recorded NVML answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gangline.collectives.devices.links import SELF, Kind, Link, LinkMatrix, nvl
 
 
 def matrix(rows: str, nodes: Sequence[int | None] = (), *, switched: bool = False, generation: int = 3) -> LinkMatrix:
-    """The matrix of these rows, without their heads."""
+    """Parse the rows of a matrix, without the headings."""
     words = [row.split() for row in rows.strip().splitlines()]
 
     def link(word: str) -> Link:
@@ -24,12 +24,12 @@ def matrix(rows: str, nodes: Sequence[int | None] = (), *, switched: bool = Fals
 
 
 def full(size: int, word: str, *, switched: bool = False) -> LinkMatrix:
-    """The same link between any two."""
+    """Return a matrix with the same link between any two GPUs."""
     rows = [" ".join("X" if a == b else word for b in range(size)) for a in range(size)]
     return matrix("\n".join(rows), switched=switched)
 
 
-CUBE_MESH = matrix(  # DGX-1 with 8 V100, EC2's p3.16xlarge: 6 NVLinks a GPU, two fully joined quads
+CUBE_MESH = matrix(  # DGX-1 with 8 V100, EC2 p3.16xlarge: 6 NVLinks per GPU, two fully connected quads
     """
     X   NV1 NV1 NV2 NV2 SYS SYS SYS
     NV1 X   NV2 NV1 SYS NV2 SYS SYS
@@ -42,7 +42,7 @@ CUBE_MESH = matrix(  # DGX-1 with 8 V100, EC2's p3.16xlarge: 6 NVLinks a GPU, tw
     """,
     (0, 0, 0, 0, 1, 1, 1, 1),
 )
-PASCAL_CUBE_MESH = matrix(  # DGX-1 with 8 P100: 4 NVLinks a GPU
+PASCAL_CUBE_MESH = matrix(  # DGX-1 with 8 P100: 4 NVLinks per GPU
     """
     X   NV1 NV1 NV1 NV1 SYS SYS SYS
     NV1 X   NV1 NV1 SYS NV1 SYS SYS
@@ -65,8 +65,8 @@ TWO_ROOTS = matrix(  # 4 GPUs, the first and the third on one socket
     """,
     (0, 1, 0, 1),
 )
-BRIDGE = matrix("X NV4 \n NV4 X", (0, 0))  # 2 A40 with a bridge
-BRIDGED_PAIRS = matrix(  # 4 A6000, each two with a bridge
+BRIDGE = matrix("X NV4 \n NV4 X", (0, 0))  # 2 A40 joined by a bridge
+BRIDGED_PAIRS = matrix(  # 4 A6000, joined in pairs by bridges
     """
     X   NODE NV4 NODE
     NODE X   NODE NV4
@@ -74,7 +74,7 @@ BRIDGED_PAIRS = matrix(  # 4 A6000, each two with a bridge
     NODE NV4 NODE X
     """
 )
-SWITCHES_OF_FOUR = matrix(  # 8 GPUs, two PCIe switches a socket
+SWITCHES_OF_FOUR = matrix(  # 8 GPUs, two PCIe switches per socket
     """
     X   PIX PXB PXB SYS SYS SYS SYS
     PIX X   PXB PXB SYS SYS SYS SYS
@@ -108,17 +108,17 @@ MACHINES = {
 
 
 class NVMLError(Exception):
-    """As pynvml's."""
+    """Stands in for pynvml's class of the same name."""
 
 
 class RecordedNVML:
-    """Answers of NVML on a machine, in pynvml's words; a handle is a GPU's number.
+    """Recorded NVML answers of a machine with pynvml's interface; a handle is a GPU's index.
 
     Args:
-        lanes: for each GPU the far end of each of its NVLinks: a GPU, "switch", "cpu", or None for one that is down.
-        levels: NVML's topology level between each two.
-        speed: of an NVLink in MB/s; 0 where the driver does not tell.
-        nodes: for each GPU the bits of the NUMA nodes that it is near.
+        lanes: for each GPU, the remote end of each NVLink: a GPU, "switch", "cpu", or None if the link is down.
+        levels: NVML's topology level between any two GPUs.
+        speed: of an NVLink, in MB/s; 0 if the driver does not report it.
+        nodes: for each GPU, a bit mask of its NUMA nodes.
     """
 
     NVML_NVLINK_MAX_LINKS = 18

@@ -1,4 +1,4 @@
-"""Ranks as real processes that talk with their test, and are torn down whatever happens."""
+"""Ranks as processes that exchange messages with the test and are always killed at its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gangline.collectives.processes.process_pool import ProcessPool
 
 
 class Rank:
-    """A rank's way to the test, in the rank's process."""
+    """Rank's side of the pipe between a rank and the test."""
 
     def __init__(self, rank: int, size: int, pipe: Connection) -> None:
         self.rank = rank
@@ -36,13 +36,13 @@ class Rank:
 
 
 class Processes:
-    """The ranks, seen from the test. `function(rank, *arguments)` runs in each; what it tells is `heard` here."""
+    """Processes that run ``function(rank, *arguments)``; `heard` returns what they `tell`."""
 
     def __init__(self, function: Callable[..., None], size: int, *arguments: Any, limit: float = 60) -> None:
         self._deadline = time.monotonic() + limit
         self._exchanged: dict[int, bytes] = {}
         self._told: list[list[Any]] = [[] for _ in range(size)]
-        self._family = ProcessPool(_main, size)
+        self._pool = ProcessPool(_main, size)
         for rank in range(size):
             self.say(rank, [function.__module__, function.__name__, rank, size, arguments])
 
@@ -50,20 +50,20 @@ class Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._family.close()
+        self._pool.close()
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
-        os.kill(self._family.pids[rank], number)
+        os.kill(self._pool.pids[rank], number)
 
     def say(self, rank: int, value: Any) -> None:
-        self._family.connections[rank].send_bytes(msgpack.packb(value))
+        self._pool.connections[rank].send_bytes(msgpack.packb(value))
 
     def heard(self, rank: int) -> Any:
-        """The next thing that a rank tells; exchanges are served meanwhile."""
+        """Return a rank's next message; all-gathers of the ranks are served meanwhile."""
         while not self._told[rank]:
             left = self._deadline - time.monotonic()
-            assert left > 0, f"rank {rank} told nothing in time"
-            for ready in self._family.wait(left)[0]:
+            assert left > 0, f"rank {rank} sent nothing in time"
+            for ready in self._pool.wait(left)[0]:
                 self._serve(ready)
         return self._told[rank].pop(0)
 
@@ -71,7 +71,7 @@ class Processes:
         return [self.heard(rank) for rank in range(len(self._told))]
 
     def _serve(self, rank: int) -> None:
-        connection = self._family.connections[rank]
+        connection = self._pool.connections[rank]
         try:
             kind, value = msgpack.unpackb(connection.recv_bytes(), strict_map_key=False)
         except (EOFError, ConnectionError):

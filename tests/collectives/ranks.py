@@ -1,4 +1,4 @@
-"""Ranks as threads, inputs in closed form, and what every collective must make of them."""
+"""Ranks as threads, reproducible inputs, and the expected result of every collective."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ HALVES = (torch.float16, torch.bfloat16)
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 MOVING = ("broadcast", "all_gather", "all_to_all", "gather", "scatter")
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
-BOARD = SHARED_LIMIT  # bytes
-LARGE = BOARD // 4 + 4_011
-"""Elements of four bytes that no board takes, and no number of ranks divides."""
+SLOT_BYTES = SHARED_LIMIT
+LARGE = SLOT_BYTES // 4 + 4_011
+"""Number of 4-byte elements that exceed a slot and that no number of ranks divides."""
 PIECE = 1 << 19  # bytes
 
 _UFUNCS = {"sum": np.add, "mean": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
 def in_threads(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60) -> list[Any]:
-    """What ``function(comm, *arguments)`` returns in each of so many threads, in rank order, or its error."""
+    """Run ``function(comm, *arguments)`` in ``size`` threads; return the results in rank order, or raise an error."""
     results = outcomes_in_threads(size, function, *arguments, timeout=timeout)
     failed = [result for result in results if isinstance(result, BaseException)]
-    for error in sorted(failed, key=lambda error: isinstance(error, DeadNodeError)):  # those miss one that failed
+    for error in sorted(failed, key=lambda error: isinstance(error, DeadNodeError)):  # a consequence of another error
         raise error
     return results
 
 
 def outcomes_in_threads(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60) -> list[Any]:
-    """The same, but an error is a result."""
+    """Run as `in_threads`, but return errors as results."""
     results: list[Any] = [None] * size
 
     def run(comm: Communicator) -> None:
@@ -59,7 +59,7 @@ def outcomes_in_threads(size: int, function: Callable[..., Any], *arguments: Any
 
 
 def exchange_over(comm: Communicator) -> Callable[[bytes], list[bytes]]:
-    """Everybody's bytes by way of a communicator: by it another one can be opened between the same ranks."""
+    """Return a `BootstrapAllGather` that uses a communicator, to open another one between the same ranks."""
 
     def exchange(blob: bytes) -> list[bytes]:
         lengths = comm.all_gather(torch.tensor([len(blob)]))
@@ -72,7 +72,7 @@ def exchange_over(comm: Communicator) -> Callable[[bytes], list[bytes]]:
 
 
 def open_again(comm: Communicator, transport: str, timeout: float | None = 60) -> Communicator:
-    """Another communicator of the same ranks, which heeds the environment as it is now."""
+    """Open another communicator between the same ranks, with the present environment."""
     return open_communicator(comm.rank, comm.size, exchange_over(comm), transport=transport, timeout=timeout)
 
 
@@ -81,14 +81,14 @@ def ops_for(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def cases() -> Iterator[tuple[str, torch.dtype, str]]:
-    """Every collective with every dtype and every operation that it may have."""
+    """Yield every supported combination of collective, dtype and operation."""
     for dtype in DTYPES:
         yield from ((collective, dtype, op) for collective in REDUCING for op in ops_for(dtype))
         yield from ((collective, dtype, "sum") for collective in MOVING)
 
 
 def values(count: int, rank: int, dtype: torch.dtype) -> Tensor:
-    """Of index * stride + rank, folded into the dtype's range; floats of both signs, whose sums must be rounded."""
+    """Return ``count`` different values per rank, within the dtype's range; floats have both signs and inexact sums."""
     period = 1009 if dtype.is_floating_point else 3 if dtype == torch.bool else count
     numbers = torch.arange(min(count, period), dtype=torch.int64) * 37 + rank * 11
     if dtype == torch.bool:
@@ -101,14 +101,14 @@ def values(count: int, rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def given(collective: str, count: int, rank: int, size: int, dtype: torch.dtype) -> Tensor:
-    """What a rank gives: ``count`` elements, or as many a row where there is a row for each rank."""
+    """Return a rank's input: ``count`` elements, or rows of ``count`` if the collective takes a row per rank."""
     if collective in ("reduce_scatter", "all_to_all", "scatter"):
         return values(count * size, rank, dtype).view(size, count)
     return values(count, rank, dtype)
 
 
 def combined(rows: Sequence[Tensor], op: str) -> Tensor:
-    """The rows reduced in rank order; halves in float32, rounded once."""
+    """Reduce the rows in rank order; 16-bit floats are reduced in float32 and rounded once."""
     dtype = rows[0].dtype
     arrays = [row.float().numpy() if dtype in HALVES else row.numpy() for row in rows]
     with np.errstate(all="ignore"):
@@ -121,7 +121,7 @@ def combined(rows: Sequence[Tensor], op: str) -> Tensor:
 def expected(
     collective: str, count: int, rank: int, size: int, dtype: torch.dtype, op: str, root: int
 ) -> Tensor | None:
-    """What a rank must get."""
+    """Return a rank's expected result."""
     everybody = [given(collective, count, other, size, dtype) for other in range(size)]
     match collective:
         case "all_reduce":
@@ -144,7 +144,7 @@ def expected(
 
 
 def call(comm: Communicator, collective: str, tensor: Tensor, op: str, root: int, **options: Any) -> Any:
-    """Make the call; a scatter puts its row into a new tensor."""
+    """Call a collective; scatter receives into a new tensor unless ``out`` is given."""
     if collective in REDUCING:
         options["op"] = op
     if collective in ROOTED:
@@ -159,9 +159,9 @@ def call(comm: Communicator, collective: str, tensor: Tensor, op: str, root: int
 def check(
     comm: Communicator, collective: str, count: int, dtype: torch.dtype, op: str, root: int, **options: Any
 ) -> Tensor | None:
-    """Make a call with `given` tensors, and see that inputs are untouched and the result is `expected`, which it gives.
+    """Call a collective with `given` tensors, check that inputs are unchanged and the result is `expected`; return it.
 
-    Bit by bit, but for floats that were rounded at each hop, as algorithms do that ranks without common memory use.
+    Results must be equal bit by bit, except floats reduced over sockets, whose algorithms round at each hop.
     """
     tensor = given(collective, count, comm.rank, comm.size, dtype)
     got = call(comm, collective, tensor, op, root, **options)
@@ -183,7 +183,7 @@ def check(
 
 
 def near(got: Tensor, rows: Sequence[Tensor], op: str, name: str) -> None:
-    """See that a result is off by no more than a rounding a rank: (p - 1) eps sum|x|, and one eps more for a mean."""
+    """Check that the error is at most one rounding per rank: (p - 1) eps sum|x|, and one eps more for a mean."""
     exact = torch.stack([row.double() for row in rows])
     size, eps = len(rows), torch.finfo(got.dtype).eps
     if op == "product":
@@ -191,14 +191,14 @@ def near(got: Tensor, rows: Sequence[Tensor], op: str, name: str) -> None:
     else:
         divisor = size if op == "mean" else 1
         want, bound = exact.sum(0) / divisor, exact.abs().sum(0) * size * eps / divisor
-    want = want.to(got.dtype).double()  # beyond the largest number is infinity
+    want = want.to(got.dtype).double()  # overflow gives infinity
     bad = ((got.double() - want).abs() > bound + torch.finfo(got.dtype).tiny).nonzero().view(-1)
     assert got.dtype == rows[0].dtype, f"{name}: got {got.dtype}"
     assert not len(bad), f"{name}: {len(bad)} elements are too far off, the first is {bad[:1]}: {got[bad[:1]]}"
 
 
 def same(got: Tensor | None, want: Tensor | None, name: str) -> None:
-    """See that two tensors are equal in shape, dtype and bits."""
+    """Check that two tensors are equal in shape, dtype and bits."""
     if got is None or want is None:
         assert got is want, f"{name}: got {got}, expected {want}"
         return
@@ -219,6 +219,6 @@ def small_sizes(size: int) -> list[int]:
 
 
 def edge_sizes(dtype: torch.dtype) -> list[int]:
-    """Around what the board takes and around a piece of a message, and one that nothing divides."""
-    slot_exchange, piece = BOARD // dtype.itemsize, PIECE // dtype.itemsize
-    return [slot_exchange - 1, slot_exchange, slot_exchange + 1, piece - 1, piece, piece + 1, 2 * piece + 3, 100_003]
+    """Return numbers of elements around a slot and around a piece of a message, and an odd one."""
+    slot, piece = SLOT_BYTES // dtype.itemsize, PIECE // dtype.itemsize
+    return [slot - 1, slot, slot + 1, piece - 1, piece, piece + 1, 2 * piece + 3, 100_003]

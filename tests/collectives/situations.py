@@ -1,4 +1,4 @@
-"""Calls in which ranks may lose another one; each returns only if what came is right."""
+"""Calls in which ranks may lose another one; each checks what it received."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ramp(count: int, rank: int) -> Tensor:
 
 
 def expect(found: Tensor, expected: Tensor) -> None:
-    assert torch.equal(found, expected), f"{found} came, expected {expected}"
+    assert torch.equal(found, expected), f"received {found}, expected {expected}"
 
 
 def all_reduce(count: int, comm: Communicator, _victim: int) -> None:
@@ -44,8 +44,8 @@ def broadcast(count: int, step: int, comm: Communicator, victim: int) -> None:
 
 def _all_to_all(count: int, comm: Communicator, _victim: int) -> None:
     rows = torch.stack([ramp(count, 10 * to + comm.rank) for to in range(comm.size)])
-    came = comm.all_to_all(rows)
-    expect(came, torch.stack([ramp(count, 10 * comm.rank + source) for source in range(comm.size)]))
+    received = comm.all_to_all(rows)
+    expect(received, torch.stack([ramp(count, 10 * comm.rank + source) for source in range(comm.size)]))
 
 
 def _barrier(comm: Communicator, _victim: int) -> None:
@@ -62,16 +62,16 @@ def _send_to_it(count: int, comm: Communicator, victim: int) -> None:
 
 def _receive_from_each_other(count: int, comm: Communicator, victim: int) -> None:
     others = [rank for rank in range(comm.size) if rank != victim]
-    place = others.index(comm.rank) if comm.rank != victim else 0
-    comm.recv(torch.empty(count), others[(place + 1) % len(others)])
+    index = others.index(comm.rank) if comm.rank != victim else 0
+    comm.recv(torch.empty(count), others[(index + 1) % len(others)])
 
 
 class Situation(NamedTuple):
     call: Callable[[Communicator, int], None]
     text: str
-    """How an error names the call."""
+    """Name of the call in error texts."""
     needs_all: bool = True
-    """Whether no rank can get through it without the lost one."""
+    """Whether no rank can complete it without the lost one."""
 
 
 SITUATIONS = {
@@ -89,7 +89,7 @@ SITUATIONS = {
 
 
 class Said(NamedTuple):
-    """An error as a rank saw it."""
+    """Error that a rank caught."""
 
     kind: str
     text: str

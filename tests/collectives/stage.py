@@ -1,4 +1,4 @@
-"""Ranks that tell the test where they are and wait for its word: a test can act while they are inside a call."""
+"""Ranks that report their progress to the test and wait for its messages, so that a test can act during a call."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from gangline.collectives.processes import process_pool
 from gangline.collectives.processes.spawning import Outcome, Ranks
 
 LIMIT = 60.0
-"""Seconds after which what a test waits for has failed to happen."""
+"""Seconds that a test waits for any event before it fails."""
 
 _SHARED = "/dev/shm"
 
 WAITS = "waits"
-"""What a rank tells that waits for others inside a call."""
+"""Message of a rank that waits for others inside a call."""
 
 
 class Actor:
-    """A rank's line to the test, in the rank's process."""
+    """Rank's side of the socket between a rank and the test."""
 
     def __init__(self, rank: int, path: str) -> None:
-        """Say hello to the stage that listens at ``path``; now the rank holds what it will hold."""
-        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._line.connect(path)
+        """Connect to the `Audience` that listens at ``path`` and report this process's resources."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(path)
         self._due = 0
         self._watch_waits()
         self._stacks = open(_stacks_of(Path(path), rank), "w")  # noqa: SIM115  open as long as the rank lives
@@ -48,13 +48,13 @@ class Actor:
         self.tell({"rank": rank, "pid": os.getpid(), "holds": _holdings()})
 
     def tell(self, what: Any) -> None:
-        self._line.send(json.dumps(what).encode())
+        self._socket.send(json.dumps(what).encode())
 
     def hear(self) -> Any:
-        return json.loads(self._line.recv(1 << 16))
+        return json.loads(self._socket.recv(1 << 16))
 
     def announce_waits(self, times: int = 1) -> None:
-        """Tell `WAITS` the next so many times that this rank finds itself waiting for others."""
+        """Send `WAITS` the next ``times`` times that this rank waits for others."""
         self._due = times
 
     def _watch_waits(self) -> None:
@@ -62,7 +62,7 @@ class Actor:
 
         def noticed(watchdog: Watchdog, missing: Iterable[int]) -> None:
             check(watchdog, missing)
-            if self._due:  # what is told after a check is known to the others as well
+            if self._due:  # after the check, which has announced the call to the other ranks
                 self._due -= 1
                 self.tell(WAITS)
 
@@ -70,66 +70,66 @@ class Actor:
 
 
 class Audience:
-    """The test's end of the lines; a context manager that sees, if all went well, that nothing of the ranks is left."""
+    """Test's side of the sockets to the ranks. Leaving the context without an error checks that no resource is left."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="stage-"))  # a short path for the socket
-        self.path = str(Path(folder, "line"))
+        self.path = str(Path(folder, "socket"))
         self._files = Path(folder, "files")
         self._files.mkdir()
         self.environment = {"TMPDIR": str(self._files), "XDG_CACHE_HOME": str(self._files)}
-        """Variables for the ranks: where their temporary files go, and no table of this machine's user."""
+        """Environment variables for the ranks: directories for temporary files and caches, away from the user's."""
         self._left: set[str] = set()
-        self._stack.callback(self._see_what_is_left)  # when all that is entered below has ended
+        self._stack.callback(self._find_leftovers)  # runs after everything entered below has been closed
         self._server = self._stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         self._server.bind(self.path)
         self._server.listen()
         self._server.settimeout(0.1)
-        self._resources: dict[int, socket.socket] = {}
-        self._processes: dict[int, int] = {}  # descriptors that name the processes whatever becomes of their numbers
+        self._sockets: dict[int, socket.socket] = {}
+        self._processes: dict[int, int] = {}  # pidfds, which stay valid if a pid is reused
         self._pids: dict[int, int] = {}
         self._held: set[str] = set()
 
     def admit(self, size: int, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Take the lines of so many ranks."""
+        """Accept the connections of ``size`` ranks."""
         deadline = time.monotonic() + LIMIT
-        while len(self._resources) < size:
-            assert time.monotonic() < deadline, f"ranks {sorted(self._resources)} came to the stage, expected {size}"
-            assert not is_over(), f"the ranks ended when {sorted(self._resources)} of {size} had come to the stage"
+        while len(self._sockets) < size:
+            assert time.monotonic() < deadline, f"ranks {sorted(self._sockets)} connected, expected {size}"
+            assert not is_over(), f"the ranks ended when {sorted(self._sockets)} of {size} had connected"
             with suppress(TimeoutError):
-                line, _ = self._server.accept()
-                self._stack.enter_context(line).settimeout(LIMIT)
-                hello = json.loads(line.recv(1 << 16))
-                self._resources[hello["rank"]] = line
+                connection, _ = self._server.accept()
+                self._stack.enter_context(connection).settimeout(LIMIT)
+                hello = json.loads(connection.recv(1 << 16))
+                self._sockets[hello["rank"]] = connection
                 self._know(hello["rank"], hello["pid"])
                 self._held.update(hello["holds"])
 
     def parent(self, rank: int) -> int:
-        """A descriptor of the process that started a rank, to be closed by the caller."""
+        """Return a pidfd of the process that started a rank; the caller closes it."""
         return os.pidfd_open(int(Path(f"/proc/{self._pids[rank]}/stat").read_text().rpartition(")")[2].split()[1]))
 
     def heard(self, rank: int) -> Any:
-        """The next thing that a rank tells."""
-        with self._in_time(f"rank {rank} told nothing"):
-            packed = self._resources[rank].recv(1 << 16)
-        assert packed, f"rank {rank} ended without a further word: {self._last_words()}"
+        """Return a rank's next message."""
+        with self._in_time(f"rank {rank} sent nothing"):
+            packed = self._sockets[rank].recv(1 << 16)
+        assert packed, f"rank {rank} ended without another message: {self._last_words()}"
         return json.loads(packed)
 
     def say(self, rank: int, what: Any = None) -> None:
-        self._resources[rank].send(json.dumps(what).encode())
+        self._sockets[rank].send(json.dumps(what).encode())
 
     def signal(self, rank: int, number: int) -> None:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._processes[rank], number)
 
     def kill(self, rank: int) -> None:
-        """Kill a rank, and return when it is dead."""
+        """Kill a rank and wait until it is dead."""
         self.signal(rank, signal.SIGKILL)
         self.wait_for_end(rank)
 
     def stop(self, rank: int) -> None:
-        """Stop a rank, and return when it has stopped."""
+        """Stop a rank and wait until it has stopped."""
         self.signal(rank, signal.SIGSTOP)
         self.wait_for_stop(rank)
 
@@ -157,7 +157,7 @@ class Audience:
         if kind is None:
             assert not self._left, f"the ranks left behind {sorted(self._left)}"
 
-    def _see_what_is_left(self) -> None:
+    def _find_leftovers(self) -> None:
         self._left = (self._held & _all_holdings()) | {str(file) for file in self._files.iterdir()}
 
     def _last_words(self) -> str:
@@ -165,11 +165,11 @@ class Audience:
 
     @contextmanager
     def _in_time(self, problem: str) -> Iterator[None]:
-        """Around a wait of up to `LIMIT`: where it ends in vain, say where each rank is."""
+        """Turn a TimeoutError into a failure with the stack of each rank."""
         try:
             yield
         except TimeoutError:
-            stacks = "\n".join(f"rank {rank}:\n{self._stack_of(rank)}" for rank in sorted(self._resources))
+            stacks = "\n".join(f"rank {rank}:\n{self._stack_of(rank)}" for rank in sorted(self._sockets))
             raise AssertionError(f"{problem} within {LIMIT:g} s. {stacks}") from None
 
     def _stack_of(self, rank: int) -> str:
@@ -190,11 +190,11 @@ class Audience:
 
 
 class Stage(Audience):
-    """Ranks of a `spawn` that run ``play(comm, path, *arguments)`` and come to the stage."""
+    """Ranks of a `spawn` that run ``play(comm, path, *arguments)``, each of which creates an `Actor`."""
 
     def __init__(self, play: Callable[..., Any], size: int, *arguments: Any, transport: str) -> None:
         super().__init__()
-        process_pool.start()  # with this program's folders, not the stage's, which is gone before the server is
+        process_pool.start()  # the server outlives this test, so it must not inherit its directories
         try:
             with patch.dict(os.environ, self.environment):
                 group = Ranks(play, size, (self.path, *arguments), transport=transport, opener=_open)
@@ -209,7 +209,7 @@ class Stage(Audience):
             raise
 
     def outcomes(self) -> list[Outcome]:
-        """How the ranks ended, when all have."""
+        """Wait for all ranks and return their outcomes."""
         with self._in_time("the ranks have not ended"):
             return self._ending.result(LIMIT)
 
@@ -220,7 +220,7 @@ class Stage(Audience):
 
 
 def _open(*arguments: Any, **options: Any) -> Communicator:
-    tempfile.tempdir = None  # what the fork server has found for itself, not the stage's folder
+    tempfile.tempdir = None  # the fork server's; the environment now names another
     return open_communicator(*arguments, **options)
 
 
@@ -229,7 +229,7 @@ def _stacks_of(path: Path, rank: int) -> Path:
 
 
 def _holdings() -> list[str]:
-    """What this process has that would stay behind if it were anybody's: shared memory, sockets, files with names."""
+    """Return names of this process's sockets and shared memory."""
     files = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if os.path.lexists(file)]
     maps = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
     kept = {file for file in [*files, *maps] if file.startswith(("socket:", f"{_SHARED}/"))}
@@ -237,7 +237,7 @@ def _holdings() -> list[str]:
 
 
 def _all_holdings() -> set[str]:
-    """The same of everybody."""
+    """Return names of all processes' sockets and shared memory."""
     memory = {name for process in os.listdir("/proc") if process.isdecimal() for name in _memory(process)}
     tables = [Path("/proc/net", name).read_text().splitlines()[1:] for name in ("unix", "tcp", "tcp6")]
     unix, *internet = tables
@@ -247,7 +247,7 @@ def _all_holdings() -> set[str]:
 
 
 def _memory(process: str) -> list[str]:
-    """Pieces of gangline's memory that a process has mapped, or open."""
+    """Return names of gangline's segments that a process has mapped or open."""
     with suppress(OSError):  # it has ended meanwhile
         maps = Path(f"/proc/{process}/maps").read_text()
         mapped = re.findall(r"\S+ (\d+) +/memfd:gangline", maps)

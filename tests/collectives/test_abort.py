@@ -1,4 +1,4 @@
-"""`Communicator.abort`: what one rank gives up ends on all of them, with the same error."""
+"""`Communicator.abort`: ends the calls of all ranks with the same error."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def _recv(comm: Communicator) -> Work:
 
 
 def _abort_when_it_waits(comm: Communicator, waiter: int) -> None:
-    """Abort once a thread of this process is in a wait."""
+    """Abort once a thread of this process waits."""
     names: set[str] = set()
-    while not names & {"wait", "_move_until"}:
+    while not any("wait" in name or "until" in name for name in names):
         frame = sys._current_frames().get(waiter)
         names = set()
         while frame is not None:
@@ -65,11 +65,11 @@ WAITS: dict[str, Callable[[Communicator], object]] = {
     "recv in the background": lambda comm: _recv(comm).wait(),
     "settling": lambda comm: [comm.barrier(async_op=True), comm.all_gather(torch.ones(2))],
 }
-"""Calls that wait for rank 1, which does not come."""
+"""Calls that wait for rank 1, which never makes them."""
 
 
 def give_up(comm: Communicator, name: str) -> list[Said | None]:
-    """Rank 0 waits, and another thread of it aborts; rank 2 waits; rank 1 comes when both have their errors."""
+    """Rank 0 waits, and another thread of it aborts; rank 2 waits; rank 1 calls when both have their errors."""
     group = comm.split(0)
     assert group is not None
     if comm.rank == 1:
@@ -101,7 +101,7 @@ def test_all_ranks_get_the_error_of_an_abort(transport: str) -> None:
         everybody = spawn(give_everything_up, 3, transport=transport, timeout=60)
     for rank, of_rank in enumerate(everybody):
         for name, errors in zip(WAITS, of_rank, strict=True):
-            if rank == 1 and errors[0] is None:  # it found what the others had sent before they got their errors
+            if rank == 1 and errors[0] is None:  # it received what the others sent before their errors
                 del errors[0]
             for number, error in enumerate(errors):
                 assert error is not None, (rank, name, number)
@@ -140,7 +140,7 @@ def test_a_closed_communicator_stays_closed() -> None:
         comm.barrier()
 
 
-def test_what_other_ranks_cannot_be_told_is_refused() -> None:
+def test_an_error_that_cannot_be_sent_is_refused() -> None:
     (comm,) = in_process(1)
     with pytest.raises(TypeError, match=r"error is ValueError\('x'\); expected a GanglineError"):
         comm.abort(ValueError("x"))  # type: ignore[arg-type]
@@ -167,7 +167,7 @@ def _in_a_group(comm: Communicator, path: str, way: str) -> list[Said | None]:
         group.shutdown()
         return errors
     comm.barrier()
-    error_of(lambda: group.allreduce([torch.ones(3)]).wait())  # gets through if all was sent before
+    error_of(lambda: group.allreduce([torch.ones(3)]).wait())  # succeeds if all was sent before
     errors = [error_of(lambda: group.broadcast([torch.ones(3)], 0).wait())]
     group.shutdown()
     return errors

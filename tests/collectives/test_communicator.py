@@ -1,4 +1,4 @@
-"""Communicator: values of every collective, layouts of tensors, asynchronous calls, groups, and what is refused."""
+"""Communicator: values of every collective, layouts of tensors, asynchronous calls, groups, and refused calls."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ def _edges(comm: Communicator, every: int, sizes: int = 1) -> None:
     ("size", "every"),
     [(1, 1), (2, 1), (3, 1), (5, 3), *(pytest.param(size, 1, marks=pytest.mark.slow) for size in (4, 5))],
 )
-def test_every_collective_dtype_and_operation_gives_what_the_docs_say(size: int, every: int) -> None:
+def test_every_collective_dtype_and_operation_is_correct(size: int, every: int) -> None:
     in_threads(size, _every_case, every)
 
 
 @pytest.mark.parametrize(("size", "every"), [(1, 19), (2, 7), (3, 19), (5, 61)])
-def test_values_are_right_around_the_limits_of_board_and_piece(size: int, every: int) -> None:
+def test_values_are_correct_around_the_limits_of_slot_and_piece(size: int, every: int) -> None:
     in_threads(size, _edges, every)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_values_are_right_around_every_limit(size: int) -> None:
+def test_values_are_correct_around_every_limit(size: int) -> None:
     in_threads(size, _edges, 1, 8)
 
 
@@ -156,7 +156,7 @@ def _halves(comm: Communicator, count: int) -> Any:
 
 @pytest.mark.parametrize("count", [3, 2 * LARGE + 1])
 def test_halves_are_added_in_float32_and_rounded_once(count: int) -> None:
-    # each 0.75 alone is lost in float16, whose step is 2 here; their sum of 3 is not; and no sum of a mean overflows
+    # float16's step is 2 here: 0.75 alone is lost, the sum of 3 is not; sums of a mean do not overflow
     assert in_threads(5, _halves, count) == [([2052.0], [65504.0])] * 5
 
 
@@ -211,7 +211,7 @@ def _layouts(comm: Communicator, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [2, LARGE // 6 + 1])
-def test_tensors_of_any_layout_serve(rows: int) -> None:
+def test_tensors_may_have_any_layout(rows: int) -> None:
     in_threads(3, _layouts, rows)
 
 
@@ -239,7 +239,7 @@ def _with_gradient(comm: Communicator, count: int) -> None:
     parameter = torch.nn.Parameter(values(count, comm.rank, torch.float32))
     assert comm.broadcast(parameter, 1) is parameter
     same(parameter, values(count, 1, torch.float32), "broadcast")
-    doubled = parameter * 2  # has a history
+    doubled = parameter * 2  # has a grad_fn
     gathered = comm.all_gather(doubled)
     assert isinstance(gathered, Tensor)
     assert not gathered.requires_grad
@@ -251,7 +251,7 @@ def _with_gradient(comm: Communicator, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [5, LARGE])
-def test_tensors_that_want_gradients_are_taken_as_their_values(count: int) -> None:
+def test_tensors_that_require_grad_are_used_as_values(count: int) -> None:
     in_threads(2, _with_gradient, count)
 
 
@@ -278,7 +278,7 @@ def _into_out(comm: Communicator, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [4, LARGE])
-def test_results_go_where_out_says_and_inputs_stay(count: int) -> None:
+def test_results_are_written_to_out_and_inputs_are_unchanged(count: int) -> None:
     in_threads(3, _into_out, count)
 
 
@@ -309,15 +309,15 @@ def _in_flight(comm: Communicator) -> None:
     assert barrier.result is None
 
 
-def test_calls_in_flight_run_in_order_and_mix_with_others() -> None:
+def test_async_calls_run_in_order_and_mix_with_sync_calls() -> None:
     in_threads(3, _in_flight)
 
 
-def test_processes_have_calls_in_flight() -> None:
+def test_async_calls_work_between_processes() -> None:
     spawn(_in_flight, 2, transport="shared_memory", timeout=60)
 
 
-def test_waiting_for_a_call_in_flight_can_end_before_it() -> None:
+def test_a_wait_for_an_async_call_can_time_out() -> None:
     timed_out = threading.Event()
 
     def run(comm: Communicator) -> None:
@@ -338,7 +338,7 @@ def test_waiting_for_a_call_in_flight_can_end_before_it() -> None:
     in_threads(2, run)
 
 
-def test_a_call_in_flight_keeps_its_error_for_the_waiter() -> None:
+def test_an_async_call_raises_its_error_in_wait() -> None:
     def run(comm: Communicator) -> str:
         work = comm.all_reduce(values(4 + comm.rank, 0, torch.float32), async_op=True)
         assert isinstance(work, Work)
@@ -353,7 +353,7 @@ def test_a_call_in_flight_keeps_its_error_for_the_waiter() -> None:
     assert len(set(in_threads(2, run))) == 1
 
 
-def test_close_finishes_what_is_in_flight() -> None:
+def test_close_finishes_async_calls() -> None:
     def run(comm: Communicator) -> None:
         tensors = [values(LARGE, comm.rank + number, torch.float32) for number in range(5)]
         works = [comm.all_reduce(tensor, async_op=True) for tensor in tensors]
@@ -389,11 +389,11 @@ def _two_threads(comm: Communicator) -> None:
     assert not problems, problems
 
 
-def test_a_thread_each_uses_one_of_two_communicators() -> None:
+def test_two_threads_use_a_communicator_each() -> None:
     in_threads(2, _two_threads)
 
 
-def test_in_a_process_a_thread_each_uses_one_of_two_communicators() -> None:
+def test_two_threads_of_a_process_use_a_communicator_each() -> None:
     spawn(_two_threads, 2, transport="shared_memory", timeout=60)
 
 
@@ -519,7 +519,7 @@ def test_registered_memory_of_processes_in_slices_and_after_close(transport: str
     assert spawn(_after_close, 2, transport=transport, timeout=60) == [True] * 2
 
 
-# What is refused
+# Refused calls
 
 REFUSED: dict[str, tuple[Callable[[Communicator], Any], type[Exception], str]] = {
     "op": (
@@ -640,11 +640,11 @@ REFUSED: dict[str, tuple[Callable[[Communicator], Any], type[Exception], str]] =
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_wrong_arguments_are_named_before_anything_moves(name: str) -> None:
+def test_wrong_arguments_are_named_before_communication(name: str) -> None:
     refused, kind, text = REFUSED[name]
 
     def run(comm: Communicator) -> None:
-        comm.all_reduce(torch.ones(2))  # the short way is known
+        comm.all_reduce(torch.ones(2))  # fills the cache of small all-reduces
         if comm.rank == 0:
             with pytest.raises(kind, match=text):
                 refused(comm)
@@ -654,12 +654,12 @@ def test_wrong_arguments_are_named_before_anything_moves(name: str) -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1])
-def test_a_communicator_has_a_rank_at_least(size: int) -> None:
+def test_a_communicator_has_at_least_one_rank(size: int) -> None:
     with pytest.raises(ValueError, match=f"size is {size}; expected at least 1"):
         in_process(size)
 
 
-# Ranks that disagree
+# Mismatched calls
 
 ODD: dict[str, tuple[Callable[[Communicator], Any], Callable[[Communicator], Any], str, str]] = {
     "collective": (
@@ -726,7 +726,7 @@ ODD: dict[str, tuple[Callable[[Communicator], Any], Callable[[Communicator], Any
 
 
 UNNOTICED = ("root", "root, by a schedule")
-"""Where a rank may end the call well: all that it had to do with agree with it, or it had only to give."""
+"""Cases in which a rank may succeed: the ranks that it exchanges data with agree with it, or it only sends."""
 
 
 def _disagree(comm: Communicator, name: str, odd: int) -> str:
@@ -745,10 +745,12 @@ def _disagree(comm: Communicator, name: str, odd: int) -> str:
 
 
 def _see_text(text: str, name: str, size: int, odd: int, *, is_board: bool) -> None:
-    """See that an error's text names the calls, and all ranks where they exchange them on the board."""
+    """Check that an error names the calls, and all ranks if they were exchanged through slots."""
     *_, usual, other = ODD[name]
     others = [rank for rank in range(size) if rank != odd]
-    if name in ("size, by a schedule", "board and schedule", "op") or not is_board:  # who tells it late is left out
+    if (
+        name in ("size, by a schedule", "board and schedule", "op") or not is_board
+    ):  # ranks that report late are left out
         assert f"rank {odd}: {other}" in text
         assert re.search(rf"ranks? [\d, ]+: {re.escape(usual)}", text)
         return
@@ -793,7 +795,7 @@ def test_processes_at_different_calls_all_get_the_same_error(transport: str, siz
             _see_text(of_ranks[0], name, size, number % size, is_board=transport == "shared_memory")
 
 
-def test_a_call_too_many_is_told_from_the_calls_before_it() -> None:
+def test_an_extra_call_is_distinguished_from_earlier_calls() -> None:
     def run(comm: Communicator) -> None:
         if comm.rank == 0:
             comm.broadcast(torch.ones(LARGE), 0) if comm.size == 1 else comm.all_reduce(torch.ones(3))
@@ -805,10 +807,10 @@ def test_a_call_too_many_is_told_from_the_calls_before_it() -> None:
     assert str(errors[0]) == str(errors[1])
 
 
-# Odds and ends
+# Other
 
 
-def test_a_communicator_says_who_it_is() -> None:
+def test_repr_of_a_communicator() -> None:
     first, second = in_process(2)
     assert repr(second) == "<Communicator rank 1 of 2 over in_process>"
     assert (first.rank, first.size, first.hosts, first.transport) == (0, 2, (0, 0), "in_process")
@@ -816,7 +818,7 @@ def test_a_communicator_says_who_it_is() -> None:
     second.close()
 
 
-def test_a_rank_alone_needs_nobody() -> None:
+def test_a_single_rank_needs_no_other() -> None:
     def run(comm: Communicator) -> None:
         for collective in COLLECTIVES:
             for dtype in DTYPES:

@@ -1,4 +1,4 @@
-"""The link matrix: read from recorded answers of NVML, checked, and shown by `gangline devices`."""
+"""Link matrix: read from recorded NVML answers, checked, and shown by `gangline devices`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def levels(size: int, level: int) -> list[list[int]]:
 
 
 class TestNVML:
-    def test_nvlinks_between_pairs_are_counted_and_the_rest_goes_over_pcie(self) -> None:
+    def test_nvlinks_between_pairs_are_counted_and_other_pairs_use_pcie(self) -> None:
         nvml = RecordedNVML(lanes_of(CUBE_MESH), levels(8, SYS), 25_000, [1] * 4 + [2] * 4)
         found = links_by_nvml(nvml, range(8))
         narrow = pcie(Kind.SYS, 3, 8)  # GPU 0's slot is
@@ -90,10 +90,10 @@ class TestNVML:
         assert links_by_nvml(nvml, range(2)) == BRIDGE
 
     @pytest.mark.parametrize(("nodes", "expected"), [(0b1000, 3), (0b11, None), (0, None)])
-    def test_a_numa_node_is_known_where_it_is_the_only_one(self, nodes: int, expected: int | None) -> None:
+    def test_a_numa_node_is_known_if_it_is_the_only_one(self, nodes: int, expected: int | None) -> None:
         assert links_by_nvml(RecordedNVML([[]], levels(1, SYS), 0, [nodes]), [0]).numa_nodes == (expected,)
 
-    def test_what_a_driver_does_not_answer_is_left_out(self) -> None:
+    def test_unsupported_nvml_queries_are_left_out(self) -> None:
         class Old(RecordedNVML):
             def refuse(self, *arguments: object) -> None:
                 raise NVMLError("Not Supported")
@@ -119,13 +119,13 @@ class TestMatrix:
         assert len({link.gb_per_s for link in paths}) == 5
 
     @pytest.mark.parametrize(("generation", "ratio"), [(3, 1), (4, 2), (5, 4), (6, 7.7)])
-    def test_a_generation_doubles(self, generation: int, ratio: float) -> None:
+    def test_each_pcie_generation_doubles_the_bandwidth(self, generation: int, ratio: float) -> None:
         assert pcie(Kind.PIX, generation, 16).gb_per_s == pytest.approx(12.6 * ratio, rel=0.01)
 
-    def test_a_generation_to_come_counts_as_the_last_known(self) -> None:
+    def test_an_unknown_pcie_generation_counts_as_the_last_known(self) -> None:
         assert pcie(Kind.PIX, 9, 16) == pcie(Kind.PIX, 6, 16)
 
-    def test_select_takes_places_in_order_and_more_than_once(self) -> None:
+    def test_select_keeps_the_order_and_allows_repetition(self) -> None:
         found = TWO_ROOTS.select([3, 1, 3])
         assert found.gpus == (3, 1, 3)
         assert found.numa_nodes == (1, 1, 1)
@@ -145,7 +145,7 @@ class TestMatrix:
 
 
 class TestShown:
-    def test_as_rows_and_columns_with_what_the_words_mean(self) -> None:
+    def test_the_table_has_rows_columns_and_a_legend(self) -> None:
         assert matrix_table(CUBE_MESH.select([0, 1, 4, 5])).splitlines() == [
             "        gpu(0)  gpu(1)  gpu(4)  gpu(5)  NUMA node",
             "gpu(0)  X       NV1     NV2     SYS     0",
@@ -159,10 +159,10 @@ class TestShown:
             "  SYS  PCIe and the link between CPU sockets, about 8 GB/s each way",
         ]
 
-    def test_a_switch_is_told_from_a_bridge(self) -> None:
+    def test_a_switch_is_distinguished_from_a_bridge(self) -> None:
         assert "  NV18  18 NVLinks of each to a switch, about 450 GB/s each way" in matrix_table(SWITCHED)
 
-    def test_words_of_all_lengths_stand_in_columns(self) -> None:
+    def test_entries_of_all_lengths_are_aligned(self) -> None:
         nvml = RecordedNVML([[], []], levels(2, 0), 0, [0, 0])
         lines = matrix_table(links_by_nvml(nvml, range(2))).splitlines()
         assert lines[:2] == ["        gpu(0)      gpu(1)      NUMA node", "gpu(0)  X           same board"]
@@ -172,12 +172,12 @@ class TestShown:
         ]
 
     @pytest.mark.parametrize("machine", [NONE, ONE])
-    def test_one_gpu_has_nothing_to_show(self, machine: LinkMatrix) -> None:
+    def test_one_gpu_has_no_link_table(self, machine: LinkMatrix) -> None:
         assert matrix_table(machine) == ""
 
     @pytest.fixture
     def _two_gpus_unknown_to_nvml(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As torch speaks of them; no machine has such GPUs, so that NVML does not find them."""
+        """GPUs as torch reports them; no machine has them, so NVML does not find them."""
         properties = SimpleNamespace(name="Recorded", major=8, minor=6, uuid="0-1-2-3-4")
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
@@ -203,9 +203,7 @@ class TestShown:
         assert second["memory_free"] == 1 << 30
 
     @pytest.mark.usefixtures("_two_gpus_unknown_to_nvml")
-    def test_a_link_that_nvml_does_not_know_is_as_good_as_its_worse_direction(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_link_unknown_to_nvml_is_as_fast_as_its_slower_direction(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert read_links().links[0][1].kind is Kind.HOST
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
         assert read_links().links[0][1].kind is Kind.PEER

@@ -1,4 +1,4 @@
-"""What becomes of the others when a rank is killed, stopped or interrupted."""
+"""Errors of the other ranks when one is killed, stopped or interrupted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRANSPORTS = ("shared_memory", "ipc", "tcp")
 POSITIONS = [(size, rank) for size in (2, 3, 4) for rank in range(size)]
 
 WAYS = ("absent", "alone", "midway")
-"""Where the lost rank is: not in the call that the others wait in, in it before the others come, or all are in it."""
+"""Where the lost rank is: not in the call that the others wait in; in it before the others; or all are in it."""
 
 LATER: tuple[Callable[[Communicator], object], ...] = (
     lambda comm: comm.all_reduce(ramp(100, comm.rank)),
@@ -46,16 +46,16 @@ LATER: tuple[Callable[[Communicator], object], ...] = (
 
 
 def _until_it_fails(comm: Communicator, situation: str, victim: int) -> Said | None:
-    """The error that a rank gets in a call, or behind it where it got through without the lost one."""
+    """Return a rank's error in a call, or after it if the call succeeded without the lost rank."""
     call = partial(SITUATIONS[situation].call, comm, victim)
     return next(filter(None, map(error_of, [call, *[comm.barrier] * 3])), None)
 
 
 def lose_one(comm: Communicator, path: str, situation: str, way: str, victim: int, number: int) -> list[Said | None]:
     actor = Actor(comm.rank, path)
-    began = error_of(comm.barrier)  # who kills itself at once may take with it what it had not quite sent
+    began = error_of(comm.barrier)  # what a rank has not quite sent is lost when it kills itself
     if comm.rank == victim and way == "absent":
-        actor.hear()  # nothing, ever
+        actor.hear()  # never returns
     elif comm.rank == victim and way == "midway":
         _signal_oneself_midway(number)
     elif comm.rank != victim and way == "alone":
@@ -66,7 +66,7 @@ def lose_one(comm: Communicator, path: str, situation: str, way: str, victim: in
 
 
 def _signal_oneself_midway(number: int) -> None:
-    """Have this process send itself a signal when it has sent something and asks for the second time for more."""
+    """Send a signal to this process at the second call of a transport that waits for others or progresses."""
     times = iter((False, True))
 
     def signalling(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,7 +79,7 @@ def _signal_oneself_midway(number: int) -> None:
 
     for owner, name in product((SharedMemoryTransport, ZmqTransport), ("receive", "progress")):
         setattr(owner, name, signalling(getattr(owner, name)))
-    SharedSlotExchange.meet = signalling(SharedSlotExchange.meet)  # type: ignore[method-assign]
+    SharedSlotExchange.publish_and_wait = signalling(SharedSlotExchange.publish_and_wait)  # type: ignore[method-assign]
 
 
 def _check_errors(errors: list[Said | None], size: int, victim: int, situation: str, way: str, why: str) -> None:
@@ -128,7 +128,7 @@ def test_a_killed_rank_is_an_error_that_names_it(
         _check_errors(outcomes[rank].value, size, victim, situation, way, "was killed or left: connection lost")
 
 
-# A rank that is stopped
+# Stopped ranks
 
 
 SOME_THAT_STOP = [
@@ -148,11 +148,11 @@ ALL_THAT_STOP = [case for case in CASES if case[1:3] == (3, 0) and case[3] != "b
         *(pytest.param([case], id="-".join(map(str, case)), marks=pytest.mark.slow) for case in ALL_THAT_STOP),
     ],
 )
-def test_a_stopped_rank_is_dead_after_the_limit_and_learns_of_it_when_it_goes_on(
+def test_a_stopped_rank_is_dead_after_the_limit_and_learns_of_it_when_it_continues(
     cases: list[tuple[str, int, int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GANGLINE_HEARTBEAT_LIMIT", "1")
-    with ExitStack() as stack:  # side by side, for all of them wait
+    with ExitStack() as stack:  # in parallel, as all of them wait
         stages = []
         for transport, size, victim, situation, way in cases:
             stage = Stage(lose_one, size, situation, way, victim, signal.SIGSTOP, transport=transport)
@@ -184,7 +184,7 @@ def stop_for_a_while(comm: Communicator, path: str, victim: int) -> Said | None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_that_stops_for_less_than_the_limit_goes_on(transport: str) -> None:
+def test_a_rank_that_stops_for_less_than_the_limit_continues(transport: str) -> None:
     with Stage(stop_for_a_while, 3, 1, transport=transport) as stage:
         stage.wait_for_stop(1)
         assert [stage.heard(rank) for rank in (0, 2) for _ in range(20)] == [WAITS] * 40
@@ -192,7 +192,7 @@ def test_a_rank_that_stops_for_less_than_the_limit_goes_on(transport: str) -> No
         assert [outcome.value for outcome in stage.outcomes()] == [None] * 3
 
 
-# A rank that is interrupted, a program that is killed
+# Interrupted ranks, killed programs
 
 
 def interrupt_one(comm: Communicator, path: str, situation: str, victim: int) -> list[Said | None]:

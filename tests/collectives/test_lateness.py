@@ -1,4 +1,4 @@
-"""What becomes of the others when a rank leaves, is late or busy, or makes another call."""
+"""Errors of the other ranks when one closes, is late or busy, or makes another call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _slow(*case: Any) -> Any:
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
-# A rank that leaves
+# Ranks that close
 
 
 def leave_with_an_error(comm: Communicator, path: str, leaver: int) -> list[Said | None]:
@@ -39,8 +39,8 @@ def leave_with_an_error(comm: Communicator, path: str, leaver: int) -> list[Said
     return [error_of(comm.barrier), error_of(comm.barrier)]
 
 
-def test_a_rank_that_leaves_by_its_own_error_is_missed_by_name() -> None:
-    with ExitStack() as stack:  # side by side, for all of them wait
+def test_a_rank_that_closes_after_an_error_is_named() -> None:
+    with ExitStack() as stack:  # in parallel, as all of them wait
         cases = [
             (size, leaver, stack.enter_context(Stage(leave_with_an_error, size, leaver, transport=transport)))
             for transport, size, leaver in (("shared_memory", 3, 1), ("ipc", 2, 0), ("tcp", 4, 3))
@@ -74,7 +74,7 @@ def leave_two_behind(comm: Communicator, path: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp"])
-def test_a_rank_that_leaves_does_not_disturb_those_who_do_not_need_it(transport: str) -> None:
+def test_a_rank_that_closes_does_not_disturb_ranks_that_do_not_need_it(transport: str) -> None:
     with Stage(leave_two_behind, 3, transport=transport) as stage:
         stage.wait_for_end(2)
         for rank in (0, 1):
@@ -89,7 +89,7 @@ def leave_a_group_open(comm: Communicator, path: str) -> None:
     if comm.rank == 0:
         group.send(ramp(1 << 19, 0), 1)
         return
-    actor.hear()  # rank 0 is gone, who closed what he opened but not what he split off
+    actor.hear()  # rank 0 is gone; it closed its communicator but not its group
     came = torch.empty(1 << 19)
     if comm.rank == 2:
         group.send(ramp(1 << 19, 2), 1)
@@ -102,7 +102,7 @@ def leave_a_group_open(comm: Communicator, path: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
-def test_a_rank_may_leave_with_a_group_still_open(transport: str) -> None:
+def test_a_rank_may_close_with_a_group_still_open(transport: str) -> None:
     with Stage(leave_a_group_open, 3, transport=transport) as stage:
         stage.wait_for_end(0)
         stage.say(1)
@@ -121,12 +121,12 @@ def close_at_once(comm: Communicator, path: str, rounds: int) -> None:
 
 
 @pytest.mark.parametrize(("transport", "size"), [("shared_memory", 4), _slow("ipc", 3), _slow("tcp", 2), ("tcp", 4)])
-def test_what_was_sent_before_a_goodbye_arrives(transport: str, size: int) -> None:
+def test_messages_sent_before_close_arrive(transport: str, size: int) -> None:
     with Stage(close_at_once, size, 4, transport=transport) as stage:
         assert [outcome.error for outcome in stage.outcomes()] == [None] * size
 
 
-# A rank that is late, or busy
+# Late and busy ranks
 
 
 def _pass_on(comm: Communicator, late: int) -> None:
@@ -147,7 +147,7 @@ WAITED_FOR: dict[str, tuple[Callable[[Communicator, int], None], str]] = {
 
 
 class _Telling(logging.Handler):
-    """Tells the test what is logged, and then of ten more looks: nobody could read of all as fast as they come."""
+    """Sends the test each log record, and `WAITS` for ten further checks: it could not read all of them in time."""
 
     def __init__(self, actor: Actor) -> None:
         super().__init__()
@@ -179,13 +179,13 @@ def come_late(comm: Communicator, path: str, late: int, variable: str) -> list[S
 
 def _who(size: int, late: int) -> str:
     came = [str(rank) for rank in range(size) if rank != late]
-    return f"rank{'s' if size > 2 else ''} {', '.join(came)} came, rank {late} did not"
+    return f"rank{'s' if size > 2 else ''} {', '.join(came)} arrived, rank {late} did not"
 
 
 @pytest.mark.parametrize(
     ("transport", "size", "late"), [("shared_memory", 3, 1), _slow("ipc", 2, 0), _slow("tcp", 4, 3)]
 )
-def test_a_late_rank_is_named_in_one_warning_and_then_all_goes_well(transport: str, size: int, late: int) -> None:
+def test_a_late_rank_is_named_in_one_warning_and_the_call_succeeds(transport: str, size: int, late: int) -> None:
     others = [rank for rank in range(size) if rank != late]
     with Stage(come_late, size, late, "GANGLINE_STALL_WARN", transport=transport) as stage:
         for _, text in WAITED_FOR.values():
@@ -202,7 +202,7 @@ def test_a_late_rank_is_named_in_one_warning_and_then_all_goes_well(transport: s
 @pytest.mark.parametrize(
     ("transport", "size", "late"), [_slow("shared_memory", 2, 1), _slow("ipc", 4, 2), ("tcp", 3, 0)]
 )
-def test_a_rank_that_does_not_come_in_time_is_the_same_error_for_it_too(transport: str, size: int, late: int) -> None:
+def test_a_rank_beyond_the_timeout_gets_the_same_error_itself(transport: str, size: int, late: int) -> None:
     others = [rank for rank in range(size) if rank != late]
     with Stage(come_late, size, late, "GANGLINE_TIMEOUT", transport=transport) as stage:
         for _ in WAITED_FOR:
@@ -222,10 +222,10 @@ def test_a_rank_that_does_not_come_in_time_is_the_same_error_for_it_too(transpor
 
 def test_the_timeout_of_a_communicator_can_be_given() -> None:
     comm, other = in_process(2, timeout=0.2)
-    with pytest.raises(StallError, match=r"barrier\(\), call 1, has waited \S+ s: rank 0 came, rank 1 did not"):
+    with pytest.raises(StallError, match=r"barrier\(\), call 1, has waited \S+ s: rank 0 arrived, rank 1 did not"):
         comm.barrier()
-    with pytest.raises(StallError, match="rank 0 came, rank 1 did not"):
-        _twice(other.barrier)  # who comes last to a call misses nobody in it
+    with pytest.raises(StallError, match="rank 0 arrived, rank 1 did not"):
+        _twice(other.barrier)  # the last rank to reach a call waits for none
 
 
 def _twice(call: Callable[[], object]) -> None:
@@ -281,7 +281,7 @@ def test_a_busy_rank_is_not_taken_for_dead(transport: str, size: int, busy: int)
         assert [outcome.error for outcome in stage.outcomes()] == [None] * size
 
 
-# A rank at another call
+# Ranks in different calls
 
 
 DISAGREEMENTS: tuple[tuple[Callable[[Communicator], object], str, Callable[[Communicator], object], str], ...] = (

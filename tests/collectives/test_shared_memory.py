@@ -1,4 +1,4 @@
-"""Shared memory: which way bytes take, what happens when there is no room, who may write what, and what stays."""
+"""Shared memory: kinds of messages, full queues, write permissions, and leftovers."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from gangline.collectives.transports.shm import cma, segments, transport
 from gangline.collectives.transports.shm.registered import RegisteredMemory
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.work import Work
-from tests.collectives.ranks import BOARD, LARGE, cases, check, combined, expected, open_again, same, values
+from tests.collectives.ranks import LARGE, SLOT_BYTES, cases, check, combined, expected, open_again, same, values
 
-COUNT = 2 * (BOARD // 4)  # float32 elements, in whole pieces, and more than a board takes
+COUNT = 2 * (SLOT_BYTES // 4)  # float32 elements: whole pieces, and more than a slot holds
 
 
 class Counts:
-    """How bytes came from other ranks, in this process."""
+    """Counts of reads and copies in this process."""
 
     def __init__(self) -> None:
         self.reads: list[int] = []
         """Bytes of each read of another process's memory."""
         self.staged: list[int] = []
-        """Bytes of each piece that this rank copied for another one."""
+        """Bytes of each piece that this rank staged for another one."""
 
     def take(self) -> tuple[int, int, int, int]:
-        """Reads, their bytes, pieces staged, their bytes, since the last call."""
+        """Return reads, their bytes, staged pieces, their bytes, since the last call."""
         taken = len(self.reads), sum(self.reads), len(self.staged), sum(self.staged)
         self.reads.clear()
         self.staged.clear()
@@ -49,28 +49,28 @@ class Counts:
 
 @contextmanager
 def counted() -> Iterator[Counts]:
-    """Count in this process, which is a rank's."""
+    """Count reads and staged pieces in this rank's process."""
     counts = Counts()
-    read, stage = cma.read, transport._Out._stage
+    read, stage = cma.read, transport._SendQueue._stage
 
     def counted_read(process: int, address: int, target: int, nbytes: int) -> None:
         counts.reads.append(nbytes)
         read(process, address, target, nbytes)
 
     def counted_stage(out: Any, message: Any) -> None:
-        left = message.data.numel() - (out._staged - message.place) * PIECE
+        left = message.data.numel() - (out._staged - message.location) * PIECE
         counts.staged.append(min(PIECE, left))
         stage(out, message)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cma, "read", counted_read)
-        patch.setattr(transport._Out, "_stage", counted_stage)
+        patch.setattr(transport._SendQueue, "_stage", counted_stage)
         yield counts
 
 
 @contextmanager
 def unreadable(comm: Communicator) -> Iterator[Communicator]:
-    """A communicator of the same ranks, as it would be where the kernel lets no process read another."""
+    """Open another communicator of the same ranks as if no process could read another's memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cma, "may_read", lambda *_: False)
         other = open_again(comm, "shared_memory")
@@ -83,7 +83,7 @@ def _work(work: object) -> Work:
     return work
 
 
-# Ways
+# Kinds of messages
 
 
 def _filled(tensor: Tensor, rank: int) -> Tensor:
@@ -108,7 +108,7 @@ def _ways(comm: Communicator) -> dict[str, Any]:
         found["slice of registered"] = _reduced(comm, registered[5:], counts)
         found["plain"] = _reduced(comm, torch.empty(COUNT), counts)
         found["mixed"] = _reduced(comm, registered if comm.rank == 0 else torch.empty(COUNT), counts)
-        found["on the board"] = _reduced(comm, torch.empty(100), counts)
+        found["in slots"] = _reduced(comm, torch.empty(100), counts)
         with unreadable(comm) as other:
             found["staged"] = _reduced(other, torch.empty(COUNT), counts)
             found["registered with another"] = _reduced(other, registered, counts)
@@ -116,13 +116,13 @@ def _ways(comm: Communicator) -> dict[str, Any]:
     return found
 
 
-def test_registered_memory_is_read_in_place_plain_memory_remotely_and_staged_where_that_is_forbidden() -> None:
+def test_registered_memory_is_read_in_place_other_memory_by_cma_or_staged() -> None:
     nbytes, half = COUNT * 4, COUNT * 2
     for rank, found in enumerate(spawn(_ways, 2, transport="shared_memory", timeout=60)):
         nothing = (0, 0, 0, 0)
         assert found["registered"] == found["slice of registered"] == found["registered, unreadable"] == nothing
-        assert found["on the board"] == nothing
-        # half of the other's tensor piece by piece, to be added; then the other half at once, straight to its place
+        assert found["in slots"] == nothing
+        # half of the other's tensor in pieces, to be added; then the other half at once, into its destination
         assert found["plain"] == (half // PIECE + 1, nbytes, 0, 0)
         assert found["mixed"] == (nothing if rank == 1 else (half // PIECE + 1, nbytes, 0, 0))
         assert found["staged"] == found["registered with another"] == (0, 0, nbytes // PIECE, nbytes)
@@ -143,7 +143,7 @@ def _small_and_large(comm: Communicator) -> list[tuple[int, int, int, int]]:
     return taken
 
 
-def test_small_messages_are_staged_even_where_memory_can_be_read() -> None:
+def test_small_messages_are_staged_even_if_memory_is_readable() -> None:
     sender, receiver = spawn(_small_and_large, 2, transport="shared_memory", timeout=60)
     assert sender == [(0, 0, 0, 0), (0, 0, 1, 1), (0, 0, 1, 1 << 15), (0, 0, 0, 0), (0, 0, 0, 0)]
     assert receiver[:3] == [(0, 0, 0, 0)] * 3
@@ -170,11 +170,11 @@ def test_a_broadcast_is_one_read_for_each_rank() -> None:
     assert found == [[one_read, nothing], [nothing, nothing], [one_read, nothing]]
 
 
-# No room
+# Full queues
 
 
 def _more_than_fits(comm: Communicator) -> int:
-    """More messages than a queue has entries, more pieces than it has slots, both ways at once, before one is read."""
+    """Send more messages than a queue has entries and more pieces than buffers, both ways, before one is read."""
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     sizes = [{0: 3 * PIECE + 5, 10: PIECE}.get(number % 20, (1, 0, 40_000)[number % 3]) for number in range(80)]
 
@@ -206,13 +206,13 @@ def _more_than_fits(comm: Communicator) -> int:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_messages_wait_for_room_and_none_is_lost(size: int) -> None:
+def test_messages_wait_for_space_and_none_is_lost(size: int) -> None:
     pieces_of_one = 4 * 4 + 4 * 1 + sum(number % 20 not in (0, 10) and number % 3 != 1 for number in range(80))
     assert spawn(_more_than_fits, size, transport="shared_memory", timeout=60) == [pieces_of_one * (size - 1)] * size
 
 
 def _collectives_staged(comm: Communicator) -> None:
-    count = 5 * PIECE // 4 + 7  # of float32: more pieces a message than there are slots
+    count = 5 * PIECE // 4 + 7  # of float32: more pieces per message than there are buffers
     with unreadable(comm) as other:
         for collective in ("all_to_all", "all_gather", "reduce_scatter", "broadcast", "gather"):
             check(other, collective, count, torch.float32, "sum", comm.size - 1)
@@ -223,12 +223,12 @@ def _collectives_staged(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_collectives_go_on_where_every_byte_is_staged(size: int) -> None:
+def test_collectives_work_with_every_byte_staged(size: int) -> None:
     spawn(_collectives_staged, size, transport="shared_memory", timeout=60)
 
 
 def _open_elsewhere(rank: int, size: int, exchange: BootstrapAllGather, **options: Any) -> Communicator:
-    """As if every second rank were on another host, and no rank could read its neighbours' memory."""
+    """Open a communicator as if odd ranks were on another host and no rank could read another's memory."""
     rendezvous.hosts = lambda _: tuple(other % 2 for other in range(size))
     cma.may_read = lambda *_: False
     return communicators.open_communicator(rank, size, exchange, **options)
@@ -246,7 +246,7 @@ def _on_two_hosts(comm: Communicator) -> tuple[int, ...]:
     comm.all_reduce(registered)
     everybody = [values(COUNT, rank, torch.int32) for rank in range(comm.size)]
     same(registered, combined(everybody, "sum"), "registered")
-    # to a neighbour, who reads only once a message from the other host has come, which waits for its own neighbour
+    # the rank of the same host reads only after a message from the other host, which waits for a rank there
     neighbour, stranger = (comm.rank + 2) % comm.size, (comm.rank + 1) % comm.size
     if comm.size == 4:
         sending = [_work(comm.send(everybody[comm.rank], to, async_op=True)) for to in (neighbour, stranger)]
@@ -265,13 +265,13 @@ def _on_two_hosts(comm: Communicator) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])
-def test_neighbours_share_memory_and_others_a_network(size: int) -> None:
+def test_ranks_of_a_host_use_shared_memory_and_others_the_network(size: int) -> None:
     with Ranks(_on_two_hosts, size, transport="auto", timeout=60, opener=_open_elsewhere) as ranks:
         assert ranks.results() == [(0, 1, 0, 1)[:size]] * size
 
 
 def _far_waits_for_near(comm: Communicator) -> None:
-    """0 and 2 are neighbours: 2 answers 1 only after it has all of 0's bytes; 0 waits for 1 meanwhile."""
+    """Ranks 0 and 2 share a host: 2 sends to 1 only after it has all of 0's bytes; 0 waits for 1 meanwhile."""
     large, small = 9 * PIECE // 4, 5
     transport = comm._resources.transport
 
@@ -296,16 +296,16 @@ def _far_waits_for_near(comm: Communicator) -> None:
     comm.barrier()
 
 
-def test_who_waits_for_another_host_goes_on_serving_its_neighbours() -> None:
+def test_a_wait_for_another_host_progresses_messages_to_this_host() -> None:
     with Ranks(_far_waits_for_near, 3, transport="auto", timeout=20, opener=_open_elsewhere) as ranks:
         ranks.results()
 
 
-# Who may write, and what stays
+# Write permissions and leftovers
 
 
 def _mappings() -> dict[str, str]:
-    """The segments that this process has mapped: inode -> permissions."""
+    """Return the segments that this process has mapped: inode -> permissions."""
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:gangline" in line]
     return {line[4]: line[1] for line in lines}
 
@@ -326,7 +326,7 @@ def test_ranks_write_their_own_segments_only() -> None:
 
 
 def in_two_threads(function: Callable[[int, BootstrapAllGather], Any]) -> list[Any]:
-    """What ``function(rank, exchange)`` gives in two threads, or its error."""
+    """Return the results of ``function(rank, exchange)`` in two threads, or its errors."""
     barrier = threading.Barrier(2)
     blobs: list[bytes] = [b"", b""]
     results: list[Any] = [None, None]
@@ -356,7 +356,7 @@ def test_a_segment_can_neither_shrink_nor_grow_nor_be_unsealed() -> None:
     def share(rank: int, exchange: BootstrapAllGather) -> None:
         def and_look(blob: bytes) -> list[bytes]:
             everybody = exchange(blob)
-            number = segments._CARD.unpack(blob)[1] if len(blob) == segments._CARD.size else None
+            number = segments._HANDLE.unpack(blob)[1] if len(blob) == segments._HANDLE.size else None
             if number is not None:
                 assert fcntl.fcntl(number, 1034) == 1 | 2 | 4
                 for nbytes in (0, 1 << 20):
@@ -379,21 +379,21 @@ def test_a_segment_can_neither_shrink_nor_grow_nor_be_unsealed() -> None:
         ("gone", r"rank 0 cannot open the memory of rank 1: \[Errno 2\] No such file"),
     ],
 )
-def test_memory_that_is_not_what_was_meant_is_refused_by_all_ranks(change: str, text: str) -> None:
+def test_memory_other_than_the_offered_segment_is_refused_by_all_ranks(change: str, text: str) -> None:
     foreign = os.memfd_create("foreign", os.MFD_ALLOW_SEALING)
     os.ftruncate(foreign, 100 + 16)
 
     def share(rank: int, exchange: BootstrapAllGather) -> None:
         def and_change(blob: bytes) -> list[bytes]:
-            if rank == 1 and len(blob) == segments._CARD.size:
-                process, number, nbytes, token = segments._CARD.unpack(blob)
+            if rank == 1 and len(blob) == segments._HANDLE.size:
+                process, number, nbytes, token = segments._HANDLE.unpack(blob)
                 changed = {
                     "unsealed": (process, foreign, nbytes, token),
                     "token": (process, number, nbytes, bytes(16)),
                     "size": (process, number, nbytes + 1, token),
                     "gone": (process, 1 << 20, nbytes, token),
                 }
-                blob = segments._CARD.pack(*changed[change])
+                blob = segments._HANDLE.pack(*changed[change])
             return exchange(blob)
 
         segments.share(rank, 100, and_change)
@@ -425,7 +425,7 @@ def _open_and_close(comm: Communicator, transport: str) -> None:
             with group:
                 group.barrier()
 
-    some(0)  # what is made once in a process
+    some(0)  # creates what a process creates only once
     gc.collect()
     comm.barrier()
     before = _descriptors(), _mappings(), _outside(), threading.active_count()
@@ -441,7 +441,7 @@ def _open_and_close(comm: Communicator, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp"])
-def test_nothing_stays_of_communicators_that_were_closed(transport: str) -> None:
+def test_closed_communicators_leave_no_resources(transport: str) -> None:
     spawn(_open_and_close, 2, transport, transport="shared_memory", timeout=60)
 
 
@@ -458,7 +458,7 @@ def test_registered_memory_holds_no_descriptors() -> None:
     spawn(_many_registered, 3, transport="shared_memory", timeout=60)
 
 
-# What arrives
+# Received entries
 
 
 def _shared(rank: int, exchange: BootstrapAllGather) -> SharedMemoryTransport:
@@ -469,12 +469,12 @@ def _shared(rank: int, exchange: BootstrapAllGather) -> SharedMemoryTransport:
     return SharedMemoryTransport(rank, 2, exchange, Patient())
 
 
-def test_an_entry_that_makes_no_sense_is_an_error() -> None:
+def test_an_invalid_queue_entry_is_an_error() -> None:
     first, second = in_two_threads(_shared)
     first.send(1, torch.zeros(8, dtype=torch.uint8), MessageTag(1, 1))
-    entry = first._out[1]._entries
+    entry = first._send_queues[1]._entries
     kind = transport._WORDS + transport._KIND
-    for number, text in ((9, "rank 0 posted a message of kind 9"), (1, "rank 0 names bytes 0 to 8 of memory 0")):
+    for number, text in ((9, "rank 0 posted a message of kind 9"), (1, "rank 0 refers to bytes 0 to 8 of")):
         entry[kind] = number
         with pytest.raises(ProtocolError, match=text):
             second.poll(0)

@@ -1,4 +1,4 @@
-"""spawn: what ranks get and give back, whose failure is named, and that nothing of them stays, whoever dies."""
+"""spawn: arguments and results, errors that name the failed rank, and no leftovers whichever process dies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Bare:
-    """Stands in for a communicator where a test needs none: the exchange alone."""
+    """Stands in for a communicator: the bootstrap exchange only."""
 
     def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **_options: Any) -> None:
         self.rank, self.size, self.exchange = rank, size, exchange
@@ -42,14 +42,14 @@ bare_ranks = partial(Ranks, opener=Bare, timeout=20)
 
 @pytest.fixture(scope="module")
 def server() -> int:
-    """The fork server's process id; it has begun, and torch has opened what it keeps open."""
+    """Start the fork server and return its process id."""
     with bare_ranks(_server, 1) as ranks:
         return int(ranks.results()[0])
 
 
 @pytest.fixture(autouse=True)
 def _nothing_stays(server: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """See that a test leaves no rank, no open file and no temporary file."""
+    """Check that a test leaves no rank, no open file and no temporary file."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -73,7 +73,7 @@ def _open_files() -> dict[str, str]:
     return {name: os.readlink(f"/proc/self/fd/{name}") for name in names if os.path.lexists(f"/proc/self/fd/{name}")}
 
 
-# What ranks get and give back
+# Arguments and results
 
 
 def _sum_of_rows(comm: Communicator, step: int) -> tuple[int, int, torch.Tensor]:
@@ -82,7 +82,7 @@ def _sum_of_rows(comm: Communicator, step: int) -> tuple[int, int, torch.Tensor]
     return comm.rank, comm.size, values
 
 
-def test_results_come_in_rank_order_from_ranks_that_are_joined() -> None:
+def test_results_are_in_rank_order_from_connected_ranks() -> None:
     results = spawn(_sum_of_rows, 3, 7)
 
     assert [result[:2] for result in results] == [(0, 3), (1, 3), (2, 3)]
@@ -90,7 +90,7 @@ def test_results_come_in_rank_order_from_ranks_that_are_joined() -> None:
         assert values.tolist() == [3 * 7.0 * index + 0 + 1 + 2 for index in range(5)]
 
 
-def test_results_outlive_their_ranks_and_share_what_they_shared() -> None:
+def test_results_outlive_their_ranks_and_keep_shared_storage() -> None:
     with bare_ranks(_tensors, 2) as ranks:
         first, second = ranks.results()
 
@@ -119,7 +119,7 @@ def _overwrite(comm: Bare, values: torch.Tensor, options: dict[str, int]) -> tor
     return values.mul_(options["by"] * comm.rank)
 
 
-def test_ranks_have_the_environment_folder_and_threads_of_the_call(
+def test_ranks_have_the_environment_directory_and_threads_of_the_call(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -133,7 +133,7 @@ def _surroundings(comm: Bare) -> tuple[str | None, str | None, str, int]:
     return os.environ.get("GANGLINE_SAID"), os.environ.get("HOME"), os.getcwd(), torch.get_num_threads()
 
 
-def test_cores_are_shared_out_and_no_rank_goes_without() -> None:
+def test_cores_are_divided_and_each_rank_has_at_least_one_thread() -> None:
     cores = len(os.sched_getaffinity(0))
     for nprocs in (1, cores + 1):
         with bare_ranks(_threads, nprocs) as ranks:
@@ -144,7 +144,7 @@ def _threads(comm: Bare) -> int:
     return torch.get_num_threads()
 
 
-def test_ranks_draw_different_random_numbers_by_numpy() -> None:
+def test_ranks_draw_different_random_numbers_with_numpy() -> None:
     with bare_ranks(_draw, 3) as ranks:
         assert len(set(ranks.results())) == 3
 
@@ -153,7 +153,7 @@ def _draw(comm: Bare) -> float:
     return float(np.random.random())
 
 
-def test_what_ranks_print_comes_out_where_the_caller_prints(capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_print_to_the_callers_output(capfd: pytest.CaptureFixture[str]) -> None:
     with bare_ranks(_speak, 2) as ranks:
         ranks.results()
 
@@ -164,10 +164,10 @@ def test_what_ranks_print_comes_out_where_the_caller_prints(capfd: pytest.Captur
 
 def _speak(comm: Bare) -> None:
     os.write(1, f"rank {comm.rank} says\n".encode())
-    sys.stderr.write(f"rank {comm.rank} warns\n")  # at once, where print() writes the line's end by itself
+    sys.stderr.write(f"rank {comm.rank} warns\n")  # one write; print() writes the newline separately
 
 
-def test_one_server_serves_callers_side_by_side() -> None:
+def test_one_server_serves_concurrent_callers() -> None:
     results: dict[int, list[int]] = {}
 
     def call(number: int) -> None:
@@ -190,7 +190,7 @@ def _number_and_server(comm: Bare, number: int) -> tuple[int, int]:
     return 10 * number + comm.rank, os.getppid()
 
 
-def test_exchange_gives_everybody_everything_round_after_round() -> None:
+def test_exchange_is_an_all_gather_in_every_round() -> None:
     with bare_ranks(_exchange_twice, 3) as ranks:
         results = ranks.results()
 
@@ -205,28 +205,28 @@ def _exchange_twice(comm: Bare) -> list[list[bytes]]:
 
 
 @pytest.mark.parametrize(("nprocs", "error"), [(0, ValueError), (-1, ValueError), (True, TypeError), (2.0, TypeError)])
-def test_a_number_of_ranks_that_is_none_is_refused(nprocs: Any, error: type[Exception]) -> None:
+def test_an_invalid_number_of_ranks_is_refused(nprocs: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=f"nprocs is {nprocs}; expected"):
         spawn(_server, nprocs)
 
 
-def test_a_function_that_ranks_cannot_find_is_refused() -> None:
+def test_a_function_that_ranks_cannot_import_is_refused() -> None:
     def local(comm: Communicator) -> None: ...
 
     for function in (local, lambda comm: None):
         with pytest.raises(
-            ValueError, match=r"the ranks cannot find <function .*; spawn needs a function .* top level"
+            ValueError, match=r"the ranks cannot import <function .*; spawn needs a function .* top level"
         ):
             spawn(function, 2)
     with pytest.raises(TypeError, match="spawn got 3; expected a function"):
         spawn(3, 2)  # type: ignore[arg-type]
 
 
-def test_a_function_of_a_program_that_is_no_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_of_a_program_without_a_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     session = ModuleType("__main__")
     exec("def typed(comm): pass", session.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", session)
-    with pytest.raises(ValueError, match="this program is no file; define it in a module"):
+    with pytest.raises(ValueError, match="this program is not a file; define it in a module"):
         spawn(session.typed, 2)
 
 
@@ -235,7 +235,7 @@ def test_an_argument_that_cannot_be_pickled_is_named() -> None:
         spawn(_overwrite, 2, 1, threading.Lock())
 
 
-def test_a_script_without_a_guard_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_script_without_a_main_guard_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "from gangline.collectives.processes.spawning import spawn\ndef work(comm): pass\nspawn(work, 2)\n"
@@ -263,13 +263,13 @@ def test_a_function_of_a_script_is_found_in_it(monkeypatch: pytest.MonkeyPatch, 
 
 
 class OwnError(KeyError):
-    """Of a class that the caller need not know."""
+    """Exception of a class that the caller may not know."""
 
 
 def _fail(comm: Bare, who: int, error: BaseException) -> None:
     if comm.rank == who:
         raise error
-    comm.exchange(b"")  # which the failed rank never comes to
+    comm.exchange(b"")  # which the failed rank never calls
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_an_exception_of_a_rank_is_raised_with_its_rank_and_traceback(
     assert "raise error\n" in note
 
 
-def test_notes_of_an_exception_come_along() -> None:
+def test_notes_of_an_exception_are_kept() -> None:
     error = ValueError("bad")
     error.add_note("while at fc.weight")
     with bare_ranks(_fail_with_note, 1) as ranks, pytest.raises(ValueError, match="bad") as caught:
@@ -319,12 +319,12 @@ def _fail_with_note(comm: Bare) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 2])
-def test_the_cause_is_raised_and_not_what_followed_from_it(first: int) -> None:
+def test_the_cause_is_raised_and_not_its_consequences(first: int) -> None:
     with bare_ranks(_fail, 3, (first, ValueError("the cause"))) as ranks, pytest.raises(ValueError, match="the cause"):
         ranks.results()
 
 
-def test_consequences_that_are_heard_first_wait_for_the_cause() -> None:
+def test_consequences_that_are_reported_first_wait_for_the_cause() -> None:
     with bare_ranks(_follow, 3) as ranks, pytest.raises(DeadNodeError) as caught:
         ranks.results()
 
@@ -333,7 +333,7 @@ def test_consequences_that_are_heard_first_wait_for_the_cause() -> None:
 
 
 def _follow(comm: Bare) -> None:
-    """Ranks 0 and 1 complain of rank 2, and only when both have done so does it die."""
+    """Ranks 0 and 1 report that they lost rank 2, which dies only after both have."""
     if comm.rank < 2:
         comm.exchange(b"")
         raise DeadNodeError(f"rank 2 left, says rank {comm.rank}")
@@ -349,11 +349,11 @@ def _follow(comm: Bare) -> None:
     [
         ("kill", "rank 1 of 2 was killed by SIGKILL"),
         ("abort", "rank 1 of 2 was killed by SIGABRT"),
-        ("exit", "rank 1 of 2 left with exit code 3 and without a result"),
-        ("leave", "rank 1 of 2 left with exit code 0 and without a result"),
+        ("exit", "rank 1 of 2 exited with code 3 and without a result"),
+        ("leave", "rank 1 of 2 exited with code 0 and without a result"),
     ],
 )
-def test_a_rank_that_ends_without_a_word_is_named_with_the_way_it_went(how: str, said: str) -> None:
+def test_a_rank_that_ends_without_a_result_is_named_with_its_exit_code_or_signal(how: str, said: str) -> None:
     with bare_ranks(_end, 2, (how,)) as ranks, pytest.raises(DeadNodeError) as caught:
         ranks.results()
     assert str(caught.value) == said
@@ -369,13 +369,13 @@ def _end(comm: Bare, how: str) -> None:
     comm.exchange(b"")
 
 
-def test_each_rank_can_be_seen_to_end() -> None:
+def test_outcomes_has_an_entry_for_each_rank() -> None:
     with bare_ranks(_end, 3, ("kill",)) as ranks:
         outcomes = ranks.outcomes()
 
     errors = [str(outcome.error) for outcome in outcomes]
     assert errors[1] == "rank 1 of 3 was killed by SIGKILL"
-    assert errors[0] == errors[2] == "rank 1 of 3 ended before all had met"
+    assert errors[0] == errors[2] == "rank 1 of 3 ended before the bootstrap exchange of all ranks"
     assert [isinstance(outcome.error, DeadNodeError) for outcome in outcomes] == [True] * 3
 
 
@@ -391,7 +391,7 @@ def _killed_in_all_reduce(comm: Communicator) -> None:
     comm.all_reduce(torch.zeros(4))
 
 
-def test_a_rank_that_does_not_come_to_a_collective_in_time_stalls_the_others() -> None:
+def test_a_rank_that_misses_a_collective_is_a_stall_error() -> None:
     with pytest.raises(StallError, match="rank 1"):
         spawn(_one_comes_late, 2, timeout=0.3)
 
@@ -403,10 +403,10 @@ def _one_comes_late(comm: Communicator) -> None:
     comm.barrier()
 
 
-def test_a_rank_that_does_not_come_to_an_exchange_in_time_stalls_the_others() -> None:
+def test_a_rank_that_misses_the_bootstrap_exchange_is_a_stall_error() -> None:
     with Ranks(_one_stays_away, 3, opener=Bare, timeout=0.3) as ranks, pytest.raises(StallError) as caught:
         ranks.results()
-    assert str(caught.value) == "rank 1 of 3 did not come within 0.3 s to where all meet"
+    assert str(caught.value) == "rank 1 of 3 did not reach the bootstrap exchange within 0.3 s"
 
 
 def _one_stays_away(comm: Bare) -> None:
@@ -415,7 +415,7 @@ def _one_stays_away(comm: Bare) -> None:
     comm.exchange(b"")
 
 
-# Nothing stays
+# Leftovers
 
 
 def test_ctrl_c_ends_the_ranks() -> None:
@@ -426,7 +426,7 @@ def test_ctrl_c_ends_the_ranks() -> None:
 
 
 def _interrupt(comm: Bare, caller: int) -> None:
-    os.kill(os.getpid(), signal.SIGINT)  # as a terminal's Ctrl-C does to all, and a rank leaves it to its caller
+    os.kill(os.getpid(), signal.SIGINT)  # the terminal sends it to ranks too, which ignore it
     comm.exchange(b"")
     if comm.rank == 0:
         os.kill(caller, signal.SIGINT)
@@ -453,7 +453,7 @@ def _wait_until_stopped(pid: int) -> None:
 
 
 def _is_dead(pid: int) -> bool:
-    """Whether it is gone, but for an entry that waits for the machine's first process to look at it."""
+    """Return whether a process is dead; a zombie that init has not reaped counts."""
     return not os.path.exists(f"/proc/{pid}") or _state(pid) == "Z"
 
 

@@ -126,7 +126,7 @@ def test_a_late_rank_is_an_error_after_the_time_of_the_wait_the_call_or_the_grou
         assert found["in the end"] is True
         kind, text, _ = found["group"]
         assert kind == "StallError"
-        assert "rank 0 came, rank 1 did not" in text
+        assert "rank 0 arrived, rank 1 did not" in text
         processes.say(1, "go")
 
 

@@ -1,4 +1,4 @@
-"""ZeroMQ as a transport: what arrives, in what order, and what happens when it does not."""
+"""ZeroMQ transport: order of messages, invalid messages, and lost ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _no_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 class Forever:
-    """Patience without end."""
+    """Wait policy without limits."""
 
     def check(self, missing: Iterable[int]) -> None:
         pass
@@ -55,7 +55,7 @@ def open_transport(rank: Rank, address: str) -> ZmqTransport:
 
 
 def ramp(nbytes: int, rank: int, to: int = 0) -> Tensor:
-    """Byte i of a message is i * 7 + rank * 31 + to * 5, modulo 251."""
+    """Return a message whose byte i is i * 7 + rank * 31 + to * 5, modulo 251."""
     period = (torch.arange(251) * 7 + rank * 31 + to * 5).remainder(251).to(torch.uint8)
     return period.repeat(nbytes // 251 + 1)[:nbytes]
 
@@ -65,7 +65,7 @@ def in_processes(function: Callable[..., None], size: int, *arguments: Any) -> l
         return ranks.all_heard()
 
 
-# What arrives
+# Valid messages
 
 
 def _all_sizes(rank: Rank, address: str) -> None:
@@ -125,7 +125,7 @@ def _side_by_side(rank: Rank) -> None:
     rank.hear()
 
 
-def test_pieces_of_several_ranks_are_read_side_by_side() -> None:
+def test_pieces_of_several_ranks_are_read_alternately() -> None:
     assert in_processes(_side_by_side, 3) == [[], None, None]
 
 
@@ -146,7 +146,7 @@ def _skipped(rank: Rank) -> None:
     rank.hear()
 
 
-def test_what_is_not_read_is_passed_over() -> None:
+def test_unread_pieces_are_skipped() -> None:
     assert in_processes(_skipped, 2) == [[False, False], None]
 
 
@@ -173,7 +173,7 @@ def _reused(rank: Rank) -> None:
     rank.hear()
 
 
-def test_memory_may_be_written_again_once_a_ticket_is_done() -> None:
+def test_memory_may_be_written_again_once_a_send_is_done() -> None:
     assert in_processes(_reused, 2)[0] == [[[number], [100 + number]] for number in range(20)]
 
 
@@ -199,7 +199,7 @@ def _close_at_once(rank: Rank, address: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
-def test_what_was_sent_before_close_arrives_after_it(address: str) -> None:
+def test_messages_sent_before_close_arrive_after_it(address: str) -> None:
     with Processes(_close_at_once, 2, address, 50) as ranks:
         assert ranks.all_heard() == ["open", "closed"]
         ranks.say(0, "receive")
@@ -207,26 +207,26 @@ def test_what_was_sent_before_close_arrives_after_it(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
-def test_who_closes_waits_for_a_rank_that_is_behind(address: str) -> None:
+def test_close_waits_for_a_rank_that_is_behind(address: str) -> None:
     with Processes(_close_at_once, 2, address, 5000) as ranks:
         assert ranks.heard(0) == "open"
         ranks.say(0, "receive")
         assert ranks.all_heard() == [True, "closed"]
 
 
-# What must not arrive
+# Invalid messages
 
 
 def bare(function: Callable[[ZmqTransport, PeerSockets], None]) -> None:
-    """The transport of rank 0, and the bare sockets of rank 1, in this process."""
+    """Call ``function`` with the transport of rank 0 and the bare sockets of rank 1."""
     barrier = threading.Barrier(2)
-    cards: list[bytes] = [b"", b""]
+    gathered: list[bytes] = [b"", b""]
 
     def exchange_of(rank: int) -> Callable[[bytes], list[bytes]]:
-        def exchange(card: bytes) -> list[bytes]:
-            cards[rank] = card
+        def exchange(data: bytes) -> list[bytes]:
+            gathered[rank] = data
             barrier.wait(10)
-            return list(cards)
+            return list(gathered)
 
         return exchange
 
@@ -251,20 +251,20 @@ def header(
 @pytest.mark.parametrize(
     ("message", "text"),
     [
-        (b"", "rank 1 sent 0 bytes in place of a header of 36"),
-        (b"x" * 35, "rank 1 sent 35 bytes in place of a header of 36"),
-        (b"x" * 36, "which is no header of a message"),
-        (header(magic=b"gll2"), "which is no header of a message"),
-        (header(nbytes=5, body=b"1234"), "which is no header of a message"),
-        (header(nbytes=0, body=b"1"), "which is no header of a message"),
-        (header(nbytes=INLINE + 1, body=b"1"), "which is no header of a message"),
-        (header(nbytes=1 << 60), "which is no header of a message"),
-        (header(number=2), "rank 1 sent message 2, expected 0: some were lost"),
+        (b"", "rank 1 sent 0 bytes; expected a message header of 36"),
+        (b"x" * 35, "rank 1 sent 35 bytes; expected a message header of 36"),
+        (b"x" * 36, "which is not a message header"),
+        (header(magic=b"gll2"), "which is not a message header"),
+        (header(nbytes=5, body=b"1234"), "which is not a message header"),
+        (header(nbytes=0, body=b"1"), "which is not a message header"),
+        (header(nbytes=INLINE + 1, body=b"1"), "which is not a message header"),
+        (header(nbytes=1 << 60), "which is not a message header"),
+        (header(number=2), "rank 1 sent message 2, expected 0: messages were lost"),
     ],
 )
 def test_a_bad_header_is_refused(message: bytes, text: str) -> None:
     def check(transport: ZmqTransport, other: PeerSockets) -> None:
-        other.lines[0].send(message)
+        other.sockets[0].send(message)
         with pytest.raises(ProtocolError, match=text):
             transport.receive(1)
 
@@ -275,8 +275,8 @@ def test_a_bad_header_is_refused(message: bytes, text: str) -> None:
 def test_a_piece_of_another_size_is_refused(frame: bytes) -> None:
     def check(transport: ZmqTransport, other: PeerSockets) -> None:
         for number, read in enumerate(("piece", "into", "done")):
-            other.lines[0].send(header(number=number, nbytes=2 * PIECE))
-            other.lines[0].send(frame)
+            other.sockets[0].send(header(number=number, nbytes=2 * PIECE))
+            other.sockets[0].send(frame)
             receive_request = transport.receive(1)
             arguments = {"piece": (0,), "into": (torch.empty(2 * PIECE, dtype=torch.uint8),), "done": ()}[read]
             with pytest.raises(
@@ -287,7 +287,7 @@ def test_a_piece_of_another_size_is_refused(frame: bytes) -> None:
     bare(check)
 
 
-# Ranks that go
+# Lost ranks
 
 HOWS = ("receive", "send", "midway")
 
@@ -326,7 +326,7 @@ def _wait_for(rank: Rank, address: str, how: str, namespaces: list[str]) -> None
 
 
 QUICK_STOPS = (("receive", "tcp://127.0.0.1"), ("midway", "ipc"))
-"""A stopped rank is lost after `LIMIT` seconds, so that the others are left to `make test-all`."""
+"""Combinations without a stopped rank, which takes `LIMIT` seconds to detect; `make test-all` runs the others."""
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_a_cut_cable_between_two_hosts_is_an_error_for_both_ends() -> None:
                 assert text.startswith(f"rank {1 - rank} gave no sign of life for 1 s")
 
 
-# What it costs
+# File descriptors
 
 
 def _count_descriptors(rank: Rank, address: str) -> None:
@@ -383,7 +383,7 @@ def _count_descriptors(rank: Rank, address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
-def test_sixteen_ranks_take_few_descriptors_and_give_them_back(address: str) -> None:
+def test_sixteen_ranks_open_few_descriptors_and_close_them(address: str) -> None:
     with Processes(_count_descriptors, 16, address) as ranks:
         assert max(ranks.all_heard()) <= 15 * 5 + 10
         for rank in range(16):
@@ -395,7 +395,7 @@ def test_sixteen_ranks_take_few_descriptors_and_give_them_back(address: str) -> 
 
 
 @pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
-def test_hosts_are_joined_apart_from_this_machine_and_gone_afterwards() -> None:
+def test_simulated_hosts_are_isolated_from_this_machine_and_removed_afterwards() -> None:
     def namespaces() -> set[str]:
         return {path.name for path in Path("/run/netns").glob(f"gangline-{os.getpid()}-*")}
 
@@ -414,7 +414,7 @@ def test_hosts_are_joined_apart_from_this_machine_and_gone_afterwards() -> None:
     assert namespaces() == set()
 
 
-def test_a_number_of_hosts_that_cannot_be_is_refused() -> None:
+def test_an_invalid_number_of_hosts_is_refused() -> None:
     for count in (0, 251):
         with pytest.raises(ValueError, match=f"count is {count}; expected 1 to 250 hosts"):
             Hosts(count)

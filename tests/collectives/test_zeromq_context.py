@@ -1,4 +1,4 @@
-"""The end of ZeroMQ contexts."""
+"""Termination of ZeroMQ contexts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import zmq
 from gangline.collectives.transports.zmq import context as zmq_context
 
 
-def test_what_was_sent_goes_out_before_a_context_is_over() -> None:
+def test_sent_messages_leave_before_a_context_terminates() -> None:
     with zmq.Context() as other, other.socket(zmq.PULL) as pull:
         port = pull.bind_to_random_port("tcp://127.0.0.1")
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -24,15 +24,15 @@ def test_what_was_sent_goes_out_before_a_context_is_over() -> None:
         assert pull.poll(10_000)
 
 
-def test_a_context_that_does_not_end_is_left_behind(
+def test_a_context_that_does_not_terminate_is_abandoned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(zmq_context, "_PATIENCE", 0.1)
+    monkeypatch.setattr(zmq_context, "CONTEXT_END_SECONDS", 0.1)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    open_one = context.socket(zmq.PUSH)  # for which ZeroMQ waits, as for one whose end it has lost
+    open_one = context.socket(zmq.PUSH)  # term() waits for it
     with caplog.at_level(logging.WARNING, "gangline"):
         zmq_context.end(context)
-    assert caplog.messages == ["a ZeroMQ context has not ended within 0.1 s; it is left behind"]
+    assert caplog.messages == ["a ZeroMQ context has not terminated within 0.1 s and is abandoned"]
     open_one.close(0)
     [thread] = [one for one in threading.enumerate() if one.name == "gangline-context-end"]
     thread.join(30)

@@ -535,14 +535,14 @@ def test_places_in_memory_are_looked_at_and_freed_once() -> None:
     with Job(1) as job:
         (member,) = job.members()
         with Line(member.servers[0], member.identity) as line:
-            for card in (b"no card", b"\xff" * 40, offer.card):  # who is known stays what it was
+            for card in (b"no card", b"\xff" * 40, offer.handle):  # who is known stays what it was
                 assert line.ask(Hello(0, 1, "sync", -1, card, 0)) == Welcome(False, b"")
         offer.close()
     offer = Offer(4096)
     offer.segment.tensor(64, nbytes).copy_(FIRST.view(torch.uint8))
     with Job(1) as job:
         (member,) = job.members()
-        with Line.of_worker(member, card=offer.card) as line:
+        with Line.of_worker(member, card=offer.handle) as line:
             assert line.ask(defined(1, 5, [FLOATS], 1, "k"), bytes(nbytes)) == Ack([1])
             entries = [[5, 1, DENSE, nbytes]]
             for offset in (32, 65, 4096, 4096 - 64, 2**61):
@@ -563,7 +563,7 @@ def test_memory_of_an_open_round_is_not_freed_by_its_repeat() -> None:
     offer.segment.tensor(64, nbytes).copy_(FIRST.view(torch.uint8))
     with Job(2) as job:
         members = job.members()
-        lines = [Line.of_worker(members[0], card=offer.card), Line.of_worker(members[1])]
+        lines = [Line.of_worker(members[0], card=offer.handle), Line.of_worker(members[1])]
         assert lines[0].ask(defined(1, 5, [FLOATS], 1, "k"), bytes(nbytes)) == Ack([1])
         entries = [[5, 1, DENSE, nbytes]]
         for _ in range(2):
@@ -586,8 +586,8 @@ def test_values_do_not_change_while_they_are_read_and_do_after_a_lost_answer() -
     offer = Offer(4096)
     with Job(2) as job:
         members = job.members()
-        hellos = [Hello(member.rank, 1, "sync", -1, offer.card, 0) for member in members]
-        lines = of_ranks(members, card=offer.card)
+        hellos = [Hello(member.rank, 1, "sync", -1, offer.handle, 0) for member in members]
+        lines = of_ranks(members, card=offer.handle)
         assert lines[0].ask(defined(1, 5, [count], 1, "k"), bytes(4 * count)) == Ack([1])
         for line in lines:
             assert line.ask(Push(2, entries, None, None, False, None), bytes_of(ones)) == Ack([2])

@@ -1,42 +1,42 @@
-"""Reading another process's memory: process_vm_readv(2), where the kernel allows it (same user, no Yama in the way)."""
+"""Cross-memory attach: read another process's memory by process_vm_readv(2), if the kernel allows it."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 
-_libc = ctypes.CDLL(None, use_errno=True)  # its calls let other threads run
+_libc = ctypes.CDLL(None, use_errno=True)  # calls through it release the GIL
 
 
-class _Piece(ctypes.Structure):
+class _IoVec(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
 def read(process: int, address: int, target: int, nbytes: int) -> None:
-    """Copy bytes of another process to an address of this one.
+    """Copy bytes from another process's memory to an address of this process.
 
     Args:
-        process: its id.
-        address: where they lie there.
-        target: where they go here.
-        nbytes: how many.
+        process: process id.
+        address: source address in that process.
+        target: destination address in this process.
+        nbytes: number of bytes.
 
     Raises:
-        OSError: the kernel refuses, the process is gone, or it has no such memory.
+        OSError: if the kernel refuses, the process is gone, or the memory does not exist.
     """
     done = 0
     while done < nbytes:
-        here = _Piece(target + done, nbytes - done)
-        there = _Piece(address + done, nbytes - done)
-        got = _libc.process_vm_readv(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-        if got <= 0:
+        local = _IoVec(target + done, nbytes - done)
+        remote = _IoVec(address + done, nbytes - done)
+        count = _libc.process_vm_readv(process, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+        if count <= 0:
             number = ctypes.get_errno()
             raise OSError(number, f"reading {nbytes} bytes of process {process}: {os.strerror(number)}")
-        done += got
+        done += count
 
 
 def may_read(process: int, address: int, expected: bytes) -> bool:
-    """Whether this process can read the other's memory: found out by reading bytes that are known."""
+    """Return whether this process can read another's memory, by reading bytes of known content."""
     found = ctypes.create_string_buffer(len(expected))
     try:
         read(process, address, ctypes.addressof(found), len(expected))

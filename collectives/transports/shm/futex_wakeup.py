@@ -1,6 +1,6 @@
-"""How a rank waits for another one on the same host: it looks, then yields, then sleeps in the kernel.
+"""Waiting for another rank of the same host: spin, then yield, then sleep in a futex.
 
-Nothing is ever lost by a wake-up that comes too early or not at all: a sleeper looks again every few milliseconds.
+A lost wake-up delays a rank by one sleep at most, because a sleeping rank checks its condition every few milliseconds.
 """
 
 from __future__ import annotations
@@ -10,98 +10,94 @@ import os
 import platform
 from collections.abc import Callable
 
+from gangline.collectives.liveness.limits import FUTEX_SLEEP_SECONDS, FUTEX_SLEEP_SENDING_SECONDS, WAIT_CHECK_SECONDS
 from gangline.collectives.transports.base import BootstrapAllGather, WaitPolicy
 from gangline.collectives.transports.shm.segments import share
 
-_LOOKS = 300  # before the first yield, when there is a core for every rank: some 30 us
-_YIELDS = 5_000  # before the first sleep, some milliseconds: a virtual processor that sleeps is slow to wake
-_CHECK_NANOSECONDS = 10_000_000  # of sleep between two looks at who is alive
-_FUTEX = {"x86_64": 202}.get(platform.machine())  # the system call's number; elsewhere stores may overtake each other
+_SPINS = 300  # before the first yield, if there is a core for every rank: about 30 us
+_YIELDS = 5_000  # before the first sleep, some milliseconds: a virtual CPU that sleeps is slow to wake up
+_FUTEX = {"x86_64": 202}.get(platform.machine())  # system call number; other CPUs may reorder stores
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_CACHE_LINE = 64  # bytes
 
-_libc = ctypes.CDLL(None, use_errno=True)  # its calls let other threads run
+_libc = ctypes.CDLL(None, use_errno=True)  # calls through it release the GIL
 
 
 class _TimeSpec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-_NAP = _TimeSpec(0, 2_000_000)
-_SHORT_NAP = _TimeSpec(0, 100_000)
-
-
 class FutexWakeup:
-    """A bell a rank, which it rings for those who sleep while they wait for it."""
+    """Blocking wait and notification between the ranks of one host.
+
+    Each rank owns a futex word, and one flag per rank that says whether it sleeps until that rank notifies it.
+    Collective: all ranks must create it.
+
+    Raises:
+        OSError: if the ranks cannot share memory, or the CPU architecture is not supported.
+    """
 
     def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, wait_policy: WaitPolicy) -> None:
-        """Share the bells among the ranks of a host; a collective.
-
-        Raises:
-            OSError: the ranks cannot share memory, or this processor is unknown.
-        """
         if _FUTEX is None:
-            raise OSError(f"waiting in shared memory is not made for {platform.machine()} processors")
+            raise OSError(f"waiting in shared memory is not implemented for {platform.machine()} CPUs")
         self._rank = rank
         self._wait_policy = wait_policy
-        cores = {core for ours in exchange(_affinity()) for core in ours.split()}  # mpirun may bind each rank to one
-        self._looks = _LOOKS if size <= len(cores) else 0
-        segments = share(
-            rank, 64 + 8 * size, exchange
-        )  # a bell on a cache line of its own, a word a rank: asleep for it
-        self._bell = segments[rank].words(0, 1)
-        self._wakeup = [segment.words(0, 1) for segment in segments]
+        cores = {core for cores in exchange(_affinity()) for core in cores.split()}  # mpirun may bind each rank to one
+        self._spins = _SPINS if size <= len(cores) else 0
+        segments = share(rank, _CACHE_LINE + 8 * size, exchange)  # the futex word has a cache line of its own
+        self._futexes = [segment.words(0, 1) for segment in segments]
         self._addresses = [segment.address for segment in segments]
-        self._asleep = segments[rank].words(64, size)
-        self._sleepers = [segment.words(64, size) for segment in segments]
-        self._keep = segments
+        self._own_asleep = segments[rank].words(_CACHE_LINE, size)
+        self._asleep = [segment.words(_CACHE_LINE, size) for segment in segments]
+        self._segments = segments
 
-    def ring(self, rank: int) -> None:
-        """Wake a rank that sleeps for this one; call it after what it waits for was written."""
-        if self._sleepers[rank][self._rank]:
-            self._bell[0] = (self._bell[0] + 1) & 0x7FFFFFFF
+    def notify(self, rank: int) -> None:
+        """Wake a rank that sleeps in `wait` for this one; call it after writing what that rank waits for."""
+        if self._asleep[rank][self._rank]:
+            futex = self._futexes[self._rank]
+            futex[0] = (futex[0] + 1) & 0x7FFFFFFF
             _libc.syscall(_FUTEX, ctypes.c_void_p(self._addresses[self._rank]), _FUTEX_WAKE, 1 << 30, None, None, 0)
 
-    def wait(self, rank: int, is_there: Callable[[], bool], meanwhile: Callable[[], bool] | None = None) -> None:
-        """Return when ``is_there()``; what it looks at is written by ``rank``, which rings after it.
+    def wait(self, rank: int, ready: Callable[[], bool], progress: Callable[[], bool] | None = None) -> None:
+        """Block until ``ready()``, which another rank makes true before it calls `notify`.
 
         Args:
-            rank: who is waited for.
-            is_there: a quick look at shared memory.
-            meanwhile: what else to move on; gives whether there is more of it, which forbids deep sleep.
+            rank: the rank that is waited for.
+            ready: a cheap check of shared memory.
+            progress: advances other work; returns whether more is left, which shortens the sleeps.
 
         Raises:
-            GanglineError: what `WaitPolicy.check` raises.
+            GanglineError: if `WaitPolicy.check` raises it.
         """
-        for _ in range(self._looks):
-            if is_there():
+        for _ in range(self._spins):
+            if ready():
                 return
-        busy = meanwhile is not None and meanwhile()
+        busy = progress is not None and progress()
         for _ in range(_YIELDS):
-            if is_there():
+            if ready():
                 return
             _libc.sched_yield()
             if busy:
-                busy = meanwhile is not None and meanwhile()
+                busy = progress is not None and progress()
         since_check = 0.0
-        while not is_there():
-            nap = _SHORT_NAP if busy else _NAP  # who makes room for more of it does not ring for this
-            self._nap(rank, is_there, nap)
-            busy = meanwhile is not None and meanwhile()
-            since_check += nap.nanoseconds
-            if since_check >= _CHECK_NANOSECONDS:
+        while not ready():
+            seconds = FUTEX_SLEEP_SENDING_SECONDS if busy else FUTEX_SLEEP_SECONDS
+            self._sleep(rank, ready, seconds)
+            busy = progress is not None and progress()
+            since_check += seconds
+            if since_check >= WAIT_CHECK_SECONDS:
                 since_check = 0.0
                 self._wait_policy.check([rank])
 
-    def _nap(self, rank: int, is_there: Callable[[], bool], nap: _TimeSpec) -> None:
-        self._asleep[rank] = 1
+    def _sleep(self, rank: int, ready: Callable[[], bool], seconds: float) -> None:
+        self._own_asleep[rank] = 1
         try:
-            bell = self._wakeup[rank][0]
-            if not is_there():
-                _libc.syscall(
-                    _FUTEX, ctypes.c_void_p(self._addresses[rank]), _FUTEX_WAIT, bell, ctypes.byref(nap), None, 0
-                )
+            seen = self._futexes[rank][0]
+            if not ready():
+                address, limit = ctypes.c_void_p(self._addresses[rank]), _TimeSpec(0, int(seconds * 1e9))
+                _libc.syscall(_FUTEX, address, _FUTEX_WAIT, seen, ctypes.byref(limit), None, 0)
         finally:
-            self._asleep[rank] = 0
+            self._own_asleep[rank] = 0
 
 
 def _affinity() -> bytes:

@@ -1,7 +1,7 @@
-"""Memory that the ranks of one host share: nameless, sealed, each piece written by the one rank that made it.
+"""Shared memory segments between processes of one host, each written only by the process that created it.
 
-A segment is a memfd. Others open it as /proc/<pid>/fd/<fd>, which the kernel grants to the same user only; it has no
-name that could stay behind, and is freed when the last process that maps it is gone, however that came about.
+A segment is a sealed memfd. Other processes open it as /proc/<pid>/fd/<fd>, which the kernel allows to the same user
+only. It has no file name to clean up: the kernel frees it when the last process that maps it ends, even if killed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gangline.collectives.transports.base import BootstrapAllGather
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034  # Python 3.11's fcntl has no names for them
 _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
 _TOKEN_BYTES = 16
-_CARD = struct.Struct(f"<qqq{_TOKEN_BYTES}s")  # process, descriptor, bytes, token
+_HANDLE = struct.Struct(f"<qqq{_TOKEN_BYTES}s")  # process id, file descriptor, bytes, token
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -31,7 +31,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class _Mapping:
-    """Mapped memory, until nothing refers to it; Python's own mmap would keep a descriptor open for each."""
+    """Memory mapping, unmapped when nothing refers to it. Python's own mmap would hold a file descriptor open."""
 
     def __init__(self, descriptor: int, nbytes: int, protection: int) -> None:
         address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, descriptor, 0)
@@ -40,7 +40,7 @@ class _Mapping:
             raise OSError(number, f"mapping {nbytes} bytes of shared memory: {os.strerror(number)}")
         self.address = int(address)
         self._nbytes = nbytes
-        self._unmap = _libc.munmap  # for the end of the program, when this module may be gone first
+        self._unmap = _libc.munmap  # at interpreter exit, this module may be cleared first
 
     def __del__(self) -> None:
         if hasattr(self, "_unmap"):
@@ -48,48 +48,50 @@ class _Mapping:
 
 
 class Segment:
-    """A mapped piece of shared memory; it lives as long as something refers to it or to a view of it."""
+    """Mapped shared memory; the mapping lives as long as the segment or any view of it."""
 
     def __init__(self, mapping: _Mapping, nbytes: int) -> None:
         self.nbytes = nbytes
         self.address = mapping.address
-        # numpy and torch warn of read-only memory; what is made from an address does not know that it is
+        # from_address hides that the memory may be read-only, of which numpy and torch would warn
         self._bytes = (ctypes.c_uint8 * nbytes).from_address(self.address)
-        self._bytes.mapping = mapping  # type: ignore[attr-defined]  # views keep the ctypes array, and it the mapping
+        self._bytes.mapping = mapping  # type: ignore[attr-defined]  # views hold the ctypes array, which holds the mapping
         self._view = memoryview(self._bytes).cast("B")
         self._tensor = torch.frombuffer(self._bytes, dtype=torch.uint8)
 
     def words(self, offset: int, count: int) -> memoryview:
-        """64-bit integers from byte ``offset``; storing or loading one is a single instruction."""
+        """Return ``count`` 64-bit integers from byte ``offset``; a load or store of one is a single instruction."""
         return self._view[offset : offset + 8 * count].cast("q")
 
     def tensor(self, offset: int, nbytes: int) -> Tensor:
-        """Bytes as a uint8 tensor; of another rank's segment it must not be written."""
+        """Return bytes as a uint8 tensor; writing to another process's segment crashes this process."""
         return self._tensor[offset : offset + nbytes]
 
 
 def share(rank: int, nbytes: int, exchange: BootstrapAllGather) -> list[Segment]:
-    """Give every rank a segment of its own, and every rank all of them, in rank order; a collective.
+    """Create one segment per rank and return all of them, in rank order.
+
+    Collective: all ranks must call it.
 
     Args:
-        rank: whose own segment is made writable.
-        nbytes: of this rank's segment, above 0; other ranks' may be of other sizes.
-        exchange: called twice.
+        rank: this rank, whose segment is writable.
+        nbytes: size of this rank's segment, above 0; sizes may differ between ranks.
+        exchange: all-gather between the ranks; called twice.
 
     Raises:
-        OSError: on all ranks alike, when one could not open another's memory.
+        OSError: on all ranks with the same text, if a rank cannot open another one's segment.
     """
     offer = Offer(nbytes)
     try:
-        cards = exchange(offer.card)
+        handles = exchange(offer.handle)
         segments: list[Segment] = []
         problem = ""
         try:
-            for other, card in enumerate(cards):
-                segments.append(offer.segment if other == rank else open_offered(card))
+            for other, handle in enumerate(handles):
+                segments.append(offer.segment if other == rank else open_offered(handle))
         except OSError as error:
             problem = f"rank {rank} cannot open the memory of rank {len(segments)}: {error}"
-        problems = [said.decode() for said in exchange(problem.encode()) if said]
+        problems = [reported.decode() for reported in exchange(problem.encode()) if reported]
         if problems:
             raise OSError(problems[0])
         return segments
@@ -98,56 +100,48 @@ def share(rank: int, nbytes: int, exchange: BootstrapAllGather) -> list[Segment]
 
 
 class Offer:
-    """A new segment of this process, and the card by which others of this host open it until `close`.
+    """New segment of this process that other processes of this host can open by its ``handle`` until `close`.
 
-    Memory that nobody touches is not taken: a segment may be larger than what is used of it.
+    Untouched pages take no memory: a segment may be larger than the part that is used.
 
     Raises:
-        OSError: the system gives no such memory.
+        OSError: if the system provides no such memory.
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._descriptor, self.segment, token = _create(nbytes)
-        self.card = _CARD.pack(os.getpid(), self._descriptor, nbytes, token)
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        self._descriptor = os.memfd_create("gangline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._descriptor, nbytes + _TOKEN_BYTES)
+            fcntl.fcntl(self._descriptor, _F_ADD_SEALS, _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW)
+            mapping = _Mapping(self._descriptor, nbytes + _TOKEN_BYTES, mmap.PROT_READ | mmap.PROT_WRITE)
+            ctypes.memmove(mapping.address + nbytes, token, _TOKEN_BYTES)
+        except BaseException:
+            self.close()
+            raise
+        self.segment = Segment(mapping, nbytes)
+        self.handle = _HANDLE.pack(os.getpid(), self._descriptor, nbytes, token)
 
     def close(self) -> None:
-        """Let nobody else open the segment; who has, keeps it. Again: nothing."""
+        """Stop others from opening the segment; existing mappings stay. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
-def open_offered(card: bytes) -> Segment:
-    """Map a segment that another process of this host offers, to be read only.
+def open_offered(handle: bytes) -> Segment:
+    """Map a segment that another process of this host offers, read-only.
 
     Raises:
-        OSError: it is no card, it cannot be opened, can still shrink (its maker's truncation would kill us), or is not
-            the one meant.
+        OSError: if the handle is malformed, or the memory cannot be opened, can still shrink (truncation by its owner
+            would crash this process), or is not the offered segment.
     """
     try:
-        process, number, nbytes, token = _CARD.unpack(card)
+        process, number, nbytes, token = _HANDLE.unpack(handle)
     except struct.error as error:
-        raise OSError(f"{card[:80]!r} is no card of shared memory") from error
-    return _attach(process, number, nbytes, token)
-
-
-def _create(nbytes: int) -> tuple[int, Segment, bytes]:
-    token = secrets.token_bytes(_TOKEN_BYTES)
-    descriptor = os.memfd_create("gangline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(descriptor, nbytes + _TOKEN_BYTES)
-        fcntl.fcntl(descriptor, _F_ADD_SEALS, _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW)
-        mapping = _Mapping(descriptor, nbytes + _TOKEN_BYTES, mmap.PROT_READ | mmap.PROT_WRITE)
-        ctypes.memmove(mapping.address + nbytes, token, _TOKEN_BYTES)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor, Segment(mapping, nbytes), token
-
-
-def _attach(process: int, number: int, nbytes: int, token: bytes) -> Segment:
+        raise OSError(f"{handle[:80]!r} is not a handle of shared memory") from error
     path = f"/proc/{process}/fd/{number}"
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would have us wait
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: opening a pipe would block
     try:
         if not fcntl.fcntl(descriptor, _F_GET_SEALS) & _F_SEAL_SHRINK:
             raise OSError(f"{path} can still shrink")

@@ -1,7 +1,7 @@
-"""Small messages on one host: everybody copies in, ONE synchronisation, everybody reads what it needs.
+"""Slot exchange for small messages on one host: write your slot, synchronise ONCE, read the slots you need.
 
-Two sets of slots are used in turn. Who writes into a slot again has seen everybody's mark of the exchange between,
-so everybody has read the slot: no second synchronisation is needed.
+Two sets of slots alternate. A rank that writes its slot again has seen all ranks publish the set in between, so all
+ranks have finished reading the slot: no second synchronisation is needed.
 """
 
 from __future__ import annotations
@@ -17,82 +17,91 @@ from gangline.collectives.transports.shm.futex_wakeup import FutexWakeup
 from gangline.collectives.transports.shm.segments import share
 from gangline.collectives.tuner import SHARED_LIMIT
 
-LIMIT = SHARED_LIMIT
-"""Bytes that a rank may put on the board; pages that nobody touches cost nothing."""
+SLOT_BYTES = SHARED_LIMIT
+"""Bytes of one rank's slot; pages that are never touched take no memory."""
 
-_LINE = 64  # bytes of a cache line
+_CACHE_LINE = 64  # bytes
 
 
 class SlotExchange(ABC):
-    """Where the ranks of one process or host lay open small messages; one thread at a time may use it."""
+    """One slot per rank, readable by all ranks of a process or host. Not thread-safe."""
 
     rank: int
     size: int
 
     @abstractmethod
     def slots(self, nbytes: int, dtype: torch.dtype) -> list[list[Tensor]]:
-        """The slots for messages of so many bytes: ``[parity][rank]`` is a tensor of ``dtype``, there to be kept."""
+        """Return the slots as ``[parity][rank]`` 1-D tensors of ``dtype`` with ``nbytes`` bytes; callers may keep them.
+
+        Other ranks' slots are read-only.
+        """
 
     @property
     @abstractmethod
     def parity(self) -> int:
-        """Which set of slots the next exchange uses: fill one's own slot of it before `meet`."""
+        """Set of slots that the next exchange uses: write this rank's slot of it before `publish_and_wait`."""
 
     @abstractmethod
-    def meet(self, sequence: int, code: int) -> tuple[int, dict[int, tuple[int, int]]]:
-        """Lay open what lies in the own slot, and wait until every rank has.
+    def publish_and_wait(self, sequence: int, code: int) -> tuple[int, dict[int, tuple[int, int]]]:
+        """Publish this rank's slot and wait until all ranks have published theirs.
+
+        Args:
+            sequence: number of the call on the communicator.
+            code: `CallSignature.code`.
 
         Returns:
-            The parity of the slots to read, and where ranks are that came for another call; empty if all is well.
+            The parity of the slots to read, and rank -> (sequence, code) of ranks in another call.
 
         Raises:
-            GanglineError: what `WaitPolicy.check` raises.
+            GanglineError: if `WaitPolicy.check` raises it.
         """
 
 
 class SharedSlotExchange(SlotExchange):
-    """The board of the processes of one host."""
+    """Slot exchange between the processes of one host.
+
+    Collective: all ranks must create it.
+
+    Raises:
+        OSError: if the ranks cannot share memory.
+    """
 
     def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, wait_policy: WaitPolicy) -> None:
-        """Make the board; a collective.
-
-        Raises:
-            OSError: the ranks cannot share memory.
-        """
         self.rank, self.size = rank, size
         self._count = 0
         self._wakeup = FutexWakeup(rank, size, exchange, wait_policy)
-        self._segments = share(rank, 2 * (_LINE + LIMIT), exchange)  # marks (count, call, code) of both parities; slots
-        marks = [[segment.words(_LINE * parity, 3) for segment in self._segments] for parity in (0, 1)]
+        # a segment: marks (count, sequence, code) of both parities, then the slots of both
+        self._segments = share(rank, 2 * (_CACHE_LINE + SLOT_BYTES), exchange)
+        marks = [[segment.words(_CACHE_LINE * parity, 3) for segment in self._segments] for parity in (0, 1)]
         self._own = [of_parity[rank] for of_parity in marks]
         self._others = [[(r, m) for r, m in enumerate(of_parity) if r != rank] for of_parity in marks]
 
-    def slots(self, nbytes: int, dtype: torch.dtype) -> list[list[Tensor]]:  # noqa: D102  as said above
-        offsets = [2 * _LINE, 2 * _LINE + LIMIT]
+    def slots(self, nbytes: int, dtype: torch.dtype) -> list[list[Tensor]]:  # noqa: D102
+        offsets = [2 * _CACHE_LINE, 2 * _CACHE_LINE + SLOT_BYTES]
         return [[segment.tensor(offset, nbytes).view(dtype) for segment in self._segments] for offset in offsets]
 
     @property
     def parity(self) -> int:  # noqa: D102
         return (self._count + 1) & 1
 
-    def meet(self, sequence: int, code: int) -> tuple[int, dict[int, tuple[int, int]]]:  # noqa: D102
+    def publish_and_wait(self, sequence: int, code: int) -> tuple[int, dict[int, tuple[int, int]]]:  # noqa: D102
         count = self._count = self._count + 1
         parity = count & 1
         own = self._own[parity]
         own[1] = sequence
         own[2] = code
-        own[0] = count  # last: who sees it sees what was written before
+        own[0] = count  # last: a rank that sees the count sees everything written before it
         others = self._others[parity]
         for rank, _ in others:
-            self._wakeup.ring(rank)
-        elsewhere: dict[int, tuple[int, int]] = {}
+            self._wakeup.notify(rank)
+        mismatched: dict[int, tuple[int, int]] = {}
         for rank, marks in others:
             if marks[0] != count:
-                self._wakeup.wait(rank, partial(_is, marks, count))
+                self._wakeup.wait(rank, partial(_has_count, marks, count))
             if marks[2] != code or marks[1] != sequence:
-                elsewhere[rank] = (marks[1], marks[2])
-        return parity, elsewhere
+                mismatched[rank] = (marks[1], marks[2])
+        return parity, mismatched
 
 
-def _is(marks: memoryview, count: int) -> bool:
+def _has_count(marks: memoryview, count: int) -> bool:
     return marks[0] == count

@@ -1,13 +1,13 @@
-"""Messages between the processes of one host, through shared memory.
+"""Transport through shared memory between the processes of one host.
 
-A message is an entry in a queue from one rank to another: what it belongs to, and where its bytes lie.
+A message is an entry in a queue from one rank to another: its tag and the location of its bytes.
 
-- registered: in memory from `empty`, which every rank has mapped. Nobody copies; the receiver reads in place.
-- remote: anywhere in the sender's memory, and the receiver reads it with process_vm_readv. One copy.
-- staged: the sender copies it, piece by piece, into slots that the receiver reads. For small messages, and for all
-  where the kernel does not let ranks read each other.
+- registered: in memory from `empty`, which every rank has mapped. No copy; the receiver reads in place.
+- remote: anywhere in the sender's memory; the receiver reads it by cross-memory attach. One copy.
+- staged: the sender copies it, piece by piece, into staging buffers that the receiver reads. For small messages, and
+  for all messages if the kernel does not let ranks read each other's memory.
 
-Each rank writes only its own segment: its queues, its staging slots, and how far it has read the others'.
+Each rank writes only its own segment: its queues, its staging buffers, and its read counters of the others' queues.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.errors import ProtocolError
+from gangline.collectives.liveness.limits import PEER_LOST_SECONDS
 from gangline.collectives.transports.base import (
     PIECE,
     BootstrapAllGather,
@@ -39,119 +40,124 @@ from gangline.collectives.transports.shm.registered import RegisteredMemory
 from gangline.collectives.transports.shm.segments import Segment, share
 
 _REGISTERED, _REMOTE, _STAGED = 1, 2, 3
-_BROKEN_SECONDS = 30.0  # in which it comes out why a sender's memory cannot be read
-_SMALL = 1 << 15  # bytes up to which a message is staged: two system calls cost more than copying it twice
+_SMALL = 1 << 15  # bytes up to which a message is staged: two system calls cost more than a second copy
 
+# Layout of a segment: per peer, counters (one cache line) and queue entries; then per peer, staging buffers.
 _ENTRIES = 64
-_WORDS = 8  # of an entry: count, sequence, code, nbytes, kind, place, offset, -
-_COUNT, _SEQUENCE, _CODE, _NBYTES, _KIND, _PLACE, _OFFSET = range(7)
-_SLOTS = 4
-_MARKS = 8  # words a pair, a cache line: messages read, pieces read, pieces staged
+_WORDS = 8  # of an entry: count, sequence, code, nbytes, kind, location, offset, unused
+_COUNT, _SEQUENCE, _CODE, _NBYTES, _KIND, _LOCATION, _OFFSET = range(7)
+_BUFFERS = 4
+_COUNTERS = 8  # words per peer: messages read, pieces read, pieces staged, unused
 _READ, _PIECES_READ, _PIECES_STAGED = range(3)
-_PROOF = struct.Struct("<qq16s")  # process, address, what lies there
-_PAIR_BYTES = 8 * (_MARKS + _ENTRIES * _WORDS)
+_PEER_BYTES = 8 * (_COUNTERS + _ENTRIES * _WORDS)
+
+_PROBE = struct.Struct("<qq16s")  # process id, address, content
 
 
 @dataclass(slots=True)
 class _Outgoing:
-    """A message that has not left, or whose bytes the receiver still needs."""
+    """Message that is not posted yet, or whose bytes the receiver still needs.
+
+    ``location`` and ``offset`` are: registration number and offset; address and 0; or first piece and 0.
+    """
 
     number: int
     data: Tensor
     message_tag: MessageTag
     kind: int
-    place: int
+    location: int
     offset: int
     is_posted: bool = False
     pieces_left: int = 0
 
 
 class SharedMemoryTransport(Transport):
-    """The transport of the processes of one host."""
+    """Transport between the processes of one host.
+
+    Collective: all ranks must create it.
+
+    Raises:
+        OSError: on all ranks, if the ranks cannot share memory.
+    """
 
     name = "shared_memory"
 
     def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, wait_policy: WaitPolicy) -> None:
-        """Share memory among the ranks; a collective.
-
-        Raises:
-            OSError: the ranks cannot share memory; on all of them alike.
-        """
         self.rank, self.size = rank, size
         self._wakeup = FutexWakeup(rank, size, exchange, wait_policy)
-        staging = -(-size * _PAIR_BYTES // PIECE) * PIECE  # the slots begin behind the queues
-        segments = share(rank, staging + size * _SLOTS * PIECE, exchange)
-        self._processes, readable = _who_reads_whom(rank, exchange)
+        staging = -(-size * _PEER_BYTES // PIECE) * PIECE  # offset of the staging buffers
+        segments = share(rank, staging + size * _BUFFERS * PIECE, exchange)
+        self._processes, readable = _probe_cma(rank, exchange)
         peers = [other for other in range(size) if other != rank]
-        self._out = {
-            to: _Out(self._wakeup, segments[rank], segments[to], rank, to, staging, is_readable=rank in readable[to])
+        self._send_queues = {
+            to: _SendQueue(
+                self._wakeup, segments[rank], segments[to], rank, to, staging, is_readable=rank in readable[to]
+            )
             for to in peers
         }
-        self._in = {
-            source: _In(self._wakeup, segments[source], segments[rank], rank, source, staging) for source in peers
+        self._receive_queues = {
+            source: _ReceiveQueue(self._wakeup, segments[source], segments[rank], rank, source, staging)
+            for source in peers
         }
-        self._backlog: set[int] = set()  # ranks for which something has not left yet
+        self._backlog: set[int] = set()  # ranks with unfinished entries in their send queues
         self._registered = RegisteredMemory()
 
-    def send(self, to: int, data: Tensor, message_tag: MessageTag) -> SendRequest:  # noqa: D102  as the base says
-        out = self._out[to]
-        message = out.add(data, message_tag, self._registered.find(data) if data.numel() > _SMALL else None)
-        if out.move():
+    def send(self, to: int, data: Tensor, message_tag: MessageTag) -> SendRequest:  # noqa: D102
+        queue = self._send_queues[to]
+        message = queue.add(data, message_tag, self._registered.find(data) if data.numel() > _SMALL else None)
+        if queue.progress():
             self._backlog.add(to)
-        return _SharedTicket(self, out, message)
+        return _QueuedSend(self, queue, message)
 
     def receive(self, source: int) -> ReceiveRequest:  # noqa: D102
-        queue = self._in[source]
+        queue = self._receive_queues[source]
         if not queue.has_next():
-            self._wakeup.wait(source, queue.has_next, self.move)
+            self.wait_for(source, queue.has_next)
         return self._receive_request(source)
 
     def poll(self, source: int) -> ReceiveRequest | None:  # noqa: D102
-        return self._receive_request(source) if self._in[source].has_next() else None
+        return self._receive_request(source) if self._receive_queues[source].has_next() else None
 
-    def progress(self) -> None:  # noqa: D102
-        self.move()
-
-    def move(self) -> bool:
-        """Move on what is on its way out; gives whether something is left that this rank must move."""
+    def progress(self) -> bool:  # noqa: D102
         if self._backlog:
-            self._backlog = {to for to in self._backlog if self._out[to].move()}
+            self._backlog = {to for to in self._backlog if self._send_queues[to].progress()}
         return bool(self._backlog)
 
-    def wait(self, peer: int, is_there: Callable[[], bool]) -> None:
-        """Wait for a peer, and go on with what is on its way out."""
-        self._wakeup.wait(peer, is_there, self.move)
+    def wait_for(self, peer: int, ready: Callable[[], bool]) -> None:
+        """Block until ``ready()``, which ``peer`` makes true, while outgoing messages progress."""
+        self._wakeup.wait(peer, ready, self.progress)
 
     def empty(self, nbytes: int, exchange: BootstrapAllGather) -> Tensor:
-        """A uint8 tensor in memory that all ranks have mapped; a collective.
+        """Return an uninitialised uint8 tensor in memory that all ranks have mapped.
+
+        Collective: all ranks must call it.
 
         Raises:
-            OSError: the ranks cannot share that much.
+            OSError: if the ranks cannot share that much memory.
         """
         segments = share(self.rank, max(nbytes, 1), exchange)
         return self._registered.add(segments, self.rank, nbytes)
 
     def close(self) -> None:  # noqa: D102
-        self.move()
+        self.progress()
         self._registered = RegisteredMemory()
 
     def _receive_request(self, source: int) -> ReceiveRequest:
-        queue = self._in[source]
+        queue = self._receive_queues[source]
         entry = queue.next_entry()
         message_tag, nbytes, kind = MessageTag(entry[_SEQUENCE], entry[_CODE]), entry[_NBYTES], entry[_KIND]
         if kind == _REGISTERED:
-            return _FromMemory(
-                queue, message_tag, nbytes, self._registered.view(entry[_PLACE], source, entry[_OFFSET], nbytes)
-            )
+            view = self._registered.view(entry[_LOCATION], source, entry[_OFFSET], nbytes)
+            return _RegisteredReceive(queue, message_tag, nbytes, view)
         if kind == _REMOTE:
-            return _FromProcess(self, queue, message_tag, nbytes, self._processes[source], entry[_PLACE])
+            return _RemoteReceive(self, queue, message_tag, nbytes, self._processes[source], entry[_LOCATION])
         if kind == _STAGED:
-            return _FromSlots(self, queue, message_tag, nbytes, entry[_PLACE])
+            return _StagedReceive(self, queue, message_tag, nbytes, entry[_LOCATION])
         raise ProtocolError(f"rank {source} posted a message of kind {kind}; expected {_REGISTERED} to {_STAGED}")
 
 
-class _Out:
-    """The queue to one rank."""
+class _SendQueue:
+    """Queue from this rank to one other."""
 
     def __init__(
         self, wakeup: FutexWakeup, own: Segment, theirs: Segment, rank: int, to: int, staging: int, *, is_readable: bool
@@ -159,146 +165,149 @@ class _Out:
         self.to = to
         self._wakeup = wakeup
         self._is_readable = is_readable
-        self._marks = own.words(to * _PAIR_BYTES, _MARKS)
-        self._entries = own.words(to * _PAIR_BYTES + 8 * _MARKS, _ENTRIES * _WORDS)
-        self._slots = [own.tensor(staging + (to * _SLOTS + slot) * PIECE, PIECE) for slot in range(_SLOTS)]
-        self._theirs = theirs.words(rank * _PAIR_BYTES, _MARKS)
-        self._numbered = 0  # messages
-        self._staged = 0  # pieces
-        self._planned = 0  # pieces, of all messages given a place
-        self._waiting: deque[_Outgoing] = deque()  # not yet in the queue, or with pieces to stage
+        self._counters = own.words(to * _PEER_BYTES, _COUNTERS)
+        self._entries = own.words(to * _PEER_BYTES + 8 * _COUNTERS, _ENTRIES * _WORDS)
+        self._buffers = [own.tensor(staging + (to * _BUFFERS + index) * PIECE, PIECE) for index in range(_BUFFERS)]
+        self._receiver_counters = theirs.words(rank * _PEER_BYTES, _COUNTERS)
+        self._messages = 0  # number of messages added
+        self._staged = 0  # pieces copied into buffers
+        self._planned = 0  # pieces of all messages added
+        self._pending: deque[_Outgoing] = deque()  # messages to post, or with pieces to stage
 
     def add(self, data: Tensor, message_tag: MessageTag, registered: tuple[int, int] | None) -> _Outgoing:
-        """Take a message; `move` posts it."""
-        self._numbered += 1
+        """Append a message; `progress` posts it."""
+        self._messages += 1
         nbytes = data.numel()
         if registered is not None:
-            message = _Outgoing(self._numbered, data, message_tag, _REGISTERED, *registered)
+            message = _Outgoing(self._messages, data, message_tag, _REGISTERED, *registered)
         elif nbytes > _SMALL and self._is_readable:
-            message = _Outgoing(self._numbered, data, message_tag, _REMOTE, data.data_ptr(), 0)
+            message = _Outgoing(self._messages, data, message_tag, _REMOTE, data.data_ptr(), 0)
         else:
             pieces = -(-nbytes // PIECE)
-            message = _Outgoing(self._numbered, data, message_tag, _STAGED, self._planned, 0, pieces_left=pieces)
+            message = _Outgoing(self._messages, data, message_tag, _STAGED, self._planned, 0, pieces_left=pieces)
             self._planned += pieces
-        self._waiting.append(message)
+        self._pending.append(message)
         return message
 
-    def move(self) -> bool:
-        """Post and stage what there is room for; gives whether something is left."""
-        rang = False
-        for message in self._waiting:
+    def progress(self) -> bool:
+        """Post entries and stage pieces while there is space; return whether any are left."""
+        changed = False
+        for message in self._pending:
             if message.is_posted:
                 continue
-            if message.number - self._theirs[_READ] > _ENTRIES:
+            if message.number - self._receiver_counters[_READ] > _ENTRIES:
                 break
             self._post(message)
-            rang = True
-        while self._waiting and self._waiting[0].is_posted:
-            message = self._waiting[0]
-            while message.pieces_left and self._staged - self._theirs[_PIECES_READ] < _SLOTS:
+            changed = True
+        while self._pending and self._pending[0].is_posted:
+            message = self._pending[0]
+            while message.pieces_left and self._has_buffer():
                 self._stage(message)
-                rang = True
+                changed = True
             if message.pieces_left:
                 break
-            self._waiting.popleft()
-        if rang:
-            self._wakeup.ring(self.to)
-        return bool(self._waiting)
+            self._pending.popleft()
+        if changed:
+            self._wakeup.notify(self.to)
+        return bool(self._pending)
 
     def is_done(self, message: _Outgoing) -> bool:
-        """Whether the receiver needs the message's memory no more."""
+        """Return whether the receiver no longer needs the message's memory."""
         if message.kind == _STAGED:
             return message.is_posted and not message.pieces_left
-        return self._theirs[_READ] >= message.number
+        return self._receiver_counters[_READ] >= message.number
+
+    def _has_buffer(self) -> bool:
+        return self._staged - self._receiver_counters[_PIECES_READ] < _BUFFERS
 
     def _post(self, message: _Outgoing) -> None:
-        at = (message.number % _ENTRIES) * _WORDS
+        begin = (message.number % _ENTRIES) * _WORDS
         entries = self._entries
-        entries[at + _SEQUENCE], entries[at + _CODE] = message.message_tag
-        entries[at + _NBYTES] = message.data.numel()
-        entries[at + _KIND] = message.kind
-        entries[at + _PLACE] = message.place
-        entries[at + _OFFSET] = message.offset
-        has_room = self._staged - self._theirs[_PIECES_READ] < _SLOTS
-        if message.pieces_left == 1 and has_room and self._waiting[0] is message:
-            self._stage(message)  # with the entry, not behind it
-        entries[at + _COUNT] = message.number  # last: who sees it sees the rest
+        entries[begin + _SEQUENCE], entries[begin + _CODE] = message.message_tag
+        entries[begin + _NBYTES] = message.data.numel()
+        entries[begin + _KIND] = message.kind
+        entries[begin + _LOCATION] = message.location
+        entries[begin + _OFFSET] = message.offset
+        if message.pieces_left == 1 and self._has_buffer() and self._pending[0] is message:
+            self._stage(message)  # before the receiver sees the entry, so that it need not wait for the piece
+        entries[begin + _COUNT] = message.number  # last: a receiver that sees it sees the rest
         message.is_posted = True
 
     def _stage(self, message: _Outgoing) -> None:
-        index = self._staged - message.place
+        index = self._staged - message.location
         piece = message.data[index * PIECE : (index + 1) * PIECE]
-        self._slots[self._staged % _SLOTS][: piece.numel()].copy_(piece)
+        self._buffers[self._staged % _BUFFERS][: piece.numel()].copy_(piece)
         self._staged += 1
         message.pieces_left -= 1
-        self._marks[_PIECES_STAGED] = self._staged
+        self._counters[_PIECES_STAGED] = self._staged
 
 
-class _In:
-    """The queue from one rank."""
+class _ReceiveQueue:
+    """Queue from one other rank to this one. Pieces are counted over all messages."""
 
     def __init__(
         self, wakeup: FutexWakeup, theirs: Segment, own: Segment, rank: int, source: int, staging: int
     ) -> None:
         self.source = source
         self._wakeup = wakeup
-        self._entries = theirs.words(rank * _PAIR_BYTES + 8 * _MARKS, _ENTRIES * _WORDS)
-        self._theirs = theirs.words(rank * _PAIR_BYTES, _MARKS)
-        self._own = own.words(source * _PAIR_BYTES, _MARKS)
-        self._slots = [theirs.tensor(staging + (rank * _SLOTS + slot) * PIECE, PIECE) for slot in range(_SLOTS)]
+        self._entries = theirs.words(rank * _PEER_BYTES + 8 * _COUNTERS, _ENTRIES * _WORDS)
+        self._sender_counters = theirs.words(rank * _PEER_BYTES, _COUNTERS)
+        self._counters = own.words(source * _PEER_BYTES, _COUNTERS)
+        self._buffers = [theirs.tensor(staging + (rank * _BUFFERS + index) * PIECE, PIECE) for index in range(_BUFFERS)]
         self._read = 0
 
     @cached_property
     def scratch(self) -> Tensor:
-        """Where pieces of the source's memory are read to; allocating it anew would cost more than reading."""
+        """Buffer for pieces read from the source's memory: a new one each time would cost more than the read."""
         return torch.empty(PIECE, dtype=torch.uint8)
 
     def has_next(self) -> bool:
-        """Whether the next message is posted."""
+        """Return whether the next message is posted."""
         number = self._read + 1
         return self._entries[(number % _ENTRIES) * _WORDS] == number
 
     def next_entry(self) -> memoryview:
-        at = ((self._read + 1) % _ENTRIES) * _WORDS
-        return self._entries[at : at + _WORDS]
+        begin = ((self._read + 1) % _ENTRIES) * _WORDS
+        return self._entries[begin : begin + _WORDS]
 
     def done(self, pieces: int | None = None) -> None:
-        """The next message is read, and with it all pieces up to ``pieces``."""
+        """Mark the next message as read, and all pieces before ``pieces``."""
         self._read += 1
         if pieces is not None:
-            self._own[_PIECES_READ] = pieces
-        self._own[_READ] = self._read
-        self._wakeup.ring(self.source)
+            self._counters[_PIECES_READ] = pieces
+        self._counters[_READ] = self._read
+        self._wakeup.notify(self.source)
 
     def is_staged(self, piece: int) -> bool:
-        """Whether a piece, counted over all messages, lies in its slot."""
-        return self._theirs[_PIECES_STAGED] > piece
+        """Return whether a piece is in its buffer."""
+        return self._sender_counters[_PIECES_STAGED] > piece
 
-    def slot(self, piece: int) -> Tensor:
-        return self._slots[piece % _SLOTS]
+    def buffer(self, piece: int) -> Tensor:
+        """Return the staging buffer of a piece."""
+        return self._buffers[piece % _BUFFERS]
 
-    def give_back(self, pieces: int) -> None:
-        """All pieces before this one are read."""
-        self._own[_PIECES_READ] = pieces
-        self._wakeup.ring(self.source)
+    def release(self, pieces: int) -> None:
+        """Mark all pieces before ``pieces`` as read."""
+        self._counters[_PIECES_READ] = pieces
+        self._wakeup.notify(self.source)
 
 
-class _SharedTicket(SendRequest):
-    def __init__(self, transport: SharedMemoryTransport, out: _Out, message: _Outgoing) -> None:
-        self._transport, self._out, self._message = transport, out, message
+class _QueuedSend(SendRequest):
+    def __init__(self, transport: SharedMemoryTransport, queue: _SendQueue, message: _Outgoing) -> None:
+        self._transport, self._queue, self._message = transport, queue, message
 
     def is_done(self) -> bool:
-        return self._out.is_done(self._message)
+        return self._queue.is_done(self._message)
 
     def wait(self) -> None:
         if not self.is_done():
-            self._transport.wait(self._out.to, self.is_done)
+            self._transport.wait_for(self._queue.to, self.is_done)
 
 
-class _FromMemory(ReceiveRequest):
-    """Bytes that lie where this rank can see them."""
+class _RegisteredReceive(ReceiveRequest):
+    """Message in registered memory."""
 
-    def __init__(self, queue: _In, message_tag: MessageTag, nbytes: int, view: Tensor) -> None:
+    def __init__(self, queue: _ReceiveQueue, message_tag: MessageTag, nbytes: int, view: Tensor) -> None:
         self.message_tag, self.nbytes = message_tag, nbytes
         self._queue, self._view = queue, view
 
@@ -313,13 +322,13 @@ class _FromMemory(ReceiveRequest):
         self._queue.done()
 
 
-class _FromProcess(ReceiveRequest):
-    """Bytes in the sender's memory."""
+class _RemoteReceive(ReceiveRequest):
+    """Message in the sender's private memory."""
 
     def __init__(
         self,
         transport: SharedMemoryTransport,
-        queue: _In,
+        queue: _ReceiveQueue,
         message_tag: MessageTag,
         nbytes: int,
         process: int,
@@ -344,30 +353,30 @@ class _FromProcess(ReceiveRequest):
     def _read(self, offset: int, target: Tensor) -> None:
         try:
             cma.read(self._process, self._address + offset, target.data_ptr(), target.numel())
-        except OSError:  # the sender is dead, or has left the call because another one is: it will be known soon
-            until = time.monotonic() + _BROKEN_SECONDS
-            self._transport.wait(self._queue.source, lambda: time.monotonic() > until)
+        except OSError:  # the sender is dead, or failed because another rank is: the wait policy raises the cause
+            until = time.monotonic() + PEER_LOST_SECONDS
+            self._transport.wait_for(self._queue.source, lambda: time.monotonic() > until)
             raise
 
 
-class _FromSlots(ReceiveRequest):
-    """Bytes that the sender stages piece by piece."""
+class _StagedReceive(ReceiveRequest):
+    """Message that the sender copies piece by piece into staging buffers."""
 
     def __init__(
-        self, transport: SharedMemoryTransport, queue: _In, message_tag: MessageTag, nbytes: int, first: int
+        self, transport: SharedMemoryTransport, queue: _ReceiveQueue, message_tag: MessageTag, nbytes: int, first: int
     ) -> None:
         self.message_tag, self.nbytes = message_tag, nbytes
         self._transport, self._queue = transport, queue
-        self._first = first  # piece, counted over all messages
+        self._first = first  # piece
 
     def piece(self, index: int) -> Tensor:
         piece = self._first + index
         if index:
-            self._queue.give_back(piece)
+            self._queue.release(piece)
         is_staged = partial(self._queue.is_staged, piece)
         if not is_staged():
-            self._transport.wait(self._queue.source, is_staged)
-        return self._queue.slot(piece)[: min(PIECE, self.nbytes - index * PIECE)]
+            self._transport.wait_for(self._queue.source, is_staged)
+        return self._queue.buffer(piece)[: min(PIECE, self.nbytes - index * PIECE)]
 
     def into(self, target: Tensor) -> None:
         for index in range(-(-self.nbytes // PIECE)):
@@ -379,17 +388,19 @@ class _FromSlots(ReceiveRequest):
         self._queue.done(self._first + -(-self.nbytes // PIECE))
 
 
-def _who_reads_whom(rank: int, exchange: BootstrapAllGather) -> tuple[list[int], list[set[int]]]:
-    """The ranks' process ids, and for each rank those whose memory it can read: found out by trying."""
-    proof = os.urandom(16)
-    keep = torch.frombuffer(bytearray(proof), dtype=torch.uint8)
-    own = _PROOF.pack(os.getpid(), keep.data_ptr(), proof)
-    cards = [_PROOF.unpack(card) for card in exchange(own)]
-    processes = [process for process, _, _ in cards]
-    can = [
+def _probe_cma(rank: int, exchange: BootstrapAllGather) -> tuple[list[int], list[set[int]]]:
+    """Find out by trying which ranks can read each other's memory.
+
+    Returns:
+        The ranks' process ids, and for each rank the set of ranks whose memory it can read.
+    """
+    content = os.urandom(16)
+    probe = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    probes = [_PROBE.unpack(packed) for packed in exchange(_PROBE.pack(os.getpid(), probe.data_ptr(), content))]
+    readable = [
         other
-        for other, (process, address, expected) in enumerate(cards)
+        for other, (process, address, expected) in enumerate(probes)
         if other != rank and cma.may_read(process, address, expected)
     ]
-    said = exchange(" ".join(map(str, can)).encode())
-    return processes, [{int(word) for word in words.split()} for words in said]
+    gathered = exchange(" ".join(map(str, readable)).encode())
+    return [process for process, _, _ in probes], [{int(word) for word in words.split()} for words in gathered]

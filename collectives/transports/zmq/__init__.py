@@ -1,1 +1,1 @@
-"""ZeroMQ between hosts: a socket for each peer, and messages over it."""
+"""ZeroMQ sockets: one per pair of ranks, and the transport over them."""

@@ -1,4 +1,19 @@
-"""The end of a ZeroMQ context, which must not be the end of everything."""
+"""End of ZeroMQ contexts, and notes on the libzmq defects that this package works around.
+
+Seen with libzmq 4.3; the code that depends on a note refers to it by number.
+
+1. Linger at bind. libzmq closes a lost connection with the linger that its socket had at bind(), infinite by default.
+   If this side closes at that moment with a message unsent, its context never terminates. Sockets here set linger to 0
+   before they bind, and pass the real linger to close().
+2. ZAP. With a ZAP handler that admits peers, about 1 in 100 contexts never terminated. Peers are identified by ROUTER
+   routing ids instead.
+3. Unread messages. When a connection ends, libzmq drops messages that a receive high-water mark kept it from reading,
+   and with RECONNECT_IVL -1 also received messages that the application has not read. The data transport sets no
+   high-water mark, and a reconnection interval of 24 days instead of -1.
+4. Heartbeats at close. libzmq aborts the process if a heartbeat falls due while a socket closes whose peer has closed
+   already; zeromq/libzmq issues 3937 and 4767 describe similar assertions. Heartbeats are used with tcp only, where
+   nothing else detects a silent host.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +22,19 @@ import threading
 
 import zmq
 
-_log = logging.getLogger("gangline")
+from gangline.collectives.liveness.limits import CONTEXT_END_SECONDS
 
-_PATIENCE = 15.0
-"""Seconds; the longest that closed sockets may still send is 10."""
+_log = logging.getLogger("gangline")
 
 
 def end(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """Terminate a context whose sockets are closed: returns when what they still send has gone out, as they linger.
+    """Terminate a context whose sockets are closed; blocks while their unsent messages linger.
 
-    One that has not ended after 15 s is left behind with a warning, as libzmq (4.3) makes them by mistakes of its own
-    and of ours: a socket that binds without a linger (`Line`), one that nobody closed.
+    A context that has not terminated after 15 s is abandoned with a warning: a defect of libzmq (note 1), or a socket
+    that was not closed, must not block the program.
     """
     ending = threading.Thread(target=context.term, name="gangline-context-end", daemon=True)
     ending.start()
-    ending.join(_PATIENCE)
+    ending.join(CONTEXT_END_SECONDS)
     if ending.is_alive():
-        _log.warning("a ZeroMQ context has not ended within %g s; it is left behind", _PATIENCE)
+        _log.warning("a ZeroMQ context has not terminated within %g s and is abandoned", CONTEXT_END_SECONDS)

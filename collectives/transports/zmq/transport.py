@@ -1,4 +1,4 @@
-"""Messages over ZeroMQ: between hosts by tcp, on one host by ipc where ranks cannot share memory."""
+"""Transport over ZeroMQ: tcp between hosts, ipc on one host if its ranks cannot share memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import zmq
 from torch import Tensor
 
 from gangline.collectives.errors import DeadNodeError, ProtocolError
+from gangline.collectives.liveness.limits import PEER_LOST_SECONDS, TRANSPORT_LINGER_SECONDS, WAIT_CHECK_SECONDS
 from gangline.collectives.transports.base import (
     PIECE,
     BootstrapAllGather,
@@ -23,27 +24,24 @@ from gangline.collectives.transports.base import (
 from gangline.collectives.transports.zmq.peer_sockets import PeerSockets
 
 INLINE = 1 << 16
-"""Up to so many bytes travel, copied, with their header; more are sent from their memory, a frame for each piece."""
+"""Bytes up to which a message is copied into one frame with its header. Larger ones are sent from their memory, one
+frame per piece."""
 
-_HEADER = struct.Struct("<4sQqQQ")  # magic, number of the message on its line, sequence, code, bytes
+_HEADER = struct.Struct("<4sQqQQ")  # magic, message number of the connection, sequence, code, bytes
 _MAGIC = b"gll1"
-_MOST_BYTES = 1 << 48
-_TICK_MS = 10
-_LINGER_MS = (
-    10_000  # what a finished call has sent still goes out; a rank that closes waits if the other is that far behind
-)
-_BROKEN_SECONDS = 30.0  # a lost connection is nearly always a dead rank: the roster may say so first
+_MAX_BYTES = 1 << 48
+_CHECK_MS = round(WAIT_CHECK_SECONDS * 1000)
 
 
 class ZmqTransport(Transport):
-    """A connection for each pair of ranks.
+    """Transport over one ZeroMQ connection per pair of ranks.
 
-    A message is a header, which holds what is small, and a frame for each piece of what is not. All sends are taken at
-    once and go out in ZeroMQ's own thread; a large tensor is sent from where it lies, and received where it shall lie.
+    A message is a header frame, which includes the data of a small message, and one frame per piece of a large one.
+    ZeroMQ's I/O thread sends; a large tensor is sent from its own memory and received into its destination.
 
     Args:
-        exchange: used once.
-        wait_policy: asked while this rank waits.
+        exchange: all-gather between the ranks; used once.
+        wait_policy: called while this rank waits.
         address: "ipc" or "tcp://HOST", see `PeerSockets`.
 
     Raises:
@@ -59,108 +57,106 @@ class ZmqTransport(Transport):
         self._wait_policy = wait_policy
         options = {
             int(zmq.SNDHWM): 0,
-            int(zmq.RCVHWM): 0,  # libzmq (4.3) loses what it has not read yet when a line ends while it holds back
+            int(zmq.RCVHWM): 0,  # note 3 in zmq/context.py
             int(zmq.MAXMSGSIZE): PIECE + INLINE,
-            # Never again, for what was on its way on a lost connection would be missing; but not "-1", by which ZeroMQ
-            # drops with the connection what came over it and is not read yet.
+            # In effect never: after a reconnection, messages in flight would be missing. Not -1: note 3.
             int(zmq.RECONNECT_IVL): (1 << 31) - 1,
         }
-        self._pairs = PeerSockets(rank, size, exchange, address=address, options=options)
-        for line in self._pairs.lines.values():
-            line.socket.copy_threshold = 0  # or a small last frame is copied, and done before the others left
-        self._sent = dict.fromkeys(self._pairs.lines, 0)  # messages: what is lost or foreign shows in their numbers
-        self._received = dict.fromkeys(self._pairs.lines, 0)
-        self._is_sound = True
+        self._peers = PeerSockets(rank, size, exchange, address=address, options=options)
+        for connection in self._peers.sockets.values():
+            connection.socket.copy_threshold = 0  # a copied last frame would be done before the frames ahead of it
+        self._sent = dict.fromkeys(self._peers.sockets, 0)  # number of messages, by which losses are detected
+        self._received = dict.fromkeys(self._peers.sockets, 0)
+        self._has_failed = False
 
-    def send(self, to: int, data: Tensor, message_tag: MessageTag) -> SendRequest:  # noqa: D102  as the base says
+    def send(self, to: int, data: Tensor, message_tag: MessageTag) -> SendRequest:  # noqa: D102
         view = data.numpy().data
         header = _HEADER.pack(_MAGIC, self._sent[to], message_tag.sequence, message_tag.code, len(view))
         self._sent[to] += 1
         if len(view) <= INLINE:
-            self._put(to, header + view)
-            return _SENT
-        self._put(to, header)
+            self._send_frame(to, header + view)
+            return _COMPLETED
+        self._send_frame(to, header)
         last = len(view) - (len(view) - 1) % PIECE - 1
         for begin in range(0, last, PIECE):
-            self._put(to, view[begin : begin + PIECE])
-        return _OnTheWay(self, to, self._put(to, view[last:], track=True))
+            self._send_frame(to, view[begin : begin + PIECE])
+        return _TrackedSend(self, to, self._send_frame(to, view[last:], track=True))
 
     def receive(self, source: int) -> ReceiveRequest:  # noqa: D102
         while (receive_request := self.poll(source)) is None:
-            self.wait(source)
+            self._wait_for_frame(source)
         return receive_request
 
     def poll(self, source: int) -> ReceiveRequest | None:  # noqa: D102
-        frame = self._pairs.lines[source].take()
+        frame = self._peers.sockets[source].receive_frame()
         if frame is None:
             return None
-        header, body = _read(source, self._received[source], frame)
+        header, body = _read_header(source, self._received[source], frame)
         self._received[source] += 1
         if body is not None:
-            return _Whole(header, body)
-        return _InPieces(self, source, header)
+            return _InlineReceive(header, body)
+        return _PieceReceive(self, source, header)
 
-    def progress(self) -> None:  # noqa: D102  ZeroMQ's thread does that
-        pass
+    def progress(self) -> bool:  # noqa: D102
+        return False  # ZeroMQ's I/O thread sends
 
     def close(self) -> None:  # noqa: D102
-        for line in self._pairs.lines.values():
-            if not line.socket.closed:
-                line.look()
-                line.close(_LINGER_MS if self._is_sound and line.down_since is None else 0)
-        self._pairs.close(0)
+        linger_ms = round(TRANSPORT_LINGER_SECONDS * 1000)
+        for connection in self._peers.sockets.values():
+            if not connection.socket.closed:
+                connection.poll_monitor()
+                connection.close(0 if self._has_failed or connection.down_since is not None else linger_ms)
+        self._peers.close(0)
 
-    def wait(self, source: int) -> None:
-        """Return when a frame of a rank is here.
-
-        Raises:
-            DeadNodeError: the connection is lost.
-            GanglineError: what `WaitPolicy.check` raises.
-        """
-        line = self._pairs.lines[source]
-        while not line.socket.poll(_TICK_MS):
-            line.look()
-            is_over = line.down_since is not None
-            if is_over and line.socket.poll(0):  # what came before the end
-                return
-            # While the connection is there, what a rank sent may still come, though it is missing nowhere else.
-            self.be_patient(source, is_over=is_over)
-
-    def be_patient(self, peer: int, *, is_over: bool) -> None:
-        """See whether waiting still makes sense; ``is_over``: nothing more can come from, or go to, that rank.
-
-        Raises:
-            DeadNodeError: the connection is lost, and nobody knows better.
-            GanglineError: what `WaitPolicy.check` raises.
-        """
-        try:
-            self._wait_policy.check([peer] if is_over else [])
-            lost = self._pairs.lines[peer].down_since
-            if lost is not None and time.monotonic() - lost > _BROKEN_SECONDS:
-                raise DeadNodeError(f"rank {self.rank} lost its connection with rank {peer}")
-        except BaseException:
-            self._is_sound = False
-            raise
-
-    def take(self, source: int) -> zmq.Frame:
-        """The next frame of a rank; waits for it."""
-        while (frame := self._pairs.lines[source].take()) is None:
-            self.wait(source)
+    def receive_frame(self, source: int) -> zmq.Frame:
+        """Block until the next frame from a rank has arrived and return it."""
+        while (frame := self._peers.sockets[source].receive_frame()) is None:
+            self._wait_for_frame(source)
         return frame
 
-    def take_into(self, source: int, target: memoryview) -> int:
-        """The next frame of a rank into memory, as far as it fits; waits for it, gives the frame's bytes."""
-        while (nbytes := self._pairs.lines[source].take_into(target)) is None:
-            self.wait(source)
+    def receive_into(self, source: int, target: memoryview) -> int:
+        """Receive the next frame from a rank into memory, truncated to fit; return the frame's size in bytes."""
+        while (nbytes := self._peers.sockets[source].receive_into(target)) is None:
+            self._wait_for_frame(source)
         return nbytes
 
-    def _put(self, to: int, data: bytes | memoryview, *, track: bool = False) -> zmq.MessageTracker | None:
-        line = self._pairs.lines[to]
+    def check_wait(self, peer: int, *, is_blocked: bool) -> None:
+        """Check that waiting for a rank still makes sense.
+
+        Args:
+            peer: the rank.
+            is_blocked: whether nothing more can arrive from or leave for that rank.
+
+        Raises:
+            DeadNodeError: if the connection is lost and membership has not reported why in time.
+            GanglineError: if `WaitPolicy.check` raises it.
+        """
         try:
-            return line.put(data, copy=len(data) <= INLINE and not track, track=track)
-        except zmq.Again:  # only without a connection: there is no high-water mark
-            line.look()
-            self.be_patient(to, is_over=True)
+            self._wait_policy.check([peer] if is_blocked else [])
+            lost = self._peers.sockets[peer].down_since
+            if lost is not None and time.monotonic() - lost > PEER_LOST_SECONDS:
+                raise DeadNodeError(f"rank {self.rank} lost its connection with rank {peer}")
+        except BaseException:
+            self._has_failed = True
+            raise
+
+    def _wait_for_frame(self, source: int) -> None:
+        connection = self._peers.sockets[source]
+        while not connection.socket.poll(_CHECK_MS):
+            connection.poll_monitor()
+            is_lost = connection.down_since is not None
+            if is_lost and connection.socket.poll(0):  # it arrived before the connection was lost
+                return
+            # While the connection is up, data that the rank sent before it closed may still arrive.
+            self.check_wait(source, is_blocked=is_lost)
+
+    def _send_frame(self, to: int, data: bytes | memoryview, *, track: bool = False) -> zmq.MessageTracker | None:
+        connection = self._peers.sockets[to]
+        try:
+            return connection.send_frame(data, copy=len(data) <= INLINE and not track, track=track)
+        except zmq.Again:  # no connection: there is no high-water mark
+            connection.poll_monitor()
+            self.check_wait(to, is_blocked=True)
             return None
 
 
@@ -169,7 +165,7 @@ class _Header(NamedTuple):
     nbytes: int
 
 
-class _Sent(SendRequest):
+class _CompletedSend(SendRequest):
     def is_done(self) -> bool:
         return True
 
@@ -177,14 +173,14 @@ class _Sent(SendRequest):
         pass
 
 
-_SENT = _Sent()
+_COMPLETED = _CompletedSend()
 
 
-class _OnTheWay(SendRequest):
+class _TrackedSend(SendRequest):
     def __init__(self, transport: ZmqTransport, to: int, tracker: zmq.MessageTracker | None) -> None:
         self._transport = transport
         self._to = to
-        self._tracker = tracker  # of the last frame, which goes out last; None: there was no way out
+        self._tracker = tracker  # of the last frame, which leaves last; None: not sent, as there was no connection
 
     def is_done(self) -> bool:
         return self._tracker is not None and self._tracker.done
@@ -193,22 +189,24 @@ class _OnTheWay(SendRequest):
         while not self.is_done():
             try:
                 if self._tracker is not None:
-                    self._tracker.wait(_TICK_MS / 1000)
+                    self._tracker.wait(WAIT_CHECK_SECONDS)
                 else:
-                    time.sleep(_TICK_MS / 1000)
+                    time.sleep(WAIT_CHECK_SECONDS)
             except zmq.NotDone:
                 pass
             if not self.is_done():
-                self._transport.be_patient(self._to, is_over=True)
+                self._transport.check_wait(self._to, is_blocked=True)
 
 
-class _Whole(ReceiveRequest):
+class _InlineReceive(ReceiveRequest):
+    """Small message that arrived in one frame with its header."""
+
     def __init__(self, header: _Header, body: memoryview) -> None:
         self.message_tag, self.nbytes = header
         self._body = body
 
-    def piece(self, index: int) -> Tensor:  # noqa: ARG002  there is one
-        return torch.frombuffer(bytearray(self._body), dtype=torch.uint8)  # a copy, for what arrives is not aligned
+    def piece(self, index: int) -> Tensor:  # noqa: ARG002  it has one piece
+        return torch.frombuffer(bytearray(self._body), dtype=torch.uint8)  # copied, as the frame is not aligned
 
     def into(self, target: Tensor) -> None:
         if self.nbytes:
@@ -218,53 +216,61 @@ class _Whole(ReceiveRequest):
         pass
 
 
-class _InPieces(ReceiveRequest):
+class _PieceReceive(ReceiveRequest):
+    """Large message, one frame per piece."""
+
     def __init__(self, transport: ZmqTransport, source: int, header: _Header) -> None:
         self.message_tag, self.nbytes = header
         self._transport = transport
         self._source = source
-        self._next = 0
-        self._frame: zmq.Frame | None = None  # holds the memory of the piece handed out last
+        self._next = 0  # piece
+        self._frame: zmq.Frame | None = None  # owns the memory of the last piece returned
 
     def piece(self, index: int) -> Tensor:
-        self._skip(index)
-        self._frame = self._transport.take(self._source)
-        self._check(len(self._frame))
+        self._skip_to(index)
+        self._frame = self._transport.receive_frame(self._source)
+        self._count(len(self._frame))
         return torch.frombuffer(self._frame.buffer, dtype=torch.uint8)
 
     def into(self, target: Tensor) -> None:
         view = target.numpy().data
         while self._begin < self.nbytes:
-            self._check(self._transport.take_into(self._source, view[self._begin : self._begin + PIECE]))
+            self._count(self._transport.receive_into(self._source, view[self._begin : self._begin + PIECE]))
 
     def done(self) -> None:
-        self._skip(-(-self.nbytes // PIECE))
+        self._skip_to(-(-self.nbytes // PIECE))
         self._frame = None
 
     @property
     def _begin(self) -> int:
         return self._next * PIECE
 
-    def _skip(self, index: int) -> None:
+    def _skip_to(self, index: int) -> None:
         while self._next < index:
-            self._check(len(self._transport.take(self._source)))
+            self._count(len(self._transport.receive_frame(self._source)))
 
-    def _check(self, nbytes: int) -> None:
+    def _count(self, nbytes: int) -> None:
         expected = min(PIECE, self.nbytes - self._begin)
         if nbytes != expected:
             raise ProtocolError(f"rank {self._source} sent {nbytes} bytes as a piece of a message, expected {expected}")
         self._next += 1
 
 
-def _read(source: int, expected: int, frame: zmq.Frame) -> tuple[_Header, memoryview | None]:
-    """The header of a message, and its body where it came along."""
+def _read_header(source: int, expected: int, frame: zmq.Frame) -> tuple[_Header, memoryview | None]:
+    """Return a message's header, and its data if the frame includes it.
+
+    Args:
+        source: the sender.
+        expected: number that the message must have.
+        frame: the message's first frame.
+    """
     view = frame.buffer
     if len(view) < _HEADER.size:
-        raise ProtocolError(f"rank {source} sent {len(view)} bytes in place of a header of {_HEADER.size}")
+        raise ProtocolError(f"rank {source} sent {len(view)} bytes; expected a message header of {_HEADER.size}")
     magic, number, sequence, code, nbytes = _HEADER.unpack_from(view)
     inline = nbytes if nbytes <= INLINE else 0
-    if magic != _MAGIC or nbytes > _MOST_BYTES or len(view) != _HEADER.size + inline:
-        raise ProtocolError(f"rank {source} sent {bytes(view[: _HEADER.size])!r}, which is no header of a message")
+    if magic != _MAGIC or nbytes > _MAX_BYTES or len(view) != _HEADER.size + inline:
+        raise ProtocolError(f"rank {source} sent {bytes(view[: _HEADER.size])!r}, which is not a message header")
     if number != expected:
-        raise ProtocolError(f"rank {source} sent message {number}, expected {expected}: some were lost")
+        raise ProtocolError(f"rank {source} sent message {number}, expected {expected}: messages were lost")
     return _Header(MessageTag(sequence, code), nbytes), view[_HEADER.size :] if nbytes <= INLINE else None

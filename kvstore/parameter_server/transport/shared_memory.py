@@ -34,7 +34,7 @@ class SharedMemoryPool:
     @property
     def card(self) -> bytes:
         """By which others of this host and user open it."""
-        return self._offer.card
+        return self._offer.handle
 
     @property
     def in_use(self) -> int:

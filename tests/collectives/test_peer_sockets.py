@@ -1,4 +1,4 @@
-"""Sockets between two ranks, when others come to their ports and when connections end at bad moments."""
+"""Peer sockets: strangers at their ports, and connections that end at bad moments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENDS_OF_HANDSHAKES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 @contextmanager
 def caller(port: str, token: bytes, *, kind: int = zmq.DEALER) -> Iterator[tuple[zmq.Socket[bytes], Callable[[], int]]]:
-    """A socket that calls at a port, by the name of who has this token, and how its handshake ended."""
+    """Yield a socket that connects with the routing id of a token, and a function that returns its handshake event."""
     with zmq.Context() as context, context.socket(kind) as bare:
         bare.linger = 1000
         bare.setsockopt(zmq.RECONNECT_IVL, NEVER)
@@ -42,17 +42,17 @@ def caller(port: str, token: bytes, *, kind: int = zmq.DEALER) -> Iterator[tuple
 
 
 def two(visit: Callable[[str], None], options: dict[int, int] | None = None) -> list[PeerSockets]:
-    """Both ranks' sockets; ``visit`` is called with rank 0's port before rank 1 knows it."""
+    """Return both ranks' sockets; ``visit`` is called with rank 0's endpoint before rank 1 knows it."""
     barrier = threading.Barrier(2)
-    cards = [b"", b""]
+    gathered = [b"", b""]
 
     def exchange_of(rank: int) -> Callable[[bytes], list[bytes]]:
-        def exchange(card: bytes) -> list[bytes]:
-            cards[rank] = card
+        def exchange(data: bytes) -> list[bytes]:
+            gathered[rank] = data
             if rank == 0:
-                visit(msgpack.unpackb(card, strict_map_key=False)[1][1][0])
+                visit(msgpack.unpackb(data, strict_map_key=False)[1][1][0])
             barrier.wait(30)
-            return list(cards)
+            return list(gathered)
 
         return exchange
 
@@ -78,10 +78,10 @@ def two(visit: Callable[[str], None], options: dict[int, int] | None = None) -> 
     ],
     ids=["of another program", "without a name", "with the token of another port"],
 )
-def test_who_is_first_at_a_port_does_not_take_the_place_of_the_rank(token: bytes, kind: int, end: int) -> None:
+def test_a_stranger_that_connects_first_does_not_replace_the_rank(token: bytes, kind: int, end: int) -> None:
     with ExitStack() as stack:
 
-        def visit(port: str) -> None:  # as a communicator does that lost a rank whose port is used again
+        def visit(port: str) -> None:  # as a closed communicator does if the port is reused
             bare, ended = stack.enter_context(caller(port, token, kind=kind))
             assert ended() == end
             if end == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -92,112 +92,114 @@ def test_who_is_first_at_a_port_does_not_take_the_place_of_the_rank(token: bytes
         for each in both:
             stack.callback(each.close, 0)
         assert len(both) == 2
-        both[1].lines[0].send(b"for 0")
-        both[0].lines[1].send(b"for 1")
-        assert [both[0].lines[1].socket.poll(10_000), both[1].lines[0].socket.poll(10_000)] == [zmq.POLLIN] * 2
-        assert [both[0].lines[1].receive(), both[1].lines[0].receive()] == [b"for 0", b"for 1"]
+        both[1].sockets[0].send(b"for 0")
+        both[0].sockets[1].send(b"for 1")
+        assert [both[0].sockets[1].socket.poll(10_000), both[1].sockets[0].socket.poll(10_000)] == [zmq.POLLIN] * 2
+        assert [both[0].sockets[1].receive(), both[1].sockets[0].receive()] == [b"for 0", b"for 1"]
 
 
-def test_what_is_sent_to_nobody_is_refused() -> None:
-    with binding_line() as (line, _):
-        assert not line.send(b"at")
+def test_sending_without_a_peer_is_refused() -> None:
+    with binding_socket() as (connection, _):
+        assert not connection.send(b"at")
         with pytest.raises(zmq.Again):
-            line.put(b"at")
+            connection.send_frame(b"at")
 
 
-def test_hundreds_of_openings_end() -> None:
+def test_hundreds_of_contexts_terminate() -> None:
     for _ in range(300):
         for each in two(lambda port: None):
-            each.lines[1 - each.rank].send(b"closed")
+            each.sockets[1 - each.rank].send(b"closed")
             each.close(0)
             each.close(0)
 
 
-def test_a_line_ends_at_whatever_moment_its_peer_goes(tmp_path: Path) -> None:
-    port = f"ipc://{tmp_path}/line"
+def test_a_context_terminates_whenever_the_peer_disconnects(tmp_path: Path) -> None:
+    port = f"ipc://{tmp_path}/connection"
     with zmq.Context() as callers:
-        for turn in range(1000):  # the moment in which libzmq may wait for ever came once in some hundred turns
+        for turn in range(1000):  # note 1 in zmq/context.py: it happened once in some hundred turns
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-            line = PeerSocket(context, TOKEN, binds=True)
-            line.socket.bind(port)
+            connection = PeerSocket(context, TOKEN, binds=True)
+            connection.socket.bind(port)
             with callers.socket(zmq.DEALER) as peer:
                 peer.linger = 0
                 peer.routing_id = b"gangline-" + TOKEN
                 peer.connect(port)
                 peer.send(HELLO)
-                assert line.socket.poll(10_000)
-                assert line.wait_up()
+                assert connection.socket.poll(10_000)
+                assert connection.poll_hello()
             moment = time.perf_counter() + turn % 120 * 1e-6
             while time.perf_counter() < moment:
                 pass
-            line.send(b"closed")
-            line.close(500)
+            connection.send(b"closed")
+            connection.close(500)
             end(context)
             assert context.closed, turn
 
 
 @contextmanager
-def binding_line() -> Iterator[tuple[PeerSocket, str]]:
-    """A line of the lower rank, and its port."""
+def binding_socket() -> Iterator[tuple[PeerSocket, str]]:
+    """Yield a binding peer socket and its endpoint."""
     with zmq.Context() as context:
-        line = PeerSocket(context, TOKEN, binds=True)
-        line.socket.bind(f"{ADDRESS}:*")
+        connection = PeerSocket(context, TOKEN, binds=True)
+        connection.socket.bind(f"{ADDRESS}:*")
         try:
-            yield line, line.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+            yield connection, connection.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         finally:
-            line.close(0)
+            connection.close(0)
 
 
-def call_once(line: PeerSocket, port: str, *messages: bytes) -> None:
-    """Call at a line's port, say something, and be gone; returns when the line's monitor knows that."""
+def call_once(connection: PeerSocket, port: str, *messages: bytes) -> None:
+    """Connect to a binding socket, send messages and disconnect; return when its monitor has the event."""
     with caller(port, TOKEN) as (bare, end):
         assert end() == zmq.EVENT_HANDSHAKE_SUCCEEDED
         for message in messages:
             bare.send(message)
-        assert line.socket.poll(10_000)
+        assert connection.socket.poll(10_000)
     host, _, number = port.removeprefix("tcp://").partition(":")
-    with socket.create_connection((host, int(number))) as later:  # whom ZeroMQ's thread greets after that end
+    with socket.create_connection(
+        (host, int(number))
+    ) as later:  # ZeroMQ's I/O thread greets it after it has processed the end
         assert later.recv(10)
 
 
-def test_a_rank_that_says_hello_and_dies_before_anybody_looks_is_known_to_be_gone() -> None:
-    with binding_line() as (line, port):
-        call_once(line, port, HELLO, b"last words")
-        line.look()  # reads of the end before it reads the hello
-        assert line.wait_up()
-        assert line.down_since is not None
-        assert line.receive() == b"last words"
-        assert line.down_since is not None
+def test_a_connection_lost_before_its_hello_is_read_is_down() -> None:
+    with binding_socket() as (connection, port):
+        call_once(connection, port, HELLO, b"last words")
+        connection.poll_monitor()  # processes the end before the hello
+        assert connection.poll_hello()
+        assert connection.down_since is not None
+        assert connection.receive() == b"last words"
+        assert connection.down_since is not None
 
 
-def test_a_hello_by_a_new_connection_counts_before_the_end_of_the_old_one_is_read() -> None:
+def test_a_new_connection_is_up_before_the_end_of_the_old_one_is_read() -> None:
     ups: list[str] = []
-    with binding_line() as (line, port):
-        line.on_up = lambda: ups.append("up")
+    with binding_socket() as (connection, port):
+        connection.on_up = lambda: ups.append("up")
         with caller(port, TOKEN) as (bare, _):
             bare.send(HELLO)
-            assert line.socket.poll(10_000)
-            assert line.wait_up()
-            assert line.down_since is None
+            assert connection.socket.poll(10_000)
+            assert connection.poll_hello()
+            assert connection.down_since is None
             assert bare.poll(10_000)
             assert bare.recv() == ANSWER
         with caller(port, TOKEN) as (bare, _):
             bare.send(HELLO)
             bare.send(b"here again")
-            assert line.socket.poll(10_000)
-            assert line.receive() == b"here again"
-            assert (line.down_since, ups) == (None, ["up", "up"])
+            assert connection.socket.poll(10_000)
+            assert connection.receive() == b"here again"
+            assert (connection.down_since, ups) == (None, ["up", "up"])
             assert bare.poll(10_000)
             assert bare.recv() == ANSWER
-            line.look()
-            assert line.down_since is None
+            connection.poll_monitor()
+            assert connection.down_since is None
 
 
-def test_a_hello_of_a_stranger_is_none() -> None:
-    with binding_line() as (line, port), caller(port, TOKEN) as (bare, _):
+def test_a_strangers_hello_is_ignored() -> None:
+    with binding_socket() as (connection, port), caller(port, TOKEN) as (bare, _):
         bare.send(ANSWER)
         bare.send(b"closed")
-        assert line.socket.poll(10_000)
-        assert not line.wait_up()
-        assert line.receive() is None
-        assert line.down_since is not None
+        assert connection.socket.poll(10_000)
+        assert not connection.poll_hello()
+        assert connection.receive() is None
+        assert connection.down_since is not None

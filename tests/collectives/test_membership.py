@@ -1,4 +1,4 @@
-"""What ranks know of each other, and with what words a wait ends: real processes, killed and stopped."""
+"""Membership and watchdog: real processes that are killed and stopped, and the errors that end waits."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ ADDRESSES = ("ipc", "tcp://127.0.0.1")
 
 @pytest.fixture(autouse=True)
 def _no_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    process_pool.start()  # with this program's folders, not the test's, which is gone before the server is
+    process_pool.start()  # the server outlives this test, so it must not inherit its directories
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # of the ranks
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
     assert list(tmp_path.iterdir()) == []
 
 
-def open_roster(rank: Rank, address: str, limit: float = LIMIT) -> ProcessMembership:
-    tempfile.tempdir = None  # what the fork server has found for itself, not the test's folder
+def open_membership(rank: Rank, address: str, limit: float = LIMIT) -> ProcessMembership:
+    tempfile.tempdir = None  # the fork server's; the environment now names another
     return ProcessMembership(rank.rank, rank.size, rank.exchange, heartbeat=0.2, limit=limit, address=address)
 
 
 def until(condition: Callable[[], Any], membership: ProcessMembership, sequence: int = 1, code: int = SUM) -> None:
     while not condition():
-        membership.look(sequence, code)
-        os.sched_yield()  # what is waited for is the condition
+        membership.poll(sequence, code)
+        os.sched_yield()
 
 
 def in_processes(function: Callable[..., None], size: int, *arguments: Any) -> list[Any]:
@@ -68,11 +68,11 @@ def in_processes(function: Callable[..., None], size: int, *arguments: Any) -> l
         return ranks.all_heard()
 
 
-# Ranks that go
+# Lost ranks
 
 
 def _until_gone(rank: Rank, address: str, victim: int) -> None:
-    membership = open_roster(rank, address)
+    membership = open_membership(rank, address)
     rank.tell("ready")
     wanted = {victim} if rank.rank != victim else set(range(rank.size)) - {victim}
     until(lambda: wanted <= membership.gone.keys(), membership)
@@ -92,7 +92,7 @@ def test_a_killed_rank_is_gone_for_all_others(address: str, size: int, victim: i
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
-def test_a_stopped_rank_is_gone_for_all_others_and_knows_it_when_it_wakes(address: str) -> None:
+def test_a_stopped_rank_is_gone_for_all_others_and_learns_it_when_it_continues(address: str) -> None:
     with Processes(_until_gone, 3, address, 1) as ranks:
         assert ranks.all_heard() == ["ready"] * 3
         ranks.kill(1, signal.SIGSTOP)
@@ -104,7 +104,7 @@ def test_a_stopped_rank_is_gone_for_all_others_and_knows_it_when_it_wakes(addres
 
 
 def _say_goodbye(rank: Rank, address: str) -> None:
-    membership = open_roster(rank, address)
+    membership = open_membership(rank, address)
     if rank.rank == 1:
         membership.close()
         membership.close()
@@ -113,12 +113,12 @@ def _say_goodbye(rank: Rank, address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
-def test_who_says_goodbye_closed_and_did_not_die(address: str) -> None:
+def test_a_rank_that_closes_did_not_die(address: str) -> None:
     assert in_processes(_say_goodbye, 3, address) == [{1: CLOSED}, {}, {1: CLOSED}]
 
 
 def _busy(rank: Rank) -> None:
-    membership = open_roster(rank, "ipc", limit=0.5)
+    membership = open_membership(rank, "ipc", limit=0.5)
     rank.tell("ready")
     if rank.rank == 0:
         rank.hear()
@@ -126,10 +126,10 @@ def _busy(rank: Rank) -> None:
         rank.tell(membership.gone)
     else:
         end = time.monotonic() + 3 * 0.5
-        while time.monotonic() < end:  # says nothing, but its heartbeats go on
+        while time.monotonic() < end:  # sends nothing but heartbeats
             pass
         rank.tell("done")
-        membership.look(2, FROM_0)
+        membership.poll(2, FROM_0)
     rank.hear()
 
 
@@ -141,11 +141,11 @@ def test_a_rank_busy_in_python_is_not_taken_for_dead() -> None:
         assert ranks.heard(0) == {}
 
 
-# What ranks say
+# Messages
 
 
 def _tell_where(rank: Rank, address: str) -> None:
-    membership = open_roster(rank, address)
+    membership = open_membership(rank, address)
     here = {peer: (peer + 10, SUM + peer) for peer in range(rank.size)}
     until(lambda: membership.at == here, membership, *here[rank.rank])
     rank.tell("all")
@@ -153,12 +153,12 @@ def _tell_where(rank: Rank, address: str) -> None:
     until(
         lambda: membership.at.get(0) == (99, FROM_0), membership, *((99, FROM_0) if rank.rank == 0 else here[rank.rank])
     )
-    rank.tell(membership.junk)
+    rank.tell(membership.invalid_messages)
     rank.hear()
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
-def test_all_hear_where_the_others_are(address: str) -> None:
+def test_all_ranks_learn_the_others_calls(address: str) -> None:
     with Processes(_tell_where, 3, address) as ranks:
         assert ranks.all_heard() == ["all"] * 3
         for rank in range(3):
@@ -170,7 +170,7 @@ KINDS = (GanglineError, DeadNodeError, StallError, ProtocolError, MismatchError)
 
 
 def _tell_failures(rank: Rank) -> None:
-    memberships = [open_roster(rank, "ipc") for _ in KINDS]
+    memberships = [open_membership(rank, "ipc") for _ in KINDS]
     text = "rank 1: größer " + "x" * 50_000
     for membership, kind in zip(memberships, KINDS, strict=True):
         if rank.rank == 1:
@@ -188,43 +188,43 @@ def test_an_error_reaches_the_others_with_its_class_and_text() -> None:
     assert in_processes(_tell_failures, 3) == [told, [["NoneType", False]] * len(KINDS), told]
 
 
-# Bad input
+# Invalid input
 
 
 def pair_of(
     function: Callable[..., None], address: str = "ipc", limit: float = LIMIT, *, tell_port: bool = False
 ) -> None:
-    """A roster of rank 0, and the bare sockets of rank 1, in this process."""
+    """Call ``function`` with the membership of rank 0 and the bare sockets of rank 1."""
     barrier = threading.Barrier(2)
-    cards: list[bytes] = [b"", b""]
+    gathered: list[bytes] = [b"", b""]
 
     def exchange_of(rank: int) -> Callable[[bytes], list[bytes]]:
-        def exchange(card: bytes) -> list[bytes]:
-            cards[rank] = card
+        def exchange(data: bytes) -> list[bytes]:
+            gathered[rank] = data
             barrier.wait(10)
-            return list(cards)
+            return list(gathered)
 
         return exchange
 
     made: list[PeerSockets] = []
-    card = msgpack.packb(["another host", 1, 1])
+    identity = msgpack.packb(["another host", 1, 1])
 
     def other() -> None:
-        made.append(PeerSockets(1, 2, exchange_of(1), address=address, options={}, card=card))
+        made.append(PeerSockets(1, 2, exchange_of(1), address=address, options={}, payload=identity))
 
     thread = threading.Thread(target=other)
     thread.start()
     membership = ProcessMembership(0, 2, exchange_of(0), heartbeat=0.2, limit=limit, address=address)
     thread.join()
     try:
-        ports = [endpoint for endpoint, _ in msgpack.unpackb(cards[0], strict_map_key=False)[1].values()]
+        ports = [endpoint for endpoint, _ in msgpack.unpackb(gathered[0], strict_map_key=False)[1].values()]
         function(membership, made[0], *(ports if tell_port else ()))
     finally:
         made[0].close(0)
         membership.close()
 
 
-JUNK = [
+INVALID = [
     b"",
     b"\xff\xff",
     b"\x93" * 5000,
@@ -245,38 +245,38 @@ JUNK = [
 ]
 
 
-def test_junk_is_counted_and_dropped() -> None:
+def test_invalid_messages_are_counted_and_dropped() -> None:
     def check(membership: ProcessMembership, other: PeerSockets) -> None:
-        for message in JUNK:
-            other.lines[0].send(message)
-        other.lines[0].send(msgpack.packb(["at", 7, FROM_0]))
+        for message in INVALID:
+            other.sockets[0].send(message)
+        other.sockets[0].send(msgpack.packb(["at", 7, FROM_0]))
         until(lambda: 1 in membership.at, membership)
-        assert membership.junk == len(JUNK)
+        assert membership.invalid_messages == len(INVALID)
         assert (membership.gone, membership.failure, membership.at[1]) == ({}, None, (7, FROM_0))
 
     pair_of(check)
 
 
-def test_no_bytes_break_a_roster() -> None:
+def test_no_bytes_break_a_membership() -> None:
     def check(membership: ProcessMembership, other: PeerSockets) -> None:
         @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
         @given(st.binary(max_size=100))
         def look(message: bytes) -> None:
-            other.lines[0].send(message)
-            before = membership.junk
-            until(lambda: membership.junk > before, membership)
+            other.sockets[0].send(message)
+            before = membership.invalid_messages
+            until(lambda: membership.invalid_messages > before, membership)
 
         look()
 
     pair_of(check)
 
 
-def test_a_message_beyond_the_limit_ends_the_connection_and_is_not_kept() -> None:
+def test_a_message_beyond_the_limit_ends_the_connection_and_is_dropped() -> None:
     def check(membership: ProcessMembership, other: PeerSockets) -> None:
-        other.lines[0].send(bytes(1 << 20))
+        other.sockets[0].send(bytes(1 << 20))
         until(lambda: membership.gone, membership)
         assert membership.gone == {1: f"was killed, left, or gave no sign of life for {LIMIT:g} s"}
-        assert membership.junk == 0
+        assert membership.invalid_messages == 0
 
     pair_of(check)
 
@@ -284,11 +284,11 @@ def test_a_message_beyond_the_limit_ends_the_connection_and_is_not_kept() -> Non
 def _with_a_stranger(rank: Rank) -> None:
     ports: list[str] = []
 
-    def exchange(card: bytes) -> list[bytes]:
-        cards = rank.exchange(card)
+    def exchange(data: bytes) -> list[bytes]:
+        gathered = rank.exchange(data)
         if rank.rank == 0:
-            ports.extend(endpoint for endpoint, _ in msgpack.unpackb(card, strict_map_key=False)[1].values())
-        return cards
+            ports.extend(endpoint for endpoint, _ in msgpack.unpackb(data, strict_map_key=False)[1].values())
+        return gathered
 
     membership = ProcessMembership(
         rank.rank, rank.size, exchange, heartbeat=0.2, limit=LIMIT, address="tcp://127.0.0.1"
@@ -298,7 +298,7 @@ def _with_a_stranger(rank: Rank) -> None:
     until(lambda: membership.at.get(1 - rank.rank) == (2, SUM), membership, 2)
     end = time.monotonic() + LIMIT / 2  # time enough for a lost connection to count
     until(lambda: time.monotonic() > end, membership, 2)
-    rank.tell([membership.junk, membership.gone])
+    rank.tell([membership.invalid_messages, membership.gone])
     rank.hear()
 
 
@@ -322,7 +322,7 @@ def test_a_stranger_at_the_port_neither_joins_nor_ends_a_connection() -> None:
         assert ranks.all_heard() == [[0, {}]] * 2
 
 
-def test_a_stranger_in_the_place_of_a_lost_rank_is_not_heard() -> None:
+def test_a_stranger_that_replaces_a_lost_rank_is_ignored() -> None:
     def check(membership: ProcessMembership, other: PeerSockets, port: str) -> None:
         other.close(0)
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
@@ -339,7 +339,7 @@ def test_a_stranger_in_the_place_of_a_lost_rank_is_not_heard() -> None:
 
 def test_a_lost_connection_may_come_back() -> None:
     def check(membership: ProcessMembership, other: PeerSockets, port: str) -> None:
-        token = other.lines[0].token
+        token = other.sockets[0].token
         other.close(0)
         membership.fail(StallError("too late"))
         with zmq.Context() as context, context.socket(zmq.DEALER) as again:
@@ -358,13 +358,13 @@ def test_a_lost_connection_may_come_back() -> None:
     pair_of(check, "tcp://127.0.0.1", 40, tell_port=True)
 
 
-# What it costs
+# File descriptors
 
 
 def _count_descriptors(rank: Rank, address: str) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
     before = len(os.listdir("/proc/self/fd"))
-    membership = open_roster(rank, address, limit=10)
+    membership = open_membership(rank, address, limit=10)
     rank.tell(len(os.listdir("/proc/self/fd")) - before)
     rank.hear()
     membership.close()
@@ -373,7 +373,7 @@ def _count_descriptors(rank: Rank, address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
-def test_sixteen_ranks_take_few_descriptors_and_give_them_back(address: str) -> None:
+def test_sixteen_ranks_open_few_descriptors_and_close_them(address: str) -> None:
     with Processes(_count_descriptors, 16, address) as ranks:
         assert max(ranks.all_heard()) <= 15 * 5 + 10
         for rank in range(16):
@@ -381,8 +381,8 @@ def test_sixteen_ranks_take_few_descriptors_and_give_them_back(address: str) -> 
         assert ranks.all_heard() == [0] * 16
 
 
-def test_a_failed_meeting_leaves_nothing(tmp_path: Path) -> None:
-    def exchange(card: bytes) -> list[bytes]:
+def test_a_failed_exchange_leaves_no_resources(tmp_path: Path) -> None:
+    def exchange(data: bytes) -> list[bytes]:
         assert len(list(tmp_path.iterdir())) == 1
         assert (next(tmp_path.iterdir()).stat().st_mode & 0o777) == 0o700
         raise ConnectionError(errno.ECONNRESET, "no store")
@@ -393,7 +393,7 @@ def test_a_failed_meeting_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == before
 
-    with pytest.raises(ProtocolError, match="rank 0 exchanged b'nonsense', which is no list of its sockets"):
+    with pytest.raises(ProtocolError, match=r"rank 0 sent b'nonsense' in the bootstrap.*; expected a map of its"):
         ProcessMembership(0, 2, lambda _: [b"nonsense"] * 2, heartbeat=1, limit=10, address="ipc")
 
 
@@ -405,23 +405,23 @@ def test_addresses_that_strangers_can_reach_are_refused(monkeypatch: pytest.Monk
         with pytest.raises(RuntimeError, match=r"address .* can be reached.*GANGLINE_INSECURE=1"):
             check_address(host)
     with pytest.raises(RuntimeError, match=r"address 10\.0\.0\.1 can be reached"):
-        ProcessMembership(0, 1, lambda card: [card], heartbeat=1, limit=10, address="tcp://10.0.0.1")
+        ProcessMembership(0, 1, lambda data: [data], heartbeat=1, limit=10, address="tcp://10.0.0.1")
     monkeypatch.setenv("GANGLINE_INSECURE", "1")
     check_address("10.0.0.1")
     for address in ("udp://1.1.1.1", "tcp://", "127.0.0.1"):
         with pytest.raises(ValueError, match="expected 'ipc' or 'tcp://HOST'"):
-            ProcessMembership(0, 1, lambda card: [card], heartbeat=1, limit=10, address=address)
+            ProcessMembership(0, 1, lambda data: [data], heartbeat=1, limit=10, address=address)
 
 
 # Waits
 
 
-def gang_at(*calls: tuple[int, int] | None) -> list[ThreadMembership]:
-    """Rosters of ranks that have said where they wait; None: that have not."""
+def group_at(*calls: tuple[int, int] | None) -> list[ThreadMembership]:
+    """Return memberships of ranks that have announced these calls; None: that have not announced any."""
     group = ThreadMembership.group(len(calls))
     for membership, call in zip(group, calls, strict=True):
         if call is not None:
-            membership.look(*call)
+            membership.poll(*call)
     return group
 
 
@@ -441,15 +441,15 @@ def check_until(watchdog: Watchdog, missing: list[int]) -> GanglineError:
 
 @pytest.fixture
 def quick_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that goes on by 10 ms whenever it is asked, so that nobody has to wait for it."""
+    """Replace the clock by one that advances by 10 ms at each call, so that the test need not wait."""
     ticks = itertools.count(10_000)
     monkeypatch.setattr(
         "gangline.collectives.liveness.watchdog.time", SimpleNamespace(monotonic=lambda: next(ticks) / 100)
     )
 
 
-def test_a_wait_ends_when_any_rank_dies_and_all_are_told() -> None:
-    group = gang_at(None, None, None, None)
+def test_a_wait_ends_when_any_rank_dies_and_all_ranks_learn_of_it() -> None:
+    group = group_at(None, None, None, None)
     group[0].gone.update({3: LOST, 2: CLOSED, 1: LOST})
     error = check_until(watch_of(group[0]), [])
     text = f"ranks 1, 3 {LOST} (rank 0 waited in all_reduce(4 x float32, sum))"
@@ -462,21 +462,21 @@ def test_a_wait_ends_when_any_rank_dies_and_all_are_told() -> None:
 
 
 @pytest.mark.usefixtures("quick_clock")
-def test_who_closed_is_missed_only_by_those_who_wait_for_it() -> None:
-    group = gang_at(None, None, None)
+def test_a_closed_rank_is_an_error_only_for_ranks_that_wait_for_it() -> None:
+    group = group_at(None, None, None)
     group[1].close()
     group[1].close()
     watchdog = watch_of(group[0])
     for _ in range(3):
         watchdog.check([2])
-    watchdog.check([1])  # what it sent before may still come
+    watchdog.check([1])  # what it sent before may still arrive
     error = check_until(watchdog, [1, 2])
     assert str(error) == f"rank 1 {CLOSED} (rank 0 waited in all_reduce(4 x float32, sum))"
     assert isinstance(error, DeadNodeError)
 
 
-def test_ranks_at_different_calls_get_the_same_error() -> None:
-    group = gang_at((5, SUM), (5, FROM_0), (5, FROM_0))
+def test_ranks_in_different_calls_get_the_same_error() -> None:
+    group = group_at((5, SUM), (5, FROM_0), (5, FROM_0))
     text = (
         "ranks are at different calls: rank 0: all_reduce(4 x float32, sum); ranks 1, 2: broadcast(8 x float32, root 0)"
     )
@@ -488,19 +488,19 @@ def test_ranks_at_different_calls_get_the_same_error() -> None:
 
 
 @pytest.mark.usefixtures("quick_clock")
-def test_a_mismatch_waits_a_little_for_those_who_have_not_said_where_they_are() -> None:
-    group = gang_at((5, SUM), (5, FROM_0), None)
+def test_a_mismatch_waits_a_little_for_ranks_that_have_not_announced_a_call() -> None:
+    group = group_at((5, SUM), (5, FROM_0), None)
     watchdog = watch_of(group[0])
     watchdog.check([1])
-    group[2].look(6, FROM_0)  # past this call
+    group[2].poll(6, FROM_0)  # past this call
     with pytest.raises(MismatchError, match=r"rank 0: all_reduce\(.*\); rank 1: broadcast\([^;]*\)$"):
         watchdog.check([1])
-    late = gang_at((5, SUM), (5, FROM_0), None)
+    late = group_at((5, SUM), (5, FROM_0), None)
     assert str(check_until(watch_of(late[0]), [1])) == str(check_until(watchdog, [1])) == str(group[1].failure)
 
 
-def test_ranks_at_other_numbers_of_calls_are_no_mismatch() -> None:
-    group = gang_at((5, SUM), (4, FROM_0), (6, FROM_0))
+def test_ranks_in_calls_of_other_numbers_are_no_mismatch() -> None:
+    group = group_at((5, SUM), (4, FROM_0), (6, FROM_0))
     watchdog = watch_of(group[0])
     for _ in range(3):
         watchdog.check([1])
@@ -514,10 +514,10 @@ def test_a_mismatch_names_numbers_and_unknown_calls() -> None:
     )
 
 
-def test_a_late_rank_is_warned_of_once_a_call_and_then_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    group = gang_at(None, (5, SUM), (4, SUM), (6, FROM_0))
+def test_a_late_rank_is_one_warning_per_call_and_then_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    group = group_at(None, (5, SUM), (4, SUM), (6, FROM_0))
     watchdog = watch_of(group[0], timeout=0.2, stall_warn=0.1)
-    words = r"all_reduce\(4 x float32, sum\), call 5, has waited 0\.\d+ s: ranks 0, 1, 3 came, rank 2 did not"
+    words = r"all_reduce\(4 x float32, sum\), call 5, has waited 0\.\d+ s: ranks 0, 1, 3 arrived, rank 2 did not"
     with caplog.at_level(logging.WARNING, "gangline"):
         error = check_until(watchdog, [2])
     assert isinstance(error, StallError)
@@ -530,7 +530,7 @@ def test_a_late_rank_is_warned_of_once_a_call_and_then_an_error(caplog: pytest.L
 def test_the_clock_starts_again_with_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("gangline.collectives.liveness.watchdog.time", SimpleNamespace(monotonic=lambda: now[0]))
-    group = gang_at(None, None)
+    group = group_at(None, None)
     watchdog = watch_of(group[0], timeout=10)
     for sequence in (5, 6):
         watchdog.begin(sequence, SUM)
@@ -539,19 +539,19 @@ def test_the_clock_starts_again_with_each_call(monkeypatch: pytest.MonkeyPatch) 
         now[0] += 9.9
         watchdog.check([1])
     now[0] += 0.2
-    with pytest.raises(StallError, match=r"call 6, has waited 10\.1 s: rank 0 came, rank 1 did not"):
+    with pytest.raises(StallError, match=r"call 6, has waited 10\.1 s: rank 0 arrived, rank 1 did not"):
         watchdog.check([1])
 
 
 def test_a_wait_for_a_message_names_both_ranks() -> None:
-    group = gang_at((5, SUM), (9, FROM_0))
+    group = group_at((5, SUM), (9, FROM_0))
     error = check_until(watch_of(group[0], timeout=0.1, sequence=0), [1])
     assert isinstance(error, StallError)
     assert re.fullmatch(r"all_reduce\(4 x float32, sum\) on rank 0 has waited 0\.\d+ s for rank 1", str(error))
 
 
 def _killed_in_a_call(rank: Rank) -> None:
-    membership = open_roster(rank, "ipc")
+    membership = open_membership(rank, "ipc")
     watchdog = Watchdog(membership, 60, 60)
     watchdog.begin(5, SUM)
     rank.tell("ready")
