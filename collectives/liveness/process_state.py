@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 
 def this_process() -> list[str | int]:
     """What tells this process from all others: its host's boot, its namespace of process ids, its id, its start."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return [f"{boot} {os.readlink('/proc/self/ns/pid')}", os.getpid(), _state_and_start(os.getpid())[1]]
+    return [f"{boot_id()} {os.readlink('/proc/self/ns/pid')}", os.getpid(), _state_and_start(os.getpid())[1]]
 
 
 def state_of(process: list[str | int]) -> str:
@@ -22,6 +22,12 @@ def state_of(process: list[str | int]) -> str:
     except OSError:
         return ""
     return state if started == start and state not in "ZX" else ""
+
+
+def boot_id() -> str:
+    """Return the kernel's id of the running boot, which differs between hosts, or the host name if it has none."""
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return file.read_text().strip() if file.exists() else socket.gethostname()
 
 
 def _state_and_start(pid: int) -> tuple[str, int]:

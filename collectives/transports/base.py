@@ -12,6 +12,9 @@ from torch import Tensor
 PIECE = 1 << 19
 """Bytes of a piece of a message: small enough to stay in a core's cache while it is added or copied."""
 
+SLOT_BYTES = 1 << 20
+"""The most bytes of a rank's tensor that a slot exchange takes."""
+
 BootstrapAllGather = Callable[[bytes], list[bytes]]
 """Gives everybody's bytes, in rank order: how transports find each other. All ranks call it equally often."""
 

@@ -418,10 +418,10 @@ class _InTurn(WorkQueue):
 
 def _connected() -> Communicator:
     """The communicator of the job that the environment tells of."""
-    from gangline.collectives.bootstrap.communicators import (
+    from gangline.collectives.bootstrap.launcher_environment import find_rank_info
+    from gangline.collectives.communicator import (
         connect,  # here, for who has no job pays nothing for its imports
     )
-    from gangline.collectives.bootstrap.launcher_environment import find_rank_info
 
     try:
         find_rank_info(None, None, None, os.environ)

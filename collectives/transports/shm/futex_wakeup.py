@@ -6,17 +6,15 @@ Nothing is ever lost by a wake-up that comes too early or not at all: a sleeper 
 from __future__ import annotations
 
 import ctypes
-import os
-import platform
 from collections.abc import Callable
 
-from gangline.collectives.transports.base import BootstrapAllGather, WaitPolicy
-from gangline.collectives.transports.shm.segments import share
+from gangline.collectives.transports.base import WaitPolicy
+from gangline.collectives.transports.shm.host_group import HostGroup
 
 _LOOKS = 300  # before the first yield, when there is a core for every rank: some 30 us
 _YIELDS = 5_000  # before the first sleep, some milliseconds: a virtual processor that sleeps is slow to wake
 _CHECK_NANOSECONDS = 10_000_000  # of sleep between two looks at who is alive
-_FUTEX = {"x86_64": 202}.get(platform.machine())  # the system call's number; elsewhere stores may overtake each other
+_FUTEX = 202  # the system call's number on x86-64, the only processors that `open_host_group` accepts
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 
 _libc = ctypes.CDLL(None, use_errno=True)  # its calls let other threads run
@@ -33,27 +31,23 @@ _SHORT_NAP = _TimeSpec(0, 100_000)
 class FutexWakeup:
     """A bell a rank, which it rings for those who sleep while they wait for it."""
 
-    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, wait_policy: WaitPolicy) -> None:
-        """Share the bells among the ranks of a host; a collective.
-
-        Raises:
-            OSError: the ranks cannot share memory, or this processor is unknown.
-        """
-        if _FUTEX is None:
-            raise OSError(f"waiting in shared memory is not made for {platform.machine()} processors")
+    def __init__(self, group: HostGroup, wait_policy: WaitPolicy) -> None:
+        rank, size = group.rank, group.size
         self._rank = rank
         self._wait_policy = wait_policy
-        cores = {core for ours in exchange(_affinity()) for core in ours.split()}  # mpirun may bind each rank to one
-        self._looks = _LOOKS if size <= len(cores) else 0
-        segments = share(
-            rank, 64 + 8 * size, exchange
-        )  # a bell on a cache line of its own, a word a rank: asleep for it
+        self._looks = _LOOKS if size <= len(group.cores) else 0
+        segments = group.take(self.nbytes(size))  # a bell on a cache line of its own, a word a rank: asleep for it
         self._bell = segments[rank].words(0, 1)
         self._wakeup = [segment.words(0, 1) for segment in segments]
         self._addresses = [segment.address for segment in segments]
         self._asleep = segments[rank].words(64, size)
         self._sleepers = [segment.words(64, size) for segment in segments]
         self._keep = segments
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """Return the bytes of shared memory that each of ``size`` ranks needs."""
+        return 64 + 8 * size
 
     def ring(self, rank: int) -> None:
         """Wake a rank that sleeps for this one; call it after what it waits for was written."""
@@ -102,7 +96,3 @@ class FutexWakeup:
                 )
         finally:
             self._asleep[rank] = 0
-
-
-def _affinity() -> bytes:
-    return " ".join(map(str, sorted(os.sched_getaffinity(0)))).encode()

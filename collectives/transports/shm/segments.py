@@ -50,14 +50,19 @@ class _Mapping:
 class Segment:
     """A mapped piece of shared memory; it lives as long as something refers to it or to a view of it."""
 
-    def __init__(self, mapping: _Mapping, nbytes: int) -> None:
+    def __init__(self, mapping: _Mapping, nbytes: int, offset: int = 0) -> None:
         self.nbytes = nbytes
-        self.address = mapping.address
+        self.address = mapping.address + offset
+        self._mapping, self._offset = mapping, offset
         # numpy and torch warn of read-only memory; what is made from an address does not know that it is
         self._bytes = (ctypes.c_uint8 * nbytes).from_address(self.address)
         self._bytes.mapping = mapping  # type: ignore[attr-defined]  # views keep the ctypes array, and it the mapping
         self._view = memoryview(self._bytes).cast("B")
         self._tensor = torch.frombuffer(self._bytes, dtype=torch.uint8)
+
+    def region(self, offset: int, nbytes: int) -> Segment:
+        """Return a part of the segment, which keeps the whole mapping alive."""
+        return Segment(self._mapping, nbytes, self._offset + offset)
 
     def words(self, offset: int, count: int) -> memoryview:
         """64-bit integers from byte ``offset``; storing or loading one is a single instruction."""

@@ -12,15 +12,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gangline.collectives.transports.base import BootstrapAllGather, WaitPolicy
+from gangline.collectives.transports.base import SLOT_BYTES, WaitPolicy
 from gangline.collectives.transports.shm.futex_wakeup import FutexWakeup
-from gangline.collectives.transports.shm.segments import share
-from gangline.collectives.tuner import SHARED_LIMIT
+from gangline.collectives.transports.shm.host_group import HostGroup, padded
 
-LIMIT = SHARED_LIMIT
+LIMIT = SLOT_BYTES
 """Bytes that a rank may put on the board; pages that nobody touches cost nothing."""
 
 _LINE = 64  # bytes of a cache line
+_SEGMENT_BYTES = 2 * (_LINE + LIMIT)
 
 
 class SlotExchange(ABC):
@@ -53,19 +53,20 @@ class SlotExchange(ABC):
 class SharedSlotExchange(SlotExchange):
     """The board of the processes of one host."""
 
-    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, wait_policy: WaitPolicy) -> None:
-        """Make the board; a collective.
-
-        Raises:
-            OSError: the ranks cannot share memory.
-        """
-        self.rank, self.size = rank, size
+    def __init__(self, group: HostGroup, wait_policy: WaitPolicy) -> None:
+        rank = self.rank = group.rank
+        self.size = group.size
         self._count = 0
-        self._wakeup = FutexWakeup(rank, size, exchange, wait_policy)
-        self._segments = share(rank, 2 * (_LINE + LIMIT), exchange)  # marks (count, call, code) of both parities; slots
+        self._wakeup = FutexWakeup(group, wait_policy)
+        self._segments = group.take(_SEGMENT_BYTES)  # marks (count, call, code) of both parities; slots
         marks = [[segment.words(_LINE * parity, 3) for segment in self._segments] for parity in (0, 1)]
         self._own = [of_parity[rank] for of_parity in marks]
         self._others = [[(r, m) for r, m in enumerate(of_parity) if r != rank] for of_parity in marks]
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """Return the bytes of shared memory that each of ``size`` ranks needs."""
+        return padded(FutexWakeup.nbytes(size)) + padded(_SEGMENT_BYTES)
 
     def slots(self, nbytes: int, dtype: torch.dtype) -> list[list[Tensor]]:  # noqa: D102  as said above
         offsets = [2 * _LINE, 2 * _LINE + LIMIT]

@@ -12,8 +12,6 @@ Each rank writes only its own segment: its queues, its staging slots, and how fa
 
 from __future__ import annotations
 
-import os
-import struct
 import time
 from collections import deque
 from collections.abc import Callable
@@ -35,6 +33,7 @@ from gangline.collectives.transports.base import (
 )
 from gangline.collectives.transports.shm import cma
 from gangline.collectives.transports.shm.futex_wakeup import FutexWakeup
+from gangline.collectives.transports.shm.host_group import HostGroup, padded
 from gangline.collectives.transports.shm.registered import RegisteredMemory
 from gangline.collectives.transports.shm.segments import Segment, share
 
@@ -48,7 +47,6 @@ _COUNT, _SEQUENCE, _CODE, _NBYTES, _KIND, _PLACE, _OFFSET = range(7)
 _SLOTS = 4
 _MARKS = 8  # words a pair, a cache line: messages read, pieces read, pieces staged
 _READ, _PIECES_READ, _PIECES_STAGED = range(3)
-_PROOF = struct.Struct("<qq16s")  # process, address, what lies there
 _PAIR_BYTES = 8 * (_MARKS + _ENTRIES * _WORDS)
 
 
@@ -71,17 +69,12 @@ class SharedMemoryTransport(Transport):
 
     name = "shared_memory"
 
-    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, wait_policy: WaitPolicy) -> None:
-        """Share memory among the ranks; a collective.
-
-        Raises:
-            OSError: the ranks cannot share memory; on all of them alike.
-        """
-        self.rank, self.size = rank, size
-        self._wakeup = FutexWakeup(rank, size, exchange, wait_policy)
-        staging = -(-size * _PAIR_BYTES // PIECE) * PIECE  # the slots begin behind the queues
-        segments = share(rank, staging + size * _SLOTS * PIECE, exchange)
-        self._processes, readable = _who_reads_whom(rank, exchange)
+    def __init__(self, group: HostGroup, wait_policy: WaitPolicy) -> None:
+        rank, size = self.rank, self.size = group.rank, group.size
+        self._wakeup = FutexWakeup(group, wait_policy)
+        staging = _staging_offset(size)
+        segments = group.take(staging + size * _SLOTS * PIECE)
+        self._processes, readable = group.processes, group.readable
         peers = [other for other in range(size) if other != rank]
         self._out = {
             to: _Out(self._wakeup, segments[rank], segments[to], rank, to, staging, is_readable=rank in readable[to])
@@ -92,6 +85,11 @@ class SharedMemoryTransport(Transport):
         }
         self._backlog: set[int] = set()  # ranks for which something has not left yet
         self._registered = RegisteredMemory()
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """Return the bytes of shared memory that each of ``size`` ranks needs."""
+        return padded(FutexWakeup.nbytes(size)) + padded(_staging_offset(size) + size * _SLOTS * PIECE)
 
     def send(self, to: int, data: Tensor, message_tag: MessageTag) -> SendRequest:  # noqa: D102  as the base says
         out = self._out[to]
@@ -379,17 +377,6 @@ class _FromSlots(ReceiveRequest):
         self._queue.done(self._first + -(-self.nbytes // PIECE))
 
 
-def _who_reads_whom(rank: int, exchange: BootstrapAllGather) -> tuple[list[int], list[set[int]]]:
-    """The ranks' process ids, and for each rank those whose memory it can read: found out by trying."""
-    proof = os.urandom(16)
-    keep = torch.frombuffer(bytearray(proof), dtype=torch.uint8)
-    own = _PROOF.pack(os.getpid(), keep.data_ptr(), proof)
-    cards = [_PROOF.unpack(card) for card in exchange(own)]
-    processes = [process for process, _, _ in cards]
-    can = [
-        other
-        for other, (process, address, expected) in enumerate(cards)
-        if other != rank and cma.may_read(process, address, expected)
-    ]
-    said = exchange(" ".join(map(str, can)).encode())
-    return processes, [{int(word) for word in words.split()} for words in said]
+def _staging_offset(size: int) -> int:
+    """Return the offset of the staging slots in a rank's segment, after its queues."""
+    return -(-size * _PAIR_BYTES // PIECE) * PIECE
