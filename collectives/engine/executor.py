@@ -140,11 +140,16 @@ def _reduce(
     elements = PIECE // own.element_size()
     for index in range(-(-own.numel() // elements)):
         span = slice(index * elements, (index + 1) * elements)
-        values = [own[span] if one is None else one.piece(index).view(own.dtype) for one in requests]
+        values: list[Tensor] = []
+        for request in requests:  # no list comprehension, which would be another frame in Python 3.11
+            if request is None:
+                values.append(own[span])
+            else:
+                values.append(request.piece(index).view(own.dtype))
         combine(values, op, result[span], divisor)
-    for one in requests:
-        if one is not None:
-            one.done()
+    for request in requests:
+        if request is not None:
+            request.done()
     _write_when_read(target, result, unread)
 
 
