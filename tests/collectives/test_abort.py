@@ -44,7 +44,7 @@ def _recv(comm: Communicator) -> Work:
 def _abort_when_it_waits(comm: Communicator, waiter: int) -> None:
     """Abort once a thread of this process is in a wait."""
     names: set[str] = set()
-    while not names & {"wait", "_move_until"}:
+    while not names & {"wait", "_wait_for_frame", "_progress_until"}:
         frame = sys._current_frames().get(waiter)
         names = set()
         while frame is not None:

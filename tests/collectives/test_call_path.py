@@ -16,7 +16,8 @@ from gangline.collectives.communicator import open_communicator
 from gangline.collectives.engine.reduction import OPERATIONS
 from gangline.collectives.transports.shm import cma, host_group
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
-from tests.collectives.ranks import BOARD, exchange_over
+from gangline.collectives.tuner import SHARED_LIMIT
+from tests.collectives.ranks import exchange_over
 
 FRAMES_TO_SEND = 5
 FRAMES_TO_READ = 8
@@ -52,7 +53,7 @@ def _paths_of_a_large_all_reduce(comm: Communicator) -> dict[str, list[str]]:
         note("read", "cma.read")
         read(*arguments)
 
-    tensor = torch.ones(BOARD)  # four times the bytes that slots take
+    tensor = torch.ones(SHARED_LIMIT)  # four times the bytes of a slot
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SharedMemoryTransport, "send", noted_send)
         patch.setattr(cma, "read", noted_read)
