@@ -429,7 +429,7 @@ class Communicator:
         return self._host.empty(shape, dtype)
 
     def close(self) -> None:
-        """Finish pending operations, say goodbye to the other ranks, and release all resources. Idempotent."""
+        """Finish pending operations, tell the other ranks that this one closes, and release resources. Idempotent."""
         self._finalizer.detach()
         self._messages.close()
         self._engine.settle()

@@ -27,8 +27,9 @@ def from_environment(environment: Mapping[str, str]) -> RankInfo:
     - OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE: Open MPI's mpirun.
     - SLURM_PROCID, SLURM_NTASKS: Slurm's srun.
 
-    MASTER_ADDR and MASTER_PORT apply to all families. Without them, rank 0 is on loopback if all ranks are on one
-    machine; else, under srun, it is on the first host of the step. The port is then derived from the job's id.
+    MASTER_ADDR and MASTER_PORT apply to all families and are optional under mpirun and srun. The default host under
+    mpirun is loopback if all ranks are on one machine, and under srun the first host of the step. The default port is
+    derived from the job's id.
 
     Raises:
         RuntimeError: if no variable is set.

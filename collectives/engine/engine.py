@@ -189,7 +189,7 @@ class Engine:
         return parity
 
     def close(self) -> None:
-        """Finish submitted operations, say goodbye to the other ranks, and release all resources."""
+        """Finish submitted operations, tell the other ranks that this one closes, and release all resources."""
         self.queue.close()
         if self.error is None:
             self.error = GanglineError("the communicator is closed")
@@ -198,9 +198,9 @@ class Engine:
             transport.close()
 
     def finalize(self) -> None:
-        """Close a communicator that the user did not close; if a call is still running, only say goodbye.
+        """Close a communicator that the user did not close; if a call is still running, close only its membership.
 
-        The goodbye flushes what was sent and keeps the other ranks from reporting this rank as killed.
+        Pending messages are flushed, and the other ranks do not report this rank as killed.
         """
         if self.queue.is_idle() and not self.lock.locked():
             self.close()
