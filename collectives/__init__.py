@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gangline.collectives.bootstrap.communicators import connect, in_process
-    from gangline.collectives.communicator import Communicator
+    from gangline.collectives.communicator import Communicator, connect, in_process
     from gangline.collectives.context import Context, contexts, cpu, gpu, num_gpus
     from gangline.collectives.devices.device_group import DeviceGroup
     from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
@@ -15,11 +14,10 @@ if TYPE_CHECKING:
     from gangline.collectives.workload import split_batch
 
 _HOMES = {
-    "communicator": ("Communicator",),
+    "communicator": ("Communicator", "connect", "in_process"),
     "context": ("Context", "contexts", "cpu", "gpu", "num_gpus"),
     "devices.device_group": ("DeviceGroup",),
     "errors": ("DeadNodeError", "GanglineError", "MismatchError", "ProtocolError", "StallError"),
-    "bootstrap.communicators": ("connect", "in_process"),
     "processes.spawning": ("spawn",),
     "work": ("Work",),
     "workload": ("split_batch",),

@@ -1,4 +1,4 @@
-"""A collective call as one number, so that ranks can tell each other cheaply what they are at."""
+"""Call signature: a collective call as one integer, which ranks compare to detect mismatches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ COLLECTIVES = (
     "scatter",
     "barrier",
     "empty",
-    "split",
     "send",
     "recv",
 )
@@ -36,24 +35,24 @@ DTYPES = (
     torch.bool,
 )
 
-_ROOTS = 1 << 12  # ranks that a root can be, with one more for "none"
+_ROOTS = 1 << 12  # number of values of a root, including None
 _COUNTS = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """What a rank asks for: all ranks of a communicator must ask for the same, in the same order."""
+    """Signature of a collective call. All ranks of a communicator must make the same calls in the same order."""
 
     collective: str
     count: int = 0
-    """Elements of the tensor (of one row's tensor where it has a row a rank)."""
+    """Number of elements of the tensor, or of one row if the tensor has a row for each rank."""
     dtype: torch.dtype = torch.uint8
     op: str | None = None
     root: int | None = None
 
     @property
     def code(self) -> int:
-        """The call as a number below 2**63."""
+        """The signature as an integer below 2**63."""
         root = 0 if self.root is None else self.root + 1
         op = 0 if self.op is None else OPS.index(self.op) + 1
         code = COLLECTIVES.index(self.collective)
@@ -63,24 +62,24 @@ class CallSignature:
 
     @classmethod
     def from_code(cls, code: int) -> CallSignature:
-        """The call that a number stands for.
+        """Return the signature of an integer.
 
         Raises:
-            ValueError: it stands for none.
+            ValueError: if the integer is not the code of a signature.
         """
         rest, count = divmod(code, _COUNTS)
         rest, root = divmod(rest, _ROOTS)
         rest, op = divmod(rest, 8)
         collective, dtype = divmod(rest, 16)
         if not (0 <= collective < len(COLLECTIVES) and dtype < len(DTYPES) and op <= len(OPS)):
-            raise ValueError(f"{code} is no collective call")
+            raise ValueError(f"{code} is not the code of a collective call")
         return cls(
             COLLECTIVES[collective], count, DTYPES[dtype], OPS[op - 1] if op else None, root - 1 if root else None
         )
 
     def __str__(self) -> str:
-        if self.collective in ("barrier", "split"):
-            return f"{self.collective}()"
+        if self.collective == "barrier":
+            return "barrier()"
         words = [f"{self.count} x {str(self.dtype).removeprefix('torch.')}"]
         words += [self.op] if self.op is not None else []
         words += [f"root {self.root}"] if self.root is not None else []
@@ -89,5 +88,5 @@ class CallSignature:
 
 @lru_cache(maxsize=4096)
 def encode_signature(collective: str, count: int, dtype: torch.dtype, op: str | None, root: int | None) -> int:
-    """The number of a call; remembered, for training makes the same calls again and again."""
+    """Return the code of a call; cached, because training repeats the same calls."""
     return CallSignature(collective, count, dtype, op, root).code

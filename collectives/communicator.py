@@ -1,88 +1,149 @@
-"""`Communicator`: the collectives between processes (or threads), as their users call them."""
+"""`Communicator`: collectives between processes or threads, and the functions that create one."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
 from types import TracebackType
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from gangline.collectives.call_signature import CallSignature, encode_signature
-from gangline.collectives.devices.nccl_communicator import NcclCommunicator
+from gangline.collectives.bootstrap import groups
+from gangline.collectives.bootstrap.rendezvous import Rendezvous
+from gangline.collectives.call_signature import encode_signature
 from gangline.collectives.devices.nccl_selection import NcclSelection
-from gangline.collectives.engine import host_collectives, reduction
+from gangline.collectives.engine import reduction
 from gangline.collectives.engine.arguments import (
-    as_rows,
+    check_fits,
     check_peer,
     check_rank,
     check_rows,
     check_tensor,
     check_written,
-    data_of,
-    fitting,
-    flat_of,
-    in_place,
-    in_place_or,
-    into_rows,
-    is_like,
-    is_plain,
-    made_or_fitting,
-    overwrite,
+    result_or_in_place,
+    result_tensor,
 )
 from gangline.collectives.engine.engine import Engine, GroupResources
-from gangline.collectives.engine.host_collectives import SmallAllReduce
+from gangline.collectives.engine.host_collectives import HostCollectives
+from gangline.collectives.engine.host_staging import data_of, flat_values, is_contiguous_on_cpu
 from gangline.collectives.engine.point_to_point import PointToPoint
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.streams import SideStreams
+from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.work import Work
 
 _Result = TypeVar("_Result")
-_REMEMBERED = 4096  # numbers of elements for which the way of an all-reduce is remembered
+
+
+def connect(
+    rank: int | None = None,
+    size: int | None = None,
+    address: str | None = None,
+    *,
+    transport: str = "auto",
+    timeout: float | None = None,
+) -> Communicator:
+    """Connect the processes of a job. Collective: all of them must call it.
+
+    Args:
+        rank: rank of this process, from 0; None: from the environment, as torchrun (RANK, WORLD_SIZE, MASTER_ADDR,
+            MASTER_PORT), mpirun or srun set it.
+        size: number of processes; None: from the environment.
+        address: "HOST:PORT" at which rank 0 waits for the other ranks; None: from the environment.
+        transport: "auto" (shared memory within a host, tcp between hosts), or "shared_memory", "ipc" or "tcp" for all
+            ranks. GANGLINE_TRANSPORT overrides it, and rank 0's choice overrides the others'.
+        timeout: seconds that a call may wait for other ranks; None for GANGLINE_TIMEOUT, which is half an hour unless
+            set.
+
+    Raises:
+        RuntimeError: if an argument is None and no launcher has set variables, or if the address is not loopback and
+            GANGLINE_INSECURE=1 is not set.
+        ValueError: if a number or a name is invalid.
+        StallError: if a rank does not join in time.
+    """
+    rendezvous = Rendezvous(rank, size, address, timeout=timeout)
+    try:
+        return open_communicator(
+            rendezvous.rank,
+            rendezvous.size,
+            rendezvous.exchange,
+            transport=transport,
+            timeout=timeout,
+            tcp_host=rendezvous.interface(),
+        )
+    finally:
+        rendezvous.close()
+
+
+def open_communicator(
+    rank: int,
+    size: int,
+    exchange: BootstrapAllGather,
+    *,
+    transport: str = "auto",
+    timeout: float | None = None,
+    tcp_host: str = "127.0.0.1",
+) -> Communicator:
+    """Connect processes that can already exchange bytes; arguments and errors are those of `groups.open_group`."""
+    return Communicator(
+        groups.open_group(rank, size, exchange, transport=transport, timeout=timeout, tcp_host=tcp_host)
+    )
+
+
+def in_process(size: int, *, timeout: float | None = None) -> list[Communicator]:
+    """Return the communicators of ``size`` ranks that are threads of this process, in rank order.
+
+    Args:
+        size: number of ranks; each thread uses its own communicator.
+        timeout: seconds that a call may wait for other ranks; None for GANGLINE_TIMEOUT.
+
+    Raises:
+        ValueError: if ``size`` is below 1.
+    """
+    return [Communicator(resources) for resources in groups.open_in_process(size, timeout=timeout)]
 
 
 class Communicator:
     """A group of ranks that move and reduce tensors together, on the CPU or on GPUs.
 
-    Made by `collectives.connect`, `collectives.spawn` or `split`. Every rank calls the same collectives with tensors of
-    the same number of elements and dtype, in the same order; what differs is a `MismatchError` on all of them. A rank
-    that dies, or does not come, is an error that names it. After a failed collective the tensors' contents are
-    undefined, and every later call raises the same error. One thread at a time makes the calls.
+    Created by `collectives.connect`, `collectives.spawn` or `split`. All ranks must make the same calls in the same
+    order, with tensors of the same number of elements and dtype; a difference raises a `MismatchError` on all ranks. A
+    rank that dies or does not join a call raises an error that names it. After a failed collective the contents of its
+    tensors are undefined, and every later call raises the same error. A communicator is not thread-safe.
 
-    Tensors may be non-contiguous and empty; what is written must not be expanded, so that elements share memory. They
-    are of float32, float64, float16, bfloat16, int8 to int64, uint8 or bool. ``op`` is "sum", "mean", "product", "min"
-    or "max". All ranks hold the same bits afterwards. float16 and bfloat16 are added in float32 and rounded when a
-    partial sum is handed on; integers wrap around; of bools "sum" is or, "product" is and.
+    Tensors may be non-contiguous or empty. Tensors that are written must not be expanded. Supported dtypes are float32,
+    float64, float16, bfloat16, int8 to int64, uint8 and bool. ``op`` is "sum", "mean", "product", "min" or "max". All
+    ranks get the same bits. float16 and bfloat16 are added in float32, and partial sums are rounded when they are
+    passed on. Integers wrap around. For bool, "sum" is a logical or and "product" a logical and.
 
-    Tensors on GPUs are taken in the order of the current streams, and results ordered on them: a call may return before
-    its result is there. All that a rank gives to one call is on one device. Once a call came in which every rank's
-    tensor was on a GPU of its own, collectives on these go by NCCL, if cupy (or what GANGLINE_NCCL_BINDING names) is
-    installed on all. Everything else goes through host memory, which is said once, with the reason: send and recv,
-    int16, ranks that share a GPU, and ranks of which one's tensor was on the CPU in the first call with one on a GPU.
+    GPU tensors are read and written in the order of the current streams: a call may return before its result is
+    computed. All tensors that a rank passes to one call must be on one device. The first call in which a rank passes a
+    GPU tensor selects the path of all calls with GPU tensors: NCCL, if every rank passes a tensor on a GPU of its own
+    and cupy (or the binding that GANGLINE_NCCL_BINDING names) is installed on all ranks, else host memory. send, recv
+    and int16 always use host memory. A warning gives the reason once.
 
-    With ``async_op=True`` a call returns a `Work` at once: the tensors belong to it until ``wait()``, and
+    With ``async_op=True`` a call returns a `Work` at once. The tensors must not be used until ``wait()`` has returned;
     ``work.result`` is what the call would have returned.
     """
 
     def __init__(self, resources: GroupResources) -> None:
         self.rank = resources.rank
-        """Which of the ranks this is, from 0."""
+        """This process's rank, from 0."""
         self.size = resources.size
-        """The number of ranks."""
+        """Number of ranks."""
         self.hosts = resources.hosts
-        """The host of each rank, numbered from 0."""
+        """Host of each rank, numbered from 0."""
         self.transport = resources.medium
-        """By what the ranks are joined: "shared_memory", "ipc", "tcp" or "in_process"."""
+        """Transport between the ranks: "shared_memory", "ipc", "tcp" or "in_process"."""
         self._resources = resources
         self._engine = Engine(resources)
-        self._gpus = NcclSelection(self._engine)
-        self._lanes = SideStreams()
+        self._host = HostCollectives(self._engine)
+        self._gpus = NcclSelection(self._engine, self._host)
+        self._dispatcher = _Dispatcher(self._engine, self._host, self._gpus)
         self._messages = PointToPoint(resources, self._engine)
-        self._small: dict[tuple[torch.dtype, int, str], SmallAllReduce] = {}
-        self._leave = weakref.finalize(self, self._engine.leave)  # when it is dropped, or the program ends
+        self._finalizer = weakref.finalize(self, self._engine.finalize)
 
     def all_reduce(
         self, tensor: Tensor, op: str = "sum", out: Tensor | None = None, *, async_op: bool = False
@@ -90,361 +151,303 @@ class Communicator:
         """Reduce a tensor over all ranks.
 
         Args:
-            tensor: any shape.
-            op: how elements are combined.
-            out: where the result goes, of the same shape and dtype; None: into ``tensor``.
+            tensor: tensor of any shape.
+            op: reduction operation.
+            out: tensor for the result, of the same shape and dtype; None to overwrite ``tensor``.
             async_op: return a `Work`.
 
         Returns:
             The tensor that holds the result.
 
         Raises:
-            ValueError: an unknown ``op``, or ``out`` does not fit.
-            TypeError: no tensor of the CPU or a GPU, or a dtype or op that does not go together.
-            GanglineError: a rank is dead, late, or at another call.
+            ValueError: if ``op`` is unknown, or ``out`` does not fit.
+            TypeError: if ``tensor`` is not a tensor on the CPU or a GPU, or its dtype does not support ``op``.
+            GanglineError: if a rank is dead, late or in another call.
         """
-        small = self._small.get((tensor.dtype, tensor.numel(), op)) if isinstance(tensor, Tensor) else None
-        if small is not None and not async_op and is_plain(tensor) and (out is None or is_like(out, tensor)):
-            self._engine.settle()  # the shortest way, for it is taken most often
-            if self._gpus.nccl is None:
-                given = data_of(tensor)
-                small(given, given if out is None else data_of(out))
-                return tensor if out is None else out
+        if isinstance(tensor, Tensor) and not async_op:  # the shortest path, for small tensors
+            small = self._host.small_all_reduces.get((tensor.dtype, tensor.numel(), op))
+            if small is not None and is_contiguous_on_cpu(tensor) and (out is None or _is_like(out, tensor)):
+                self._engine.settle()
+                if self._gpus.nccl is None:
+                    data = data_of(tensor)
+                    small(data, data if out is None else data_of(out))
+                    return tensor if out is None else out
         check_tensor(tensor)
         reduction.check(op, tensor.dtype)
-        result = in_place_or(tensor, out)
-        reduce = self._all_reduce_way(tensor, op)
-
-        def operation() -> None:
-            if result is not tensor:
-                data_of(result).copy_(data_of(tensor))
-            in_place(result, reduce)
-
+        result = result_or_in_place(out, tensor)
         code = encode_signature("all_reduce", tensor.numel(), tensor.dtype, op, None)
-        return self._call(
-            code, (tensor, result), operation, lambda nccl: nccl.all_reduce(tensor, result, op), result, async_op
-        )
+        return self._dispatcher.call("all_reduce", code, (tensor, result, op), result, async_op)
 
     def reduce(
         self, tensor: Tensor, root: int = 0, op: str = "sum", out: Tensor | None = None, *, async_op: bool = False
     ) -> Tensor | Work | None:
-        """Reduce a tensor over all ranks for one of them.
+        """Reduce a tensor over all ranks to the root.
 
         Args:
-            tensor: any shape; on other ranks than ``root`` it is left as it is.
-            root: who gets the result.
-            op: how elements are combined.
-            out: at the root, where the result goes; None: into ``tensor``. Others' is ignored.
+            tensor: tensor of any shape; not changed on other ranks than ``root``.
+            root: rank that gets the result.
+            op: reduction operation.
+            out: tensor for the result at the root; None to overwrite ``tensor``. Ignored on other ranks.
             async_op: return a `Work`.
 
         Returns:
-            At the root the tensor that holds the result, else None.
+            The tensor that holds the result at the root, else None.
 
         Raises:
-            ValueError: an unknown ``op`` or root, or ``out`` does not fit.
-            TypeError: no tensor of the CPU or a GPU, or a dtype or op that does not go together.
-            GanglineError: a rank is dead, late, or at another call.
+            ValueError: if ``op`` or the root is unknown, or ``out`` does not fit.
+            TypeError: if ``tensor`` is not a tensor on the CPU or a GPU, or its dtype does not support ``op``.
+            GanglineError: if a rank is dead, late or in another call.
         """
         check_tensor(tensor)
         reduction.check(op, tensor.dtype)
         check_rank("root", root, self.size)
-        result = None
-        if self.rank == root:
-            result = in_place_or(tensor, out)
-
-        def operation() -> None:
-            given = flat_of(tensor)
-            if result is None:
-                host_collectives.reduce(self._engine, given, None, root, op)
-            else:
-                in_place(result, lambda flat: host_collectives.reduce(self._engine, given, flat, root, op))
-
+        result = result_or_in_place(out, tensor) if self.rank == root else None
         code = encode_signature("reduce", tensor.numel(), tensor.dtype, op, root)
-        return self._call(
-            code, (tensor, result), operation, lambda nccl: nccl.reduce(tensor, result, root, op), result, async_op
-        )
+        return self._dispatcher.call("reduce", code, (tensor, result, root, op), result, async_op)
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Tensor | Work:
-        """Make a tensor on all ranks what it is on one.
+        """Copy the root's tensor to all ranks.
 
         Args:
-            tensor: any shape; it is overwritten on other ranks than ``root``.
-            root: whose values are taken.
+            tensor: tensor of any shape; overwritten on other ranks than ``root``.
+            root: rank whose values are sent.
             async_op: return a `Work`.
 
         Returns:
             ``tensor``.
 
         Raises:
-            ValueError: an unknown root, or an expanded tensor to be written.
-            TypeError: no tensor of the CPU or a GPU, or a dtype that collectives do not take.
-            GanglineError: a rank is dead, late, or at another call.
+            ValueError: if the root is unknown, or a tensor to be written is expanded.
+            TypeError: if ``tensor`` is not a tensor on the CPU or a GPU, or its dtype is not supported.
+            GanglineError: if a rank is dead, late or in another call.
         """
         check_tensor(tensor)
         check_rank("root", root, self.size)
         if self.rank != root:
             check_written(tensor)
-
-        def operation() -> None:
-            if self.rank == root:
-                host_collectives.broadcast(self._engine, flat_of(tensor), root)
-            else:
-                in_place(tensor, lambda flat: host_collectives.broadcast(self._engine, flat, root))
-
         code = encode_signature("broadcast", tensor.numel(), tensor.dtype, None, root)
-        return self._call(code, (tensor,), operation, lambda nccl: nccl.broadcast(tensor, root), tensor, async_op)
+        return self._dispatcher.call("broadcast", code, (tensor, root), tensor, async_op)
 
     def all_gather(self, tensor: Tensor, out: Tensor | None = None, *, async_op: bool = False) -> Tensor | Work:
         """Gather every rank's tensor on all ranks.
 
         Args:
-            tensor: any shape.
-            out: (size, *tensor.shape), row r from rank r; None makes it.
+            tensor: tensor of any shape.
+            out: tensor of shape (size, *tensor.shape), whose row r receives rank r's tensor; None to create it.
             async_op: return a `Work`.
 
         Returns:
             ``out``.
 
         Raises:
-            ValueError: ``out`` does not fit.
-            TypeError: no tensor of the CPU or a GPU, or a dtype that collectives do not take.
-            GanglineError: a rank is dead, late, or at another call.
+            ValueError: if ``out`` does not fit.
+            TypeError: if ``tensor`` is not a tensor on the CPU or a GPU, or its dtype is not supported.
+            GanglineError: if a rank is dead, late or in another call.
         """
         check_tensor(tensor)
-        result = made_or_fitting("out", out, (self.size, *tensor.shape), tensor)
-
-        def operation() -> None:
-            into_rows(result, lambda rows: host_collectives.all_gather(self._engine, flat_of(tensor), rows))
-
+        result = result_tensor(out, (self.size, *tensor.shape), tensor)
         code = encode_signature("all_gather", tensor.numel(), tensor.dtype, None, None)
-        return self._call(
-            code, (tensor, result), operation, lambda nccl: nccl.all_gather(tensor, result), result, async_op
-        )
+        return self._dispatcher.call("all_gather", code, (tensor, result), result, async_op)
 
     def reduce_scatter(
         self, tensor: Tensor, op: str = "sum", out: Tensor | None = None, *, async_op: bool = False
     ) -> Tensor | Work:
-        """Reduce rows over all ranks, and give each rank one of them.
+        """Reduce a tensor over all ranks and give each rank one row of the result.
 
         Args:
-            tensor: (size, ...), a row for each rank; left as it is.
-            op: how elements are combined.
-            out: where row ``rank`` goes; None makes it.
+            tensor: tensor of shape (size, ...), with one row for each rank; not changed.
+            op: reduction operation.
+            out: tensor for row ``rank`` of the result; None to create it.
             async_op: return a `Work`.
 
         Returns:
             ``out``.
 
         Raises:
-            ValueError: no row for each rank, an unknown ``op``, or ``out`` does not fit.
-            TypeError: no tensor of the CPU or a GPU, or a dtype or op that does not go together.
-            GanglineError: a rank is dead, late, or at another call.
+            ValueError: if ``tensor`` has another number of rows, ``op`` is unknown, or ``out`` does not fit.
+            TypeError: if ``tensor`` is not a tensor on the CPU or a GPU, or its dtype does not support ``op``.
+            GanglineError: if a rank is dead, late or in another call.
         """
         check_rows(tensor, self.size)
         reduction.check(op, tensor.dtype)
-        result = made_or_fitting("out", out, tensor.shape[1:], tensor)
-
-        def operation() -> None:
-            rows = as_rows(flat_of(tensor), self.size)
-            overwrite(result, lambda flat: host_collectives.reduce_scatter(self._engine, rows, flat, op))
-
+        result = result_tensor(out, tensor.shape[1:], tensor)
         code = encode_signature("reduce_scatter", result.numel(), tensor.dtype, op, None)
-        return self._call(
-            code, (tensor, result), operation, lambda nccl: nccl.reduce_scatter(tensor, result, op), result, async_op
-        )
+        return self._dispatcher.call("reduce_scatter", code, (tensor, result, op), result, async_op)
 
     def all_to_all(self, tensor: Tensor, out: Tensor | None = None, *, async_op: bool = False) -> Tensor | Work:
-        """Give each rank a row of one's tensor.
+        """Send one row of a tensor to each rank, and receive one row from each.
 
         Args:
-            tensor: (size, ...): row j goes to rank j; left as it is.
-            out: as ``tensor``: row i comes from rank i; None makes it.
+            tensor: tensor of shape (size, ...), whose row j is sent to rank j; not changed.
+            out: tensor like ``tensor``, whose row i is received from rank i; None to create it.
             async_op: return a `Work`.
 
         Returns:
             ``out``.
 
         Raises:
-            ValueError: no row for each rank, or ``out`` does not fit.
-            TypeError: no tensor of the CPU or a GPU, or a dtype that collectives do not take.
-            GanglineError: a rank is dead, late, or at another call.
+            ValueError: if ``tensor`` has another number of rows, or ``out`` does not fit.
+            TypeError: if ``tensor`` is not a tensor on the CPU or a GPU, or its dtype is not supported.
+            GanglineError: if a rank is dead, late or in another call.
         """
         check_rows(tensor, self.size)
-        result = made_or_fitting("out", out, tensor.shape, tensor)
-
-        def operation() -> None:
-            rows = as_rows(flat_of(tensor), self.size)
-            into_rows(result, lambda taken: host_collectives.all_to_all(self._engine, rows, taken))
-
+        result = result_tensor(out, tensor.shape, tensor)
         code = encode_signature("all_to_all", tensor[0].numel(), tensor.dtype, None, None)
-        return self._call(
-            code, (tensor, result), operation, lambda nccl: nccl.all_to_all(tensor, result), result, async_op
-        )
+        return self._dispatcher.call("all_to_all", code, (tensor, result), result, async_op)
 
     def gather(
         self, tensor: Tensor, root: int = 0, out: Tensor | None = None, *, async_op: bool = False
     ) -> Tensor | Work | None:
-        """Gather every rank's tensor on one of them.
+        """Gather every rank's tensor on the root.
 
         Args:
-            tensor: any shape.
-            root: who gets them.
-            out: at the root (size, *tensor.shape), row r from rank r; None makes it. Others' is ignored.
+            tensor: tensor of any shape.
+            root: rank that gets the tensors.
+            out: at the root, a tensor of shape (size, *tensor.shape), whose row r receives rank r's tensor; None to
+                create it. Ignored on other ranks.
             async_op: return a `Work`.
 
         Returns:
-            At the root ``out``, else None.
+            ``out`` at the root, else None.
 
         Raises:
-            ValueError: an unknown root, or ``out`` does not fit.
-            TypeError: no tensor of the CPU or a GPU, or a dtype that collectives do not take.
-            GanglineError: a rank is dead, late, or at another call.
+            ValueError: if the root is unknown, or ``out`` does not fit.
+            TypeError: if ``tensor`` is not a tensor on the CPU or a GPU, or its dtype is not supported.
+            GanglineError: if a rank is dead, late or in another call.
         """
         check_tensor(tensor)
         check_rank("root", root, self.size)
-        result = made_or_fitting("out", out, (self.size, *tensor.shape), tensor) if self.rank == root else None
-
-        def operation() -> None:
-            if result is None:
-                host_collectives.gather(self._engine, flat_of(tensor), None, root)
-            else:
-                into_rows(result, lambda rows: host_collectives.gather(self._engine, flat_of(tensor), rows, root))
-
+        result = result_tensor(out, (self.size, *tensor.shape), tensor) if self.rank == root else None
         code = encode_signature("gather", tensor.numel(), tensor.dtype, None, root)
-        return self._call(
-            code, (tensor, result), operation, lambda nccl: nccl.gather(tensor, result, root), result, async_op
-        )
+        return self._dispatcher.call("gather", code, (tensor, result, root), result, async_op)
 
     def scatter(self, tensor: Tensor | None, out: Tensor, root: int = 0, *, async_op: bool = False) -> Tensor | Work:
-        """Give each rank a row of one rank's tensor.
+        """Send one row of the root's tensor to each rank.
 
         Args:
-            tensor: at the root (size, *out.shape), row r for rank r; others' is ignored and may be None.
-            out: where this rank's row goes.
-            root: who gives.
+            tensor: at the root, a tensor of shape (size, *out.shape), whose row r is sent to rank r. Ignored on other
+                ranks, where it may be None.
+            out: tensor for this rank's row.
+            root: rank whose rows are sent.
             async_op: return a `Work`.
 
         Returns:
             ``out``.
 
         Raises:
-            ValueError: an unknown root, or the shapes do not fit.
-            TypeError: no tensor of the CPU or a GPU, or a dtype that collectives do not take.
-            GanglineError: a rank is dead, late, or at another call.
+            ValueError: if the root is unknown, or the shapes do not fit.
+            TypeError: if an argument is not a tensor on the CPU or a GPU, or its dtype is not supported.
+            GanglineError: if a rank is dead, late or in another call.
         """
         check_tensor(out, "out")
         check_written(out, "out")
         check_rank("root", root, self.size)
-        given = None
-        if self.rank == root:
-            if tensor is None:
-                raise TypeError(f"tensor is None at the root of a scatter; expected ({self.size}, *out.shape)")
-            given = fitting("tensor", tensor, (self.size, *out.shape), out)
-
-        def operation() -> None:
-            rows = None if given is None else as_rows(flat_of(given), self.size)
-            overwrite(out, lambda flat: host_collectives.scatter(self._engine, rows, flat, root))
-
+        if self.rank != root:
+            tensor = None
+        elif tensor is None:
+            raise TypeError(f"tensor is None at the root of a scatter; expected ({self.size}, *out.shape)")
+        else:
+            check_fits("tensor", tensor, (self.size, *out.shape), out)
         code = encode_signature("scatter", out.numel(), out.dtype, None, root)
-        return self._call(code, (out, given), operation, lambda nccl: nccl.scatter(given, out, root), out, async_op)
+        return self._dispatcher.call("scatter", code, (tensor, out, root), out, async_op)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Return when every rank has called it.
 
         Raises:
-            GanglineError: a rank is dead, late, or at another call.
+            GanglineError: if a rank is dead, late or in another call.
         """
         if async_op:
-            return self._engine.submit("barrier", partial(host_collectives.barrier, self._engine), None)
+            return self._engine.submit("barrier", self._host.barrier, None)
         self._engine.settle()
-        host_collectives.barrier(self._engine)
+        self._host.barrier()
         return None
 
     def send(self, tensor: Tensor, to: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
-        """Send a tensor to another rank, which receives it by the same tag; returns when it may be written again.
+        """Send a tensor to a rank that calls `recv` with the same tag; return when the tensor may be written again.
 
         Raises:
-            ValueError: an unknown rank, this rank itself, or a tag out of 0 to 2**31 - 1.
-            TypeError: no tensor of the CPU or a GPU, or a dtype that collectives do not take.
-            GanglineError: the other rank is dead or late.
+            ValueError: if the rank is unknown or this rank itself, or the tag is not in 0 to 2**31 - 1.
+            TypeError: if ``tensor`` is not a tensor on the CPU or a GPU, or its dtype is not supported.
+            GanglineError: if the other rank is dead or late.
         """
         check_tensor(tensor)
         check_peer("to", to, self.rank, self.size, tag)
-        work = self._messages.send(flat_of(tensor), to, tag)
+        work = self._messages.send(flat_values(tensor), to, tag)
         return self._messages.finish(work, async_op=async_op)
 
     def recv(self, tensor: Tensor, source: int, tag: int = 0, *, async_op: bool = False) -> Tensor | Work:
-        """Receive into a tensor what another rank sends by the same tag; tags may come in any order.
+        """Receive a tensor that another rank sends with the same tag; tags may arrive in any order.
 
         Returns:
             ``tensor``.
 
         Raises:
-            ValueError: an unknown rank, this rank itself, a tag out of 0 to 2**31 - 1, or an expanded tensor.
-            TypeError: no tensor of the CPU or a GPU, or a dtype that collectives do not take.
-            MismatchError: what was sent is of another number of elements or dtype.
-            GanglineError: the other rank is dead or late.
+            ValueError: if the rank is unknown or this rank itself, the tag is not in 0 to 2**31 - 1, or ``tensor`` is
+                expanded.
+            TypeError: if ``tensor`` is not a tensor on the CPU or a GPU, or its dtype is not supported.
+            MismatchError: if the sent tensor has another number of elements or dtype.
+            GanglineError: if the other rank is dead or late.
         """
         check_tensor(tensor)
         check_written(tensor)
         check_peer("source", source, self.rank, self.size, tag)
         work = self._messages.receive(tensor, source, tag)
-        done = self._messages.finish(work, async_op=async_op)
-        return tensor if done is None else done
+        pending = self._messages.finish(work, async_op=async_op)
+        return tensor if pending is None else pending
 
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
-        """Make a communicator of the ranks that give the same color; a collective.
+        """Create a communicator of the ranks that pass the same color. Collective: all ranks must call it.
 
         Args:
-            color: which group; None: none.
-            key: the order within the group, smallest first; ties, and None, by rank.
+            color: group of this rank; None to join no group.
+            key: sort key within the group; ties and None are ordered by rank.
 
         Returns:
-            The group's communicator; None for a rank without color. Close it as any other.
+            The group's communicator, which must be closed like any other, or None if the color is None.
 
         Raises:
-            TypeError: a color or key that is no int.
-            GanglineError: a rank is dead, late, or at another call.
+            TypeError: if the color or the key is neither an int nor None.
+            GanglineError: if a rank is dead, late or in another call.
         """
-        from gangline.collectives.bootstrap.communicators import split
-
         self._engine.settle()
-        return split(self._resources, self._engine, color, key)
+        resources = groups.split_group(self._resources, self._host, color, key)
+        return None if resources is None else Communicator(resources)
 
     def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor in memory that all ranks of the host can reach; collectives on it copy nothing on their way.
+        """Return a tensor in memory that all ranks of the host can read, which collectives do not need to copy.
 
-        A collective: same arguments and order on all ranks. It serves until `close`, and lives as long as it is used.
+        Collective: all ranks must call it with the same arguments. The memory is shared until `close`.
 
         Raises:
-            TypeError: a dtype that collectives do not take.
-            GanglineError: a rank is dead, late, or at another call.
+            TypeError: if the dtype is not supported.
+            GanglineError: if a rank is dead, late or in another call.
         """
         reduction.check_dtype(dtype)
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self._engine.settle()
-        return host_collectives.empty(self._engine, shape, dtype)
+        return self._host.empty(shape, dtype)
 
     def close(self) -> None:
-        """Finish what was begun, tell the others, and give everything back; a second call does nothing."""
-        self._leave.detach()
+        """Finish pending operations, tell the other ranks that this one closes, and release resources. Idempotent."""
+        self._finalizer.detach()
         self._messages.close()
         self._engine.settle()
         self._gpus.close()
         self._engine.close()
 
     def abort(self, error: GanglineError) -> None:
-        """End what is under way, here and on all ranks; from any thread.
+        """End running calls with an error, on this rank and all others. Thread-safe.
 
-        A call of this rank that waits raises the error within some 10 ms, and so does every later one. The other ranks
-        get it where they wait for this one. What has failed or was closed before keeps its first error. `close` is
-        still to be called.
+        A waiting call of this rank raises the error within about 10 ms, and every later call raises it too. The other
+        ranks raise it when they wait for this one. A communicator that has failed or is closed keeps its first error.
+        `close` must still be called.
 
         Raises:
-            TypeError: the error is not one of gangline's, which other ranks can be told.
+            TypeError: if ``error`` is not a `GanglineError`; other errors cannot be sent to other ranks.
         """
         if not isinstance(error, GanglineError):
-            raise TypeError(f"error is {error!r}; expected a GanglineError, which other ranks can be told")
+            raise TypeError(f"error is {error!r}; expected a GanglineError, which can be sent to other ranks")
         if self._engine.error is None:
             self._engine.end(error)
             self._resources.membership.abort(error)
@@ -461,41 +464,59 @@ class Communicator:
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.size} over {self.transport}>"
 
-    def _all_reduce_way(self, tensor: Tensor, op: str) -> Callable[[Tensor], None]:
-        """What reduces a contiguous tensor like this one in place; over the board it is remembered."""
-        key = (tensor.dtype, tensor.numel(), op)
-        if not self._engine.is_shared("all_reduce", tensor.nbytes):
-            return partial(host_collectives.all_reduce, self._engine, op=op)
-        if key not in self._small:
-            if len(self._small) >= _REMEMBERED:
-                self._small.clear()
-            self._small[key] = SmallAllReduce(self._engine, tensor.numel(), tensor.dtype, op)
-        small = self._small[key]
-        return lambda flat: small(flat, flat)
 
-    def _call(
-        self,
-        code: int,
-        tensors: tuple[Tensor, *tuple[Tensor | None, ...]],
-        by_host: Callable[[], None],
-        by_nccl: Callable[[NcclCommunicator], None],
-        result: _Result,
-        async_op: bool,
+class _Dispatcher:
+    """Runs collectives through NCCL or host memory, at once or in the background.
+
+    It does not refer to the `Communicator`, so that a queued call does not keep one alive that the user has dropped.
+    """
+
+    def __init__(self, engine: Engine, host: HostCollectives, gpus: NcclSelection) -> None:
+        self._engine, self._host, self._gpus = engine, host, gpus
+        self._side_streams = SideStreams()
+
+    def call(
+        self, name: str, code: int, arguments: tuple[object, ...], result: _Result, async_op: bool
     ) -> _Result | Work:
-        """Make a call of this code, on these tensors, behind all that was called before it."""
-        operation = partial(self._gpus.run, code, tensors[0], by_host, by_nccl)
-        if not async_op:
-            self._engine.settle()
-            operation()
-            return result
-        name = CallSignature.from_code(code).collective
-        on_gpus = [tensor for tensor in tensors if tensor is not None and tensor.is_cuda]
-        if not on_gpus:
+        """Run a collective after all earlier calls and return ``result``, or submit it and return a `Work`.
+
+        Args:
+            name: a method of `HostCollectives` and of `NcclCommunicator`.
+            code: code of the call's signature.
+            arguments: arguments of the method; the tensors among them are on one device.
+            result: return value of the call.
+            async_op: return a `Work`.
+        """
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        if async_op:
+            return self._submit(name, code, arguments, tensors, result)
+        self._engine.settle()
+        nccl = self._gpus.choose(code, tensors[0])
+        if nccl is None:
+            getattr(self._host, name)(code, *arguments)
+        else:
+            self._gpus.run(nccl, name, code, arguments)
+        return result
+
+    def _submit(
+        self, name: str, code: int, arguments: tuple[object, ...], tensors: list[Tensor], result: object
+    ) -> Work:
+        section = self._side_streams.behind_caller(tensors) if tensors[0].is_cuda else None
+
+        def operation() -> None:
+            with section or nullcontext():
+                self.call(name, code, arguments, None, async_op=False)
+
+        if section is None:
             return self._engine.submit(name, operation, result)
-        section = self._lanes.behind_caller(on_gpus)
+        return self._engine.submit(name, operation, result, section.join)
 
-        def operation_in_section() -> None:
-            with section:
-                operation()
 
-        return self._engine.submit(name, operation_in_section, result, section.join)
+def _is_like(out: object, tensor: Tensor) -> bool:
+    """Return whether ``out`` is a contiguous CPU tensor with the shape and dtype of ``tensor``."""
+    return (
+        isinstance(out, Tensor)
+        and is_contiguous_on_cpu(out)
+        and out.shape == tensor.shape
+        and out.dtype == tensor.dtype
+    )

@@ -1,4 +1,4 @@
-"""gangline's own errors: what can go wrong between processes. Wrong arguments raise Python's own classes."""
+"""gangline's errors: failures between processes. Wrong arguments raise Python's own exceptions."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Collection
 
 
 class GanglineError(RuntimeError):
-    """Something between processes went wrong; the message names the ranks and the call."""
+    """Communication between processes failed; the message names the ranks and the call."""
 
 
 class DeadNodeError(GanglineError):
-    """A process that is needed was killed, left, or gave no sign of life for longer than the limit."""
+    """A required process was killed, left, or gave no sign of life within the time limit."""
 
 
 class StallError(GanglineError):
-    """A process lives, but did not come within the timeout."""
+    """A process is alive but did not join a call within the timeout."""
 
 
 class ProtocolError(GanglineError):
-    """What arrived is not what gangline sends."""
+    """A process sent data that does not follow gangline's protocol."""
 
 
 class MismatchError(GanglineError, ValueError):
-    """Processes that must agree do not: on a collective, a size, a dtype, an operation."""
+    """Processes disagree on something that must be equal: a collective, a size, a dtype, an operation."""
 
 
 def name_ranks(ranks: Collection[int]) -> str:
-    """Ranks in words: "rank 1" or "ranks 0, 2"."""
+    """Return text that names the ranks: "rank 1" or "ranks 0, 2"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

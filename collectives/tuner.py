@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gangline.collectives import algorithms
+from gangline.collectives.transports.base import SLOT_BYTES
 
 SHARED = "shared"
 """The exchange of small tensors: all copy theirs into memory that all can reach, and after one synchronisation each
 takes what it needs. It is no schedule: the Communicator does it itself."""
-SHARED_LIMIT = 1 << 20
+SHARED_LIMIT = SLOT_BYTES
 """The most bytes of a rank's tensor that the shared exchange takes."""
 TRANSPORTS = ("shared_memory", "ipc", "tcp", "in_process")
 """Names that a transport can have; the Communicator offers "auto" as well."""

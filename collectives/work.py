@@ -1,4 +1,4 @@
-"""Work that goes on while its caller does something else: the handle, and the queue that runs it."""
+"""Handles of asynchronous operations, and the queue that runs them in a background thread."""
 
 from __future__ import annotations
 
@@ -14,35 +14,41 @@ _log = logging.getLogger("gangline")
 
 
 class Work:
-    """A running or finished operation; its tensors belong to it until `wait` returns."""
+    """Handle of an asynchronous operation. The operation's tensors must not be used before `wait` has returned."""
 
     def __init__(self, name: str, join: Callable[[], None] = lambda: None, result: Any = None) -> None:
-        """Name the operation; ``join`` orders the waiter's GPU streams behind it."""
+        """Create the handle of a running operation.
+
+        Args:
+            name: name of the operation, for error messages.
+            join: function that orders the waiter's GPU streams after the operation.
+            result: initial value of `result`.
+        """
         self.result = result
-        """Where the operation puts what it gives, to be read after `wait`; None for one that gives nothing."""
+        """Result of the operation, valid after `wait`; None if it has none."""
         self._name = name
         self._join = join
         self._error: BaseException | None = None
         self._is_over = False
-        self._running = threading.Lock()  # held until it is over: who waits waits for that
+        self._running = threading.Lock()  # held until the operation is over
         self._running.acquire()
 
     @classmethod
     def finished(cls, name: str) -> Work:
-        """The handle of an operation that is over."""
+        """Return the handle of an operation that has succeeded."""
         work = cls(name)
         work.complete()
         return work
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the operation is done; on GPUs, when the current streams are ordered behind it.
+        """Return when the operation is over; on GPUs, when the current streams are ordered after it.
 
         Args:
-            timeout: seconds to wait; None waits as long as it takes.
+            timeout: seconds to wait; None for no limit.
 
         Raises:
-            TimeoutError: still running after ``timeout``; the operation goes on.
-            Exception: whatever the operation raised.
+            TimeoutError: if the operation is still running after ``timeout``; it continues.
+            Exception: the error that the operation raised.
         """
         if not self._is_over:
             if not self._running.acquire(timeout=-1 if timeout is None else max(timeout, 0)):
@@ -53,15 +59,15 @@ class Work:
             raise self._error
 
     def is_completed(self) -> bool:
-        """Whether the operation is over, well or not."""
+        """Return whether the operation is over, with or without an error."""
         return self._is_over
 
     def exception(self) -> BaseException | None:
-        """What the operation raised, or None while it runs and after it went well."""
+        """Return the error that the operation raised, or None if it is running or has succeeded."""
         return self._error
 
     def complete(self, error: BaseException | None = None) -> None:
-        """End an operation that no queue runs: well, or by an error."""
+        """Mark the operation as over, with or without an error; for operations that no queue runs."""
         self._error = error
         self._is_over = True
         self._running.release()
@@ -69,7 +75,7 @@ class Work:
     def _run(self, operation: Callable[[], None]) -> None:
         try:
             operation()
-        except BaseException as error:  # noqa: BLE001  whatever it is, it belongs to the waiter
+        except BaseException as error:  # noqa: BLE001  `wait` raises it
             self.complete(error)
         else:
             self.complete()
@@ -84,7 +90,7 @@ class _QueuedCall:
     operation: Callable[[], None]
     work: Work
     keys: tuple[Hashable, ...]
-    order: tuple[int, int]  # (-priority, sequence): the smallest goes first
+    order: tuple[int, int]  # (-priority, sequence): the smallest runs first
     blockers: int = 0
     followers: list[_QueuedCall] = field(default_factory=list)
 
@@ -93,15 +99,15 @@ class _QueuedCall:
 
 
 class WorkQueue:
-    """Runs operations one at a time.
+    """Queue that runs operations one at a time.
 
-    Operations that share a key run in the order they were given; among the others the larger priority
-    goes first. A thread is started by the first operation that is not waited for.
+    Operations with a common key run in the order of submission. Among the others, those of larger priority run first.
+    The first `submit` starts a background thread.
     """
 
     def __init__(self) -> None:
-        self._running = threading.Lock()  # held while an operation runs, by whichever thread runs it
-        self._runner = 0  # that thread
+        self._running = threading.Lock()  # held by the thread that runs an operation
+        self._runner = 0  # id of that thread
         self._changed = threading.Condition()
         self._ready: list[_QueuedCall] = []
         self._last: dict[Hashable, _QueuedCall] = {}
@@ -111,11 +117,11 @@ class WorkQueue:
         self._closed = False
 
     def run(self, operation: Callable[[], None], work: Work, keys: Iterable[Hashable], priority: int) -> None:
-        """Run the operation and return when it is done, behind all that was submitted for its keys.
+        """Run an operation after all earlier operations with one of its keys, and return when it is over.
 
         Raises:
-            Exception: whatever the operation raised.
-            RuntimeError: the queue is closed.
+            Exception: the error that the operation raised.
+            RuntimeError: if the queue is closed.
         """
         if self._unfinished and not self._is_inside():
             self.submit(operation, work, keys, priority)
@@ -124,41 +130,41 @@ class WorkQueue:
         work.wait()
 
     def submit(self, operation: Callable[[], None], work: Work, keys: Iterable[Hashable], priority: int) -> None:
-        """Have the operation run in the queue's thread; inside another operation, at once.
+        """Run an operation in the queue's thread; if called from inside another operation, run it at once.
 
         Raises:
-            RuntimeError: the queue is closed.
+            RuntimeError: if the queue is closed.
         """
         if self._is_inside():
             self._execute(operation, work)
             return
         with self._changed:
             self._check_open(work)
-            job = _QueuedCall(operation, work, tuple(dict.fromkeys(keys)), (-priority, next(self._sequence)))
-            before = {id(last): last for key in job.keys if (last := self._last.get(key)) is not None}
+            call = _QueuedCall(operation, work, tuple(dict.fromkeys(keys)), (-priority, next(self._sequence)))
+            before = {id(last): last for key in call.keys if (last := self._last.get(key)) is not None}
             for one in before.values():
-                one.followers.append(job)
-                job.blockers += 1
-            self._last.update(dict.fromkeys(job.keys, job))
+                one.followers.append(call)
+                call.blockers += 1
+            self._last.update(dict.fromkeys(call.keys, call))
             self._unfinished += 1
-            if not job.blockers:
-                heapq.heappush(self._ready, job)
+            if not call.blockers:
+                heapq.heappush(self._ready, call)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="gangline-store", daemon=True)
+                self._thread = threading.Thread(target=self._serve, name="gangline-work", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
     def is_idle(self) -> bool:
-        """Whether all that was submitted is done."""
+        """Return whether all submitted operations are over."""
         return not self._unfinished
 
     def _is_inside(self) -> bool:
-        """Whether this thread runs an operation now: an updater, say, that calls its store."""
+        """Return whether this thread runs an operation now, such as an updater that calls its store."""
         return self._runner == threading.get_ident()
 
     def _check_open(self, work: Work) -> None:
         if self._closed:
-            raise RuntimeError(f"{work._name} came after close(); what does it is closed")
+            raise RuntimeError(f"{work._name} was called after close()")
 
     def _execute(self, operation: Callable[[], None], work: Work, *, refuse_closed: bool = False) -> None:
         if self._is_inside():
@@ -174,7 +180,7 @@ class WorkQueue:
                 self._runner = 0
 
     def close(self) -> None:
-        """Finish what was submitted and end the thread."""
+        """Finish all submitted operations and end the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -182,7 +188,7 @@ class WorkQueue:
             return
         if self._thread is not None:
             self._thread.join()
-        with self._running:  # what another thread runs inline
+        with self._running:  # wait for an operation that another thread runs inline
             pass
 
     def _serve(self) -> None:
@@ -192,20 +198,20 @@ class WorkQueue:
                     if self._closed and not self._unfinished:
                         return
                     self._changed.wait()
-                job = heapq.heappop(self._ready)
-            self._execute(job.operation, job.work)
-            if job.work.exception() is not None:  # nobody may ever wait for it
-                _log.error("%r", job.work, exc_info=job.work.exception())
-            self._finish(job)
-            del job  # or this thread would hold the last operation's tensors while it waits
+                call = heapq.heappop(self._ready)
+            self._execute(call.operation, call.work)
+            if call.work.exception() is not None:  # logged, because `wait` may never be called
+                _log.error("%r", call.work, exc_info=call.work.exception())
+            self._finish(call)
+            del call  # a waiting thread must not hold the last operation's tensors
 
-    def _finish(self, job: _QueuedCall) -> None:
+    def _finish(self, call: _QueuedCall) -> None:
         with self._changed:
             self._unfinished -= 1
-            for key in job.keys:
-                if self._last.get(key) is job:
+            for key in call.keys:
+                if self._last.get(key) is call:
                     del self._last[key]
-            for follower in job.followers:
+            for follower in call.followers:
                 follower.blockers -= 1
                 if not follower.blockers:
                     heapq.heappush(self._ready, follower)

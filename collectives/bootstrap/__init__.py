@@ -1,1 +1,1 @@
-"""How ranks find each other: launcher environment, store, address exchange, opening transports."""
+"""Bootstrap: launcher environment, rendezvous through a store, and opening the transports of a group of ranks."""

@@ -1,4 +1,4 @@
-"""What an environment says of a process's place in its job: by torchrun's, Open MPI's or Slurm's variables."""
+"""A process's rank, job size and rendezvous address from the variables of torchrun, Open MPI or Slurm."""
 
 from __future__ import annotations
 
@@ -11,60 +11,67 @@ LOOPBACK = "127.0.0.1"
 
 
 class RankInfo(NamedTuple):
-    """A rank's place in its job, and where its ranks meet."""
+    """Rank and size of a job's process, and the address of the job's rendezvous."""
 
     rank: int
     size: int
     host: str
-    """Where rank 0 can be reached; `LOOPBACK` if all ranks are known to be on one machine."""
+    """Address at which other ranks reach rank 0; `LOOPBACK` if all ranks are known to be on one machine."""
     port: int
 
 
 def from_environment(environment: Mapping[str, str]) -> RankInfo:
-    """The place that a launcher has set, by the first of these families of variables of which there is one.
+    """Return what a launcher has set in the first of these families of variables that is present.
 
-    - RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: torchrun, and by hand.
+    - RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: torchrun, or set by hand.
     - OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE: Open MPI's mpirun.
     - SLURM_PROCID, SLURM_NTASKS: Slurm's srun.
 
-    MASTER_ADDR and MASTER_PORT count in each family. Without them the ranks of mpirun meet on loopback if all are on
-    one machine, those of srun on the first host of the step, at a port that follows from the job's name.
+    MASTER_ADDR and MASTER_PORT apply to all families and are optional under mpirun and srun. The default host under
+    mpirun is loopback if all ranks are on one machine, and under srun the first host of the step. The default port is
+    derived from the job's id.
 
     Raises:
-        RuntimeError: none of them is set.
-        ValueError: one is missing, out of range or no number; the message names it.
+        RuntimeError: if no variable is set.
+        ValueError: if a variable is missing, out of range or not a number; the message names it.
     """
     return find_rank_info(None, None, None, environment)
 
 
 def find_rank_info(rank: int | None, size: int | None, address: str | None, environment: Mapping[str, str]) -> RankInfo:
-    """The place that is given, each part that is None from the environment as in `from_environment`.
+    """Return the rank info of the arguments; arguments that are None come from the environment (`from_environment`).
+
+    Args:
+        rank: rank of this process, from 0.
+        size: number of processes.
+        address: "HOST:PORT" at which rank 0 is reached.
+        environment: environment variables.
 
     Raises:
-        RuntimeError: something is not given, and no launcher has set anything.
-        TypeError: the rank or size is no int.
-        ValueError: something is missing, out of range or no number.
+        RuntimeError: if an argument is None and no launcher has set variables.
+        TypeError: if the rank or the size is not an int.
+        ValueError: if a value is missing, out of range or not a number.
     """
     for name, value in (("rank", rank), ("size", size)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"{name} is {value!r}; expected an int, or None for what the launcher says")
+            raise TypeError(f"{name} is {value!r}; expected an int, or None to read it from the environment")
     family = next((family for family in _FAMILIES if any(name in environment for name in family)), None)
     if rank is None or size is None:
         if family is None:
             raise RuntimeError(
-                "no launcher has set this process's place in a job (RANK and WORLD_SIZE, or Open MPI's or Slurm's "
-                "variables): start it with torchrun, mpirun or srun, run a function by collectives.spawn, "
-                "or give rank, size and address"
+                "no launcher has set this process's rank (RANK and WORLD_SIZE, or Open MPI's or Slurm's variables): "
+                "start it with torchrun, mpirun or srun, run a function with collectives.spawn, "
+                "or pass rank, size and address"
             )
         rank = _number(environment, family[0], least=0) if rank is None else rank
         size = _number(environment, family[1], least=1) if size is None else size
     if size < 1:
         raise ValueError(f"size is {size}; expected at least 1")
     if not 0 <= rank < size:
-        raise ValueError(f"rank is {rank}; expected 0 to {size - 1}, for the size is {size}")
+        raise ValueError(f"rank is {rank}; expected 0 to {size - 1}, because the size is {size}")
     if address is not None:
         return RankInfo(rank, size, *_parse(address))
-    return RankInfo(rank, size, *_meeting_point(family, size, environment))
+    return RankInfo(rank, size, *_rendezvous_address(family, size, environment))
 
 
 _FAMILIES = _TORCHRUN, _OPEN_MPI, _SLURM = (
@@ -74,26 +81,26 @@ _FAMILIES = _TORCHRUN, _OPEN_MPI, _SLURM = (
 )
 
 
-def _meeting_point(family: tuple[str, str] | None, size: int, environment: Mapping[str, str]) -> tuple[str, int]:
-    """Host and port, from MASTER_ADDR and MASTER_PORT, else from what the launcher says of the job."""
+def _rendezvous_address(family: tuple[str, str] | None, size: int, environment: Mapping[str, str]) -> tuple[str, int]:
+    """Return host and port from MASTER_ADDR and MASTER_PORT, else from the launcher's other variables."""
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if not host and not port and size == 1:
-        return LOOPBACK, 0  # one rank meets nobody
+        return LOOPBACK, 0  # a single rank needs no rendezvous
     if _are_on_one_machine(family, size, environment):
         host = LOOPBACK if host or family != _TORCHRUN else None
     if family == _OPEN_MPI:
-        port = port or _port_of(environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid"))
+        port = port or _port_from(environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid"))
     elif family == _SLURM:
         host = host or _slurm_host(environment)
-        port = port or _port_of(environment.get("SLURM_JOB_ID"), environment.get("SLURM_STEP_ID", "0"))
+        port = port or _port_from(environment.get("SLURM_JOB_ID"), environment.get("SLURM_STEP_ID", "0"))
     for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)):
         if not value:
             raise ValueError(
-                f"{name} is not set; expected MASTER_ADDR and MASTER_PORT on every rank, where rank 0 can be reached "
-                "(127.0.0.1 and a free port if all are on one machine)"
+                f"{name} is not set; expected MASTER_ADDR and MASTER_PORT on every rank, the address of rank 0 "
+                "(127.0.0.1 and a free port if all ranks are on one machine)"
             )
     assert host is not None
-    return _normal(host), _number({"MASTER_PORT": str(port)}, "MASTER_PORT", 1, 65535)
+    return _normalized(host), _number({"MASTER_PORT": str(port)}, "MASTER_PORT", 1, 65535)
 
 
 def _are_on_one_machine(family: tuple[str, str] | None, size: int, environment: Mapping[str, str]) -> bool:
@@ -104,16 +111,16 @@ def _are_on_one_machine(family: tuple[str, str] | None, size: int, environment: 
 
 
 def _slurm_host(environment: Mapping[str, str]) -> str | None:
-    """The first host of the step, on which Slurm puts task 0: "gpu[07-09,12],cpu1" begins with gpu07."""
+    """Return the first host of the step, where Slurm starts task 0: gpu07 of "gpu[07-09,12],cpu1"."""
     hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
     if not hosts:
         return environment.get("SLURM_LAUNCH_NODE_IPADDR")
-    first = re.match(r"(?:[^,\[]|\[[^]]*\])+", hosts)  # up to a comma outside of brackets
+    first = re.match(r"(?:[^,\[]|\[[^]]*\])+", hosts)  # up to a comma outside brackets
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first.group()) if first is not None else None
 
 
-def _port_of(*job: str | None) -> str | None:
-    """A port that all ranks of a job come to by themselves, below those that systems hand out."""
+def _port_from(*job: str | None) -> str | None:
+    """Return a port derived from a job's ids, below the range of ephemeral ports."""
     if not all(job):
         return None
     return str((1 << 14) + zlib.crc32(" ".join(map(str, job)).encode()) % (1 << 14))
@@ -123,10 +130,10 @@ def _parse(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     if not (host and colon and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise ValueError(f"address is {address!r}; expected HOST:PORT with a port from 1 to 65535")
-    return _normal(host), int(port)
+    return _normalized(host), int(port)
 
 
-def _normal(host: str) -> str:
+def _normalized(host: str) -> str:
     return LOOPBACK if host in ("localhost", "::1", "[::1]") else host.strip("[]")
 
 

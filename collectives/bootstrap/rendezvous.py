@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other: what a launcher says of them, and a store through which they meet."""
+"""Rendezvous of a job's ranks: a TCP store that rank 0 serves, and an all-gather of bytes through it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 
 from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from gangline.collectives.bootstrap.launcher_environment import LOOPBACK, find_rank_info
 from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
 from gangline.collectives.liveness.limits import limits
+from gangline.collectives.liveness.process_state import boot_id
 from gangline.collectives.transports.addresses import check_address, local_address
 from gangline.collectives.transports.base import BootstrapAllGather
 
 
 class Rendezvous:
-    """A rank's place in its job, and its way to the others: `exchange`."""
+    """A rank's membership in a job, and its all-gather with the other ranks: `exchange`."""
 
     def __init__(
         self,
@@ -34,133 +34,138 @@ class Rendezvous:
         timeout: float | None = None,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
-        """Join the job; what is None comes from the environment (`find_rank_info`).
+        """Connect to the job's store; arguments that are None come from the environment (`find_rank_info`).
 
-        Several jobs may be joined one after another at one address, by all ranks in the same order.
+        All ranks may join several jobs at one address, one after another and in the same order.
 
         Args:
-            rank: the number of this process, from 0.
-            size: how many processes there are.
-            address: "HOST:PORT" at which rank 0 keeps the store, for this and for later jobs of its process. Under
-                torchrun the agent keeps it.
-            timeout: seconds to wait for the others, here and in each exchange; None for GANGLINE_TIMEOUT.
-            environment: what a launcher has set.
+            rank: rank of this process, from 0.
+            size: number of processes.
+            address: "HOST:PORT" of the store, which rank 0 serves until its process ends. Under torchrun, the agent
+                serves it.
+            timeout: seconds to wait for other ranks, here and in each exchange; None for GANGLINE_TIMEOUT.
+            environment: environment variables that a launcher has set.
 
         Raises:
-            RuntimeError: nothing says what the place is; or the address is another than loopback, and
-                GANGLINE_INSECURE=1 is not set; or rank 0 cannot listen there.
-            TypeError: the rank or size is no int.
-            ValueError: something is missing, out of range or no number.
-            StallError: rank 0 did not open the store in time.
+            RuntimeError: if neither arguments nor environment describe a job, if the address is not loopback and
+                GANGLINE_INSECURE=1 is not set, or if rank 0 cannot listen at the address.
+            TypeError: if the rank or the size is not an int.
+            ValueError: if a value is missing, out of range or not a number.
+            StallError: if rank 0 does not open the store in time.
         """
         self.rank, self.size, self.host, self.port = find_rank_info(rank, size, address, environment)
         self._timeout = time_limit(timeout)
         self._rounds = itertools.count()
-        self._store = self._join(environment) if self.size > 1 else None
+        self._store = self._connect(environment) if self.size > 1 else None
 
     def exchange(self, blob: bytes) -> list[bytes]:
-        """Everybody's bytes, in rank order; all ranks call it equally often.
+        """Return every rank's bytes, in rank order. Collective: all ranks must call it.
 
         Raises:
-            RuntimeError: the job is closed.
-            StallError: ranks did not come in time; the message names them.
-            DeadNodeError: the process that keeps the store is gone.
+            RuntimeError: if the rendezvous is closed.
+            StallError: if ranks do not call it in time; the message names them.
+            DeadNodeError: if the process that serves the store is gone.
         """
         if self.size == 1:
             return [blob]
         if self._store is None:
-            raise RuntimeError(f"rank {self.rank} has closed its job and cannot exchange any more")
+            raise RuntimeError(f"rank {self.rank} has closed its rendezvous and cannot exchange any more")
         number = next(self._rounds)
-        brought, taken = ([f"{number}/{word}/{rank}" for rank in range(self.size)] for word in ("brought", "taken"))
-        with self._while_kept():
-            self._store.set(brought[self.rank], blob)  # type: ignore[arg-type]  # the stub knows text only
-            self._wait(brought)
-            blobs: list[bytes] = self._store.multi_get(brought)
-        if self.rank == 0:  # the last to leave, for the store may end with it
-            with self._while_kept():
-                self._wait(taken[1:])
-                for key in [*brought, *taken[1:]]:
+        blob_keys, done_keys = ([f"{number}/{kind}/{rank}" for rank in range(self.size)] for kind in ("blob", "done"))
+        with self._report_lost_store():
+            self._store.set(blob_keys[self.rank], blob)  # type: ignore[arg-type]  # the stub accepts only str
+            self._wait(blob_keys)
+            blobs: list[bytes] = self._store.multi_get(blob_keys)
+        if self.rank == 0:  # returns last, because the store may end with its process
+            with self._report_lost_store():
+                self._wait(done_keys[1:])
+                for key in [*blob_keys, *done_keys[1:]]:
                     self._store.delete_key(key)
         else:
-            with suppress(DistNetworkError):  # gone already, but everything is here
-                self._store.set(taken[self.rank], "")
+            with suppress(DistNetworkError):  # the store may be gone; all blobs have been read
+                self._store.set(done_keys[self.rank], "")
         return blobs
 
     def interface(self) -> str:
-        """The address of this machine by which the machines of other ranks reach it."""
+        """Return the address by which other hosts reach this host."""
         if self.host == LOOPBACK:
             return LOOPBACK
         return local_address(self.host)
 
     def close(self) -> None:
-        """Let go of the store; what rank 0 keeps of it serves later jobs of its process."""
+        """Disconnect from the store. A store that rank 0 serves stays open for later jobs of its process."""
         self._store = None
 
-    def _join(self, environment: Mapping[str, str]) -> Store:
+    def _connect(self, environment: Mapping[str, str]) -> Store:
         check_address(self.host)
-        agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        agent = agent and environment.get("MASTER_PORT") == str(self.port)
+        has_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        has_agent = has_agent and environment.get("MASTER_PORT") == str(self.port)
         address = self.host, self.port
-        with self._while_kept():
-            store = _keep_store(*address) if self.rank == 0 and not agent else _reach_store(*address, self._timeout)
+        with self._report_lost_store():
+            if self.rank == 0 and not has_agent:
+                store = _serve_store(*address)
+            else:
+                store = _connect_store(*address, self._timeout)
             attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")  # an agent's store outlives its workers
-            return PrefixStore(f"gangline/{attempt}/{next(_joined[address])}", store)
+            return PrefixStore(f"gangline/{attempt}/{next(_job_numbers[address])}", store)
 
     def _wait(self, keys: list[str]) -> None:
-        """Until the store has all the keys of a round; by looking, for its own wait cannot be interrupted."""
+        """Wait for all keys of a round by polling, because the store's own wait cannot be interrupted."""
         assert self._store is not None
         ends, pause = time.monotonic() + self._timeout, 0.001
         while not self._store.check(keys):
             if time.monotonic() > ends:
                 missing = [int(key.rpartition("/")[2]) for key in keys if not self._store.check([key])]
                 raise StallError(
-                    f"{name_ranks(missing)} of {self.size} did not come to {self.host}:{self.port} "
+                    f"{name_ranks(missing)} of {self.size} did not reach {self.host}:{self.port} "
                     f"within {self._timeout:g} s"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
 
     @contextmanager
-    def _while_kept(self) -> Iterator[None]:
+    def _report_lost_store(self) -> Iterator[None]:
         try:
             yield
         except DistNetworkError as error:
-            keeper = f"the process that keeps the store at {self.host}:{self.port}, rank 0 or torchrun's agent"
-            raise DeadNodeError(f"rank {self.rank} of {self.size} lost {keeper}: {error}") from error
+            server = f"the process that serves the store at {self.host}:{self.port}, rank 0 or torchrun's agent"
+            raise DeadNodeError(f"rank {self.rank} of {self.size} lost {server}: {error}") from error
 
 
-_joined: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)  # jobs so far, by address
-_kept: dict[tuple[str, int], Store] = {}
+_job_numbers: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
+"""Numbers of the jobs that this process joins at each address."""
+_served_stores: dict[tuple[str, int], Store] = {}
 
 
-def _keep_store(host: str, port: int) -> Store:
-    """Keep the store at an address until this process ends; on loopback nobody from outside reaches it."""
-    if (host, port) in _kept:
-        return _kept[host, port]
-    listening: int | None = None
+def _serve_store(host: str, port: int) -> Store:
+    """Serve a store until this process ends; a store on loopback is not reachable from other hosts."""
+    if (host, port) in _served_stores:
+        return _served_stores[host, port]
+    descriptor: int | None = None
     if host == LOOPBACK:
         try:
-            listening = socket.create_server((host, port)).detach()
+            descriptor = socket.create_server((host, port)).detach()
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-            # torch.distributed keeps a store there, in this process: then it is shared. Or another program.
+            # The port belongs to a store of torch.distributed in this process, which TCPStore shares, or to another
+            # program, which makes TCPStore raise an error.
     try:
-        _kept[host, port] = TCPStore(
+        _served_stores[host, port] = TCPStore(
             host,
             port,
             is_master=True,
             wait_for_workers=False,
             multi_tenant=True,
-            master_listen_fd=listening,
+            master_listen_fd=descriptor,
         )
     except DistNetworkError as error:
-        raise RuntimeError(f"rank 0 cannot keep the store at {host}:{port}; choose another port: {error}") from error
-    return _kept[host, port]
+        raise RuntimeError(f"rank 0 cannot serve the store at {host}:{port}; choose another port: {error}") from error
+    return _served_stores[host, port]
 
 
-def _reach_store(host: str, port: int, timeout: float) -> Store:
-    """Connect to the store at an address, as soon as it is there."""
+def _connect_store(host: str, port: int, timeout: float) -> Store:
+    """Connect to the store at an address, and wait until it is open."""
     ends, pause = time.monotonic() + timeout, 0.005
     while True:
         try:
@@ -176,31 +181,38 @@ def _reach_store(host: str, port: int, timeout: float) -> Store:
 
 
 def hosts(exchange: BootstrapAllGather) -> tuple[int, ...]:
-    """The host of each rank, numbered from 0 in the order of their first ranks; all ranks call it.
+    """Return the host of each rank (`number_hosts`). Collective: all ranks must call it."""
+    return number_hosts(exchange(host_identity().encode()))
 
-    Ranks are on one host if they have the kernel's boot, the network, the process ids and the mounts in common: then
-    loopback, ``/proc/PID/fd`` and sockets in the file system reach from one to the other. A container that has
-    namespaces of its own is a host of its own.
+
+def number_hosts(identities: Sequence[object]) -> tuple[int, ...]:
+    """Number the hosts of ranks from 0, in the order of their first ranks.
+
+    Args:
+        identities: the identity of each rank's host.
     """
-    identities = exchange(_host_identity().encode())
-    numbers: dict[bytes, int] = {}
+    numbers: dict[object, int] = {}
     return tuple(numbers.setdefault(identity, len(numbers)) for identity in identities)
 
 
-def _host_identity() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    words = [boot.read_text().strip() if boot.exists() else socket.gethostname()]
+def host_identity() -> str:
+    """Return a text that processes have in common if they share a kernel and its network, pid and mount namespaces.
+
+    Between such processes, loopback, ``/proc/PID/fd`` and sockets in the file system work. A container with namespaces
+    of its own is therefore a host of its own.
+    """
+    words = [boot_id()]
     for kind in ("net", "pid", "mnt"):
-        with suppress(OSError):  # a kernel without namespaces has the same ones for all
+        with suppress(OSError):  # a kernel without namespaces has one for all processes
             words.append(os.readlink(f"/proc/self/ns/{kind}"))
     return " ".join(words)
 
 
 def time_limit(timeout: float | None) -> float:
-    """A limit in seconds, that of GANGLINE_TIMEOUT for None.
+    """Return a time limit in seconds: ``timeout``, or that of GANGLINE_TIMEOUT if it is None.
 
     Raises:
-        ValueError: it is not above 0.
+        ValueError: if ``timeout`` is not above 0.
     """
     if timeout is None:
         return limits().timeout

@@ -15,7 +15,7 @@ from torch import Tensor
 from gangline.collectives.devices.backends.base import Flattened
 from gangline.collectives.devices.backends.nccl import Nccl
 from gangline.collectives.devices.backends.nccl_bindings import Binding, CupyBinding, PyncclBinding
-from gangline.collectives.engine.arguments import data_of
+from gangline.collectives.engine.host_staging import data_of
 
 _ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
 _BYTE = 1  # nccl.h's ncclUint8

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.devices.nccl_communicator import RANKS, NcclCommunicator, RankBinding
-from gangline.collectives.engine import host_collectives
 from gangline.collectives.engine.engine import Engine
-from gangline.collectives.engine.executor import Parts
+from gangline.collectives.engine.executor import EqualChunks, run
+from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.liveness.limits import limits
 from gangline.collectives.liveness.membership import CLOSED
@@ -52,10 +52,11 @@ class _Running:
 class NcclSelection:
     """The decision of one rank's communicator, and NCCL's communicator where that is what was decided."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, host: HostCollectives) -> None:
         self.nccl: NcclCommunicator | None = None
         """What makes the calls, once NCCL was decided for."""
         self._engine = engine
+        self._host = host
         self._is_decided = False
         self._device = torch.device("cpu")
         self._binding: RankBinding | None = None
@@ -63,32 +64,18 @@ class NcclSelection:
         self._running: list[_Running] = []
         self._thread: threading.Thread | None = None
 
-    def run(
-        self, code: int, tensor: Tensor, by_host: Callable[[], None], by_nccl: Callable[[NcclCommunicator], None]
-    ) -> None:
-        """Make a call one way or the other.
+    def choose(self, code: int, tensor: Tensor) -> NcclCommunicator | None:
+        """Return NCCL's communicator if a call uses NCCL, or None if it goes through host memory.
+
+        Collective once a rank has passed a tensor on a GPU.
 
         Args:
-            code: `Call.code`.
-            tensor: the call's, on this rank.
-            by_host: makes it on the host, wherever the tensor lies.
-            by_nccl: starts it on the current stream of the tensor's GPU.
+            code: `CallSignature.code`.
+            tensor: this rank's tensor.
 
         Raises:
-            GanglineError: a rank is dead, late, or at another call.
+            GanglineError: if a rank is dead, late or in another call.
         """
-        nccl = self._chosen(code, tensor)
-        if nccl is None:
-            by_host()
-            return
-        try:
-            by_nccl(nccl)
-        except BaseException as error:  # noqa: BLE001  raised again
-            raise self._engine.failed(error, code) from None
-        self._see_to_its_end(code)
-
-    def _chosen(self, code: int, tensor: Tensor) -> NcclCommunicator | None:
-        """What makes a call, if it goes by NCCL: a collective of the ranks where that is decided, or to be."""
         if (self._is_decided or not tensor.is_cuda) and self.nccl is None:
             return None
         if tensor.dtype == _UNKNOWN or not tensor.numel():
@@ -99,6 +86,21 @@ class NcclSelection:
             if self.nccl is None:
                 return None
         return self.nccl if self._are_all_there(code, tensor.device == self._device) else None
+
+    def run(self, nccl: NcclCommunicator, name: str, code: int, arguments: Sequence[object]) -> None:
+        """Start a collective with NCCL on the current stream of this rank's GPU.
+
+        Args:
+            nccl: the communicator that `choose` returned.
+            name: name of a method of `NcclCommunicator`.
+            code: `CallSignature.code`.
+            arguments: arguments of the method.
+        """
+        try:
+            getattr(nccl, name)(*arguments)
+        except BaseException as error:  # noqa: BLE001  raised again
+            raise self._engine.failed(error, code) from None
+        self._see_to_its_end(code)
 
     def _see_to_its_end(self, code: int) -> None:
         """A call has been started on the current stream, where NCCL would wait for a dead rank for ever."""
@@ -143,14 +145,14 @@ class NcclSelection:
             raise engine.failed(error, code) from None
         cards = [
             msgpack.unpackb(one)
-            for one in host_collectives.exchange(engine, msgpack.packb([problem, engine.resources.hosts[rank], gpu]))
+            for one in self._host.exchange(msgpack.packb([problem, engine.resources.hosts[rank], gpu]))
         ]
         reason = _reason(cards)
         if reason:
             self._say(reason)
             return
         try:
-            unique_id = host_collectives.exchange(engine, RANKS[name].unique_id() if rank == 0 else b"")[0]
+            unique_id = self._host.exchange(RANKS[name].unique_id() if rank == 0 else b"")[0]
             self._binding = self._made(lambda: RANKS[name](device, unique_id, rank, size), code)
         except BaseException as error:  # noqa: BLE001  raised again
             raise engine.failed(error, code) from None
@@ -220,16 +222,17 @@ class NcclSelection:
         """Whether all ranks' tensors are on the agreed GPUs; the ranks are at the same call, or that is an error."""
         engine = self._engine
         resources = engine.resources
-        with engine.call(code) as sequence:
+        with engine.call(code) as message_tag:
+            plan = engine.plan("all_gather", 1)
             slot_exchange = resources.slot_exchange
-            if slot_exchange is not None and engine.is_shared("all_gather", 1):
+            if plan is None and slot_exchange is not None:
                 slots = slot_exchange.slots(1, torch.uint8)
                 slots[slot_exchange.parity][slot_exchange.rank].fill_(is_there)
-                return all(bool(slot) for slot in slots[engine.meet(sequence, code)])
+                return all(bool(slot) for slot in slots[engine.exchange_slots(*message_tag)])
             flags = torch.zeros(resources.size, dtype=torch.uint8)
             flags[resources.rank] = is_there
-            program, chunks = engine.program("all_gather", 1, None)
-            engine.run(program, Parts(flags, chunks), sequence, code)
+            assert plan is not None
+            run(plan.steps, resources.transport, EqualChunks(flags, plan.chunks), message_tag)
             return bool(flags.all())
 
     def _attend(self) -> None:

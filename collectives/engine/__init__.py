@@ -1,1 +1,1 @@
-"""Running one call: argument checks, staging, reduction, small messages, execution, point-to-point."""
+"""Execution of one call: argument checks, staging, reduction, small messages, schedules, point-to-point."""

@@ -1,21 +1,21 @@
-"""What callers give, as the operations want it: checked, and tensors on the host, contiguous and flat."""
+"""Checks of the arguments of collective calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from gangline.collectives.engine.host_staging import from_host, host_memory, to_host
+from gangline.collectives.engine.host_staging import data_of
 from gangline.collectives.engine.reduction import check_dtype
 
 
 def check_tensor(tensor: object, name: str = "tensor") -> None:
-    """See that collectives take a tensor.
+    """Check that an argument is a tensor that collectives accept.
 
     Raises:
-        TypeError: it is none, sparse, neither on the CPU nor on a GPU, or of a dtype that collectives do not take.
+        TypeError: if it is not a dense tensor on the CPU or a GPU, or if collectives do not accept its dtype.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor")
@@ -25,11 +25,11 @@ def check_tensor(tensor: object, name: str = "tensor") -> None:
 
 
 def check_rows(tensor: object, size: int) -> None:
-    """See that collectives take a tensor, and that it has a row for each rank.
+    """Check that an argument is a tensor that collectives accept, with one row for each of ``size`` ranks.
 
     Raises:
-        ValueError: it has not.
-        TypeError: collectives do not take it.
+        ValueError: if the length of the first axis is not ``size``.
+        TypeError: as `check_tensor`.
     """
     check_tensor(tensor)
     assert isinstance(tensor, Tensor)
@@ -38,10 +38,10 @@ def check_rows(tensor: object, size: int) -> None:
 
 
 def check_written(tensor: Tensor, name: str = "tensor") -> None:
-    """See that a tensor can be written.
+    """Check that each element of a tensor has its own memory, so that the tensor can be written.
 
     Raises:
-        ValueError: it is expanded, so that several of its elements are one place in memory.
+        ValueError: if the tensor is expanded.
     """
     if any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)):
         raise ValueError(
@@ -50,12 +50,12 @@ def check_written(tensor: Tensor, name: str = "tensor") -> None:
         )
 
 
-def fitting(name: str, tensor: Tensor, shape: Sequence[int], like: Tensor) -> Tensor:
-    """A tensor of the caller's, once it is seen to have this shape, and the dtype and device of another.
+def check_fits(name: str, tensor: Tensor, shape: Sequence[int], like: Tensor) -> None:
+    """Check a tensor's shape, and that its dtype and device are those of ``like``.
 
     Raises:
-        ValueError: it has not.
-        TypeError: collectives do not take it.
+        ValueError: if shape, dtype or device differ.
+        TypeError: as `check_tensor`.
     """
     check_tensor(tensor, name)
     if tensor.shape != tuple(shape) or tensor.dtype != like.dtype:
@@ -64,41 +64,41 @@ def fitting(name: str, tensor: Tensor, shape: Sequence[int], like: Tensor) -> Te
         )
     if tensor.device != like.device:
         raise ValueError(f"{name} is on {tensor.device}; expected {like.device}, as the call's other tensor")
-    return tensor
 
 
-def made_or_fitting(name: str, tensor: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
-    """A tensor of the caller's that fits and can be written, or a new one; like another in dtype and device.
+def result_tensor(out: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return ``out`` after checking it, or a new tensor of this shape with the dtype and device of ``like``.
 
     Raises:
-        ValueError: it does not fit, or cannot be written.
-        TypeError: collectives do not take it.
+        ValueError: if ``out`` differs in shape, dtype or device, or is expanded.
+        TypeError: as `check_tensor`.
     """
-    if tensor is None:
+    if out is None:
         return data_of(like).new_empty(tuple(shape))
-    check_written(fitting(name, tensor, shape, like), name)
-    return tensor
+    check_fits("out", out, shape, like)
+    check_written(out, "out")
+    return out
 
 
-def in_place_or(tensor: Tensor, out: Tensor | None) -> Tensor:
-    """Where a result of a tensor's shape, dtype and device goes: into ``out``, or where there is none, itself.
+def result_or_in_place(out: Tensor | None, tensor: Tensor) -> Tensor:
+    """Return the tensor that receives a result like ``tensor``: ``out``, or ``tensor`` if ``out`` is None.
 
     Raises:
-        ValueError: ``out`` does not fit, or what is written cannot be.
-        TypeError: collectives do not take ``out``.
+        ValueError: if ``out`` differs from ``tensor`` in shape, dtype or device, or the tensor to write is expanded.
+        TypeError: as `check_tensor`.
     """
     if out is None:
         check_written(tensor)
         return tensor
-    return made_or_fitting("out", out, tensor.shape, tensor)
+    return result_tensor(out, tensor.shape, tensor)
 
 
 def check_rank(name: str, rank: int, size: int) -> None:
-    """See that a number is a rank's.
+    """Check that an argument is a rank from 0 to ``size - 1``.
 
     Raises:
-        ValueError: there is no such rank.
-        TypeError: it is no int.
+        ValueError: if it is out of range.
+        TypeError: if it is not an int.
     """
     if not isinstance(rank, int) or isinstance(rank, bool):
         raise TypeError(f"{name} is {rank!r}; expected a rank, an int")
@@ -106,81 +106,17 @@ def check_rank(name: str, rank: int, size: int) -> None:
         raise ValueError(f"{name} is {rank}; expected a rank from 0 to {size - 1}")
 
 
-def check_peer(name: str, rank: int, own: int, size: int, tag: int) -> None:
-    """See that a rank is another than one's own, and that messages may have a tag.
+def check_peer(name: str, peer: int, rank: int, size: int, tag: int) -> None:
+    """Check the peer and the tag of a message that ``rank`` sends or receives.
 
     Raises:
-        ValueError: an unknown rank, one's own, or a tag out of 0 to 2**31 - 1.
-        TypeError: one is no int.
+        ValueError: if the peer is out of range or is ``rank`` itself, or the tag is not in 0 to 2**31 - 1.
+        TypeError: if the peer or the tag is not an int.
     """
-    check_rank(name, rank, size)
-    if rank == own:
-        raise ValueError(f"{name} is {rank}, this rank itself; expected another")
+    check_rank(name, peer, size)
+    if peer == rank:
+        raise ValueError(f"{name} is {peer}, this rank itself; expected another rank")
     if not isinstance(tag, int) or isinstance(tag, bool):
         raise TypeError(f"tag is {tag!r}; expected an int")
     if not 0 <= tag < 1 << 31:
         raise ValueError(f"tag is {tag}; expected a number from 0 to 2**31 - 1")
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is contiguous on the CPU."""
-    return tensor.is_cpu and tensor.layout == torch.strided and tensor.is_contiguous()
-
-
-def is_like(tensor: object, other: Tensor) -> bool:
-    """Whether a tensor is contiguous on the CPU and has the shape and dtype of another."""
-    if not isinstance(tensor, Tensor) or not is_plain(tensor):
-        return False
-    return tensor.shape == other.shape and tensor.dtype == other.dtype
-
-
-def data_of(tensor: Tensor) -> Tensor:
-    """The values, which no gradient looks at."""
-    return tensor.detach() if tensor.requires_grad else tensor
-
-
-def flat_of(tensor: Tensor) -> Tensor:
-    """The values as a contiguous 1-d tensor of the host: a view where that can be."""
-    data = data_of(tensor)
-    return to_host(data) if data.is_cuda else _line(data.contiguous())
-
-
-def as_rows(flat: Tensor, size: int) -> Tensor:
-    """A contiguous 1-d tensor as ``size`` rows, which may be empty."""
-    return flat.view(size, flat.numel() // size)
-
-
-def in_place(tensor: Tensor, change: Callable[[Tensor], None]) -> None:
-    """Have the values changed as a contiguous 1-d tensor of the host."""
-    flat = flat_of(tensor)
-    change(flat)
-    _put_back(tensor, flat)
-
-
-def overwrite(tensor: Tensor, write: Callable[[Tensor], None]) -> None:
-    """Have the values written as a contiguous 1-d tensor of the host, whose values before do not matter."""
-    data = data_of(tensor)
-    if data.is_cuda:
-        flat = host_memory(data.numel(), data.dtype)
-    else:
-        flat = _line(data) if data.is_contiguous() else data.new_empty(data.numel())
-    write(flat)
-    _put_back(tensor, flat)
-
-
-def into_rows(tensor: Tensor, write: Callable[[Tensor], None]) -> None:
-    """Have the values written as contiguous rows, one for each entry of the first axis."""
-    overwrite(tensor, lambda flat: write(as_rows(flat, tensor.shape[0])))
-
-
-def _line(data: Tensor) -> Tensor:
-    """A contiguous tensor as 1-d, of stride 1; after `view` one element would keep the stride that it had."""
-    return data.as_strided((data.numel(),), (1,))
-
-
-def _put_back(tensor: Tensor, flat: Tensor) -> None:
-    data = data_of(tensor)
-    if data.is_cuda:
-        from_host(data, flat)
-    elif flat.data_ptr() != data.data_ptr():
-        data.copy_(flat.view(data.shape))

@@ -1,4 +1,4 @@
-"""What happens inside a collective call: numbering, choosing a way, running it, and what failure means."""
+"""Collective calls of one communicator: numbering, choice of algorithm, order and failure."""
 
 from __future__ import annotations
 
@@ -7,78 +7,94 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gangline.collectives import algorithms
 from gangline.collectives.call_signature import CallSignature
-from gangline.collectives.engine.executor import Chunks, MisplacedMessageError, run
+from gangline.collectives.engine.executor import MisplacedMessageError
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.liveness.membership import Membership
 from gangline.collectives.liveness.watchdog import Watchdog, mismatch
 from gangline.collectives.schedule.schedule import Step
 from gangline.collectives.transports.base import MessageTag, Transport
 from gangline.collectives.transports.shm.slots import SlotExchange
-from gangline.collectives.tuner import SHARED, Choice, Table
+from gangline.collectives.tuner import SHARED, Table
 from gangline.collectives.work import Work, WorkQueue
 
-_GATHER_SECONDS = 0.6  # in which the others say where they are
-_TURN_SECONDS = 0.1  # after which the next rank says what it knows, so that all say the same
+_GATHER_SECONDS = 0.6
+"""Time for the other ranks to report their call after a message of another call has arrived."""
+_TURN_SECONDS = 0.1
+"""Additional time for each rank above 0, so that one rank reports the mismatch and the others repeat its error."""
 
 
 @dataclass(frozen=True)
 class GroupResources:
-    """What joins the ranks of a communicator."""
+    """Everything that connects the ranks of one communicator."""
 
     rank: int
     size: int
     hosts: tuple[int, ...]
-    """The host of each rank, numbered from 0."""
+    """Host of each rank, numbered from 0."""
     transport: Transport
-    """For collectives."""
+    """Transport of collectives."""
     messages: Transport
-    """For send and recv."""
+    """Transport of send and recv."""
     slot_exchange: SlotExchange | None
-    """For small collectives, where all ranks share memory."""
+    """Slots for small collectives; None if not all ranks share memory."""
     membership: Membership
     watchdog: Watchdog
-    """Of collectives."""
+    """Deadlines of collectives."""
     messages_watchdog: Watchdog
+    """Deadlines of send and recv."""
     table: Table
     medium: str
-    """What the table calls the transport."""
-    transport_word: str
-    """By what the ranks were asked to be joined: what `split` asks for again."""
+    """Name of the transport in the table."""
+    requested_transport: str
+    """Transport that the user asked for; `Communicator.split` asks for it again."""
     address: str
-    """Where sockets are, "ipc" or "tcp://HOST"."""
+    """Address of the sockets: "ipc" or "tcp://HOST"."""
     timeout: float | None
-    """Seconds that a call may wait, if the caller gave them."""
+    """The user's time limit of a call in seconds, or None for GANGLINE_TIMEOUT."""
+
+
+class Plan(NamedTuple):
+    """One rank's part of a schedule."""
+
+    steps: tuple[Step, ...]
+    chunks: int
+    """Number of chunks of the schedule."""
 
 
 class Engine:
-    """Runs the collectives of one communicator, one at a time, in the order of the calls."""
+    """Bookkeeping of a communicator's collectives, which run one at a time in the order of the calls."""
 
     def __init__(self, resources: GroupResources) -> None:
         self.resources = resources
         self.error: GanglineError | None = None
+        self.lock = threading.Lock()
+        """Held by the thread that runs a collective."""
+        self.queue = WorkQueue()
         self._number_of_hosts = len(set(resources.hosts))
         self._sequence = 0
-        self.lock = threading.Lock()  # held while a collective runs, by whichever thread runs it
-        self.queue = WorkQueue()
 
     @property
     def next_number(self) -> int:
-        """The number that the next collective of this communicator will have."""
+        """The number of the communicator's next collective."""
         return self._sequence + 1
 
     def submit(
         self, name: str, operation: Callable[[], None], result: object, join: Callable[[], None] = lambda: None
     ) -> Work:
-        """Have an operation, which calls this engine, run behind all that was called before it.
+        """Run an operation in the background, after all earlier calls.
 
         Args:
-            name: of the Work.
-            operation: what is to be done.
-            result: the Work's.
-            join: orders the waiter's GPU streams behind the operation.
+            name: name of the Work.
+            operation: function that calls this engine.
+            result: result of the Work.
+            join: function that orders the waiter's GPU streams after the operation.
+
+        Raises:
+            GanglineError: if the communicator has failed or is closed.
         """
         self.check_open()
         work = Work(name, join, result)
@@ -86,38 +102,38 @@ class Engine:
         return work
 
     def settle(self) -> None:
-        """Wait for what was submitted: what is called now comes behind it."""
+        """Wait for all submitted operations."""
         if not self.queue.is_idle():
             self.queue.run(lambda: None, Work("settle"), keys=(self,), priority=0)
 
     def check_open(self) -> None:
-        """See that calls can still be made.
+        """Check that the communicator has neither failed nor been closed.
 
         Raises:
-            GanglineError: what an earlier collective failed with.
+            GanglineError: the error that ended the communicator.
         """
         if self.error is not None:
             raise type(self.error)(*self.error.args)
 
     @contextmanager
-    def call(self, code: int) -> Iterator[int]:
-        """Around a collective: gives its number. What goes wrong within is told to all ranks and ends the communicator.
+    def call(self, code: int) -> Iterator[MessageTag]:
+        """Begin a collective and yield its tag. An error inside the section ends the communicator on all ranks.
 
         Raises:
-            GanglineError: the communicator has failed before, or fails now.
+            GanglineError: if the communicator has failed before, or fails now.
         """
         with self.lock:
             sequence = self.begin(code)
             try:
-                yield sequence
+                yield MessageTag(sequence, code)
             except BaseException as error:  # noqa: BLE001  raised again
                 raise self.failed(error, code) from None
 
     def begin(self, code: int) -> int:
-        """Begin a collective, with the lock held: gives its number.
+        """Begin a collective and return its number; the caller holds the lock.
 
         Raises:
-            GanglineError: the communicator has failed before.
+            GanglineError: if the communicator has failed before.
         """
         self.check_open()
         self._sequence = sequence = self._sequence + 1
@@ -125,7 +141,7 @@ class Engine:
         return sequence
 
     def failed(self, error: BaseException, code: int) -> BaseException:
-        """End the communicator for what happened within a collective, on all ranks; gives what is to be raised."""
+        """End the communicator on all ranks after an error inside a collective; return the error to raise."""
         if isinstance(error, MisplacedMessageError):
             error = self._disagreement(error, code)
         reason = error
@@ -137,38 +153,33 @@ class Engine:
         return error
 
     def end(self, error: GanglineError) -> None:
-        """Have every later call raise an error."""
+        """Make every later call raise an error."""
         if self.error is None:
-            self.error = type(error)(*error.args)  # without the traceback, which holds the caller's tensors
+            self.error = type(error)(*error.args)  # a copy, because the traceback refers to the caller's tensors
 
-    def is_shared(self, collective: str, nbytes: int) -> bool:
-        """Whether a collective goes over the board, not by a schedule.
+    def plan(self, collective: str, nbytes: int, root: int | None = None) -> Plan | None:
+        """Return this rank's part of the schedule for a collective, or None to exchange the tensors through slots.
 
         Args:
-            collective: its name.
-            nbytes: of the whole tensor that a rank gives (the root's, for broadcast and scatter).
+            collective: a name in `tuner.TUNED`.
+            nbytes: bytes of the whole tensor that a rank passes (the root, for broadcast and scatter).
+            root: root of the collective, if it has one.
         """
-        return self.resources.slot_exchange is not None and self._choose(collective, nbytes).algorithm == SHARED
-
-    def program(self, collective: str, nbytes: int, root: int | None) -> tuple[tuple[Step, ...], int]:
-        """This rank's part of the schedule for a collective of so many bytes, and the schedule's number of chunks."""
         resources = self.resources
-        choice = self._choose(collective, nbytes)
+        choice = resources.table.choose(collective, nbytes, resources.size, resources.medium, self._number_of_hosts)
+        if choice.algorithm == SHARED:
+            return None
         schedule = algorithms.build(
             collective, choice.algorithm, resources.size, root=root, segments=choice.segments, hosts=resources.hosts
         )
-        return schedule.program(resources.rank), schedule.chunks
+        return Plan(schedule.program(resources.rank), schedule.chunks)
 
-    def run(self, program: tuple[Step, ...], chunks: Chunks, sequence: int, code: int, op: str = "sum") -> None:
-        """Run a program on its chunks."""
-        resources = self.resources
-        run(program, resources.transport, chunks, MessageTag(sequence, code), op, resources.size if op == "mean" else 1)
-
-    def meet(self, sequence: int, code: int) -> int:
-        """Exchange what lies on the board; gives the parity of the slots to read.
+    def exchange_slots(self, sequence: int, code: int) -> int:
+        """Publish this rank's slot, wait for all ranks, and return the parity of the slots to read.
 
         Raises:
-            MismatchError: a rank came for another call.
+            MismatchError: if a rank is in another call.
+            GanglineError: if a rank is dead or late.
         """
         slot_exchange = self.resources.slot_exchange
         assert slot_exchange is not None
@@ -178,7 +189,7 @@ class Engine:
         return parity
 
     def close(self) -> None:
-        """Finish what was submitted, say goodbye, and give everything back."""
+        """Finish submitted operations, tell the other ranks that this one closes, and release all resources."""
         self.queue.close()
         if self.error is None:
             self.error = GanglineError("the communicator is closed")
@@ -186,10 +197,10 @@ class Engine:
         for transport in (self.resources.transport, self.resources.messages):
             transport.close()
 
-    def leave(self) -> None:
-        """Close what nobody closed; where a call is still under way, say goodbye and no more.
+    def finalize(self) -> None:
+        """Close a communicator that the user did not close; if a call is still running, close only its membership.
 
-        So what was sent still goes out, and the others do not take this rank for killed.
+        Pending messages are flushed, and the other ranks do not report this rank as killed.
         """
         if self.queue.is_idle() and not self.lock.locked():
             self.close()
@@ -197,7 +208,11 @@ class Engine:
             self.resources.membership.close()
 
     def _disagreement(self, misplaced: MisplacedMessageError, code: int) -> GanglineError:
-        """The error for a message of another call: all ranks' calls if said soon, or others' words, or those two."""
+        """Return the error for a message of another call.
+
+        It names the calls of all ranks if they report them in time. Otherwise it is the error of another rank, or one
+        that names the message's call and this rank's.
+        """
         until = time.monotonic() + _GATHER_SECONDS + _TURN_SECONDS * self.resources.rank
         while time.monotonic() < until:
             try:
@@ -205,13 +220,4 @@ class Engine:
             except GanglineError as error:
                 return error
             time.sleep(0.01)
-        return mismatch(
-            {
-                misplaced.source: (misplaced.message_tag.sequence, misplaced.message_tag.code),
-                self.resources.rank: (self._sequence, code),
-            }
-        )
-
-    def _choose(self, collective: str, nbytes: int) -> Choice:
-        resources = self.resources
-        return resources.table.choose(collective, nbytes, resources.size, resources.medium, self._number_of_hosts)
+        return mismatch({misplaced.source: misplaced.message_tag, self.resources.rank: (self._sequence, code)})

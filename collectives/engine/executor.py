@@ -1,10 +1,10 @@
-"""Runs one rank's part of a schedule over a transport."""
+"""Run one rank's part of a schedule over a transport."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,64 +16,62 @@ from gangline.collectives.transports.base import PIECE, MessageTag, ReceiveReque
 
 
 class Chunks(ABC):
-    """Where the numbered chunks of a schedule lie."""
+    """Memory of the numbered chunks of a schedule."""
 
     @abstractmethod
     def source(self, first: int, last: int) -> Tensor:
-        """Chunks ``first`` to ``last`` (exclusive) to be read, a contiguous 1-d tensor."""
+        """Return chunks ``first`` to ``last`` (exclusive) for reading, as a contiguous 1-d tensor."""
 
     @abstractmethod
     def target(self, first: int, last: int) -> Tensor:
-        """The same chunks to be written."""
+        """Return chunks ``first`` to ``last`` (exclusive) for writing, as a contiguous 1-d tensor."""
 
 
-class Parts(Chunks):
-    """Chunks that are nearly equal parts of one tensor."""
+class EqualChunks(Chunks):
+    """Chunks of nearly equal length, cut from one contiguous 1-d tensor."""
 
     def __init__(self, flat: Tensor, chunks: int) -> None:
-        """Cut a contiguous 1-d tensor."""
         self._flat = flat
         self._count = flat.numel()
         self._chunks = chunks
 
-    def source(self, first: int, last: int) -> Tensor:  # noqa: D102  as said above
+    def source(self, first: int, last: int) -> Tensor:  # noqa: D102  as the base says
         count, chunks = self._count, self._chunks
         return self._flat[first * count // chunks : last * count // chunks]
 
     target = source
 
 
-class Rows(Chunks):
-    """The chunks of an all-to-all: chunk ``i * size + j`` is what rank i has for rank j."""
+class AllToAllChunks(Chunks):
+    """Chunks of an all-to-all: chunk ``i * size + j`` is the row that rank i sends to rank j."""
 
-    def __init__(self, rank: int, size: int, given: Tensor, taken: Tensor) -> None:
-        """Lay out two contiguous (size, n) tensors: what this rank gives, and what it gets."""
+    def __init__(self, rank: int, size: int, sent: Tensor, received: Tensor) -> None:
+        """Use two contiguous (size, n) tensors: the rows that this rank sends, and those that it receives."""
         self._rank, self._size = rank, size
-        self._given, self._taken = given, taken
+        self._sent, self._received = sent, received
 
     def source(self, first: int, last: int) -> Tensor:  # noqa: D102
         begin = first - self._rank * self._size
-        return self._given[begin : begin + last - first].view(-1)
+        return self._sent[begin : begin + last - first].view(-1)
 
     def target(self, first: int, last: int) -> Tensor:  # noqa: D102
         if last - first != 1:
             raise ValueError(f"chunks {first} to {last} of an all-to-all come from several ranks; expected one chunk")
-        return self._taken[first // self._size]
-
-
-@dataclass(slots=True)
-class _OnTheWay:
-    first: int
-    last: int
-    send_request: SendRequest
+        return self._received[first // self._size]
 
 
 class MisplacedMessageError(GanglineError):
-    """A message of another call than this rank's: what the caller makes a `MismatchError` of."""
+    """A message of another call than this rank's; the engine turns it into a `MismatchError`."""
 
     def __init__(self, source: int, message_tag: MessageTag) -> None:
         super().__init__(f"rank {source} sent a message of call {message_tag.sequence}")
         self.source, self.message_tag = source, message_tag
+
+
+class _PendingSend(NamedTuple):
+    first: int
+    last: int
+    request: SendRequest
 
 
 def run(
@@ -84,96 +82,97 @@ def run(
     op: str = "sum",
     divisor: int = 1,
 ) -> None:
-    """Run one rank's steps; when it returns, all that this rank sent has been read.
+    """Run one rank's steps and return when all its messages have been read.
 
     Args:
         program: `Schedule.program` of this rank.
-        transport: to the others.
-        chunks: where the chunks lie.
-        message_tag: what the messages belong to.
-        op: how values are combined.
-        divisor: what complete sums are divided by: the number of ranks for a mean.
+        transport: connects the schedule's ranks.
+        chunks: memory of the schedule's chunks.
+        message_tag: tag of every message of this call.
+        op: a name in `reduction.OPERATIONS`.
+        divisor: divisor of complete sums: the number of ranks for a mean.
 
     Raises:
-        MisplacedMessageError: a rank is at another call.
-        GanglineError: a rank is dead, late or elsewhere.
+        MisplacedMessageError: if a message of another call arrives.
+        ProtocolError: if a message has another length than expected.
+        GanglineError: if a rank is dead, late or in another call.
     """
-    execution = _Execution(transport, chunks, message_tag, op, divisor)
+    pending: list[_PendingSend] = []
     for step in program:
         if isinstance(step, Send):
-            execution.send(step)
+            data = chunks.source(step.first, step.last).view(torch.uint8)
+            request = transport.send(step.to, data, message_tag)
+            if not request.is_done():
+                pending.append(_PendingSend(step.first, step.last, request))
         elif isinstance(step, Receive):
-            execution.receive(step)
+            _receive(step, transport, chunks, message_tag, pending)
         else:
-            execution.reduce(step)
-    execution.finish()
+            _reduce(step, transport, chunks, message_tag, pending, op, divisor if step.complete else 1)
+    for message in pending:
+        message.request.wait()
 
 
-class _Execution:
-    def __init__(self, transport: Transport, chunks: Chunks, message_tag: MessageTag, op: str, divisor: int) -> None:
-        self._transport, self._chunks, self._message_tag = transport, chunks, message_tag
-        self._op, self._divisor = op, divisor
-        self._on_the_way: list[_OnTheWay] = []
-
-    def send(self, step: Send) -> None:
-        data = _bytes(self._chunks.source(step.first, step.last))
-        send_request = self._transport.send(step.to, data, self._message_tag)
-        if not send_request.is_done():
-            self._on_the_way.append(_OnTheWay(step.first, step.last, send_request))
-
-    def receive(self, step: Receive) -> None:
-        target = self._chunks.target(step.first, step.last)
-        receive_request = self._expect(step.source, target)
-        if self._is_needed(step.first, step.last):
-            aside = torch.empty_like(target)
-            receive_request.into(_bytes(aside))
-            self._wait_for(step.first, step.last)
-            target.copy_(aside)
-        else:
-            receive_request.into(_bytes(target))
-
-    def reduce(self, step: Reduce) -> None:
-        own = self._chunks.source(step.first, step.last)
-        receive_request = [None if rank == self._transport.rank else self._expect(rank, own) for rank in step.ranks]
-        target = self._chunks.target(step.first, step.last)
-        is_needed = self._is_needed(step.first, step.last)
-        out = torch.empty_like(target) if is_needed else target
-        divisor = self._divisor if step.complete else 1
-        elements = PIECE // own.element_size()
-        for index in range(-(-own.numel() // elements)):
-            span = slice(index * elements, (index + 1) * elements)
-            values = [own[span] if one is None else one.piece(index).view(own.dtype) for one in receive_request]
-            combine(values, self._op, out[span], divisor)
-        for one in receive_request:
-            if one is not None:
-                one.done()
-        if is_needed:
-            self._wait_for(step.first, step.last)
-            target.copy_(out)
-
-    def finish(self) -> None:
-        for message in self._on_the_way:
-            message.send_request.wait()
-
-    def _expect(self, source: int, like: Tensor) -> ReceiveRequest:
-        receive_request = self._transport.receive(source)
-        if receive_request.message_tag != self._message_tag:
-            raise MisplacedMessageError(source, receive_request.message_tag)
-        expected = like.numel() * like.element_size()
-        if receive_request.nbytes != expected:
-            raise ProtocolError(f"rank {source} sent {receive_request.nbytes} bytes, expected {expected}")
-        return receive_request
-
-    def _is_needed(self, first: int, last: int) -> bool:
-        """Whether somebody still has to read what lies in these chunks."""
-        self._on_the_way = [message for message in self._on_the_way if not message.send_request.is_done()]
-        return any(message.first < last and first < message.last for message in self._on_the_way)
-
-    def _wait_for(self, first: int, last: int) -> None:
-        for message in self._on_the_way:
-            if message.first < last and first < message.last:
-                message.send_request.wait()
+def _receive(
+    step: Receive, transport: Transport, chunks: Chunks, message_tag: MessageTag, pending: list[_PendingSend]
+) -> None:
+    target = chunks.target(step.first, step.last)
+    request = _expect(transport, step.source, message_tag, target)
+    unread = _unread(pending, step)
+    received = torch.empty_like(target) if unread else target
+    request.into(received.view(torch.uint8))
+    _write_when_read(target, received, unread)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)
+def _reduce(
+    step: Reduce,
+    transport: Transport,
+    chunks: Chunks,
+    message_tag: MessageTag,
+    pending: list[_PendingSend],
+    op: str,
+    divisor: int,
+) -> None:
+    own = chunks.source(step.first, step.last)
+    requests = [None if rank == transport.rank else _expect(transport, rank, message_tag, own) for rank in step.ranks]
+    target = chunks.target(step.first, step.last)
+    unread = _unread(pending, step)
+    result = torch.empty_like(target) if unread else target
+    elements = PIECE // own.element_size()
+    for index in range(-(-own.numel() // elements)):
+        span = slice(index * elements, (index + 1) * elements)
+        values: list[Tensor] = []
+        for request in requests:  # no list comprehension, which would be another frame in Python 3.11
+            if request is None:
+                values.append(own[span])
+            else:
+                values.append(request.piece(index).view(own.dtype))
+        combine(values, op, result[span], divisor)
+    for request in requests:
+        if request is not None:
+            request.done()
+    _write_when_read(target, result, unread)
+
+
+def _expect(transport: Transport, source: int, message_tag: MessageTag, like: Tensor) -> ReceiveRequest:
+    """Wait for a rank's next message and check that it has this tag and the length of ``like``."""
+    request = transport.receive(source)
+    if request.message_tag != message_tag:
+        raise MisplacedMessageError(source, request.message_tag)
+    expected = like.numel() * like.element_size()
+    if request.nbytes != expected:
+        raise ProtocolError(f"rank {source} sent {request.nbytes} bytes, expected {expected}")
+    return request
+
+
+def _unread(pending: list[_PendingSend], step: Receive | Reduce) -> list[_PendingSend]:
+    """Return the messages sent from the chunks that a step writes, if they have not been read yet."""
+    pending[:] = [message for message in pending if not message.request.is_done()]
+    return [message for message in pending if message.first < step.last and step.first < message.last]
+
+
+def _write_when_read(target: Tensor, values: Tensor, unread: list[_PendingSend]) -> None:
+    """Copy values that could not be written into ``target`` at once, after its old values have been read."""
+    if unread:
+        for message in unread:
+            message.request.wait()
+        target.copy_(values)

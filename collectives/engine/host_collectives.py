@@ -1,11 +1,11 @@
-"""The collectives on contiguous tensors, each in its two ways: over the board, or by a schedule."""
+"""Collectives in host memory: through shared slots for small tensors, by a schedule for large ones."""
 
 from __future__ import annotations
 
 import contextvars
 import math
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -13,15 +13,230 @@ from torch import Tensor
 
 from gangline.collectives.call_signature import encode_signature
 from gangline.collectives.engine.engine import Engine
-from gangline.collectives.engine.executor import Chunks, Parts, Rows
-from gangline.collectives.engine.reduction import HALVES, combine
+from gangline.collectives.engine.executor import AllToAllChunks, Chunks, EqualChunks, run
+from gangline.collectives.engine.host_staging import as_rows, data_of, flat_buffer, flat_values, write_back
+from gangline.collectives.engine.reduction import HALVES, OPERATIONS, combine
 from gangline.collectives.schedule.schedule import Receive, Reduce, Step
+from gangline.collectives.transports.base import MessageTag
 
-_UFUNCS = {"sum": np.add, "mean": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}
+_MOST_SMALL_ALL_REDUCES = 4096
+
+
+class HostCollectives:
+    """Collectives of one rank, on tensors of any layout on the CPU or a GPU.
+
+    The methods have the names of `NcclCommunicator`'s. They take the call's code (`encode_signature`) and then the
+    same arguments: tensors and options that have been checked.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        resources = engine.resources
+        self.small_all_reduces: dict[tuple[torch.dtype, int, str], SmallAllReduce] = {}
+        """Prepared all-reduces through slots, by dtype, number of elements and operation."""
+        self._engine = engine
+        self._transport = resources.transport
+        self._rank, self._size = resources.rank, resources.size
+
+    def all_reduce(self, code: int, tensor: Tensor, result: Tensor, op: str) -> None:
+        """Reduce over all ranks; ``result`` may be ``tensor``."""
+        if result is not tensor:
+            data_of(result).copy_(data_of(tensor))
+        flat = flat_values(result)
+        plan = self._engine.plan("all_reduce", flat.nbytes)
+        if plan is None:
+            self._small_all_reduce(flat, op)(flat, flat)
+        else:
+            with self._engine.call(code) as message_tag:
+                chunks = EqualChunks(flat, plan.chunks)
+                run(plan.steps, self._transport, chunks, message_tag, op, self._divisor(op))
+        write_back(result, flat)
+
+    def reduce(self, code: int, tensor: Tensor, result: Tensor | None, root: int, op: str) -> None:
+        """Reduce to the root, whose ``result`` may be ``tensor``; on the other ranks ``result`` is None."""
+        flat = flat_values(tensor)
+        out = None if result is None else flat_buffer(result)
+        with self._engine.call(code) as message_tag:
+            plan = self._engine.plan("reduce", flat.nbytes, root)
+            if plan is None:
+                slots = self._publish(flat, flat.nbytes, message_tag)
+                if out is not None:
+                    combine(slots, op, out, self._divisor(op))
+            else:
+                if out is None:
+                    buffer = flat.clone() if _written_chunks(plan.steps) else flat
+                else:
+                    buffer = out if out.data_ptr() == flat.data_ptr() else out.copy_(flat)
+                chunks = EqualChunks(buffer, plan.chunks)
+                run(plan.steps, self._transport, chunks, message_tag, op, self._divisor(op))
+        if result is not None and out is not None:
+            write_back(result, out)
+
+    def broadcast(self, code: int, tensor: Tensor, root: int) -> None:
+        """Copy the root's values to all ranks."""
+        is_root = self._rank == root
+        flat = flat_values(tensor) if is_root else flat_buffer(tensor)
+        with self._engine.call(code) as message_tag:
+            plan = self._engine.plan("broadcast", flat.nbytes, root)
+            if plan is None:
+                slots = self._publish(flat if is_root else flat[:0], flat.nbytes, message_tag)
+                if not is_root:
+                    flat.copy_(slots[root])
+            else:
+                run(plan.steps, self._transport, EqualChunks(flat, plan.chunks), message_tag)
+        if not is_root:
+            write_back(tensor, flat)
+
+    def all_gather(self, code: int, tensor: Tensor, result: Tensor) -> None:
+        """Gather every rank's tensor into the (size, ...) ``result`` of all ranks."""
+        flat, out = flat_values(tensor), flat_buffer(result)
+        rows = as_rows(out, self._size)
+        with self._engine.call(code) as message_tag:
+            plan = self._engine.plan("all_gather", flat.nbytes)
+            if plan is None:
+                for row, slot in zip(rows, self._publish(flat, flat.nbytes, message_tag), strict=True):
+                    row.copy_(slot)
+            else:
+                rows[self._rank].copy_(flat)
+                run(plan.steps, self._transport, EqualChunks(out, plan.chunks), message_tag)
+        write_back(result, out)
+
+    def reduce_scatter(self, code: int, tensor: Tensor, result: Tensor, op: str) -> None:
+        """Reduce (size, ...) tensors; row r of the outcome is the ``result`` of rank r."""
+        flat, out = flat_values(tensor), flat_buffer(result)
+        rank, size = self._rank, self._size
+        with self._engine.call(code) as message_tag:
+            plan = self._engine.plan("reduce_scatter", flat.nbytes)
+            if plan is None:
+                slots = self._publish(flat, flat.nbytes, message_tag)
+                combine([as_rows(slot, size)[rank] for slot in slots], op, out, self._divisor(op))
+            else:
+                chunks_per_rank = plan.chunks // size
+                own = range(rank * chunks_per_rank, (rank + 1) * chunks_per_rank)
+                if not plan.steps:
+                    out.copy_(as_rows(flat, size)[rank])
+                elif _written_chunks(plan.steps) <= set(own):
+                    chunks: Chunks = _OwnRowChunks(flat, out, own, plan.chunks)
+                    run(plan.steps, self._transport, chunks, message_tag, op, self._divisor(op))
+                else:
+                    scratch = flat.clone()
+                    chunks = EqualChunks(scratch, plan.chunks)
+                    run(plan.steps, self._transport, chunks, message_tag, op, self._divisor(op))
+                    out.copy_(as_rows(scratch, size)[rank])
+        write_back(result, out)
+
+    def all_to_all(self, code: int, tensor: Tensor, result: Tensor) -> None:
+        """Send row j of the (size, ...) ``tensor`` to rank j, and receive row i of ``result`` from rank i."""
+        flat, out = flat_values(tensor), flat_buffer(result)
+        rank, size = self._rank, self._size
+        sent, received = as_rows(flat, size), as_rows(out, size)
+        with self._engine.call(code) as message_tag:
+            plan = self._engine.plan("all_to_all", flat.nbytes)
+            if plan is None:
+                for row, slot in zip(received, self._publish(flat, flat.nbytes, message_tag), strict=True):
+                    row.copy_(as_rows(slot, size)[rank])
+            else:
+                received[rank].copy_(sent[rank])
+                run(plan.steps, self._transport, AllToAllChunks(rank, size, sent, received), message_tag)
+        write_back(result, out)
+
+    def gather(self, code: int, tensor: Tensor, result: Tensor | None, root: int) -> None:
+        """Gather every rank's tensor into the root's (size, ...) ``result``, None on the other ranks."""
+        flat = flat_values(tensor)
+        out = None if result is None else flat_buffer(result)
+        with self._engine.call(code) as message_tag:
+            plan = self._engine.plan("gather", flat.nbytes, root)
+            if plan is None:
+                slots = self._publish(flat, flat.nbytes, message_tag)
+                for row, slot in zip(as_rows(out, self._size), slots, strict=True) if out is not None else ():
+                    row.copy_(slot)
+            else:  # memory that a schedule leaves untouched on the other ranks takes no pages
+                buffer = flat.new_empty(self._size * flat.numel()) if out is None else out
+                as_rows(buffer, self._size)[self._rank].copy_(flat)
+                run(plan.steps, self._transport, EqualChunks(buffer, plan.chunks), message_tag)
+        if result is not None and out is not None:
+            write_back(result, out)
+
+    def scatter(self, code: int, tensor: Tensor | None, result: Tensor, root: int) -> None:
+        """Send row r of the root's (size, ...) ``tensor``, None on the other ranks, to the ``result`` of rank r."""
+        flat = None if tensor is None else flat_values(tensor)
+        out = flat_buffer(result)
+        nbytes = out.nbytes * self._size
+        with self._engine.call(code) as message_tag:
+            plan = self._engine.plan("scatter", nbytes, root)
+            if plan is None:
+                slots = self._publish(out[:0] if flat is None else flat, nbytes, message_tag)
+                out.copy_(as_rows(slots[root], self._size)[self._rank])
+            else:
+                buffer = out.new_empty(self._size * out.numel()) if flat is None else flat
+                run(plan.steps, self._transport, EqualChunks(buffer, plan.chunks), message_tag)
+                out.copy_(as_rows(buffer, self._size)[self._rank])
+        write_back(result, out)
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it."""
+        self._synchronize(encode_signature("barrier", 0, torch.uint8, None, None))
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a tensor in memory that all ranks of the host can read, if the transport has such memory."""
+        count = math.prod(shape)
+        self._synchronize(encode_signature("empty", count, dtype, None, None))
+        return self._transport.empty(count * dtype.itemsize, self.exchange).view(dtype).view(shape)
+
+    def exchange(self, blob: bytes) -> list[bytes]:
+        """Return every rank's bytes in rank order: a `BootstrapAllGather`."""
+        lengths = torch.empty(self._size, dtype=torch.int64)
+        self._all_gather(torch.tensor([len(blob)]), lengths)
+        longest = int(lengths.max())
+        own = torch.zeros(longest, dtype=torch.uint8)
+        if blob:
+            own[: len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        blobs = torch.empty((self._size, longest), dtype=torch.uint8)
+        self._all_gather(own, blobs)
+        return [row[:length].numpy().tobytes() for row, length in zip(blobs, lengths.tolist(), strict=True)]
+
+    def _all_gather(self, tensor: Tensor, result: Tensor) -> None:
+        self.all_gather(encode_signature("all_gather", tensor.numel(), tensor.dtype, None, None), tensor, result)
+
+    def _small_all_reduce(self, flat: Tensor, op: str) -> SmallAllReduce:
+        key = (flat.dtype, flat.numel(), op)
+        small = self.small_all_reduces.get(key)
+        if small is None:
+            if len(self.small_all_reduces) >= _MOST_SMALL_ALL_REDUCES:
+                self.small_all_reduces.clear()
+            small = self.small_all_reduces[key] = SmallAllReduce(self._engine, flat.numel(), flat.dtype, op)
+        return small
+
+    def _divisor(self, op: str) -> int:
+        return self._size if op == "mean" else 1
+
+    def _publish(self, flat: Tensor, nbytes: int, message_tag: MessageTag) -> list[Tensor]:
+        """Copy a tensor into this rank's slot and return all ranks' slots, which are valid until the next call.
+
+        Args:
+            flat: 1-d tensor; other ranks' may be longer.
+            nbytes: bytes of the longest tensor of a rank.
+            message_tag: number and code of the call.
+        """
+        slot_exchange = self._engine.resources.slot_exchange
+        assert slot_exchange is not None
+        slots = slot_exchange.slots(nbytes, flat.dtype)
+        slots[slot_exchange.parity][self._rank][: flat.numel()].copy_(flat)
+        return slots[self._engine.exchange_slots(*message_tag)]
+
+    def _synchronize(self, code: int) -> None:
+        """Return when all ranks are in this call."""
+        with self._engine.call(code) as message_tag:
+            if self._engine.resources.slot_exchange is not None:
+                self._engine.exchange_slots(*message_tag)
+                return
+            plan = self._engine.plan("all_reduce", 0)
+            assert plan is not None  # without shared memory there is always a schedule
+            chunks = EqualChunks(torch.empty(0, dtype=torch.uint8), plan.chunks)
+            run(plan.steps, self._transport, chunks, message_tag)
 
 
 class SmallAllReduce:
-    """All-reduce over the board for one number of elements, dtype and operation: everything is looked up once."""
+    """All-reduce through slots for one number of elements, dtype and operation, with everything looked up once."""
 
     def __init__(self, engine: Engine, count: int, dtype: torch.dtype, op: str) -> None:
         slot_exchange = engine.resources.slot_exchange
@@ -34,14 +249,14 @@ class SmallAllReduce:
         self._slots = slot_exchange.slots(count * dtype.itemsize, dtype)
         self._is_half = dtype in HALVES
         if not self._is_half:
-            self._function: Callable[..., object] = _UFUNCS[op]
-            self._quietly = contextvars.copy_context().run  # infinities are results, not warnings
-            self._quietly(np.seterr, all="ignore")
+            self._function: Callable[..., object] = OPERATIONS[op].numpy_function
+            self._run_without_warnings = contextvars.copy_context().run  # infinities are results, not warnings
+            self._run_without_warnings(np.seterr, all="ignore")
             self._arrays = [[slot.numpy() for slot in slots] for slots in self._slots]
             self._own = [arrays[slot_exchange.rank] for arrays in self._arrays]
 
     def __call__(self, tensor: Tensor, out: Tensor) -> None:
-        """Reduce a contiguous tensor into another of its shape, or itself; no gradient may look at them."""
+        """Reduce a contiguous CPU tensor into ``out``, which is like it or is it; neither requires a gradient."""
         engine = self._engine
         code = self._code
         with engine.lock:
@@ -49,230 +264,52 @@ class SmallAllReduce:
             try:
                 if self._is_half:
                     self._slots[self._slot_exchange.parity][self._slot_exchange.rank].copy_(tensor.view(-1))
-                    combine(self._slots[engine.meet(sequence, code)], self._op, out.view(-1), self._divisor)
+                    slots = self._slots[engine.exchange_slots(sequence, code)]
+                    combine(slots, self._op, out.view(-1), self._divisor)
                 else:
-                    given = tensor.numpy()
-                    self._plain(given, given if out is tensor else out.numpy(), sequence, code)
+                    array = tensor.numpy()
+                    self._reduce_arrays(array, array if out is tensor else out.numpy(), sequence, code)
             except BaseException as error:  # noqa: BLE001  raised again
                 raise engine.failed(error, code) from None
 
-    def _plain(self, given: np.ndarray, array: np.ndarray, sequence: int, code: int) -> None:
-        """The same by numpy, which takes a third of the time for a few bytes."""
-        if given.ndim != 1:
-            given, array = given.reshape(-1), array.reshape(-1)
-        self._own[self._slot_exchange.parity][...] = given
-        slots = self._arrays[self._engine.meet(sequence, code)]
-        function, quietly = self._function, self._quietly
+    def _reduce_arrays(self, array: np.ndarray, out: np.ndarray, sequence: int, code: int) -> None:
+        """Reduce with numpy, which takes a third of torch's time for a few bytes."""
+        if array.ndim != 1:
+            array, out = array.reshape(-1), out.reshape(-1)
+        self._own[self._slot_exchange.parity][...] = array
+        slots = self._arrays[self._engine.exchange_slots(sequence, code)]
+        function, run_without_warnings = self._function, self._run_without_warnings
         if len(slots) == 1:
-            array[...] = slots[0]
+            out[...] = slots[0]
         else:
-            quietly(function, slots[0], slots[1], out=array)
+            run_without_warnings(function, slots[0], slots[1], out=out)
             for slot in slots[2:]:
-                quietly(function, array, slot, out=array)
+                run_without_warnings(function, out, slot, out=out)
         if self._divisor != 1:
-            array /= self._divisor
+            out /= self._divisor
 
 
-def all_reduce(engine: Engine, flat: Tensor, op: str) -> None:
-    """Reduce a contiguous 1-d tensor in place, by a schedule."""
-    code = encode_signature("all_reduce", flat.numel(), flat.dtype, op, None)
-    with engine.call(code) as sequence:
-        program, chunks = engine.program("all_reduce", flat.nbytes, None)
-        engine.run(program, Parts(flat, chunks), sequence, code, op)
+class _OwnRowChunks(Chunks):
+    """Chunks of a reduce-scatter that writes only this rank's row, so that the input needs no copy."""
 
-
-def reduce(engine: Engine, flat: Tensor, out: Tensor | None, root: int, op: str) -> None:
-    """Reduce contiguous 1-d tensors into the root's ``out``, which may be ``flat``; others' are left as they are."""
-    code = encode_signature("reduce", flat.numel(), flat.dtype, op, root)
-    with engine.call(code) as sequence:
-        if engine.is_shared("reduce", flat.nbytes):
-            values = _shared(engine, flat, sequence, code)
-            if out is not None:
-                combine(values, op, out, engine.resources.size if op == "mean" else 1)
-            return
-        program, chunks = engine.program("reduce", flat.nbytes, root)
-        if out is None:
-            buffer = flat.clone() if _writes(program) else flat
-        else:
-            buffer = out if out.data_ptr() == flat.data_ptr() else out.copy_(flat)
-        engine.run(program, Parts(buffer, chunks), sequence, code, op)
-
-
-def broadcast(engine: Engine, flat: Tensor, root: int) -> None:
-    """Make a contiguous 1-d tensor the root's on all ranks."""
-    code = encode_signature("broadcast", flat.numel(), flat.dtype, None, root)
-    with engine.call(code) as sequence:
-        if engine.is_shared("broadcast", flat.nbytes):
-            given = flat if engine.resources.rank == root else flat[:0]
-            slots = _shared(engine, given, sequence, code, like=flat)
-            if engine.resources.rank != root:
-                flat.copy_(slots[root])
-            return
-        program, chunks = engine.program("broadcast", flat.nbytes, root)
-        engine.run(program, Parts(flat, chunks), sequence, code)
-
-
-def all_gather(engine: Engine, flat: Tensor, out: Tensor) -> None:
-    """Gather contiguous (n,) tensors into a contiguous (size, n) one on all ranks."""
-    code = encode_signature("all_gather", flat.numel(), flat.dtype, None, None)
-    with engine.call(code) as sequence:
-        if engine.is_shared("all_gather", flat.nbytes):
-            for row, value in zip(out, _shared(engine, flat, sequence, code), strict=True):
-                row.copy_(value)
-            return
-        out[engine.resources.rank].copy_(flat)
-        program, chunks = engine.program("all_gather", flat.nbytes, None)
-        engine.run(program, Parts(out.view(-1), chunks), sequence, code)
-
-
-def reduce_scatter(engine: Engine, rows: Tensor, out: Tensor, op: str) -> None:
-    """Reduce contiguous (size, n) tensors, and give each rank the row of its number, a contiguous (n,) tensor."""
-    resources = engine.resources
-    code = encode_signature("reduce_scatter", out.numel(), rows.dtype, op, None)
-    with engine.call(code) as sequence:
-        if engine.is_shared("reduce_scatter", rows.nbytes):
-            values = [
-                value.view(rows.shape)[resources.rank] for value in _shared(engine, rows.view(-1), sequence, code)
-            ]
-            combine(values, op, out, resources.size if op == "mean" else 1)
-            return
-        program, chunks = engine.program("reduce_scatter", rows.nbytes, None)
-        own = range(resources.rank * (chunks // resources.size), (resources.rank + 1) * (chunks // resources.size))
-        if _writes(program) <= set(own):
-            engine.run(program, _OwnRow(rows.view(-1), out, own, chunks), sequence, code, op)
-            if not program:
-                out.copy_(rows[resources.rank])
-            return
-        scratch = rows.clone()
-        engine.run(program, Parts(scratch.view(-1), chunks), sequence, code, op)
-        out.copy_(scratch[resources.rank])
-
-
-def all_to_all(engine: Engine, rows: Tensor, out: Tensor) -> None:
-    """Give row j of a contiguous (size, n) tensor to rank j, whose row i then comes from rank i."""
-    resources = engine.resources
-    code = encode_signature("all_to_all", rows[0].numel(), rows.dtype, None, None)
-    with engine.call(code) as sequence:
-        if engine.is_shared("all_to_all", rows.nbytes):
-            for row, value in zip(out, _shared(engine, rows.view(-1), sequence, code), strict=True):
-                row.copy_(value.view(rows.shape)[resources.rank])
-            return
-        out[resources.rank].copy_(rows[resources.rank])
-        program, _ = engine.program("all_to_all", rows.nbytes, None)
-        engine.run(program, Rows(resources.rank, resources.size, rows, out), sequence, code)
-
-
-def gather(engine: Engine, flat: Tensor, out: Tensor | None, root: int) -> None:
-    """Gather contiguous (n,) tensors into the root's contiguous (size, n) ``out``."""
-    resources = engine.resources
-    code = encode_signature("gather", flat.numel(), flat.dtype, None, root)
-    with engine.call(code) as sequence:
-        if engine.is_shared("gather", flat.nbytes):
-            for row, value in zip(out if out is not None else (), _shared(engine, flat, sequence, code), strict=False):
-                row.copy_(value)
-            return
-        program, chunks = engine.program("gather", flat.nbytes, root)
-        rows = (
-            flat.new_empty((resources.size, flat.numel())) if out is None else out
-        )  # pages that nobody touches cost nothing
-        rows[resources.rank].copy_(flat)
-        engine.run(program, Parts(rows.view(-1), chunks), sequence, code)
-
-
-def scatter(engine: Engine, rows: Tensor | None, out: Tensor, root: int) -> None:
-    """Give row r of the root's contiguous (size, n) tensor to rank r."""
-    resources = engine.resources
-    code = encode_signature("scatter", out.numel(), out.dtype, None, root)
-    nbytes = out.nbytes * resources.size
-    with engine.call(code) as sequence:
-        if engine.is_shared("scatter", nbytes):
-            given = out[:0] if rows is None else rows.view(-1)
-            slots = _shared(engine, given, sequence, code, like=out.new_empty(resources.size * out.numel()))
-            out.copy_(slots[root].view(resources.size, -1)[resources.rank] if out.numel() else out)
-            return
-        program, chunks = engine.program("scatter", nbytes, root)
-        buffer = out.new_empty((resources.size, out.numel())) if rows is None else rows
-        engine.run(program, Parts(buffer.view(-1), chunks), sequence, code)
-        out.copy_(buffer[resources.rank])
-
-
-def barrier(engine: Engine) -> None:
-    """Return when all ranks are here."""
-    _meet(engine, encode_signature("barrier", 0, torch.uint8, None, None))
-
-
-def empty(engine: Engine, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor that lies where all ranks of the host can reach it, if the transport has such memory."""
-    count = math.prod(shape)
-    _meet(engine, encode_signature("empty", count, dtype, None, None))
-    return engine.resources.transport.empty(count * dtype.itemsize, partial(exchange, engine)).view(dtype).view(shape)
-
-
-def exchange(engine: Engine, blob: bytes) -> list[bytes]:
-    """Everybody's bytes, in rank order."""
-    size = engine.resources.size
-    sizes = torch.empty((size, 1), dtype=torch.int64)
-    all_gather(engine, torch.tensor([len(blob)]), sizes)
-    longest = int(sizes.max())
-    own = torch.zeros(longest, dtype=torch.uint8)
-    own[: len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8) if blob else own[:0]
-    everybody = torch.empty((size, longest), dtype=torch.uint8)
-    all_gather(engine, own, everybody)
-    return [row[: int(length)].numpy().tobytes() for row, length in zip(everybody, sizes.view(-1), strict=True)]
-
-
-class _OwnRow(Chunks):
-    """A reduce-scatter that writes nothing but this rank's row: the tensor that was given stays as it is."""
-
-    def __init__(self, rows: Tensor, out: Tensor, own: range, chunks: int) -> None:
-        self._given = Parts(rows, chunks)
-        self._taken = Parts(out, len(own))
+    def __init__(self, given: Tensor, out: Tensor, own: range, chunks: int) -> None:
+        self._given = EqualChunks(given, chunks)
+        self._out = EqualChunks(out, len(own))
         self._first = own.start
         self._written: set[int] = set()
 
     def source(self, first: int, last: int) -> Tensor:
-        if self._written.issuperset(range(first, last)):  # a sum to be added to
-            return self._own(first, last)
+        if self._written.issuperset(range(first, last)):  # a partial sum
+            return self._out.source(first - self._first, last - self._first)
         return self._given.source(first, last)
 
     def target(self, first: int, last: int) -> Tensor:
         self._written.update(range(first, last))
-        return self._own(first, last)
-
-    def _own(self, first: int, last: int) -> Tensor:
-        return self._taken.source(first - self._first, last - self._first)
-
-
-def _shared(engine: Engine, given: Tensor, sequence: int, code: int, like: Tensor | None = None) -> list[Tensor]:
-    """Lay a 1-d tensor on the board; gives everybody's, good until the next call.
-
-    Args:
-        engine: whose board.
-        given: what this rank lays open.
-        sequence: of the call.
-        code: of the call.
-        like: as long as the longest that a rank gives; None: all give as much as this one.
-    """
-    slot_exchange = engine.resources.slot_exchange
-    assert slot_exchange is not None
-    slots = slot_exchange.slots((given if like is None else like).nbytes, given.dtype)
-    slots[slot_exchange.parity][slot_exchange.rank][: given.numel()].copy_(given)
-    return slots[engine.meet(sequence, code)]
-
-
-def _meet(engine: Engine, code: int) -> None:
-    """See that all ranks are at this call."""
-    with engine.call(code) as sequence:
-        if engine.resources.slot_exchange is not None:
-            engine.meet(sequence, code)
-            return
-        program, chunks = engine.program("all_reduce", 0, None)
-        engine.run(program, Parts(torch.empty(0, dtype=torch.uint8), chunks), sequence, code)
+        return self._out.target(first - self._first, last - self._first)
 
 
 @lru_cache(maxsize=1024)
-def _writes(program: tuple[Step, ...]) -> frozenset[int]:
-    """The chunks that a program writes."""
+def _written_chunks(steps: tuple[Step, ...]) -> frozenset[int]:
     return frozenset(
-        chunk for step in program if isinstance(step, Receive | Reduce) for chunk in range(step.first, step.last)
+        chunk for step in steps if isinstance(step, Receive | Reduce) for chunk in range(step.first, step.last)
     )

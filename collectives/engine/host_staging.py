@@ -1,7 +1,7 @@
-"""Tensors of GPUs for operations on the host: copied there and back, in the order of the GPU's current stream.
+"""Staging: view or copy tensors of any layout as contiguous 1-d tensors in host memory, and copy results back.
 
-The host's memory is pinned and comes from torch's cache of it, which keeps what was used before, and gives nothing away
-while a copy that was started from it is still under way.
+Copies from and to a GPU are ordered on its current stream. Their host memory is pinned and comes from torch's caching
+host allocator, which reuses a block only after the copies from it have finished.
 """
 
 from __future__ import annotations
@@ -10,26 +10,65 @@ import torch
 from torch import Tensor
 
 
-def to_host(data: Tensor) -> Tensor:
-    """The values of a GPU's tensor as a contiguous 1-d one of the host, all there when this returns.
+def data_of(tensor: Tensor) -> Tensor:
+    """Return the tensor without its autograd history."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
-    The copy comes behind what the current stream of the tensor's GPU holds; other streams are not waited for.
+
+def is_contiguous_on_cpu(tensor: object) -> bool:
+    """Return whether an object is a dense contiguous tensor on the CPU."""
+    return isinstance(tensor, Tensor) and tensor.is_cpu and tensor.layout == torch.strided and tensor.is_contiguous()
+
+
+def flat_values(tensor: Tensor) -> Tensor:
+    """Return the values as a contiguous 1-d host tensor: a view if possible, else a copy.
+
+    For a GPU tensor the call waits for the copy, which follows the work on the GPU's current stream. Other streams are
+    not waited for.
     """
-    flat = data.contiguous().view(-1)
-    host = host_memory(flat.numel(), flat.dtype)
-    host.copy_(flat, non_blocking=True)
+    data = data_of(tensor)
+    if not data.is_cuda:
+        return _flat_view(data.contiguous())
+    flat = pinned_memory(data.numel(), data.dtype)
+    flat.copy_(data.contiguous().view(-1), non_blocking=True)
     torch.cuda.current_stream(data.device).record_event().synchronize()
-    return host
+    return flat
 
 
-def from_host(data: Tensor, flat: Tensor) -> None:
-    """Overwrite a GPU's tensor with values of the host, which must stay as they are; does not wait for the copy.
+def flat_buffer(tensor: Tensor) -> Tensor:
+    """Return a contiguous 1-d host tensor to be overwritten with new values: a view if possible, else new memory.
 
-    What comes to the current stream of the tensor's GPU afterwards finds the values there.
+    Pass it to `write_back` when it is filled.
     """
-    data.copy_(flat.view(data.shape), non_blocking=True)
+    data = data_of(tensor)
+    if data.is_cuda:
+        return pinned_memory(data.numel(), data.dtype)
+    return _flat_view(data) if data.is_contiguous() else data.new_empty(data.numel())
 
 
-def host_memory(count: int, dtype: torch.dtype) -> Tensor:
-    """A contiguous 1-d tensor of the host that GPUs copy from and to without waiting."""
+def write_back(tensor: Tensor, flat: Tensor) -> None:
+    """Copy the result of `flat_values` or `flat_buffer` into its tensor, unless it is a view of it.
+
+    The copy to a GPU tensor is not waited for: ``flat`` must not change, and later work on the GPU's current stream
+    sees the values.
+    """
+    data = data_of(tensor)
+    if data.is_cuda:
+        data.copy_(flat.view(data.shape), non_blocking=True)
+    elif flat.data_ptr() != data.data_ptr():
+        data.copy_(flat.view(data.shape))
+
+
+def as_rows(flat: Tensor, size: int) -> Tensor:
+    """Return a view of a contiguous 1-d tensor as ``size`` rows, which may be empty."""
+    return flat.view(size, flat.numel() // size)
+
+
+def pinned_memory(count: int, dtype: torch.dtype) -> Tensor:
+    """Return a 1-d host tensor that GPUs copy from and to asynchronously."""
     return torch.empty(count, dtype=dtype, pin_memory=True)
+
+
+def _flat_view(data: Tensor) -> Tensor:
+    """Return a 1-d view of stride 1; `Tensor.view` keeps any other stride of a tensor with a single element."""
+    return data.as_strided((data.numel(),), (1,))

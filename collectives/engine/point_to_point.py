@@ -1,4 +1,4 @@
-"""send and recv: messages between two ranks, matched by tag, any number of them under way."""
+"""send and recv: messages between two ranks, matched by tag, any number of them in progress."""
 
 from __future__ import annotations
 
@@ -13,46 +13,48 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.call_signature import CallSignature, encode_signature
-from gangline.collectives.engine.arguments import overwrite
 from gangline.collectives.engine.engine import Engine, GroupResources
+from gangline.collectives.engine.host_staging import flat_buffer, write_back
 from gangline.collectives.errors import GanglineError, MismatchError
 from gangline.collectives.streams import Ordered, SideStreams
 from gangline.collectives.transports.base import MessageTag, ReceiveRequest, SendRequest
 from gangline.collectives.work import Work
 
-_LOOKS = 200  # before the first nap
-_NAP_SECONDS = 0.0002
+_POLLS = 200  # before the first sleep
+_SLEEP_SECONDS = 0.0002
 _CHECK_SECONDS = 0.01
 
 
 @dataclass(eq=False, slots=True)
-class _Sending:
-    send_request: SendRequest
+class _PendingSend:
+    request: SendRequest
     to: int
     code: int
     work: Work
 
 
 @dataclass(eq=False, slots=True)
-class _Receiving:
+class _PendingReceive:
     tensor: Tensor
     source: int
     message_tag: MessageTag
     work: Work
     recv_code: int
-    """The same call from this side, for errors."""
+    """Code of the call as this rank made it, for errors."""
     section: Ordered | None
-    """Of a tensor on a GPU: where it is written, behind what the caller's streams held when the call came."""
+    """For a GPU tensor: the section that writes it, after the work on the caller's streams at the call."""
 
     def take(self, write: Callable[[Tensor], None]) -> None:
-        """Have the tensor written as a contiguous 1-d one."""
+        """Write the tensor by a function that gets a contiguous 1-d host tensor."""
         with self.section or nullcontext():
-            overwrite(self.tensor, write)
+            flat = flat_buffer(self.tensor)
+            write(flat)
+            write_back(self.tensor, flat)
 
 
 @dataclass(eq=False, slots=True)
-class _Kept:
-    """A message that came before it was asked for."""
+class _EarlyMessage:
+    """A message that arrived before its receive was called."""
 
     message_tag: MessageTag
     data: Tensor
@@ -62,63 +64,63 @@ class _Kept:
 
 
 class PointToPoint:
-    """The messages of one rank. Whoever waits moves all of them; a thread does while nobody waits."""
+    """Messages of one rank. Any thread that waits makes all of them progress; if none waits, a thread does."""
 
     def __init__(self, resources: GroupResources, engine: Engine) -> None:
-        self._engine = engine  # a communicator fails as a whole
+        self._engine = engine
         self._transport = resources.messages
         self._watchdog = resources.messages_watchdog
+        self._side_streams = SideStreams()
         self._lock = threading.Lock()
-        self._lanes = SideStreams()
-        self._sending: list[_Sending] = []
-        self._receiving: list[_Receiving] = []
-        self._kept: dict[int, deque[_Kept]] = {}
+        self._sends: list[_PendingSend] = []
+        self._receives: list[_PendingReceive] = []
+        self._early: dict[int, deque[_EarlyMessage]] = {}
         self._error: GanglineError | None = None
-        self._watched: Work | None = None  # whose wait the watch's clock counts
+        self._timed: Work | None = None  # the message whose wait the watchdog times
         self._thread: threading.Thread | None = None
 
     def send(self, flat: Tensor, to: int, tag: int) -> Work:
-        """Begin to send a contiguous 1-d tensor."""
+        """Start to send a contiguous 1-d tensor."""
         code = encode_signature("send", flat.numel(), flat.dtype, None, None)
         with self._lock:
             self._check_open()
-            self._watch_one()
-            if self._watched is None:  # a transport may find out here that the other rank is gone
+            self._time_oldest()
+            if self._timed is None:  # the transport may find out in `send` that the other rank is gone
                 self._watchdog.begin(0, code)
-            with self._ending_with_the_transport():
-                send_request = self._transport.send(to, flat.view(torch.uint8), MessageTag(tag, code))
-            if send_request.is_done():
+            with self._end_on_error():
+                request = self._transport.send(to, flat.view(torch.uint8), MessageTag(tag, code))
+            if request.is_done():
                 return Work.finished("send")
             work = Work("send")
-            self._sending.append(_Sending(send_request, to, code, work))
+            self._sends.append(_PendingSend(request, to, code, work))
             return work
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
-        """Begin to receive into a tensor."""
+        """Start to receive into a tensor."""
         code = encode_signature("send", tensor.numel(), tensor.dtype, None, None)
-        section = self._lanes.behind_caller([tensor]) if tensor.is_cuda else None
+        section = self._side_streams.behind_caller([tensor]) if tensor.is_cuda else None
         work = Work("recv", result=tensor) if section is None else Work("recv", section.join, tensor)
         with self._lock:
             self._check_open()
             recv_code = encode_signature("recv", tensor.numel(), tensor.dtype, None, None)
-            self._receiving.append(_Receiving(tensor, source, MessageTag(tag, code), work, recv_code, section))
+            self._receives.append(_PendingReceive(tensor, source, MessageTag(tag, code), work, recv_code, section))
         return work
 
     def finish(self, work: Work, *, async_op: bool) -> Work | None:
-        """Have a message moved to its end: by this thread, or in the background.
+        """Wait for a message and return None, or complete it in the background and return its Work.
 
         Raises:
-            GanglineError: a rank is dead or late, or (a `MismatchError`) sent something else.
+            GanglineError: if a rank is dead or late, or (a `MismatchError`) sent another number of elements or dtype.
         """
         if async_op:
-            self._move_in_background()
+            self._progress_in_background()
             return work
-        self._move_until(work)
+        self._progress_until(work)
         work.wait()
         return None
 
     def close(self) -> None:
-        """Take no more; what is under way fails."""
+        """Fail all pending messages and end the background thread."""
         with self._lock:
             if self._error is None:
                 self._end(GanglineError("the communicator is closed"))
@@ -130,50 +132,50 @@ class PointToPoint:
         if self._error is not None:
             raise self._error
 
-    def _move_in_background(self) -> None:
+    def _progress_in_background(self) -> None:
         with self._lock:
-            if (self._sending or self._receiving) and self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="gangline-messages", daemon=True)
+            if (self._sends or self._receives) and self._thread is None:
+                self._thread = threading.Thread(target=self._run_thread, name="gangline-messages", daemon=True)
                 self._thread.start()
 
-    def _serve(self) -> None:
-        looks = 0
+    def _run_thread(self) -> None:
+        idle_polls = 0
         while True:
             with self._lock:
-                if not self._sending and not self._receiving:
+                if not self._sends and not self._receives:
                     self._thread = None
                     return
-                looks = 0 if self._move() else looks + 1
-            self._rest(looks)
+                idle_polls = 0 if self._progress() else idle_polls + 1
+            self._pause(idle_polls)
 
-    def _move_until(self, work: Work) -> None:
-        looks = 0
+    def _progress_until(self, work: Work) -> None:
+        idle_polls = 0
         while not work.is_completed():
             with self._lock:
-                looks = 0 if work.is_completed() or self._move() else looks + 1
-            self._rest(looks)
+                idle_polls = 0 if work.is_completed() or self._progress() else idle_polls + 1
+            self._pause(idle_polls)
 
-    def _rest(self, looks: int) -> None:
-        """Wait a little, the longer the longer nothing came; see now and then whether it still can."""
-        if looks < _LOOKS:
-            time.sleep(0)  # another thread, or process, may have what is waited for
+    def _pause(self, idle_polls: int) -> None:
+        """Yield for the first polls without a message, then sleep; check every 10 ms that waiting makes sense."""
+        if idle_polls < _POLLS:
+            time.sleep(0)  # lets another thread or process send the message
             return
-        time.sleep(_NAP_SECONDS)
-        if looks % int(_CHECK_SECONDS / _NAP_SECONDS) == 0:
-            self._see_to_it()
+        time.sleep(_SLEEP_SECONDS)
+        if idle_polls % int(_CHECK_SECONDS / _SLEEP_SECONDS) == 0:
+            self._check_waits()
 
-    def _see_to_it(self) -> None:
+    def _check_waits(self) -> None:
         with self._lock:
-            waiting = [one.source for one in self._receiving] + [one.to for one in self._sending]
-            if not waiting:
+            peers = [one.source for one in self._receives] + [one.to for one in self._sends]
+            if not peers:
                 return
-            with suppress(GanglineError), self._ending_with_the_transport():
+            with suppress(GanglineError), self._end_on_error():
                 self._engine.check_open()
-                self._watchdog.check(waiting)
+                self._watchdog.check(peers)
 
     @contextmanager
-    def _ending_with_the_transport(self) -> Iterator[None]:
-        """Around what may find out that messages cannot go on: then nothing on the communicator does."""
+    def _end_on_error(self) -> Iterator[None]:
+        """End the whole communicator if the section raises a GanglineError."""
         try:
             yield
         except GanglineError as error:
@@ -183,88 +185,87 @@ class PointToPoint:
 
     def _end(self, error: GanglineError) -> None:
         self._error = error
-        for work in [one.work for one in self._sending] + [one.work for one in self._receiving]:
+        for work in [one.work for one in self._sends] + [one.work for one in self._receives]:
             work.complete(error)
-        self._sending, self._receiving = [], []
+        self._sends, self._receives = [], []
 
-    def _move(self) -> bool:
-        """Move on what can be moved; gives whether anything ended, by an error too."""
+    def _progress(self) -> bool:
+        """Advance all messages; return whether one ended, with or without an error."""
         try:
-            with self._ending_with_the_transport():
-                return self._move_on()
+            with self._end_on_error():
+                return self._advance()
         except GanglineError:
             return True
 
-    def _move_on(self) -> bool:
-        self._watch_one()
+    def _advance(self) -> bool:
+        self._time_oldest()
         self._transport.progress()
-        before = len(self._sending) + len(self._receiving)
-        for sending in [one for one in self._sending if one.send_request.is_done()]:
-            self._sending.remove(sending)
-            sending.work.complete()
-        missing: set[tuple[int, int]] = set()  # receives of one tag end in the order in which they began
-        for receiving in list(self._receiving):
-            what = receiving.source, receiving.message_tag.sequence
-            if what not in missing and not self._look_for(receiving):
-                missing.add(what)
-        return len(self._sending) + len(self._receiving) < before
+        before = len(self._sends) + len(self._receives)
+        for sent in [one for one in self._sends if one.request.is_done()]:
+            self._sends.remove(sent)
+            sent.work.complete()
+        missing: set[tuple[int, int]] = set()  # receives with one source and tag end in the order of their calls
+        for receive in list(self._receives):
+            key = receive.source, receive.message_tag.sequence
+            if key not in missing and not self._try_receive(receive):
+                missing.add(key)
+        return len(self._sends) + len(self._receives) < before
 
-    def _watch_one(self) -> None:
-        """See that the watch's clock counts the wait of a message that is under way."""
-        if self._watched is not None and not self._watched.is_completed():
+    def _time_oldest(self) -> None:
+        """Let the watchdog time a pending message, if the one that it timed has ended."""
+        if self._timed is not None and not self._timed.is_completed():
             return
-        under_way = [(one.work, one.recv_code) for one in self._receiving]
-        under_way += [(one.work, one.code) for one in self._sending]
-        self._watched = None
-        for self._watched, code in under_way[:1]:
+        pending = [(one.work, one.recv_code) for one in self._receives]
+        pending += [(one.work, one.code) for one in self._sends]
+        self._timed = None
+        for self._timed, code in pending[:1]:
             self._watchdog.begin(0, code)
 
-    def _look_for(self, wanted: _Receiving) -> bool:
-        """End a receive if its message is here, and tell whether it was; what else its source has sent is kept."""
-        kept = self._kept.setdefault(wanted.source, deque())
-        for message in kept:
-            if message.message_tag.sequence == wanted.message_tag.sequence:
-                if self._fits(message.message_tag, wanted):
-                    kept.remove(message)
-                    wanted.take(message.into)
-                    self._complete(wanted)
+    def _try_receive(self, receive: _PendingReceive) -> bool:
+        """End a receive if its message has arrived, and return whether it had; keep other messages of its source."""
+        early = self._early.setdefault(receive.source, deque())
+        for message in early:
+            if message.message_tag.sequence == receive.message_tag.sequence:
+                if self._fits(message.message_tag, receive):
+                    early.remove(message)
+                    receive.take(message.into)
+                    self._complete(receive)
                 return True
-        while (receive_request := self._transport.poll(wanted.source)) is not None:
-            if receive_request.message_tag == wanted.message_tag:
-                wanted.take(lambda flat, message=receive_request: message.into(flat.view(torch.uint8)))  # type: ignore[misc]
-                self._complete(wanted)
+        while (request := self._transport.poll(receive.source)) is not None:
+            if request.message_tag == receive.message_tag:
+                receive.take(lambda flat, request=request: request.into(flat.view(torch.uint8)))  # type: ignore[misc]
+                self._complete(receive)
                 return True
-            kept.append(_keep(receive_request))
-            if receive_request.message_tag.sequence == wanted.message_tag.sequence:
-                self._fits(receive_request.message_tag, wanted)
+            early.append(_read_early(request))
+            if request.message_tag.sequence == receive.message_tag.sequence:
+                self._fits(request.message_tag, receive)
                 return True
         return False
 
-    def _fits(self, message_tag: MessageTag, wanted: _Receiving) -> bool:
-        """Whether a message of the right tag is what is wanted; if not the receive fails, and the message is kept."""
-        if message_tag == wanted.message_tag:
+    def _fits(self, message_tag: MessageTag, receive: _PendingReceive) -> bool:
+        """Return whether a message with the right tag has the expected size and dtype; if not, fail the receive."""
+        if message_tag == receive.message_tag:
             return True
-        sent, expected = CallSignature.from_code(message_tag.code), CallSignature.from_code(wanted.message_tag.code)
-        self._receiving.remove(wanted)
-        wanted.work.complete(
+        sent, expected = CallSignature.from_code(message_tag.code), CallSignature.from_code(receive.message_tag.code)
+        self._receives.remove(receive)
+        receive.work.complete(
             MismatchError(
-                f"rank {wanted.source} sent {_words(sent)} with tag {message_tag.sequence}, "
-                f"and this rank's recv expects "
-                f"{_words(expected)}; the message is kept for a recv that fits"
+                f"rank {receive.source} sent {_text(sent)} with tag {message_tag.sequence}, and this rank's recv "
+                f"expects {_text(expected)}; the message is kept for a recv that fits"
             )
         )
         return False
 
-    def _complete(self, wanted: _Receiving) -> None:
-        self._receiving.remove(wanted)
-        wanted.work.complete()
+    def _complete(self, receive: _PendingReceive) -> None:
+        self._receives.remove(receive)
+        receive.work.complete()
 
 
-def _keep(receive_request: ReceiveRequest) -> _Kept:
-    data = torch.empty(receive_request.nbytes, dtype=torch.uint8)
-    receive_request.into(data)
-    return _Kept(receive_request.message_tag, data)
+def _read_early(request: ReceiveRequest) -> _EarlyMessage:
+    data = torch.empty(request.nbytes, dtype=torch.uint8)
+    request.into(data)
+    return _EarlyMessage(request.message_tag, data)
 
 
-def _words(call: CallSignature) -> str:
+def _text(call: CallSignature) -> str:
     return f"{call.count} x {str(call.dtype).removeprefix('torch.')}"

@@ -1,45 +1,57 @@
-"""What a reduction does to tensors: the operations, in the order of the ranks, rounded once."""
+"""Reduction operations on tensors: combine in rank order and round once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gangline.collectives.call_signature import DTYPES, OPS
+from gangline.collectives.call_signature import DTYPES
 
-_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
+
+class ReductionOp(NamedTuple):
+    """Functions that combine two values of a reduction, and the dtypes they are for."""
+
+    torch_function: Callable[..., Tensor]
+    numpy_function: np.ufunc
+    floating_point_only: bool = False
+
+
+OPERATIONS = {
+    "sum": ReductionOp(torch.add, np.add),
+    "mean": ReductionOp(torch.add, np.add, floating_point_only=True),
+    "product": ReductionOp(torch.mul, np.multiply),
+    "min": ReductionOp(torch.minimum, np.minimum),
+    "max": ReductionOp(torch.maximum, np.maximum),
 }
+"""Reduction operations by name; the names are those of `call_signature.OPS`. A mean is a sum that is then divided."""
+
 HALVES = (torch.float16, torch.bfloat16)
 
 
 def check(op: str, dtype: torch.dtype) -> None:
-    """See that an operation is there for a dtype.
+    """Check that a reduction exists and is defined for a dtype that collectives accept (`check_dtype`).
 
     Raises:
-        ValueError: an unknown operation.
-        TypeError: a dtype that collectives do not take, or a mean of what cannot be divided.
+        ValueError: if the operation is unknown.
+        TypeError: if the operation is "mean" and the dtype is not a floating-point one.
     """
-    if op not in OPS:
-        raise ValueError(f"op is {op!r}; expected one of {', '.join(OPS)}")
-    check_dtype(dtype)
-    if op == "mean" and not dtype.is_floating_point:
+    if op not in OPERATIONS:
+        raise ValueError(f"op is {op!r}; expected one of {', '.join(OPERATIONS)}")
+    if OPERATIONS[op].floating_point_only and not dtype.is_floating_point:
         raise TypeError(
-            f"the mean of {dtype} is no {dtype}; sum, and divide, or convert to a floating-point dtype first"
+            f"the mean of {dtype} is not a {dtype}; use op 'sum' and divide, or convert to a floating-point dtype first"
         )
 
 
 def check_dtype(dtype: torch.dtype) -> None:
-    """See that collectives take a dtype.
+    """Check that collectives accept a dtype.
 
     Raises:
-        TypeError: they do not.
+        TypeError: if they do not.
     """
     if dtype not in DTYPES:
         names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
@@ -47,18 +59,18 @@ def check_dtype(dtype: torch.dtype) -> None:
 
 
 def combine(values: Sequence[Tensor], op: str, out: Tensor, divisor: int = 1) -> None:
-    """Combine equally long tensors from the first to the last into ``out``.
+    """Combine tensors of equal length from first to last into ``out``.
 
-    float16 and bfloat16 are combined in float32 and rounded once. Integers wrap around; of bools, the sum is "or" and
-    the product "and".
+    float16 and bfloat16 are combined in float32 and rounded once. Integers wrap around. For bool, "sum" is a logical
+    or and "product" a logical and.
 
     Args:
-        values: at least one 1-d tensor, of one dtype.
-        op: one of `OPS`.
-        out: where the result goes; it may be one of ``values``.
-        divisor: what the result is divided by before it is rounded; 1 leaves it alone.
+        values: one or more 1-d tensors of one dtype.
+        op: a name in `OPERATIONS`.
+        out: 1-d tensor for the result; may be one of ``values``.
+        divisor: divisor of the result, applied before rounding.
     """
-    function = _FUNCTIONS[op]
+    function = OPERATIONS[op].torch_function
     if out.dtype in HALVES:
         partial = values[0].float()
         for value in values[1:]:
@@ -73,6 +85,6 @@ def combine(values: Sequence[Tensor], op: str, out: Tensor, divisor: int = 1) ->
         partial = function(values[0], values[1])
         for value in values[2:-1]:
             function(partial, value, out=partial)
-        function(partial, values[-1], out=out)  # only now: out may be one of the values
+        function(partial, values[-1], out=out)  # written last, because ``out`` may be one of the values
     if divisor != 1:
         out.div_(divisor)

@@ -7,6 +7,7 @@ system clock, so two processes may disagree on it.
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 
@@ -32,8 +33,13 @@ def state_of(process: list[str | int]) -> str:
 
 
 def _host() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def boot_id() -> str:
+    """Return the kernel's id of the running boot, which differs between hosts, or the host name if it has none."""
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return file.read_text().strip() if file.exists() else socket.gethostname()
 
 
 def _state_and_start(pid: int) -> tuple[str, int]:

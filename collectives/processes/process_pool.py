@@ -19,7 +19,7 @@ from gangline.collectives.processes.fork_server import NOTICE
 
 PRELOAD: tuple[str, ...] = (
     "torch",
-    "gangline.collectives.bootstrap.communicators",
+    "gangline.collectives.communicator",
     "gangline.collectives.processes.rank_main",
 )
 """Modules that the server imports before it forks."""

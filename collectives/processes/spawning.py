@@ -13,8 +13,8 @@ from multiprocessing.spawn import get_preparation_data
 from types import TracebackType
 from typing import Any
 
-from gangline.collectives.bootstrap.communicators import open_communicator
 from gangline.collectives.bootstrap.rendezvous import time_limit
+from gangline.collectives.communicator import open_communicator
 from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
 from gangline.collectives.liveness.limits import SPAWN_CAUSE_SECONDS
 from gangline.collectives.processes import rank_main

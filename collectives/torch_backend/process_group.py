@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
-from gangline.collectives.bootstrap.communicators import open_communicator
+from gangline.collectives.communicator import open_communicator
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.torch_backend.calls import GroupCollectives
 from gangline.collectives.torch_backend.other_devices import OtherDevices

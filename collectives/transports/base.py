@@ -17,6 +17,9 @@ from torch import Tensor
 PIECE = 1 << 19
 """Bytes of one piece of a message: small enough to stay in a core's cache while it is reduced or copied."""
 
+SLOT_BYTES = 1 << 20
+"""The most bytes of a rank's tensor that a slot exchange takes."""
+
 BootstrapAllGather = Callable[[bytes], list[bytes]]
 """All-gather of bytes for bootstrap: returns every rank's bytes, in rank order. Collective: all ranks must call it."""
 

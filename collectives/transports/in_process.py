@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.liveness.limits import WAIT_CHECK_SECONDS
-from gangline.collectives.transports.base import PIECE, MessageTag, ReceiveRequest, SendRequest, Transport, WaitPolicy
-from gangline.collectives.transports.shm.slots import SLOT_BYTES, SlotExchange
+from gangline.collectives.transports.base import (
+    PIECE,
+    SLOT_BYTES,
+    MessageTag,
+    ReceiveRequest,
+    SendRequest,
+    Transport,
+    WaitPolicy,
+)
+from gangline.collectives.transports.shm.slots import SlotExchange
 
 
 class ThreadGroup:

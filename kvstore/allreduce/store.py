@@ -391,7 +391,7 @@ class _InOrder(WorkQueue):
 
 def _connected() -> Communicator:
     """Return a communicator of the job in the environment."""
-    from gangline.collectives.bootstrap.communicators import connect  # only needed within a job, and slow to import
+    from gangline.collectives.communicator import connect  # only needed within a job, and slow to import
 
     try:
         find_rank_info(None, None, None, os.environ)

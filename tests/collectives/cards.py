@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gangline.collectives.devices import nccl_communicator
 from gangline.collectives.devices.backends import nccl_bindings
-from gangline.collectives.engine import arguments, host_staging
+from gangline.collectives.engine import host_staging
 
 aten = torch.ops.aten
 _LIMIT = 20.0
@@ -335,8 +335,7 @@ def cards(*, nccl: str = "") -> Iterator[None]:
             (torch.cuda, "Stream", Stream),
             (torch.cuda, "stream", _on),
             (torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}")),
-            (host_staging, "host_memory", _host_memory),
-            (arguments, "host_memory", _host_memory),
+            (host_staging, "pinned_memory", _host_memory),
             (nccl_bindings, "missing", lambda name: nccl),
         ):
             stack.enter_context(patch.object(target, name, value))

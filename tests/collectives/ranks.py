@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gangline.collectives.bootstrap.communicators import in_process, open_communicator
 from gangline.collectives.call_signature import DTYPES, OPS
-from gangline.collectives.communicator import Communicator
+from gangline.collectives.communicator import Communicator, in_process, open_communicator
 from gangline.collectives.errors import DeadNodeError
 from gangline.collectives.tuner import SHARED_LIMIT
 from gangline.collectives.work import Work

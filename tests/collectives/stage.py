@@ -20,7 +20,7 @@ from typing import Any, Self
 from unittest.mock import patch
 
 from gangline.collectives import Communicator
-from gangline.collectives.bootstrap.communicators import open_communicator
+from gangline.collectives.communicator import open_communicator
 from gangline.collectives.liveness.watchdog import Watchdog
 from gangline.collectives.processes import process_pool
 from gangline.collectives.processes.spawning import Outcome, Ranks

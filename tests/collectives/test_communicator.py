@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gangline.collectives.bootstrap.communicators import in_process
 from gangline.collectives.call_signature import DTYPES
-from gangline.collectives.communicator import Communicator
+from gangline.collectives.communicator import Communicator, in_process
 from gangline.collectives.errors import GanglineError, MismatchError
 from gangline.collectives.processes.spawning import spawn
 from gangline.collectives.work import Work
@@ -532,7 +531,7 @@ REFUSED: dict[str, tuple[Callable[[Communicator], Any], type[Exception], str]] =
     "mean of integers": (
         lambda c: c.all_reduce(torch.ones(2, dtype=torch.int32), "mean"),
         TypeError,
-        r"the mean of torch\.int32 is no torch\.int32; sum, and divide, or convert",
+        r"the mean of torch\.int32 is not a torch\.int32; use op 'sum' and divide, or convert",
     ),
     "mean of bools": (
         lambda c: c.reduce(torch.ones(2, dtype=torch.bool), 0, "mean"),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gangline.collectives import algorithms
 from gangline.collectives.call_signature import DTYPES
-from gangline.collectives.engine.executor import MisplacedMessageError, Parts, Rows, run
+from gangline.collectives.engine.executor import AllToAllChunks, EqualChunks, MisplacedMessageError, run
 from gangline.collectives.engine.reduction import combine
 from gangline.collectives.errors import ProtocolError
 from gangline.collectives.liveness.membership import ThreadMembership
@@ -69,7 +69,7 @@ def test_what_a_slow_rank_has_yet_to_read_is_not_written(is_reduced: bool, count
     own, others = values(count, 0, torch.float32), values(count, 1, torch.float32)
     mine = own.clone()
     step: Step = Reduce((0, 1), 0, 1, complete=True) if is_reduced else Receive(1, 0, 1)
-    running = Running(run, [Send(1, 0, 1), step], here, Parts(mine, 1), STAMP)
+    running = Running(run, [Send(1, 0, 1), step], here, EqualChunks(mine, 1), STAMP)
     there.send(0, as_bytes(others), STAMP).wait()  # rank 0 has taken it all in, and would have written by now
     late = torch.empty(count)
     receive_request = there.receive(0)
@@ -87,7 +87,7 @@ def test_an_incomplete_sum_is_not_divided() -> None:
     program = [Reduce((0, 1), 0, 1, complete=False), Reduce((0, 1), 1, 2, complete=True)]
     for number in (1.0, 5.0):
         there.send(0, as_bytes(torch.tensor([number])), STAMP)
-    run(program, here, Parts(mine, 2), STAMP, "mean", divisor=3)
+    run(program, here, EqualChunks(mine, 2), STAMP, "mean", divisor=3)
     assert mine.tolist() == [9.0, 7.0]
 
 
@@ -101,7 +101,7 @@ def test_messages_of_several_pieces_are_combined_in_rank_order(dtype: torch.dtyp
         for rank in (2, 0):  # whatever the order in which they come
             ranks[rank].send(1, as_bytes(everybody[rank]), STAMP)
         divisor = 3 if op == "mean" else 1
-        run([Reduce((0, 1, 2), 0, 1, complete=True)], ranks[1], Parts(mine, 1), STAMP, op, divisor)
+        run([Reduce((0, 1, 2), 0, 1, complete=True)], ranks[1], EqualChunks(mine, 1), STAMP, op, divisor)
         same(mine, combined(everybody, op), f"{op} of {dtype}")
 
 
@@ -112,7 +112,7 @@ def test_chunks_may_be_empty(algorithm: str, size: int) -> None:
     everybody = [values(2, rank, torch.int32) for rank in range(size)]
     mine = [each.clone() for each in everybody]
     running = [
-        Running(run, schedule.program(rank), transport, Parts(mine[rank], schedule.chunks), STAMP)
+        Running(run, schedule.program(rank), transport, EqualChunks(mine[rank], schedule.chunks), STAMP)
         for rank, transport in enumerate(transports(size))
     ]
     for one in running:
@@ -128,7 +128,7 @@ def test_a_message_of_another_call_is_told(message_tag: MessageTag) -> None:
         there.send(0, as_bytes(torch.ones(3)), message_tag)
         text = f"rank 1 sent a message of call {message_tag.sequence}"
         with pytest.raises(MisplacedMessageError, match=text) as caught:
-            run([step], here, Parts(torch.ones(3), 1), STAMP)
+            run([step], here, EqualChunks(torch.ones(3), 1), STAMP)
         assert (caught.value.source, caught.value.message_tag) == (1, message_tag)
         here.receive(1).done()
 
@@ -137,13 +137,13 @@ def test_a_message_of_another_length_is_told() -> None:
     here, there = transports(2)
     there.send(0, as_bytes(torch.ones(4)), STAMP)
     with pytest.raises(ProtocolError, match="rank 1 sent 16 bytes, expected 12"):
-        run([Receive(1, 0, 1)], here, Parts(torch.ones(3), 1), STAMP)
+        run([Receive(1, 0, 1)], here, EqualChunks(torch.ones(3), 1), STAMP)
 
 
 def test_rows_of_an_all_to_all_are_given_and_taken_by_their_numbers() -> None:
     given = (torch.arange(12) * 10 + 1).view(3, 4)
     taken = torch.zeros(3, 4, dtype=torch.int64)
-    rows = Rows(1, 3, given, taken)
+    rows = AllToAllChunks(1, 3, given, taken)
     assert torch.equal(rows.source(5, 6), given[2])
     assert torch.equal(rows.source(3, 5), given[:2].reshape(-1))
     rows.target(7, 8).fill_(9)
@@ -155,7 +155,7 @@ def test_rows_of_an_all_to_all_are_given_and_taken_by_their_numbers() -> None:
 @pytest.mark.parametrize(("count", "chunks"), [(10, 3), (3, 10), (0, 4), (7, 7)])
 def test_parts_share_out_every_element_once(count: int, chunks: int) -> None:
     flat = torch.arange(count)
-    parts = Parts(flat, chunks)
+    parts = EqualChunks(flat, chunks)
     found = [parts.source(chunk, chunk + 1) for chunk in range(chunks)]
     assert torch.equal(torch.cat(found), flat)
     assert max(map(len, found)) - min(map(len, found)) <= 1

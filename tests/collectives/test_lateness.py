@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from gangline.collectives import Communicator
-from gangline.collectives.bootstrap.communicators import in_process
+from gangline.collectives.communicator import in_process
 from gangline.collectives.errors import StallError
 from tests.collectives.situations import Said, all_reduce, broadcast, error_of, expect, ramp
 from tests.collectives.stage import WAITS, Actor, Stage

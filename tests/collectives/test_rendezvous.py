@@ -120,7 +120,7 @@ def test_ranks_of_mpirun_on_several_machines_need_an_address() -> None:
     [
         ("RANK", "one", "RANK is 'one'; expected a whole number, at least 0"),
         ("RANK", "-1", "RANK is '-1'; expected a whole number, at least 0"),
-        ("RANK", "4", "rank is 4; expected 0 to 3, for the size is 4"),
+        ("RANK", "4", "rank is 4; expected 0 to 3, because the size is 4"),
         ("WORLD_SIZE", "0", "WORLD_SIZE is '0'; expected a whole number, at least 1"),
         ("WORLD_SIZE", "4.0", "WORLD_SIZE is '4.0'; expected"),
         ("MASTER_PORT", "http", "MASTER_PORT is 'http'; expected a whole number, 1 to 65535"),
@@ -229,7 +229,7 @@ def _meet_often(comm: Bare, address: str) -> list[list[bytes]]:
 def test_a_closed_job_cannot_exchange(address: str) -> None:
     with (
         ranks_of(_exchange_when_closed, 2, (address,)) as ranks,
-        pytest.raises(RuntimeError, match="has closed its job"),
+        pytest.raises(RuntimeError, match="has closed its rendezvous"),
     ):
         ranks.results()
 
@@ -268,7 +268,7 @@ def _look_at_store(comm: Bare, address: str) -> tuple[int, int, set[str]]:
 def test_ranks_that_do_not_come_are_named(address: str) -> None:
     with ranks_of(_some_stay_away, 4, (address,)) as ranks:
         outcomes = ranks.outcomes()
-    assert str(outcomes[0].error) == f"ranks 1, 3 of 4 did not come to {address} within 0.5 s"
+    assert str(outcomes[0].error) == f"ranks 1, 3 of 4 did not reach {address} within 0.5 s"
     assert isinstance(outcomes[0].error, StallError)
 
 
@@ -292,7 +292,7 @@ def test_a_rank_0_that_dies_is_an_error_for_who_waits(address: str) -> None:
     with ranks_of(_keeper_dies, 2, (address,)) as ranks:
         _, waiter = ranks.outcomes()
     assert isinstance(waiter.error, DeadNodeError)
-    assert str(waiter.error).startswith(f"rank 1 of 2 lost the process that keeps the store at {address}, rank 0")
+    assert str(waiter.error).startswith(f"rank 1 of 2 lost the process that serves the store at {address}, rank 0")
 
 
 def _keeper_dies(comm: Bare, address: str) -> None:
@@ -309,7 +309,7 @@ def test_a_port_that_another_program_has_is_an_error_of_rank_0() -> None:
         with ranks_of(_join_as_rank_0, 1, (port,)) as ranks:
             (outcome,) = ranks.outcomes()
     assert type(outcome.error) is RuntimeError
-    assert str(outcome.error).startswith(f"rank 0 cannot keep the store at 127.0.0.1:{port}; choose another port")
+    assert str(outcome.error).startswith(f"rank 0 cannot serve the store at 127.0.0.1:{port}; choose another port")
 
 
 def _join_as_rank_0(comm: Bare, port: int) -> None:
@@ -377,9 +377,9 @@ def test_hosts_are_numbered_by_their_first_rank() -> None:
 PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from gangline.collectives.bootstrap.rendezvous import Job, hosts
+from gangline.collectives.bootstrap.rendezvous import Rendezvous, hosts
 for _ in range(2):
-    job = Job(timeout=30)
+    job = Rendezvous(timeout=30)
     got = job.exchange(b"%d" % job.rank)
     assert got == [b"0", b"1"], got
     assert hosts(job.exchange) == (0, 0)

@@ -16,12 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gangline.collectives.bootstrap import communicators, rendezvous
-from gangline.collectives.communicator import Communicator
+from gangline.collectives.bootstrap import rendezvous
+from gangline.collectives.communicator import Communicator, open_communicator
 from gangline.collectives.errors import ProtocolError
 from gangline.collectives.processes.spawning import Ranks, spawn
 from gangline.collectives.transports.base import PIECE, BootstrapAllGather, MessageTag
 from gangline.collectives.transports.shm import cma, segments, transport
+from gangline.collectives.transports.shm.host_group import open_host_group
 from gangline.collectives.transports.shm.registered import RegisteredMemory
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.work import Work
@@ -229,9 +230,9 @@ def test_collectives_work_with_every_byte_staged(size: int) -> None:
 
 def _open_elsewhere(rank: int, size: int, exchange: BootstrapAllGather, **options: Any) -> Communicator:
     """Open a communicator as if odd ranks were on another host and no rank could read another's memory."""
-    rendezvous.hosts = lambda _: tuple(other % 2 for other in range(size))
+    rendezvous.host_identity = lambda: f"host {rank % 2}"
     cma.may_read = lambda *_: False
-    return communicators.open_communicator(rank, size, exchange, **options)
+    return open_communicator(rank, size, exchange, **options)
 
 
 def _on_two_hosts(comm: Communicator) -> tuple[int, ...]:
@@ -466,7 +467,8 @@ def _shared(rank: int, exchange: BootstrapAllGather) -> SharedMemoryTransport:
         def check(self, missing: Any) -> None:
             pass
 
-    return SharedMemoryTransport(rank, 2, exchange, Patient())
+    group = open_host_group(rank, [0, 1], SharedMemoryTransport.nbytes(2), exchange)
+    return SharedMemoryTransport(group, Patient())
 
 
 def test_an_invalid_queue_entry_is_an_error() -> None:

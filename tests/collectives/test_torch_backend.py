@@ -379,7 +379,7 @@ def sub_groups(rank: int, size: int) -> None:
         with pytest.raises(ValueError, match="expected some of 0 to"):
             made.split_group([size])
         dist.destroy_process_group(made)
-        with pytest.raises(RuntimeError, match=r"came after close\(\)"):
+        with pytest.raises(RuntimeError, match=r"was called after close\(\)"):
             made.allreduce(torch.ones(1))
     dist.barrier()
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gangline.collectives.engine.arguments import data_of
+from gangline.collectives.engine.host_staging import data_of
 
 Transfer = tuple[Sequence[Tensor], Tensor, Sequence[Tensor]]
 """Tensors to combine, where the result goes, and where it is copied to."""

@@ -17,15 +17,13 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-import gangline
-
 Pair = tuple[int, int]
 """The GPU that reads and writes, and the GPU whose memory it does so in; torch's numbers."""
 
 _DEADLINE = 60.0  # seconds for a pair, the start of the child and its first kernel included
 _FAREWELL = 5.0  # seconds for a killed child to end
 _COMMAND = (sys.executable, "-m", "gangline.collectives.devices.backends.peers")
-_ROOT = str(Path(gangline.__file__).resolve().parents[1])  # where the child finds this module
+_ROOT = str(Path(str(sys.modules["gangline"].__file__)).resolve().parents[1])  # where the child finds this module
 _COUNT = 1 << 16  # elements tried
 
 _known: dict[Pair, str] = {}

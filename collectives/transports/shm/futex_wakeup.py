@@ -6,17 +6,15 @@ A lost wake-up delays a rank by one sleep at most, because a sleeping rank check
 from __future__ import annotations
 
 import ctypes
-import os
-import platform
 from collections.abc import Callable
 
 from gangline.collectives.liveness.limits import FUTEX_SLEEP_SECONDS, FUTEX_SLEEP_SENDING_SECONDS, WAIT_CHECK_SECONDS
-from gangline.collectives.transports.base import BootstrapAllGather, WaitPolicy
-from gangline.collectives.transports.shm.segments import share
+from gangline.collectives.transports.base import WaitPolicy
+from gangline.collectives.transports.shm.host_group import HostGroup
 
 _SPINS = 300  # before the first yield, if there is a core for every rank: about 30 us
 _YIELDS = 5_000  # before the first sleep, some milliseconds: a virtual CPU that sleeps is slow to wake up
-_FUTEX = {"x86_64": 202}.get(platform.machine())  # system call number; other CPUs may reorder stores
+_FUTEX = 202  # system call number on x86-64, the only CPUs that `open_host_group` accepts
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _CACHE_LINE = 64  # bytes
 
@@ -37,19 +35,22 @@ class FutexWakeup:
         OSError: if the ranks cannot share memory, or the CPU architecture is not supported.
     """
 
-    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, wait_policy: WaitPolicy) -> None:
-        if _FUTEX is None:
-            raise OSError(f"waiting in shared memory is not implemented for {platform.machine()} CPUs")
+    def __init__(self, group: HostGroup, wait_policy: WaitPolicy) -> None:
+        rank, size = group.rank, group.size
         self._rank = rank
         self._wait_policy = wait_policy
-        cores = {core for cores in exchange(_affinity()) for core in cores.split()}  # mpirun may bind each rank to one
-        self._spins = _SPINS if size <= len(cores) else 0
-        segments = share(rank, _CACHE_LINE + 8 * size, exchange)  # the futex word has a cache line of its own
+        self._spins = _SPINS if size <= len(group.cores) else 0
+        segments = group.take(self.nbytes(size))  # the futex word has a cache line of its own
         self._futexes = [segment.words(0, 1) for segment in segments]
         self._addresses = [segment.address for segment in segments]
         self._own_asleep = segments[rank].words(_CACHE_LINE, size)
         self._asleep = [segment.words(_CACHE_LINE, size) for segment in segments]
         self._segments = segments
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """Return the bytes of shared memory that each of ``size`` ranks needs."""
+        return _CACHE_LINE + 8 * size
 
     def notify(self, rank: int) -> None:
         """Wake a rank that sleeps in `wait` for this one; call it after writing what that rank waits for."""
@@ -98,7 +99,3 @@ class FutexWakeup:
                 _libc.syscall(_FUTEX, address, _FUTEX_WAIT, seen, ctypes.byref(limit), None, 0)
         finally:
             self._own_asleep[rank] = 0
-
-
-def _affinity() -> bytes:
-    return " ".join(map(str, sorted(os.sched_getaffinity(0)))).encode()

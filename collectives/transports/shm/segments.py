@@ -50,14 +50,19 @@ class _Mapping:
 class Segment:
     """Mapped shared memory; the mapping lives as long as the segment or any view of it."""
 
-    def __init__(self, mapping: _Mapping, nbytes: int) -> None:
+    def __init__(self, mapping: _Mapping, nbytes: int, offset: int = 0) -> None:
         self.nbytes = nbytes
-        self.address = mapping.address
+        self.address = mapping.address + offset
+        self._mapping, self._offset = mapping, offset
         # from_address hides that the memory may be read-only, of which numpy and torch would warn
         self._bytes = (ctypes.c_uint8 * nbytes).from_address(self.address)
         self._bytes.mapping = mapping  # type: ignore[attr-defined]  # views hold the ctypes array, which holds the mapping
         self._view = memoryview(self._bytes).cast("B")
         self._tensor = torch.frombuffer(self._bytes, dtype=torch.uint8)
+
+    def region(self, offset: int, nbytes: int) -> Segment:
+        """Return a part of the segment, which keeps the whole mapping alive."""
+        return Segment(self._mapping, nbytes, self._offset + offset)
 
     def words(self, offset: int, count: int) -> memoryview:
         """Return ``count`` 64-bit integers from byte ``offset``; a load or store of one is a single instruction."""

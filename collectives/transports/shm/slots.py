@@ -12,15 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gangline.collectives.transports.base import BootstrapAllGather, WaitPolicy
+from gangline.collectives.transports.base import SLOT_BYTES, WaitPolicy
 from gangline.collectives.transports.shm.futex_wakeup import FutexWakeup
-from gangline.collectives.transports.shm.segments import share
-from gangline.collectives.tuner import SHARED_LIMIT
-
-SLOT_BYTES = SHARED_LIMIT
-"""Bytes of one rank's slot; pages that are never touched take no memory."""
+from gangline.collectives.transports.shm.host_group import HostGroup, padded
 
 _CACHE_LINE = 64  # bytes
+_SEGMENT_BYTES = 2 * (_CACHE_LINE + SLOT_BYTES)  # pages that are never touched take no memory
 
 
 class SlotExchange(ABC):
@@ -66,15 +63,21 @@ class SharedSlotExchange(SlotExchange):
         OSError: if the ranks cannot share memory.
     """
 
-    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, wait_policy: WaitPolicy) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, group: HostGroup, wait_policy: WaitPolicy) -> None:
+        rank = self.rank = group.rank
+        self.size = group.size
         self._count = 0
-        self._wakeup = FutexWakeup(rank, size, exchange, wait_policy)
+        self._wakeup = FutexWakeup(group, wait_policy)
         # a segment: marks (count, sequence, code) of both parities, then the slots of both
-        self._segments = share(rank, 2 * (_CACHE_LINE + SLOT_BYTES), exchange)
+        self._segments = group.take(_SEGMENT_BYTES)
         marks = [[segment.words(_CACHE_LINE * parity, 3) for segment in self._segments] for parity in (0, 1)]
         self._own = [of_parity[rank] for of_parity in marks]
         self._others = [[(r, m) for r, m in enumerate(of_parity) if r != rank] for of_parity in marks]
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """Return the bytes of shared memory that each of ``size`` ranks needs."""
+        return padded(FutexWakeup.nbytes(size)) + padded(_SEGMENT_BYTES)
 
     def slots(self, nbytes: int, dtype: torch.dtype) -> list[list[Tensor]]:  # noqa: D102
         offsets = [2 * _CACHE_LINE, 2 * _CACHE_LINE + SLOT_BYTES]

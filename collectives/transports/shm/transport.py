@@ -12,8 +12,6 @@ Each rank writes only its own segment: its queues, its staging buffers, and its 
 
 from __future__ import annotations
 
-import os
-import struct
 import time
 from collections import deque
 from collections.abc import Callable
@@ -36,6 +34,7 @@ from gangline.collectives.transports.base import (
 )
 from gangline.collectives.transports.shm import cma
 from gangline.collectives.transports.shm.futex_wakeup import FutexWakeup
+from gangline.collectives.transports.shm.host_group import HostGroup, padded
 from gangline.collectives.transports.shm.registered import RegisteredMemory
 from gangline.collectives.transports.shm.segments import Segment, share
 
@@ -50,8 +49,6 @@ _BUFFERS = 4
 _COUNTERS = 8  # words per peer: messages read, pieces read, pieces staged, unused
 _READ, _PIECES_READ, _PIECES_STAGED = range(3)
 _PEER_BYTES = 8 * (_COUNTERS + _ENTRIES * _WORDS)
-
-_PROBE = struct.Struct("<qq16s")  # process id, address, content
 
 
 @dataclass(slots=True)
@@ -82,12 +79,12 @@ class SharedMemoryTransport(Transport):
 
     name = "shared_memory"
 
-    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, wait_policy: WaitPolicy) -> None:
-        self.rank, self.size = rank, size
-        self._wakeup = FutexWakeup(rank, size, exchange, wait_policy)
-        staging = -(-size * _PEER_BYTES // PIECE) * PIECE  # offset of the staging buffers
-        segments = share(rank, staging + size * _BUFFERS * PIECE, exchange)
-        self._processes, readable = _probe_cma(rank, exchange)
+    def __init__(self, group: HostGroup, wait_policy: WaitPolicy) -> None:
+        rank, size = self.rank, self.size = group.rank, group.size
+        self._wakeup = FutexWakeup(group, wait_policy)
+        staging = _staging_offset(size)
+        segments = group.take(staging + size * _BUFFERS * PIECE)
+        self._processes, readable = group.processes, group.readable
         peers = [other for other in range(size) if other != rank]
         self._send_queues = {
             to: _SendQueue(
@@ -101,6 +98,11 @@ class SharedMemoryTransport(Transport):
         }
         self._backlog: set[int] = set()  # ranks with unfinished entries in their send queues
         self._registered = RegisteredMemory()
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """Return the bytes of shared memory that each of ``size`` ranks needs."""
+        return padded(FutexWakeup.nbytes(size)) + padded(_staging_offset(size) + size * _BUFFERS * PIECE)
 
     def send(self, to: int, data: Tensor, message_tag: MessageTag) -> SendRequest:  # noqa: D102
         queue = self._send_queues[to]
@@ -388,19 +390,6 @@ class _StagedReceive(ReceiveRequest):
         self._queue.done(self._first + -(-self.nbytes // PIECE))
 
 
-def _probe_cma(rank: int, exchange: BootstrapAllGather) -> tuple[list[int], list[set[int]]]:
-    """Find out by trying which ranks can read each other's memory.
-
-    Returns:
-        The ranks' process ids, and for each rank the set of ranks whose memory it can read.
-    """
-    content = os.urandom(16)
-    probe = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    probes = [_PROBE.unpack(packed) for packed in exchange(_PROBE.pack(os.getpid(), probe.data_ptr(), content))]
-    readable = [
-        other
-        for other, (process, address, expected) in enumerate(probes)
-        if other != rank and cma.may_read(process, address, expected)
-    ]
-    gathered = exchange(" ".join(map(str, readable)).encode())
-    return [process for process, _, _ in probes], [{int(word) for word in words.split()} for words in gathered]
+def _staging_offset(size: int) -> int:
+    """Return the offset of the staging buffers in a rank's segment, after its queues."""
+    return -(-size * _PEER_BYTES // PIECE) * PIECE

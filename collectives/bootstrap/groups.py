@@ -1,0 +1,264 @@
+"""Open the resources of a group of ranks: probe which transport connects them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import threading
+
+from gangline.collectives.bootstrap import rendezvous
+from gangline.collectives.engine.engine import GroupResources
+from gangline.collectives.engine.host_collectives import HostCollectives
+from gangline.collectives.liveness.limits import limits
+from gangline.collectives.liveness.membership import Membership, ProcessMembership, ThreadMembership
+from gangline.collectives.liveness.watchdog import Watchdog
+from gangline.collectives.transports.base import BootstrapAllGather, Transport
+from gangline.collectives.transports.hybrid import HybridTransport
+from gangline.collectives.transports.in_process import InProcessTransport, ThreadGroup, ThreadSlotExchange
+from gangline.collectives.transports.shm.host_group import open_host_group
+from gangline.collectives.transports.shm.slots import SharedSlotExchange, SlotExchange
+from gangline.collectives.transports.shm.transport import SharedMemoryTransport
+from gangline.collectives.transports.subgroup_exchange import within
+from gangline.collectives.transports.zmq.transport import ZmqTransport
+from gangline.collectives.tuner import TRANSPORTS, Table, forced_transport
+
+_log = logging.getLogger("gangline")
+
+_REQUESTS = ("auto", *(name for name in TRANSPORTS if name != "in_process"))
+
+
+def open_group(
+    rank: int,
+    size: int,
+    exchange: BootstrapAllGather,
+    *,
+    transport: str = "auto",
+    timeout: float | None = None,
+    tcp_host: str = "127.0.0.1",
+) -> GroupResources:
+    """Connect processes. Collective: all ranks must call it.
+
+    The ranks of one host need four calls of ``exchange``: settings, sockets, shared memory and the outcome.
+
+    Args:
+        rank: rank of this process.
+        size: number of ranks.
+        exchange: all-gather between the processes.
+        transport: "auto" (shared memory within a host, tcp between hosts), or "shared_memory", "ipc" or "tcp" for all
+            ranks. GANGLINE_TRANSPORT overrides it, and rank 0's choice overrides the others'.
+        timeout: seconds that a call may wait for other ranks; None for GANGLINE_TIMEOUT.
+        tcp_host: address of this host for the other hosts.
+
+    Raises:
+        ValueError: if the transport is unknown or cannot connect these ranks, or a GANGLINE_ variable is invalid.
+        OSError: if "shared_memory" was requested and the ranks cannot share memory.
+        GanglineError: if a rank does not join in time.
+    """
+    requested = forced_transport() or transport
+    if requested not in _REQUESTS:
+        raise ValueError(f"transport is {requested!r}; expected one of {', '.join(_REQUESTS)}")
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout is {timeout!r}; expected seconds above 0")
+    settings = json.dumps([rendezvous.host_identity(), requested, Table.from_environment().to_json()])
+    every_rank = [json.loads(packed) for packed in exchange(settings.encode())]
+    hosts = rendezvous.number_hosts([identity for identity, _, _ in every_rank])
+    _, requested, table = every_rank[0]
+    has_several_hosts = len(set(hosts)) > 1
+    if has_several_hosts and requested in ("shared_memory", "ipc"):
+        raise ValueError(f"transport is {requested!r}, but the ranks are on hosts {hosts}; expected auto or tcp")
+    address = f"tcp://{tcp_host}" if has_several_hosts or requested == "tcp" else "ipc"
+    return _connect_processes(rank, size, hosts, exchange, requested, address, Table.from_json(table), timeout)
+
+
+def open_in_process(size: int, *, timeout: float | None = None) -> list[GroupResources]:
+    """Return the resources of ``size`` ranks that are threads of this process, in rank order.
+
+    Args:
+        size: number of ranks.
+        timeout: seconds that a call may wait for other ranks; None for GANGLINE_TIMEOUT.
+
+    Raises:
+        ValueError: if ``size`` is below 1.
+    """
+    if size < 1:
+        raise ValueError(f"size is {size}; expected at least 1")
+    table = Table.from_environment()
+    shared = _ThreadResources(size)
+    return [_connect_threads(rank, shared, table, timeout) for rank in range(size)]
+
+
+def split_group(
+    resources: GroupResources, host: HostCollectives, color: int | None, key: int | None
+) -> GroupResources | None:
+    """Connect the ranks of the same color (`Communicator.split`).
+
+    Args:
+        resources: the group to split.
+        host: collectives of that group.
+        color: this rank's color, or None to join no group.
+        key: this rank's sort key within its group.
+
+    Raises:
+        TypeError: if the color or the key is neither an int nor None.
+        GanglineError: if a rank is dead, late or in another call.
+    """
+    for name, value in (("color", color), ("key", key)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise TypeError(f"{name} is {value!r}; expected an int or None")
+    requests = [json.loads(packed) for packed in host.exchange(json.dumps([color, key or 0]).encode())]
+    members = sorted(
+        (rank for rank, (other_color, _) in enumerate(requests) if other_color == color),
+        key=lambda rank: (requests[rank][1], rank),
+    )
+    with within(host.exchange, members) as exchange:
+        return None if color is None else _connect_members(resources, members, exchange)
+
+
+def _connect_members(resources: GroupResources, members: list[int], exchange: BootstrapAllGather) -> GroupResources:
+    rank = members.index(resources.rank)
+    if resources.medium == "in_process":
+        shared = _shared_by_threads(rank, len(members), exchange)
+        return _connect_threads(rank, shared, resources.table, resources.timeout)
+    return _connect_processes(
+        rank,
+        len(members),
+        rendezvous.number_hosts([resources.hosts[member] for member in members]),
+        exchange,
+        resources.requested_transport,
+        resources.address,
+        resources.table,
+        resources.timeout,
+    )
+
+
+class _ThreadResources:
+    """Objects that the ranks of one in-process group share."""
+
+    def __init__(self, size: int) -> None:
+        self.collectives, self.messages = ThreadGroup(size), ThreadGroup(size)
+        self.memberships = ThreadMembership.group(size)
+
+
+_split_groups: dict[int, _ThreadResources] = {}
+"""Resources of in-process groups that are being split off, until all their ranks have them."""
+_split_numbers = itertools.count()
+_split_lock = threading.Lock()
+
+
+def _shared_by_threads(rank: int, size: int, exchange: BootstrapAllGather) -> _ThreadResources:
+    """Return one object to all ranks of a new in-process group; rank 0 creates it."""
+    number = 0
+    if rank == 0:
+        number = next(_split_numbers)
+        with _split_lock:
+            _split_groups[number] = _ThreadResources(size)
+    number = int(exchange(str(number).encode())[0])
+    shared = _split_groups[number]
+    exchange(b"")  # after it, all ranks have looked it up
+    with _split_lock:
+        _split_groups.pop(number, None)
+    return shared
+
+
+def _connect_threads(rank: int, shared: _ThreadResources, table: Table, timeout: float | None) -> GroupResources:
+    membership = shared.memberships[rank]
+    watchdog, messages_watchdog = _watchdogs(membership, timeout)
+    return GroupResources(
+        rank=rank,
+        size=membership.size,
+        hosts=(0,) * membership.size,
+        transport=InProcessTransport(rank, shared.collectives, watchdog),
+        messages=InProcessTransport(rank, shared.messages, messages_watchdog),
+        slot_exchange=ThreadSlotExchange(rank, shared.collectives, watchdog),
+        membership=membership,
+        watchdog=watchdog,
+        messages_watchdog=messages_watchdog,
+        table=table,
+        medium="in_process",
+        requested_transport="in_process",
+        address="",
+        timeout=timeout,
+    )
+
+
+def _connect_processes(
+    rank: int,
+    size: int,
+    hosts: tuple[int, ...],
+    exchange: BootstrapAllGather,
+    requested: str,
+    address: str,
+    table: Table,
+    timeout: float | None,
+) -> GroupResources:
+    bounds = limits()
+    membership = ProcessMembership(
+        rank, size, exchange, heartbeat=bounds.heartbeat, limit=bounds.heartbeat_limit, address=address
+    )
+    try:
+        watchdogs = _watchdogs(membership, timeout)
+        transports, slot_exchange = _open_transports(rank, hosts, exchange, watchdogs, requested, address)
+    except BaseException:
+        membership.close()
+        raise
+    return GroupResources(
+        rank=rank,
+        size=size,
+        hosts=hosts,
+        transport=transports[0],
+        messages=transports[1],
+        slot_exchange=slot_exchange,
+        membership=membership,
+        watchdog=watchdogs[0],
+        messages_watchdog=watchdogs[1],
+        table=table,
+        medium=transports[0].name,
+        requested_transport=requested,
+        address=address,
+        timeout=timeout,
+    )
+
+
+def _open_transports(
+    rank: int,
+    hosts: tuple[int, ...],
+    exchange: BootstrapAllGather,
+    watchdogs: tuple[Watchdog, Watchdog],
+    requested: str,
+    address: str,
+) -> tuple[list[Transport], SlotExchange | None]:
+    """Open a transport for each watchdog, and a slot exchange for the first if all ranks share memory.
+
+    If a rank cannot share memory with the others of its host, the ranks of all hosts use sockets.
+    """
+    size = len(hosts)
+
+    def by_sockets() -> list[Transport]:
+        return [ZmqTransport(rank, size, exchange, watchdog, address=address) for watchdog in watchdogs]
+
+    if requested in ("tcp", "ipc"):
+        return by_sockets(), None
+    members = [other for other in range(size) if hosts[other] == hosts[rank]]
+    nbytes = len(watchdogs) * SharedMemoryTransport.nbytes(len(members)) + SharedSlotExchange.nbytes(len(members))
+    try:
+        group = open_host_group(rank, members, nbytes, exchange)
+    except OSError as error:
+        if requested == "shared_memory":
+            raise OSError(f"transport is 'shared_memory': {error}") from error
+        _log.warning("ranks communicate through sockets instead of shared memory: %s", error)
+        return by_sockets(), None
+    local = [SharedMemoryTransport(group, watchdog) for watchdog in watchdogs]
+    if len(members) == size:
+        return [*local], SharedSlotExchange(group, watchdogs[0])
+    return [
+        HybridTransport(near, members, far, watchdog)
+        for near, far, watchdog in zip(local, by_sockets(), watchdogs, strict=True)
+    ], None
+
+
+def _watchdogs(membership: Membership, timeout: float | None) -> tuple[Watchdog, Watchdog]:
+    """Return the watchdogs of collectives and of messages."""
+    bounds = limits()
+    seconds = bounds.timeout if timeout is None else timeout
+    return Watchdog(membership, seconds, bounds.stall_warn), Watchdog(membership, seconds, bounds.stall_warn)

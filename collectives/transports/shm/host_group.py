@@ -1,0 +1,112 @@
+"""The ranks of one host and the memory that they share: one segment of each rank, handed out in regions."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import torch
+
+from gangline.collectives.transports.base import BootstrapAllGather
+from gangline.collectives.transports.shm import cma
+from gangline.collectives.transports.shm.segments import Offer, Segment, open_offered
+
+_PAGE = 4096  # bytes
+
+
+class HostGroup:
+    """The ranks of one host, numbered from 0 on this host.
+
+    Args:
+        rank: this rank's number on this host.
+        segments: memory of each rank, of equal size.
+        processes: process id of each rank.
+        readable: for each rank, the ranks whose process memory it can read (`cma.read`).
+        cores: CPU cores that at least one of the ranks may run on.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        segments: Sequence[Segment],
+        processes: Sequence[int],
+        readable: Sequence[set[int]],
+        cores: set[int],
+    ) -> None:
+        self.rank, self.size = rank, len(segments)
+        self.processes, self.readable, self.cores = processes, readable, cores
+        self._segments = segments
+        self._taken = 0  # bytes
+
+    def take(self, nbytes: int) -> list[Segment]:
+        """Return the next ``nbytes`` of every rank's segment, at a page boundary.
+
+        Collective: all ranks take the same sizes in the same order.
+        """
+        begin = self._taken
+        self._taken += padded(nbytes)
+        return [segment.region(begin, nbytes) for segment in self._segments]
+
+
+def padded(nbytes: int) -> int:
+    """Return the bytes that `HostGroup.take` uses up for a region of ``nbytes``."""
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+def open_host_group(rank: int, members: Sequence[int], nbytes: int, exchange: BootstrapAllGather) -> HostGroup:
+    """Share memory between the ranks of this host.
+
+    Collective over the ranks of all hosts: the first exchange offers the memory, the second reports the outcome.
+
+    Args:
+        rank: this rank among the ranks of all hosts.
+        members: the ranks of this host among the ranks of all hosts.
+        nbytes: size of each rank's segment on this host. Pages that are never used take no memory.
+        exchange: all-gather between the ranks of all hosts; called twice.
+
+    Raises:
+        OSError: on all ranks of all hosts with the same text, if a rank cannot share memory with its host's others.
+    """
+    content = os.urandom(16)
+    probe = torch.frombuffer(bytearray(content), dtype=torch.uint8)  # read by the others between the exchanges
+    offer, handle, problem = None, b"", ""
+    try:
+        try:
+            if platform.machine() != "x86_64":  # other CPUs may reorder stores
+                raise OSError(f"not implemented for {platform.machine()} CPUs")
+            offer = Offer(nbytes)
+            handle = offer.handle
+        except OSError as error:
+            problem = f"rank {rank} cannot offer memory: {error}"
+        cores = sorted(os.sched_getaffinity(0))  # mpirun may bind each rank to a core of its own
+        gathered = exchange(msgpack.packb([handle, os.getpid(), probe.data_ptr(), content, cores]))
+        offers = [msgpack.unpackb(gathered[member]) for member in members]
+        segments: list[Segment] = []
+        if offer is not None and all(handle for handle, *_ in offers):
+            try:
+                for member, (handle, *_) in zip(members, offers, strict=True):
+                    segments.append(offer.segment if member == rank else open_offered(handle))
+            except OSError as error:
+                problem = f"rank {rank} cannot open the memory of rank {members[len(segments)]}: {error}"
+        readable = [index for index, one in enumerate(offers) if members[index] != rank and _is_readable(*one)]
+        outcomes = [msgpack.unpackb(packed) for packed in exchange(msgpack.packb([problem, readable]))]
+    finally:
+        if offer is not None:
+            offer.close()
+    problems = [reported for reported, _ in outcomes if reported]
+    if problems:
+        raise OSError(problems[0])
+    return HostGroup(
+        list(members).index(rank),
+        segments,
+        [process for _, process, *_ in offers],
+        [set(outcomes[member][1]) for member in members],
+        {core for *_, cores in offers for core in cores},
+    )
+
+
+def _is_readable(_handle: bytes, process: int, address: int, content: bytes, _cores: Any) -> bool:
+    return cma.may_read(process, address, content)

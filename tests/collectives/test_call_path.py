@@ -1,0 +1,125 @@
+"""Length of the paths: Python frames of a large all-reduce, and exchanges that open a communicator."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from gangline.collectives import Communicator, spawn
+from gangline.collectives.call_signature import OPS
+from gangline.collectives.communicator import open_communicator
+from gangline.collectives.engine.reduction import OPERATIONS
+from gangline.collectives.transports.shm import cma, host_group
+from gangline.collectives.transports.shm.transport import SharedMemoryTransport
+from gangline.collectives.tuner import SHARED_LIMIT
+from tests.collectives.ranks import exchange_over
+
+FRAMES_TO_SEND = 5
+FRAMES_TO_READ = 8
+ROUNDS = {"auto": 4, "shared_memory": 4, "ipc": 4, "tcp": 4}
+ROUNDS_OF_FALLBACK = 6
+
+
+def _path(frame: FrameType | None) -> list[str]:
+    """The functions from `Communicator.all_reduce` to the one of this frame."""
+    path = []
+    while frame is not None:
+        path.append(frame.f_code.co_qualname)
+        if frame.f_code is Communicator.all_reduce.__code__:
+            return path[::-1]
+        frame = frame.f_back
+    return []  # not inside an all_reduce
+
+
+def _paths_of_a_large_all_reduce(comm: Communicator) -> dict[str, list[str]]:
+    longest: dict[str, list[str]] = {"send": [], "read": []}
+
+    def note(kind: str, name: str) -> None:
+        path = [*_path(sys._getframe(2)), name]
+        longest[kind] = max(longest[kind], path, key=len)
+
+    send, read = SharedMemoryTransport.send, cma.read
+
+    def noted_send(*arguments: Any) -> Any:
+        note("send", "SharedMemoryTransport.send")
+        return send(*arguments)
+
+    def noted_read(*arguments: Any) -> None:
+        note("read", "cma.read")
+        read(*arguments)
+
+    tensor = torch.ones(SHARED_LIMIT)  # four times the bytes of a slot
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedMemoryTransport, "send", noted_send)
+        patch.setattr(cma, "read", noted_read)
+        comm.all_reduce(tensor)
+    assert tensor.eq(2).all()
+    return longest
+
+
+def test_a_large_all_reduce_reaches_the_bytes_in_few_frames() -> None:
+    for longest in spawn(_paths_of_a_large_all_reduce, 2, transport="shared_memory", timeout=60):
+        assert 1 < len(longest["send"]) <= FRAMES_TO_SEND, longest["send"]
+        assert 1 < len(longest["read"]) <= FRAMES_TO_READ, longest["read"]
+
+
+class _CountingExchange:
+    """A `BootstrapAllGather` over an open communicator that counts its calls."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.calls = 0
+        self._exchange = exchange_over(comm)
+
+    def __call__(self, blob: bytes) -> list[bytes]:
+        self.calls += 1
+        return self._exchange(blob)
+
+
+def _rounds(comm: Communicator) -> dict[str, int]:
+    rounds = {}
+    for transport in ROUNDS:
+        exchange = _CountingExchange(comm)
+        with open_communicator(comm.rank, comm.size, exchange, transport=transport, timeout=60) as other:
+            assert other.all_reduce(torch.ones(1)).item() == comm.size
+        rounds[transport] = exchange.calls
+    return rounds
+
+
+def test_a_communicator_on_one_host_opens_in_few_exchanges() -> None:
+    assert spawn(_rounds, 3, transport="ipc", timeout=60) == [ROUNDS] * 3
+
+
+def _no_memory_on_rank_1(comm: Communicator, transport: str) -> tuple[str, int, list[str]]:
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gangline").addHandler(handler)
+
+    def refuse(nbytes: int) -> None:
+        raise OSError(f"no {'memory' if nbytes else 'bytes'}")
+
+    exchange = _CountingExchange(comm)
+    with pytest.MonkeyPatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr(host_group, "Offer", refuse)
+        with open_communicator(comm.rank, comm.size, exchange, transport=transport, timeout=60) as other:
+            assert other.all_reduce(torch.ones(3)).tolist() == [comm.size] * 3
+            return other.transport, exchange.calls, texts
+
+
+def test_all_ranks_use_sockets_if_one_cannot_share_memory_and_each_warns_once() -> None:
+    reason = "rank 1 cannot offer memory: no memory"
+    warning = f"ranks communicate through sockets instead of shared memory: {reason}"
+    found = spawn(_no_memory_on_rank_1, 3, "auto", transport="ipc", timeout=60)
+    assert found == [("ipc", ROUNDS_OF_FALLBACK, [warning])] * 3
+    with pytest.raises(OSError, match=f"transport is 'shared_memory': {reason}"):
+        spawn(_no_memory_on_rank_1, 3, "shared_memory", transport="ipc", timeout=60)
+
+
+def test_every_reduction_of_the_call_signature_has_functions() -> None:
+    assert tuple(OPERATIONS) == OPS
