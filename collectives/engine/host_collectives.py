@@ -15,7 +15,7 @@ from gangline.collectives.call_signature import encode_signature
 from gangline.collectives.engine.engine import Engine
 from gangline.collectives.engine.executor import Chunks, Parts, Rows
 from gangline.collectives.engine.reduction import HALVES, combine
-from gangline.collectives.schedule.schedule import Receive, Reduce, Step
+from gangline.collectives.schedule import Receive, Reduce, Step
 
 _UFUNCS = {"sum": np.add, "mean": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}
 

@@ -11,8 +11,7 @@ import pytest
 
 from gangline.collectives import algorithms
 from gangline.collectives.algorithms.double_tree import Tree, two_trees
-from gangline.collectives.schedule.rounds import Transfers
-from gangline.collectives.schedule.schedule import ROOTED, Reduce, Schedule
+from gangline.collectives.schedule import ROOTED, Reduce, Schedule, Transfers
 
 EVERY = [(collective, name) for collective in algorithms.REGISTRY for name in algorithms.names(collective)]
 SUMS = [(collective, name) for collective, name in EVERY if "reduce" in collective]

@@ -12,12 +12,22 @@ import numpy as np
 import pytest
 
 from gangline.collectives import algorithms
-from gangline.collectives.schedule.cost import by_host
-from gangline.collectives.schedule.rounds import Rounds, Transfers, cyclic, side_by_side, transfers
-from gangline.collectives.schedule.schedule import ROOTED, Receive, Reduce, Schedule, Send
-from gangline.collectives.schedule.verification import Numbered, verify
+from gangline.collectives.schedule import (
+    ROOTED,
+    NumberedStep,
+    Receive,
+    Reduce,
+    Rounds,
+    Schedule,
+    Send,
+    Transfers,
+    by_host,
+    cyclic,
+    side_by_side,
+    transfers,
+)
 
-Programs = list[list[Numbered]]
+Programs = list[list[NumberedStep]]
 EVERY = [(collective, name) for collective in algorithms.REGISTRY for name in algorithms.names(collective)]
 
 
@@ -154,22 +164,22 @@ class TestVerifyFinds:
     def check(collective: str, name: str, damage: Callable[[Programs], None], message: str) -> None:
         schedule = built(collective, name, 4)
         programs = schedule.numbered_programs()
-        verify(schedule, programs)
+        schedule.verify(programs)
         damage(programs)
         with pytest.raises(ValueError, match=message) as caught:
-            verify(schedule, programs)
+            schedule.verify(programs)
         assert f"{name} {collective}, rank" in str(caught.value)
 
     def test_a_lost_send(self) -> None:
-        words = "rank 1, round 0, chunk 0: expects chunks 0 to 1 of rank 0, .* of round 1, has chunks 3 to 4"
+        words = "rank 1, round 0, chunk 0: expects chunks 0 to 1 from rank 0, .* of round 1, has chunks 3 to 4"
         self.check("all_gather", "ring", lambda programs: remove(programs, 0, Send, 0), words)
 
     def test_a_last_send_lost(self) -> None:
-        words = "rank 1, round 2, chunk 2: waits for ever for a message of rank 0; ranks that wait: 1"
+        words = "rank 1, round 2, chunk 2: waits forever for a message from rank 0; waiting ranks: 1"
         self.check("all_gather", "ring", lambda programs: remove(programs, 0, Send, -1), words)
 
     def test_a_message_nobody_takes(self) -> None:
-        words = "rank 0, round 2, chunk 2: rank 1 never takes it"
+        words = "rank 0, round 2, chunk 2: rank 1 never receives it"
         self.check("all_gather", "ring", lambda programs: remove(programs, 1, Receive, -1), words)
 
     def test_a_message_sent_twice(self) -> None:
@@ -177,14 +187,14 @@ class TestVerifyFinds:
             programs[0].append(programs[0][-2])
             assert isinstance(programs[0][-1][1], Send)
 
-        self.check("all_gather", "ring", damage, "rank 0, round 2, chunk 2: rank 1 never takes it")
+        self.check("all_gather", "ring", damage, "rank 0, round 2, chunk 2: rank 1 never receives it")
 
     def test_sends_in_another_order(self) -> None:
         def damage(programs: Programs) -> None:
             first, second = places(programs, 0, Send)[:2]
             programs[0][first], programs[0][second] = programs[0][second], programs[0][first]
 
-        self.check("all_reduce", "ring", damage, "expects chunks 3 to 4 of rank 0, .* has chunks 2 to 3")
+        self.check("all_reduce", "ring", damage, "expects chunks 3 to 4 from rank 0, .* has chunks 2 to 3")
 
     def test_another_chunk_at_one_end(self) -> None:
         def damage(programs: Programs) -> None:
@@ -195,7 +205,7 @@ class TestVerifyFinds:
             "all_reduce",
             "two_shot",
             damage,
-            r"rank 1, round 0, chunk 1: expects chunks 1 to 2 of rank 2, .* has chunks 0 to 1",
+            r"rank 1, round 0, chunk 1: expects chunks 1 to 2 from rank 2, .* has chunks 0 to 1",
         )
 
     def test_a_message_of_another_round(self) -> None:
@@ -216,7 +226,7 @@ class TestVerifyFinds:
             for program in programs:
                 program[0], program[1] = program[1], program[0]
 
-        self.check("all_gather", "ring", damage, "waits for ever .*; ranks that wait: 0, 1, 2, 3")
+        self.check("all_gather", "ring", damage, "waits forever .*; waiting ranks: 0, 1, 2, 3")
 
     def test_a_contribution_added_twice(self) -> None:
         def damage(programs: Programs) -> None:
@@ -245,14 +255,14 @@ class TestVerifyFinds:
             number, step = programs[0][place]
             programs[0][place] = (number, replace(step, complete=complete))
 
-        words = "said to be complete"
+        words = "marked complete"
         self.check("all_reduce", "ring", damage, words if complete else f"not {words}")
 
     def test_a_sum_that_is_complete_in_some_of_its_chunks_only(self) -> None:
         uneven = rounds([transfers(1, 0, 0, 2, reduce=True)], [transfers(1, 0, 1, reduce=True)])
         schedule = Schedule("reduce", "by_hand", 2, 2, uneven, root=0)
         assert schedule.program(0)[0] == Reduce((0, 1), 0, 2, complete=False)
-        with pytest.raises(ValueError, match=r"rank 0, round 0, chunk 0: holds ranks \[0, 1\], and is not said to be"):
+        with pytest.raises(ValueError, match=r"chunk 0: holds ranks \[0, 1\], but is not marked complete"):
             schedule.verify()
 
     def test_a_reduce_without_its_own_rank(self) -> None:
@@ -269,14 +279,14 @@ class TestVerifyFinds:
             number, step = programs[0][0]
             programs[0][0] = (number, replace(step, first=first, last=last))
 
-        self.check("all_gather", "ring", damage, f"no chunks {first} to {last} among 4")
+        self.check("all_gather", "ring", damage, f"chunks {first} to {last} are out of range; the tensor has 4")
 
     @pytest.mark.parametrize("to", [0, 4])
     def test_a_rank_that_is_no_other(self, to: int) -> None:
         def damage(programs: Programs) -> None:
             programs[0][0] = (0, Send(to, 0, 1))
 
-        self.check("all_gather", "ring", damage, f"sent to rank {to}, no other rank")
+        self.check("all_gather", "ring", damage, f"sends to rank {to}; expected another rank")
 
     @pytest.mark.parametrize(("collective", "name"), EVERY)
     def test_any_message_missing(self, collective: str, name: str) -> None:
