@@ -77,7 +77,7 @@ class TopK(Codec):
 
 
 def _largest(flat: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the ascending int64 indices of the ``count`` values with the largest magnitudes; ties to the lower index."""
+    """Return the ascending int64 indices of the ``count`` largest magnitudes; ties to the lower index."""
     magnitude = flat.abs()
     candidates = _candidates(magnitude, count)
     if candidates.numel() == count:

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.devices.backends import nccl_bindings
-from gangline.collectives.devices.nccl_communicator import RANKS, NcclCommunicator, RankBinding
+from gangline.collectives.devices.backends.nccl_bindings import BINDINGS, Binding
+from gangline.collectives.devices.nccl_communicator import NcclCommunicator
 from gangline.collectives.engine import host_collectives
 from gangline.collectives.engine.engine import Engine
 from gangline.collectives.engine.executor import Parts
@@ -58,7 +59,7 @@ class NcclSelection:
         self._engine = engine
         self._is_decided = False
         self._device = torch.device("cpu")
-        self._binding: RankBinding | None = None
+        self._binding: Binding | None = None
         self._lock = threading.Lock()  # of what follows
         self._running: list[_Running] = []
         self._thread: threading.Thread | None = None
@@ -150,8 +151,8 @@ class NcclSelection:
             self._say(reason)
             return
         try:
-            unique_id = host_collectives.exchange(engine, RANKS[name].unique_id() if rank == 0 else b"")[0]
-            self._binding = self._made(lambda: RANKS[name](device, unique_id, rank, size), code)
+            unique_id = host_collectives.exchange(engine, BINDINGS[name].unique_id() if rank == 0 else b"")[0]
+            self._binding = self._made(lambda: BINDINGS[name].for_rank(device, unique_id, rank, size), code)
         except BaseException as error:  # noqa: BLE001  raised again
             raise engine.failed(error, code) from None
         self._device = device
@@ -195,9 +196,9 @@ class NcclSelection:
             return True
         return said & _NUMBERS > number or (said & _NUMBERS == number and said < _DECIDES)
 
-    def _made(self, make: Callable[[], RankBinding], code: int) -> RankBinding:
+    def _made(self, make: Callable[[], Binding], code: int) -> Binding:
         """What is made in a thread of its own, for NCCL waits for ranks that died meanwhile."""
-        made: Future[RankBinding] = Future()
+        made: Future[Binding] = Future()
 
         def run() -> None:
             try:
@@ -275,8 +276,8 @@ def _reason(cards: list[list[str | int]]) -> str:
     for rank, (problem, _, _) in enumerate(cards):
         if problem:
             return f"rank {rank}: {problem}"
-    places = [(host, gpu) for _, host, gpu in cards]
-    for rank, place in enumerate(places):
-        if place in places[:rank]:
-            return f"ranks {places.index(place)} and {rank} have the same GPU, and NCCL wants distinct ones"
+    positions = [(host, gpu) for _, host, gpu in cards]
+    for rank, position in enumerate(positions):
+        if position in positions[:rank]:
+            return f"ranks {positions.index(position)} and {rank} have the same GPU, and NCCL wants distinct ones"
     return ""

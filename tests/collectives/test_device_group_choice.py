@@ -13,6 +13,8 @@ import torch
 from gangline.collectives import cpu, gpu, num_gpus
 from gangline.collectives.devices.backends import choice, nccl_bindings
 from gangline.collectives.devices.backends.choice import check, choose
+from gangline.collectives.devices.backends.nccl import Nccl
+from gangline.collectives.devices.backends.peer_to_peer import PeerToPeer
 from gangline.collectives.devices.device_group import DeviceGroup
 
 CPU, GPU0, GPU1, GPU2 = torch.device("cpu"), *(torch.device("cuda", index) for index in range(3))
@@ -20,23 +22,26 @@ CPU, GPU0, GPU1, GPU2 = torch.device("cpu"), *(torch.device("cuda", index) for i
 
 @dataclass
 class Known:
-    """A machine of which the answers are written down."""
+    """A machine whose answers are written down."""
 
     lacks: dict[str, str] = field(default_factory=dict)
     link: str = ""
     proof: str = ""
     asked: list[str] = field(default_factory=list)
 
-    def missing(self, name: str, devices: Sequence[torch.device]) -> str:
+    def missing(self, name: str) -> str:
         self.asked.append(name)
         return self.lacks.get(name, "")
 
-    def unlinked(self, devices: Sequence[torch.device]) -> str:
-        return self.link
-
-    def unproven(self, devices: Sequence[torch.device]) -> str:
+    def failed_trial(self) -> str:
         self.asked.append("proof")
         return self.proof
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(choice, "no_peer_access", lambda devices: self.link)
+        for backend in (Nccl, PeerToPeer):
+            monkeypatch.setattr(backend, "missing", lambda devices, name=backend.name: self.missing(name))
+        monkeypatch.setattr(PeerToPeer, "failed_trial", lambda devices: self.failed_trial())
 
 
 # -- the choice -----------------------------------------------------------------------------------------------------
@@ -48,28 +53,30 @@ class Known:
         ([CPU, CPU], Known(), "copies", "not all devices are GPUs"),
         ([GPU0, CPU], Known(), "copies", "not all devices are GPUs"),
         ([GPU0], Known(), "copies", "one device"),
-        ([GPU0, GPU1, GPU2], Known(), "nccl", "reach each other"),
+        ([GPU0, GPU1, GPU2], Known(), "nccl", "have peer access"),
         ([GPU0, GPU1], Known(link="gpu(0) has no peer access to gpu(1)"), "staged", "no peer access"),
         ([GPU0, GPU1], Known(lacks={"nccl": "no cupy"}), "peer_to_peer", "no cupy"),
         ([GPU0, GPU1], Known(lacks={"nccl": "no library"}, proof="it hangs"), "staged", "no library; it hangs"),
         ([GPU0, GPU1], Known(lacks={"nccl": "none", "peer_to_peer": "no cupy"}), "copies", "none; no cupy"),
-        ([GPU0, GPU0, GPU0], Known(), "peer_to_peer", "gpu(0) stands twice"),
+        ([GPU0, GPU0, GPU0], Known(), "peer_to_peer", "gpu(0) is listed twice"),
         ([GPU0, GPU0], Known(lacks={"peer_to_peer": "no cupy"}), "copies", "no cupy"),
         ([GPU0, GPU1, GPU0], Known(link="no access"), "staged", "no access"),
     ],
 )
 def test_the_best_way_that_serves_is_chosen_and_the_reason_told(
-    devices: Sequence[torch.device], machine: Known, name: str, reason: str
+    devices: Sequence[torch.device], machine: Known, name: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen, why = choose(devices, machine)
+    machine.install(monkeypatch)
+    chosen, why = choose(devices)
     assert chosen == name
     assert reason in why
 
 
-def test_peers_are_tried_only_where_the_answer_matters() -> None:
+def test_peers_are_tried_only_where_the_answer_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     for devices in ([CPU, CPU], [GPU0], [GPU0, GPU1]):
         machine = Known()
-        choose(devices, machine)
+        machine.install(monkeypatch)
+        choose(devices)
         assert "proof" not in machine.asked
 
 
@@ -104,21 +111,25 @@ def test_the_environment_goes_before_the_argument(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", ["nccl", "peer_to_peer"])
 def test_the_host_has_neither_nccl_nor_peers(name: str) -> None:
-    with pytest.raises(ValueError, match=f"implementation is '{name}', but cpu is no GPU"):
+    with pytest.raises(ValueError, match=f"implementation is '{name}', but cpu is not a GPU"):
         DeviceGroup([cpu(), cpu()], name)
 
 
-def test_an_implementation_is_refused_for_what_it_cannot_serve_or_lacks() -> None:
-    with pytest.raises(ValueError, match=r"gpu\(1\) stands twice, and NCCL wants distinct GPUs"):
-        check("nccl", [GPU0, GPU1, GPU1], Known(), "implementation")
+def test_an_implementation_is_refused_for_what_it_cannot_serve_or_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    Known().install(monkeypatch)
+    with pytest.raises(ValueError, match=r"gpu\(1\) is listed twice, and NCCL needs distinct GPUs"):
+        check("nccl", [GPU0, GPU1, GPU1], "implementation")
     with pytest.raises(ValueError, match="some are GPUs and some are not"):
-        check("staged", [GPU0, CPU], Known(), "implementation")
+        check("staged", [GPU0, CPU], "implementation")
+    Known(lacks={"nccl": "there is no library"}).install(monkeypatch)
     with pytest.raises(RuntimeError, match="implementation is 'nccl', but there is no library"):
-        check("nccl", [GPU0], Known(lacks={"nccl": "there is no library"}), "implementation")
+        check("nccl", [GPU0], "implementation")
+    Known(proof="it hangs").install(monkeypatch)
     with pytest.raises(RuntimeError, match="implementation is 'peer_to_peer', but it hangs"):
-        check("peer_to_peer", [GPU0, GPU1], Known(proof="it hangs"), "implementation")
+        check("peer_to_peer", [GPU0, GPU1], "implementation")
+    Known().install(monkeypatch)
     for name in ("nccl", "peer_to_peer", "staged", "copies"):
-        check(name, [GPU0, GPU1], Known(), "implementation")
+        check(name, [GPU0, GPU1], "implementation")
 
 
 @pytest.mark.parametrize("name", ["nccl", "peer_to_peer"])
@@ -126,13 +137,13 @@ def test_a_missing_library_is_named_with_the_way_to_get_it(name: str) -> None:
     if not nccl_bindings.missing("cupy"):
         pytest.skip("cupy is installed here")
     with pytest.raises(RuntimeError, match=r"cupy .*pip install"):
-        check(name, [GPU0], choice.ThisMachine(), "implementation")
+        check(name, [GPU0], "implementation")
 
 
 def test_an_unknown_nccl_binding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GANGLINE_NCCL_BINDING", "torch")
-    with pytest.raises(ValueError, match="GANGLINE_NCCL_BINDING is 'torch'; expected one of cupy, pynccl"):
-        check("nccl", [GPU0], choice.ThisMachine(), "implementation")
+    with pytest.raises(ValueError, match="GANGLINE_NCCL_BINDING is 'torch'; expected one of nccl4py, cupy, pynccl"):
+        check("nccl", [GPU0], "implementation")
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------
@@ -170,9 +181,9 @@ def pair(**kwargs: Any) -> list[torch.Tensor]:
         ),
         (lambda group: group.broadcast([torch.zeros(3), torch.zeros(3).double()]), ValueError, "and torch.float64"),
         (lambda group: group.broadcast(pair(device="meta")), ValueError, r"tensors\[0\] is on meta; expected cpu"),
-        (lambda group: group.broadcast(pair(), 2), ValueError, "root is 2; expected a place from 0 to 1"),
-        (lambda group: group.reduce(pair(), -1), ValueError, "root is -1; expected a place from 0 to 1"),
-        (lambda group: group.reduce(pair(), True), ValueError, "root is True; expected a place"),
+        (lambda group: group.broadcast(pair(), 2), ValueError, "root is 2; expected a position from 0 to 1"),
+        (lambda group: group.reduce(pair(), -1), ValueError, "root is -1; expected a position from 0 to 1"),
+        (lambda group: group.reduce(pair(), True), ValueError, "root is True; expected a position"),
         (lambda group: group.reduce(pair(), out=torch.zeros(3)), ValueError, r"out has shape \(3,\)"),
         (lambda group: group.all_reduce([torch.zeros(1).expand(3)] * 2), ValueError, "elements share memory"),
         (lambda group: group.all_reduce([torch.zeros(3)] * 2), ValueError, "two of tensors share memory; expected"),

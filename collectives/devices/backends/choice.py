@@ -1,146 +1,114 @@
-"""Which way tensors move between the devices of one process: what serves them best, or what the user names."""
+"""Choice of the backend that moves tensors between the devices of one process."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 
-from gangline.collectives.devices.backends import nccl, peer_to_peer, staged
 from gangline.collectives.devices.backends.base import Backend
 from gangline.collectives.devices.backends.copies import Copies
+from gangline.collectives.devices.backends.nccl import Nccl
+from gangline.collectives.devices.backends.peer_to_peer import PeerToPeer
+from gangline.collectives.devices.backends.staged import Staged
 
 _log = logging.getLogger("gangline")
 
 VARIABLE = "GANGLINE_DEVICE_GROUP"
-"""The environment variable that names an implementation by force."""
+"""Environment variable that forces an implementation."""
 
 Devices = Sequence[torch.device]
 
-_BACKENDS: dict[str, type[Backend]] = {
-    one.name: one for one in (nccl.Nccl, peer_to_peer.PeerToPeer, staged.Staged, Copies)
-}
-_UNFIT: dict[str, Callable[[Devices], str]] = {
-    "nccl": nccl.unfit,
-    "peer_to_peer": peer_to_peer.unfit,
-    "staged": staged.unfit,
-}
+_BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Nccl, PeerToPeer, Staged, Copies)}
 
 
-class Machine(Protocol):
-    """What a choice must know of a machine; each answer is what is wrong, or ""."""
-
-    def missing(self, name: str, devices: Devices) -> str:
-        """What an implementation needs and does not find."""
-
-    def unlinked(self, devices: Devices) -> str:
-        """Which GPUs have no peer access, by the driver's word."""
-
-    def unproven(self, devices: Devices) -> str:
-        """Which GPUs have no peer access, by trial."""
-
-
-class ThisMachine:
-    """The machine that the process runs on."""
-
-    def missing(self, name: str, devices: Devices) -> str:  # noqa: D102  as Machine's, and so below
-        return {"nccl": nccl.missing, "peer_to_peer": peer_to_peer.missing}[name](devices)
-
-    def unlinked(self, devices: Devices) -> str:  # noqa: D102
-        for one in devices:
-            for other in devices:
-                if one != other and not torch.cuda.can_device_access_peer(one, other):
-                    return f"gpu({one.index}) has no peer access to gpu({other.index})"
-        return ""
-
-    def unproven(self, devices: Devices) -> str:  # noqa: D102
-        return peer_to_peer.unproven(devices)
-
-
-def opened(devices: Devices, wanted: str | None = None) -> Backend:
-    """The implementation for these devices, ready; said once for each set of devices, with the reason.
+def open_backend(devices: Devices, wanted: str | None = None) -> Backend:
+    """Return the backend for these devices; logs the choice and its reason once for each list of devices.
 
     Args:
-        devices: of each place.
-        wanted: its name; None: `choose`. The environment's GANGLINE_DEVICE_GROUP goes before it.
+        devices: the devices, by position.
+        wanted: name of the implementation; None: `choose`. GANGLINE_DEVICE_GROUP overrides it.
 
     Raises:
-        ValueError: an unknown name, or one of an implementation that is not for such devices.
-        RuntimeError: this machine lacks what the implementation needs.
+        ValueError: if the name is unknown, or the implementation cannot serve such devices.
+        RuntimeError: if this machine lacks a requirement of the implementation.
     """
-    machine = ThisMachine()
     name, source = (os.environ[VARIABLE], VARIABLE) if os.environ.get(VARIABLE) else (wanted, "implementation")
     if name is None:
-        name, reason = choose(devices, machine)
+        name, reason = choose(devices)
     else:
-        check(name, devices, machine, source)
+        check(name, devices, source)
         reason = f"{source} says so"
-    _say(devices, name, reason)
+    _log_once(devices, name, reason)
     return _BACKENDS[name](devices)
 
 
-def choose(devices: Devices, machine: Machine) -> tuple[str, str]:
-    """The name of the best implementation, and why it is that one.
+def choose(devices: Devices) -> tuple[str, str]:
+    """Return the name of the best implementation, and the reason.
 
-    GPUs that reach each other are joined by NCCL, else by peer-to-peer kernels; those that do not, through the host,
-    where NCCL's own way is several times slower. Copies do the rest: the host's contexts, a GPU beside the host, and
-    GPUs for which nothing is installed.
+    GPUs with peer access use NCCL, else peer-to-peer kernels. GPUs without it are staged through the host, where NCCL's
+    own path is several times slower. Copies serve the rest: CPU contexts, a GPU with the host, and GPUs for which no
+    library is installed.
     """
     if any(device.type != "cuda" for device in devices):
         return "copies", "not all devices are GPUs"
     if len(devices) == 1:
         return "copies", "there is one device"
-    unlinked = machine.unlinked(devices)
-    if unlinked:
-        return "staged", unlinked
-    without_nccl = nccl.unfit(devices) or machine.missing("nccl", devices)
+    without_access = no_peer_access(devices)
+    if without_access:
+        return "staged", without_access
+    without_nccl = Nccl.unfit(devices) or Nccl.missing(devices)
     if not without_nccl:
-        return "nccl", "the GPUs are distinct and reach each other"
-    without_peers = machine.missing("peer_to_peer", devices)
-    if without_peers:
-        return "copies", f"{without_nccl}; {without_peers}"
-    unproven = machine.unproven(devices)
-    if unproven:
-        return "staged", f"{without_nccl}; {unproven}"
+        return "nccl", "the GPUs are distinct and have peer access"
+    without_kernels = PeerToPeer.missing(devices)
+    if without_kernels:
+        return "copies", f"{without_nccl}; {without_kernels}"
+    failed = PeerToPeer.failed_trial(devices)
+    if failed:
+        return "staged", f"{without_nccl}; {failed}"
     return "peer_to_peer", without_nccl
 
 
-def check(name: str, devices: Devices, machine: Machine, source: str) -> None:
-    """See that an implementation serves devices.
+def check(name: str, devices: Devices, source: str) -> None:
+    """Check that an implementation can serve devices on this machine.
 
     Args:
-        name: of the implementation.
-        devices: of each place.
-        machine: what is there.
-        source: who named it, for the message.
+        name: name of the implementation.
+        devices: the devices, by position.
+        source: where the name was given, for the message.
 
     Raises:
-        ValueError: it is unknown, or not for such devices.
-        RuntimeError: the machine lacks what it needs.
+        ValueError: if the name is unknown, or the implementation cannot serve such devices.
+        RuntimeError: if the machine lacks a requirement.
     """
     if name not in _BACKENDS:
         raise ValueError(f"{source} is {name!r}; expected one of {', '.join(_BACKENDS)}")
-    if name == "copies":
-        return
-    unfit = _UNFIT[name](devices)
+    backend = _BACKENDS[name]
+    unfit = backend.unfit(devices)
     if unfit:
         raise ValueError(f"{source} is {name!r}, but {unfit}; expected copies for these devices")
-    if name == "staged":
-        return
-    lack = machine.missing(name, devices) or (machine.unproven(devices) if name == "peer_to_peer" else "")
-    if lack:
-        raise RuntimeError(f"{source} is {name!r}, but {lack}")
+    missing = backend.missing(devices) or backend.failed_trial(devices)
+    if missing:
+        raise RuntimeError(f"{source} is {name!r}, but {missing}")
 
 
-_said: set[tuple[tuple[torch.device, ...], str]] = set()
+def no_peer_access(devices: Devices) -> str:
+    """Return which GPUs have no peer access according to the driver; "" if all have."""
+    for one in devices:
+        for other in devices:
+            if one != other and not torch.cuda.can_device_access_peer(one, other):
+                return f"gpu({one.index}) has no peer access to gpu({other.index})"
+    return ""
 
 
-def _say(devices: Devices, name: str, reason: str) -> None:
+_logged: set[tuple[tuple[torch.device, ...], str]] = set()
+
+
+def _log_once(devices: Devices, name: str, reason: str) -> None:
     known = (tuple(devices), name)
-    if known not in _said:
-        _said.add(known)
+    if known not in _logged:
+        _logged.add(known)
         level = logging.INFO if any(device.type == "cuda" for device in devices) else logging.DEBUG
         _log.log(level, "tensors move between %s by %s: %s", ", ".join(map(str, devices)), name, reason)
