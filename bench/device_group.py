@@ -73,7 +73,7 @@ def run(contexts: dict[int, str], sizes: Sequence[int], runs: int, run_seconds: 
 
 def _groups(contexts: Sequence[Any]) -> list[DeviceGroup]:
     """A group of each implementation that serves these devices here."""
-    from gangline.collectives.devices.backends.choice import check
+    from gangline.collectives.devices.backends.selection import check
     from gangline.collectives.devices.device_group import DeviceGroup
 
     groups = []

@@ -9,14 +9,15 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from gangline.collectives.bootstrap.launcher_environment import LOOPBACK, find_rank_info
-from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
+from gangline.collectives.bootstrap.store_all_gather import StoreAllGather, store_errors
+from gangline.collectives.errors import StallError
 from gangline.collectives.liveness.limits import limits
 from gangline.collectives.transports.addresses import check_address, local_address
 from gangline.collectives.transports.base import BootstrapAllGather
@@ -55,8 +56,9 @@ class Rendezvous:
         """
         self.rank, self.size, self.host, self.port = find_rank_info(rank, size, address, environment)
         self._timeout = time_limit(timeout)
-        self._rounds = itertools.count()
-        self._store = self._join(environment) if self.size > 1 else None
+        self._where = f"{self.host}:{self.port}"
+        self._keeper = f"the process that keeps the store at {self._where}, rank 0 or torchrun's agent"
+        self._all_gather = self._join(environment) if self.size > 1 else None
 
     def exchange(self, blob: bytes) -> list[bytes]:
         """Everybody's bytes, in rank order; all ranks call it equally often.
@@ -68,23 +70,9 @@ class Rendezvous:
         """
         if self.size == 1:
             return [blob]
-        if self._store is None:
+        if self._all_gather is None:
             raise RuntimeError(f"rank {self.rank} has closed its job and cannot exchange any more")
-        number = next(self._rounds)
-        brought, taken = ([f"{number}/{word}/{rank}" for rank in range(self.size)] for word in ("brought", "taken"))
-        with self._while_kept():
-            self._store.set(brought[self.rank], blob)  # type: ignore[arg-type]  # the stub knows text only
-            self._wait(brought)
-            blobs: list[bytes] = self._store.multi_get(brought)
-        if self.rank == 0:  # the last to leave, for the store may end with it
-            with self._while_kept():
-                self._wait(taken[1:])
-                for key in [*brought, *taken[1:]]:
-                    self._store.delete_key(key)
-        else:
-            with suppress(DistNetworkError):  # gone already, but everything is here
-                self._store.set(taken[self.rank], "")
-        return blobs
+        return self._all_gather(blob)
 
     def interface(self) -> str:
         """The address of this machine by which the machines of other ranks reach it."""
@@ -94,39 +82,18 @@ class Rendezvous:
 
     def close(self) -> None:
         """Let go of the store; what rank 0 keeps of it serves later jobs of its process."""
-        self._store = None
+        self._all_gather = None
 
-    def _join(self, environment: Mapping[str, str]) -> Store:
+    def _join(self, environment: Mapping[str, str]) -> StoreAllGather:
         check_address(self.host)
         agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         agent = agent and environment.get("MASTER_PORT") == str(self.port)
         address = self.host, self.port
-        with self._while_kept():
+        with store_errors(self.rank, self.size, self._keeper):
             store = _keep_store(*address) if self.rank == 0 and not agent else _reach_store(*address, self._timeout)
             attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")  # an agent's store outlives its workers
-            return PrefixStore(f"gangline/{attempt}/{next(_joined[address])}", store)
-
-    def _wait(self, keys: list[str]) -> None:
-        """Until the store has all the keys of a round; by looking, for its own wait cannot be interrupted."""
-        assert self._store is not None
-        ends, pause = time.monotonic() + self._timeout, 0.001
-        while not self._store.check(keys):
-            if time.monotonic() > ends:
-                missing = [int(key.rpartition("/")[2]) for key in keys if not self._store.check([key])]
-                raise StallError(
-                    f"{name_ranks(missing)} of {self.size} did not come to {self.host}:{self.port} "
-                    f"within {self._timeout:g} s"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
-
-    @contextmanager
-    def _while_kept(self) -> Iterator[None]:
-        try:
-            yield
-        except DistNetworkError as error:
-            keeper = f"the process that keeps the store at {self.host}:{self.port}, rank 0 or torchrun's agent"
-            raise DeadNodeError(f"rank {self.rank} of {self.size} lost {keeper}: {error}") from error
+            prefixed = PrefixStore(f"gangline/{attempt}/{next(_joined[address])}", store)
+        return StoreAllGather(prefixed, self.rank, self.size, self._timeout, self._where, self._keeper)
 
 
 _joined: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)  # jobs so far, by address

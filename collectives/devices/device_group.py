@@ -12,7 +12,7 @@ from torch import Tensor
 from gangline.collectives.context import Context, contexts, cpu, gpu
 from gangline.collectives.devices.backends import copies
 from gangline.collectives.devices.backends.base import Transfer
-from gangline.collectives.devices.backends.choice import open_backend
+from gangline.collectives.devices.backends.selection import open_backend
 from gangline.collectives.engine import reduction
 from gangline.collectives.engine.arguments import check_written
 
@@ -37,7 +37,7 @@ class DeviceGroup:
         Args:
             devices: at least one.
             implementation: "nccl", "peer_to_peer", "staged" or "copies"; None: the best one for these devices
-                (`gangline.collectives.devices.backends.choice`). The environment variable GANGLINE_DEVICE_GROUP
+                (`gangline.collectives.devices.backends.selection`). The environment variable GANGLINE_DEVICE_GROUP
                 overrides it.
 
         Raises:

@@ -9,7 +9,21 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import (
+from torch.distributed import ProcessGroup
+
+from gangline.collectives.communicator import Communicator
+from gangline.collectives.torch_backend import operations
+from gangline.collectives.torch_backend.arguments import (
+    Operation,
+    Tensors,
+    device_of,
+    exactly,
+    one_list,
+    op_in,
+    pairs_of,
+    root_in,
+)
+from gangline.collectives.torch_backend.c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,
@@ -20,20 +34,6 @@ from torch._C._distributed_c10d import (
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
-)
-from torch.distributed import ProcessGroup
-
-from gangline.collectives.communicator import Communicator
-from gangline.collectives.torch_backend import operations as operations
-from gangline.collectives.torch_backend.arguments import (
-    Operation,
-    Tensors,
-    device_of,
-    exactly,
-    one_list,
-    op_in,
-    pairs_of,
-    root_in,
 )
 from gangline.collectives.torch_backend.other_devices import OtherDevices
 from gangline.collectives.torch_backend.work import CoalescedWork, GroupWork, MessageWork
@@ -64,7 +64,7 @@ def _by_device(
         if device is None or device.type == "cpu":
             return method(self, *args, **kwargs)
         known = name if hasattr(ProcessGroup, name) else _OLD_NAMES[name]
-        result: _Result = getattr(self.elsewhere.group(device), known)(*args, **kwargs)
+        result: _Result = getattr(self.other_devices.group(device), known)(*args, **kwargs)
         return result
 
     return call  # type: ignore[return-value]  # mypy minds that self is named
@@ -77,10 +77,10 @@ class GroupCollectives:
     overloads give these one by one instead.
     """
 
-    def __init__(self, communicator: Communicator, elsewhere: OtherDevices) -> None:
+    def __init__(self, communicator: Communicator, other_devices: OtherDevices) -> None:
         """Take what moves and reduces CPU tensors, and the backends of other devices."""
         self.communicator = communicator
-        self.elsewhere = elsewhere
+        self.other_devices = other_devices
         self._queue = WorkQueue()
         self._limit: float | None = None  # seconds that a wait waits; None: until the communicator gives up
         self._calls = 0
@@ -299,13 +299,13 @@ class GroupCollectives:
 
     def _start_coalescing(self, device: torch.device) -> None:
         if device.type != "cpu":
-            self.elsewhere.group(device)._start_coalescing(device)
+            self.other_devices.group(device)._start_coalescing(device)
         else:
             self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> GroupWork | Any:
         if device.type != "cpu":
-            return self.elsewhere.group(device)._end_coalescing(device)
+            return self.other_devices.group(device)._end_coalescing(device)
         if self._coalesced is None:
             raise RuntimeError("_end_coalescing was called without _start_coalescing")
         works, self._coalesced = self._coalesced, None

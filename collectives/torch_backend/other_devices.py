@@ -63,7 +63,7 @@ class OtherDevices:
     def _make(self, kind: str) -> Any:
         name = self._names().get(kind, "gangline")
         rank, size = self._rank, self._size
-        store = PrefixStore(f"elsewhere/{kind}", self._store)
+        store = PrefixStore(f"other_devices/{kind}", self._store)
         backend: Any
         if name == "nccl" and dist.is_nccl_available():
             options = dist.ProcessGroupNCCL.Options()

@@ -7,14 +7,16 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
-from torch._C._distributed_c10d import FakeProcessGroup
-from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
 
 from gangline.collectives.bootstrap.communicators import open_communicator
+from gangline.collectives.bootstrap.launcher_environment import LOOPBACK
+from gangline.collectives.bootstrap.store_all_gather import StoreAllGather
 from gangline.collectives.errors import GanglineError
+from gangline.collectives.torch_backend.c10d import refusing_backend
 from gangline.collectives.torch_backend.calls import GroupCollectives
 from gangline.collectives.torch_backend.other_devices import OtherDevices
-from gangline.collectives.torch_backend.store import StoreExchange, own_address
+from gangline.collectives.transports.addresses import local_address
 
 _Base: Any = ProcessGroup  # of whose methods torch's stubs tell another thing in each version
 
@@ -43,19 +45,19 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         _Base.__init__(self, rank, size)  # the form with a store makes no subclass's instance
         seconds = timeout.total_seconds()
-        exchange = StoreExchange(store, rank, size, seconds)
-        communicator = open_communicator(rank, size, exchange, timeout=seconds, tcp_host=own_address(store))
+        exchange = StoreAllGather(
+            PrefixStore("gangline", store),
+            rank,
+            size,
+            seconds,
+            where="the process group",
+            keeper="the process that keeps the process group's store",
+        )
+        communicator = open_communicator(rank, size, exchange, timeout=seconds, tcp_host=_own_address(store))
         GroupCollectives.__init__(self, communicator, OtherDevices(self, store, timeout))
         self._store = store
         self._timeout = timeout
-        fake: Any = FakeProcessGroup  # torch's stub knows none of its options
-        refusing = fake.Options()
-        refusing.error_on_collective = True
-        self._register_backend(
-            torch.device("cpu"),
-            ProcessGroup.BackendType.CUSTOM,
-            fake._create_internal(rank, size, refusing),
-        )
+        self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, refusing_backend(rank, size))
         self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
 
     def name(self) -> str:
@@ -69,11 +71,11 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
 
     def _get_backend(self, device: torch.device) -> Any:
         device = torch.device(device)
-        return super()._get_backend(device) if device.type == "cpu" else self.elsewhere.backend(device)
+        return super()._get_backend(device) if device.type == "cpu" else self.other_devices.backend(device)
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu"), *self.elsewhere.devices()]
+        return [torch.device("cpu"), *self.other_devices.devices()]
 
     def get_group_store(self) -> Store:
         """The store that the group was made with."""
@@ -118,7 +120,7 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
         """Finish what was begun, tell the others, and give everything back; a second call does nothing."""
         self._finish()
         self.communicator.close()
-        self.elsewhere.shutdown()
+        self.other_devices.shutdown()
 
     def abort(self) -> None:
         """As `shutdown`, but what is under way fails, here and on all ranks, where it is not waited for."""
@@ -133,3 +135,10 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
 
     def _enable_collectives_timing(self) -> NoReturn:
         raise ValueError("timing of collectives is not gangline's; measure with torch.profiler")
+
+
+def _own_address(store: Store) -> str:
+    """Return the address of this host for other ranks; loopback unless the store is a TCPStore."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return local_address(store.host) if isinstance(store, TCPStore) else LOOPBACK

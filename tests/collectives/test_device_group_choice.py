@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from gangline.collectives import cpu, gpu, num_gpus
-from gangline.collectives.devices.backends import choice, nccl_bindings
-from gangline.collectives.devices.backends.choice import check, choose
+from gangline.collectives.devices.backends import nccl_bindings, selection
 from gangline.collectives.devices.backends.nccl import Nccl
 from gangline.collectives.devices.backends.peer_to_peer import PeerToPeer
+from gangline.collectives.devices.backends.selection import check, choose
 from gangline.collectives.devices.device_group import DeviceGroup
 
 CPU, GPU0, GPU1, GPU2 = torch.device("cpu"), *(torch.device("cuda", index) for index in range(3))
@@ -38,7 +38,7 @@ class Known:
         return self.proof
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(choice, "no_peer_access", lambda devices: self.link)
+        monkeypatch.setattr(selection, "no_peer_access", lambda devices: self.link)
         for backend in (Nccl, PeerToPeer):
             monkeypatch.setattr(backend, "missing", lambda devices, name=backend.name: self.missing(name))
         monkeypatch.setattr(PeerToPeer, "failed_trial", lambda devices: self.failed_trial())

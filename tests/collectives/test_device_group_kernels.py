@@ -15,8 +15,8 @@ from torch import Tensor
 
 from gangline.collectives import gpu, num_gpus
 from gangline.collectives.call_signature import DTYPES, OPS
-from gangline.collectives.devices.backends import choice, kernels, peers
-from gangline.collectives.devices.backends.peer_to_peer import Launch, moves, one_shot, two_shot
+from gangline.collectives.devices.backends import kernels, peers
+from gangline.collectives.devices.backends.peer_to_peer import Launch, PeerToPeer, moves, one_shot, two_shot
 from gangline.collectives.devices.device_group import DeviceGroup
 from gangline.collectives.engine import reduction
 
@@ -251,7 +251,7 @@ def test_without_the_library_a_pair_is_not_proven() -> None:
 def test_one_gpu_three_times_against_the_host(dtype: torch.dtype) -> None:
     if not num_gpus():
         pytest.skip("there is no GPU")
-    lack = choice.ThisMachine().missing("peer_to_peer", [gpu(0).torch_device] * 3)
+    lack = PeerToPeer.missing([gpu(0).torch_device] * 3)
     if lack:
         pytest.skip(lack)
     group = DeviceGroup([gpu(0)] * 3, "peer_to_peer")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gangline.collectives import Context, cpu, gpu, num_gpus
 from gangline.collectives.call_signature import DTYPES, OPS
-from gangline.collectives.devices.backends import choice, staged
+from gangline.collectives.devices.backends import selection, staged
 from gangline.collectives.devices.backends.base import even_slices
 from gangline.collectives.devices.backends.copies import Copies
 from gangline.collectives.devices.device_group import DeviceGroup, move
@@ -43,7 +43,7 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
 def _on_gpus(name: str, count: int) -> DeviceGroup:
     contexts: Sequence[Context] = [gpu(position % num_gpus()) for position in range(count)]
     try:
-        choice.check(name, [one.torch_device for one in contexts], choice.ThisMachine(), "the test")
+        selection.check(name, [one.torch_device for one in contexts], "the test")
     except (ValueError, RuntimeError) as error:
         pytest.skip(str(error))
     return DeviceGroup(contexts, name)

@@ -223,7 +223,7 @@ def test_pynccl_refuses_what_its_counts_cannot_hold() -> None:
 
 
 class Nccl4py:
-    """``nccl.bindings.nccl`` of nccl4py 0.6, which records its calls; the signatures are compared with the real ones."""
+    """``nccl.bindings.nccl`` of nccl4py 0.6, recording its calls; its signatures are compared with the real ones."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []

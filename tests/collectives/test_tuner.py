@@ -30,7 +30,11 @@ from gangline.collectives.tuner import (
 )
 
 PLACE = TableKey("all_reduce", "tcp", 3, 1)
-RULES = [Rule(100, Choice("one_shot")), Rule(5000, Choice("halving_doubling")), Rule(None, Choice("ring", 4))]
+RULES = [
+    Rule(100, Choice("one_shot")),
+    Rule(5000, Choice("halving_doubling")),
+    Rule(None, Choice("ring", 4)),
+]
 TABLE = Table({PLACE: RULES})
 
 
@@ -162,7 +166,7 @@ def test_a_torn_or_foreign_file_is_refused_by_name(tmp_path: Path, text: str, me
     path.write_text(text)
     with pytest.raises(ValueError, match=message) as caught:
         Table.load(path)
-    assert str(caught.value).startswith(f"{path} is no tuning table: ")
+    assert str(caught.value).startswith(f"{path} is not a tuning table: ")
     assert "gangline bench tune" in str(caught.value)
 
 

@@ -138,7 +138,7 @@ class Staged(Backend):
         return StagedWork(Piece(owner, sources, targets, combines), values, total, others)
 
     def _same_device(self, position: int, owner: int) -> bool:
-        """Return whether the owner's stream can access a position's tensors; CPU positions count as distinct devices."""
+        """Return whether the owner's stream can access a position's tensors; distinct CPU positions never qualify."""
         device = self.devices[position]
         return position == owner or (device.type == "cuda" and device == self.devices[owner])
 
