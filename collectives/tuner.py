@@ -182,9 +182,7 @@ class Table:
         if path.exists():
             rules = cls.load(path).rules
         elif "GANGLINE_TUNING" in environment:
-            raise FileNotFoundError(
-                f"GANGLINE_TUNING is {path}, which does not exist; run `gangline bench tune`"
-            )
+            raise FileNotFoundError(f"GANGLINE_TUNING is {path}, which does not exist; run `gangline bench tune`")
         else:
             rules = {}
         return cls(rules, forced_algorithms(environment.get("GANGLINE_ALGO", "")))

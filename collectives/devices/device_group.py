@@ -284,6 +284,7 @@ def _device(device: object) -> torch.device:
         return device.torch_device
     if not isinstance(device, torch.device):
         raise TypeError(f"a device is {device!r}; expected a Context, such as gpu(0), or a torch.device")
+
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type != "cuda":

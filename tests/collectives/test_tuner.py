@@ -178,7 +178,7 @@ def test_the_environment_says_where_the_table_is(tmp_path: Path) -> None:
     assert Table.from_environment(environment) == Table()
     TABLE.dump(tmp_path / "gangline" / "tuning.json")
     assert Table.from_environment(environment) == TABLE
-    with pytest.raises(FileNotFoundError, match=r"GANGLINE_TUNING is /nosuch/t\.json, which is not there"):
+    with pytest.raises(FileNotFoundError, match=r"GANGLINE_TUNING is /nosuch/t\.json, which does not exist"):
         Table.from_environment({**environment, "GANGLINE_TUNING": "/nosuch/t.json"})
 
 
