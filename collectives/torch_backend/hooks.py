@@ -48,8 +48,10 @@ class Samples:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.count: float = 1
-        """Number of samples (or valid elements, if the loss is their mean) in this rank's loss, >= 0; set it before each
-        backward."""
+        """Number of samples (or valid elements, if the loss is their mean) in this rank's loss, >= 0.
+
+        Set it before each backward.
+        """
         self._total: Tensor | None = None
 
     def _start(self) -> None:

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 
-import gangline
 from gangline.collectives.devices.backends import kernels
 
 Pair = tuple[int, int]
@@ -28,7 +27,7 @@ Pair = tuple[int, int]
 _DEADLINE = 60.0  # seconds per pair, including the start of the child and its first kernel
 _KILL_TIMEOUT = 5.0  # seconds for a killed child to end
 _COMMAND = (sys.executable, "-m", "gangline.collectives.devices.backends.peers")
-_ROOT = str(Path(gangline.__file__).resolve().parents[1])  # where the child finds this module
+_ROOT = str(Path(__file__).absolute().parents[4])  # PYTHONPATH of the child; not resolved, since folders may be links
 _COUNT = 1 << 16  # elements per trial
 
 _known: dict[Pair, str] = {}
@@ -103,7 +102,7 @@ def _try(one: int, other: int) -> str:
     """Read and write the memory of GPU ``other`` from ``one``; return the problem, or "ok"."""
     cupy = import_module("cupy")
     if not cupy.cuda.runtime.deviceCanAccessPeer(one, other):
-        return "the driver says there is no peer access"
+        return "the driver reports no peer access"
     reach(one, other)
     expected = np.arange(_COUNT, dtype=np.float32) * 3 + one
     with cupy.cuda.Device(other):

@@ -40,7 +40,7 @@ def open_backend(devices: Devices, wanted: str | None = None) -> Backend:
         name, reason = choose(devices)
     else:
         check(name, devices, source)
-        reason = f"{source} says so"
+        reason = f"set by {source}"
     _log_once(devices, name, reason)
     return _BACKENDS[name](devices)
 
