@@ -63,7 +63,7 @@ class Known:
         ([GPU0, GPU1, GPU0], Known(link="no access"), "staged", "no access"),
     ],
 )
-def test_the_best_way_that_serves_is_chosen_and_the_reason_told(
+def test_the_best_backend_is_chosen_with_a_reason(
     devices: Sequence[torch.device], machine: Known, name: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.install(monkeypatch)
@@ -80,7 +80,7 @@ def test_peers_are_tried_only_where_the_answer_matters(monkeypatch: pytest.Monke
         assert "proof" not in machine.asked
 
 
-def test_contexts_of_the_host_go_by_copies() -> None:
+def test_cpu_contexts_use_copies() -> None:
     group = DeviceGroup([cpu(0), cpu(1), torch.device("cpu")])
     assert group.implementation == "copies"
     assert group.size == 3
@@ -88,7 +88,7 @@ def test_contexts_of_the_host_go_by_copies() -> None:
     assert repr(group) == "<DeviceGroup cpu, cpu, cpu by copies>"
 
 
-def test_the_choice_is_said_once_for_each_set_of_devices(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_choice_is_logged_once_for_each_list_of_devices(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "gangline")
     for _ in range(2):
         DeviceGroup([cpu()] * 23)
@@ -99,7 +99,7 @@ def test_the_choice_is_said_once_for_each_set_of_devices(caplog: pytest.LogCaptu
 # -- by force -------------------------------------------------------------------------------------------------------
 
 
-def test_the_environment_goes_before_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_overrides_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     assert DeviceGroup([cpu(), cpu()], "staged").implementation == "staged"
     monkeypatch.setenv("GANGLINE_DEVICE_GROUP", "staged")
     assert DeviceGroup([cpu(), cpu()], "copies").implementation == "staged"
@@ -110,12 +110,12 @@ def test_the_environment_goes_before_the_argument(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", ["nccl", "peer_to_peer"])
-def test_the_host_has_neither_nccl_nor_peers(name: str) -> None:
+def test_cpu_contexts_refuse_nccl_and_peer_to_peer(name: str) -> None:
     with pytest.raises(ValueError, match=f"implementation is '{name}', but cpu is not a GPU"):
         DeviceGroup([cpu(), cpu()], name)
 
 
-def test_an_implementation_is_refused_for_what_it_cannot_serve_or_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfit_devices_and_missing_requirements_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     Known().install(monkeypatch)
     with pytest.raises(ValueError, match=r"gpu\(1\) is listed twice, and NCCL needs distinct GPUs"):
         check("nccl", [GPU0, GPU1, GPU1], "implementation")
@@ -133,7 +133,7 @@ def test_an_implementation_is_refused_for_what_it_cannot_serve_or_lacks(monkeypa
 
 
 @pytest.mark.parametrize("name", ["nccl", "peer_to_peer"])
-def test_a_missing_library_is_named_with_the_way_to_get_it(name: str) -> None:
+def test_a_missing_library_is_named_with_the_command_to_install_it(name: str) -> None:
     if not nccl_bindings.missing("cupy"):
         pytest.skip("cupy is installed here")
     with pytest.raises(RuntimeError, match=r"cupy .*pip install"):
@@ -149,7 +149,7 @@ def test_an_unknown_nccl_binding_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 # -- what is refused ------------------------------------------------------------------------------------------------
 
 
-def test_devices_must_be_there() -> None:
+def test_devices_must_exist() -> None:
     with pytest.raises(ValueError, match="context is empty"):
         DeviceGroup([])
     with pytest.raises(ValueError, match="is not on this machine"):
@@ -202,14 +202,14 @@ def pair(**kwargs: Any) -> list[torch.Tensor]:
         (lambda group: group.reduce_scatter([torch.zeros(()), torch.zeros(())]), ValueError, r"expected \(2, ...\)"),
     ],
 )
-def test_what_does_not_fit_is_named(
+def test_tensors_that_do_not_fit_are_named(
     call: Callable[[DeviceGroup], object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         call(DeviceGroup([cpu(0), cpu(1)]))
 
 
-def test_a_broadcast_may_read_what_is_expanded() -> None:
+def test_a_broadcast_may_read_an_expanded_tensor() -> None:
     target = torch.zeros(3)
     DeviceGroup([cpu(0), cpu(1)]).broadcast([torch.ones(1).expand(3), target])
     assert target.tolist() == [1, 1, 1]

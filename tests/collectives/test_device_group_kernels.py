@@ -178,14 +178,14 @@ def test_two_shot_combines_each_element_once_and_writes_it_everywhere(run: Run, 
     assert all(torch.equal(tensor, expected) for tensor in tensors)
 
 
-def test_one_gpu_that_stands_for_all_places_takes_one_launch() -> None:
+def test_one_gpu_at_all_positions_takes_one_launch() -> None:
     tensors = [torch.zeros(100) for _ in range(3)]
     [launch] = two_shot(tensors, [0])
     assert launch.position == 0
     assert spans(launch.values) == spans(launch.outs) == spans(tensors)
 
 
-def test_one_shot_writes_nothing_that_is_read(run: Run) -> None:
+def test_one_shot_writes_no_tensor_that_it_reads(run: Run) -> None:
     tensors = [torch.arange(100, dtype=torch.float32) * 7 + position for position in range(3)]
     results = [torch.zeros(100) for _ in range(3)]
     launches = one_shot(tensors, results)
@@ -232,11 +232,11 @@ def test_pairs_that_hang_or_kill_their_child_are_named_and_the_others_are_tried(
     }
 
 
-def test_a_gpu_needs_no_proof_that_it_reaches_itself() -> None:
+def test_a_gpu_needs_no_trial_with_itself() -> None:
     assert peers.problem([0, 0, 0]) == ""
 
 
-def test_without_the_library_a_pair_is_not_proven() -> None:
+def test_without_cupy_a_trial_fails() -> None:
     if num_gpus() > 1:
         pytest.skip("here the proof may well succeed")
     [problem] = peers.prove([(0, 1)]).values()
@@ -248,7 +248,7 @@ def test_without_the_library_a_pair_is_not_proven() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_gpu_three_times_against_the_host(dtype: torch.dtype) -> None:
+def test_one_gpu_three_times_agrees_with_the_host(dtype: torch.dtype) -> None:
     if not num_gpus():
         pytest.skip("there is no GPU")
     lack = PeerToPeer.missing([gpu(0).torch_device] * 3)

@@ -51,7 +51,7 @@ def before(steps: Sequence[PipelineStep]) -> list[set[int]]:
 
 @situations
 @depths
-def test_what_touches_a_buffer_is_in_order_where_one_writes(name: str, depth: int) -> None:
+def test_accesses_to_a_buffer_are_ordered_if_one_writes(name: str, depth: int) -> None:
     steps = plan(SITUATIONS[name], depth)
     done = before(steps)
     users: dict[Buffer, list[int]] = {}
@@ -66,7 +66,7 @@ def test_what_touches_a_buffer_is_in_order_where_one_writes(name: str, depth: in
 
 @situations
 @depths
-def test_what_is_read_is_what_the_piece_has_put_there(name: str, depth: int) -> None:
+def test_a_step_reads_what_its_own_piece_wrote(name: str, depth: int) -> None:
     steps = plan(SITUATIONS[name], depth)
     written: dict[Buffer, int] = {}
     for step in steps:
@@ -106,7 +106,7 @@ def test_pieces_follow_each_other_without_waiting_for_the_end_of_the_first() -> 
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_order_that_the_schedule_allows_gives_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_order_that_the_plan_allows_gives_the_same_result(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged, "PIECE", 64)
     positions, count = 3, 200
     tensors = [torch.arange(count, dtype=torch.float32) * 7 + position for position in range(positions)]
@@ -138,7 +138,7 @@ def run_in_some_order(works: Sequence[StagedWork], chance: random.Random) -> Non
         done.add(number)
 
 
-def test_a_tensor_is_cut_into_pieces_of_the_size_or_one_for_each_place() -> None:
+def test_pieces_have_the_maximum_size_or_there_is_one_per_position() -> None:
     def sizes(tensor: Tensor, positions: int) -> list[int]:
         return [part.stop - part.start for part in cut(tensor, positions)]
 

@@ -212,7 +212,7 @@ def test_nan_and_infinity_go_through(make: Callable[[int], DeviceGroup], op: str
         assert tensor[3].item() == (1.0 if op == "min" else inf)
 
 
-def test_sums_are_made_in_the_order_of_the_places(make: Callable[[int], DeviceGroup]) -> None:
+def test_sums_are_made_in_the_order_of_the_positions(make: Callable[[int], DeviceGroup]) -> None:
     group = make(4)
     if group.implementation == "nccl":
         pytest.skip("NCCL chooses the order")
@@ -239,7 +239,7 @@ def test_halves_are_rounded_once(make: Callable[[int], DeviceGroup], dtype: torc
     assert not torch.equal(total.to(dtype), reduce(torch.add, values))
 
 
-def test_autograd_sees_what_is_written_and_takes_no_part(make: Callable[[int], DeviceGroup]) -> None:
+def test_autograd_sees_writes_but_records_nothing(make: Callable[[int], DeviceGroup]) -> None:
     group = make(2)
     leaves = [
         given(position, (5,), torch.float32).to(group.devices[position]).requires_grad_() for position in range(2)
@@ -265,7 +265,7 @@ def test_nothing_beside_a_tensor_is_written(make: Callable[[int], DeviceGroup]) 
 
 
 @pytest.mark.parametrize("root", [0, 1, 2])
-def test_what_the_host_adds_chunk_by_chunk(root: int) -> None:
+def test_large_host_sums_run_chunk_by_chunk(root: int) -> None:
     """Tensors large enough for threads; the sum may replace any of its values."""
     group, size = DeviceGroup([cpu(position) for position in range(3)], "copies"), (9 << 20) // 4 + 5
     values = [given(position, (size,), torch.float32) % 1000 for position in range(3)]
@@ -282,7 +282,7 @@ def test_what_the_host_adds_chunk_by_chunk(root: int) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_copies_have_each_of_several_devices_combine_a_part(op: str) -> None:
+def test_with_copies_each_device_combines_a_slice(op: str) -> None:
     backend = Copies([torch.device("cpu", index) for index in range(3)])  # one memory, and yet not one name
     for size in SIZES:
         values = [given(position, (size,), torch.float32, op) for position in range(3)]
@@ -291,14 +291,14 @@ def test_copies_have_each_of_several_devices_combine_a_part(op: str) -> None:
         assert agree(tensors, reference(values, op)), size
 
 
-def test_parts_are_as_equal_as_they_can_be_and_leave_nothing_out() -> None:
+def test_even_slices_cover_all_elements() -> None:
     assert even_slices(10, 3) == [slice(0, 4), slice(4, 8), slice(8, 10)]
     assert even_slices(100, 3, align=16) == [slice(0, 48), slice(48, 96), slice(96, 100)]
     assert even_slices(1, 3) == [slice(0, 1), slice(1, 1), slice(1, 1)]
 
 
 @pytest.mark.gpu
-def test_what_a_store_moves_between_gpus_goes_by_their_group() -> None:
+def test_transfers_between_gpus_use_their_group() -> None:
     if not num_gpus():
         pytest.skip("there is no GPU")
     devices = [gpu(position % num_gpus()).torch_device for position in range(2)]

@@ -130,7 +130,7 @@ def summed(count: int, size: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [one for one in ELEMENTS.values() if one != torch.uint8], ids=str)
-def test_an_all_reduce_is_one_call_a_place(dtype: torch.dtype) -> None:
+def test_an_all_reduce_is_one_call_per_position(dtype: torch.dtype) -> None:
     backend, tensors = OnHost(3), given(3, 6, dtype)
     versions = [tensor._version for tensor in tensors]
     backend.all_reduce(tensors, "sum")
@@ -164,7 +164,7 @@ def test_bools_are_bytes_whose_sum_is_their_maximum() -> None:
         assert backend.binding.groups == [["all_reduce"]]
 
 
-def test_what_nccl_does_not_know_goes_by_copies(caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_dtypes_use_copies(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "gangline")
     backend, tensors = OnHost(2), given(2, 6, torch.int16)
     backend.all_reduce(tensors, "sum")
@@ -180,7 +180,7 @@ def test_what_nccl_does_not_know_goes_by_copies(caplog: pytest.LogCaptureFixture
     assert sum("torch.int16 move by torch's copies" in record.getMessage() for record in caplog.records) <= 1
 
 
-def test_gathering_and_scattering_are_one_call_a_place() -> None:
+def test_all_gather_and_reduce_scatter_are_one_call_per_position() -> None:
     backend, tensors = OnHost(3), given(3, 6, torch.float32)
     outs = [torch.zeros(3, 6) for _ in range(3)]
     backend.all_gather(tensors, outs)
@@ -204,7 +204,7 @@ def test_many_keys_are_one_group_of_sums_and_one_of_copies() -> None:
     assert all(torch.equal(one, kept) for one, kept in zip(values[1], given(3, 5, torch.float32), strict=True))
 
 
-def test_tensors_in_pieces_are_put_together_and_back() -> None:
+def test_non_contiguous_tensors_are_copied_and_written_back() -> None:
     backend = OnHost(2)
     tensors = [one.reshape(4, 3).t().contiguous().t() for one in given(2, 12, torch.float32)]
     assert not tensors[0].is_contiguous()
@@ -212,7 +212,7 @@ def test_tensors_in_pieces_are_put_together_and_back() -> None:
     assert all(torch.equal(tensor.reshape(-1), summed(2, 12, torch.float32)) for tensor in tensors)
 
 
-def test_pynccl_refuses_what_its_counts_cannot_hold() -> None:
+def test_pynccl_refuses_counts_beyond_a_c_int() -> None:
     binding = object.__new__(nccl_bindings.PyncclBinding)
     with pytest.raises(ValueError, match=r"has 2147483648 elements, but pynccl .* expected GANGLINE_NCCL_BINDING=cupy"):
         binding.checked_count(2**31)

@@ -632,13 +632,13 @@ NOT_CALLS = {
 """Names, numbers and what torch keeps of a group: none of them reaches a backend."""
 
 
-def test_no_method_is_left_to_the_backend_that_torch_demands() -> None:
+def test_no_method_is_inherited_from_torch_s_backend() -> None:
     names = {name for name in dir(ProcessGroup) if not (name.startswith("__") and name.endswith("__"))} - NOT_CALLS
     inherited = {name for name in names if getattr(GanglineProcessGroup, name) is getattr(ProcessGroup, name)}
     assert not inherited
 
 
-def test_what_torch_calls_behind_our_back_is_an_error() -> None:
+def test_calls_that_reach_torch_s_backend_are_errors() -> None:
     store = dist.HashStore()
     made = GanglineProcessGroup(store, 0, 1, timedelta(seconds=30))
     backend = made._get_backend(torch.device("cpu"))
