@@ -60,7 +60,7 @@ def parse(params: Mapping[str, Any]) -> Compression:
     if not isinstance(error_feedback, bool):
         raise TypeError(f"error_feedback is {error_feedback!r}, a {type(error_feedback).__name__}; expected a bool")
     pull_type = _checked_pull_type(given.pop("pull_type", None))
-    codec, options = _made(params["type"], kind, given)
+    codec, options = _make_codec(params["type"], kind, given)
     pull_codec = None if pull_type is None else _registry[pull_type]()
     plain = {"type": params["type"], **options, "error_feedback": error_feedback, "pull_type": pull_type}
     return Compression(codec, error_feedback, pull_codec, plain)
@@ -105,7 +105,7 @@ def _checked_pull_type(name: Any) -> str | None:
     return name
 
 
-def _made(name: str, kind: type[Codec], given: dict[str, Any]) -> tuple[Codec, dict[str, Any]]:
+def _make_codec(name: str, kind: type[Codec], given: dict[str, Any]) -> tuple[Codec, dict[str, Any]]:
     """Return a codec and all of its options, with defaults."""
     keywords = inspect.signature(kind).parameters
     unknown = sorted(set(given) - set(keywords))

@@ -146,7 +146,7 @@ class DeviceGroup:
             TypeError: if a tensor is not dense, or its dtype is not supported.
         """
         self._check("tensors", tensors)
-        results = self._made_or_fitting(outs, (self.size, *tensors[0].shape), tensors[0].dtype)
+        results = self._prepare_outs(outs, (self.size, *tensors[0].shape), tensors[0].dtype)
         if tensors[0].numel():
             self._backend.all_gather(tensors, results)
         return results
@@ -174,7 +174,7 @@ class DeviceGroup:
         reduction.check(op, tensors[0].dtype)
         if not tensors[0].ndim or tensors[0].shape[0] != self.size:
             raise ValueError(f"tensors have shape {tuple(tensors[0].shape)}; expected ({self.size}, ...)")
-        results = self._made_or_fitting(outs, tensors[0].shape[1:], tensors[0].dtype)
+        results = self._prepare_outs(outs, tensors[0].shape[1:], tensors[0].dtype)
         if tensors[0].numel():
             self._backend.reduce_scatter(tensors, results, op)
         return results
@@ -201,7 +201,7 @@ class DeviceGroup:
         if not isinstance(root, int) or isinstance(root, bool) or not 0 <= root < self.size:
             raise ValueError(f"root is {root!r}; expected a position from 0 to {self.size - 1}")
 
-    def _made_or_fitting(self, outs: Sequence[Tensor] | None, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    def _prepare_outs(self, outs: Sequence[Tensor] | None, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         if outs is None:
             return [torch.empty(tuple(shape), dtype=dtype, device=device) for device in self.devices]
         if len(outs) != self.size:

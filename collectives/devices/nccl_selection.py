@@ -78,7 +78,7 @@ class NcclSelection:
         Raises:
             GanglineError: if a rank is dead, late, or at another call.
         """
-        nccl = self._chosen(code, tensor)
+        nccl = self._select(code, tensor)
         if nccl is None:
             by_host()
             return
@@ -88,7 +88,7 @@ class NcclSelection:
             raise self._engine.failed(error, code) from None
         self._watch_call(code)
 
-    def _chosen(self, code: int, tensor: Tensor) -> NcclCommunicator | None:
+    def _select(self, code: int, tensor: Tensor) -> NcclCommunicator | None:
         """Return the NCCL communicator if the call uses it. Collective once NCCL is chosen, or about to be."""
         if (self._is_decided or not tensor.is_cuda) and self.nccl is None:
             return None
@@ -137,7 +137,7 @@ class NcclSelection:
             return
         size, rank = engine.resources.size, engine.resources.rank
         try:
-            name = nccl_bindings.chosen()
+            name = nccl_bindings.selected()
             problem = nccl_bindings.missing(name)
             gpu = "" if problem else str(torch.cuda.get_device_properties(device).uuid)
         except BaseException as error:  # noqa: BLE001  raised again

@@ -316,14 +316,14 @@ def test_nccl4py_s_stand_in_has_the_signatures_of_the_package() -> None:
 
 def test_nccl4py_is_preferred_where_it_finds_the_library(nccl4py: Nccl4py, monkeypatch: pytest.MonkeyPatch) -> None:
     assert nccl_bindings.missing("nccl4py") == ""
-    assert nccl_bindings.chosen() == "nccl4py"
+    assert nccl_bindings.selected() == "nccl4py"
 
     def fails() -> int:
         raise RuntimeError("libnccl.so.2 not found")
 
     monkeypatch.setattr(nccl4py, "get_version", fails)
     assert nccl_bindings.missing("nccl4py").startswith("nccl4py finds no NCCL library: pip install")
-    assert nccl_bindings.chosen() == "cupy"
+    assert nccl_bindings.selected() == "cupy"
 
 
 def test_nccl4py_s_calls_of_several_gpus(nccl4py: Nccl4py) -> None:

@@ -52,7 +52,7 @@ class Nccl(Backend):
         """
         super().__init__(devices)
         gpus = [device.index for device in devices]
-        self._binding = BINDINGS[nccl_bindings.chosen()].for_gpus(gpus) if binding is None else binding
+        self._binding = BINDINGS[nccl_bindings.selected()].for_gpus(gpus) if binding is None else binding
 
     @classmethod
     def unfit(cls, devices: Sequence[torch.device]) -> str:  # noqa: D102  inherited
@@ -65,7 +65,7 @@ class Nccl(Backend):
 
     @classmethod
     def missing(cls, devices: Sequence[torch.device]) -> str:  # noqa: ARG003, D102  inherited
-        return nccl_bindings.missing(nccl_bindings.chosen())
+        return nccl_bindings.missing(nccl_bindings.selected())
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str) -> None:  # noqa: D102  inherited
         if not _supports(tensors[0].dtype):

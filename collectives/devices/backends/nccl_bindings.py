@@ -318,7 +318,7 @@ BINDINGS: dict[str, type[Binding]] = {
 }
 
 
-def chosen() -> str:
+def selected() -> str:
     """Return the name of the binding to use: GANGLINE_NCCL_BINDING, else "nccl4py" if it works here, else "cupy".
 
     Raises:

@@ -45,9 +45,9 @@ class Workspace:
         for step in steps:
             for buffer in (*step.reads, *step.writes):
                 if buffer.kind != "tensor" and buffer not in self._buffers:
-                    self._buffers[buffer] = self._made(buffer)
+                    self._buffers[buffer] = self._allocate(buffer)
 
-    def _made(self, buffer: Buffer) -> Tensor:
+    def _allocate(self, buffer: Buffer) -> Tensor:
         device = self._devices[buffer.position]
         if buffer.kind == "device":
             return torch.empty(PIECE, dtype=torch.uint8, device=device)
@@ -144,29 +144,26 @@ class Staged(Backend):
 
     def _run(self, works: Sequence[StagedWork], op: str) -> None:
         with self._lock:
-            self._run_alone(works, op)
-
-    def _run_alone(self, works: Sequence[StagedWork], op: str) -> None:
-        steps = plan([work.piece for work in works])
-        self._workspace.make(steps)
-        gpus = {device for device in self.devices if device.type == "cuda"}
-        streams = [self._stream(device, use) for device in gpus for use in ("out", "in")]
-        begun = [torch.cuda.current_stream(device).record_event() for device in gpus] + self._last
-        for stream in streams:
-            _wait(stream, begun)
-        events: list[torch.cuda.Event] = []
-        for step in steps:
-            own_stream = self._stream_of(step.stream)
-            if own_stream is not None:
-                _wait(own_stream, [events[number] for number in step.waits])
-            with torch.cuda.stream(own_stream):
-                self._workspace.do(step, works[step.piece], op)
-            if own_stream is not None:
-                events.append(own_stream.record_event())
-        ended = [stream.record_event() for stream in streams]
-        for device in gpus:
-            _wait(torch.cuda.current_stream(device), ended)
-        self._last = [torch.cuda.current_stream(device).record_event() for device in gpus]
+            steps = plan([work.piece for work in works])
+            self._workspace.make(steps)
+            gpus = {device for device in self.devices if device.type == "cuda"}
+            streams = [self._stream(device, use) for device in gpus for use in ("out", "in")]
+            begun = [torch.cuda.current_stream(device).record_event() for device in gpus] + self._last
+            for stream in streams:
+                _wait(stream, begun)
+            events: list[torch.cuda.Event] = []
+            for step in steps:
+                own_stream = self._stream_of(step.stream)
+                if own_stream is not None:
+                    _wait(own_stream, [events[number] for number in step.waits])
+                with torch.cuda.stream(own_stream):
+                    self._workspace.do(step, works[step.piece], op)
+                if own_stream is not None:
+                    events.append(own_stream.record_event())
+            ended = [stream.record_event() for stream in streams]
+            for device in gpus:
+                _wait(torch.cuda.current_stream(device), ended)
+            self._last = [torch.cuda.current_stream(device).record_event() for device in gpus]
 
     def _stream_of(self, key: StreamKey) -> torch.cuda.Stream | None:
         device = self.devices[key.position]
