@@ -73,13 +73,13 @@ def run(contexts: dict[int, str], sizes: Sequence[int], runs: int, run_seconds: 
 
 def _groups(contexts: Sequence[Any]) -> list[DeviceGroup]:
     """A group of each implementation that serves these devices here."""
-    from gangline.collectives.devices.backends.choice import ThisMachine, check
+    from gangline.collectives.devices.backends.selection import check
     from gangline.collectives.devices.device_group import DeviceGroup
 
     groups = []
     for name in _IMPLEMENTATIONS:
         try:
-            check(name, [context.torch_device for context in contexts], ThisMachine(), "the bench")
+            check(name, [context.torch_device for context in contexts], "the bench")
         except (ValueError, RuntimeError) as error:
             print(f"{name} is left out: {error}")
         else:

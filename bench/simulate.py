@@ -13,7 +13,7 @@ from gangline.bench.report import Row, check_outputs, publish, spread
 from gangline.bench.workload import command_line
 
 if TYPE_CHECKING:
-    from gangline.collectives.schedule.schedule import Schedule
+    from gangline.collectives.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Cluster:
 
     def seconds(self, schedule: Schedule, nbytes: int) -> float:
         """What a schedule costs; ``nbytes`` as in `Schedule.bytes_on_wire`."""
-        from gangline.collectives.schedule.cost import by_host
+        from gangline.collectives.schedule import by_host
 
         alpha = by_host(self.host_of_rank, 1e-6 * self.alpha_inside, 1e-6 * self.alpha_between)
         beta = by_host(self.host_of_rank, 1e-9 / self.beta_inside, 1e-9 / self.beta_between)
@@ -135,7 +135,7 @@ def _best(cluster: Cluster, collective: str, algorithm: str, nbytes: int) -> tup
 
 def _schedule(cluster: Cluster, collective: str, algorithm: str, segments: int) -> Schedule:
     from gangline.collectives import algorithms
-    from gangline.collectives.schedule.schedule import ROOTED
+    from gangline.collectives.schedule import ROOTED
 
     root = 0 if collective in ROOTED else None
     hosts = cluster.host_of_rank

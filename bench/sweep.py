@@ -16,7 +16,7 @@ from gangline.bench.gangs import Gang, GangError, Way
 from gangline.bench.peers.installed import ways
 from gangline.bench.report import Row, machine, spread
 from gangline.bench.workload import command_line
-from gangline.collectives.schedule.schedule import ROOTED
+from gangline.collectives.schedule import ROOTED
 
 if TYPE_CHECKING:
     from gangline.bench.hosts import Hosts

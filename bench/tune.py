@@ -104,7 +104,7 @@ def candidates(place: TableKey) -> list[Choice]:
     Of several that do the same (between two ranks most do), one that the built-in rules have is taken.
     """
     from gangline.collectives import algorithms
-    from gangline.collectives.schedule.schedule import ROOTED
+    from gangline.collectives.schedule import ROOTED
     from gangline.collectives.tuner import SHARED, Choice, built_in, names, shared_serves
 
     usual = [rule.choice for rule in built_in(place)]

@@ -1,4 +1,4 @@
-"""Moving and summing tensors between devices and processes; it imports nothing else of gangline's."""
+"""Moving and reducing tensors between devices and processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contexts: the devices replicas live on, and the words that name them."""
+"""Contexts: the devices that hold replicas, and the strings that name them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Context:
 
     @property
     def torch_device(self) -> torch.device:
-        """The torch device tensors of this context live on."""
+        """The torch device of this context's tensors."""
         return torch.device("cpu") if self.device_type == "cpu" else torch.device("cuda", self.device_id)
 
     def __str__(self) -> str:
@@ -42,31 +42,31 @@ class Context:
 
 
 def cpu(device_id: int = 0) -> Context:
-    """The host as a context."""
+    """Return a context on the host."""
     return Context("cpu", device_id)
 
 
 def gpu(device_id: int = 0) -> Context:
-    """The GPU that torch numbers ``device_id``."""
+    """Return the context of the GPU with torch's index ``device_id``."""
     return Context("gpu", device_id)
 
 
 def num_gpus() -> int:
-    """How many GPUs this process can see."""
+    """Return the number of GPUs that this process can see."""
     return torch.cuda.device_count()
 
 
 def contexts(spec: str | Context | Sequence[Context] = "auto") -> list[Context]:
-    """The contexts that ``spec`` names, each of them present on this machine.
+    """Return the contexts that ``spec`` names, after checking that this machine has them.
 
     Args:
-        spec: a context, a sequence of them, or words: ``"0,2"`` (GPUs), ``"gpu(0),cpu(0)"``, ``"multi-gpu"``
+        spec: a context, a sequence of contexts, or a string: ``"0,2"`` (GPUs), ``"gpu(0),cpu(0)"``, ``"multi-gpu"``
             (every GPU), ``"auto"`` (in a job the GPU numbered LOCAL_RANK, else ``gpu(0)``, else ``cpu(0)``) or
-            ``"parallel"`` (the same, for a process that is one of several of a job).
+            ``"parallel"`` (the same as "auto", for one of several processes of a job).
 
     Raises:
-        ValueError: the words make no sense, the list is empty, or a GPU is not there.
-        TypeError: ``spec`` is of another type.
+        ValueError: if the string cannot be parsed, the list is empty, or a GPU does not exist.
+        TypeError: if ``spec`` has another type.
     """
     found = _parse(spec) if isinstance(spec, str) else [spec] if isinstance(spec, Context) else spec
     if not isinstance(found, (list, tuple)) or not all(isinstance(one, Context) for one in found):

@@ -1,7 +1,7 @@
-"""Lanes: a CUDA stream of our own on each GPU, so that moving and summing runs beside the caller's kernels.
+"""Side streams: one CUDA stream per GPU and owner, on which transfers and reductions run beside the caller's kernels.
 
-On the host there is nothing to order, and the same calls do nothing. No device is ever synchronised whole:
-a lane waits for the events of the streams that made its inputs, and its users wait for the lane's events.
+On the CPU the same calls do nothing. No device is ever synchronised as a whole: a side stream waits for the events of
+the streams that produced its inputs, and the consumers wait for the side stream's events.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 
 
 class SideStreams:
-    """The streams of one owner, made when a GPU is first used."""
+    """Side streams of one owner, created when a GPU is first used."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def behind_caller(self, tensors: Iterable[torch.Tensor]) -> Ordered:
-        """A section that runs on the lanes of all GPUs used so far, behind what the caller's streams hold now."""
+        """Return a section on the side streams of all GPUs used so far, ordered after the caller's streams."""
         tensors = [tensor for tensor in tensors if tensor.is_cuda]
         for device in {tensor.device for tensor in tensors}:
             if device not in self._streams:
@@ -29,32 +29,32 @@ class SideStreams:
 
 
 class Ordered:
-    """A ``with`` section whose GPU work runs on lanes; enter it once, in any thread."""
+    """``with`` section whose GPU work runs on side streams; enter it once, in any thread."""
 
-    def __init__(self, lanes: dict[torch.device, torch.cuda.Stream], tensors: Sequence[torch.Tensor]) -> None:
-        self._lanes = lanes  # of the moment of entering: operations before this one may have come to more GPUs
+    def __init__(self, streams: dict[torch.device, torch.cuda.Stream], tensors: Sequence[torch.Tensor]) -> None:
+        self._streams = streams  # shared with the owner: another operation may add a GPU before this section is entered
         self._tensors = tensors
         devices = {tensor.device for tensor in tensors}
         self._before = {device: torch.cuda.current_stream(device).record_event() for device in devices}
         self._after: dict[torch.device, torch.cuda.Event] = {}
-        self._streams = ExitStack()
+        self._current = ExitStack()
 
     def __enter__(self) -> None:
         for device, event in self._before.items():
-            self._lanes[device].wait_event(event)
-        for tensor in self._tensors:  # memory freed before the lane is done must not be given away
-            tensor.record_stream(self._lanes[tensor.device])
-        for lane in list(self._lanes.values()):
-            self._streams.enter_context(torch.cuda.stream(lane))
+            self._streams[device].wait_event(event)
+        for tensor in self._tensors:  # so that torch does not reuse freed memory before the side stream is done
+            tensor.record_stream(self._streams[tensor.device])
+        for stream in list(self._streams.values()):
+            self._current.enter_context(torch.cuda.stream(stream))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._streams.close()
-        self._after = {device: lane.record_event() for device, lane in list(self._lanes.items())}
+        self._current.close()
+        self._after = {device: stream.record_event() for device, stream in list(self._streams.items())}
         self._tensors = ()
 
     def join(self) -> None:
-        """Have the caller's current streams wait for the section's work."""
+        """Make the caller's current streams wait for the section's work."""
         for device, event in self._after.items():
             torch.cuda.current_stream(device).wait_event(event)

@@ -1,7 +1,8 @@
-"""Calls shared out over threads that are kept: for work on the host that meets once, at its end.
+"""Persistent threads for host work that synchronises once, at its end.
 
-torch's own threads meet at a barrier after every operation. Where other work wants the cores too, each barrier may cost
-a turn of the scheduler, and what one operation leaves in a core's cache is gone before the next one reads it.
+torch's own threads synchronise at a barrier after every operation. If other work competes for the cores, each barrier
+may cost a scheduler time slice, and the data that one operation leaves in a core's cache is evicted before the next one
+reads it.
 """
 
 from __future__ import annotations
@@ -18,37 +19,40 @@ _lock = threading.Lock()
 
 
 def run(calls: Sequence[Callable[[], None]]) -> None:
-    """Run the calls at once, each in a thread that torch's operations do not leave; a single one in the caller's.
+    """Run the calls concurrently, each in a thread without nested torch threads; a single call runs in the caller's.
 
     Raises:
-        Exception: the first that a call raised, once all have ended.
+        Exception: the first one that a call raised, after all have ended.
     """
     if len(calls) == 1:
         calls[0]()
         return
     pool = _pool(len(calls))
     futures = [pool.submit(call) for call in calls]
-    errors = [future.exception() for future in futures]  # waits for all of them
+    errors = [future.exception() for future in futures]  # waits for all
     for error in errors:
         if error is not None:
             raise error
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """The threads of this process; a fork's child has none of its parent's."""
+    """Return the pool of this process; threads do not survive a fork."""
     with _lock:
         key = (os.getpid(), threads)
         if key not in _pools:
             callers = torch.get_num_threads()
-            pool = _pools[key] = ThreadPoolExecutor(threads, "gangline-host", _work_alone)
+            pool = _pools[key] = ThreadPoolExecutor(threads, "gangline-host", _limit_torch_threads)
             begun = threading.Barrier(threads)
             for future in [pool.submit(begun.wait) for _ in range(threads)]:
                 future.result()
-            torch.set_num_threads(callers)  # torch's count for threads that begin later had changed with the pool's
+            torch.set_num_threads(callers)  # the pool's threads changed torch's default for new threads
         return _pools[key]
 
 
-def _work_alone() -> None:
-    """Have torch run this thread's operations in it alone; asked for at once, the count is settled."""
+def _limit_torch_threads() -> None:
+    """Run torch's operations of this thread in it alone.
+
+    torch applies the count when it is next read, so it is read here.
+    """
     torch.set_num_threads(1)
     torch.get_num_threads()

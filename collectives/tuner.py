@@ -1,7 +1,7 @@
-"""Which algorithm a collective runs: a table, measured by `gangline bench tune` or built in, and what forces a choice.
+"""Selection of the algorithm of each collective: a table, measured by `gangline bench tune` or built in.
 
-The table is plain data. Rank 0's is sent to all ranks (`to_json`, `from_json`) and does not change within a job, so
-that all ranks choose alike and a run gives the same bits each time.
+The table is plain data. All ranks get rank 0's (`to_json`, `from_json`), and it does not change within a job, so all
+ranks choose alike and a run is bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from gangline.collectives import algorithms
 from gangline.collectives.transports.base import SLOT_BYTES
 
 SHARED = "shared"
-"""The exchange of small tensors: all copy theirs into memory that all can reach, and after one synchronisation each
-takes what it needs. It is no schedule: the Communicator does it itself."""
+"""Shared exchange, for small tensors.
+
+Every rank copies its tensor into memory that all can access and, after one synchronisation, reads the others'. It is
+not a schedule; the engine implements it.
+"""
 SHARED_LIMIT = SLOT_BYTES
-"""The most bytes of a rank's tensor that the shared exchange takes."""
+"""Largest tensor of a rank, in bytes, for the shared exchange."""
 TRANSPORTS = ("shared_memory", "ipc", "tcp", "in_process")
-"""Names that a transport can have; the Communicator offers "auto" as well."""
-TUNED = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
-"""The collectives that have algorithms to choose from."""
+"""Names of the transports; `connect` also accepts "auto"."""
+TUNED = tuple(algorithms.REGISTRY)
+"""Collectives that have a choice of algorithms."""
 
 _FORMAT = 1
 _IN_MEMORY = ("shared_memory", "in_process")
@@ -34,7 +37,7 @@ _logger = logging.getLogger("gangline")
 
 
 class Choice(NamedTuple):
-    """An algorithm, and into how many segments it cuts what it pipelines."""
+    """Algorithm, and its number of segments per chunk if it is pipelined."""
 
     algorithm: str
     segments: int = 1
@@ -44,7 +47,7 @@ class Choice(NamedTuple):
 
 
 class TableKey(NamedTuple):
-    """Where a collective runs; what is best at one place says little of another."""
+    """Conditions of a measurement: results for one key do not carry over to another."""
 
     collective: str
     transport: str
@@ -53,7 +56,7 @@ class TableKey(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Up to so many bytes (None: any number) this is chosen."""
+    """Choice for tensors of at most ``nbytes`` bytes; None: any number."""
 
     nbytes: int | None
     choice: Choice
@@ -61,58 +64,58 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """For each measured place its rules, in ascending order of bytes; the built-in default for all other places."""
+    """Rules for each measured key, in ascending order of bytes; the built-in default for all other keys."""
 
     rules: Mapping[TableKey, Sequence[Rule]] = field(default_factory=dict)
     forced: Mapping[str, Choice] = field(default_factory=dict)
-    """For a collective: the algorithm that is taken wherever it can be."""
+    """Algorithm to use for a collective wherever possible."""
     _ready: dict[tuple[str, str, int, int], tuple[list[int], list[Choice]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """For each place that was asked for: the limits, and the choices up to them and above."""
+    """Limits and choices of each key used so far."""
     _seen: set[tuple[TableKey, int, Choice]] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for place, rules in self.rules.items():
-            _check(place, rules)
+        for key, rules in self.rules.items():
+            _check(key, rules)
         for collective, choice in self.forced.items():
             _check_choice(collective, choice)
 
     def choose(self, collective: str, nbytes: int, size: int, transport: str, hosts: int = 1) -> Choice:
-        """The algorithm for a call; the same for the same arguments, always.
+        """Return the algorithm for a call, always the same for the same arguments.
 
         Args:
             collective: one of `TUNED`.
-            nbytes: bytes of the tensor that a rank gives (where one has a row for each rank: of all its rows); of the
-                root's for broadcast and scatter.
+            nbytes: bytes of a rank's input tensor, with all rows if it has one per rank; for broadcast and scatter, of
+                the root's.
             size: number of ranks.
             transport: one of `TRANSPORTS`.
-            hosts: on how many hosts the ranks are.
+            hosts: number of hosts.
 
         Returns:
-            "shared", or an algorithm that `gangline.collectives.algorithms.build` knows for the collective.
+            "shared", or an algorithm that `gangline.collectives.algorithms.build` accepts for the collective.
         """
-        place = (collective, transport, size, hosts)
-        found = self._ready.get(place)
+        key = (collective, transport, size, hosts)
+        found = self._ready.get(key)
         if found is None:
-            rules = self._rules_at(TableKey(*place))
+            rules = self._rules_at(TableKey(*key))
             found = [rule.nbytes for rule in rules if rule.nbytes is not None], [rule.choice for rule in rules]
-            self._ready[place] = found
+            self._ready[key] = found
         limits, choices = found
         choice = choices[bisect_left(limits, nbytes)]
         if _logger.isEnabledFor(logging.DEBUG):
-            self._log(TableKey(*place), nbytes, choice)
+            self._log(TableKey(*key), nbytes, choice)
         return choice
 
     def to_json(self) -> str:
-        """The table as text, from which `from_json` makes its equal."""
+        """Return the table as text for `from_json`."""
         return json.dumps(
             {
                 "gangline_tuning": _FORMAT,
                 "forced": {collective: list(choice) for collective, choice in self.forced.items()},
                 "places": [
-                    {**place._asdict(), "rules": [[rule.nbytes, *rule.choice] for rule in rules]}
-                    for place, rules in self.rules.items()
+                    {**key._asdict(), "rules": [[rule.nbytes, *rule.choice] for rule in rules]}
+                    for key, rules in self.rules.items()
                 ],
             },
             indent=1,
@@ -120,10 +123,10 @@ class Table:
 
     @classmethod
     def from_json(cls, text: str) -> Table:
-        """The table that a text stands for.
+        """Return the table that `to_json` serialized.
 
         Raises:
-            ValueError: it stands for none, or holds an algorithm that there is not; the message says what is wrong.
+            ValueError: if the text is not a table or names an unknown algorithm; the message says which.
         """
         try:
             data = json.loads(text)
@@ -145,80 +148,80 @@ class Table:
 
     @classmethod
     def load(cls, path: Path) -> Table:
-        """The table in a file.
+        """Read a table from a file.
 
         Raises:
-            ValueError: the file is torn or foreign; the message names it.
-            OSError: it cannot be read.
+            ValueError: if the file is damaged or not a table; the message names it.
+            OSError: if it cannot be read.
         """
         try:
             return cls.from_json(path.read_text())
         except ValueError as error:
             raise ValueError(
-                f"{path} is no tuning table: {error}; make a new one with `gangline bench tune`, or remove it"
+                f"{path} is not a tuning table: {error}; make a new one with `gangline bench tune`, or remove it"
             ) from None
 
     def dump(self, path: Path) -> None:
-        """Write the table, aside and then renamed; the folder is made if it is not there."""
+        """Write the table to a temporary file and rename it; create the folder if needed."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            aside.write_text(self.to_json() + "\n")
-            aside.replace(path)
+            temporary.write_text(self.to_json() + "\n")
+            temporary.replace(path)
         finally:
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Table:
-        """The table a job uses: the file at `table_path` if there is one, and what GANGLINE_ALGO forces.
+        """Return the table for a job: the file at `table_path`, if it exists, and the choices of GANGLINE_ALGO.
 
         Raises:
-            ValueError: GANGLINE_ALGO names what there is not, or the file is torn or foreign.
-            FileNotFoundError: GANGLINE_TUNING names a file that is not there.
+            ValueError: if GANGLINE_ALGO has an unknown name, or the file is damaged or not a table.
+            FileNotFoundError: if GANGLINE_TUNING names a file that does not exist.
         """
         path = table_path(environment)
         if path.exists():
             rules = cls.load(path).rules
         elif "GANGLINE_TUNING" in environment:
-            raise FileNotFoundError(f"GANGLINE_TUNING is {path}, which is not there; `gangline bench tune` writes one")
+            raise FileNotFoundError(f"GANGLINE_TUNING is {path}, which does not exist; run `gangline bench tune`")
         else:
             rules = {}
         return cls(rules, forced_algorithms(environment.get("GANGLINE_ALGO", "")))
 
-    def _rules_at(self, place: TableKey) -> Sequence[Rule]:
-        rules = self.rules.get(place) or built_in(place)
-        choice = self.forced.get(place.collective)
+    def _rules_at(self, key: TableKey) -> Sequence[Rule]:
+        rules = self.rules.get(key) or built_in(key)
+        choice = self.forced.get(key.collective)
         if choice is None:
             return rules
         if choice.algorithm != SHARED:
             return [Rule(None, choice)]
-        if not shared_serves(SHARED_LIMIT, place.transport, place.hosts):
+        if not shared_serves(SHARED_LIMIT, key.transport, key.hosts):
             return rules
         larger = [rule for rule in rules if rule.nbytes is None or rule.nbytes > SHARED_LIMIT]
         return [Rule(SHARED_LIMIT, choice), *larger]
 
-    def _log(self, place: TableKey, nbytes: int, choice: Choice) -> None:
-        seen = (place, nbytes.bit_length(), choice)
+    def _log(self, key: TableKey, nbytes: int, choice: Choice) -> None:
+        seen = (key, nbytes.bit_length(), choice)
         if seen not in self._seen:
             self._seen.add(seen)
             _logger.debug(
                 "%s of %d bytes, %d ranks, %d host(s), %s: %s",
-                place.collective,
+                key.collective,
                 nbytes,
-                place.ranks,
-                place.hosts,
-                place.transport,
+                key.ranks,
+                key.hosts,
+                key.transport,
                 choice,
             )
 
 
 def shared_serves(nbytes: int, transport: str, hosts: int) -> bool:
-    """Whether the shared exchange can take a tensor of so many bytes there."""
+    """Return whether the shared exchange can take a tensor of ``nbytes`` bytes."""
     return nbytes <= SHARED_LIMIT and hosts == 1 and transport in _IN_MEMORY
 
 
 def table_path(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where the table is looked for, and `gangline bench tune` writes it: GANGLINE_TUNING, or in the user's cache."""
+    """Return the path of the table, which `gangline bench tune` writes: GANGLINE_TUNING, else in the user's cache."""
     if "GANGLINE_TUNING" in environment:
         return Path(environment["GANGLINE_TUNING"])
     cache = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
@@ -226,10 +229,10 @@ def table_path(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def forced_transport(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The transport that GANGLINE_TRANSPORT forces; None: it does not.
+    """Return the transport that GANGLINE_TRANSPORT forces; None if it forces none.
 
     Raises:
-        ValueError: there is no such transport.
+        ValueError: if the transport is unknown.
     """
     word = environment.get("GANGLINE_TRANSPORT", "")
     if word in ("", "auto"):
@@ -240,14 +243,14 @@ def forced_transport(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def forced_algorithms(words: str) -> dict[str, Choice]:
-    """What GANGLINE_ALGO forces, for each collective.
+    """Return the choices that GANGLINE_ALGO forces, by collective.
 
     Args:
-        words: an algorithm for every collective that has it ("ring"), or algorithms for some, with commas
-            ("all_reduce=ring:8,broadcast=binomial"); a number behind a colon is that of segments.
+        words: an algorithm for every collective that has it ("ring"), or comma-separated algorithms for some
+            ("all_reduce=ring:8,broadcast=binomial"); a number after a colon is the number of segments.
 
     Raises:
-        ValueError: there is no such collective, it has no such algorithm, or the number of segments is none.
+        ValueError: if a collective or its algorithm is unknown, or the number of segments is invalid.
     """
     found: dict[str, Choice] = {}
     for word in filter(None, (word.strip() for word in words.split(","))):
@@ -269,30 +272,32 @@ def forced_algorithms(words: str) -> dict[str, Choice]:
 
 
 def names(collective: str) -> tuple[str, ...]:
-    """What can be chosen for a collective: the shared exchange and the algorithms that there are.
+    """Return the choices for a collective: the shared exchange and its algorithms.
 
     Raises:
-        ValueError: there is nothing to choose for it.
+        ValueError: if the collective has none.
     """
     if collective not in TUNED:
         raise ValueError(f"{collective!r} has no algorithms to choose from; expected one of {', '.join(TUNED)}")
     return (SHARED, *algorithms.names(collective))
 
 
-def built_in(place: TableKey) -> Sequence[Rule]:
-    """The rules where nothing was measured: as they proved right on machines of few cores and a network of one link."""
-    return tuple(_built_in(place))
+def built_in(key: TableKey) -> Sequence[Rule]:
+    """Return the default rules, tuned on machines with few cores and a network of one link."""
+    return tuple(_built_in(key))
 
 
-def _built_in(place: TableKey) -> Iterator[Rule]:
-    if place.hosts == 1 and place.transport in _IN_MEMORY:
-        yield Rule(SHARED_LIMIT if place.ranks <= 4 else 1 << 17, Choice(SHARED))  # every rank reads what all give
-        yield Rule(None, Choice("two_shot" if place.collective == "all_reduce" else "direct"))
+def _built_in(key: TableKey) -> Iterator[Rule]:
+    if key.hosts == 1 and key.transport in _IN_MEMORY:
+        limit = SHARED_LIMIT if key.ranks <= 4 else 1 << 17  # every rank reads all tensors
+        yield Rule(limit, Choice(SHARED))
+        yield Rule(None, Choice("two_shot" if key.collective == "all_reduce" else "direct"))
         return
-    few, several_a_host = place.ranks <= 4, 1 < place.hosts < place.ranks
-    match place.collective:
+    few, several_a_host = key.ranks <= 4, 1 < key.hosts < key.ranks
+    match key.collective:
         case "all_reduce":
-            yield Rule(max(1 << 10, (1 << 22) // place.ranks**2), Choice("one_shot"))  # p (p - 1) tensors on their way
+            limit = max(1 << 10, (1 << 22) // key.ranks**2)  # p (p - 1) tensors are in flight
+            yield Rule(limit, Choice("one_shot"))
             if several_a_host:
                 yield Rule(None, Choice("hierarchical"))
                 return
@@ -309,17 +314,17 @@ def _built_in(place: TableKey) -> Iterator[Rule]:
         case "all_to_all":
             yield Rule(1 << 21, Choice("direct"))
             yield Rule(None, Choice("pairwise"))
-        case _:  # gather and scatter: the root's link has to carry all of it whatever the way
+        case _:  # gather and scatter: the root's link carries all rows in any case
             yield Rule(1 << 12, Choice("direct" if few else "binomial"))
             yield Rule(None, Choice("direct"))
 
 
-def _check(place: TableKey, rules: Sequence[Rule]) -> None:
-    where = f"{place.collective} of {place.ranks} ranks on {place.hosts} host(s), {place.transport}"
-    for name, count in (("ranks", place.ranks), ("hosts", place.hosts)):
+def _check(key: TableKey, rules: Sequence[Rule]) -> None:
+    where = f"{key.collective} of {key.ranks} ranks on {key.hosts} host(s), {key.transport}"
+    for name, count in (("ranks", key.ranks), ("hosts", key.hosts)):
         if not _is_count(count):
             raise ValueError(f"{where}: {name} is {count!r}; expected a number above 0")
-    if place.transport not in TRANSPORTS:
+    if key.transport not in TRANSPORTS:
         raise ValueError(f"{where}: expected one of the transports {', '.join(TRANSPORTS)}")
     limits: list[Any] = [rule.nbytes for rule in rules]
     if not limits or limits[-1] is not None:
@@ -327,9 +332,9 @@ def _check(place: TableKey, rules: Sequence[Rule]) -> None:
     if not all(_is_count(limit) for limit in limits[:-1]) or limits[:-1] != sorted(set(limits[:-1])):
         raise ValueError(f"{where}: the limits are {limits}; expected ascending numbers of bytes")
     for rule in rules:
-        _check_choice(place.collective, rule.choice, f"{where}: ")
+        _check_choice(key.collective, rule.choice, f"{where}: ")
         most = rule.nbytes if rule.nbytes is not None else SHARED_LIMIT + 1
-        if rule.choice.algorithm == SHARED and not shared_serves(most, place.transport, place.hosts):
+        if rule.choice.algorithm == SHARED and not shared_serves(most, key.transport, key.hosts):
             raise ValueError(
                 f"{where}: shared takes up to {SHARED_LIMIT} bytes in one host's memory, not {rule.nbytes}"
             )

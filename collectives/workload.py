@@ -1,4 +1,4 @@
-"""How a batch is shared out: how many samples each context, worker or rank gets."""
+"""Splitting of a batch over contexts, workers or ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from fractions import Fraction
 
 
 def check_work_load_list(work_load_list: Sequence[float] | None, count: int) -> list[float]:
-    """The loads of ``count`` contexts, checked; equal ones for None.
+    """Return the checked loads of ``count`` contexts; equal loads for None.
 
     Raises:
-        TypeError: not a sequence of numbers.
-        ValueError: a wrong length, a load that is negative or not finite, or only zeros.
+        TypeError: if the loads are not a sequence of numbers.
+        ValueError: if the length is wrong, a load is negative or not finite, or all are zero.
     """
     if work_load_list is None:
         return [1] * count
@@ -36,19 +36,19 @@ def _checked(work_load_list: Sequence[float], count: int | None = None) -> list[
 
 
 def split_batch(batch_size: int, work_load_list: Sequence[float]) -> list[slice]:
-    """Which samples of a batch each context gets, in order and without gaps.
+    """Split a batch over contexts, in order and without gaps.
 
-    Quotas are exact fractions of the loads as printed, rounded by largest remainder (ties to the larger
-    load, then the lower index). Then contexts that have a load but no sample get one each from the fullest
-    context, as long as that one has two. An idle context (load 0) gets an empty slice.
+    Quotas are exact fractions of the loads as printed, rounded by largest remainder (ties to the larger load, then the
+    lower index). Then contexts that have a load but no sample get one each from the fullest context, as long as that
+    one has two. An idle context (load 0) gets an empty slice.
 
     Args:
         batch_size: samples in the batch, at least 1.
-        work_load_list: one load a context, as `check_work_load_list` accepts them.
+        work_load_list: one load per context, as accepted by `check_work_load_list`.
 
     Raises:
-        ValueError: ``batch_size`` below 1, or bad loads.
-        TypeError: wrong types.
+        ValueError: if ``batch_size`` is below 1 or the loads are invalid.
+        TypeError: if a type is wrong.
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, int):
         raise TypeError(f"batch_size is {batch_size!r}; expected an int")
@@ -56,13 +56,13 @@ def split_batch(batch_size: int, work_load_list: Sequence[float]) -> list[slice]
         raise ValueError(f"batch_size is {batch_size}; expected 1 or more")
     loads = [_exact(load) for load in _checked(work_load_list)]
     counts = _largest_remainder(batch_size, loads)
-    _give_to_the_empty(counts, loads)
+    _fill_empty(counts, loads)
     ends = [sum(counts[: index + 1]) for index in range(len(counts))]
     return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
 def _exact(load: float) -> Fraction:
-    """The load as printed: 0.1 is a tenth, not the nearest binary fraction."""
+    """Return the load as printed: 0.1 is a tenth, not the nearest binary fraction."""
     return Fraction(load) if isinstance(load, int) else Fraction(repr(float(load)))
 
 
@@ -76,12 +76,12 @@ def _largest_remainder(total: int, loads: list[Fraction]) -> list[int]:
     return counts
 
 
-def _give_to_the_empty(counts: list[int], loads: list[Fraction]) -> None:
+def _fill_empty(counts: list[int], loads: list[Fraction]) -> None:
     contexts = range(len(counts))
     while True:
         empty = [i for i in contexts if loads[i] and not counts[i]]
-        giver = max(contexts, key=lambda i: (counts[i], -loads[i], i))
-        if not empty or counts[giver] < 2:
+        fullest = max(contexts, key=lambda i: (counts[i], -loads[i], i))
+        if not empty or counts[fullest] < 2:
             return
-        counts[giver] -= 1
+        counts[fullest] -= 1
         counts[max(empty, key=lambda i: (loads[i], -i))] += 1

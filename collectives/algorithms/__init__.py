@@ -1,6 +1,7 @@
-"""The algorithms of the collectives, one file each: pure functions that give a `Schedule`.
+"""Algorithms of the collectives, one file each: pure functions that return a `Schedule`.
 
-`build` makes a schedule by the names of collective and algorithm; `names` lists the algorithms of a collective.
+`build` returns the schedule for the names of a collective and an algorithm; `names` lists the algorithms of a
+collective.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from gangline.collectives.algorithms import (
     pairwise,
     ring,
 )
-from gangline.collectives.schedule.schedule import ROOTED, Schedule
+from gangline.collectives.schedule import ROOTED, Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleRequest:
-    """What a schedule is built for; an algorithm takes of it what it needs."""
+    """The parameters of `build`; an algorithm uses those that apply to it."""
 
     size: int
     root: int
     segments: int
     hosts: tuple[int, ...]
-    """The host of each rank."""
+    """Host of each rank."""
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The ranks, those of a host next to each other."""
+        """Ranks ordered by host."""
         return tuple(sorted(range(self.size), key=self.hosts.__getitem__))
 
 
@@ -83,14 +84,14 @@ REGISTRY: dict[str, dict[str, Callable[[ScheduleRequest], Schedule]]] = {
         "binomial": lambda request: binomial.scatter(request.size, request.root),
     },
 }
-"""For each collective its algorithms by name."""
+"""Algorithms of each collective, by name."""
 
 
 def names(collective: str) -> tuple[str, ...]:
-    """The algorithms of a collective.
+    """Return the algorithms of a collective.
 
     Raises:
-        ValueError: there is no such collective.
+        ValueError: if the collective is unknown.
     """
     return tuple(_algorithms(collective))
 
@@ -105,20 +106,19 @@ def build(
     segments: int = 1,
     hosts: tuple[int, ...] | None = None,
 ) -> Schedule:
-    """The schedule of a collective between ``size`` ranks; remembered.
+    """Return the schedule of a collective between ``size`` ranks; results are cached.
 
     Args:
-        collective: such as "all_reduce".
+        collective: name such as "all_reduce".
         algorithm: one of `names`.
         size: number of ranks.
-        root: the rank that gives or gets, for reduce, broadcast, gather and scatter.
-        segments: how many messages a chunk is cut into, for algorithms that pipeline (ring, double_tree); others do
-            not heed it.
-        hosts: the host of each rank, for algorithms that heed it (ring, double_tree, hierarchical); None: all ranks
-            are on one.
+        root: root rank of reduce, broadcast, gather and scatter.
+        segments: number of messages per chunk for pipelined algorithms (ring, double_tree); others ignore it.
+        hosts: host of each rank, for the algorithms that use it (ring, double_tree, hierarchical); None: all ranks are
+            on one host.
 
     Raises:
-        ValueError: an unknown name, or an argument that does not fit.
+        ValueError: if a name is unknown or an argument is out of range.
     """
     found = _algorithms(collective).get(algorithm)
     if found is None:

@@ -1,7 +1,8 @@
-"""Binomial tree: in every round, each rank that has the data gives it to one that has not.
+"""Binomial tree: in every round, each rank that has the data sends it to one that does not.
 
-ceil(log2 p) rounds. Broadcast and reduce: the root sends (receives) n bytes in each round, so small tensors only.
-Scatter and gather: a rank passes on the rows of all below it, so the root sends n (p - 1) / p bytes, as few as can be.
+ceil(log2 p) rounds. Broadcast and reduce: the root sends (receives) n bytes in each round, so they suit small tensors
+only. Scatter and gather: a rank forwards the rows of its whole subtree, so the root sends n (p - 1) / p bytes, the
+minimum.
 
 Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH" (2005).
 """
@@ -12,32 +13,31 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gangline.collectives.schedule.rounds import Rounds, Transfers, cyclic, transfers
-from gangline.collectives.schedule.schedule import Schedule
+from gangline.collectives.schedule import Rounds, Schedule, Transfers, cyclic, transfers
 
 
 def broadcast(size: int, root: int) -> Schedule:
-    """From the root to all."""
+    """Broadcast down the tree."""
     return Schedule("broadcast", "binomial", size, 1, tree(size, root), root)
 
 
 def reduce(size: int, root: int) -> Schedule:
-    """The broadcast turned back, with sums."""
+    """Reduce up the tree: the reversed broadcast, with sums."""
     return Schedule("reduce", "binomial", size, 1, tree(size, root).backwards(reduce=True), root)
 
 
 def scatter(size: int, root: int) -> Schedule:
-    """Each rank gets the rows of all below it, and passes them on."""
+    """Scatter: each rank receives the rows of its subtree and forwards them."""
     return Schedule("scatter", "binomial", size, size, _rows(size, root), root)
 
 
 def gather(size: int, root: int) -> Schedule:
-    """The scatter turned back."""
+    """Gather: the reversed scatter."""
     return Schedule("gather", "binomial", size, size, _rows(size, root).backwards(reduce=False), root)
 
 
 def tree(size: int, root: int, chunks: int = 1) -> Rounds:
-    """The broadcast's rounds, in which ``chunks`` chunks travel together."""
+    """Return the rounds of the broadcast, with ``chunks`` chunks per message."""
 
     def at(number: int) -> Iterator[Transfers]:
         place, distance = _senders(size, number)
@@ -57,6 +57,6 @@ def _rows(size: int, root: int) -> Rounds:
 
 
 def _senders(size: int, number: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], int]:
-    """Places, counted from the root, that send in a round, and how far; distances halve from round to round."""
+    """Return the positions, relative to the root, that send in a round, and the distance, which halves every round."""
     distance = 1 << ((size - 1).bit_length() - 1 - number)
     return np.arange(0, size - distance, 2 * distance), distance

@@ -1,9 +1,9 @@
-"""Direct: every rank sends to every rank that needs what it has, with nobody in between.
+"""Direct: every rank sends straight to every rank that needs its data.
 
-One round (two for "two_shot"), so the fewest waits there can be; but a rank has up to p - 1 messages in it. Best for
-small tensors, and wherever ranks reach each other's memory. Sums are rounded once, in rank order.
+One round (two for "two_shot"), the minimum number of waits, but with up to p - 1 messages per rank. Best for small
+tensors, and wherever ranks can read each other's memory. Sums are rounded once, in rank order.
 
-| collective | rounds | bytes that a rank sends at most (p ranks, n bytes) |
+| collective | rounds | bytes sent per rank at most (p ranks, n bytes) |
 | --- | --- | --- |
 | all_reduce "one_shot" | 1 | n (p - 1) |
 | all_reduce "two_shot" | 2 | 2 n (p - 1) / p |
@@ -12,8 +12,8 @@ small tensors, and wherever ranks reach each other's memory. Sums are rounded on
 | scatter | 1 | n (p - 1) / p, the root |
 | reduce; gather | 1 | n; n / p |
 
-In its k-th message rank r sends to r + k, so that no two ranks send to the same one at a time. Two-shot is the direct
-reduce-scatter followed by the direct all-gather; after one-shot and two-shot of NVIDIA's TensorRT-LLM and PyTorch's
+The k-th message of rank r goes to r + k, so that no two ranks send to the same one at a time. Two-shot is the direct
+reduce-scatter followed by the direct all-gather. One-shot and two-shot follow NVIDIA's TensorRT-LLM and PyTorch's
 symmetric memory.
 """
 
@@ -23,12 +23,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from gangline.collectives.schedule.rounds import Round, Rounds, Transfers, transfers
-from gangline.collectives.schedule.schedule import Schedule
+from gangline.collectives.schedule import Round, Rounds, Schedule, Transfers, transfers
 
 
 def one_shot(size: int) -> Schedule:
-    """All-reduce in which every rank gets all tensors and sums them itself."""
+    """All-reduce in which every rank receives all tensors and sums them itself."""
 
     def tables(_: int) -> Iterator[Transfers]:
         ranks = np.arange(size)
@@ -39,23 +38,23 @@ def one_shot(size: int) -> Schedule:
 
 
 def two_shot(size: int) -> Schedule:
-    """All-reduce in which rank r sums chunk r of all and hands it to all."""
+    """All-reduce in which rank r sums chunk r of all ranks and sends the sum to all."""
     gather = gather_rows(size)
     return Schedule("all_reduce", "two_shot", size, size, gather.backwards(reduce=True) + gather)
 
 
 def all_gather(size: int) -> Schedule:
-    """Every rank sends its row to all others."""
+    """All-gather in which every rank sends its row to all others."""
     return Schedule("all_gather", "direct", size, size, gather_rows(size))
 
 
 def reduce_scatter(size: int) -> Schedule:
-    """Every rank gets its row of all others and sums it."""
+    """Reduce-scatter in which every rank receives its row from all others and sums it."""
     return Schedule("reduce_scatter", "direct", size, size, gather_rows(size).backwards(reduce=True))
 
 
 def all_to_all(size: int) -> Schedule:
-    """Every rank sends each other rank the row that is for it."""
+    """All-to-all in which every rank sends each other rank its row."""
 
     def tables(_: int) -> Iterator[Transfers]:
         ranks = np.arange(size)
@@ -67,29 +66,29 @@ def all_to_all(size: int) -> Schedule:
 
 
 def broadcast(size: int, root: int) -> Schedule:
-    """The root sends to every rank."""
+    """Broadcast in which the root sends to every rank."""
     return Schedule("broadcast", "direct", size, 1, _from_root(size, root, rows=False), root)
 
 
 def reduce(size: int, root: int) -> Schedule:
-    """Every rank sends to the root, which sums."""
+    """Reduce in which every rank sends to the root, which sums."""
     rounds = _from_root(size, root, rows=False).backwards(reduce=True)
     return Schedule("reduce", "direct", size, 1, rounds, root)
 
 
 def scatter(size: int, root: int) -> Schedule:
-    """The root sends every rank its row."""
+    """Scatter in which the root sends every rank its row."""
     return Schedule("scatter", "direct", size, size, _from_root(size, root, rows=True), root)
 
 
 def gather(size: int, root: int) -> Schedule:
-    """Every rank sends its row to the root."""
+    """Gather in which every rank sends its row to the root."""
     rounds = _from_root(size, root, rows=True).backwards(reduce=False)
     return Schedule("gather", "direct", size, size, rounds, root)
 
 
 def gather_rows(size: int, width: int = 1) -> Rounds:
-    """The all-gather's round, with ``width`` chunks a row."""
+    """Return the round of the all-gather, with ``width`` chunks per row."""
 
     def tables(_: int) -> Iterator[Transfers]:
         ranks = np.arange(size)

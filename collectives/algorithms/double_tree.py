@@ -1,19 +1,19 @@
-"""Double binary tree: two trees over all ranks, each for one half of the tensor, no rank being inside both.
+"""Double binary tree: two trees over all ranks, each for one half of the tensor; no rank is an inner node of both.
 
-In one tree half of the ranks are leaves and have nothing to pass on, so there they are the inside of the other one:
-all send and receive alike. Each half is pipelined in S segments. With depth D, at most floor(log2 p):
+In one tree half of the ranks are leaves and forward nothing; those are the inner nodes of the other tree, so that all
+ranks send and receive alike. Each half is pipelined in S segments. With depth D, at most floor(log2 p):
 
-| collective | rounds | bytes that a rank sends at most (n bytes) |
+| collective | rounds | bytes sent per rank at most (n bytes) |
 | --- | --- | --- |
 | broadcast, reduce | D + S, with D of the tree of the p - 1 others | n |
 | all_reduce | 2 D + S - 1 | 2 n |
 
-As few bytes as a ring (but for a factor p / (p - 1)) in a logarithm of its waits: best for many ranks. The trees
-follow the hosts: below a rank are its neighbours. The edges of both trees together have two colours, so that of one
-colour a rank has at most one edge up and one down: the ports of all ranks are in use all the time.
+As few bytes as a ring (but for a factor p / (p - 1)) in a logarithmic number of rounds: best for many ranks. The trees
+follow the hosts: a rank's descendants are its neighbours. The edges of both trees are coloured with two colours such
+that, in each colour, a rank has at most one edge up and one down: the ports of all ranks are busy all the time.
 
 Source: P. Sanders, J. Speck, J. L. Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan"
-(2009); their two steps, one of each colour, are one round here.
+(2009); their two steps, one per colour, form one round here.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gangline.collectives.schedule.rounds import IntArray, Rounds, Transfers, transfers
-from gangline.collectives.schedule.schedule import Schedule
+from gangline.collectives.schedule import IntArray, Rounds, Schedule, Transfers, transfers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tree:
-    """A binary tree over ranks, an entry a rank in each array."""
+    """Binary tree over ranks; each array has one entry per rank."""
 
     parent: IntArray
     """-1 for the root."""
     depth: IntArray
-    """Edges up to the root."""
+    """Number of edges to the root."""
 
 
 def all_reduce(order: Sequence[int], segments: int = 1) -> Schedule:
-    """Up each tree with sums and down again; a segment goes down while later ones still come up."""
+    """All-reduce up each tree and down again; a segment goes down while later ones still go up."""
     edges = _edges(two_trees(order))
     depth = edges.deepest
 
@@ -52,30 +51,31 @@ def all_reduce(order: Sequence[int], segments: int = 1) -> Schedule:
 
 
 def broadcast(order: Sequence[int], root: int, segments: int = 1) -> Schedule:
-    """The root gives each half to the root of one tree over the other ranks."""
+    """Broadcast: the root sends each half to the root of one tree over the other ranks."""
     return Schedule("broadcast", "double_tree", len(order), 2 * segments, _down(order, root, segments), root)
 
 
 def reduce(order: Sequence[int], root: int, segments: int = 1) -> Schedule:
-    """The broadcast turned back, with sums."""
+    """Reduce: the reversed broadcast, with sums."""
     rounds = _down(order, root, segments).backwards(reduce=True)
     return Schedule("reduce", "double_tree", len(order), 2 * segments, rounds, root)
 
 
 def two_trees(order: Sequence[int]) -> tuple[Tree, Tree]:
-    """Two trees over the ranks of ``order``; a rank that has children in one is a leaf in the other.
+    """Return two trees over the ranks of ``order``; a rank that has children in one is a leaf in the other.
 
-    The inside of the first are places 1, 3, 5, ... of ``order``. The second is the first moved on by one place.
+    The inner nodes of the first are at positions 1, 3, 5, ... of ``order``. The second is the first, shifted by one
+    position.
     """
     tree = _in_order(len(order))
     return _renamed(tree, np.asarray(order)), _renamed(tree, np.roll(np.asarray(order), -1))
 
 
 def _in_order(size: int) -> Tree:
-    """A tree in which what is below a place on the left comes before it, and what is on the right after it.
+    """Return a binary search tree over positions: the left subtree precedes a node, the right subtree follows it.
 
-    A part of the tree begins at an even place and its root is the odd place nearest to its middle, so that only odd
-    places have children.
+    A subtree begins at an even position and its root is the odd position nearest to its middle, so only odd positions
+    have children.
     """
     parent, depth = np.full((2, size), -1)
     parts = [(0, size, -1, 0)]
@@ -89,14 +89,14 @@ def _in_order(size: int) -> Tree:
 
 
 def _renamed(tree: Tree, ranks: IntArray) -> Tree:
-    """The tree whose rank i is ``ranks[i]``."""
+    """Return the tree with rank i replaced by ``ranks[i]``."""
     place = np.argsort(ranks)
     above = tree.parent[place]
     return Tree(np.where(above < 0, -1, ranks[above]), tree.depth[place])
 
 
 def _below(root: int, tree: Tree) -> Tree:
-    """A tree over ``root`` and all others, from one whose rank i is the i-th of the others."""
+    """Return a tree with ``root`` above a tree whose rank i is the i-th of the other ranks."""
     others = np.delete(np.arange(len(tree.parent) + 1), root)
     parent, depth = np.full(len(others) + 1, -1), np.zeros(len(others) + 1, dtype=np.int64)
     parent[others] = np.where(tree.parent < 0, root, others[tree.parent])
@@ -105,7 +105,7 @@ def _below(root: int, tree: Tree) -> Tree:
 
 
 def _down(order: Sequence[int], root: int, segments: int) -> Rounds:
-    """Round i brings segment i - d + 1 to the ranks d below the root."""
+    """Return the rounds of the broadcast: round i brings segment i - d + 1 to the ranks at depth d."""
     if len(order) == 1:
         return Rounds(0, lambda _: ())
     begin = order.index(root)
@@ -121,14 +121,14 @@ def _down(order: Sequence[int], root: int, segments: int) -> Rounds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Edges:
-    """The edges of two trees, an entry an edge in each array."""
+    """Edges of two trees; each array has one entry per edge."""
 
     parent: IntArray
     child: IntArray
     depth: IntArray
-    """Of the child."""
+    """Depth of the child."""
     half: IntArray
-    """The tree, and the half of the tensor."""
+    """Number of the tree, and of the half of the tensor."""
     colour: IntArray
 
     @property
@@ -136,7 +136,7 @@ class _Edges:
         return int(self.depth.max(initial=0))
 
     def tables(self, segments: int, segment_at: Callable[[IntArray], IntArray], *, up: bool) -> Iterator[Transfers]:
-        """The messages of a round, a table a colour; ``segment_at`` gives the segment for each depth of a child."""
+        """Return the messages of a round, one table per colour; ``segment_at`` maps a child's depth to its segment."""
         segment = segment_at(self.depth)
         chunk = self.half * segments + segment
         for colour in (0, 1):
@@ -158,16 +158,17 @@ def _edges(trees: tuple[Tree, Tree]) -> _Edges:
 
 
 def _two_colours(parent: IntArray, child: IntArray) -> IntArray:
-    """Colours of edges, of which no parent has more than two and no child more than two: different at each.
+    """Return a colour for each edge, such that the two edges at a parent, or at a child, have different colours.
 
-    From edge to edge, over parents and children by turns, one comes to an end or back after an even number of them.
+    A path over parents and children by turns either ends or closes after an even number of edges, so two colours
+    suffice.
     """
-    meeting: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+    edges_at: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
     for edge, (above, below) in enumerate(zip(parent.tolist(), child.tolist(), strict=True)):
-        meeting["parent", above].append(edge)
-        meeting["child", below].append(edge)
+        edges_at["parent", above].append(edge)
+        edges_at["child", below].append(edge)
     beside: list[list[int]] = [[] for _ in child]
-    for edges in meeting.values():
+    for edges in edges_at.values():
         for edge in edges:
             beside[edge] += [other for other in edges if other != edge]
     colours = [-1] * len(child)

@@ -1,14 +1,14 @@
-"""Recursive halving and doubling: what ranks hold doubles from round to round, and so does how far they reach.
+"""Recursive halving and doubling: each round doubles the rows that a rank holds and the distance it sends over.
 
-| collective | rounds | bytes that a rank sends (p ranks, n bytes) |
+| collective | rounds | bytes sent per rank (p ranks, n bytes) |
 | --- | --- | --- |
 | all_gather (doubling), reduce_scatter (halving) | ceil(log2 p) | n (p - 1) / p |
 | all_reduce (halving, then doubling) | 2 ceil(log2 p) | 2 n (p - 1) / p |
 
-As few bytes as a ring in far fewer rounds, but most of them between distant ranks. Where p is a power of two, ranks
-exchange with each other. Else rank r sends to r - 1, r - 2, r - 4, ... the rows from its own on, of which there are
-never more than it lacks; so that no rank is folded away, which would send up to n bytes more. A range of rows that
-goes on from the last row to the first one is two messages.
+As few bytes as a ring in far fewer rounds, but most of them between distant ranks. If p is a power of two, ranks
+exchange in pairs. Otherwise rank r sends to r - 1, r - 2, r - 4, ... the rows from its own on, never more than the
+receiver lacks. This needs no folding of excess ranks, which would send up to n bytes more. A range of rows that wraps
+around is sent as two messages.
 
 Sources: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH" (2005);
 for other numbers of ranks J. Bruck et al., "Efficient algorithms for all-to-all communications in multiport
@@ -22,27 +22,26 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gangline.collectives.schedule.rounds import Rounds, Transfers, cyclic, transfers
-from gangline.collectives.schedule.schedule import Schedule
+from gangline.collectives.schedule import Rounds, Schedule, Transfers, cyclic, transfers
 
 
 def all_reduce(size: int) -> Schedule:
-    """A reduce-scatter and an all-gather of the parts of one tensor."""
+    """All-reduce: a reduce-scatter and an all-gather of the chunks of one tensor."""
     return Schedule("all_reduce", "halving_doubling", size, size, sum_rows(size))
 
 
 def all_gather(size: int) -> Schedule:
-    """Doubling: before round i a rank holds 2**i rows."""
+    """All-gather by doubling: before round i a rank holds 2**i rows."""
     return Schedule("all_gather", "halving_doubling", size, size, _doubling(size))
 
 
 def reduce_scatter(size: int) -> Schedule:
-    """Halving: the all-gather turned back, with sums."""
+    """Reduce-scatter by halving: the reversed all-gather, with sums."""
     return Schedule("reduce_scatter", "halving_doubling", size, size, _doubling(size).backwards(reduce=True))
 
 
 def sum_rows(size: int) -> Rounds:
-    """The rounds of the all-reduce; it has a chunk for each rank."""
+    """Return the rounds of the all-reduce, which has one chunk per rank."""
     doubling = _doubling(size)
     return doubling.backwards(reduce=True) + doubling
 

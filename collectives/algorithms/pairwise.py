@@ -1,7 +1,7 @@
-"""Pairwise exchange: an all-to-all in p - 1 rounds, in each of which every rank sends one row and receives one.
+"""Pairwise exchange: an all-to-all in p - 1 rounds, in each of which every rank sends and receives one row.
 
-Each rank sends n (p - 1) / p bytes, as few as can be, and nobody is sent to by two at a time: best for large tensors.
-Where p is a power of two, the ranks of a round exchange with each other; else r sends to r + k and receives from r - k.
+Each rank sends n (p - 1) / p bytes, the minimum, and no rank receives from two at a time: best for large tensors. If p
+is a power of two, the ranks of a round exchange in pairs; otherwise r sends to r + k and receives from r - k.
 
 Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH" (2005).
 """
@@ -12,12 +12,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gangline.collectives.schedule.rounds import Rounds, Transfers, transfers
-from gangline.collectives.schedule.schedule import Schedule
+from gangline.collectives.schedule import Rounds, Schedule, Transfers, transfers
 
 
 def all_to_all(size: int) -> Schedule:
-    """Every rank sends each other rank the row that is for it, one a round."""
+    """All-to-all in which every rank sends each other rank its row, one per round."""
     ranks = np.arange(size)
     is_power_of_two = size & (size - 1) == 0
 

@@ -1,14 +1,14 @@
-"""Ring: every rank sends to the next one only, so that each link carries as few bytes as can be.
+"""Ring: every rank sends to the next one only, so that each link carries the minimum of bytes.
 
-| collective | rounds | bytes that a rank sends (p ranks, n bytes) |
+| collective | rounds | bytes sent per rank (p ranks, n bytes) |
 | --- | --- | --- |
 | all_gather, reduce_scatter | p - 1 | n (p - 1) / p |
 | all_reduce | 2 (p - 1) | 2 n (p - 1) / p |
 | broadcast, reduce (a chain, in S segments) | p - 2 + S | n |
 
-Best for large tensors and few ranks. The ring follows the hosts, so that it enters and leaves each host once. In
-segments, a chunk travels as several messages: while one is combined the next is on its way, and a chain has many on
-its way at once.
+Best for large tensors and few ranks. The ring follows the hosts, so that it enters and leaves each host once. With
+segments, a chunk travels as several messages: one is combined while the next is in flight, and a chain has many in
+flight at once.
 
 Source: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
 """
@@ -19,39 +19,38 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gangline.collectives.schedule.rounds import Rounds, Transfers, transfers
-from gangline.collectives.schedule.schedule import Schedule
+from gangline.collectives.schedule import Rounds, Schedule, Transfers, transfers
 
 
 def all_reduce(order: Sequence[int], segments: int = 1) -> Schedule:
-    """A reduce-scatter and an all-gather of the parts of one tensor, around the ring ``order``."""
-    rounds = _sums_around(order, segments) + _around(order, segments)
+    """All-reduce: a reduce-scatter and an all-gather of the chunks of one tensor, around the ring ``order``."""
+    rounds = _reduce_around(order, segments) + _around(order, segments)
     return Schedule("all_reduce", "ring", len(order), len(order) * segments, rounds)
 
 
 def all_gather(order: Sequence[int], segments: int = 1) -> Schedule:
-    """Every row travels once around the ring ``order``."""
+    """All-gather in which every row travels once around the ring ``order``."""
     return Schedule("all_gather", "ring", len(order), len(order) * segments, _around(order, segments))
 
 
 def reduce_scatter(order: Sequence[int], segments: int = 1) -> Schedule:
-    """The sum of each row is gathered on its way around the ring, and ends at its rank."""
-    return Schedule("reduce_scatter", "ring", len(order), len(order) * segments, _sums_around(order, segments))
+    """Reduce-scatter in which the sum of each row travels around the ring and ends at its rank."""
+    return Schedule("reduce_scatter", "ring", len(order), len(order) * segments, _reduce_around(order, segments))
 
 
 def broadcast(order: Sequence[int], root: int, segments: int = 1) -> Schedule:
-    """Segment after segment along a chain that begins at the root."""
+    """Broadcast segment after segment along a chain that begins at the root."""
     return Schedule("broadcast", "ring", len(order), segments, _chain(order, root, segments), root)
 
 
 def reduce(order: Sequence[int], root: int, segments: int = 1) -> Schedule:
-    """The broadcast turned back, with sums."""
+    """Reduce: the reversed broadcast, with sums."""
     rounds = _chain(order, root, segments).backwards(reduce=True)
     return Schedule("reduce", "ring", len(order), segments, rounds, root)
 
 
 def _around(order: Sequence[int], segments: int) -> Rounds:
-    """In round i the rank at place q passes on the row of the rank at place q - i."""
+    """Return the rounds of the all-gather: in round i, position q of the ring forwards the row of position q - i."""
     ranks = np.asarray(order)
     following = np.roll(ranks, -1)
 
@@ -63,19 +62,19 @@ def _around(order: Sequence[int], segments: int) -> Rounds:
     return Rounds(len(order) - 1, at)
 
 
-def _sums_around(order: Sequence[int], segments: int) -> Rounds:
-    """The all-gather of the ring that runs the other way, turned back: so that all messages run the same way."""
+def _reduce_around(order: Sequence[int], segments: int) -> Rounds:
+    """Return the rounds of the reduce-scatter: the reversed all-gather of the opposite ring."""
     return _around(order[::-1], segments).backwards(reduce=True)
 
 
 def _chain(order: Sequence[int], root: int, segments: int) -> Rounds:
-    """In round i the rank at place q of the chain passes on segment i - q."""
+    """Return the rounds of the broadcast: in round i the rank at position q of the chain forwards segment i - q."""
     begin = order.index(root)
     chain = np.asarray([*order[begin:], *order[:begin]])
     size = len(chain)
 
     def at(number: int) -> Iterator[Transfers]:
-        places = np.arange(max(0, number - segments + 1), min(size - 1, number + 1))
-        yield transfers(chain[places], chain[places + 1], number - places)
+        position = np.arange(max(0, number - segments + 1), min(size - 1, number + 1))
+        yield transfers(chain[position], chain[position + 1], number - position)
 
     return Rounds(size - 2 + segments if size > 1 else 0, at)

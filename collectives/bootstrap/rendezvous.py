@@ -9,13 +9,14 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from gangline.collectives.bootstrap.launcher_environment import LOOPBACK, find_rank_info
-from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
+from gangline.collectives.bootstrap.store_all_gather import StoreAllGather, store_errors
+from gangline.collectives.errors import StallError
 from gangline.collectives.liveness.limits import limits
 from gangline.collectives.liveness.process_state import boot_id
 from gangline.collectives.transports.addresses import check_address, local_address
@@ -55,8 +56,9 @@ class Rendezvous:
         """
         self.rank, self.size, self.host, self.port = find_rank_info(rank, size, address, environment)
         self._timeout = time_limit(timeout)
-        self._rounds = itertools.count()
-        self._store = self._connect(environment) if self.size > 1 else None
+        self._where = f"{self.host}:{self.port}"
+        self._server = f"the process that serves the store at {self._where}, rank 0 or torchrun's agent"
+        self._all_gather = self._connect(environment) if self.size > 1 else None
 
     def exchange(self, blob: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order. Collective: all ranks must call it.
@@ -68,23 +70,9 @@ class Rendezvous:
         """
         if self.size == 1:
             return [blob]
-        if self._store is None:
+        if self._all_gather is None:
             raise RuntimeError(f"rank {self.rank} has closed its rendezvous and cannot exchange any more")
-        number = next(self._rounds)
-        blob_keys, done_keys = ([f"{number}/{kind}/{rank}" for rank in range(self.size)] for kind in ("blob", "done"))
-        with self._report_lost_store():
-            self._store.set(blob_keys[self.rank], blob)  # type: ignore[arg-type]  # the stub accepts only str
-            self._wait(blob_keys)
-            blobs: list[bytes] = self._store.multi_get(blob_keys)
-        if self.rank == 0:  # returns last, because the store may end with its process
-            with self._report_lost_store():
-                self._wait(done_keys[1:])
-                for key in [*blob_keys, *done_keys[1:]]:
-                    self._store.delete_key(key)
-        else:
-            with suppress(DistNetworkError):  # the store may be gone; all blobs have been read
-                self._store.set(done_keys[self.rank], "")
-        return blobs
+        return self._all_gather(blob)
 
     def interface(self) -> str:
         """Return the address by which other hosts reach this host."""
@@ -94,42 +82,21 @@ class Rendezvous:
 
     def close(self) -> None:
         """Disconnect from the store. A store that rank 0 serves stays open for later jobs of its process."""
-        self._store = None
+        self._all_gather = None
 
-    def _connect(self, environment: Mapping[str, str]) -> Store:
+    def _connect(self, environment: Mapping[str, str]) -> StoreAllGather:
         check_address(self.host)
         has_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         has_agent = has_agent and environment.get("MASTER_PORT") == str(self.port)
         address = self.host, self.port
-        with self._report_lost_store():
+        with store_errors(self.rank, self.size, self._server):
             if self.rank == 0 and not has_agent:
                 store = _serve_store(*address)
             else:
                 store = _connect_store(*address, self._timeout)
             attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")  # an agent's store outlives its workers
-            return PrefixStore(f"gangline/{attempt}/{next(_job_numbers[address])}", store)
-
-    def _wait(self, keys: list[str]) -> None:
-        """Wait for all keys of a round by polling, because the store's own wait cannot be interrupted."""
-        assert self._store is not None
-        ends, pause = time.monotonic() + self._timeout, 0.001
-        while not self._store.check(keys):
-            if time.monotonic() > ends:
-                missing = [int(key.rpartition("/")[2]) for key in keys if not self._store.check([key])]
-                raise StallError(
-                    f"{name_ranks(missing)} of {self.size} did not reach {self.host}:{self.port} "
-                    f"within {self._timeout:g} s"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
-
-    @contextmanager
-    def _report_lost_store(self) -> Iterator[None]:
-        try:
-            yield
-        except DistNetworkError as error:
-            server = f"the process that serves the store at {self.host}:{self.port}, rank 0 or torchrun's agent"
-            raise DeadNodeError(f"rank {self.rank} of {self.size} lost {server}: {error}") from error
+            prefixed = PrefixStore(f"gangline/{attempt}/{next(_job_numbers[address])}", store)
+        return StoreAllGather(prefixed, self.rank, self.size, self._timeout, self._where, self._server)
 
 
 _job_numbers: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)

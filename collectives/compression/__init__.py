@@ -1,9 +1,8 @@
-"""Gradients in fewer bytes: one codec a file, error feedback around any of them, a registry by name.
+"""Gradient compression: one codec per file, error feedback around any of them, and a registry by name.
 
-A sender keeps ``compression = parse({"type": "2bit", "threshold": 0.5})`` and, where ``compression.error_feedback``
-says so, a residual of zeros for each gradient. It sends
-``compress(compression.codec, gradient, residual, "key 'fc.weight'")``; a receiver calls
-``compression.codec.decode(payload, out)``.
+A sender keeps ``compression = parse({"type": "2bit", "threshold": 0.5})`` and, if ``compression.error_feedback`` is
+set, a residual for each gradient, initially zeros. It sends ``compress(compression.codec, gradient, residual, "key
+'fc.weight'")``; a receiver calls ``compression.codec.decode(payload, out)``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compress a gradient and keep what was not sent, so that it is sent later."""
+"""Compression with error feedback: the part of a gradient that was not sent is added to the next one."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from gangline.collectives.compression.codec import Codec, check_dtype
 
 
 def compress(codec: Codec, gradient: torch.Tensor, residual: torch.Tensor | None, what: str) -> torch.Tensor:
-    """The payload of ``gradient``; with a residual, of both together, and the residual keeps what was not sent.
+    """Return the payload of ``gradient``, plus the residual if there is one, which is updated to the part not sent.
 
     ``residual += gradient; payload = encode(residual); residual -= decode(payload)``: error feedback (Seide et al.,
-    1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback Fixes SignSGD, 2019). What was sent over
-    all calls, and the residual, add up to the gradients, but for rounding.
+    1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback Fixes SignSGD, 2019). Over all calls,
+    the values sent and the residual add up to the gradients, up to rounding.
 
     Args:
-        codec: what makes the payload.
-        gradient: float16, bfloat16, float32 or float64, any shape and strides; not changed.
+        codec: the codec.
+        gradient: float16, bfloat16, float32 or float64, any shape and strides; not modified.
         residual: None for no error feedback; else a tensor of the gradient's shape, dtype and device that the caller
-            keeps from call to call, zeros at first. Changed in place; must not overlap the gradient.
-        what: whose gradient it is, for messages: ``"key 'fc.weight'"``.
+            keeps between calls, initially zeros. Updated in place; must not overlap the gradient.
+        what: the gradient's owner, for error messages: ``"key 'fc.weight'"``.
 
     Returns:
         A 1-D uint8 tensor of ``codec.payload_bytes(gradient.numel(), gradient.dtype)`` on the gradient's device.
 
     Raises:
-        ValueError: NaN or infinity in the gradient, in the residual or in their sum; a residual that does not fit; a
-            dtype that is not in the list. Nothing has changed then.
+        ValueError: if the gradient, the residual or their sum holds NaN or infinity, the residual does not fit, or the
+            dtype is not supported. Nothing has changed then.
     """
     check(gradient, residual, what)
     return compress_checked(codec, gradient, residual)
@@ -36,7 +36,7 @@ def compress(codec: Codec, gradient: torch.Tensor, residual: torch.Tensor | None
 
 @torch.no_grad()
 def check(gradient: torch.Tensor, residual: torch.Tensor | None, what: str) -> None:
-    """Raise what `compress` would raise; for who compresses several gradients, and wants all or none to go."""
+    """Raise any error that `compress` would raise, so that several gradients can be compressed all or none."""
     check_dtype(gradient)
     if residual is None:
         _check_finite(gradient, f"the gradient of {what}")
@@ -47,12 +47,12 @@ def check(gradient: torch.Tensor, residual: torch.Tensor | None, what: str) -> N
 
 @torch.no_grad()
 def compress_checked(codec: Codec, gradient: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    """`compress` of what `check` has let pass."""
+    """Return the payload, as `compress`, of arguments that `check` has accepted."""
     if residual is None:
         return codec.encode(gradient)
     flat = residual.reshape(-1)
     payload = codec.encode_with_feedback(gradient.reshape(-1), flat)
-    if not residual.is_contiguous():  # then flat is a copy, or may be one
+    if not residual.is_contiguous():  # then flat may be a copy
         residual.copy_(flat.view(residual.shape))
     return payload
 
@@ -74,7 +74,7 @@ def _check_sum_finite(gradient: torch.Tensor, residual: torch.Tensor, what: str)
 
 
 def _check_finite(values: torch.Tensor, name: str) -> float:
-    """The largest magnitude; two numbers decide, since minimum and maximum hand NaN on."""
+    """Return the largest magnitude, or raise ValueError; NaN propagates through minimum and maximum."""
     if not values.numel():
         return 0.0
     low: float

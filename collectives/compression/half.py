@@ -1,4 +1,4 @@
-"""Half precision: two bytes a value."""
+"""Half precision: two bytes per value."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from gangline.collectives.compression.spans import in_spans, piece_numel, pieces
 
 
 class _Half(Codec):
-    """Each value rounded to the nearest of ``dtype``, ties to even; float64 is rounded to float32 first.
+    """Rounding of each value to the nearest of ``dtype``, ties to even; float64 is rounded to float32 first.
 
-    What is beyond the dtype's range becomes its largest finite number, of the same sign, never infinity.
+    Values beyond the dtype's range become its largest finite number of the same sign, never infinity.
 
     Payload: the values, 2 bytes each.
     """
@@ -50,13 +50,13 @@ class _Half(Codec):
 
 @register("fp16")
 class Float16(_Half):
-    """Values as float16: 11 bits of precision, at most 65,504; larger ones become 65,504, of the same sign."""
+    """Values as float16: 11 bits of precision; magnitudes above 65,504 become 65,504, with the same sign."""
 
     dtype = torch.float16
 
 
 @register("bf16")
 class BFloat16(_Half):
-    """Values as bfloat16: 8 bits of precision, at most 3.39e38; larger ones become that, of the same sign."""
+    """Values as bfloat16: 8 bits of precision; magnitudes above 3.39e38 become that, with the same sign."""
 
     dtype = torch.bfloat16

@@ -1,4 +1,4 @@
-"""Compression as users name it: plain data in, a codec and its settings out."""
+"""Compression settings as plain data, and the registry of codecs by name."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _registry: dict[str, type[Codec]] = {}
 
 @dataclass(frozen=True)
 class Compression:
-    """How gradients and weights travel.
+    """Settings for the compression of gradients and weights.
 
     Attributes:
-        codec: for what is pushed.
+        codec: codec for pushes.
         error_feedback: whether a sender keeps a residual for each gradient.
-        pull_codec: for what is pulled; None leaves it as it is.
-        params: all of the above as plain data, every option named: `parse` takes it, msgpack carries it, and two are
-            equal that mean the same.
+        pull_codec: codec for pulls; None: pulls are not compressed.
+        params: all settings as plain data, with every option: accepted by `parse`, serializable by msgpack, and equal
+            for equal settings.
     """
 
     codec: Codec = field(compare=False)
@@ -34,7 +34,7 @@ class Compression:
 
 
 def parse(params: Mapping[str, Any]) -> Compression:
-    """Make the compression that ``params`` names.
+    """Return the compression described by ``params``.
 
     Args:
         params: ``type``: "2bit", "fp16", "bf16", "topk", or a name given to `register`; its options, such as
@@ -42,8 +42,8 @@ def parse(params: Mapping[str, Any]) -> Compression:
             for 2bit and topk, False for fp16 and bf16); ``pull_type``: "fp16", "bf16" or None, the default.
 
     Raises:
-        ValueError: no type, one that is not registered, an unknown option, or a value out of its range.
-        TypeError: no mapping, a key that is no str, or a value of a wrong type.
+        ValueError: if the type is missing or not registered, an option is unknown, or a value is out of range.
+        TypeError: if ``params`` is not a mapping, a key is not a str, or a value has the wrong type.
     """
     if not isinstance(params, Mapping):
         raise TypeError(
@@ -60,20 +60,20 @@ def parse(params: Mapping[str, Any]) -> Compression:
     if not isinstance(error_feedback, bool):
         raise TypeError(f"error_feedback is {error_feedback!r}, a {type(error_feedback).__name__}; expected a bool")
     pull_type = _checked_pull_type(given.pop("pull_type", None))
-    codec, options = _made(params["type"], kind, given)
+    codec, options = _make_codec(params["type"], kind, given)
     pull_codec = None if pull_type is None else _registry[pull_type]()
     plain = {"type": params["type"], **options, "error_feedback": error_feedback, "pull_type": pull_type}
     return Compression(codec, error_feedback, pull_codec, plain)
 
 
 def register(name: str) -> Callable[[AnyCodec], AnyCodec]:
-    """Class decorator: have `parse` make this `Codec` for ``{"type": name}``.
+    """Register a `Codec` class for ``{"type": name}``: a class decorator.
 
-    The keywords of the class's constructor are the options that users may give.
+    The keyword arguments of the class's constructor are its options.
 
     Raises:
-        ValueError: the name is taken.
-        TypeError: the name is no str, or what is decorated is no Codec class.
+        ValueError: if the name is taken.
+        TypeError: if the name is not a str, or the decorated object is not a Codec class.
     """
     if not isinstance(name, str):
         raise TypeError(f"a codec's name is {name!r}, a {type(name).__name__}; expected a str")
@@ -82,7 +82,7 @@ def register(name: str) -> Callable[[AnyCodec], AnyCodec]:
 
     def decorate(kind: AnyCodec) -> AnyCodec:
         if not (isinstance(kind, type) and issubclass(kind, Codec)):
-            raise TypeError(f"{kind!r} is no subclass of Codec")
+            raise TypeError(f"{kind!r} is not a subclass of Codec")
         _registry[name] = kind
         return kind
 
@@ -105,8 +105,8 @@ def _checked_pull_type(name: Any) -> str | None:
     return name
 
 
-def _made(name: str, kind: type[Codec], given: dict[str, Any]) -> tuple[Codec, dict[str, Any]]:
-    """A codec, and all of its options as it understood them."""
+def _make_codec(name: str, kind: type[Codec], given: dict[str, Any]) -> tuple[Codec, dict[str, Any]]:
+    """Return a codec and all of its options, with defaults."""
     keywords = inspect.signature(kind).parameters
     unknown = sorted(set(given) - set(keywords))
     missing = [key for key, keyword in keywords.items() if keyword.default is keyword.empty and key not in given]

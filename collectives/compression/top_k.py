@@ -1,4 +1,4 @@
-"""The few largest values with their places; the rest is zero."""
+"""Top-k sparsification: the largest values with their indices; all others are zero."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _SAMPLES = 2**16
 
 @register("topk")
 class TopK(Codec):
-    """The ``ceil(ratio * n)`` of n values that are largest in magnitude; of equal ones those of lower index.
+    """The ``ceil(ratio * n)`` of n values with the largest magnitudes; ties go to the lower index.
 
-    The method is Aji and Heafield's (Sparse Communication for Distributed Gradient Descent, 2017).
+    Method: Aji and Heafield, Sparse Communication for Distributed Gradient Descent, 2017.
 
-    Payload: the indices, int32 and rising, then their values in the tensor's dtype. ``ratio`` counts as the decimal
-    number it prints as: 0.07 of 100 values is 7.
+    Payload: the indices, int32, ascending, then their values in the tensor's dtype. ``ratio`` is taken as the decimal
+    number that it prints as: 0.07 of 100 values is 7.
 
     Args:
         ratio: 0 < ratio <= 1.
 
     Raises:
-        ValueError: another ratio; or (`encode`, `decode`) 2**31 values and more.
-        TypeError: a ratio that is no number.
+        ValueError: if the ratio is out of range; or (`encode`, `decode`) for 2**31 values or more.
+        TypeError: if the ratio is not a number.
     """
 
     def __init__(self, ratio: float = 0.01) -> None:
@@ -69,7 +69,7 @@ class TopK(Codec):
 
     def _count(self, numel: int) -> int:
         if numel >= _MOST:
-            raise ValueError(f"a tensor of {numel} values came for TopK; expected fewer than {_MOST}: send it in parts")
+            raise ValueError(f"TopK cannot encode a tensor of {numel} values; expected fewer than {_MOST}: split it")
         return math.ceil(Fraction(repr(self.ratio)) * numel)
 
     def _payload(self, flat: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ class TopK(Codec):
 
 
 def _largest(flat: torch.Tensor, count: int) -> torch.Tensor:
-    """The indices, int64 and rising, of the ``count`` values that are largest in magnitude; ties to the lower index."""
+    """Return the ascending int64 indices of the ``count`` largest magnitudes; ties to the lower index."""
     magnitude = flat.abs()
     candidates = _candidates(magnitude, count)
     if candidates.numel() == count:
@@ -91,16 +91,16 @@ def _largest(flat: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _candidates(magnitude: torch.Tensor, count: int) -> torch.Tensor:
-    """Rising indices with the ``count`` largest among them and, mostly, few more.
+    """Return ascending indices that include the ``count`` largest magnitudes and usually few more.
 
-    A sample says from which magnitude on to look, for selecting among all values costs several times as much. Where
-    the sample misleads, the result is right and only slower.
+    A sample gives a lower bound for the magnitudes, because selecting among all values costs several times as much. If
+    the sample is not representative, the result is still correct, only slower.
     """
     numel = magnitude.numel()
     stride = max(1, numel // _SAMPLES)
     sample = magnitude[::stride]
     expected = count / stride
-    rank = math.ceil(expected + 4 * math.sqrt(expected)) + 4  # four standard deviations to the safe side
+    rank = math.ceil(expected + 4 * math.sqrt(expected)) + 4  # four standard deviations above the mean
     if stride > 1 and rank < sample.numel():
         candidates = (magnitude >= sample.topk(rank, sorted=False).values.min()).nonzero().view(-1)
         if candidates.numel() >= count:

@@ -1,4 +1,4 @@
-"""Two bits a value: up by the threshold, down by it, or nothing."""
+"""Two bits per value: plus the threshold, minus the threshold, or zero."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from gangline.collectives.compression.registry import register
 from gangline.collectives.compression.spans import in_spans, piece_numel, pieces
 
 _LOW_BITS = 0x03030303
-# Four codes, one a byte of an int32, times this: each lands at its place in the highest byte, and what lands below
-# never carries into it.
+# Multiplying four codes, one per byte of an int32, by this packs them into the highest byte; the lower bytes never
+# carry into it.
 _GATHER = 1 << 24 | 1 << 18 | 1 << 12 | 1 << 6
 
 
 @register("2bit")
 class TwoBit(Codec):
-    """At or above ``threshold`` sends +threshold, at or below -threshold sends -threshold, between them 0.
+    """Values at or above ``threshold`` as +threshold, at or below -threshold as -threshold, others as 0.
 
-    The method is Strom's (Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, 2015), each value in
-    its place. With error feedback, in the tensor's own dtype and rounding::
+    Method: Strom, Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, 2015, without its sparse
+    indices. With error feedback, in the tensor's own dtype and rounding::
 
         r += g
         if r >= t: send +t, r -= t
         elif r <= -t: send -t, r += t
         else: send 0
 
-    Payload: 16 values in 4 bytes, the last ones filled with zeros. Value i is in byte i // 4, at bit 2 * (i % 4)
-    counted from the lowest: 0 is 0, 1 is +threshold, 3 is -threshold; 2 is never sent and reads as 0.
+    Payload: 16 values in 4 bytes, padded with zeros. Value i is in byte i // 4, at bit 2 * (i % 4) counted from the
+    lowest: 0 is 0, 1 is +threshold, 3 is -threshold; 2 is never sent and reads as 0.
 
     Args:
-        threshold: > 0, finite, in the gradient's unit; compared, sent and received in the dtype of the tensor at hand.
+        threshold: > 0, finite, in the gradient's unit; used in the dtype of the tensor.
 
     Raises:
-        ValueError: a threshold that is not > 0 and finite, here or (`encode`, `decode`) in the tensor's dtype.
-        TypeError: a threshold that is no number.
+        ValueError: if the threshold is not > 0 and finite, here or (`encode`, `decode`) in the tensor's dtype.
+        TypeError: if the threshold is not a number.
     """
 
     def __init__(self, threshold: float = 0.5) -> None:
@@ -74,7 +74,7 @@ class TwoBit(Codec):
             out.copy_(flat.view(out.shape))
 
     def _encode(self, values: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-        """The payload of ``values``; of values + gradient where there is one, and values then keep what is not sent."""
+        """Return the payload of ``values``, or of values + gradient, in which case values keep the part not sent."""
         check_dtype(values)
         threshold, below = self._bounds(values.dtype)
         numel, device = values.numel(), values.device
@@ -89,7 +89,7 @@ class TwoBit(Codec):
                 part, size = values[piece], piece.stop - piece.start
                 if gradient is not None:
                     part.add_(gradient[piece])
-                # hardshrink keeps what is beyond `below`, that is, at or beyond the threshold; torch's comparisons
+                # hardshrink keeps values beyond `below`, that is, at or beyond the threshold; torch's comparisons
                 # cost four times as much
                 sign = torch.hardshrink(part, below, out=signs[:size]).sign_()
                 if gradient is not None:
@@ -105,7 +105,7 @@ class TwoBit(Codec):
         return payload
 
     def _bounds(self, dtype: torch.dtype) -> tuple[float, float]:
-        """The threshold in ``dtype``, and the largest number of the dtype below it."""
+        """Return the threshold in ``dtype``, and the next smaller number of the dtype."""
         bits = torch.tensor([self.threshold], dtype=dtype).view(getattr(torch, f"int{dtype.itemsize * 8}"))
         threshold, below = torch.cat((bits, bits - 1)).view(dtype).tolist()
         if not 0 < threshold < math.inf:
@@ -115,7 +115,7 @@ class TwoBit(Codec):
         return threshold, below
 
     def _table(self, out: torch.Tensor) -> torch.Tensor:
-        """The four values of each byte, (256, 4)."""
+        """Return the four values of each byte, (256, 4)."""
         threshold, _ = self._bounds(out.dtype)
         of_code = torch.tensor([0.0, threshold, 0.0, -threshold], dtype=out.dtype, device=out.device)
         byte = torch.arange(256, device=out.device).unsqueeze(1)

@@ -1,1 +1,1 @@
-"""Collectives between the devices of one process, NCCL between processes, and links between GPUs."""
+"""Collectives between the devices of one process, NCCL between processes, and the links between GPUs."""

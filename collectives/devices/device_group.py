@@ -1,7 +1,4 @@
-"""`DeviceGroup`: the collectives between the devices of one process, on lists of tensors.
-
-How tensors move between devices is chosen by what is there (`gangline.collectives.devices.backends.choice`).
-"""
+"""`DeviceGroup`: collectives between the devices of one process, on lists of tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from torch import Tensor
 from gangline.collectives.context import Context, contexts, cpu, gpu
 from gangline.collectives.devices.backends import copies
 from gangline.collectives.devices.backends.base import Transfer
-from gangline.collectives.devices.backends.choice import opened
+from gangline.collectives.devices.backends.selection import open_backend
 from gangline.collectives.engine import reduction
 from gangline.collectives.engine.arguments import check_written
 
@@ -23,57 +20,58 @@ __all__ = ["DeviceGroup", "Transfer", "broadcast", "move", "reduce", "require"]
 
 
 class DeviceGroup:
-    """The devices of one process, which move and reduce tensors together.
+    """Devices of one process that move and reduce tensors together.
 
-    A place is an index into the list of devices: every list of tensors has one for each place, on its device, all of
-    one shape and dtype. Dtypes, ``op`` and what they mean are those of `Communicator`: float16 and bfloat16 are
-    combined in float32 and rounded once, but by NCCL at each hop. All places hold the same bits afterwards; but by
-    NCCL, values are combined in the order of the places. Tensors may have any strides and be empty; what is written
-    must not be expanded.
+    A position is an index into the list of devices. Every list of tensors has one tensor per position, on its device,
+    all of one shape and dtype. Dtypes and ``op`` are those of `Communicator`: float16 and bfloat16 are combined in
+    float32 and rounded once; NCCL rounds at each hop. Values are combined in the order of the positions, except by
+    NCCL. All positions get the same bits. Tensors may have any strides and be empty; written ones must not be expanded.
 
-    All ``cpu(i)`` are the host, yet places of their own, and a GPU may stand several times. On GPUs a call returns
-    before it is done: it is ordered on each device's current stream, like any operation of torch.
+    All ``cpu(i)`` are the host, yet distinct positions, and a GPU may occur several times. On GPUs a call returns
+    before it is done: like torch's operations, it is enqueued on each device's current stream.
     """
 
     def __init__(self, devices: Sequence[Context | torch.device], implementation: str | None = None) -> None:
-        """Join devices.
+        """Open the backend for devices.
 
         Args:
             devices: at least one.
-            implementation: "nccl", "peer_to_peer", "staged" or "copies"; None: the best that serves. The environment's
-                GANGLINE_DEVICE_GROUP goes before it.
+            implementation: "nccl", "peer_to_peer", "staged" or "copies"; None: the best one for these devices
+                (`gangline.collectives.devices.backends.selection`). The environment variable GANGLINE_DEVICE_GROUP
+                overrides it.
 
         Raises:
-            ValueError: no device, a GPU that is not there, or an implementation unknown or not for these devices.
-            TypeError: something is no device.
-            RuntimeError: this machine lacks what the implementation needs; the message says what.
+            ValueError: if there is no device, a GPU does not exist, or the implementation is unknown or cannot serve
+                these devices.
+            TypeError: if an entry is not a device.
+            RuntimeError: if this machine lacks a requirement of the implementation; the message names it.
         """
         self.devices = tuple(_device(device) for device in devices)
-        """The device of each place."""
-        contexts([cpu() if device.type == "cpu" else gpu(device.index) for device in self.devices])  # all are there
-        self._backend = opened(self.devices, implementation)
+        """Device of each position."""
+        contexts([cpu() if device.type == "cpu" else gpu(device.index) for device in self.devices])  # checks presence
+        self._backend = open_backend(self.devices, implementation)
         self.implementation = self._backend.name
-        """How tensors move: "nccl", "peer_to_peer", "staged" or "copies"."""
+        """Name of the backend: "nccl", "peer_to_peer", "staged" or "copies"."""
 
     @property
     def size(self) -> int:
-        """The number of places."""
+        """Number of positions."""
         return len(self.devices)
 
     @torch.no_grad()
     def all_reduce(self, tensors: Sequence[Tensor], op: str = "sum") -> list[Tensor]:
-        """Reduce tensors over all places, in place.
+        """Reduce tensors over all positions, in place.
 
         Args:
-            tensors: one for each place, any shape.
-            op: how elements are combined.
+            tensors: one per position, any shape.
+            op: "sum", "mean", "product", "min" or "max".
 
         Returns:
             ``tensors``.
 
         Raises:
-            ValueError: an unknown ``op``, or tensors that do not fit the devices or each other.
-            TypeError: no dense tensors, or a dtype or op that does not go together.
+            ValueError: if ``op`` is unknown, or tensors do not fit the devices or each other.
+            TypeError: if a tensor is not dense, or its dtype does not support ``op``.
         """
         self._check("tensors", tensors)
         _check_targets("tensors", tensors)
@@ -84,20 +82,20 @@ class DeviceGroup:
 
     @torch.no_grad()
     def reduce(self, tensors: Sequence[Tensor], root: int = 0, op: str = "sum", out: Tensor | None = None) -> Tensor:
-        """Reduce tensors over all places for one of them.
+        """Reduce tensors over all positions to one of them.
 
         Args:
-            tensors: one for each place, any shape; left as they are, but for the root's where ``out`` is None.
-            root: the place that gets the result.
-            op: how elements are combined.
-            out: where the result goes, on the root's device; None: into ``tensors[root]``.
+            tensors: one per position, any shape; only the root's is written, and only if ``out`` is None.
+            root: position that gets the result.
+            op: "sum", "mean", "product", "min" or "max".
+            out: tensor for the result, on the root's device; None: ``tensors[root]``.
 
         Returns:
             The tensor that holds the result.
 
         Raises:
-            ValueError: an unknown ``op`` or root, or tensors that do not fit the devices or each other.
-            TypeError: no dense tensors, or a dtype or op that does not go together.
+            ValueError: if ``op`` or the root is unknown, or tensors do not fit the devices or each other.
+            TypeError: if a tensor is not dense, or its dtype does not support ``op``.
         """
         self._check("tensors", tensors)
         reduction.check(op, tensors[0].dtype)
@@ -112,43 +110,43 @@ class DeviceGroup:
 
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> list[Tensor]:
-        """Make all places' tensors what one place's is.
+        """Copy one position's tensor to all others.
 
         Args:
-            tensors: one for each place, any shape; all but the root's are overwritten.
-            root: whose values are taken.
+            tensors: one per position, any shape; all but the root's are overwritten.
+            root: position whose tensor is copied.
 
         Returns:
             ``tensors``.
 
         Raises:
-            ValueError: an unknown root, or tensors that do not fit the devices or each other.
-            TypeError: no dense tensors, or a dtype that collectives do not take.
+            ValueError: if the root is unknown, or tensors do not fit the devices or each other.
+            TypeError: if a tensor is not dense, or its dtype is not supported.
         """
         self._check("tensors", tensors)
         self._check_root(root)
-        _check_targets("tensors", [tensor for place, tensor in enumerate(tensors) if place != root])
+        _check_targets("tensors", [tensor for position, tensor in enumerate(tensors) if position != root])
         if tensors[0].numel() and self.size > 1:
             self._backend.move([((), tensors[root], tensors)])
         return list(tensors)
 
     @torch.no_grad()
     def all_gather(self, tensors: Sequence[Tensor], outs: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Gather every place's tensor at all places.
+        """Gather every position's tensor at all positions.
 
         Args:
-            tensors: one for each place, any shape.
-            outs: for each place (size, *shape), row r from place r; None makes them.
+            tensors: one per position, any shape.
+            outs: one per position, (size, *shape), row r from position r; None: new tensors.
 
         Returns:
             ``outs``.
 
         Raises:
-            ValueError: tensors that do not fit the devices or each other.
-            TypeError: no dense tensors, or a dtype that collectives do not take.
+            ValueError: if tensors do not fit the devices or each other.
+            TypeError: if a tensor is not dense, or its dtype is not supported.
         """
         self._check("tensors", tensors)
-        results = self._made_or_fitting(outs, (self.size, *tensors[0].shape), tensors[0].dtype)
+        results = self._prepare_outs(outs, (self.size, *tensors[0].shape), tensors[0].dtype)
         if tensors[0].numel():
             self._backend.all_gather(tensors, results)
         return results
@@ -157,59 +155,60 @@ class DeviceGroup:
     def reduce_scatter(
         self, tensors: Sequence[Tensor], op: str = "sum", outs: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """Reduce rows over all places, and give each place one of them.
+        """Reduce rows over all positions, and give each position one row.
 
         Args:
-            tensors: for each place (size, ...), a row for each place; left as they are.
-            op: how elements are combined.
-            outs: for each place where its row goes; None makes them.
+            tensors: one per position, (size, ...), with one row per position; not modified.
+            op: "sum", "mean", "product", "min" or "max".
+            outs: one per position, for its row; None: new tensors.
 
         Returns:
             ``outs``.
 
         Raises:
-            ValueError: no row for each place, an unknown ``op``, or tensors that do not fit the devices or each other.
-            TypeError: no dense tensors, or a dtype or op that does not go together.
+            ValueError: if the number of rows differs from the size, ``op`` is unknown, or tensors do not fit the
+                devices or each other.
+            TypeError: if a tensor is not dense, or its dtype does not support ``op``.
         """
         self._check("tensors", tensors)
         reduction.check(op, tensors[0].dtype)
         if not tensors[0].ndim or tensors[0].shape[0] != self.size:
             raise ValueError(f"tensors have shape {tuple(tensors[0].shape)}; expected ({self.size}, ...)")
-        results = self._made_or_fitting(outs, tensors[0].shape[1:], tensors[0].dtype)
+        results = self._prepare_outs(outs, tensors[0].shape[1:], tensors[0].dtype)
         if tensors[0].numel():
             self._backend.reduce_scatter(tensors, results, op)
         return results
 
     @torch.no_grad()
     def move(self, transfers: Sequence[Transfer]) -> None:
-        """Many sums and copies at once: for each (values, total, outs) sum ``values`` and copy the sum out.
+        """Run many sums and copies at once: for each (values, total, outs), sum ``values`` and copy the sum to them.
 
         Args:
-            transfers: values and outs hold a tensor for each place, or nothing; ``total``, on one of the devices, gets
-                the sum of the values, or is only copied where there are none, and is copied into each of the outs. It
-                may be one of the values. Unlike those of the collectives, these tensors are taken as they come.
+            transfers: values and outs hold one tensor per position, or are empty. ``total``, on one of the devices,
+                gets the sum of the values, or is only copied if there are none; it may be one of the values. These
+                tensors are not checked.
         """
         self._backend.move(transfers)
 
     def _check(self, name: str, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != self.size:
             raise ValueError(f"{name} has {len(tensors)} entries for {self.size} devices")
-        for place, tensor in enumerate(tensors):
-            _check_dense(f"{name}[{place}]", tensor)
-            _check_fits(f"{name}[{place}]", tensor, self.devices[place], tensors[0].shape, tensors[0].dtype)
+        for position, tensor in enumerate(tensors):
+            _check_dense(f"{name}[{position}]", tensor)
+            _check_fits(f"{name}[{position}]", tensor, self.devices[position], tensors[0].shape, tensors[0].dtype)
 
     def _check_root(self, root: int) -> None:
         if not isinstance(root, int) or isinstance(root, bool) or not 0 <= root < self.size:
-            raise ValueError(f"root is {root!r}; expected a place from 0 to {self.size - 1}")
+            raise ValueError(f"root is {root!r}; expected a position from 0 to {self.size - 1}")
 
-    def _made_or_fitting(self, outs: Sequence[Tensor] | None, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    def _prepare_outs(self, outs: Sequence[Tensor] | None, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         if outs is None:
             return [torch.empty(tuple(shape), dtype=dtype, device=device) for device in self.devices]
         if len(outs) != self.size:
             raise ValueError(f"outs has {len(outs)} entries for {self.size} devices")
-        for place, out in enumerate(outs):
-            _check_dense(f"outs[{place}]", out)
-            _check_fits(f"outs[{place}]", out, self.devices[place], shape, dtype)
+        for position, out in enumerate(outs):
+            _check_dense(f"outs[{position}]", out)
+            _check_fits(f"outs[{position}]", out, self.devices[position], shape, dtype)
         _check_targets("outs", outs)
         return list(outs)
 
@@ -228,27 +227,27 @@ def broadcast(value: Tensor, outs: Sequence[Tensor]) -> None:
 
 
 def move(transfers: Sequence[Transfer]) -> None:
-    """For each (values, total, outs): write the sum of ``values`` into ``total``, and copy that into each of ``outs``.
+    """For each (values, total, outs): write the sum of ``values`` into ``total``, and copy it into each of ``outs``.
 
-    What lies on several GPUs goes through the `DeviceGroup` of these, made when they first come; all else by copies.
+    Transfers between several GPUs use a `DeviceGroup` of these, created once; all others are copies.
 
     Args:
-        transfers: tensors of one shape and dtype each, any number of them on any devices. Values are added in the order
-            given, so that the sum has the same bits each time (but by NCCL); float16 and bfloat16 are added in float32
-            and rounded once (likewise). Without values ``total`` is only copied. A total may have any strides.
+        transfers: tensors of one shape and dtype each, any number of them on any devices. Values are added in the given
+            order, so sums are bitwise reproducible; float16 and bfloat16 are added in float32 and rounded once. NCCL
+            does neither. Without values ``total`` is only copied. A total may have any strides.
     """
     by_copies: list[Transfer] = []
     joined: dict[tuple[torch.device, ...], list[Transfer]] = {}
     for transfer in transfers:
-        places = _places(transfer) if transfer[1].is_cuda else None
-        (by_copies if places is None else joined.setdefault(places, [])).append(transfer)
+        positions = _gpus_of(transfer) if transfer[1].is_cuda else None
+        (by_copies if positions is None else joined.setdefault(positions, [])).append(transfer)
     copies.move(by_copies)
-    for places, some in joined.items():
-        _group(places).move(some)
+    for positions, some in joined.items():
+        _group(positions).move(some)
 
 
 def require(devices: Sequence[torch.device], implementation: str) -> None:
-    """Have `move` join these devices by an implementation from now on.
+    """Make `move` use an implementation for these devices from now on.
 
     Raises:
         ValueError, RuntimeError: as `DeviceGroup`.
@@ -258,8 +257,8 @@ def require(devices: Sequence[torch.device], implementation: str) -> None:
         _groups[group.devices] = group
 
 
-def _places(transfer: Transfer) -> tuple[torch.device, ...] | None:
-    """The GPUs that a transfer is between, one for each of its values and outs; None where it is no such transfer."""
+def _gpus_of(transfer: Transfer) -> tuple[torch.device, ...] | None:
+    """Return the device of each value and out of a transfer between several GPUs; None for any other transfer."""
     values, total, outs = transfer
     lists = {tuple(tensor.device for tensor in tensors) for tensors in (values, outs) if tensors}
     if len(lists) != 1:
@@ -285,6 +284,7 @@ def _device(device: object) -> torch.device:
         return device.torch_device
     if not isinstance(device, torch.device):
         raise TypeError(f"a device is {device!r}; expected a Context, such as gpu(0), or a torch.device")
+
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type != "cuda":
@@ -310,7 +310,7 @@ def _check_fits(name: str, tensor: Tensor, device: torch.device, shape: Sequence
 
 
 def _check_targets(name: str, tensors: Sequence[Tensor]) -> None:
-    """See that tensors can be written, and that none lies in another."""
+    """Check that tensors can be written and do not overlap."""
     for tensor in tensors:
         check_written(tensor, name)
     spans = sorted(
@@ -320,4 +320,4 @@ def _check_targets(name: str, tensors: Sequence[Tensor]) -> None:
     )
     for (device, begin, length), (next_device, next_begin, _) in pairwise(spans):
         if device == next_device and next_begin < begin + length:
-            raise ValueError(f"two of {name} share memory; expected a tensor of its own for each place")
+            raise ValueError(f"two of {name} share memory; expected distinct tensors")

@@ -1,4 +1,4 @@
-"""List the devices of this machine: name, memory, compute capability and peer links."""
+"""Table of the devices of this machine: name, memory, compute capability and peer links."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gangline.collectives.devices.links import LinkMatrix, nvml_handle, read_lin
 
 @dataclass(frozen=True)
 class Device:
-    """A row of the table; memory in bytes, None where it is not known or does not apply."""
+    """Row of the table; memory in bytes, None if a value is unknown or does not apply."""
 
     context: str
     name: str
@@ -23,22 +23,22 @@ class Device:
     memory_total: int
     compute_capability: str | None = None
     display: bool | None = None
-    """Whether a monitor hangs on it, whose desktop shares its memory and time."""
+    """Whether a display is attached, whose desktop uses its memory and time."""
     peers: dict[str, str] | None = None
     """The other GPUs, each with the nearest link to it."""
 
 
 @dataclass(frozen=True)
 class GPU(Device):
-    """A row for a GPU, with what is known of its place in the machine."""
+    """Row for a GPU, with its position in the machine's topology."""
 
     peers_gb_per_s: dict[str, float] | None = None
-    """The other GPUs, each with the estimated GB/s of that link each way."""
+    """Estimated GB/s of the link to each other GPU, in each direction."""
     numa_node: int | None = None
 
 
 def device_table(links: LinkMatrix | None = None) -> list[Device]:
-    """The host, then every GPU that torch sees, in torch's order; the links between them are read unless given."""
+    """Return rows for the host and every GPU that torch sees, in torch's order; reads the links unless given."""
     matrix = read_links() if links is None else links
     return [_host(), *(_gpu(matrix, index) for index in range(len(matrix)))]
 

@@ -1,8 +1,8 @@
-"""The links between the GPUs of this machine: a matrix, read through NVML, and the table that shows it.
+"""Links between the GPUs of this machine: a matrix, read through NVML, and its table.
 
-A link's bandwidth is an estimate from what the hardware says of itself: NVLinks times their speed, or the PCIe
-generation and width of the slower GPU times a share that falls with the length of the path (a rule of thumb: its
-order is relied upon, its value is not). It counts one way; all these links carry as much the other way meanwhile.
+A link's bandwidth is an estimate from the hardware's own data: the number of NVLinks times their speed, or the PCIe
+bandwidth of the slower GPU times a factor that falls with the length of the path (a rule of thumb: rely on its order,
+not on its value). It is the bandwidth of one direction; all links are full duplex.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class Kind(IntEnum):
-    """How two GPUs are joined, from near to far; PCIe in the words of `nvidia-smi topo`."""
+    """Kind of the link between two GPUs, from near to far; PCIe in the terms of `nvidia-smi topo`."""
 
     SAME = 0
     NVLINK = 1
@@ -34,13 +34,13 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins two GPUs."""
+    """Link between two GPUs."""
 
     kind: Kind
     gb_per_s: float
-    """Estimated GB/s (1e9 bytes) each way; infinite from a GPU to itself."""
+    """Estimated GB/s (1e9 bytes) in each direction; infinite from a GPU to itself."""
     lanes: int = 0
-    """NVLinks: between these two alone, or to the switch, where a GPU's links serve all its peers."""
+    """Number of NVLinks: between these two alone, or to the switch, where a GPU's links serve all its peers."""
 
     def __str__(self) -> str:
         return f"NV{self.lanes}" if self.lanes else _SHORT[self.kind]
@@ -51,17 +51,17 @@ SELF = Link(Kind.SAME, math.inf)
 
 @dataclass(frozen=True, slots=True)
 class LinkMatrix:
-    """The link between each two GPUs: ``links[a][b]``, the same as ``links[b][a]``, with `SELF` where a is b.
+    """Link between each two GPUs: ``links[a][b]``, equal to ``links[b][a]``, with `SELF` where a is b.
 
     Raises:
-        ValueError: the parts are not of one length, or the links not symmetric.
+        ValueError: if the fields have different lengths, or the links are not symmetric.
     """
 
     gpus: tuple[int, ...] = ()
-    """As torch numbers them. A GPU may stand here twice, with `SELF` between the two."""
+    """GPUs by torch's index. A GPU may occur twice, with `SELF` between the two."""
     links: tuple[tuple[Link, ...], ...] = ()
     numa_nodes: tuple[int | None, ...] = ()
-    """The node of the host's memory that each GPU is near; None where it is not known."""
+    """NUMA node of the host memory nearest to each GPU; None if unknown."""
 
     def __post_init__(self) -> None:
         size = len(self.gpus)
@@ -80,30 +80,30 @@ class LinkMatrix:
     def __len__(self) -> int:
         return len(self.gpus)
 
-    def select(self, places: Sequence[int]) -> LinkMatrix:
-        """The matrix of the GPUs at these places, in this order; the same place may come twice."""
+    def select(self, indices: Sequence[int]) -> LinkMatrix:
+        """Return the matrix of the GPUs at these indices, in this order; an index may occur twice."""
         return LinkMatrix(
-            tuple(self.gpus[place] for place in places),
-            tuple(tuple(self.links[a][b] for b in places) for a in places),
-            tuple(self.numa_nodes[place] for place in places),
+            tuple(self.gpus[index] for index in indices),
+            tuple(tuple(self.links[a][b] for b in indices) for a in indices),
+            tuple(self.numa_nodes[index] for index in indices),
         )
 
 
 def nvlink(lanes: int, lane_gb_per_s: float = 25.0, *, switched: bool = False) -> Link:
-    """So many NVLinks, straight from one to the other or through a switch; by default of NVLink 2 to 4."""
+    """Return a link of ``lanes`` NVLinks, direct or through a switch; the default speed is that of NVLink 2 to 4."""
     return Link(Kind.NVSWITCH if switched else Kind.NVLINK, lanes * lane_gb_per_s, lanes)
 
 
 def pcie(kind: Kind, generation: int, width: int) -> Link:
-    """A path over PCIe between GPUs of which the slower has this generation (from 1) and width (in PCIe lanes)."""
+    """Return a PCIe link; generation (from 1) and width (in lanes) are those of the slower GPU."""
     lane = _PCIE_LANE[min(max(generation, 1), len(_PCIE_LANE)) - 1]
     return Link(kind, round(lane * width * _PCIE_SHARE[kind], 1))
 
 
 def read_links() -> LinkMatrix:
-    """The links between all GPUs that torch sees; empty where there are none.
+    """Return the links between all GPUs that torch sees; empty if there are none.
 
-    Where NVML knows nothing of two GPUs, the link says only whether torch has one read the other's memory.
+    Where NVML is not available, the links only tell whether torch reports peer access.
     """
     import torch
 
@@ -119,7 +119,7 @@ def read_links() -> LinkMatrix:
 
 
 def nvml_handle(index: int) -> Any:
-    """NVML's handle of torch's GPU, found by UUID, for NVML numbers all GPUs of the machine; None without NVML."""
+    """Return NVML's handle of torch's GPU, looked up by UUID, since NVML numbers all GPUs; None without NVML."""
     import pynvml
     import torch
 
@@ -131,9 +131,9 @@ def nvml_handle(index: int) -> Any:
 
 
 def links_by_nvml(nvml: Any, handles: Sequence[Any]) -> LinkMatrix:
-    """What NVML (the module pynvml) says of the GPUs with these handles; what it does not know is left out."""
+    """Return the links between the GPUs with these handles, read from NVML (the module pynvml)."""
     addresses = [nvml.nvmlDeviceGetPciInfo(handle).busId for handle in handles]
-    remotes = [_remotes(nvml, handle) for handle in handles]
+    remotes = [_remote_counts(nvml, handle) for handle in handles]
     speeds = [_lane_speed(nvml, handle) for handle in handles]
     buses = [_bus(nvml, handle) for handle in handles]
 
@@ -148,7 +148,7 @@ def links_by_nvml(nvml: Any, handles: Sequence[Any]) -> LinkMatrix:
             kind = _LEVELS.get(nvml.nvmlDeviceGetTopologyCommonAncestor(handles[a], handles[b]), Kind.UNKNOWN)
         except nvml.NVMLError:
             kind = Kind.UNKNOWN
-        return min((pcie(kind, *buses[place]) for place in (a, b)), key=lambda path: path.gb_per_s)
+        return min((pcie(kind, *buses[index]) for index in (a, b)), key=lambda path: path.gb_per_s)
 
     half = {(a, b): link(a, b) for b in range(len(handles)) for a in range(b + 1)}
     return LinkMatrix(
@@ -159,7 +159,7 @@ def links_by_nvml(nvml: Any, handles: Sequence[Any]) -> LinkMatrix:
 
 
 def matrix_table(matrix: LinkMatrix) -> str:
-    """The matrix as `nvidia-smi topo -m` lays it out, with what its words mean; "" below two GPUs."""
+    """Return the matrix as text in the layout of `nvidia-smi topo -m`, with a legend; "" for fewer than two GPUs."""
     if len(matrix) < 2:
         return ""
     names = [f"gpu({gpu})" for gpu in matrix.gpus]
@@ -178,8 +178,8 @@ def _meaning(link: Link) -> str:
     return words if math.isinf(link.gb_per_s) else f"{words}, about {link.gb_per_s:.0f} GB/s each way"
 
 
-def _remotes(nvml: Any, handle: Any) -> Counter[str]:
-    """How many active NVLinks lead to each PCI address, or to a switch."""
+def _remote_counts(nvml: Any, handle: Any) -> Counter[str]:
+    """Return the number of active NVLinks to each PCI address, or to a switch."""
     found: Counter[str] = Counter()
     for lane in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
@@ -189,13 +189,13 @@ def _remotes(nvml: Any, handle: Any) -> Counter[str]:
                 found[_SWITCH] += 1
             else:
                 found[nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, lane).busId] += 1
-        except nvml.NVMLError:  # no such lane
+        except nvml.NVMLError:  # no such link
             continue
     return found
 
 
 def _lane_speed(nvml: Any, handle: Any) -> float:
-    """GB/s of an NVLink each way."""
+    """Return the GB/s of an NVLink in each direction."""
     try:
         (field,) = nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
     except nvml.NVMLError:
@@ -205,7 +205,7 @@ def _lane_speed(nvml: Any, handle: Any) -> float:
 
 
 def _bus(nvml: Any, handle: Any) -> tuple[int, int]:
-    """PCIe generation and width as the GPU and its slot allow; idle GPUs run at less."""
+    """Return the PCIe generation and width that the GPU and its slot allow; idle GPUs run at less."""
     try:
         return nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle), nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
     except nvml.NVMLError:
@@ -232,7 +232,7 @@ _SWITCH = "switch"
 _LEVELS = {0: Kind.BOARD, 10: Kind.PIX, 20: Kind.PXB, 30: Kind.PHB, 40: Kind.NODE, 50: Kind.SYS}
 """NVML's topology levels."""
 _PCIE_LANE = (0.25, 0.5, 0.985, 1.97, 3.94, 7.56)
-"""GB/s of a PCIe lane each way, from generation 1."""
+"""GB/s of a PCIe lane in each direction, from generation 1."""
 _PCIE_SHARE = {
     Kind.BOARD: 0.85,
     Kind.PIX: 0.8,

@@ -1,11 +1,11 @@
-"""Which way the collectives of a communicator go for tensors on GPUs: by NCCL, or through the host's memory.
+"""Selection between NCCL and host memory for a communicator's collectives on GPU tensors.
 
-The ranks decide it once, together, when the first call comes in which a rank's tensor is on a GPU. The trouble is with
-ranks whose tensor is on the CPU then: they make an ordinary call and know of nothing to decide. So ranks with a GPU
-say by their roster that they are at the call and would decide, in a way that disturbs no ordinary call, and wait until
-all have said so, or one is seen in an ordinary call: then everything goes through the host for good. Where all have
-said so, they exchange what NCCL needs. From then on every call begins by a look at whether all tensors are on the
-agreed GPUs, which also sees that the ranks are at the same call, and alive, before the GPUs wait for each other.
+The ranks decide once, together, in the first call in which a rank's tensor is on a GPU. A rank whose tensor is on the
+CPU makes an ordinary call and takes no part in the decision. So ranks with a GPU tensor publish, through the
+membership, that they are at the call and propose a decision, without disturbing ordinary calls. They wait until all
+ranks have proposed, or one is seen in an ordinary call: then everything uses host memory from then on. If all have
+proposed, they exchange the data that NCCL needs. Every later call begins with a check that all tensors are on the
+agreed GPUs. The check also detects ranks that are dead or at another call before the GPUs wait for each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.devices.backends import nccl_bindings
-from gangline.collectives.devices.nccl_communicator import RANKS, NcclCommunicator, RankBinding
+from gangline.collectives.devices.backends.nccl_bindings import BINDINGS, Binding
+from gangline.collectives.devices.nccl_communicator import NcclCommunicator
 from gangline.collectives.engine.engine import Engine
 from gangline.collectives.engine.executor import EqualChunks, run
 from gangline.collectives.engine.host_collectives import HostCollectives
@@ -33,34 +34,34 @@ from gangline.collectives.liveness.watchdog import Watchdog
 
 _log = logging.getLogger("gangline")
 
-_DECIDES, _SAW_ALL = 1 << 61, 1 << 62
-"""Added to the number of a call in what a rank says of itself: numbers that no ordinary call has."""
-_NUMBERS = _DECIDES - 1
+_PROPOSED, _ALL_PROPOSED = 1 << 61, 1 << 62
+"""Flags in the published number of a call; ordinary calls have neither."""
+_NUMBERS = _PROPOSED - 1
 _PAUSE_SECONDS = 0.001
 _CHECK_SECONDS = 0.01
-_UNKNOWN = torch.int16  # the only dtype of ours that NCCL lacks
+_UNSUPPORTED = torch.int16  # the only dtype of the collectives that NCCL lacks
 
 
 @dataclass(frozen=True)
 class _Running:
-    """A call that a GPU is at."""
+    """A call that a GPU is running."""
 
     event: torch.cuda.Event
     code: int
 
 
 class NcclSelection:
-    """The decision of one rank's communicator, and NCCL's communicator where that is what was decided."""
+    """The decision of one rank's communicator, and its NCCL communicator if NCCL was chosen."""
 
     def __init__(self, engine: Engine, host: HostCollectives) -> None:
         self.nccl: NcclCommunicator | None = None
-        """What makes the calls, once NCCL was decided for."""
+        """Communicator for the calls, once the ranks have chosen NCCL."""
         self._engine = engine
         self._host = host
         self._is_decided = False
         self._device = torch.device("cpu")
-        self._binding: RankBinding | None = None
-        self._lock = threading.Lock()  # of what follows
+        self._binding: Binding | None = None
+        self._lock = threading.Lock()  # guards _binding, _running and _thread
         self._running: list[_Running] = []
         self._thread: threading.Thread | None = None
 
@@ -78,14 +79,14 @@ class NcclSelection:
         """
         if (self._is_decided or not tensor.is_cuda) and self.nccl is None:
             return None
-        if tensor.dtype == _UNKNOWN or not tensor.numel():
+        if tensor.dtype == _UNSUPPORTED or not tensor.numel():
             return None
         if not self._is_decided:
             self._decide(code, tensor.device)
             self._is_decided = True
             if self.nccl is None:
                 return None
-        return self.nccl if self._are_all_there(code, tensor.device == self._device) else None
+        return self.nccl if self._all_on_agreed_gpus(code, tensor.device == self._device) else None
 
     def run(self, nccl: NcclCommunicator, name: str, code: int, arguments: Sequence[object]) -> None:
         """Start a collective with NCCL on the current stream of this rank's GPU.
@@ -100,19 +101,19 @@ class NcclSelection:
             getattr(nccl, name)(*arguments)
         except BaseException as error:  # noqa: BLE001  raised again
             raise self._engine.failed(error, code) from None
-        self._see_to_its_end(code)
+        self._watch_call(code)
 
-    def _see_to_its_end(self, code: int) -> None:
-        """A call has been started on the current stream, where NCCL would wait for a dead rank for ever."""
+    def _watch_call(self, code: int) -> None:
+        """Watch a call that was enqueued on the current stream, in which NCCL would wait forever for a dead rank."""
         event = torch.cuda.current_stream(self._device).record_event()
         with self._lock:
             self._running.append(_Running(event, code))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._attend, name="gangline-nccl", daemon=True)
+                self._thread = threading.Thread(target=self._watch, name="gangline-nccl", daemon=True)
                 self._thread.start()
 
     def abort(self) -> None:
-        """End what runs on this rank's GPU; from any thread."""
+        """Abort the calls that run on this rank's GPU; callable from any thread."""
         with self._lock:
             binding, self._binding = self._binding, None
             self._running = []
@@ -120,7 +121,7 @@ class NcclSelection:
             binding.abort()
 
     def close(self) -> None:
-        """Wait for what runs, and give everything back."""
+        """Wait for running calls and release all resources."""
         thread = self._thread
         if thread is not None:
             thread.join()
@@ -128,87 +129,87 @@ class NcclSelection:
             binding, self._binding = self._binding, None
         if binding is not None and self._engine.error is None:
             binding.destroy()
-        elif binding is not None:  # other ranks may be gone, and to destroy may wait for them
+        elif binding is not None:  # ncclCommDestroy may wait for ranks that are gone
             binding.abort()
 
     def _decide(self, code: int, device: torch.device) -> None:
         engine = self._engine
-        if not self._are_all_on_gpus(code):
-            self._say("a rank's tensor is on the CPU")
+        if not self._all_on_gpus(code):
+            self._warn_once("a rank's tensor is on the CPU")
             return
         size, rank = engine.resources.size, engine.resources.rank
         try:
-            name = nccl_bindings.chosen()
+            name = nccl_bindings.selected()
             problem = nccl_bindings.missing(name)
             gpu = "" if problem else str(torch.cuda.get_device_properties(device).uuid)
         except BaseException as error:  # noqa: BLE001  raised again
             raise engine.failed(error, code) from None
-        cards = [
+        reports = [
             msgpack.unpackb(one)
             for one in self._host.exchange(msgpack.packb([problem, engine.resources.hosts[rank], gpu]))
         ]
-        reason = _reason(cards)
+        reason = _reason(reports)
         if reason:
-            self._say(reason)
+            self._warn_once(reason)
             return
         try:
-            unique_id = self._host.exchange(RANKS[name].unique_id() if rank == 0 else b"")[0]
-            self._binding = self._made(lambda: RANKS[name](device, unique_id, rank, size), code)
+            unique_id = self._host.exchange(BINDINGS[name].unique_id() if rank == 0 else b"")[0]
+            self._binding = self._make(lambda: BINDINGS[name].for_rank(device, unique_id, rank, size), code)
         except BaseException as error:  # noqa: BLE001  raised again
             raise engine.failed(error, code) from None
         self._device = device
         self.nccl = NcclCommunicator(device, self._binding, rank, size)
 
-    def _are_all_on_gpus(self, code: int) -> bool:
-        """Whether every rank comes to this call with a tensor on a GPU, once that is known; all come to the same."""
+    def _all_on_gpus(self, code: int) -> bool:
+        """Return whether every rank is at this call with a tensor on a GPU; all ranks get the same answer."""
         engine = self._engine
         resources = engine.resources
         engine.check_open()
         number = engine.next_number
         with engine.lock:
-            resources.watchdog.begin(0, code)  # so that it tells the others nothing but what is told here
+            resources.watchdog.begin(0, code)  # publish only the numbers below
             try:
-                return self._hear_all(number, code)
+                return self._wait_for_proposals(number, code)
             except BaseException as error:  # noqa: BLE001  raised again
                 raise engine.failed(error, code) from None
             finally:
                 resources.membership.poll(number, code)
 
-    def _hear_all(self, number: int, code: int) -> bool:
+    def _wait_for_proposals(self, number: int, code: int) -> bool:
         resources = self._engine.resources
         others = [rank for rank in range(resources.size) if rank != resources.rank]
-        for word in (_DECIDES, _SAW_ALL):  # who has said the second is known to know that all said the first
+        for flag in (_PROPOSED, _ALL_PROPOSED):  # a rank with the second flag knows that all have the first
             while True:
-                resources.membership.poll(number + word, code)
+                resources.membership.poll(number + flag, code)
                 at = {rank: resources.membership.at.get(rank, (0, 0))[0] for rank in others}
                 passed = {rank for rank in others if self._is_ordinary(rank, at[rank], number)}
-                if word == _DECIDES and passed:
+                if flag == _PROPOSED and passed:
                     return False
-                missing = [rank for rank in others if rank not in passed and at[rank] < number + word]
+                missing = [rank for rank in others if rank not in passed and at[rank] < number + flag]
                 if not missing:
                     break
                 resources.watchdog.check(missing)
                 time.sleep(_PAUSE_SECONDS)
         return True
 
-    def _is_ordinary(self, rank: int, said: int, number: int) -> bool:
-        """Whether a rank has come to the call, or beyond it, without being about to decide."""
+    def _is_ordinary(self, rank: int, published: int, number: int) -> bool:
+        """Return whether a rank has reached the call, or a later one, without a proposal."""
         if self._engine.resources.membership.gone.get(rank) == CLOSED:
             return True
-        return said & _NUMBERS > number or (said & _NUMBERS == number and said < _DECIDES)
+        return published & _NUMBERS > number or (published & _NUMBERS == number and published < _PROPOSED)
 
-    def _made(self, make: Callable[[], RankBinding], code: int) -> RankBinding:
-        """What is made in a thread of its own, for NCCL waits for ranks that died meanwhile."""
-        made: Future[RankBinding] = Future()
+    def _make(self, make: Callable[[], Binding], code: int) -> Binding:
+        """Run ``make`` in a thread and return its result, because NCCL waits for ranks that may have died."""
+        made: Future[Binding] = Future()
 
         def run() -> None:
             try:
                 made.set_result(make())
-            except BaseException as error:  # noqa: BLE001  it belongs to the waiter
+            except BaseException as error:  # noqa: BLE001  raised by the waiting thread
                 made.set_exception(error)
 
         threading.Thread(target=run, name="gangline-nccl-join", daemon=True).start()
-        watchdog = self._new_watch()
+        watchdog = self._new_watchdog()
         watchdog.begin(0, code)
         while True:
             try:
@@ -218,8 +219,8 @@ class NcclSelection:
                     raise
                 watchdog.check(())
 
-    def _are_all_there(self, code: int, is_there: bool) -> bool:
-        """Whether all ranks' tensors are on the agreed GPUs; the ranks are at the same call, or that is an error."""
+    def _all_on_agreed_gpus(self, code: int, own: bool) -> bool:
+        """Return whether all ranks' tensors are on the agreed GPUs; raise if a rank is at another call."""
         engine = self._engine
         resources = engine.resources
         with engine.call(code) as message_tag:
@@ -227,17 +228,17 @@ class NcclSelection:
             slot_exchange = resources.slot_exchange
             if plan is None and slot_exchange is not None:
                 slots = slot_exchange.slots(1, torch.uint8)
-                slots[slot_exchange.parity][slot_exchange.rank].fill_(is_there)
+                slots[slot_exchange.parity][slot_exchange.rank].fill_(own)
                 return all(bool(slot) for slot in slots[engine.exchange_slots(*message_tag)])
             flags = torch.zeros(resources.size, dtype=torch.uint8)
-            flags[resources.rank] = is_there
+            flags[resources.rank] = own
             assert plan is not None
             run(plan.steps, resources.transport, EqualChunks(flags, plan.chunks), message_tag)
             return bool(flags.all())
 
-    def _attend(self) -> None:
-        """While the GPU is at calls, see whether they can end."""
-        watchdog = self._new_watch()
+    def _watch(self) -> None:
+        """Check, while the GPU runs calls, that they can end."""
+        watchdog = self._new_watchdog()
         watched: _Running | None = None
         while True:
             with self._lock:
@@ -257,29 +258,29 @@ class NcclSelection:
                 self.abort()
             time.sleep(_CHECK_SECONDS)
 
-    def _new_watch(self) -> Watchdog:
-        """One that another thread may use beside the engine's."""
+    def _new_watchdog(self) -> Watchdog:
+        """Return a watchdog for a thread other than the engine's."""
         resources, bounds = self._engine.resources, limits()
         return Watchdog(
             resources.membership, bounds.timeout if resources.timeout is None else resources.timeout, bounds.stall_warn
         )
 
-    def _say(self, reason: str) -> None:
-        if reason not in _said:
-            _said.add(reason)
+    def _warn_once(self, reason: str) -> None:
+        if reason not in _warned:
+            _warned.add(reason)
             _log.warning("tensors on GPUs go through host memory, not by NCCL: %s", reason)
 
 
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
-def _reason(cards: list[list[str | int]]) -> str:
-    """Why these ranks cannot be joined by NCCL; "" where they can: problem, host and GPU of each."""
-    for rank, (problem, _, _) in enumerate(cards):
+def _reason(reports: list[list[str | int]]) -> str:
+    """Return why these ranks cannot use NCCL, "" if they can; a report is a rank's problem, host and GPU."""
+    for rank, (problem, _, _) in enumerate(reports):
         if problem:
             return f"rank {rank}: {problem}"
-    places = [(host, gpu) for _, host, gpu in cards]
-    for rank, place in enumerate(places):
-        if place in places[:rank]:
-            return f"ranks {places.index(place)} and {rank} have the same GPU, and NCCL wants distinct ones"
+    gpus = [(host, gpu) for _, host, gpu in reports]
+    for rank, gpu in enumerate(gpus):
+        if gpu in gpus[:rank]:
+            return f"ranks {gpus.index(gpu)} and {rank} have the same GPU, and NCCL needs distinct ones"
     return ""

@@ -15,7 +15,7 @@ from gangline.collectives.engine.executor import MisplacedMessageError
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.liveness.membership import Membership
 from gangline.collectives.liveness.watchdog import Watchdog, mismatch
-from gangline.collectives.schedule.schedule import Step
+from gangline.collectives.schedule import Step
 from gangline.collectives.transports.base import MessageTag, Transport
 from gangline.collectives.transports.shm.slots import SlotExchange
 from gangline.collectives.tuner import SHARED, Table

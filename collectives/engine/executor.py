@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gangline.collectives.engine.reduction import combine
 from gangline.collectives.errors import GanglineError, ProtocolError
-from gangline.collectives.schedule.schedule import Receive, Reduce, Send, Step
+from gangline.collectives.schedule import Receive, Reduce, Send, Step
 from gangline.collectives.transports.base import PIECE, MessageTag, ReceiveRequest, SendRequest, Transport
 
 

@@ -16,7 +16,7 @@ from gangline.collectives.engine.engine import Engine
 from gangline.collectives.engine.executor import AllToAllChunks, Chunks, EqualChunks, run
 from gangline.collectives.engine.host_staging import as_rows, data_of, flat_buffer, flat_values, write_back
 from gangline.collectives.engine.reduction import HALVES, OPERATIONS, combine
-from gangline.collectives.schedule.schedule import Receive, Reduce, Step
+from gangline.collectives.schedule import Receive, Reduce, Step
 from gangline.collectives.transports.base import MessageTag
 
 _MOST_SMALL_ALL_REDUCES = 4096

@@ -1,1 +1,26 @@
 """A collective as data: steps, verification, cost and drawing. No torch, no sockets."""
+
+from __future__ import annotations
+
+from gangline.collectives.schedule.cost import by_host
+from gangline.collectives.schedule.rounds import IntArray, Round, Rounds, Transfers, cyclic, side_by_side, transfers
+from gangline.collectives.schedule.schedule import ROOTED, Schedule
+from gangline.collectives.schedule.steps import NumberedStep, Receive, Reduce, Send, Step
+
+__all__ = [
+    "ROOTED",
+    "IntArray",
+    "NumberedStep",
+    "Receive",
+    "Reduce",
+    "Round",
+    "Rounds",
+    "Schedule",
+    "Send",
+    "Step",
+    "Transfers",
+    "by_host",
+    "cyclic",
+    "side_by_side",
+    "transfers",
+]

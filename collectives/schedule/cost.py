@@ -1,10 +1,10 @@
-"""What rounds of messages cost: the alpha-beta-gamma model with ports.
+"""Cost of rounds of messages: the alpha-beta-gamma model with ports.
 
-Every rank has one port out and one port in, and does its program in order. A message of n bytes takes alpha + n * beta
-seconds, during which it holds its sender's port out and its receiver's port in; it starts when both are free and its
-sender has come to its round. Combining n bytes that arrived takes their receiver n * gamma seconds, while the next
-message may be on its way already. A rank comes to the next round when all that this one brings it has arrived and has
-been combined. Ports of the same host are independent of each other: a link that ranks share is not in the model.
+Each rank has one outgoing and one incoming port and runs its program in order. A message of n bytes takes
+alpha + n * beta seconds and occupies its sender's outgoing and its receiver's incoming port for that time; it starts
+when both ports are free and its sender has reached the round. Combining n received bytes takes the receiver n * gamma
+seconds and overlaps the next message. A rank reaches the next round when all its messages of this one have arrived and
+have been combined. Ports of one host are independent of each other: links shared by several ranks are not modelled.
 
 After R. W. Hockney, "The communication challenge for MPP" (1994), and R. Thakur, R. Rabenseifner, W. Gropp,
 "Optimization of collective communication operations in MPICH" (2005).
@@ -20,27 +20,27 @@ from numpy.typing import NDArray
 from gangline.collectives.schedule.rounds import IntArray, Rounds, Transfers
 
 FloatArray = NDArray[np.float64]
-Price = float | Callable[[IntArray, IntArray], FloatArray]
-"""A number, or a function that gives one for each pair of the sources and targets of messages."""
+LinkCost = float | Callable[[IntArray, IntArray], FloatArray]
+"""A number, or a function of the arrays of sources and targets of messages."""
 
 
-def price(
+def completion_time(
     rounds: Rounds,
     size: int,
     message_bytes: Callable[[Transfers], IntArray],
-    alpha: Price,
-    beta: Price,
+    alpha: LinkCost,
+    beta: LinkCost,
     gamma: float,
 ) -> float:
-    """Seconds until the last of ``size`` ranks is done.
+    """Return the seconds until the last of ``size`` ranks is done.
 
     Args:
-        rounds: who sends to whom.
+        rounds: the messages.
         size: number of ranks.
-        message_bytes: gives the bytes of each message of a table.
-        alpha: seconds a message.
-        beta: seconds a byte of a message.
-        gamma: seconds a byte that is combined.
+        message_bytes: function that returns the bytes of each message of a table.
+        alpha: seconds per message.
+        beta: seconds per byte of a message.
+        gamma: seconds per combined byte.
     """
     begins, port_out, port_in, combined = np.zeros((4, size))
     for tables in rounds:
@@ -57,13 +57,13 @@ def price(
     return float(max(begins.max(), port_out.max()))
 
 
-def by_host(hosts: Sequence[int], inside: float, between: float) -> Price:
-    """A price that is one within a host and another between hosts.
+def by_host(hosts: Sequence[int], inside: float, between: float) -> LinkCost:
+    """Return a link cost that depends on whether both ranks are on the same host.
 
     Args:
         hosts: the host of each rank.
-        inside: for messages within a host.
-        between: for messages from one host to another.
+        inside: cost within a host.
+        between: cost between two hosts.
     """
     host = np.asarray(hosts)
 
@@ -73,5 +73,5 @@ def by_host(hosts: Sequence[int], inside: float, between: float) -> Price:
     return at
 
 
-def _at(price: Price, table: Transfers) -> float | FloatArray:
-    return price(table.source, table.target) if callable(price) else price
+def _at(cost: LinkCost, table: Transfers) -> float | FloatArray:
+    return cost(table.source, table.target) if callable(cost) else cost

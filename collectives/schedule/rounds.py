@@ -1,8 +1,8 @@
-"""What happens at once in a collective: tables of messages, and how rounds of them are put together.
+"""Rounds of messages, as tables, and the ways to combine them.
 
-Rounds are made when they are asked for, so that 4,096 ranks need no more memory than a table of theirs. Two ideas keep
-the algorithms short. Turned back in time, with sums where there were copies, an all-gather is a reduce-scatter and a
-broadcast is a reduce (`Rounds.backwards`). And what one group of ranks does, others can do beside it (`side_by_side`).
+Rounds are generated on demand, so 4,096 ranks need no more memory than one table. Two operations keep the algorithms
+short. An all-gather reversed in time, with sums in place of copies, is a reduce-scatter, and a reversed broadcast is a
+reduce (`Rounds.backwards`). Disjoint groups of ranks can run their rounds in parallel (`side_by_side`).
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfers:
-    """A table of messages in which no rank sends twice and none receives twice; all columns are equally long.
+    """Table of messages in which no rank sends twice and none receives twice; all columns have the same length.
 
-    Several of them make a round; in it, a rank sends and receives in the order of the tables.
+    A round consists of one or more tables; in it, a rank sends and receives in the order of the tables.
     """
 
     source: IntArray
     target: IntArray
     first: IntArray
-    """The first chunk of each message."""
+    """First chunk of each message."""
     last: IntArray
-    """The chunk after the last one of each message."""
+    """One past the last chunk of each message."""
     reduce: bool
-    """Whether what arrives is combined with what is there, or replaces it."""
+    """Whether a received chunk is combined with the present one or replaces it."""
 
     def __len__(self) -> int:
         return len(self.source)
 
     def rows(self) -> Iterator[tuple[int, int, int, int]]:
-        """Source, target, first and last chunk of each message."""
+        """Return (source, target, first chunk, last chunk) of each message."""
         return zip(self.source.tolist(), self.target.tolist(), self.first.tolist(), self.last.tolist(), strict=True)
 
     def where(self, keep: NDArray[np.bool_]) -> Transfers:
-        """The messages at which ``keep`` is true."""
+        """Return the messages for which ``keep`` is true."""
         return Transfers(self.source[keep], self.target[keep], self.first[keep], self.last[keep], self.reduce)
 
     def of(self, rank: int) -> Transfers:
-        """The messages that a rank sends or receives."""
+        """Return the messages that a rank sends or receives."""
         return self.where((self.source == rank) | (self.target == rank))
 
 
@@ -55,7 +55,7 @@ Round = Iterable[Transfers]
 def transfers(
     source: ArrayLike, target: ArrayLike, first: ArrayLike, last: ArrayLike | None = None, *, reduce: bool = False
 ) -> Transfers:
-    """A table from columns or single numbers; without ``last``, each message is one chunk."""
+    """Return a table made from columns or scalars; without ``last``, each message is one chunk."""
     begin = np.atleast_1d(np.asarray(first, dtype=np.int64))
     end = begin + 1 if last is None else last
     source, target, begin, end = np.broadcast_arrays(source, target, begin, end)
@@ -63,7 +63,7 @@ def transfers(
 
 
 def cyclic(source: ArrayLike, target: ArrayLike, start: IntArray, count: ArrayLike, size: int) -> Iterator[Transfers]:
-    """Messages of ``count`` chunks from ``start`` on, where chunk 0 comes after ``size`` - 1: one or two for a pair."""
+    """Return messages of ``count`` chunks from ``start`` on, modulo ``size``; a wrapped range becomes two messages."""
     begin = start % size
     whole = transfers(source, target, begin, begin + np.asarray(count))
     upto_end = transfers(whole.source, whole.target, whole.first, np.minimum(whole.last, size))
@@ -76,11 +76,11 @@ def cyclic(source: ArrayLike, target: ArrayLike, start: IntArray, count: ArrayLi
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rounds:
-    """A sequence of rounds, each made when it is asked for."""
+    """Sequence of rounds, each generated on demand."""
 
     count: int
     at: Callable[[int], Round]
-    """Gives the round of a number from 0 to ``count`` - 1."""
+    """Function that returns the round with a number from 0 to ``count`` - 1."""
 
     def __len__(self) -> int:
         return self.count
@@ -89,17 +89,17 @@ class Rounds:
         return map(self.at, range(self.count))
 
     def __add__(self, after: Rounds) -> Rounds:
-        """These rounds, then those of ``after``."""
+        """Return these rounds, followed by those of ``after``."""
         return Rounds(
             self.count + after.count,
             lambda number: self.at(number) if number < self.count else after.at(number - self.count),
         )
 
     def backwards(self, *, reduce: bool) -> Rounds:
-        """The last round first, and every message from its target to its source.
+        """Return the rounds in reverse order, with every message going from its target to its source.
 
         Args:
-            reduce: whether what arrives is then combined with what is there.
+            reduce: whether received chunks are then combined with the present ones.
         """
 
         def at(number: int) -> Iterator[Transfers]:
@@ -109,7 +109,7 @@ class Rounds:
         return Rounds(self.count, at)
 
     def among(self, ranks: Sequence[int], first_chunk: int = 0) -> Rounds:
-        """The same between other ranks, rank i being ``ranks[i]`` there, and with chunk 0 being ``first_chunk``."""
+        """Return the same rounds with rank i renamed to ``ranks[i]`` and chunk 0 to ``first_chunk``."""
         names = np.asarray(ranks, dtype=np.int64)
 
         def at(number: int) -> Iterator[Transfers]:
@@ -126,7 +126,10 @@ class Rounds:
 
 
 def side_by_side(groups: Sequence[Rounds]) -> Rounds:
-    """The n-th rounds of all groups at once; the groups have no rank in common, and all sum or all copy."""
+    """Return rounds that run the n-th rounds of all groups at once.
+
+    The groups must have no rank in common, and either all reduce or all copy.
+    """
 
     def at(number: int) -> Iterator[Transfers]:
         rounds = [group.at(number) for group in groups if number < group.count]

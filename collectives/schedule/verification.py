@@ -1,7 +1,6 @@
-"""Whether a schedule does what its collective promises: its programs are run on symbols.
+"""Symbolic execution of a schedule's programs, to prove that they implement the collective.
 
-What a chunk of a rank holds is the set of ranks that contributed to it, as bits of an int; 0 is "nothing written yet".
-Messages wait in a channel for each ordered pair of ranks, first in, first out; sending never waits.
+Messages wait in one FIFO channel for each ordered pair of ranks; sending never blocks.
 """
 
 from __future__ import annotations
@@ -9,26 +8,26 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from gangline.collectives.schedule.schedule import Receive, Reduce, Send, Step
-
-if TYPE_CHECKING:
-    from gangline.collectives.schedule.schedule import Schedule
-
-Numbered = tuple[int, Step]
-"""A step and the number of its round, from 0."""
+from gangline.collectives.schedule.contributions import Collective
+from gangline.collectives.schedule.steps import NumberedStep, Receive, Reduce, Send, Step
 
 
-def verify(schedule: Schedule, programs: Sequence[Sequence[Numbered]]) -> None:
-    """Run one program a rank in place of the schedule's own (`Schedule.numbered_programs`).
+def verify(collective: Collective, programs: Sequence[Sequence[NumberedStep]], label: str, round_count: int) -> None:
+    """Run one program per rank on symbols and check the result.
+
+    Args:
+        collective: what the programs must implement.
+        programs: the numbered steps of each rank.
+        label: the schedule's name for error messages.
+        round_count: the number of rounds, by which errors in the final state are located.
 
     Raises:
         ValueError: as `Schedule.verify`.
     """
-    run = _Run(schedule)
-    runnable = deque(range(schedule.size))
-    position = [0] * schedule.size
+    run = _Run(collective, label)
+    runnable = deque(range(collective.size))
+    position = [0] * collective.size
     waits_for: dict[int, int] = {}
     while runnable:
         rank = runnable.popleft()
@@ -46,58 +45,11 @@ def verify(schedule: Schedule, programs: Sequence[Sequence[Numbered]]) -> None:
     for rank, source in waits_for.items():
         number, step = programs[rank][position[rank]]
         raise ValueError(
-            f"{run.place(rank, number, step.first)}: waits for ever for a message of rank {source}; "
-            f"ranks that wait: {', '.join(map(str, waits_for))}"
+            f"{run.location(rank, number, step.first)}: waits forever for a message from rank {source}; "
+            f"waiting ranks: {', '.join(map(str, waits_for))}"
         )
-    run.check_nothing_left()
-    run.check_end()
-
-
-def start(schedule: Schedule) -> list[list[int]]:
-    """What each chunk of each rank holds before the first round: ranks as bits, 0 for nothing."""
-    size, chunks = schedule.size, schedule.chunks
-    if schedule.collective in ("all_reduce", "reduce", "reduce_scatter"):
-        return [[1 << rank] * chunks for rank in range(size)]
-    if schedule.collective in ("broadcast", "scatter"):
-        return [[1 << rank if rank == schedule.root else 0] * chunks for rank in range(size)]
-    held = [[0] * chunks for _ in range(size)]
-    for rank, chunks_of_rank in enumerate(held):
-        for chunk in _row(schedule, rank):
-            chunks_of_rank[chunk] = 1 << rank
-    return held
-
-
-def end(schedule: Schedule, rank: int) -> dict[int, int]:
-    """What the chunks that matter at a rank must hold after the last round: ranks as bits."""
-    size, root = schedule.size, schedule.root
-    every_chunk, every_rank = range(schedule.chunks), (1 << size) - 1
-    match schedule.collective:
-        case "all_reduce":
-            return dict.fromkeys(every_chunk, every_rank)
-        case "reduce":
-            return dict.fromkeys(every_chunk, every_rank) if rank == root else {}
-        case "broadcast":
-            return dict.fromkeys(every_chunk, 1 << (root or 0))
-        case "all_gather":
-            return {chunk: 1 << owner for owner in range(size) for chunk in _row(schedule, owner)}
-        case "reduce_scatter":
-            return dict.fromkeys(_row(schedule, rank), every_rank)
-        case "gather":
-            owners = range(size) if rank == root else ()
-            return {chunk: 1 << owner for owner in owners for chunk in _row(schedule, owner)}
-        case "scatter":
-            return dict.fromkeys(_row(schedule, rank), 1 << (root or 0))
-        case "all_to_all":
-            width = schedule.chunks // size**2
-            begins = ((giver, (giver * size + rank) * width) for giver in range(size))
-            return {chunk: 1 << giver for giver, begin in begins for chunk in range(begin, begin + width)}
-    raise ValueError(f"there is no collective {schedule.collective!r} that can be verified")
-
-
-def _row(schedule: Schedule, rank: int) -> range:
-    """The chunks of a rank's row; in an all_to_all those that it gives."""
-    width = schedule.chunks // schedule.size
-    return range(rank * width, (rank + 1) * width)
+    run.check_channels_empty()
+    run.check_final(round_count)
 
 
 @dataclass(slots=True)
@@ -110,22 +62,24 @@ class _Message:
 
 @dataclass(slots=True)
 class _Run:
-    """All ranks' chunks and all channels, while the programs run."""
+    """The chunks of all ranks and the channels between them while the programs run."""
 
-    schedule: Schedule
+    collective: Collective
+    label: str
     held: list[list[int]] = field(init=False)
     channels: defaultdict[tuple[int, int], deque[_Message]] = field(default_factory=lambda: defaultdict(deque))
-    """The messages on their way from a source to a target."""
+    """Messages in flight, by (source, target)."""
 
     def __post_init__(self) -> None:
-        self.held = start(self.schedule)
+        self.held = self.collective.initial()
 
     def step(self, rank: int, number: int, step: Step) -> int | None:
-        """Do a step, if what it needs has been sent; else give the rank whose message is missing."""
-        if not 0 <= step.first < step.last <= self.schedule.chunks:
+        """Run a step if its messages have been sent; else return the rank whose message is missing."""
+        chunks = self.collective.chunks
+        if not 0 <= step.first < step.last <= chunks:
             raise ValueError(
-                f"{self.place(rank, number, step.first)}: no chunks {step.first} to {step.last} among "
-                f"{self.schedule.chunks}"
+                f"{self.location(rank, number, step.first)}: chunks {step.first} to {step.last} are out of range; "
+                f"the tensor has {chunks}"
             )
         if isinstance(step, Send):
             self._send(rank, number, step)
@@ -133,7 +87,7 @@ class _Run:
         if isinstance(step, Receive):
             if not self.channels[step.source, rank]:
                 return step.source
-            self.held[rank][step.first : step.last] = self._take(step.source, rank, number, step)
+            self.held[rank][step.first : step.last] = self._receive(step.source, rank, number, step)
             return None
         for source in step.ranks:
             if source != rank and not self.channels[source, rank]:
@@ -142,15 +96,17 @@ class _Run:
         return None
 
     def _send(self, rank: int, number: int, step: Send) -> None:
-        if step.to == rank or not 0 <= step.to < self.schedule.size:
-            raise ValueError(f"{self.place(rank, number, step.first)}: sent to rank {step.to}, no other rank")
+        if step.to == rank or not 0 <= step.to < self.collective.size:
+            raise ValueError(
+                f"{self.location(rank, number, step.first)}: sends to rank {step.to}; expected another rank"
+            )
         contents = self._read(rank, number, step)
         self.channels[rank, step.to].append(_Message(number, step.first, step.last, contents))
 
     def _reduce(self, rank: int, number: int, step: Reduce) -> None:
         if rank not in step.ranks or list(step.ranks) != sorted(step.ranks):
             raise ValueError(
-                f"{self.place(rank, number, step.first)}: combines ranks {step.ranks}; expected this rank among "
+                f"{self.location(rank, number, step.first)}: combines ranks {step.ranks}; expected this rank among "
                 "them, in ascending order"
             )
         total = self._read(rank, number, step)
@@ -158,18 +114,18 @@ class _Run:
             if source == rank:
                 continue
             if not self.channels[source, rank]:
-                raise ValueError(f"{self.place(rank, number, step.first)}: needs more messages of rank {source}")
-            for index, contribution in enumerate(self._take(source, rank, number, step)):
+                raise ValueError(f"{self.location(rank, number, step.first)}: needs more messages from rank {source}")
+            for index, contribution in enumerate(self._receive(source, rank, number, step)):
                 if total[index] & contribution:
                     twice = _ranks(total[index] & contribution)
-                    raise ValueError(f"{self.place(rank, number, step.first + index)}: adds ranks {twice} twice")
+                    raise ValueError(f"{self.location(rank, number, step.first + index)}: adds ranks {twice} twice")
                 total[index] |= contribution
-        everyone = (1 << self.schedule.size) - 1
+        every_rank = (1 << self.collective.size) - 1
         for index, contributions in enumerate(total):
-            if (contributions == everyone) != step.complete:
+            if (contributions == every_rank) != step.complete:
                 raise ValueError(
-                    f"{self.place(rank, number, step.first + index)}: holds ranks {_ranks(contributions)}, and is "
-                    f"{'' if step.complete else 'not '}said to be complete"
+                    f"{self.location(rank, number, step.first + index)}: holds ranks {_ranks(contributions)}, but is "
+                    f"{'' if step.complete else 'not '}marked complete"
                 )
         self.held[rank][step.first : step.last] = total
 
@@ -177,38 +133,37 @@ class _Run:
         contents = self.held[rank][step.first : step.last]
         if 0 in contents:
             chunk = step.first + contents.index(0)
-            raise ValueError(f"{self.place(rank, number, chunk)}: read before it was written")
+            raise ValueError(f"{self.location(rank, number, chunk)}: read before it was written")
         return contents
 
-    def _take(self, source: int, rank: int, number: int, step: Step) -> list[int]:
+    def _receive(self, source: int, rank: int, number: int, step: Step) -> list[int]:
         message = self.channels[source, rank].popleft()
         if (message.first, message.last, message.number) != (step.first, step.last, number):
             raise ValueError(
-                f"{self.place(rank, number, step.first)}: expects chunks {step.first} to {step.last} of rank {source}, "
-                f"whose next message, of round {message.number}, has chunks {message.first} to {message.last}"
+                f"{self.location(rank, number, step.first)}: expects chunks {step.first} to {step.last} from rank "
+                f"{source}, whose next message, of round {message.number}, has chunks {message.first} to {message.last}"
             )
         return message.contents
 
-    def check_nothing_left(self) -> None:
+    def check_channels_empty(self) -> None:
         for (source, target), channel in self.channels.items():
             if channel:
                 left = channel[0]
-                raise ValueError(f"{self.place(source, left.number, left.first)}: rank {target} never takes it")
+                raise ValueError(f"{self.location(source, left.number, left.first)}: rank {target} never receives it")
 
-    def check_end(self) -> None:
+    def check_final(self, round_count: int) -> None:
         for rank, held in enumerate(self.held):
-            for chunk, expected in end(self.schedule, rank).items():
+            for chunk, expected in self.collective.final(rank).items():
                 found = held[chunk]
                 if found != expected:
                     raise ValueError(
-                        f"{self.place(rank, self.schedule.steps(), chunk)}: ends with ranks {_ranks(found)}; "
+                        f"{self.location(rank, round_count, chunk)}: ends with ranks {_ranks(found)}; "
                         f"expected {_ranks(expected)}"
                     )
 
-    def place(self, rank: int, number: int, chunk: int) -> str:
-        """Where something is wrong; rounds are numbered from 0, and the end is the round after the last."""
-        schedule = self.schedule
-        return f"{schedule.algorithm} {schedule.collective}, rank {rank}, round {number}, chunk {chunk}"
+    def location(self, rank: int, number: int, chunk: int) -> str:
+        """Return the location of an error; rounds count from 0, and the final state is one past the last round."""
+        return f"{self.label}, rank {rank}, round {number}, chunk {chunk}"
 
 
 def _ranks(contributions: int) -> list[int]:

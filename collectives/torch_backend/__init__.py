@@ -3,12 +3,12 @@
     import gangline.collectives.torch_backend
     torch.distributed.init_process_group("gangline")
 
-From there DistributedDataParallel, fully_shard, DeviceMesh, torch.distributed.checkpoint and whatever else talks by
-torch.distributed moves its CPU tensors through a `Communicator`: shared memory within a host, tcp between hosts. The
-ranks meet by the store that torch has, so env:// (torchrun), tcp://, file:// and a store of one's own all do; and
-``init_process_group("cpu:gangline,cuda:nccl")`` leaves GPUs' tensors to NCCL. How calls behave is told by
-`GanglineProcessGroup`; `compress_hook` and `weighted_hook` are communication hooks for DistributedDataParallel, over
-any backend.
+DistributedDataParallel, fully_shard, DeviceMesh, torch.distributed.checkpoint and other users of torch.distributed then
+move their CPU tensors through a `Communicator`: shared memory within a host, tcp between hosts. Ranks find each other
+through torch's store, so env:// (torchrun), tcp://, file:// and custom stores all work.
+``init_process_group("cpu:gangline,cuda:nccl")`` leaves GPU tensors to NCCL. `GanglineProcessGroup` documents the
+behaviour of calls; `compress_hook` and `weighted_hook` are communication hooks for DistributedDataParallel, over any
+backend.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is given to a process group, whichever of torch's overloads its caller has in mind."""
+"""Arguments of process-group calls in the forms of torch's several overloads."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ Operation = ReduceOp | ReduceOp.RedOpType
 
 
 def exactly(tensors: Tensors, count: int) -> list[Tensor]:
-    """A tensor, or a list of them, as a list.
+    """Return a tensor, or a list of tensors, as a list of ``count``.
 
     Raises:
-        ValueError: there are more or fewer.
+        ValueError: if there are more or fewer.
     """
     found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if len(found) != count:
-        raise ValueError(f"{len(found)} tensors were given; expected {count}, for a rank has one device here")
+        raise ValueError(f"{len(found)} tensors were given; expected {count}, because a rank has one device")
     return found
 
 
 def one_list(lists: Sequence[Tensor] | Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """The one list of tensors, which torch wraps in another, of one a device; empty where a rank needs none.
+    """Return the one list of tensors inside torch's list of one list per device; empty if a rank passes none.
 
     Raises:
-        ValueError: there are several lists.
+        ValueError: if there are several lists.
     """
     if any(isinstance(one, Tensor) for one in lists):
         return [one for one in lists if isinstance(one, Tensor)]
     found = [list(one) for one in lists]
     if len(found) > 1:
-        raise ValueError(f"{len(found)} lists of tensors were given; expected one, for a rank has one device here")
+        raise ValueError(f"{len(found)} lists of tensors were given; expected one, because a rank has one device")
     return found[0] if found else []
 
 
 def pairs_of(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Each output with its input.
+    """Return each output with its input.
 
     Raises:
-        ValueError: there are more of one than of the other.
+        ValueError: if the lengths differ.
     """
     if len(outputs) != len(inputs):
         raise ValueError(f"{len(outputs)} outputs were given for {len(inputs)} inputs; expected one for each")
@@ -53,18 +53,18 @@ def pairs_of(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[tuple[
 
 
 def op_in(opts: object, op: Operation | None = None) -> Op:
-    """What combines elements, as the options or the argument in their place say; the sum if neither does."""
+    """Return the reduction given by the options or an argument; the sum if neither gives one."""
     given: Any = getattr(opts, "reduceOp", opts) if op is None else op
     return op_of(ReduceOp.SUM if given is None or type(given) is int else given)  # an int is a root, an enum may be one
 
 
 def root_in(opts: object, root: int) -> int:
-    """The root, as the options or the argument in their place say."""
+    """Return the root given by the options or an argument."""
     return opts if type(opts) is int else getattr(opts, "rootRank", root)
 
 
 def device_of(values: Sequence[object]) -> torch.device | None:
-    """The device of the first tensor in the arguments of a call."""
+    """Return the device of the first tensor in a call's arguments."""
     for value in values:
         if isinstance(value, Tensor):
             return value.device

@@ -1,4 +1,4 @@
-"""The collectives and messages of torch's process-group interface, each as one operation on a `Communicator`."""
+"""Collectives and messages of torch's process-group interface, each run as one operation on a `Communicator`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,21 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import (
+from torch.distributed import ProcessGroup
+
+from gangline.collectives.communicator import Communicator
+from gangline.collectives.torch_backend import operations
+from gangline.collectives.torch_backend.arguments import (
+    Operation,
+    Tensors,
+    device_of,
+    exactly,
+    one_list,
+    op_in,
+    pairs_of,
+    root_in,
+)
+from gangline.collectives.torch_backend.c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,
@@ -21,27 +35,13 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
     ScatterOptions,
 )
-from torch.distributed import ProcessGroup
-
-from gangline.collectives.communicator import Communicator
-from gangline.collectives.torch_backend import operations as operations
-from gangline.collectives.torch_backend.arguments import (
-    Operation,
-    Tensors,
-    device_of,
-    exactly,
-    one_list,
-    op_in,
-    pairs_of,
-    root_in,
-)
 from gangline.collectives.torch_backend.other_devices import OtherDevices
 from gangline.collectives.torch_backend.work import CoalescedWork, GroupWork, MessageWork
 from gangline.collectives.work import Work, WorkQueue
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
-_UNSET = timedelta(milliseconds=-1)  # torch's word for no timeout of a call's own
+_UNSET = timedelta(milliseconds=-1)  # torch's value for "no timeout for this call"
 _OLD_NAMES = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -49,13 +49,13 @@ _OLD_NAMES = {
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
 }
-"""Those of torch before 2.13, which keeps them beside the new ones."""
+"""Names before torch 2.13, which keeps them beside the new ones."""
 
 
 def _by_device(
     method: Callable[Concatenate[GroupCollectives, _Arguments], _Result],
 ) -> Callable[Concatenate[GroupCollectives, _Arguments], _Result]:
-    """Have a call on tensors of another device than the CPU answered by the backend that the group has for it."""
+    """Forward calls on tensors of other devices than the CPU to the group's backend for that device."""
     name = method.__name__
 
     @wraps(method)
@@ -64,25 +64,25 @@ def _by_device(
         if device is None or device.type == "cpu":
             return method(self, *args, **kwargs)
         known = name if hasattr(ProcessGroup, name) else _OLD_NAMES[name]
-        result: _Result = getattr(self.elsewhere.group(device), known)(*args, **kwargs)
+        result: _Result = getattr(self.other_devices.group(device), known)(*args, **kwargs)
         return result
 
-    return call  # type: ignore[return-value]  # mypy minds that self is named
+    return call  # type: ignore[return-value]  # mypy objects to the name self
 
 
 class GroupCollectives:
-    """What a process group offers, under each name that torch 2.11 to 2.15 call it by.
+    """Collectives of a process group, under each name that torch 2.11 to 2.15 use.
 
-    ``opts`` are torch's: the operation, the root, whether the caller waits at once, and a timeout. torch's own
-    overloads give these one by one instead.
+    ``opts`` are torch's options: the operation, the root, whether the caller waits at once, and a timeout. torch's own
+    overloads pass these one by one instead.
     """
 
-    def __init__(self, communicator: Communicator, elsewhere: OtherDevices) -> None:
-        """Take what moves and reduces CPU tensors, and the backends of other devices."""
+    def __init__(self, communicator: Communicator, other_devices: OtherDevices) -> None:
+        """Store the communicator for CPU tensors and the backends of other devices."""
         self.communicator = communicator
-        self.elsewhere = elsewhere
+        self.other_devices = other_devices
         self._queue = WorkQueue()
-        self._limit: float | None = None  # seconds that a wait waits; None: until the communicator gives up
+        self._limit: float | None = None  # timeout of a wait in seconds; None: the communicator's timeout only
         self._calls = 0
         self._coalesced: list[GroupWork] | None = None
 
@@ -117,7 +117,7 @@ class GroupCollectives:
         *,
         root: int = 0,
     ) -> GroupWork:
-        """Reduce one tensor in place at the root; others' are left as they are."""
+        """Reduce one tensor in place at the root; other ranks' tensors are unchanged."""
         (tensor,) = exactly(tensors, 1)
         root = root_in(opts, root)
         return self._call("reduce", [tensor], opts, timeout, operations.reduce, tensor, root, op_in(opts, op))
@@ -132,7 +132,7 @@ class GroupCollectives:
         *,
         op: Operation | None = None,
     ) -> GroupWork:
-        """Reduce a list of tensors, each rank getting the one of its number."""
+        """Reduce a list of tensors; each rank gets the one at its rank."""
         (output,), tensors = exactly(outputs, 1), one_list(inputs)
         function = operations.reduce_scatter
         return self._call("reduce_scatter", [output], opts, timeout, function, output, tensors, op_in(opts, op))
@@ -141,7 +141,7 @@ class GroupCollectives:
     def reduce_scatter_single(
         self, output: Tensor, tensor: Tensor, opts: ReduceScatterOptions | None = None
     ) -> GroupWork:
-        """Reduce a tensor with a part for each rank along its first axis."""
+        """Reduce a tensor with one slice per rank along its first axis; each rank gets its slice."""
         function = operations.reduce_scatter_single
         return self._call("reduce_scatter", [output], opts, None, function, output, tensor, op_in(opts))
 
@@ -149,7 +149,7 @@ class GroupCollectives:
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: ReduceScatterOptions | None = None
     ) -> GroupWork:
-        """As `reduce_scatter_single`, of several tensors."""
+        """Run `reduce_scatter_single` on several tensors."""
         calls = [(*pair, op_in(opts)) for pair in pairs_of(outputs, inputs)]
         return self._calls_in_a_row("reduce_scatter", outputs, opts, operations.reduce_scatter_single, calls)
 
@@ -162,7 +162,7 @@ class GroupCollectives:
         *,
         root: int = 0,
     ) -> GroupWork:
-        """Make one tensor what it is at the root."""
+        """Copy the root's tensor to all ranks."""
         (tensor,) = exactly(tensors, 1)
         return self._call("broadcast", [tensor], opts, timeout, operations.broadcast, tensor, root_in(opts, root))
 
@@ -174,7 +174,7 @@ class GroupCollectives:
         opts: AllgatherOptions | None = None,
         timeout: timedelta | None = None,
     ) -> GroupWork:
-        """Gather every rank's tensor in a list; sizes may differ, as the list says on all ranks."""
+        """Gather every rank's tensor into a list; sizes may differ if all ranks pass the same sizes."""
         outs, (tensor,) = one_list(outputs), exactly(inputs, 1)
         return self._call("all_gather", outs, opts, timeout, operations.all_gather, outs, tensor)
 
@@ -182,7 +182,7 @@ class GroupCollectives:
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: AllgatherOptions | None = None
     ) -> GroupWork:
-        """Gather several tensors: rank r's i-th goes to ``outputs[r][i]``."""
+        """Gather several tensors: the i-th of rank r goes to ``outputs[r][i]``."""
         lists = [exactly(one, len(inputs)) for one in outputs]
         calls = [(outs, tensor) for tensor, *outs in zip(inputs, *lists, strict=True)]
         return self._calls_in_a_row(
@@ -191,14 +191,14 @@ class GroupCollectives:
 
     @_by_device
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: AllgatherOptions | None = None) -> GroupWork:
-        """Gather every rank's tensor in one, stacked or concatenated."""
+        """Gather every rank's tensor into one, stacked or concatenated."""
         return self._call("all_gather", [output], opts, None, operations.all_gather_single, output, tensor)
 
     @_by_device
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: AllgatherOptions | None = None
     ) -> GroupWork:
-        """As `all_gather_single`, of several tensors."""
+        """Run `all_gather_single` on several tensors."""
         calls = pairs_of(outputs, inputs)
         return self._calls_in_a_row("all_gather", outputs, opts, operations.all_gather_single, calls)
 
@@ -212,7 +212,7 @@ class GroupCollectives:
         *,
         root: int = 0,
     ) -> GroupWork:
-        """Gather every rank's tensor, all of one size, in the root's list."""
+        """Gather every rank's tensor, all of one size, into the root's list."""
         outs, (tensor,) = one_list(outputs), exactly(inputs, 1)
         return self._call("gather", outs, opts, timeout, operations.gather, outs, tensor, root_in(opts, root))
 
@@ -226,7 +226,7 @@ class GroupCollectives:
         *,
         root: int = 0,
     ) -> GroupWork:
-        """Give each rank a tensor of the root's list, all of one size."""
+        """Send each rank one tensor of the root's list, all of one size."""
         (output,), tensors = exactly(outputs, 1), one_list(inputs)
         return self._call("scatter", [output], opts, timeout, operations.scatter, output, tensors, root_in(opts, root))
 
@@ -234,7 +234,7 @@ class GroupCollectives:
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: AllToAllOptions | None = None
     ) -> GroupWork:
-        """Give each rank a tensor of one's list; sizes may differ."""
+        """Send each rank one tensor of the list; sizes may differ."""
         return self._call("all_to_all", outputs, opts, None, operations.all_to_all, outputs, inputs)
 
     @_by_device
@@ -247,7 +247,7 @@ class GroupCollectives:
         opts: AllToAllOptions | None = None,
         timeout: timedelta | None = None,
     ) -> GroupWork:
-        """Give each rank a part of one's tensor along the first axis; sizes may differ."""
+        """Send each rank one slice of the tensor along the first axis; sizes may differ."""
         splits = list(output_split_sizes or ()), list(input_split_sizes or ())
         function = operations.all_to_all_single
         return self._call("all_to_all", [output], opts, timeout, function, output, tensor, *splits)
@@ -270,12 +270,12 @@ class GroupCollectives:
 
     @_by_device
     def recv_anysource(self, tensors: Tensors, tag: int) -> NoReturn:  # noqa: ARG002
-        """Refused: gangline's messages are matched by rank and tag.
+        """Raise ValueError: messages are matched by rank and tag.
 
         Raises:
             ValueError: always.
         """
-        raise ValueError(f"recv from any source (tag {tag}) is not gangline's; expected a rank as the source")
+        raise ValueError(f"recv from any source (tag {tag}) is not supported; expected a rank as the source")
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -283,39 +283,39 @@ class GroupCollectives:
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # Meeting
+    # Barriers and coalescing
 
     def barrier(self, opts: BarrierOptions | None = None, timeout: timedelta | None = None) -> GroupWork:
-        """Have all ranks come here."""
+        """Wait until all ranks have called it."""
         return self._call("barrier", [], opts, timeout, Communicator.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
-        """Return when all ranks are here.
+        """Wait until all ranks have called it.
 
         Raises:
-            StallError: one did not come in time.
+            StallError: if a rank does not call it in time.
         """
         self.barrier().wait(timeout or timedelta(0))
 
     def _start_coalescing(self, device: torch.device) -> None:
         if device.type != "cpu":
-            self.elsewhere.group(device)._start_coalescing(device)
+            self.other_devices.group(device)._start_coalescing(device)
         else:
             self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> GroupWork | Any:
         if device.type != "cpu":
-            return self.elsewhere.group(device)._end_coalescing(device)
+            return self.other_devices.group(device)._end_coalescing(device)
         if self._coalesced is None:
             raise RuntimeError("_end_coalescing was called without _start_coalescing")
         works, self._coalesced = self._coalesced, None
         return CoalescedWork(works)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let later waits end after another time; the group's own timeout still ends calls that are stuck for longer.
+        """Set the timeout of later waits; the group's own timeout still ends calls that hang for longer.
 
         Raises:
-            ValueError: it is not above 0.
+            ValueError: if it is not above 0.
         """
         if not timeout > timedelta(0):
             raise ValueError(f"timeout is {timeout}; expected one above 0")
@@ -334,7 +334,7 @@ class GroupCollectives:
     def _finish(self) -> None:
         self._queue.close()
 
-    # What every call goes through
+    # Every call
 
     def _call(
         self,
@@ -345,7 +345,7 @@ class GroupCollectives:
         function: Callable[..., object],
         *arguments: Any,
     ) -> GroupWork:
-        """Have ``function(communicator, *arguments)`` run behind all that was called before it."""
+        """Run ``function(communicator, *arguments)`` after all earlier calls."""
         self._calls += 1
         own = getattr(opts, "timeout", _UNSET) if timeout is None else timeout
         has_own = own > timedelta(0)

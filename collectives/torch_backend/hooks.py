@@ -1,6 +1,6 @@
-"""Communication hooks for DistributedDataParallel: gradients in fewer bytes, and gradients by their number of samples.
+"""Communication hooks for DistributedDataParallel: compressed gradients, and gradients weighted by sample count.
 
-Both work over any backend of torch.distributed that moves the tensors at hand.
+Both work over any backend of torch.distributed that supports the tensors.
 """
 
 from __future__ import annotations
@@ -16,31 +16,30 @@ from torch.futures import Future
 from gangline.collectives.compression import Compression, compress, parse
 
 
-def compress_hook(type: str, **options: Any) -> CompressHook:  # noqa: A002  the word of set_gradient_compression
-    """A hook that sends gradients through a codec, and on every rank sums what arrives, in rank order.
+def compress_hook(type: str, **options: Any) -> CompressHook:  # noqa: A002  the name in set_gradient_compression
+    """Return a hook that sends gradients through a codec and, on every rank, sums the received ones in rank order.
 
         ddp.register_comm_hook(None, compress_hook("2bit", threshold=0.03))
 
-    The state given with it is a process group, or None for the default one. What is compressed is this rank's part of
-    the mean over all ranks, its gradient / size, plus what it has not sent before where there is error feedback:
-    thresholds are in that unit. What was not sent stays with the hook, parameter by parameter, when DDP lays out its
-    buckets anew after the first step; each DDP module needs a hook of its own. A bucket costs every rank size times its
-    payload: 2bit sends a sixteenth of float32.
+    The hook's state is a process group, or None for the default one. The compressed value is this rank's share of the
+    mean over all ranks, its gradient / size, plus the residual if there is error feedback: thresholds are in that unit.
+    The hook keeps the residual by parameter when DDP rebuilds its buckets after the first step; each DDP module needs a
+    hook of its own. A bucket costs every rank size times its payload: 2bit sends a sixteenth of float32.
 
     Args:
         type: "2bit", "fp16", "bf16", "topk", or a name given to `gangline.collectives.compression.register`.
         options: the codec's, such as ``threshold`` (2bit) or ``ratio`` (topk), and ``error_feedback``.
 
     Raises:
-        ValueError: an unknown type or option, or a value out of range. In backward: a gradient that holds NaN or
-            infinity, or is of no floating-point dtype.
-        TypeError: a value of a wrong type.
+        ValueError: if the type or an option is unknown, or a value is out of range. In backward: if a gradient holds
+            NaN or infinity, or is not floating-point.
+        TypeError: if a value has the wrong type.
     """
     return CompressHook(parse({"type": type, **options}))
 
 
 class Samples:
-    """How many samples this rank's next backward is of: the state of `weighted_hook`.
+    """Number of samples of this rank's next backward pass: the state of `weighted_hook`.
 
     Args:
         group: the process group of the DDP module; None: the default one.
@@ -49,12 +48,14 @@ class Samples:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.count: float = 1
-        """Samples (or valid elements: whatever the loss is a mean of) behind this rank's loss, >= 0; set it before each
-        backward. A float counts too."""
+        """Number of samples (or valid elements, if the loss is their mean) in this rank's loss, >= 0.
+
+        Set it before each backward.
+        """
         self._total: Tensor | None = None
 
     def _start(self) -> None:
-        """Have the ranks' counts added: with the first bucket of a backward, which all ranks send first."""
+        """Start the sum of the ranks' counts, together with the first bucket of a backward pass."""
         if not 0 <= self.count < float("inf"):
             raise ValueError(f"Samples.count is {self.count!r}; expected the number of samples, 0 or more")
         self._total = torch.tensor([self.count], dtype=torch.float64)
@@ -66,7 +67,7 @@ class Samples:
         self._adding.wait()
         total = float(self._total)
         if not total:
-            raise ValueError("Samples.count is 0 on every rank; expected a sample on one of them at least")
+            raise ValueError("Samples.count is 0 on every rank; expected a sample on at least one")
         return total
 
 
@@ -79,15 +80,14 @@ def weighted_hook(state: Samples, bucket: GradBucket) -> Future[Tensor]:
             samples.count = len(data)
             cross_entropy(ddp(data), label).backward()
 
-    Where each g_i is the gradient of this rank's MEAN loss over n_i samples, the result is the gradient of the mean
-    over the whole batch, however unequal the shares are; DDP alone takes the mean of the means. A rank without samples
-    sets ``count = 0``, and calls backward as the others do, on whatever data: its gradient counts nothing, not even a
-    NaN.
+    If each g_i is the gradient of this rank's MEAN loss over n_i samples, the result is the gradient of the mean over
+    the whole batch, however unequal the shares are; DDP alone takes the mean of the means. A rank without samples sets
+    ``count = 0`` and calls backward as the others do, on any data: its gradient has weight 0, even if it is NaN.
 
-    float16 and bfloat16 travel as float32. Under ``no_sync()``, count is that of the last backward alone.
+    float16 and bfloat16 travel as float32. Under ``no_sync()``, the count is that of the last backward alone.
 
     Raises:
-        ValueError: in backward, a count that cannot be, or 0 on all ranks.
+        ValueError: in backward, if a count is invalid, or 0 on all ranks.
     """
     if bucket.index() == 0:
         state._start()
@@ -109,16 +109,16 @@ def weighted_hook(state: Samples, bucket: GradBucket) -> Future[Tensor]:
 
 
 class CompressHook:
-    """What `compress_hook` gives; it keeps each parameter's residual."""
+    """Hook made by `compress_hook`, with each parameter's residual."""
 
     def __init__(self, compression: Compression) -> None:
-        self.__name__ = self.__qualname__ = "compress_hook"  # DDP asks every hook for them
+        self.__name__ = self.__qualname__ = "compress_hook"  # read by DDP
         self._compression = compression
         self._buckets: dict[int, tuple[list[Tensor], Tensor]] = {}
         self._of_parameter: dict[Tensor, Tensor] = {}
 
     def __call__(self, state: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
-        """The mean of a bucket's gradients over all ranks, as far as they have been sent."""
+        """Return a future of the mean of a bucket's gradients over all ranks, as transmitted."""
         group = dist.group.WORLD if state is None else state
         assert group is not None
         buffer: Tensor = bucket.buffer()
@@ -140,12 +140,12 @@ class CompressHook:
         return future
 
     def residual(self, parameter: Tensor) -> Tensor:
-        """What of a parameter's gradient this rank has not sent yet, of its shape; zeros before the first step."""
+        """Return the part of a parameter's gradient that this rank has not sent yet, in its shape; initially zeros."""
         found = self._of_parameter.get(parameter)
         return torch.zeros_like(parameter) if found is None else found.view(parameter.shape).clone()
 
     def _residual(self, bucket: GradBucket) -> Tensor:
-        """That of a bucket, whose parameters are others after DDP has laid out its buckets anew."""
+        """Return the residual of a bucket, whose parameters change when DDP rebuilds its buckets."""
         parameters: list[Tensor] = bucket.parameters()
         known, flat = self._buckets.get(bucket.index(), ([], torch.empty(0)))
         if len(known) == len(parameters) and all(map(_is, known, parameters)):

@@ -1,6 +1,6 @@
-"""Collectives in torch's forms (lists, split sizes, bitwise operations, complex numbers) by a communicator's.
+"""Collectives in torch's forms (lists, split sizes, bitwise operations, complex numbers) on a communicator.
 
-Each function is a collective of all ranks of the communicator and returns when it is over.
+Every function is a collective over all ranks of the communicator and returns when it is done.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gangline.collectives.communicator import Communicator
 from gangline.collectives.errors import MismatchError
 
 Op = str | Callable[[Tensor, Tensor], Tensor]
-"""What combines elements: a communicator's word for it, or a function that is applied in rank order."""
+"""Reduction: the communicator's name for it, or a function that is applied in rank order."""
 
 _OPS: dict[str, Op] = {
     "SUM": "sum",
@@ -31,19 +31,19 @@ _OPS: dict[str, Op] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
-_LIKE_SIZED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by which bits are moved
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes that move the same bits
 
 
 def op_of(reduce_op: ReduceOp | ReduceOp.RedOpType) -> Op:
-    """What a torch operation is here.
+    """Return the `Op` for a torch reduction.
 
     Raises:
-        ValueError: it is PREMUL_SUM, which only NCCL has.
+        ValueError: if it is PREMUL_SUM, which only NCCL supports.
     """
     kind: Any = getattr(reduce_op, "op", reduce_op)
     name: str = kind.name
     if name not in _OPS:
-        raise ValueError(f"ReduceOp.{name} is not gangline's; expected one of {', '.join(_OPS)}: scale, then SUM")
+        raise ValueError(f"ReduceOp.{name} is not supported; expected one of {', '.join(_OPS)}: scale, then SUM")
     return _OPS[name]
 
 
@@ -59,7 +59,7 @@ def all_reduce(comm: Communicator, tensor: Tensor, op: Op) -> None:
 
 
 def reduce(comm: Communicator, tensor: Tensor, root: int, op: Op) -> None:
-    """Reduce a tensor in place at the root; others' are left as they are."""
+    """Reduce a tensor in place at the root; other ranks' tensors are unchanged."""
     tensor = _reducible(tensor, op)
     if isinstance(op, str):
         comm.reduce(tensor, root, op)
@@ -70,19 +70,19 @@ def reduce(comm: Communicator, tensor: Tensor, root: int, op: Op) -> None:
 
 
 def broadcast(comm: Communicator, tensor: Tensor, root: int) -> None:
-    """Make a tensor on all ranks what it is at the root."""
+    """Copy the root's tensor to all ranks."""
     comm.broadcast(movable(tensor), root)
 
 
 def all_gather(comm: Communicator, outs: Sequence[Tensor], tensor: Tensor) -> None:
-    """Gather every rank's tensor into one of ``outs``; they may differ in size, the same way on all ranks."""
+    """Gather every rank's tensor into one of ``outs``; sizes may differ if all ranks pass the same sizes."""
     _check_count("output tensors", outs, comm.size)
     if _are_even(outs):
         _unpack(comm.all_gather(movable(tensor)), outs)
         return
     if outs[comm.rank].shape != tensor.shape:
         raise ValueError(
-            f"the input tensor has shape {tuple(tensor.shape)}; expected that of its place in the output list, "
+            f"the input tensor has shape {tuple(tensor.shape)}; expected that of its entry in the output list, "
             f"{tuple(outs[comm.rank].shape)}"
         )
     outs[comm.rank].detach().copy_(tensor.detach())
@@ -91,12 +91,12 @@ def all_gather(comm: Communicator, outs: Sequence[Tensor], tensor: Tensor) -> No
 
 
 def all_gather_single(comm: Communicator, out: Tensor, tensor: Tensor) -> None:
-    """Gather every rank's tensor in one: (size, *shape), or concatenated along the first axis."""
+    """Gather every rank's tensor into one: (size, *shape), or concatenated along the first axis."""
     comm.all_gather(movable(tensor), movable(_rows("the output", out, comm.size, tensor.shape)))
 
 
 def gather(comm: Communicator, outs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
-    """Gather every rank's tensor, all of one size, into one of the root's ``outs``."""
+    """Gather every rank's tensor, all of one size, into the root's ``outs``."""
     if comm.rank == root:
         _check_count("output tensors", outs, comm.size)
         _check_even("output tensors", outs)
@@ -106,7 +106,7 @@ def gather(comm: Communicator, outs: Sequence[Tensor], tensor: Tensor, root: int
 
 
 def scatter(comm: Communicator, out: Tensor, tensors: Sequence[Tensor], root: int) -> None:
-    """Give each rank one of the root's tensors, all of one size."""
+    """Send each rank one of the root's tensors, all of one size."""
     if comm.rank != root:
         comm.scatter(None, movable(out), root)
         return
@@ -116,7 +116,7 @@ def scatter(comm: Communicator, out: Tensor, tensors: Sequence[Tensor], root: in
 
 
 def reduce_scatter(comm: Communicator, out: Tensor, tensors: Sequence[Tensor], op: Op) -> None:
-    """Reduce lists of tensors, each rank getting the one of its number; they may differ in size, as on other ranks."""
+    """Reduce lists of tensors; each rank gets the one at its rank. Sizes may differ between the entries."""
     _check_count("input tensors", tensors, comm.size)
     if _are_even(tensors):
         reduce_scatter_single(comm, out, torch.stack([tensor.detach().reshape(out.shape) for tensor in tensors]), op)
@@ -129,7 +129,7 @@ def reduce_scatter(comm: Communicator, out: Tensor, tensors: Sequence[Tensor], o
 
 
 def reduce_scatter_single(comm: Communicator, out: Tensor, tensor: Tensor, op: Op) -> None:
-    """Reduce tensors of (size, *out.shape), or concatenated along the first axis: each rank gets its row."""
+    """Reduce tensors of (size, *out.shape), or concatenated along the first axis; each rank gets its row."""
     rows = _reducible(_rows("the input", tensor, comm.size, out.shape), op)
     if isinstance(op, str):
         comm.reduce_scatter(rows, op, out=_reducible(out, op))
@@ -140,22 +140,22 @@ def reduce_scatter_single(comm: Communicator, out: Tensor, tensor: Tensor, op: O
 
 
 def all_to_all(comm: Communicator, outs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Give tensor j to rank j, whose i-th output then comes from rank i; all may differ in size.
+    """Send tensor j to rank j and receive output i from rank i; all may differ in size.
 
     Raises:
-        MismatchError: a rank gives another number of elements than the other one expects; all ranks raise it.
+        MismatchError: if a rank sends another number of elements than its peer expects; raised on all ranks.
     """
     _check_count("output tensors", outs, comm.size)
     _check_count("input tensors", tensors, comm.size)
     table = comm.all_gather(torch.tensor([part.numel() for part in (*tensors, *outs)]))
     assert isinstance(table, Tensor)
-    given, taken = table[:, : comm.size], table[:, comm.size :].T
-    for source, target in (given != taken).nonzero().tolist():
+    sent, received = table[:, : comm.size], table[:, comm.size :].T
+    for source, target in (sent != received).nonzero().tolist():
         raise MismatchError(
-            f"in all_to_all rank {source} gives {int(given[source, target])} elements to rank {target}, which expects "
-            f"{int(taken[source, target])}; expected the same number"
+            f"in all_to_all rank {source} sends {int(sent[source, target])} elements to rank {target}, which expects "
+            f"{int(received[source, target])}; expected the same number"
         )
-    rows = _lines(tensors, int(given.max()))
+    rows = _padded(tensors, int(sent.max()))
     got = comm.all_to_all(rows)
     assert isinstance(got, Tensor)
     for out, row in zip(outs, got, strict=True):
@@ -166,23 +166,23 @@ def all_to_all(comm: Communicator, outs: Sequence[Tensor], tensors: Sequence[Ten
 def all_to_all_single(
     comm: Communicator, out: Tensor, tensor: Tensor, out_splits: Sequence[int], splits: Sequence[int]
 ) -> None:
-    """As `all_to_all`, for parts of the first axis; no split sizes on either side: equal parts."""
+    """Run `all_to_all` on slices along the first axis; without split sizes the slices are equal."""
     if not out_splits and not splits:
-        given = _rows("the input", tensor, comm.size, _part_shape("the input", tensor, comm.size))
-        taken = _rows("the output", out, comm.size, _part_shape("the output", out, comm.size))
-        comm.all_to_all(movable(given), movable(taken))
+        sent = _rows("the input", tensor, comm.size, _slice_shape("the input", tensor, comm.size))
+        received = _rows("the output", out, comm.size, _slice_shape("the output", out, comm.size))
+        comm.all_to_all(movable(sent), movable(received))
     else:
         all_to_all(comm, _split("the output", out, out_splits, comm), _split("the input", tensor, splits, comm))
 
 
 def movable(tensor: Tensor) -> Tensor:
-    """The values, as a view of a dtype that a communicator moves: any but a sparse or quantised one has one."""
+    """Return a view of a dtype that communicators support; sparse and quantised tensors have none."""
     data = tensor.detach()
     if data.dtype in DTYPES:
         return data
     if data.is_complex():
         return torch.view_as_real(data)
-    return data.view(_LIKE_SIZED.get(data.itemsize, data.dtype))
+    return data.view(_SAME_SIZE.get(data.itemsize, data.dtype))
 
 
 def _reducible(tensor: Tensor, op: Op) -> Tensor:
@@ -194,15 +194,15 @@ def _reducible(tensor: Tensor, op: Op) -> Tensor:
     if not data.is_complex():
         return data
     if op not in ("sum", "mean"):
-        raise TypeError(f"ReduceOp {op} of {data.dtype} is not gangline's; expected SUM or AVG for complex numbers")
+        raise TypeError(f"ReduceOp {op} of {data.dtype} is not supported; expected SUM or AVG for complex numbers")
     return torch.view_as_real(data)
 
 
 def _rows(name: str, tensor: Tensor, size: int, shape: Sequence[int]) -> Tensor:
-    """A view of a tensor as (size, *shape).
+    """Return a view of a tensor as (size, *shape).
 
     Raises:
-        ValueError: there is none.
+        ValueError: if there is none.
     """
     shape = tuple(shape)
     if tensor.shape == (size, *shape):
@@ -217,17 +217,16 @@ def _rows(name: str, tensor: Tensor, size: int, shape: Sequence[int]) -> Tensor:
     )
 
 
-def _part_shape(name: str, tensor: Tensor, size: int) -> tuple[int, ...]:
+def _slice_shape(name: str, tensor: Tensor, size: int) -> tuple[int, ...]:
     if tensor.dim() == 0 or tensor.shape[0] % size:
         raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)}; expected a first axis that {size} ranks share equally, or split "
-            "sizes"
+            f"{name} has shape {tuple(tensor.shape)}; expected a first axis divisible by {size} ranks, or split sizes"
         )
     return (tensor.shape[0] // size, *tensor.shape[1:])
 
 
 def _split(name: str, tensor: Tensor, splits: Sequence[int], comm: Communicator) -> Sequence[Tensor]:
-    splits = list(splits) or [_part_shape(name, tensor, comm.size)[0]] * comm.size
+    splits = list(splits) or [_slice_shape(name, tensor, comm.size)[0]] * comm.size
     if len(splits) != comm.size or sum(splits) != tensor.shape[0]:
         raise ValueError(
             f"{name} has split sizes {splits}; expected {comm.size} that add up to its first axis, {tensor.shape[0]}"
@@ -235,8 +234,8 @@ def _split(name: str, tensor: Tensor, splits: Sequence[int], comm: Communicator)
     return torch.split(tensor, splits)
 
 
-def _lines(tensors: Sequence[Tensor], longest: int) -> Tensor:
-    """The tensors as rows (len(tensors), n), filled up with whatever was there."""
+def _padded(tensors: Sequence[Tensor], longest: int) -> Tensor:
+    """Return the tensors as rows (len(tensors), n); the padding is uninitialised."""
     flats = [movable(tensor).reshape(-1) for tensor in tensors]
     scale = 2 if tensors[0].is_complex() else 1
     rows = flats[0].new_empty((len(flats), longest * scale))

@@ -1,4 +1,4 @@
-"""The devices that a process group leaves to another backend, as ``"cpu:gangline,cuda:nccl"`` says."""
+"""Backends of a process group for devices other than the CPU, as in ``"cpu:gangline,cuda:nccl"``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[a
 
 
 class OtherDevices:
-    """The backends of one process group for other devices than the CPU, made when the first tensor comes.
+    """Backends of one process group for devices other than the CPU, created for the first tensor on each.
 
-    torch gives a group whose backend is written in Python no other backend beside it: so it has them here.
+    torch does not register further backends for a group whose backend is written in Python, so they are kept here.
     """
 
     def __init__(self, group: ProcessGroup, store: Store, timeout: timedelta) -> None:
-        self._of = weakref.ref(group)  # a cycle would keep the store, and its port, until it is collected
+        self._of = weakref.ref(group)  # a reference cycle would keep the store's port open until it is collected
         self._rank, self._size = group.rank(), group.size()
         self._store = store
         self._timeout = timeout
@@ -26,44 +26,44 @@ class OtherDevices:
         self._backends: dict[str, Any] = {}
 
     def group(self, device: torch.device) -> ProcessGroup:
-        """A group that serves tensors of a device.
+        """Return a group for tensors of a device.
 
         Raises:
-            ValueError: this group was made for none of it.
+            ValueError: if this group has no backend for it.
         """
         self.backend(device)
         assert self._group is not None
         return self._group
 
     def backend(self, device: torch.device) -> Any:
-        """The backend of a device.
+        """Return the backend of a device.
 
         Raises:
-            ValueError: this group was made for none of it.
+            ValueError: if this group has no backend for it.
         """
         if device.type not in self._backends:
             self._backends[device.type] = self._make(device.type)
         return self._backends[device.type]
 
     def devices(self) -> list[torch.device]:
-        """The kinds of device that the group was made for, beside the CPU."""
+        """Return the device types of the group, except the CPU."""
         return [torch.device(kind) for kind in self._names() if kind != "cpu"]
 
     def shutdown(self) -> None:
-        """End what was made here."""
+        """Shut down the backends."""
         if self._group is not None:
             self._group.shutdown()
         self._group = None
 
     def _names(self) -> dict[str, str]:
-        """Device -> backend, as init_process_group or new_group was told; known as soon as either has returned."""
+        """Return the backend names by device type; torch knows them once the group has been made."""
         words = dist.get_backend_config(self._of()).split(",")
         return {kind: name for kind, _, name in (word.partition(":") for word in words)}
 
     def _make(self, kind: str) -> Any:
         name = self._names().get(kind, "gangline")
         rank, size = self._rank, self._size
-        store = PrefixStore(f"elsewhere/{kind}", self._store)
+        store = PrefixStore(f"other_devices/{kind}", self._store)
         backend: Any
         if name == "nccl" and dist.is_nccl_available():
             options = dist.ProcessGroupNCCL.Options()
@@ -74,7 +74,7 @@ class OtherDevices:
             backend = dist.ProcessGroupGloo(store, rank, size, timeout=self._timeout)
         else:
             raise ValueError(
-                f"a tensor on {kind} came to a process group of backend {dist.get_backend_config(self._of())!r}; "
+                f"a tensor on {kind} was passed to a process group of backend {dist.get_backend_config(self._of())!r}; "
                 f"expected tensors on the CPU, or a backend for {kind} that this torch has, as in "
                 f"'cpu:gangline,{kind}:nccl' or 'cpu:gangline,{kind}:gloo'"
             )

@@ -7,76 +7,78 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
-from torch._C._distributed_c10d import FakeProcessGroup
-from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
 
+from gangline.collectives.bootstrap.launcher_environment import LOOPBACK
+from gangline.collectives.bootstrap.store_all_gather import StoreAllGather
 from gangline.collectives.communicator import open_communicator
 from gangline.collectives.errors import GanglineError
+from gangline.collectives.torch_backend.c10d import refusing_backend
 from gangline.collectives.torch_backend.calls import GroupCollectives
 from gangline.collectives.torch_backend.other_devices import OtherDevices
-from gangline.collectives.torch_backend.store import StoreExchange, own_address
+from gangline.collectives.transports.addresses import local_address
 
-_Base: Any = ProcessGroup  # of whose methods torch's stubs tell another thing in each version
+_Base: Any = ProcessGroup  # its stubs differ between versions of torch
 
 
 class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
-    """A torch process group whose collectives on CPU tensors are a `Communicator`'s; a collective of its ranks.
+    """A torch process group whose collectives on CPU tensors run on a `Communicator`. Collective over its ranks.
 
-    Every method of torch's Python interface is this class's own, under each name that torch 2.11 to 2.15 call it by:
-    one that was not would go, silently, to the backend that torch demands to be registered. That one refuses all.
+    The class defines every method of torch's Python interface, under each name that torch 2.11 to 2.15 use: torch would
+    silently send any other to the C++ backend that it requires, which raises on every call.
 
-    The calls of one group are matched by order on all ranks, whatever threads make them, as they are for gloo; they
-    run one at a time, in a thread of the group, or in the caller's where nothing else is under way and the call is
-    not asynchronous. Tensors belong to a call until it is over. They may be non-contiguous and empty, and of any dtype
-    where they are only moved. The errors are gangline's: see `Communicator`.
+    Calls of one group are matched by order on all ranks, whatever threads make them, as in gloo; they run one at a
+    time, in a thread of the group, or in the caller's if no other call is pending and the call is synchronous. Tensors
+    belong to a call until it is done. They may be non-contiguous and empty, and of any dtype if they are only moved.
+    Errors are those of `Communicator`.
 
     Args:
-        store: what the group's ranks share, and nobody else uses.
-        rank: this process's number in the group.
-        size: the number of ranks.
-        timeout: how long a call, or the beginning, may wait for other ranks.
+        store: store shared by the group's ranks alone.
+        rank: this process's rank in the group.
+        size: number of ranks.
+        timeout: time limit for a call, and for the start, to wait for other ranks.
 
     Raises:
-        StallError: a rank did not come.
+        StallError: if a rank does not arrive.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        _Base.__init__(self, rank, size)  # the form with a store makes no subclass's instance
+        _Base.__init__(self, rank, size)  # the overload with a store does not construct subclasses
         seconds = timeout.total_seconds()
-        exchange = StoreExchange(store, rank, size, seconds)
-        communicator = open_communicator(rank, size, exchange, timeout=seconds, tcp_host=own_address(store))
+        exchange = StoreAllGather(
+            PrefixStore("gangline", store),
+            rank,
+            size,
+            seconds,
+            where="the process group",
+            server="the process that keeps the process group's store",
+        )
+        communicator = open_communicator(rank, size, exchange, timeout=seconds, tcp_host=_own_address(store))
         GroupCollectives.__init__(self, communicator, OtherDevices(self, store, timeout))
         self._store = store
         self._timeout = timeout
-        fake: Any = FakeProcessGroup  # torch's stub knows none of its options
-        refusing = fake.Options()
-        refusing.error_on_collective = True
-        self._register_backend(
-            torch.device("cpu"),
-            ProcessGroup.BackendType.CUSTOM,
-            fake._create_internal(rank, size, refusing),
-        )
+        self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, refusing_backend(rank, size))
         self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
 
     def name(self) -> str:
-        """The backend's name, gangline."""
+        """Return the backend's name, "gangline"."""
         return "gangline"
 
-    getBackendName = name  # noqa: N815  by which torch's C++ asks
+    getBackendName = name  # noqa: N815  called by torch's C++
 
     def _get_backend_name(self) -> str:
         return "gangline"
 
     def _get_backend(self, device: torch.device) -> Any:
         device = torch.device(device)
-        return super()._get_backend(device) if device.type == "cpu" else self.elsewhere.backend(device)
+        return super()._get_backend(device) if device.type == "cpu" else self.other_devices.backend(device)
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu"), *self.elsewhere.devices()]
+        return [torch.device("cpu"), *self.other_devices.devices()]
 
     def get_group_store(self) -> Store:
-        """The store that the group was made with."""
+        """Return the store that the group was made with."""
         return self._store
 
     def split_group(
@@ -88,10 +90,10 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
         group_desc: str | None = None,
         device_types: object = None,  # noqa: ARG002
     ) -> GanglineProcessGroup | None:
-        """A group of some ranks of this one; they alone need call it, and it is None on others.
+        """Return a group of some of these ranks, which alone need to call it; None on the others.
 
         Raises:
-            ValueError: a rank that is not there.
+            ValueError: if a rank is not in the group.
         """
         ranks = sorted(ranks)
         if not ranks or ranks != sorted(set(ranks) & set(range(self.size()))):
@@ -107,21 +109,21 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
         return group
 
     def merge_remote_group(self, *_: object, **__: object) -> NoReturn:
-        """Refused.
+        """Raise ValueError: not supported.
 
         Raises:
             ValueError: always.
         """
-        raise ValueError("merge_remote_group is not gangline's; make a group of all ranks by dist.init_process_group")
+        raise ValueError("merge_remote_group is not supported; make a group of all ranks by dist.init_process_group")
 
     def shutdown(self) -> None:
-        """Finish what was begun, tell the others, and give everything back; a second call does nothing."""
+        """Finish pending calls, notify the other ranks, and release all resources; idempotent."""
         self._finish()
         self.communicator.close()
-        self.elsewhere.shutdown()
+        self.other_devices.shutdown()
 
     def abort(self) -> None:
-        """As `shutdown`, but what is under way fails, here and on all ranks, where it is not waited for."""
+        """Fail pending calls here and on all ranks, then `shutdown`."""
         self.communicator.abort(GanglineError(f"rank {self.rank()} aborted its process group"))
         self.shutdown()
 
@@ -129,7 +131,14 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
         return False
 
     def _register_on_completion_hook(self, *_: object) -> NoReturn:
-        raise ValueError("completion hooks are not gangline's; chain to Work.get_future() with then()")
+        raise ValueError("completion hooks are not supported; chain to Work.get_future() with then()")
 
     def _enable_collectives_timing(self) -> NoReturn:
-        raise ValueError("timing of collectives is not gangline's; measure with torch.profiler")
+        raise ValueError("timing of collectives is not supported; measure with torch.profiler")
+
+
+def _own_address(store: Store) -> str:
+    """Return the address of this host for other ranks; loopback unless the store is a TCPStore."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return local_address(store.host) if isinstance(store, TCPStore) else LOOPBACK

@@ -1,4 +1,4 @@
-"""What a call on a torch process group returns: torch's `Work` around gangline's."""
+"""torch's `Work` around gangline's, returned by the calls on a process group."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch.futures import Future, collect_all
 from gangline.collectives.errors import GanglineError, StallError
 from gangline.collectives.work import Work
 
-_NO_LIMIT = timedelta(0)  # torch's word for it
+_NO_LIMIT = timedelta(0)  # torch's value for "no timeout"
 
 
 class GroupWork(TorchWork):
-    """One call on a process group, over or not.
+    """Handle of one call on a process group.
 
     Args:
-        work: gangline's handle of it.
-        tensors: those that it writes.
-        limit: seconds that `wait` waits if its caller names none; None: as long as the call takes.
-        source: the rank that a receive receives from.
-        give_up: what ends the call on all ranks when ``limit``, which was said with the call, has passed in a `wait`;
-            None: it goes on.
+        work: gangline's handle of the call.
+        tensors: tensors that the call writes.
+        limit: default timeout of `wait` in seconds; None: no timeout.
+        source: source rank of a receive.
+        give_up: function that ends the call on all ranks when ``limit``, given with the call, passes in a `wait`; None:
+            the call continues.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class GroupWork(TorchWork):
         self._lock = threading.Lock()
         self._is_over = False
         self._error: BaseException | None = None
-        self._over: Future[None] | None = None  # one that somebody asked for
+        self._over: Future[None] | None = None  # created by `get_future`
         self._future: Future[list[Tensor]] | None = None
 
     def run(self, operation: Callable[[], object]) -> None:
-        """Run what the call does, then whatever was chained to its future, in this thread.
+        """Run the call's operation, then the callbacks of its future, in this thread.
 
         Raises:
-            Exception: whatever the operation raised.
+            Exception: if the operation raises.
         """
         try:
             operation()
@@ -63,15 +63,15 @@ class GroupWork(TorchWork):
         self._end(None)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Return True when the call is over.
+        """Wait for the call and return True.
 
         Args:
-            timeout: how long to wait; 0: as long as was said with the call, if anything was.
+            timeout: time limit; 0: the limit given with the call, if any.
 
         Raises:
-            StallError: the call is still running after that. It goes on, unless the time was said with the call:
-                then all ranks get this error, and the group can be used no more.
-            Exception: whatever the call raised.
+            StallError: if the call is still running then. It continues, unless the limit was given with the call: then
+                all ranks get this error, and the group cannot be used any more.
+            Exception: if the call raised it.
         """
         is_callers = timeout > _NO_LIMIT
         limit = timeout.total_seconds() if is_callers else self._limit
@@ -87,50 +87,51 @@ class GroupWork(TorchWork):
         return True
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Wait for the call."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """As `wait`: what is on the host has no stream."""
+        """Wait for the call: CPU tensors have no stream."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the call is over, well or not."""
+        """Return whether the call is done, with or without an error."""
         return self._work.is_completed()
 
     def is_success(self) -> bool:
-        """Whether the call is over, and went well."""
+        """Return whether the call is done, without an error."""
         return self._work.is_completed() and self._work.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What the call raised, or None while it runs and after it went well."""
+        """Return the call's exception; None while it runs or if it succeeded."""
         return self._work.exception()
 
     def result(self) -> list[Tensor]:
-        """The tensors that the call writes."""
+        """Return the tensors that the call writes."""
         return list(self._tensors)
 
     def source_rank(self) -> int:
-        """Of a receive: from which rank of the group; else -1."""
+        """Return the source rank of a receive; -1 for other calls."""
         return self._source
 
     _source_rank = source_rank
 
     def get_future(self) -> Future[list[Tensor]]:
-        """The tensors that the call writes, when it is over.
+        """Return a future of the tensors that the call writes.
 
-        What is chained to it with ``then`` runs in the thread that ran the call, before anybody's `wait` returns. Its
+        Callbacks chained with ``then`` run in the thread that ran the call, before any `wait` returns. The future's
         error is a RuntimeError whose text holds the class and text of the call's own.
         """
         with self._lock:
             if self._future is None:
                 self._over = Future()
-                # torch's set_exception makes a value of an exception, which only the very same object raises again:
-                # what is chained to it, and DDP's reducer, would take it for a result. What a callback raises is one.
+                # Future.set_exception stores the exception as a value that only the same Future object raises:
+                # chained callbacks and DDP's reducer would take it for a result. An exception raised in a callback
+                # is propagated.
                 self._future = self._over.then(self._outcome)
             is_over = self._is_over
         if is_over:
-            self._announce()
+            self._complete_future()
         return self._future
 
     def _end(self, error: BaseException | None) -> None:
@@ -139,9 +140,9 @@ class GroupWork(TorchWork):
             self._error = error
             is_wanted = self._over is not None
         if is_wanted:
-            self._announce()
+            self._complete_future()
 
-    def _announce(self) -> None:
+    def _complete_future(self) -> None:
         with self._lock:
             over, self._over = self._over, None
         if over is not None:
@@ -154,10 +155,10 @@ class GroupWork(TorchWork):
 
 
 class MessageWork(GroupWork):
-    """One send or receive: it moves by itself, and only who asks for its future has a thread wait for it."""
+    """Handle of one send or receive, which needs a waiting thread only for its future."""
 
     def get_future(self) -> Future[list[Tensor]]:
-        """The tensor that was sent or received, when it is."""
+        """Return a future of the tensor that is sent or received."""
         future = super().get_future()
         with self._lock:
             is_first, self._is_awaited = not self._is_awaited, True
@@ -168,42 +169,42 @@ class MessageWork(GroupWork):
     _is_awaited = False
 
     def _finish(self) -> None:
-        with suppress(Exception):  # it is the future's
+        with suppress(Exception):  # the future holds it
             self.run(self._work.wait)
 
 
 class CoalescedWork(GroupWork):
-    """Several calls as one, over when all are."""
+    """Handle of several calls, done when all are."""
 
     def __init__(self, works: Sequence[GroupWork]) -> None:
         super().__init__(Work("coalesced calls"), [tensor for work in works for tensor in work.result()])
         self._works = works
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Return True when all are over.
+        """Wait for all calls and return True.
 
         Raises:
-            StallError: one is still running after ``timeout``.
-            Exception: whatever one raised.
+            StallError: if one is still running after ``timeout``.
+            Exception: if a call raised it.
         """
         for work in self._works:
             work.wait(timeout)
         return True
 
     def is_completed(self) -> bool:
-        """Whether all are over."""
+        """Return whether all calls are done."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Whether all went well."""
+        """Return whether all calls are done, without an error."""
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> BaseException | None:
-        """What the first one raised that failed."""
+        """Return the exception of the first call that failed."""
         return next((error for work in self._works if (error := work.exception()) is not None), None)
 
     def get_future(self) -> Future[list[Tensor]]:
-        """All their tensors, when all are over."""
+        """Return a future of all their tensors."""
 
         def gathered(futures: Future[list[Future[list[Tensor]]]]) -> list[Tensor]:
             return [tensor for future in futures.value() for tensor in future.value()]

@@ -20,7 +20,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from gangline.collectives.devices import nccl_communicator
 from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.engine import host_staging
 
@@ -189,13 +188,16 @@ class HostRank:
 
     def __init__(self, device: torch.device, unique_id: bytes, rank: int, size: int) -> None:
         assert len(unique_id) == 128
-        self.root = 0
         self.is_aborted = False
         self.is_destroyed = False
         self._device, self._rank, self._size = device, rank, size
         self._table = self._shared[unique_id]
         self._number = 0
         self._group: list[tuple[str, int, int, int, int]] | None = None
+
+    @classmethod
+    def for_rank(cls, device: torch.device, unique_id: bytes, rank: int, size: int) -> HostRank:
+        return cls(device, unique_id, rank, size)
 
     @classmethod
     def unique_id(cls) -> bytes:
@@ -232,22 +234,24 @@ class HostRank:
 
         _streams[group[0][4]].put(messages)
 
-    def all_reduce(self, place: int, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
+    def all_reduce(self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
         self._call("all_reduce", source, count, target, count, dtype, op, 0, stream)
 
     def reduce(
-        self, place: int, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
+        self, position: int, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
     ) -> None:
-        self._call("reduce", source, count, target, count, dtype, op, self.root, stream)
+        self._call("reduce", source, count, target, count, dtype, op, root, stream)
 
-    def broadcast(self, place: int, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None:
-        self._call("broadcast", source, count, target, count, dtype, 0, self.root, stream)
+    def broadcast(
+        self, position: int, source: int, target: int, count: int, dtype: int, root: int, stream: int
+    ) -> None:
+        self._call("broadcast", source, count, target, count, dtype, 0, root, stream)
 
-    def all_gather(self, place: int, source: int, target: int, count: int, dtype: int, stream: int) -> None:
+    def all_gather(self, position: int, source: int, target: int, count: int, dtype: int, stream: int) -> None:
         self._call("all_gather", source, count, target, count * self._size, dtype, 0, 0, stream)
 
     def reduce_scatter(
-        self, place: int, source: int, target: int, count: int, dtype: int, op: int, stream: int
+        self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int
     ) -> None:
         self._call("reduce_scatter", source, count * self._size, target, count, dtype, op, 0, stream)
 
@@ -339,5 +343,5 @@ def cards(*, nccl: str = "") -> Iterator[None]:
             (nccl_bindings, "missing", lambda name: nccl),
         ):
             stack.enter_context(patch.object(target, name, value))
-        stack.enter_context(patch.dict(nccl_communicator.RANKS, {"cupy": HostRank}))
+        stack.enter_context(patch.dict(nccl_bindings.BINDINGS, dict.fromkeys(nccl_bindings.BINDINGS, HostRank)))
         yield

@@ -11,8 +11,7 @@ import pytest
 
 from gangline.collectives import algorithms
 from gangline.collectives.algorithms.double_tree import Tree, two_trees
-from gangline.collectives.schedule.rounds import Transfers
-from gangline.collectives.schedule.schedule import ROOTED, Reduce, Schedule
+from gangline.collectives.schedule import ROOTED, Reduce, Schedule, Transfers
 
 EVERY = [(collective, name) for collective in algorithms.REGISTRY for name in algorithms.names(collective)]
 SUMS = [(collective, name) for collective, name in EVERY if "reduce" in collective]
@@ -31,7 +30,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(("collective", "name"), EVERY)
-class TestIsRight:
+class TestCorrectness:
     @pytest.mark.parametrize(
         "sizes", [SIZES, pytest.param(OTHER_SIZES, marks=pytest.mark.slow)], ids=["some", "others"]
     )
@@ -56,7 +55,7 @@ class TestIsRight:
         for root in range(len(hosts)) if collective in ROOTED else (0,):
             built(collective, name, len(hosts), root, segments=2, hosts=hosts).verify()
 
-    def test_and_no_rank_is_twice_in_a_table(self, collective: str, name: str) -> None:
+    def test_no_rank_sends_or_receives_twice_in_a_table(self, collective: str, name: str) -> None:
         """The price is taken table by table and would be wrong."""
         for size in (2, 5, 8, 12):
             for table in tables(
@@ -151,7 +150,7 @@ class TestStepsAndBytes:
         self.check(schedule, inside + 2 * math.ceil(math.log2(size)), 2 * (len(hosts) - 1) / len(hosts))
 
 
-def test_hierarchical_sends_a_place_s_share_of_the_ring_s_bytes_between_hosts() -> None:
+def test_hierarchical_sends_a_local_rank_s_share_of_the_ring_s_bytes_between_hosts() -> None:
     hosts, n = (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2), 12 * 840
     schedule = built("all_reduce", "hierarchical", 12, hosts=hosts)
     between = sum(
@@ -168,7 +167,7 @@ def test_the_ring_s_pairs_form_a_ring(collective: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ring", "double_tree"])
-def test_what_heeds_hosts_leaves_them_seldom(name: str) -> None:
+def test_algorithms_that_use_hosts_send_few_messages_between_them(name: str) -> None:
     hosts = tuple(rank % 4 for rank in range(32))
     crossing = {pair for pair in pairs(built("all_reduce", name, 32, hosts=hosts)) if hosts[pair[0]] != hosts[pair[1]]}
     blind = {pair for pair in pairs(built("all_reduce", name, 32)) if hosts[pair[0]] != hosts[pair[1]]}
@@ -266,7 +265,7 @@ class TestClosedFormsOfCosts:
         return schedule.cost(840 * size, self.ALPHA, self.BETA, self.GAMMA)
 
 
-def test_4096_ranks_take_no_memory_until_rounds_are_asked_for() -> None:
+def test_4096_ranks_take_no_memory_until_rounds_are_generated() -> None:
     schedule = algorithms.build("all_to_all", "pairwise", 4096)
     assert schedule.steps() == 4095
     assert schedule.chunks == 4096**2
@@ -275,10 +274,10 @@ def test_4096_ranks_take_no_memory_until_rounds_are_asked_for() -> None:
 
 
 class TestBuild:
-    def test_remembers(self) -> None:
+    def test_schedules_are_cached(self) -> None:
         assert algorithms.build("all_reduce", "ring", 4) is algorithms.build("all_reduce", "ring", 4)
 
-    def test_names_what_it_has(self) -> None:
+    def test_unknown_names_are_refused_with_the_list(self) -> None:
         assert set(algorithms.names("all_reduce")) == {
             "ring",
             "halving_doubling",

@@ -234,7 +234,7 @@ def test_top_k_finds_the_same_from_a_sample(ratio: float) -> None:
         assert indices == best.tolist()
 
 
-def test_a_sample_that_misleads_changes_nothing() -> None:
+def test_an_unrepresentative_sample_changes_nothing() -> None:
     values = torch.zeros(2**17)
     values[::2] = 5.0  # all that the sample sees
     values[1] = 9.0
@@ -248,13 +248,13 @@ def test_top_k_ties_go_to_the_lower_index() -> None:
     assert parts(TopK(0.3).encode(values), 2, values.dtype) == ([1, 2], [-2.0, 2.0])
 
 
-def test_the_ratio_counts_as_it_is_written() -> None:
+def test_the_ratio_is_the_decimal_number_as_written() -> None:
     assert 0.07 * 100 > 7
     assert TopK(0.07).payload_bytes(100, torch.float32) == 7 * 8
 
 
 def test_top_k_refuses_what_int32_cannot_index() -> None:
-    with pytest.raises(ValueError, match="2147483648 values came for TopK; expected fewer"):
+    with pytest.raises(ValueError, match="TopK cannot encode a tensor of 2147483648 values; expected fewer"):
         TopK().payload_bytes(2**31, torch.float32)
 
 
@@ -311,13 +311,13 @@ def test_a_payload_may_begin_anywhere(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_the_same_again(codec: Codec) -> None:
+def test_encoding_is_deterministic(codec: Codec) -> None:
     values = normal(3000, dtype=torch.float16)
     assert torch.equal(codec.encode(values), codec.encode(values.clone()))
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_scalars_and_nothing(codec: Codec) -> None:
+def test_scalars_and_empty_tensors(codec: Codec) -> None:
     for shape in ((), (0,), (3, 0)):
         gradient, residual = torch.ones(shape), torch.zeros(shape)
         payload = compress(codec, gradient, residual, "a key")
@@ -327,7 +327,7 @@ def test_scalars_and_nothing(codec: Codec) -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.usefixtures("small_pieces")
-def test_a_gradient_that_records_and_inference_mode(codec: Codec) -> None:
+def test_gradients_with_requires_grad_and_inference_mode(codec: Codec) -> None:
     gradient = normal(300).requires_grad_()
     expected = compress(codec, gradient, torch.zeros(300), "a key")
     assert not expected.requires_grad
@@ -381,9 +381,9 @@ def test_a_residual_that_does_not_fit(residual: torch.Tensor, message: str) -> N
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_integers_are_refused(codec: Codec) -> None:
-    with pytest.raises(ValueError, match=r"tensor of torch\.int64 came to be compressed"):
+    with pytest.raises(ValueError, match=r"cannot compress a tensor of torch\.int64"):
         compress(codec, torch.ones(3, dtype=torch.int64), None, "a key")
-    with pytest.raises(ValueError, match=r"tensor of torch\.int64 came to be compressed"):
+    with pytest.raises(ValueError, match=r"cannot compress a tensor of torch\.int64"):
         codec.encode(torch.ones(3, dtype=torch.int64))
 
 
@@ -510,7 +510,7 @@ class Signs(Codec):
         out.copy_(payload.view(torch.int8).view(out.shape)).mul_(self.scale)
 
 
-def test_a_codec_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_codec(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registry", dict(registry._registry))
     assert register("signs")(Signs) is Signs
     made = parse({"type": "signs", "scale": 0.25})
@@ -530,7 +530,7 @@ def test_what_cannot_be_registered() -> None:
         register("2bit")
     with pytest.raises(TypeError, match="name is 3, a int; expected a str"):
         register(3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="'no class' is no subclass of Codec"):
+    with pytest.raises(TypeError, match="'no class' is not a subclass of Codec"):
         register("new")("no class")  # type: ignore[type-var]
 
 

@@ -53,7 +53,7 @@ def test_a_context_is_frozen() -> None:
 
 @pytest.mark.parametrize("make", [cpu, gpu])
 @pytest.mark.parametrize("number", [True, False, 1.0, "1", None])
-def test_a_number_that_is_no_int_is_refused(make: Callable[..., Context], number: Any) -> None:
+def test_a_number_that_is_not_an_int_is_refused(make: Callable[..., Context], number: Any) -> None:
     with pytest.raises(TypeError, match=f"device_id is {number!r}; expected an int"):
         make(number)
 
@@ -88,7 +88,7 @@ def test_words_name_contexts_in_their_order(words: str, expected: list[Context])
     assert contexts(words) == expected
 
 
-def test_contexts_come_as_a_list_of_the_callers_own() -> None:
+def test_contexts_are_a_new_list() -> None:
     given = [cpu(1), cpu(0), cpu(1)]
     found = contexts(given)
     found.append(cpu(9))

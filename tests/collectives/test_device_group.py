@@ -186,7 +186,7 @@ def test_the_sum_may_replace_the_first_value(count: int, dtype: torch.dtype) -> 
     assert torch.equal(values[0], (ranked(0) * count + count * (count - 1) / 2).to(dtype))
 
 
-def test_a_value_that_stands_twice_counts_twice() -> None:
+def test_a_value_listed_twice_counts_twice() -> None:
     value, out = ranked(1), torch.empty(3, 4)
     reduce([value, value, value], out)
     assert torch.equal(out, ranked(1) * 3)

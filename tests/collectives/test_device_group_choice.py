@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from gangline.collectives import cpu, gpu, num_gpus
-from gangline.collectives.devices.backends import choice, nccl_bindings
-from gangline.collectives.devices.backends.choice import check, choose
+from gangline.collectives.devices.backends import nccl_bindings, selection
+from gangline.collectives.devices.backends.nccl import Nccl
+from gangline.collectives.devices.backends.peer_to_peer import PeerToPeer
+from gangline.collectives.devices.backends.selection import check, choose
 from gangline.collectives.devices.device_group import DeviceGroup
 
 CPU, GPU0, GPU1, GPU2 = torch.device("cpu"), *(torch.device("cuda", index) for index in range(3))
@@ -20,23 +22,26 @@ CPU, GPU0, GPU1, GPU2 = torch.device("cpu"), *(torch.device("cuda", index) for i
 
 @dataclass
 class Known:
-    """A machine of which the answers are written down."""
+    """A machine whose answers are written down."""
 
     lacks: dict[str, str] = field(default_factory=dict)
     link: str = ""
     proof: str = ""
     asked: list[str] = field(default_factory=list)
 
-    def missing(self, name: str, devices: Sequence[torch.device]) -> str:
+    def missing(self, name: str) -> str:
         self.asked.append(name)
         return self.lacks.get(name, "")
 
-    def unlinked(self, devices: Sequence[torch.device]) -> str:
-        return self.link
-
-    def unproven(self, devices: Sequence[torch.device]) -> str:
+    def failed_trial(self) -> str:
         self.asked.append("proof")
         return self.proof
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(selection, "no_peer_access", lambda devices: self.link)
+        for backend in (Nccl, PeerToPeer):
+            monkeypatch.setattr(backend, "missing", lambda devices, name=backend.name: self.missing(name))
+        monkeypatch.setattr(PeerToPeer, "failed_trial", lambda devices: self.failed_trial())
 
 
 # -- the choice -----------------------------------------------------------------------------------------------------
@@ -48,32 +53,34 @@ class Known:
         ([CPU, CPU], Known(), "copies", "not all devices are GPUs"),
         ([GPU0, CPU], Known(), "copies", "not all devices are GPUs"),
         ([GPU0], Known(), "copies", "one device"),
-        ([GPU0, GPU1, GPU2], Known(), "nccl", "reach each other"),
+        ([GPU0, GPU1, GPU2], Known(), "nccl", "have peer access"),
         ([GPU0, GPU1], Known(link="gpu(0) has no peer access to gpu(1)"), "staged", "no peer access"),
         ([GPU0, GPU1], Known(lacks={"nccl": "no cupy"}), "peer_to_peer", "no cupy"),
         ([GPU0, GPU1], Known(lacks={"nccl": "no library"}, proof="it hangs"), "staged", "no library; it hangs"),
         ([GPU0, GPU1], Known(lacks={"nccl": "none", "peer_to_peer": "no cupy"}), "copies", "none; no cupy"),
-        ([GPU0, GPU0, GPU0], Known(), "peer_to_peer", "gpu(0) stands twice"),
+        ([GPU0, GPU0, GPU0], Known(), "peer_to_peer", "gpu(0) is listed twice"),
         ([GPU0, GPU0], Known(lacks={"peer_to_peer": "no cupy"}), "copies", "no cupy"),
         ([GPU0, GPU1, GPU0], Known(link="no access"), "staged", "no access"),
     ],
 )
-def test_the_best_way_that_serves_is_chosen_and_the_reason_told(
-    devices: Sequence[torch.device], machine: Known, name: str, reason: str
+def test_the_best_backend_is_chosen_with_a_reason(
+    devices: Sequence[torch.device], machine: Known, name: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen, why = choose(devices, machine)
+    machine.install(monkeypatch)
+    chosen, why = choose(devices)
     assert chosen == name
     assert reason in why
 
 
-def test_peers_are_tried_only_where_the_answer_matters() -> None:
+def test_peers_are_tried_only_where_the_answer_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     for devices in ([CPU, CPU], [GPU0], [GPU0, GPU1]):
         machine = Known()
-        choose(devices, machine)
+        machine.install(monkeypatch)
+        choose(devices)
         assert "proof" not in machine.asked
 
 
-def test_contexts_of_the_host_go_by_copies() -> None:
+def test_cpu_contexts_use_copies() -> None:
     group = DeviceGroup([cpu(0), cpu(1), torch.device("cpu")])
     assert group.implementation == "copies"
     assert group.size == 3
@@ -81,7 +88,7 @@ def test_contexts_of_the_host_go_by_copies() -> None:
     assert repr(group) == "<DeviceGroup cpu, cpu, cpu by copies>"
 
 
-def test_the_choice_is_said_once_for_each_set_of_devices(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_choice_is_logged_once_for_each_list_of_devices(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "gangline")
     for _ in range(2):
         DeviceGroup([cpu()] * 23)
@@ -92,7 +99,7 @@ def test_the_choice_is_said_once_for_each_set_of_devices(caplog: pytest.LogCaptu
 # -- by force -------------------------------------------------------------------------------------------------------
 
 
-def test_the_environment_goes_before_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_overrides_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     assert DeviceGroup([cpu(), cpu()], "staged").implementation == "staged"
     monkeypatch.setenv("GANGLINE_DEVICE_GROUP", "staged")
     assert DeviceGroup([cpu(), cpu()], "copies").implementation == "staged"
@@ -103,42 +110,46 @@ def test_the_environment_goes_before_the_argument(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", ["nccl", "peer_to_peer"])
-def test_the_host_has_neither_nccl_nor_peers(name: str) -> None:
-    with pytest.raises(ValueError, match=f"implementation is '{name}', but cpu is no GPU"):
+def test_cpu_contexts_refuse_nccl_and_peer_to_peer(name: str) -> None:
+    with pytest.raises(ValueError, match=f"implementation is '{name}', but cpu is not a GPU"):
         DeviceGroup([cpu(), cpu()], name)
 
 
-def test_an_implementation_is_refused_for_what_it_cannot_serve_or_lacks() -> None:
-    with pytest.raises(ValueError, match=r"gpu\(1\) stands twice, and NCCL wants distinct GPUs"):
-        check("nccl", [GPU0, GPU1, GPU1], Known(), "implementation")
+def test_unfit_devices_and_missing_requirements_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    Known().install(monkeypatch)
+    with pytest.raises(ValueError, match=r"gpu\(1\) is listed twice, and NCCL needs distinct GPUs"):
+        check("nccl", [GPU0, GPU1, GPU1], "implementation")
     with pytest.raises(ValueError, match="some are GPUs and some are not"):
-        check("staged", [GPU0, CPU], Known(), "implementation")
+        check("staged", [GPU0, CPU], "implementation")
+    Known(lacks={"nccl": "there is no library"}).install(monkeypatch)
     with pytest.raises(RuntimeError, match="implementation is 'nccl', but there is no library"):
-        check("nccl", [GPU0], Known(lacks={"nccl": "there is no library"}), "implementation")
+        check("nccl", [GPU0], "implementation")
+    Known(proof="it hangs").install(monkeypatch)
     with pytest.raises(RuntimeError, match="implementation is 'peer_to_peer', but it hangs"):
-        check("peer_to_peer", [GPU0, GPU1], Known(proof="it hangs"), "implementation")
+        check("peer_to_peer", [GPU0, GPU1], "implementation")
+    Known().install(monkeypatch)
     for name in ("nccl", "peer_to_peer", "staged", "copies"):
-        check(name, [GPU0, GPU1], Known(), "implementation")
+        check(name, [GPU0, GPU1], "implementation")
 
 
 @pytest.mark.parametrize("name", ["nccl", "peer_to_peer"])
-def test_a_missing_library_is_named_with_the_way_to_get_it(name: str) -> None:
+def test_a_missing_library_is_named_with_the_command_to_install_it(name: str) -> None:
     if not nccl_bindings.missing("cupy"):
         pytest.skip("cupy is installed here")
     with pytest.raises(RuntimeError, match=r"cupy .*pip install"):
-        check(name, [GPU0], choice.ThisMachine(), "implementation")
+        check(name, [GPU0], "implementation")
 
 
 def test_an_unknown_nccl_binding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GANGLINE_NCCL_BINDING", "torch")
-    with pytest.raises(ValueError, match="GANGLINE_NCCL_BINDING is 'torch'; expected one of cupy, pynccl"):
-        check("nccl", [GPU0], choice.ThisMachine(), "implementation")
+    with pytest.raises(ValueError, match="GANGLINE_NCCL_BINDING is 'torch'; expected one of nccl4py, cupy, pynccl"):
+        check("nccl", [GPU0], "implementation")
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------
 
 
-def test_devices_must_be_there() -> None:
+def test_devices_must_exist() -> None:
     with pytest.raises(ValueError, match="context is empty"):
         DeviceGroup([])
     with pytest.raises(ValueError, match="is not on this machine"):
@@ -170,9 +181,9 @@ def pair(**kwargs: Any) -> list[torch.Tensor]:
         ),
         (lambda group: group.broadcast([torch.zeros(3), torch.zeros(3).double()]), ValueError, "and torch.float64"),
         (lambda group: group.broadcast(pair(device="meta")), ValueError, r"tensors\[0\] is on meta; expected cpu"),
-        (lambda group: group.broadcast(pair(), 2), ValueError, "root is 2; expected a place from 0 to 1"),
-        (lambda group: group.reduce(pair(), -1), ValueError, "root is -1; expected a place from 0 to 1"),
-        (lambda group: group.reduce(pair(), True), ValueError, "root is True; expected a place"),
+        (lambda group: group.broadcast(pair(), 2), ValueError, "root is 2; expected a position from 0 to 1"),
+        (lambda group: group.reduce(pair(), -1), ValueError, "root is -1; expected a position from 0 to 1"),
+        (lambda group: group.reduce(pair(), True), ValueError, "root is True; expected a position"),
         (lambda group: group.reduce(pair(), out=torch.zeros(3)), ValueError, r"out has shape \(3,\)"),
         (lambda group: group.all_reduce([torch.zeros(1).expand(3)] * 2), ValueError, "elements share memory"),
         (lambda group: group.all_reduce([torch.zeros(3)] * 2), ValueError, "two of tensors share memory; expected"),
@@ -191,14 +202,14 @@ def pair(**kwargs: Any) -> list[torch.Tensor]:
         (lambda group: group.reduce_scatter([torch.zeros(()), torch.zeros(())]), ValueError, r"expected \(2, ...\)"),
     ],
 )
-def test_what_does_not_fit_is_named(
+def test_tensors_that_do_not_fit_are_named(
     call: Callable[[DeviceGroup], object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         call(DeviceGroup([cpu(0), cpu(1)]))
 
 
-def test_a_broadcast_may_read_what_is_expanded() -> None:
+def test_a_broadcast_may_read_an_expanded_tensor() -> None:
     target = torch.zeros(3)
     DeviceGroup([cpu(0), cpu(1)]).broadcast([torch.ones(1).expand(3), target])
     assert target.tolist() == [1, 1, 1]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from gangline.collectives import gpu, num_gpus
 from gangline.collectives.call_signature import DTYPES, OPS
-from gangline.collectives.devices.backends import choice, kernels, peers
-from gangline.collectives.devices.backends.peer_to_peer import Launch, moves, one_shot, two_shot
+from gangline.collectives.devices.backends import kernels, peers
+from gangline.collectives.devices.backends.peer_to_peer import Launch, PeerToPeer, moves, one_shot, two_shot
 from gangline.collectives.devices.device_group import DeviceGroup
 from gangline.collectives.engine import reduction
 
@@ -161,12 +161,12 @@ def spans(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 100, 1000])
-@pytest.mark.parametrize("places", [2, 3, 4])
-def test_two_shot_combines_each_element_once_and_writes_it_everywhere(run: Run, places: int, count: int) -> None:
-    tensors = [torch.arange(count, dtype=torch.float32) * 7 + place for place in range(places)]
-    launches = two_shot(tensors, range(places))
+@pytest.mark.parametrize("positions", [2, 3, 4])
+def test_two_shot_combines_each_element_once_and_writes_it_everywhere(run: Run, positions: int, count: int) -> None:
+    tensors = [torch.arange(count, dtype=torch.float32) * 7 + position for position in range(positions)]
+    launches = two_shot(tensors, range(positions))
     assert sum(len(launch.values[0]) for launch in launches) == count
-    assert len({launch.place for launch in launches}) == len(launches)
+    assert len({launch.position for launch in launches}) == len(launches)
     for launch in launches:  # nothing that one launch writes is read by another: they need no order
         assert spans(launch.values) == spans(launch.outs)
         assert (launch.values[0].data_ptr() - tensors[0].data_ptr()) % 64 == 0
@@ -174,22 +174,22 @@ def test_two_shot_combines_each_element_once_and_writes_it_everywhere(run: Run, 
     assert all(end <= begin for (_, end), (begin, _) in pairwise(ordered))
     for launch in reversed(launches):
         run(launch, "sum")
-    expected = torch.arange(count) * 7.0 * places + places * (places - 1) / 2
+    expected = torch.arange(count) * 7.0 * positions + positions * (positions - 1) / 2
     assert all(torch.equal(tensor, expected) for tensor in tensors)
 
 
-def test_one_gpu_that_stands_for_all_places_takes_one_launch() -> None:
+def test_one_gpu_at_all_positions_takes_one_launch() -> None:
     tensors = [torch.zeros(100) for _ in range(3)]
     [launch] = two_shot(tensors, [0])
-    assert launch.place == 0
+    assert launch.position == 0
     assert spans(launch.values) == spans(launch.outs) == spans(tensors)
 
 
-def test_one_shot_writes_nothing_that_is_read(run: Run) -> None:
-    tensors = [torch.arange(100, dtype=torch.float32) * 7 + place for place in range(3)]
+def test_one_shot_writes_no_tensor_that_it_reads(run: Run) -> None:
+    tensors = [torch.arange(100, dtype=torch.float32) * 7 + position for position in range(3)]
     results = [torch.zeros(100) for _ in range(3)]
     launches = one_shot(tensors, results)
-    assert [launch.place for launch in launches] == [0, 1, 2]
+    assert [launch.position for launch in launches] == [0, 1, 2]
     assert all(launch.values == tuple(tensors) for launch in launches)
     for launch in launches:
         run(launch, "max")
@@ -197,10 +197,10 @@ def test_one_shot_writes_nothing_that_is_read(run: Run) -> None:
 
 
 def test_a_transfer_is_one_launch_at_its_owner(run: Run) -> None:
-    values = [torch.arange(50, dtype=torch.float32) * 7 + place for place in range(3)]
+    values = [torch.arange(50, dtype=torch.float32) * 7 + position for position in range(3)]
     total, outs = torch.zeros(50), [torch.zeros(50) for _ in range(2)]
     launches = moves([(values, total, outs), ((), total, outs), ((), total, [total])], [2, 1, 0])
-    assert [launch.place for launch in launches] == [2, 1]  # a copy onto itself is none
+    assert [launch.position for launch in launches] == [2, 1]  # a copy onto itself is none
     run(launches[0], "sum")
     assert all(torch.equal(one, torch.arange(50) * 21.0 + 3) for one in (total, *outs))
 
@@ -232,11 +232,11 @@ def test_pairs_that_hang_or_kill_their_child_are_named_and_the_others_are_tried(
     }
 
 
-def test_a_gpu_needs_no_proof_that_it_reaches_itself() -> None:
+def test_a_gpu_needs_no_trial_with_itself() -> None:
     assert peers.problem([0, 0, 0]) == ""
 
 
-def test_without_the_library_a_pair_is_not_proven() -> None:
+def test_without_cupy_a_trial_fails() -> None:
     if num_gpus() > 1:
         pytest.skip("here the proof may well succeed")
     [problem] = peers.prove([(0, 1)]).values()
@@ -248,10 +248,10 @@ def test_without_the_library_a_pair_is_not_proven() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_gpu_three_times_against_the_host(dtype: torch.dtype) -> None:
+def test_one_gpu_three_times_agrees_with_the_host(dtype: torch.dtype) -> None:
     if not num_gpus():
         pytest.skip("there is no GPU")
-    lack = choice.ThisMachine().missing("peer_to_peer", [gpu(0).torch_device] * 3)
+    lack = PeerToPeer.missing([gpu(0).torch_device] * 3)
     if lack:
         pytest.skip(lack)
     group = DeviceGroup([gpu(0)] * 3, "peer_to_peer")

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.devices.backends import staged
-from gangline.collectives.devices.backends.pipeline import Buffer, Piece, Step, plan
+from gangline.collectives.devices.backends.pipeline import Buffer, Piece, PipelineStep, plan
 from gangline.collectives.devices.backends.staged import StagedWork, Workspace, cut
 
 
-def all_reduce(places: int, pieces: int) -> list[Piece]:
-    """Each piece combined by the next place, for all."""
+def all_reduce(positions: int, pieces: int) -> list[Piece]:
+    """Each piece combined by the next position, for all."""
     return [
-        Piece(owner := number % places, others := tuple({*range(places)} - {owner}), others, combines=True)
+        Piece(owner := number % positions, others := tuple({*range(positions)} - {owner}), others, combines=True)
         for number in range(pieces)
     ]
 
@@ -38,20 +38,20 @@ situations = pytest.mark.parametrize("name", SITUATIONS)
 depths = pytest.mark.parametrize("depth", [1, 2, 4])
 
 
-def before(steps: Sequence[Step]) -> list[set[int]]:
+def before(steps: Sequence[PipelineStep]) -> list[set[int]]:
     """For each step the steps that are surely done when it begins: by its lane's order, and by what it waits for."""
     found: list[set[int]] = []
     last: dict[tuple[int, str], int] = {}
     for number, step in enumerate(steps):
-        direct = {*step.waits, *([last[step.lane]] if step.lane in last else [])}
+        direct = {*step.waits, *([last[step.stream]] if step.stream in last else [])}
         found.append(direct.union(*(found[one] for one in direct)))
-        last[step.lane] = number
+        last[step.stream] = number
     return found
 
 
 @situations
 @depths
-def test_what_touches_a_buffer_is_in_order_where_one_writes(name: str, depth: int) -> None:
+def test_accesses_to_a_buffer_are_ordered_if_one_writes(name: str, depth: int) -> None:
     steps = plan(SITUATIONS[name], depth)
     done = before(steps)
     users: dict[Buffer, list[int]] = {}
@@ -66,7 +66,7 @@ def test_what_touches_a_buffer_is_in_order_where_one_writes(name: str, depth: in
 
 @situations
 @depths
-def test_what_is_read_is_what_the_piece_has_put_there(name: str, depth: int) -> None:
+def test_a_step_reads_what_its_own_piece_wrote(name: str, depth: int) -> None:
     steps = plan(SITUATIONS[name], depth)
     written: dict[Buffer, int] = {}
     for step in steps:
@@ -80,10 +80,10 @@ def test_what_is_read_is_what_the_piece_has_put_there(name: str, depth: int) -> 
 def test_each_contribution_and_result_crosses_the_host_once(name: str) -> None:
     pieces = SITUATIONS[name]
     counts = Counter(step.kind for step in plan(pieces))
-    assert counts["give"] == counts["take"] == sum(len(piece.givers) for piece in pieces)
+    assert counts["send"] == counts["receive"] == sum(len(piece.sources) for piece in pieces)
     assert counts["combine"] == sum(piece.combines for piece in pieces)
-    assert counts["return"] == sum(bool(piece.takers) for piece in pieces)
-    assert counts["fetch"] == sum(len(piece.takers) for piece in pieces)
+    assert counts["return"] == sum(bool(piece.targets) for piece in pieces)
+    assert counts["fetch"] == sum(len(piece.targets) for piece in pieces)
 
 
 def test_no_more_host_buffers_than_slots() -> None:
@@ -96,23 +96,25 @@ def test_no_more_host_buffers_than_slots() -> None:
 def test_pieces_follow_each_other_without_waiting_for_the_end_of_the_first() -> None:
     steps = plan(all_reduce(2, 8))
     started = {(step.kind, step.piece): number for number, step in enumerate(steps)}
-    assert started["give", 3] < started["return", 1] < started["give", 5]
+    assert started["send", 3] < started["return", 1] < started["send", 5]
     done = before(steps)
     for later in (1, 2):  # as the first they find free buffers, and streams with nothing else to do
         for earlier in range(later):
-            assert not done[started["give", later]] & {started[kind, earlier] for kind in ("take", "return", "fetch")}
+            assert not done[started["send", later]] & {
+                started[kind, earlier] for kind in ("receive", "return", "fetch")
+            }
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_order_that_the_schedule_allows_gives_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_order_that_the_plan_allows_gives_the_same_result(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged, "PIECE", 64)
-    places, count = 3, 200
-    tensors = [torch.arange(count, dtype=torch.float32) * 7 + place for place in range(places)]
+    positions, count = 3, 200
+    tensors = [torch.arange(count, dtype=torch.float32) * 7 + position for position in range(positions)]
     works = []
     for number, part in enumerate(cut(tensors[0], 1)):
-        owner, pieces = number % places, [tensor[part] for tensor in tensors]
-        others = tuple({*range(places)} - {owner})
-        outs = {place: pieces[place] for place in others}
+        owner, pieces = number % positions, [tensor[part] for tensor in tensors]
+        others = tuple({*range(positions)} - {owner})
+        outs = {position: pieces[position] for position in others}
         works.append(StagedWork(Piece(owner, others, others, combines=True), pieces, pieces[owner], outs))
     assert len(works) == 13
     run_in_some_order(works, random.Random(seed))
@@ -127,7 +129,7 @@ def run_in_some_order(works: Sequence[StagedWork], chance: random.Random) -> Non
     workspace.make(steps)
     lanes: dict[tuple[int, str], list[int]] = {}
     for number, step in enumerate(steps):
-        lanes.setdefault(step.lane, []).append(number)
+        lanes.setdefault(step.stream, []).append(number)
     done: set[int] = set()
     while any(lanes.values()):
         ready = [lane for lane in lanes.values() if lane and done.issuperset(steps[lane[0]].waits)]
@@ -136,9 +138,9 @@ def run_in_some_order(works: Sequence[StagedWork], chance: random.Random) -> Non
         done.add(number)
 
 
-def test_a_tensor_is_cut_into_pieces_of_the_size_or_one_for_each_place() -> None:
-    def sizes(tensor: Tensor, places: int) -> list[int]:
-        return [part.stop - part.start for part in cut(tensor, places)]
+def test_pieces_have_the_maximum_size_or_there_is_one_per_position() -> None:
+    def sizes(tensor: Tensor, positions: int) -> list[int]:
+        return [part.stop - part.start for part in cut(tensor, positions)]
 
     million = 1 << 20
     assert sizes(torch.empty(5 * million), 2) == [million] * 5

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gangline.collectives import Context, cpu, gpu, num_gpus
 from gangline.collectives.call_signature import DTYPES, OPS
-from gangline.collectives.devices.backends import choice, staged
-from gangline.collectives.devices.backends.base import parts
+from gangline.collectives.devices.backends import selection, staged
+from gangline.collectives.devices.backends.base import even_slices
 from gangline.collectives.devices.backends.copies import Copies
 from gangline.collectives.devices.device_group import DeviceGroup, move
 
@@ -30,28 +30,28 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.fixture(params=[*ON_HOST, *(pytest.param(one, marks=pytest.mark.gpu) for one in ON_GPUS)], ids="-".join)
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], DeviceGroup]:
-    """Makes a group of so many places by one of the implementations."""
+    """Makes a group of so many positions by one of the implementations."""
     name, kind = request.param
     if kind == "cpu":
         monkeypatch.setattr(staged, "PIECE", 256)  # small tensors come in many pieces
-        return lambda count: DeviceGroup([cpu(place) for place in range(count)], name)
+        return lambda count: DeviceGroup([cpu(position) for position in range(count)], name)
     if not num_gpus():
         pytest.skip("there is no GPU")
     return lambda count: _on_gpus(name, count)
 
 
 def _on_gpus(name: str, count: int) -> DeviceGroup:
-    contexts: Sequence[Context] = [gpu(place % num_gpus()) for place in range(count)]
+    contexts: Sequence[Context] = [gpu(position % num_gpus()) for position in range(count)]
     try:
-        choice.check(name, [one.torch_device for one in contexts], choice.ThisMachine(), "the test")
+        selection.check(name, [one.torch_device for one in contexts], "the test")
     except (ValueError, RuntimeError) as error:
         pytest.skip(str(error))
     return DeviceGroup(contexts, name)
 
 
-def given(place: int, shape: Sequence[int], dtype: torch.dtype, op: str = "sum") -> Tensor:
-    """Element i of a place holds i * 7 + place, and of a product something that four places cannot overflow."""
-    elements = torch.arange(torch.Size(shape).numel()).reshape(tuple(shape)) * 7 + place
+def given(position: int, shape: Sequence[int], dtype: torch.dtype, op: str = "sum") -> Tensor:
+    """Element i of a position holds i * 7 + position; for a product, values that four positions cannot overflow."""
+    elements = torch.arange(torch.Size(shape).numel()).reshape(tuple(shape)) * 7 + position
     if op == "product":
         elements = elements % 3 + 1
     return elements % 3 == 0 if dtype == torch.bool else elements.to(dtype)
@@ -97,7 +97,7 @@ def test_all_reduce(make: Callable[[int], DeviceGroup], op: str, dtype: torch.dt
     for count in (1, 2, 3, 4):
         group = make(count)
         for size in SIZES:
-            values = [given(place, (size,), dtype, op) for place in range(count)]
+            values = [given(position, (size,), dtype, op) for position in range(count)]
             tensors = on(group, values)
             assert group.all_reduce(tensors, op) == tensors
             assert agree(tensors, reference(values, op)), (count, size)
@@ -109,7 +109,7 @@ def test_reduce(make: Callable[[int], DeviceGroup], op: str, dtype: torch.dtype)
     for count in (1, 2, 3, 4):
         group = make(count)
         for size in SIZES:
-            values = [given(place, (size,), dtype) for place in range(count)]
+            values = [given(position, (size,), dtype) for position in range(count)]
             expected, root = reference(values, op), size % count
             tensors = on(group, values)
             out = torch.empty_like(tensors[root])
@@ -125,7 +125,7 @@ def test_broadcast(make: Callable[[int], DeviceGroup], dtype: torch.dtype) -> No
     for count in (1, 2, 3, 4):
         group = make(count)
         for size in SIZES:
-            values = [given(place, (size,), dtype) for place in range(count)]
+            values = [given(position, (size,), dtype) for position in range(count)]
             tensors, root = on(group, values), size % count
             assert group.broadcast(tensors, root) == tensors
             assert agree(tensors, values[root]), (count, size)
@@ -136,7 +136,7 @@ def test_all_gather(make: Callable[[int], DeviceGroup], dtype: torch.dtype) -> N
     for count in (1, 2, 3, 4):
         group = make(count)
         for shape in [(size,) for size in SIZES] + [(3, 5), ()]:
-            values = [given(place, shape, dtype) for place in range(count)]
+            values = [given(position, shape, dtype) for position in range(count)]
             made = group.all_gather(on(group, values))
             outs = [torch.zeros_like(one) for one in made]
             assert group.all_gather(on(group, values), outs) == outs
@@ -149,26 +149,26 @@ def test_reduce_scatter(make: Callable[[int], DeviceGroup], op: str, dtype: torc
     for count in (1, 2, 3, 4):
         group = make(count)
         for size in SIZES:
-            values = [given(place, (count, size), dtype) for place in range(count)]
+            values = [given(position, (count, size), dtype) for position in range(count)]
             expected, tensors = reference(values, op), on(group, values)
             made = group.reduce_scatter(tensors, op)
             outs = [torch.zeros_like(one) for one in made]
             assert group.reduce_scatter(tensors, op, outs) == outs
-            for place in range(count):
-                assert agree([made[place], outs[place]], expected[place]), (count, size)
-                assert agree([tensors[place]], values[place])
+            for position in range(count):
+                assert agree([made[position], outs[position]], expected[position]), (count, size)
+                assert agree([tensors[position]], values[position])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 def test_tensors_of_any_strides(make: Callable[[int], DeviceGroup], dtype: torch.dtype) -> None:
     for count in (2, 3):
         group = make(count)
-        values = [given(place, (count, 37), dtype) for place in range(count)]
+        values = [given(position, (count, 37), dtype) for position in range(count)]
         expected = reference(values, "sum")
         tensors = [apart(tensor) for tensor in on(group, values)]
         outs = [apart(tensor[0].zero_().unsqueeze(0))[0] for tensor in on(group, values)]
         group.reduce_scatter(tensors, "sum", outs)
-        assert all(agree([out], expected[place]) for place, out in enumerate(outs))
+        assert all(agree([out], expected[position]) for position, out in enumerate(outs))
         gathered = [
             apart(torch.zeros(count * count, 37, dtype=dtype, device=device)).unflatten(0, (count, count))
             for device in group.devices
@@ -186,7 +186,7 @@ def test_tensors_of_any_strides(make: Callable[[int], DeviceGroup], dtype: torch
 
 def test_many_transfers_in_one_call(make: Callable[[int], DeviceGroup]) -> None:
     group, count = make(3), 3
-    values = [[given(place, (size,), torch.float32) for place in range(count)] for size in SIZES]
+    values = [[given(position, (size,), torch.float32) for position in range(count)] for size in SIZES]
     summed = [on(group, of_key) for of_key in values]
     outs = [[torch.zeros_like(value) for value in of_key] for of_key in summed]
     totals = [torch.zeros_like(of_key[number % count]) for number, of_key in enumerate(summed)]
@@ -212,12 +212,12 @@ def test_nan_and_infinity_go_through(make: Callable[[int], DeviceGroup], op: str
         assert tensor[3].item() == (1.0 if op == "min" else inf)
 
 
-def test_sums_are_made_in_the_order_of_the_places(make: Callable[[int], DeviceGroup]) -> None:
+def test_sums_are_made_in_the_order_of_the_positions(make: Callable[[int], DeviceGroup]) -> None:
     group = make(4)
     if group.implementation == "nccl":
         pytest.skip("NCCL chooses the order")
     generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(999, generator=generator) * 10.0**place for place in (3, 0, -3, 2)]
+    values = [torch.randn(999, generator=generator) * 10.0**position for position in (3, 0, -3, 2)]
     tensors = on(group, values)
     group.all_reduce(tensors)
     assert agree(tensors, reduce(torch.add, values))
@@ -239,9 +239,11 @@ def test_halves_are_rounded_once(make: Callable[[int], DeviceGroup], dtype: torc
     assert not torch.equal(total.to(dtype), reduce(torch.add, values))
 
 
-def test_autograd_sees_what_is_written_and_takes_no_part(make: Callable[[int], DeviceGroup]) -> None:
+def test_autograd_sees_writes_but_records_nothing(make: Callable[[int], DeviceGroup]) -> None:
     group = make(2)
-    leaves = [given(place, (5,), torch.float32).to(group.devices[place]).requires_grad_() for place in range(2)]
+    leaves = [
+        given(position, (5,), torch.float32).to(group.devices[position]).requires_grad_() for position in range(2)
+    ]
     kept = [(leaf * leaf).sum() for leaf in leaves]
     versions = [leaf._version for leaf in leaves]
     group.all_reduce(leaves)
@@ -254,7 +256,7 @@ def test_autograd_sees_what_is_written_and_takes_no_part(make: Callable[[int], D
 def test_nothing_beside_a_tensor_is_written(make: Callable[[int], DeviceGroup]) -> None:
     group = make(3)
     wide = [torch.full((101,), -1.0, device=device) for device in group.devices]
-    values = [given(place, (90,), torch.float32) for place in range(3)]
+    values = [given(position, (90,), torch.float32) for position in range(3)]
     for one, value in zip(wide, values, strict=True):
         one[3:93] = value.to(one.device)
     group.all_reduce([one[3:93] for one in wide])
@@ -263,14 +265,14 @@ def test_nothing_beside_a_tensor_is_written(make: Callable[[int], DeviceGroup]) 
 
 
 @pytest.mark.parametrize("root", [0, 1, 2])
-def test_what_the_host_adds_chunk_by_chunk(root: int) -> None:
+def test_large_host_sums_run_chunk_by_chunk(root: int) -> None:
     """Tensors large enough for threads; the sum may replace any of its values."""
-    group, size = DeviceGroup([cpu(place) for place in range(3)], "copies"), (9 << 20) // 4 + 5
-    values = [given(place, (size,), torch.float32) % 1000 for place in range(3)]
+    group, size = DeviceGroup([cpu(position) for position in range(3)], "copies"), (9 << 20) // 4 + 5
+    values = [given(position, (size,), torch.float32) % 1000 for position in range(3)]
     expected, tensors = reference(values, "sum"), on(group, values)
     group.reduce(tensors, root)
     assert agree([tensors[root]], expected)
-    assert all(agree([tensors[place]], values[place]) for place in range(3) if place != root)
+    assert all(agree([tensors[position]], values[position]) for position in range(3) if position != root)
     group.broadcast(tensors, root)
     assert agree(tensors, expected)
     versions = [tensor._version for tensor in tensors]
@@ -280,27 +282,27 @@ def test_what_the_host_adds_chunk_by_chunk(root: int) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_copies_have_each_of_several_devices_combine_a_part(op: str) -> None:
+def test_with_copies_each_device_combines_a_slice(op: str) -> None:
     backend = Copies([torch.device("cpu", index) for index in range(3)])  # one memory, and yet not one name
     for size in SIZES:
-        values = [given(place, (size,), torch.float32, op) for place in range(3)]
+        values = [given(position, (size,), torch.float32, op) for position in range(3)]
         tensors = [value.clone() for value in values]
         backend.all_reduce(tensors, op)
         assert agree(tensors, reference(values, op)), size
 
 
-def test_parts_are_as_equal_as_they_can_be_and_leave_nothing_out() -> None:
-    assert parts(10, 3) == [slice(0, 4), slice(4, 8), slice(8, 10)]
-    assert parts(100, 3, align=16) == [slice(0, 48), slice(48, 96), slice(96, 100)]
-    assert parts(1, 3) == [slice(0, 1), slice(1, 1), slice(1, 1)]
+def test_even_slices_cover_all_elements() -> None:
+    assert even_slices(10, 3) == [slice(0, 4), slice(4, 8), slice(8, 10)]
+    assert even_slices(100, 3, align=16) == [slice(0, 48), slice(48, 96), slice(96, 100)]
+    assert even_slices(1, 3) == [slice(0, 1), slice(1, 1), slice(1, 1)]
 
 
 @pytest.mark.gpu
-def test_what_a_store_moves_between_gpus_goes_by_their_group() -> None:
+def test_transfers_between_gpus_use_their_group() -> None:
     if not num_gpus():
         pytest.skip("there is no GPU")
-    devices = [gpu(place % num_gpus()).torch_device for place in range(2)]
-    values = [given(place, (1001,), torch.float32) for place in range(2)]
+    devices = [gpu(position % num_gpus()).torch_device for position in range(2)]
+    values = [given(position, (1001,), torch.float32) for position in range(2)]
     on_gpus = [value.to(device) for value, device in zip(values, devices, strict=True)]
     outs, total = [torch.zeros_like(one) for one in on_gpus], torch.zeros_like(on_gpus[1])
     host = torch.zeros(1001)

@@ -122,10 +122,10 @@ class TestMatrix:
     def test_each_pcie_generation_doubles_the_bandwidth(self, generation: int, ratio: float) -> None:
         assert pcie(Kind.PIX, generation, 16).gb_per_s == pytest.approx(12.6 * ratio, rel=0.01)
 
-    def test_an_unknown_pcie_generation_counts_as_the_last_known(self) -> None:
+    def test_an_unknown_generation_counts_as_the_last_known(self) -> None:
         assert pcie(Kind.PIX, 9, 16) == pcie(Kind.PIX, 6, 16)
 
-    def test_select_keeps_the_order_and_allows_repetition(self) -> None:
+    def test_select_takes_indices_in_order_and_more_than_once(self) -> None:
         found = TWO_ROOTS.select([3, 1, 3])
         assert found.gpus == (3, 1, 3)
         assert found.numa_nodes == (1, 1, 1)
@@ -162,7 +162,7 @@ class TestShown:
     def test_a_switch_is_distinguished_from_a_bridge(self) -> None:
         assert "  NV18  18 NVLinks of each to a switch, about 450 GB/s each way" in matrix_table(SWITCHED)
 
-    def test_entries_of_all_lengths_are_aligned(self) -> None:
+    def test_columns_are_aligned(self) -> None:
         nvml = RecordedNVML([[], []], levels(2, 0), 0, [0, 0])
         lines = matrix_table(links_by_nvml(nvml, range(2))).splitlines()
         assert lines[:2] == ["        gpu(0)      gpu(1)      NUMA node", "gpu(0)  X           same board"]

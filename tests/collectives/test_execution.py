@@ -17,7 +17,7 @@ from gangline.collectives.engine.reduction import combine
 from gangline.collectives.errors import ProtocolError
 from gangline.collectives.liveness.membership import ThreadMembership
 from gangline.collectives.liveness.watchdog import Watchdog
-from gangline.collectives.schedule.schedule import Receive, Reduce, Send, Step
+from gangline.collectives.schedule import Receive, Reduce, Send, Step
 from gangline.collectives.transports.base import PIECE, MessageTag
 from gangline.collectives.transports.in_process import InProcessTransport, ThreadGroup
 from tests.collectives.ranks import combined, ops_for, same, values

@@ -103,7 +103,7 @@ def on_cards_and_the_host(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("run", [on_one_card, on_cards_and_the_host])
-def test_ranks_that_nccl_cannot_join_go_through_the_host(machine: None, run: Any) -> None:
+def test_ranks_without_nccl_use_host_memory(machine: None, run: Any) -> None:
     in_threads(3, run)
     assert not HostRank.calls
 
@@ -121,11 +121,11 @@ def in_a_process(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
-def test_processes_go_through_the_host(transport: str) -> None:
+def test_processes_use_host_memory(transport: str) -> None:
     spawn(in_a_process, 2, transport=transport, timeout=30)
 
 
-def test_a_rank_on_the_cpu_that_waits_for_nobody_is_seen_too(machine: None) -> None:
+def test_a_cpu_rank_that_does_not_wait_is_detected(machine: None) -> None:
     """It leaves its part of a reduce behind and is at another call, or gone, when the others look for it."""
 
     def run(comm: Communicator) -> Tensor | None:
@@ -137,7 +137,7 @@ def test_a_rank_on_the_cpu_that_waits_for_nobody_is_seen_too(machine: None) -> N
     assert torch.equal(total, torch.arange(LARGE, dtype=torch.float32) * 6 + 1)
 
 
-def test_what_the_ranks_lack_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_requirements_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     def run(comm: Communicator) -> None:
         check(comm, "all_reduce", comm.rank)
         check(comm, "all_gather", comm.rank)
@@ -150,7 +150,7 @@ def test_what_the_ranks_lack_is_said_once(caplog: pytest.LogCaptureFixture) -> N
     assert said == [text]
 
 
-def test_tensors_in_pieces_and_outs(machine: None) -> None:
+def test_non_contiguous_tensors_and_outs(machine: None) -> None:
     def run(comm: Communicator) -> None:
         for card in (0, comm.rank):  # through the host on the first communicator, by NCCL on the second
             group = comm.split(0)
@@ -168,7 +168,7 @@ def test_tensors_in_pieces_and_outs(machine: None) -> None:
     assert HostRank.calls
 
 
-def test_all_of_a_call_is_on_one_device(machine: None) -> None:
+def test_tensors_of_a_call_must_be_on_one_device(machine: None) -> None:
     def run(comm: Communicator) -> None:
         for out in (torch.zeros(3), on_card(torch.zeros(3), 1)):
             with pytest.raises(
@@ -195,7 +195,7 @@ def test_calls_are_ordered_by_the_callers_own_stream(machine: None, cards_of: tu
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_messages_between_cards_and_the_host(machine: None, async_op: bool) -> None:
+def test_messages_between_gpus_and_the_host(machine: None, async_op: bool) -> None:
     def run(comm: Communicator) -> None:
         for number, cards_of in enumerate([(0, 1), (0, None), (None, 0)]):
             card, tag = cards_of[comm.rank], 5 * number
@@ -221,14 +221,14 @@ def test_messages_between_cards_and_the_host(machine: None, async_op: bool) -> N
 # -- by NCCL --------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_on_cards_of_their_own_go_by_nccl(machine: None) -> None:
+def test_ranks_with_distinct_gpus_use_nccl(machine: None) -> None:
     in_threads(3, lambda comm: check_all(comm, comm.rank))
     names = {name for name, _ in HostRank.calls}
     assert names == {"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"}
     assert len([name for name, _ in HostRank.calls if name == "all_reduce"]) == 3 * 4  # no int16, nothing empty
 
 
-def test_one_call_may_be_on_the_host_or_another_card(machine: None) -> None:
+def test_one_call_may_use_the_host_or_another_gpu(machine: None) -> None:
     def run(comm: Communicator) -> None:
         check(comm, "all_reduce", comm.rank)
         for card in (None, 2):
@@ -252,7 +252,7 @@ def test_calls_on_the_host_decide_nothing(machine: None) -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_ranks_at_different_calls_are_told_so(machine: None, is_first: bool) -> None:
+def test_ranks_at_different_calls_get_an_error(machine: None, is_first: bool) -> None:
     def run(comm: Communicator) -> None:
         if not is_first:
             check(comm, "all_reduce", comm.rank)
@@ -287,7 +287,7 @@ def test_a_rank_that_fails_ends_the_others_kernels(machine: None) -> None:
     assert second == "NCCL has had enough of all_gather"
 
 
-def test_an_abort_ends_what_runs_on_a_card(machine: None) -> None:
+def test_an_abort_ends_running_calls_on_a_gpu(machine: None) -> None:
     def run(comm: Communicator) -> None:
         check(comm, "all_reduce", comm.rank)
         if comm.rank == 0:

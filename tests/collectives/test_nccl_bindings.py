@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
+import re
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import reduce
 from typing import Any, ClassVar
 
@@ -27,9 +31,9 @@ FUNCTIONS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class HostBinding:
-    """NCCL as its manual has it, on the host's memory: a group's calls are matched place by place, and run at its end.
+    """NCCL by its manual, on host memory: the calls of a group are matched by position, and run at its end.
 
-    It holds every caller to the rules: calls within groups only, and the same from each place.
+    It checks the rules: calls within groups only, and the same ones from each position.
     """
 
     name: ClassVar[str] = "host"
@@ -51,28 +55,30 @@ class HostBinding:
             assert len({(call[0], *call[3:]) for call in calls}) == 1  # all but the addresses
             self._run(*calls[0][:1], [call[1] for call in calls], [call[2] for call in calls], *calls[0][3:])
 
-    def all_reduce(self, place: int, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        self._call(place, "all_reduce", source, target, count, dtype, op, None)
+    def all_reduce(self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
+        self._call(position, "all_reduce", source, target, count, dtype, op, None)
 
     def reduce(
-        self, place: int, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
+        self, position: int, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
     ) -> None:
-        self._call(place, "reduce", source, target, count, dtype, op, root)
+        self._call(position, "reduce", source, target, count, dtype, op, root)
 
-    def broadcast(self, place: int, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None:
-        self._call(place, "broadcast", source, target, count, dtype, None, root)
+    def broadcast(
+        self, position: int, source: int, target: int, count: int, dtype: int, root: int, stream: int
+    ) -> None:
+        self._call(position, "broadcast", source, target, count, dtype, None, root)
 
-    def all_gather(self, place: int, source: int, target: int, count: int, dtype: int, stream: int) -> None:
-        self._call(place, "all_gather", source, target, count, dtype, None, None)
+    def all_gather(self, position: int, source: int, target: int, count: int, dtype: int, stream: int) -> None:
+        self._call(position, "all_gather", source, target, count, dtype, None, None)
 
     def reduce_scatter(
-        self, place: int, source: int, target: int, count: int, dtype: int, op: int, stream: int
+        self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int
     ) -> None:
-        self._call(place, "reduce_scatter", source, target, count, dtype, op, None)
+        self._call(position, "reduce_scatter", source, target, count, dtype, op, None)
 
-    def _call(self, place: int, *call: Any) -> None:
+    def _call(self, position: int, *call: Any) -> None:
         assert self._open is not None, f"{call[0]} outside a group"
-        self._open[place].append(call)
+        self._open[position].append(call)
 
     def _run(
         self,
@@ -91,10 +97,10 @@ class HostBinding:
         else:
             given = [at(source, rows, dtype).clone() for source in sources]
             result = torch.cat(given) if op is None else reduce(FUNCTIONS[op], given)
-        for place, target in enumerate(targets):
+        for position, target in enumerate(targets):
             if name == "reduce_scatter":
-                at(target, count, dtype).copy_(result[place * count : (place + 1) * count])
-            elif name != "reduce" or place == root:
+                at(target, count, dtype).copy_(result[position * count : (position + 1) * count])
+            elif name != "reduce" or position == root:
                 at(target, len(result), dtype).copy_(result)
 
 
@@ -108,12 +114,12 @@ class OnHost(Nccl):
         self.binding = HostBinding(range(size))
         super().__init__([torch.device("cpu")] * size, self.binding)
 
-    def stream(self, place: int) -> int:
+    def stream(self, position: int) -> int:
         return 0
 
 
 def given(count: int, size: int, dtype: torch.dtype) -> list[Tensor]:
-    return [(torch.arange(size) * 7 + place).to(dtype) for place in range(count)]
+    return [(torch.arange(size) * 7 + position).to(dtype) for position in range(count)]
 
 
 def summed(count: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -124,7 +130,7 @@ def summed(count: int, size: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [one for one in ELEMENTS.values() if one != torch.uint8], ids=str)
-def test_an_all_reduce_is_one_call_a_place(dtype: torch.dtype) -> None:
+def test_an_all_reduce_is_one_call_per_position(dtype: torch.dtype) -> None:
     backend, tensors = OnHost(3), given(3, 6, dtype)
     versions = [tensor._version for tensor in tensors]
     backend.all_reduce(tensors, "sum")
@@ -145,7 +151,7 @@ def test_a_mean_is_a_sum_divided_once() -> None:
 
 
 def test_bools_are_bytes_whose_sum_is_their_maximum() -> None:
-    patterns = [torch.tensor([False, place == 0, place == 2, True]) for place in range(3)]
+    patterns = [torch.tensor([False, position == 0, position == 2, True]) for position in range(3)]
     for op, expected in (
         ("sum", [0, 1, 1, 1]),
         ("max", [0, 1, 1, 1]),
@@ -158,7 +164,7 @@ def test_bools_are_bytes_whose_sum_is_their_maximum() -> None:
         assert backend.binding.groups == [["all_reduce"]]
 
 
-def test_what_nccl_does_not_know_goes_by_copies(caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_dtypes_use_copies(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "gangline")
     backend, tensors = OnHost(2), given(2, 6, torch.int16)
     backend.all_reduce(tensors, "sum")
@@ -174,7 +180,7 @@ def test_what_nccl_does_not_know_goes_by_copies(caplog: pytest.LogCaptureFixture
     assert sum("torch.int16 move by torch's copies" in record.getMessage() for record in caplog.records) <= 1
 
 
-def test_gathering_and_scattering_are_one_call_a_place() -> None:
+def test_all_gather_and_reduce_scatter_are_one_call_per_position() -> None:
     backend, tensors = OnHost(3), given(3, 6, torch.float32)
     outs = [torch.zeros(3, 6) for _ in range(3)]
     backend.all_gather(tensors, outs)
@@ -198,7 +204,7 @@ def test_many_keys_are_one_group_of_sums_and_one_of_copies() -> None:
     assert all(torch.equal(one, kept) for one, kept in zip(values[1], given(3, 5, torch.float32), strict=True))
 
 
-def test_tensors_in_pieces_are_put_together_and_back() -> None:
+def test_non_contiguous_tensors_are_copied_and_written_back() -> None:
     backend = OnHost(2)
     tensors = [one.reshape(4, 3).t().contiguous().t() for one in given(2, 12, torch.float32)]
     assert not tensors[0].is_contiguous()
@@ -206,11 +212,156 @@ def test_tensors_in_pieces_are_put_together_and_back() -> None:
     assert all(torch.equal(tensor.reshape(-1), summed(2, 12, torch.float32)) for tensor in tensors)
 
 
-def test_pynccl_refuses_what_its_counts_cannot_hold() -> None:
+def test_pynccl_refuses_counts_beyond_a_c_int() -> None:
     binding = object.__new__(nccl_bindings.PyncclBinding)
     with pytest.raises(ValueError, match=r"has 2147483648 elements, but pynccl .* expected GANGLINE_NCCL_BINDING=cupy"):
-        binding.count(2**31)
-    assert binding.count(2**31 - 1) == 2**31 - 1
+        binding.checked_count(2**31)
+    assert binding.checked_count(2**31 - 1) == 2**31 - 1
+
+
+# -- nccl4py --------------------------------------------------------------------------------------------------------
+
+
+class Nccl4py:
+    """``nccl.bindings.nccl`` of nccl4py 0.6, recording its calls; its signatures are compared with the real ones."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    class UniqueId:
+        def __init__(self, identity: bytes = bytes(range(128))) -> None:
+            self.identity = identity
+
+        def __bytes__(self) -> bytes:
+            return self.identity
+
+        @classmethod
+        def from_buffer(cls, buffer: bytes) -> Nccl4py.UniqueId:
+            return cls(buffer)
+
+    def get_version(self) -> int:
+        return 23004
+
+    def get_unique_id(self) -> UniqueId:
+        return self.UniqueId()
+
+    def comm_init_all(self, ndev: int, devlist: list[int]) -> list[str]:
+        return [f"{index} of {ndev} on {gpu}" for index, gpu in enumerate(devlist)]
+
+    def comm_init_rank(self, nranks: int, comm_id: UniqueId, rank: int) -> str:
+        return f"{rank} of {nranks} by {sum(comm_id.identity)}"
+
+    def comm_abort(self, comm: str) -> None:
+        self.calls.append(("abort", comm))
+
+    def comm_destroy(self, comm: str) -> None:
+        self.calls.append(("destroy", comm))
+
+    def group_start(self) -> None:
+        self.calls.append(("start",))
+
+    def group_end(self) -> None:
+        self.calls.append(("end",))
+
+    def all_reduce(
+        self, sendbuff: int, recvbuff: int, count: int, datatype: int, op: int, comm: str, stream: int
+    ) -> None:
+        self.calls.append(("all_reduce", sendbuff, recvbuff, count, datatype, op, comm, stream))
+
+    def reduce(
+        self, sendbuff: int, recvbuff: int, count: int, datatype: int, op: int, root: int, comm: str, stream: int
+    ) -> None:
+        self.calls.append(("reduce", sendbuff, recvbuff, count, datatype, op, root, comm, stream))
+
+    def broadcast(
+        self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, comm: str, stream: int
+    ) -> None:
+        self.calls.append(("broadcast", sendbuff, recvbuff, count, datatype, root, comm, stream))
+
+    def all_gather(self, sendbuff: int, recvbuff: int, sendcount: int, datatype: int, comm: str, stream: int) -> None:
+        self.calls.append(("all_gather", sendbuff, recvbuff, sendcount, datatype, comm, stream))
+
+    def reduce_scatter(
+        self, sendbuff: int, recvbuff: int, recvcount: int, datatype: int, op: int, comm: str, stream: int
+    ) -> None:
+        self.calls.append(("reduce_scatter", sendbuff, recvbuff, recvcount, datatype, op, comm, stream))
+
+    def send(self, sendbuff: int, count: int, datatype: int, peer: int, comm: str, stream: int) -> None:
+        self.calls.append(("send", sendbuff, count, datatype, peer, comm, stream))
+
+    def recv(self, recvbuff: int, count: int, datatype: int, peer: int, comm: str, stream: int) -> None:
+        self.calls.append(("recv", recvbuff, count, datatype, peer, comm, stream))
+
+
+@pytest.fixture
+def nccl4py(monkeypatch: pytest.MonkeyPatch) -> Nccl4py:
+    module = Nccl4py()
+    monkeypatch.setitem(sys.modules, "nccl.bindings.nccl", module)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.delenv("GANGLINE_NCCL_BINDING", raising=False)
+    return module
+
+
+def test_nccl4py_s_stand_in_has_the_signatures_of_the_package() -> None:
+    real = pytest.importorskip("nccl.bindings.nccl")
+    for name, function in inspect.getmembers(Nccl4py, inspect.isfunction):
+        if not name.startswith("_"):
+            parameters = [one for one in inspect.signature(function).parameters if one != "self"]
+            words = re.fullmatch(rf"{name}\((.*?)\)( -> int)?", getattr(real, name).__doc__.splitlines()[0])
+            assert words is not None
+            assert [word.split()[-1] for word in words[1].split(", ") if word] == parameters, name
+    identity = bytes(reversed(range(128)))
+    assert bytes(real.UniqueId.from_buffer(identity)) == identity
+
+
+def test_nccl4py_is_preferred_where_it_finds_the_library(nccl4py: Nccl4py, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nccl_bindings.missing("nccl4py") == ""
+    assert nccl_bindings.selected() == "nccl4py"
+
+    def fails() -> int:
+        raise RuntimeError("libnccl.so.2 not found")
+
+    monkeypatch.setattr(nccl4py, "get_version", fails)
+    assert nccl_bindings.missing("nccl4py").startswith("nccl4py finds no NCCL library: pip install")
+    assert nccl_bindings.selected() == "cupy"
+
+
+def test_nccl4py_s_calls_of_several_gpus(nccl4py: Nccl4py) -> None:
+    binding = nccl_bindings.Nccl4pyBinding.for_gpus([0, 2])
+    binding.start()
+    binding.all_reduce(1, 16, 32, 5, 7, 0, 64)
+    binding.reduce(0, 16, 32, 5, 7, 2, 1, 64)
+    binding.broadcast(0, 16, 32, 5, 7, 1, 64)
+    binding.all_gather(0, 16, 32, 5, 7, 64)
+    binding.reduce_scatter(1, 16, 32, 5, 7, 3, 64)
+    binding.end()
+    first, second = "0 of 2 on 0", "1 of 2 on 2"
+    assert nccl4py.calls == [
+        ("start",),
+        ("all_reduce", 16, 32, 5, 7, 0, second, 64),
+        ("reduce", 16, 32, 5, 7, 2, 1, first, 64),
+        ("broadcast", 16, 32, 5, 7, 1, first, 64),
+        ("all_gather", 16, 32, 5, 7, first, 64),
+        ("reduce_scatter", 16, 32, 5, 7, 3, second, 64),
+        ("end",),
+    ]
+
+
+def test_nccl4py_s_calls_of_one_rank(nccl4py: Nccl4py) -> None:
+    unique_id = nccl_bindings.Nccl4pyBinding.unique_id()
+    assert unique_id == bytes(range(128))
+    binding = nccl_bindings.Nccl4pyBinding.for_rank(torch.device("cuda", 0), unique_id, 1, 3)
+    binding.send(16, 1 << 33, 2, 64)
+    binding.receive(32, 5, 0, 64)
+    binding.abort()
+    binding.destroy()
+    own = f"1 of 3 by {sum(range(128))}"
+    assert nccl4py.calls == [
+        ("send", 16, 1 << 33, 1, 2, own, 64),
+        ("recv", 32, 5, 1, 0, own, 64),
+        ("abort", own),
+        ("destroy", own),
+    ]
 
 
 # -- on GPUs --------------------------------------------------------------------------------------------------------
@@ -247,7 +398,7 @@ def test_all_gpus_through_each_binding(binding: str, monkeypatch: pytest.MonkeyP
     if lack:
         pytest.skip(lack)
     monkeypatch.setenv("GANGLINE_NCCL_BINDING", binding)
-    group = DeviceGroup([gpu(place) for place in range(count)], "nccl")
+    group = DeviceGroup([gpu(position) for position in range(count)], "nccl")
     tensors = [one.to(device) for one, device in zip(given(count, 1000, torch.float32), group.devices, strict=True)]
     group.all_reduce(tensors)
     assert all(torch.equal(tensor.cpu(), summed(count, 1000, torch.float32)) for tensor in tensors)

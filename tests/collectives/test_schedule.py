@@ -12,12 +12,22 @@ import numpy as np
 import pytest
 
 from gangline.collectives import algorithms
-from gangline.collectives.schedule.cost import by_host
-from gangline.collectives.schedule.rounds import Rounds, Transfers, cyclic, side_by_side, transfers
-from gangline.collectives.schedule.schedule import ROOTED, Receive, Reduce, Schedule, Send
-from gangline.collectives.schedule.verification import Numbered, verify
+from gangline.collectives.schedule import (
+    ROOTED,
+    NumberedStep,
+    Receive,
+    Reduce,
+    Rounds,
+    Schedule,
+    Send,
+    Transfers,
+    by_host,
+    cyclic,
+    side_by_side,
+    transfers,
+)
 
-Programs = list[list[Numbered]]
+Programs = list[list[NumberedStep]]
 EVERY = [(collective, name) for collective in algorithms.REGISTRY for name in algorithms.names(collective)]
 
 
@@ -37,16 +47,16 @@ def sum_at_zero_and_back(size: int = 3) -> Schedule:
 
 
 class TestProgram:
-    def test_sends_come_first_and_one_reduce_names_all_that_come_together(self) -> None:
+    def test_sends_precede_receives_and_simultaneous_sums_are_one_reduce(self) -> None:
         schedule = sum_at_zero_and_back()
         assert schedule.program(0) == (Reduce((0, 1, 2), 0, 1, complete=True), Send(1, 0, 1), Send(2, 0, 1))
         assert schedule.program(2) == (Send(0, 0, 1), Receive(0, 0, 1))
 
-    def test_is_made_once(self) -> None:
+    def test_programs_are_cached(self) -> None:
         schedule = sum_at_zero_and_back()
         assert schedule.program(1) is schedule.program(1)
 
-    def test_a_reduce_is_complete_only_when_nobody_is_missing(self) -> None:
+    def test_a_reduce_is_complete_only_with_every_contribution(self) -> None:
         chain = rounds([transfers(2, 1, 0, reduce=True)], [transfers(1, 0, 0, reduce=True)])
         schedule = Schedule("reduce", "by_hand", 3, 1, chain, root=0)
         schedule.verify()
@@ -54,29 +64,29 @@ class TestProgram:
         assert schedule.program(0) == (Reduce((0, 1), 0, 1, complete=True),)
 
     @pytest.mark.parametrize(("collective", "name"), EVERY)
-    def test_of_one_rank_is_that_of_all_ranks_together(self, collective: str, name: str) -> None:
+    def test_one_rank_s_program_equals_its_entry_in_all_programs(self, collective: str, name: str) -> None:
         schedule = built(collective, name, 6)
         together = schedule.numbered_programs()
         assert [schedule.program(rank) for rank in range(6)] == [tuple(s for _, s in steps) for steps in together]
 
-    def test_of_a_rank_that_is_not_there_is_refused(self) -> None:
+    def test_a_rank_out_of_range_is_refused(self) -> None:
         with pytest.raises(ValueError, match="rank 3 is not in a schedule of 3 ranks"):
             sum_at_zero_and_back().program(3)
 
 
 class TestBytes:
-    def test_unequal_chunks_begin_at_whole_bytes_and_make_up_the_tensor(self) -> None:
+    def test_unequal_chunks_cover_the_tensor_in_whole_bytes(self) -> None:
         schedule = Schedule("all_gather", "by_hand", 3, 3, Rounds(0, lambda _: ()))
         table = transfers(0, 1, [0, 1, 2])
         assert schedule.message_bytes(table, 10).tolist() == [3, 3, 4]
         assert schedule.message_bytes(transfers(0, 1, 1, 3), 10).tolist() == [7]
 
-    def test_those_of_an_all_to_all_are_of_one_rank_s_rows(self) -> None:
+    def test_bytes_of_an_all_to_all_are_those_of_one_rank_s_rows(self) -> None:
         schedule = algorithms.build("all_to_all", "direct", 4)
         assert schedule.bytes_on_wire(400) == 300
         assert schedule.total_bytes(400) == 1200
 
-    def test_the_most_and_the_total(self) -> None:
+    def test_bytes_on_wire_are_the_maximum_and_total_bytes_the_sum(self) -> None:
         schedule = sum_at_zero_and_back()
         assert (schedule.bytes_on_wire(7), schedule.total_bytes(7), schedule.messages()) == (14, 28, 4)
 
@@ -88,7 +98,7 @@ class TestCost:
     def of(*tables: list[Transfers], size: int = 4, nbytes: int = 1, gamma: float = 100) -> float:
         return Schedule("broadcast", "by_hand", size, 1, rounds(*tables), root=0).cost(nbytes, 1, 10, gamma)
 
-    def test_distinct_pairs_send_side_by_side(self) -> None:
+    def test_distinct_pairs_send_concurrently(self) -> None:
         assert self.of([transfers([0, 2], [1, 3], 0)]) == 11
 
     def test_a_port_takes_one_message_at_a_time(self) -> None:
@@ -98,7 +108,7 @@ class TestCost:
     def test_sending_and_receiving_do_not_wait_for_each_other(self) -> None:
         assert self.of([transfers([0, 1], [1, 0], 0)]) == 11
 
-    def test_the_next_round_waits_for_what_this_one_brings(self) -> None:
+    def test_a_round_waits_for_the_messages_of_the_previous_one(self) -> None:
         assert self.of([transfers(0, 1, 0)], [transfers(1, 2, 0)], [transfers(2, 3, 0)]) == 33
         assert self.of([transfers(0, 1, 0)], [transfers(2, 3, 0)]) == 11
 
@@ -108,7 +118,7 @@ class TestCost:
         assert self.of(both, gamma=100) == 11 + 2 * 100
         assert self.of([transfers(1, 0, 0, reduce=True)], [transfers(0, 1, 0)]) == 11 + 100 + 11
 
-    def test_links_between_hosts_have_prices_of_their_own(self) -> None:
+    def test_links_between_hosts_have_their_own_cost(self) -> None:
         schedule = algorithms.build("all_gather", "ring", 4)
         hosts = (0, 0, 1, 1)
         alone = schedule.cost(4, by_host(hosts, 1, 1), 0, 0)
@@ -118,22 +128,22 @@ class TestCost:
 
 
 class TestRounds:
-    def test_backwards_is_the_last_first_and_every_message_turned(self) -> None:
+    def test_backwards_reverses_rounds_and_messages(self) -> None:
         there = rounds([transfers([0, 1], [1, 2], [5, 6])], [transfers(2, 0, 7)])
         back = there.backwards(reduce=True)
         assert rows(back) == [[(0, 2, 7, 8)], [(1, 0, 5, 6), (2, 1, 6, 7)]]
         assert all(table.reduce for tables in back for table in tables)
 
-    def test_one_after_another(self) -> None:
+    def test_rounds_are_concatenated(self) -> None:
         first, second = rounds([transfers(0, 1, 0)]), rounds([transfers(1, 0, 1)], [transfers(1, 2, 2)])
         assert rows(first + second) == [[(0, 1, 0, 1)], [(1, 0, 1, 2)], [(1, 2, 2, 3)]]
 
-    def test_among_other_ranks_and_chunks(self) -> None:
+    def test_among_renames_ranks_and_shifts_chunks(self) -> None:
         assert rows(rounds([transfers([0, 1], [1, 0], [0, 1])]).among([7, 4], first_chunk=10)) == [
             [(4, 7, 11, 12), (7, 4, 10, 11)]
         ]
 
-    def test_side_by_side_goes_on_until_the_longest_is_done(self) -> None:
+    def test_side_by_side_lasts_as_long_as_the_longest_group(self) -> None:
         short, long = rounds([transfers(0, 1, 0)]), rounds([transfers(2, 3, 0)], [transfers(3, 2, 0)])
         assert rows(side_by_side([short, long])) == [[(0, 1, 0, 1), (2, 3, 0, 1)], [(3, 2, 0, 1)]]
 
@@ -142,7 +152,7 @@ class TestRounds:
         ((first, second),) = [list(tables) for tables in side_by_side([one, two])]
         assert [list(table.rows()) for table in (first, second)] == [[(0, 1, 0, 1), (2, 3, 0, 1)], [(2, 4, 0, 1)]]
 
-    def test_a_cyclic_range_is_cut_where_it_passes_the_end(self) -> None:
+    def test_a_cyclic_range_is_split_where_it_wraps_around(self) -> None:
         found = cyclic([0, 1], [2, 3], np.array([1, 3]), 3, 5)
         assert [list(table.rows()) for table in found] == [[(0, 2, 1, 4), (1, 3, 3, 5)], [(1, 3, 0, 1)]]
 
@@ -154,22 +164,22 @@ class TestVerifyFinds:
     def check(collective: str, name: str, damage: Callable[[Programs], None], message: str) -> None:
         schedule = built(collective, name, 4)
         programs = schedule.numbered_programs()
-        verify(schedule, programs)
+        schedule.verify(programs)
         damage(programs)
         with pytest.raises(ValueError, match=message) as caught:
-            verify(schedule, programs)
+            schedule.verify(programs)
         assert f"{name} {collective}, rank" in str(caught.value)
 
     def test_a_lost_send(self) -> None:
-        words = "rank 1, round 0, chunk 0: expects chunks 0 to 1 of rank 0, .* of round 1, has chunks 3 to 4"
+        words = "rank 1, round 0, chunk 0: expects chunks 0 to 1 from rank 0, .* of round 1, has chunks 3 to 4"
         self.check("all_gather", "ring", lambda programs: remove(programs, 0, Send, 0), words)
 
-    def test_a_last_send_lost(self) -> None:
-        words = "rank 1, round 2, chunk 2: waits for ever for a message of rank 0; ranks that wait: 1"
+    def test_a_lost_last_send(self) -> None:
+        words = "rank 1, round 2, chunk 2: waits forever for a message from rank 0; waiting ranks: 1"
         self.check("all_gather", "ring", lambda programs: remove(programs, 0, Send, -1), words)
 
-    def test_a_message_nobody_takes(self) -> None:
-        words = "rank 0, round 2, chunk 2: rank 1 never takes it"
+    def test_a_message_that_is_never_received(self) -> None:
+        words = "rank 0, round 2, chunk 2: rank 1 never receives it"
         self.check("all_gather", "ring", lambda programs: remove(programs, 1, Receive, -1), words)
 
     def test_a_message_sent_twice(self) -> None:
@@ -177,14 +187,14 @@ class TestVerifyFinds:
             programs[0].append(programs[0][-2])
             assert isinstance(programs[0][-1][1], Send)
 
-        self.check("all_gather", "ring", damage, "rank 0, round 2, chunk 2: rank 1 never takes it")
+        self.check("all_gather", "ring", damage, "rank 0, round 2, chunk 2: rank 1 never receives it")
 
     def test_sends_in_another_order(self) -> None:
         def damage(programs: Programs) -> None:
             first, second = places(programs, 0, Send)[:2]
             programs[0][first], programs[0][second] = programs[0][second], programs[0][first]
 
-        self.check("all_reduce", "ring", damage, "expects chunks 3 to 4 of rank 0, .* has chunks 2 to 3")
+        self.check("all_reduce", "ring", damage, "expects chunks 3 to 4 from rank 0, .* has chunks 2 to 3")
 
     def test_another_chunk_at_one_end(self) -> None:
         def damage(programs: Programs) -> None:
@@ -195,7 +205,7 @@ class TestVerifyFinds:
             "all_reduce",
             "two_shot",
             damage,
-            r"rank 1, round 0, chunk 1: expects chunks 1 to 2 of rank 2, .* has chunks 0 to 1",
+            r"rank 1, round 0, chunk 1: expects chunks 1 to 2 from rank 2, .* has chunks 0 to 1",
         )
 
     def test_a_message_of_another_round(self) -> None:
@@ -216,7 +226,7 @@ class TestVerifyFinds:
             for program in programs:
                 program[0], program[1] = program[1], program[0]
 
-        self.check("all_gather", "ring", damage, "waits for ever .*; ranks that wait: 0, 1, 2, 3")
+        self.check("all_gather", "ring", damage, "waits forever .*; waiting ranks: 0, 1, 2, 3")
 
     def test_a_contribution_added_twice(self) -> None:
         def damage(programs: Programs) -> None:
@@ -239,20 +249,20 @@ class TestVerifyFinds:
         self.check("reduce", "direct", damage, r"rank 0, round 1, chunk 0: ends with ranks \[0, 1, 2\]; expected")
 
     @pytest.mark.parametrize("complete", [True, False])
-    def test_a_wrong_word_on_completeness(self, complete: bool) -> None:
+    def test_a_wrong_completeness_flag(self, complete: bool) -> None:
         def damage(programs: Programs) -> None:
             place = places(programs, 0, Reduce)[-1 if not complete else 0]
             number, step = programs[0][place]
             programs[0][place] = (number, replace(step, complete=complete))
 
-        words = "said to be complete"
+        words = "marked complete"
         self.check("all_reduce", "ring", damage, words if complete else f"not {words}")
 
-    def test_a_sum_that_is_complete_in_some_of_its_chunks_only(self) -> None:
+    def test_a_sum_that_is_complete_in_only_some_of_its_chunks(self) -> None:
         uneven = rounds([transfers(1, 0, 0, 2, reduce=True)], [transfers(1, 0, 1, reduce=True)])
         schedule = Schedule("reduce", "by_hand", 2, 2, uneven, root=0)
         assert schedule.program(0)[0] == Reduce((0, 1), 0, 2, complete=False)
-        with pytest.raises(ValueError, match=r"rank 0, round 0, chunk 0: holds ranks \[0, 1\], and is not said to be"):
+        with pytest.raises(ValueError, match=r"chunk 0: holds ranks \[0, 1\], but is not marked complete"):
             schedule.verify()
 
     def test_a_reduce_without_its_own_rank(self) -> None:
@@ -264,19 +274,19 @@ class TestVerifyFinds:
         self.check("all_reduce", "one_shot", damage, "expected this rank among them")
 
     @pytest.mark.parametrize(("first", "last"), [(-1, 1), (2, 2), (3, 5)])
-    def test_chunks_that_are_not_there(self, first: int, last: int) -> None:
+    def test_chunks_out_of_range(self, first: int, last: int) -> None:
         def damage(programs: Programs) -> None:
             number, step = programs[0][0]
             programs[0][0] = (number, replace(step, first=first, last=last))
 
-        self.check("all_gather", "ring", damage, f"no chunks {first} to {last} among 4")
+        self.check("all_gather", "ring", damage, f"chunks {first} to {last} are out of range; the tensor has 4")
 
     @pytest.mark.parametrize("to", [0, 4])
-    def test_a_rank_that_is_no_other(self, to: int) -> None:
+    def test_a_send_to_itself_or_out_of_range(self, to: int) -> None:
         def damage(programs: Programs) -> None:
             programs[0][0] = (0, Send(to, 0, 1))
 
-        self.check("all_gather", "ring", damage, f"sent to rank {to}, no other rank")
+        self.check("all_gather", "ring", damage, f"sends to rank {to}; expected another rank")
 
     @pytest.mark.parametrize(("collective", "name"), EVERY)
     def test_any_message_missing(self, collective: str, name: str) -> None:
@@ -286,7 +296,7 @@ class TestVerifyFinds:
                 damaged(schedule, index, 0).verify()
 
     @pytest.mark.parametrize(("collective", "name"), [each for each in EVERY if "reduce" in each[0]])
-    def test_any_sum_made_twice(self, collective: str, name: str) -> None:
+    def test_any_contribution_added_twice(self, collective: str, name: str) -> None:
         schedule = built(collective, name, 5)
         for index, reduces in enumerate(
             table.reduce for tables in schedule.rounds for table in tables for _ in table.rows()
@@ -296,7 +306,7 @@ class TestVerifyFinds:
                     damaged(schedule, index, 2).verify()
 
 
-def test_a_drawing_of_many_ranks_is_its_first_line() -> None:
+def test_a_drawing_of_many_ranks_is_its_title() -> None:
     assert str(algorithms.build("reduce", "binomial", 9, root=2)) == (
         "binomial reduce with root 2: 9 ranks, 1 chunk, 4 rounds"
     )

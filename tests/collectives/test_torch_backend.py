@@ -127,7 +127,7 @@ def all_reduce_by_every_operation(rank: int, size: int) -> None:
 
 @case
 def what_cannot_be_reduced_says_so(rank: int, size: int) -> None:
-    with pytest.raises(ValueError, match=r"ReduceOp\.PREMUL_SUM is not gangline's.*SUM, AVG"):
+    with pytest.raises(ValueError, match=r"ReduceOp\.PREMUL_SUM is not supported.*SUM, AVG"):
         dist.all_reduce(torch.ones(3), dist._make_nccl_premul_sum(2.0))
     with pytest.raises(TypeError, match="no bits to combine"):
         dist.all_reduce(torch.ones(3), ReduceOp.BAND)
@@ -286,7 +286,7 @@ def all_to_all(rank: int, size: int) -> None:
 def all_to_all_of_parts_that_do_not_fit(rank: int, size: int) -> None:
     outs = [torch.zeros(2) for _ in range(size)]
     given_sizes = [3 if rank == 1 and place == 0 else 2 for place in range(size)]
-    with pytest.raises(MismatchError, match="rank 1 gives 3 elements to rank 0, which expects 2"):
+    with pytest.raises(MismatchError, match="rank 1 sends 3 elements to rank 0, which expects 2"):
         dist.all_to_all(outs, [torch.zeros(count) for count in given_sizes])
     dist.barrier()  # the group goes on
 
@@ -632,13 +632,13 @@ NOT_CALLS = {
 """Names, numbers and what torch keeps of a group: none of them reaches a backend."""
 
 
-def test_no_method_is_left_to_the_backend_that_torch_demands() -> None:
+def test_no_method_is_inherited_from_torch_s_backend() -> None:
     names = {name for name in dir(ProcessGroup) if not (name.startswith("__") and name.endswith("__"))} - NOT_CALLS
     inherited = {name for name in names if getattr(GanglineProcessGroup, name) is getattr(ProcessGroup, name)}
     assert not inherited
 
 
-def test_what_torch_calls_behind_our_back_is_an_error() -> None:
+def test_calls_that_reach_torch_s_backend_are_errors() -> None:
     store = dist.HashStore()
     made = GanglineProcessGroup(store, 0, 1, timedelta(seconds=30))
     backend = made._get_backend(torch.device("cpu"))

@@ -135,7 +135,7 @@ def never_meet(rank: Rank, path: str) -> None:
     rank.tell(error_of(lambda: torch_backend.GanglineProcessGroup(store, 1, 3, timedelta(seconds=0.2))))
 
 
-def test_who_does_not_come_to_the_meeting_is_named(tmp_path: Path) -> None:
+def test_ranks_missing_at_the_start_are_named(tmp_path: Path) -> None:
     with Processes(never_meet, 1, f"{tmp_path}/meet") as processes:
         kind, text, _ = processes.heard(0)
         assert kind == "StallError"
@@ -159,7 +159,7 @@ def go_early(rank: Rank, path: str) -> None:
     dist.destroy_process_group()
 
 
-def test_a_rank_that_has_left_is_missed_by_those_who_need_it(tmp_path: Path) -> None:
+def test_a_rank_that_has_left_is_an_error_for_later_calls(tmp_path: Path) -> None:
     with Processes(go_early, 2, f"{tmp_path}/meet") as processes:
         assert processes.heard(1) == "gone"
         kind, text = processes.heard(0)

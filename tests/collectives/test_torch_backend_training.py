@@ -108,7 +108,7 @@ def train_by_fsdp(rank: Rank, first: nn.Module, gloo: dist.ProcessGroup, path: s
     rank.tell([torch.equal(one, other) and not torch.equal(one, before) for one, other, before in full])
 
 
-def test_ddp_and_fully_shard_have_the_losses_that_they_have_over_gloo_and_a_checkpoint_comes_back(
+def test_ddp_and_fully_shard_match_gloo_and_a_checkpoint_round_trips(
     tmp_path: Path,
 ) -> None:
     with Processes(train, 2, f"{tmp_path}/meet", limit=60) as processes:
@@ -194,14 +194,14 @@ def free_ports(count: int) -> list[int]:
         return [server.getsockname()[1] for server in servers]
 
 
-def test_every_way_to_meet(tmp_path: Path) -> None:
+def test_every_init_method(tmp_path: Path) -> None:
     with Processes(meet_in_many_ways, 2, f"{tmp_path}/meet", *free_ports(3), limit=60) as processes:
         assert processes.all_heard() == [[21] * 7, [21] * 7]
         for rank in range(2):
             processes.say(rank, "go")
 
 
-def test_one_rank_meets_nobody() -> None:
+def test_one_rank_alone() -> None:
     dist.init_process_group("gangline", store=dist.HashStore(), rank=0, world_size=1)
     try:
         tensor = torch.arange(3.0)
@@ -210,7 +210,7 @@ def test_one_rank_meets_nobody() -> None:
         found: list[Any] = [None]
         dist.all_gather_object(found, "x")
         assert found == ["x"]
-        with pytest.raises(ValueError, match=r"a tensor on meta came to a process group of backend 'cpu:gangline'"):
+        with pytest.raises(ValueError, match=r"on meta was passed to a process group of backend 'cpu:gangline'"):
             dist.all_reduce(torch.empty(3, device="meta"))
     finally:
         dist.destroy_process_group()

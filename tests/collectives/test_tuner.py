@@ -30,7 +30,11 @@ from gangline.collectives.tuner import (
 )
 
 PLACE = TableKey("all_reduce", "tcp", 3, 1)
-RULES = [Rule(100, Choice("one_shot")), Rule(5000, Choice("halving_doubling")), Rule(None, Choice("ring", 4))]
+RULES = [
+    Rule(100, Choice("one_shot")),
+    Rule(5000, Choice("halving_doubling")),
+    Rule(None, Choice("ring", 4)),
+]
 TABLE = Table({PLACE: RULES})
 
 
@@ -55,7 +59,7 @@ def test_a_rule_serves_up_to_and_with_its_limit() -> None:
         ("all_reduce", 3, "tcp", 3),
     ],
 )
-def test_a_place_that_was_not_measured_gets_the_default(collective: str, size: int, transport: str, hosts: int) -> None:
+def test_a_key_that_was_not_measured_gets_the_default(collective: str, size: int, transport: str, hosts: int) -> None:
     assert TABLE.choose(collective, 7, size, transport, hosts) == Table().choose(collective, 7, size, transport, hosts)
 
 
@@ -162,11 +166,11 @@ def test_a_torn_or_foreign_file_is_refused_by_name(tmp_path: Path, text: str, me
     path.write_text(text)
     with pytest.raises(ValueError, match=message) as caught:
         Table.load(path)
-    assert str(caught.value).startswith(f"{path} is no tuning table: ")
+    assert str(caught.value).startswith(f"{path} is not a tuning table: ")
     assert "gangline bench tune" in str(caught.value)
 
 
-def test_the_environment_says_where_the_table_is(tmp_path: Path) -> None:
+def test_the_environment_gives_the_path_of_the_table(tmp_path: Path) -> None:
     assert table_path({"GANGLINE_TUNING": "/t.json", "XDG_CACHE_HOME": "/c"}) == Path("/t.json")
     assert table_path({"XDG_CACHE_HOME": "/c"}) == Path("/c/gangline/tuning.json")
     assert table_path({}) == Path.home() / ".cache" / "gangline" / "tuning.json"
@@ -174,11 +178,11 @@ def test_the_environment_says_where_the_table_is(tmp_path: Path) -> None:
     assert Table.from_environment(environment) == Table()
     TABLE.dump(tmp_path / "gangline" / "tuning.json")
     assert Table.from_environment(environment) == TABLE
-    with pytest.raises(FileNotFoundError, match=r"GANGLINE_TUNING is /nosuch/t\.json, which is not there"):
+    with pytest.raises(FileNotFoundError, match=r"GANGLINE_TUNING is /nosuch/t\.json, which does not exist"):
         Table.from_environment({**environment, "GANGLINE_TUNING": "/nosuch/t.json"})
 
 
-def test_forced_algorithms_go_before_the_table_wherever_they_can(tmp_path: Path) -> None:
+def test_forced_algorithms_override_the_table_where_possible(tmp_path: Path) -> None:
     TABLE.dump(tmp_path / "gangline" / "tuning.json")
     environment = {"XDG_CACHE_HOME": str(tmp_path), "GANGLINE_ALGO": "all_reduce=two_shot, broadcast=ring:8"}
     table = Table.from_environment(environment)
@@ -212,7 +216,7 @@ def test_a_bare_name_forces_every_collective_that_has_it() -> None:
         ("all_reduce=ring:two", "expected a number of segments above 0"),
     ],
 )
-def test_a_wrong_word_is_refused_with_what_there_is(words: str, message: str) -> None:
+def test_an_unknown_word_is_refused_with_the_list(words: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         forced_algorithms(words)
 

@@ -128,7 +128,7 @@ def test_each_context_with_a_load_gets_a_sample_when_there_are_enough(batch_size
 
 @modest
 @given(batches, loads_lists)
-def test_no_share_is_a_sample_away_from_its_quota_where_nobody_had_to_give(batch_size: int, loads: list[float]) -> None:
+def test_shares_are_within_one_sample_of_their_quota(batch_size: int, loads: list[float]) -> None:
     exact = [Fraction(repr(load)) for load in loads]
     quotas = [batch_size * load / sum(exact) for load in exact]
     assume(all(quota >= 1 for quota in quotas if quota))

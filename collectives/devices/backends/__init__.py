@@ -1,1 +1,1 @@
-"""How the devices of one process move and combine their tensors: one file a way, all with the interface of `base`."""
+"""Backends of `DeviceGroup`: one file per method of moving tensors, all with the interface in `base`."""

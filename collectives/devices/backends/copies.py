@@ -1,8 +1,8 @@
-"""Torch's own copies and sums: for the host, for one GPU standing for several, and wherever nothing else serves.
+"""Backend with torch's copies and sums: for CPU contexts, for one GPU at several positions, and as the fallback.
 
-The caller chooses where a sum is made (its owner); torch moves the bytes, between GPUs from device to
-device, and orders them on the current streams. Large sums on the host go chunk by chunk, so that a chunk is added up,
-and copied out, while it lies in a core's cache.
+The caller chooses the device of each sum (its owner); torch copies the bytes, directly between GPUs, in the order of
+the current streams. Large sums on the CPU run chunk by chunk, so that a chunk is summed and copied while it is in a
+core's cache.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch
 from torch import Tensor
 
 from gangline.collectives import thread_pool
-from gangline.collectives.devices.backends.base import Backend, Transfer, mark_written, parts
+from gangline.collectives.devices.backends.base import Backend, Transfer, even_slices, mark_written
 from gangline.collectives.engine import reduction
 
-_CHUNK = 512 * 1024  # bytes; 256 KiB pay for calls, more than 1 MiB leaves the cache
-_SHARED_OUT = 8 << 20  # bytes of sums below which a thread costs more than it brings
+_CHUNK = 512 * 1024  # bytes; at 256 KiB calls dominate, above 1 MiB a chunk leaves the cache
+_MIN_THREADED = 8 << 20  # bytes of sums below which threads do not pay
 
 _Chunk = tuple[list[Any], Any, list[Any], bool]
 """numpy views of values, total and outs, and whether the total may be written before the last value is read."""
 
 
 class Copies(Backend):
-    """Moves tensors by ``copy_`` and combines them by torch's arithmetic, on whatever devices they lie.
+    """Transfers by ``copy_`` and reductions by torch's arithmetic, on any devices.
 
-    Values are combined in the order of the places, so that the result has the same bits each time; float16 and
-    bfloat16 are combined in float32 and rounded once.
+    Values are combined in the order of the positions, so results are bitwise reproducible; float16 and bfloat16 are
+    combined in float32 and rounded once.
     """
 
     name = "copies"
@@ -44,18 +44,18 @@ class Copies(Backend):
             move([(tensors, tensors[0], tensors[1:])], op)
             return
         flats = [tensor.view(-1) for tensor in tensors]
-        transfers: list[Transfer] = []  # a part for each device to combine, so that all of their links are busy
-        for place, part in enumerate(parts(len(flats[0]), len(flats))):
+        transfers: list[Transfer] = []  # each device combines a slice, so that all links are busy
+        for position, part in enumerate(even_slices(len(flats[0]), len(flats))):
             pieces = [flat[part] for flat in flats]
-            transfers.append((pieces, pieces[place], pieces[:place] + pieces[place + 1 :]))
+            transfers.append((pieces, pieces[position], pieces[:position] + pieces[position + 1 :]))
         move(transfers, op)
 
 
 def move(transfers: Sequence[Transfer], op: str = "sum") -> None:
-    """`Backend.move` for values and outs on any devices, any number of them."""
+    """Run `Backend.move` for values and outs on any devices, in any number."""
     transfers = [(values, total, [out for out in outs if out is not total]) for values, total, outs in transfers]
-    if op == "sum" and sum(total.nbytes for _, total, _ in transfers) >= _SHARED_OUT:
-        transfers = _left_by_chunks(transfers)
+    if op == "sum" and sum(total.nbytes for _, total, _ in transfers) >= _MIN_THREADED:
+        transfers = _run_in_chunks(transfers)
     for values, total, outs in transfers:
         if values:
             _combine(values, total, op)
@@ -63,18 +63,18 @@ def move(transfers: Sequence[Transfer], op: str = "sum") -> None:
             out.copy_(total, non_blocking=total.is_cuda and out.is_cuda)
 
 
-def _left_by_chunks(transfers: Sequence[Transfer]) -> Sequence[Transfer]:
-    """Do in chunks what can be done so, if it is enough to be shared out; what is left."""
+def _run_in_chunks(transfers: Sequence[Transfer]) -> Sequence[Transfer]:
+    """Run the transfers that can be chunked, if they are large enough for threads; return the others."""
     plain = [_is_plain(transfer) for transfer in transfers]
     chunked = [transfer for transfer, is_plain in zip(transfers, plain, strict=True) if is_plain]
-    if sum(total.nbytes for _, total, _ in chunked) < _SHARED_OUT:
+    if sum(total.nbytes for _, total, _ in chunked) < _MIN_THREADED:
         return transfers
     _move_in_chunks(chunked)
     return [transfer for transfer, is_plain in zip(transfers, plain, strict=True) if not is_plain]
 
 
 def _combine(values: Sequence[Tensor], out: Tensor, op: str) -> None:
-    if op != "sum" or any(_begins_as(value, out) for value in values[2:]):
+    if op != "sum" or any(_same_address(value, out) for value in values[2:]):
         divisor = len(values) if op == "mean" else 1
         reduction.combine([_on(value, out) for value in values], op, out, divisor)
     else:
@@ -82,7 +82,7 @@ def _combine(values: Sequence[Tensor], out: Tensor, op: str) -> None:
 
 
 def _add_up(values: Sequence[Tensor], out: Tensor) -> None:
-    """The sum with fewer temporaries than `arithmetic.combine` takes, which cannot presume where ``out`` lies."""
+    """Sum into ``out`` directly and copy remote values one at a time: fewer temporaries than `reduction.combine`."""
     first, *others = values
     if not others:
         out.copy_(first)
@@ -101,12 +101,12 @@ def _on(value: Tensor, out: Tensor) -> Tensor:
     return value if value.device == out.device else value.to(out.device, non_blocking=value.is_cuda and out.is_cuda)
 
 
-def _begins_as(value: Tensor, out: Tensor) -> bool:
+def _same_address(value: Tensor, out: Tensor) -> bool:
     return value.device == out.device and value.data_ptr() == out.data_ptr()
 
 
 def _is_plain(transfer: Transfer) -> bool:
-    """Whether numpy moves it as well as torch does, but with less ado: on the host, in one piece, of full precision."""
+    """Return whether numpy gives the same result faster: contiguous float32 or float64 on the CPU."""
     values, total, outs = transfer
     return all(
         tensor.device.type == "cpu"
@@ -118,14 +118,14 @@ def _is_plain(transfer: Transfer) -> bool:
 
 
 def _move_in_chunks(transfers: Sequence[Transfer]) -> None:
-    """Cut the transfers into chunks, and share these out over as many threads as torch uses."""
+    """Split the transfers into chunks and distribute these over as many threads as torch uses."""
     chunks: list[_Chunk] = []
-    ends: list[int] = []  # elements up to the end of each chunk
+    ends: list[int] = []  # number of elements up to the end of each chunk
     done = 0
     for values, total, outs in transfers:
         flat_values, flat_outs = [_flat(value) for value in values], [_flat(out) for out in outs]
         flat_total = _flat(total)
-        step, apart = _CHUNK // total.itemsize, not any(_begins_as(value, total) for value in values[2:])
+        step, apart = _CHUNK // total.itemsize, not any(_same_address(value, total) for value in values[2:])
         for start in range(0, len(flat_total), step):
             part = slice(start, start + step)
             chunks.append(([v[part] for v in flat_values], flat_total[part], [o[part] for o in flat_outs], apart))
@@ -144,7 +144,7 @@ def _flat(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def _run(chunks: Sequence[_Chunk]) -> None:
-    with np.errstate(all="ignore"):  # infinities and NaN are the caller's business, as they are torch's
+    with np.errstate(all="ignore"):  # like torch, which does not warn about infinities and NaN
         for values, total, outs, is_apart in chunks:
             if len(values) == 1:
                 np.copyto(total, values[0])

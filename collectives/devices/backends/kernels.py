@@ -1,9 +1,9 @@
-"""The source of the kernels that combine tensors through pointers, made for a dtype, an operation and their number.
+"""CUDA source of the kernels that combine tensors through pointers, for a dtype, an operation and tensor counts.
 
-One kernel serves every collective: it reads element i of all values, combines them in the order given, and writes the
-result into element i of all outs; values and outs may lie in any memory that the GPU reaches. As each element is read
-before it is written, and by one thread, an out may be a value. The text is plain C++ but for the thread indices and
-float16, so that a host's compiler can check its arithmetic.
+One kernel serves every collective: it reads element i of all values, combines them in order, and writes the result into
+element i of all outs; values and outs may be in any memory that the GPU can access. Each element is read before it is
+written, by one thread, so an out may be a value. The text is plain C++ except for thread indices and float16, so a host
+compiler can check its arithmetic.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 from functools import lru_cache
 
 NAME = "gangline_combine"
-"""Of the kernel: it takes a pointer for each value, one for each out, and the number of elements (int64)."""
+"""Name of the kernel. Its arguments: a pointer for each value, one for each out, and the number of elements (int64)."""
 BLOCK = 256
-"""Threads a block."""
+"""Threads per block."""
 
-_TYPES = {  # of a dtype: the element, what sums and products are made in, what is compared
+_TYPES = {  # by dtype: the type of an element, of sums and products, and of comparisons
     "float32": ("float", "float", "float"),
     "float64": ("double", "double", "double"),
     "float16": ("unsigned short", "float", "float"),
@@ -23,7 +23,7 @@ _TYPES = {  # of a dtype: the element, what sums and products are made in, what 
     "int8": ("signed char", "unsigned int", "int"),
     "int16": ("short", "unsigned int", "int"),
     "int32": ("int", "unsigned int", "int"),
-    "int64": ("long long", "unsigned long long", "long long"),  # unsigned: to wrap around is no undefined behaviour
+    "int64": ("long long", "unsigned long long", "long long"),  # unsigned: overflow is defined
     "uint8": ("unsigned char", "unsigned int", "unsigned int"),
     "bool": ("unsigned char", "unsigned int", "unsigned int"),
 }
@@ -66,33 +66,33 @@ __device__ inline T narrow(A x) { return (T)x; }
 
 @lru_cache(maxsize=256)
 def source(dtype: str, op: str, values: int, outs: int) -> str:
-    """The CUDA source of `NAME`, which needs no header.
+    """Return the CUDA source of `NAME`, which includes no header.
 
     Args:
-        dtype: of all tensors, named as torch names it: "float32", "bool", ...
+        dtype: dtype of all tensors by torch's name: "float32", "bool", ...
         op: one of `gangline.collectives.call_signature.OPS`; "mean" of floating-point numbers only.
         values: number of tensors to combine, from 1.
         outs: number of tensors to write, from 1.
 
     Raises:
-        KeyError: an unknown dtype, or an operation that is not there for it.
+        KeyError: if the dtype is unknown, or does not support the operation.
     """
     element, added, compared = _TYPES[dtype]
     combine = _BOOL[op] if dtype == "bool" else _COMBINE[op]
     wide = compared if op in ("min", "max") else added
-    pointers = [f"const T* v{place}" for place in range(values)] + [f"T* o{place}" for place in range(outs)]
-    names = [f"v{place}" for place in range(values)] + [f"o{place}" for place in range(outs)]
-    steps = "\n".join(f"  r = combine(r, widen(v{place}));" for place in range(1, values))
+    pointers = [f"const T* v{position}" for position in range(values)] + [f"T* o{position}" for position in range(outs)]
+    names = [f"v{position}" for position in range(values)] + [f"o{position}" for position in range(outs)]
+    steps = "\n".join(f"  r = combine(r, widen(v{position}));" for position in range(1, values))
     loads = "\n".join(
-        f"    const Pack p{place} = reinterpret_cast<const Pack*>(v{place})[i];" for place in range(values)
+        f"    const Pack p{position} = reinterpret_cast<const Pack*>(v{position})[i];" for position in range(values)
     )
-    stores = "\n".join(f"    reinterpret_cast<Pack*>(o{place})[i] = r;" for place in range(outs))
+    stores = "\n".join(f"    reinterpret_cast<Pack*>(o{position})[i] = r;" for position in range(outs))
     return f"""
 typedef {element} T;
 typedef {wide} A;
 {_CONVERT.get(dtype, _PLAIN)}
 __device__ inline A combine(A a, A b) {{ return {combine}; }}
-__device__ inline T result({", ".join(f"T v{place}" for place in range(values))}) {{
+__device__ inline T result({", ".join(f"T v{position}" for position in range(values))}) {{
   A r = widen(v0);
 {steps}
   return narrow({f"r / (A){values}" if op == "mean" else "r"});
@@ -107,18 +107,18 @@ extern "C" __global__ void {NAME}({", ".join(pointers)}, long long count) {{
   for (long long i = first; i < packs; i += step) {{
 {loads}
     Pack r;
-    for (int k = 0; k < width; ++k) r.e[k] = result({", ".join(f"p{place}.e[k]" for place in range(values))});
+    for (int k = 0; k < width; ++k) r.e[k] = result({", ".join(f"p{position}.e[k]" for position in range(values))});
 {stores}
   }}
   for (long long i = packs * width + first; i < count; i += step) {{
-    const T r = result({", ".join(f"v{place}[i]" for place in range(values))});
-    {" ".join(f"o{place}[i] = r;" for place in range(outs))}
+    const T r = result({", ".join(f"v{position}[i]" for position in range(values))});
+    {" ".join(f"o{position}[i] = r;" for position in range(outs))}
   }}
 }}
 """
 
 
 def blocks(count: int, itemsize: int) -> int:
-    """How many blocks to launch for ``count`` elements: a thread for each 16 bytes, up to what fills any GPU."""
+    """Return the number of blocks for ``count`` elements: one thread per 16 bytes, limited to enough for any GPU."""
     threads = -(-count * itemsize // 16)
     return max(1, min(-(-threads // BLOCK), 2048))

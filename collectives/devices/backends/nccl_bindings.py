@@ -1,194 +1,372 @@
-"""The calls that gangline makes of NVIDIA's NCCL, by cupy's binding or pynccl's.
-
-The two differ in names and in how they pass numbers; `CupyBinding` and `PyncclBinding` are called alike.
-"""
+"""NCCL's calls through one of three Python bindings: nccl4py, cupy or pynccl."""
+# ruff: noqa: D102  the methods are documented in `Binding`
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
 import os
+import struct
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
 
 VARIABLE = "GANGLINE_NCCL_BINDING"
-"""The environment variable that chooses one of `BINDINGS`."""
+"""Environment variable that selects one of `BINDINGS`."""
+
+_ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
+_BYTE = 1  # ncclUint8 in nccl.h
 
 
 class Binding(Protocol):
-    """NCCL's communicators of one process, one for each place, and the calls that gangline makes of them.
+    """NCCL communicators of one process, by position, and the calls that gangline makes on them.
 
-    Addresses and streams are numbers; ``count`` is in elements; ``dtype`` and ``op`` are NCCL's.
+    Addresses and streams are ints; ``count`` is in elements; ``dtype`` and ``op`` are the enumerators of nccl.h.
     """
 
     name: ClassVar[str]
 
-    def __init__(self, gpus: Sequence[int]) -> None: ...
+    @classmethod
+    def for_gpus(cls, gpus: Sequence[int]) -> Self:
+        """Return the communicators of several GPUs of this process (ncclCommInitAll)."""
+
+    @classmethod
+    def for_rank(cls, device: torch.device, unique_id: bytes, rank: int, size: int) -> Self:
+        """Return the communicator of one rank, at position 0 (ncclCommInitRank); blocks until all ranks call it."""
+
+    @staticmethod
+    def unique_id() -> bytes:
+        """Return the 128 bytes that identify a new communicator; one rank calls this for all (ncclGetUniqueId)."""
 
     def start(self) -> None:
-        """Begin a group of calls."""
+        """Begin a group of calls (ncclGroupStart)."""
 
     def end(self) -> None:
-        """Start what was called since `start`."""
+        """Launch the calls made since `start` (ncclGroupEnd)."""
 
-    def all_reduce(self, place: int, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        """A place's part of ncclAllReduce."""
+    def all_reduce(self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
+        """Call ncclAllReduce."""
 
     def reduce(
-        self, place: int, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
+        self, position: int, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
     ) -> None:
-        """A place's part of ncclReduce."""
+        """Call ncclReduce."""
 
-    def broadcast(self, place: int, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None:
-        """A place's part of ncclBroadcast."""
+    def broadcast(
+        self, position: int, source: int, target: int, count: int, dtype: int, root: int, stream: int
+    ) -> None:
+        """Call ncclBroadcast."""
 
-    def all_gather(self, place: int, source: int, target: int, count: int, dtype: int, stream: int) -> None:
-        """A place's part of ncclAllGather; ``count`` is of ``source``."""
+    def all_gather(self, position: int, source: int, target: int, count: int, dtype: int, stream: int) -> None:
+        """Call ncclAllGather; ``count`` is that of ``source``."""
 
     def reduce_scatter(
-        self, place: int, source: int, target: int, count: int, dtype: int, op: int, stream: int
+        self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int
     ) -> None:
-        """A place's part of ncclReduceScatter; ``count`` is of ``target``."""
+        """Call ncclReduceScatter; ``count`` is that of ``target``."""
+
+    def send(self, source: int, nbytes: int, to: int, stream: int) -> None:
+        """Call ncclSend on bytes, at position 0."""
+
+    def receive(self, target: int, nbytes: int, source: int, stream: int) -> None:
+        """Call ncclRecv on bytes, at position 0."""
+
+    def abort(self) -> None:
+        """Call ncclCommAbort, from any thread: running calls end, whatever the other ranks do. No call may follow."""
+
+    def destroy(self) -> None:
+        """Call ncclCommDestroy; no call may be running."""
+
+
+class Nccl4pyBinding:
+    """NVIDIA's nccl4py (0.6): ``nccl.bindings.nccl``, which takes addresses, unlike its higher-level ``nccl.core``."""
+
+    name: ClassVar[str] = "nccl4py"
+
+    def __init__(self, nccl: Any, communicators: Sequence[Any]) -> None:
+        self._nccl = nccl
+        self._communicators = communicators
+
+    @classmethod
+    def for_gpus(cls, gpus: Sequence[int]) -> Self:
+        nccl = import_module("nccl.bindings.nccl")
+        return cls(nccl, nccl.comm_init_all(len(gpus), list(gpus)))
+
+    @classmethod
+    def for_rank(cls, device: torch.device, unique_id: bytes, rank: int, size: int) -> Self:
+        nccl = import_module("nccl.bindings.nccl")
+        with torch.cuda.device(device):
+            return cls(nccl, [nccl.comm_init_rank(size, nccl.UniqueId.from_buffer(unique_id), rank)])
+
+    @staticmethod
+    def unique_id() -> bytes:
+        return bytes(import_module("nccl.bindings.nccl").get_unique_id())
+
+    def start(self) -> None:
+        self._nccl.group_start()
+
+    def end(self) -> None:
+        self._nccl.group_end()
+
+    def all_reduce(self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
+        self._nccl.all_reduce(source, target, count, dtype, op, self._communicators[position], stream)
+
+    def reduce(
+        self, position: int, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
+    ) -> None:
+        self._nccl.reduce(source, target, count, dtype, op, root, self._communicators[position], stream)
+
+    def broadcast(
+        self, position: int, source: int, target: int, count: int, dtype: int, root: int, stream: int
+    ) -> None:
+        self._nccl.broadcast(source, target, count, dtype, root, self._communicators[position], stream)
+
+    def all_gather(self, position: int, source: int, target: int, count: int, dtype: int, stream: int) -> None:
+        self._nccl.all_gather(source, target, count, dtype, self._communicators[position], stream)
+
+    def reduce_scatter(
+        self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int
+    ) -> None:
+        self._nccl.reduce_scatter(source, target, count, dtype, op, self._communicators[position], stream)
+
+    def send(self, source: int, nbytes: int, to: int, stream: int) -> None:
+        self._nccl.send(source, nbytes, _BYTE, to, self._communicators[0], stream)
+
+    def receive(self, target: int, nbytes: int, source: int, stream: int) -> None:
+        self._nccl.recv(target, nbytes, _BYTE, source, self._communicators[0], stream)
+
+    def abort(self) -> None:
+        self._nccl.comm_abort(self._communicators[0])
+
+    def destroy(self) -> None:
+        self._nccl.comm_destroy(self._communicators[0])
 
 
 class CupyBinding:
-    """`cupy.cuda.nccl`."""
+    """``cupy.cuda.nccl``, whose communicators have NCCL's functions as methods."""
 
     name: ClassVar[str] = "cupy"
 
-    def __init__(self, gpus: Sequence[int]) -> None:
-        self._nccl = import_module("cupy.cuda.nccl")
-        self._communicators = self._nccl.NcclCommunicator.initAll(list(gpus))
+    def __init__(self, nccl: Any, communicators: Sequence[Any]) -> None:
+        self._nccl = nccl
+        self._communicators = communicators
 
-    def start(self) -> None:  # noqa: D102  as Binding's, and so below
+    @classmethod
+    def for_gpus(cls, gpus: Sequence[int]) -> Self:
+        nccl = import_module("cupy.cuda.nccl")
+        return cls(nccl, nccl.NcclCommunicator.initAll(list(gpus)))
+
+    @classmethod
+    def for_rank(cls, device: torch.device, unique_id: bytes, rank: int, size: int) -> Self:
+        nccl = import_module("cupy.cuda.nccl")
+        with torch.cuda.device(device):
+            try:
+                communicator = nccl.NcclCommunicator(size, unique_id, rank)
+            except TypeError:  # cupy below 14 takes a tuple of signed chars
+                communicator = nccl.NcclCommunicator(size, struct.unpack(f"{_ID_BYTES}b", unique_id), rank)
+        return cls(nccl, [communicator])
+
+    @staticmethod
+    def unique_id() -> bytes:
+        found: bytes | tuple[int, ...] = import_module("cupy.cuda.nccl").get_unique_id()
+        return found if isinstance(found, bytes) else struct.pack(f"{_ID_BYTES}b", *found)
+
+    def start(self) -> None:
         self._nccl.groupStart()
 
-    def end(self) -> None:  # noqa: D102
+    def end(self) -> None:
         self._nccl.groupEnd()
 
-    def all_reduce(  # noqa: D102
-        self, place: int, source: int, target: int, count: int, dtype: int, op: int, stream: int
-    ) -> None:
-        self._communicators[place].allReduce(source, target, count, dtype, op, stream)
+    def all_reduce(self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
+        self._communicators[position].allReduce(source, target, count, dtype, op, stream)
 
-    def reduce(  # noqa: D102
-        self, place: int, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
+    def reduce(
+        self, position: int, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
     ) -> None:
-        self._communicators[place].reduce(source, target, count, dtype, op, root, stream)
+        self._communicators[position].reduce(source, target, count, dtype, op, root, stream)
 
-    def broadcast(  # noqa: D102
-        self, place: int, source: int, target: int, count: int, dtype: int, root: int, stream: int
+    def broadcast(
+        self, position: int, source: int, target: int, count: int, dtype: int, root: int, stream: int
     ) -> None:
-        self._communicators[place].broadcast(source, target, count, dtype, root, stream)
+        self._communicators[position].broadcast(source, target, count, dtype, root, stream)
 
-    def all_gather(  # noqa: D102
-        self, place: int, source: int, target: int, count: int, dtype: int, stream: int
-    ) -> None:
-        self._communicators[place].allGather(source, target, count, dtype, stream)
+    def all_gather(self, position: int, source: int, target: int, count: int, dtype: int, stream: int) -> None:
+        self._communicators[position].allGather(source, target, count, dtype, stream)
 
-    def reduce_scatter(  # noqa: D102
-        self, place: int, source: int, target: int, count: int, dtype: int, op: int, stream: int
+    def reduce_scatter(
+        self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int
     ) -> None:
-        self._communicators[place].reduceScatter(source, target, count, dtype, op, stream)
+        self._communicators[position].reduceScatter(source, target, count, dtype, op, stream)
+
+    def send(self, source: int, nbytes: int, to: int, stream: int) -> None:
+        self._communicators[0].send(source, nbytes, _BYTE, to, stream)
+
+    def receive(self, target: int, nbytes: int, source: int, stream: int) -> None:
+        self._communicators[0].recv(target, nbytes, _BYTE, source, stream)
+
+    def abort(self) -> None:
+        self._communicators[0].abort()
+
+    def destroy(self) -> None:
+        self._communicators[0].destroy()
 
 
 class PyncclBinding:
-    """`pynccl.Nccl`, which passes ctypes on and counts as C ints.
-
-    Its `Nccl` opens the library that numba's search finds in NUMBA_NCCLLIB; where that is not set, it is shown the one
-    that came with torch.
-    """
+    """``pynccl.Nccl``, which passes ctypes through and counts as C ints."""
 
     name: ClassVar[str] = "pynccl"
-    _MOST = 2**31 - 1
+    _MAX_COUNT = 2**31 - 1
 
-    def __init__(self, gpus: Sequence[int]) -> None:
-        with _library_shown():
-            self._nccl = import_module("pynccl").Nccl()
+    def __init__(self, nccl: Any, communicators: Sequence[int]) -> None:
+        self._nccl = nccl
+        self._communicators = communicators
+
+    @classmethod
+    def for_gpus(cls, gpus: Sequence[int]) -> Self:
+        nccl = _open_pynccl()
         handles = (ctypes.c_void_p * len(gpus))()
-        self._nccl.comm_init_all(handles, len(gpus), (ctypes.c_int * len(gpus))(*gpus))
-        self._communicators = list(handles)
+        nccl.comm_init_all(handles, len(gpus), (ctypes.c_int * len(gpus))(*gpus))
+        return cls(nccl, list(handles))
 
-    def start(self) -> None:  # noqa: D102  as Binding's, and so below
+    @classmethod
+    def for_rank(cls, device: torch.device, unique_id: bytes, rank: int, size: int) -> Self:
+        with torch.cuda.device(device):
+            nccl = _open_pynccl()
+            handle = ctypes.c_void_p()
+            identity = import_module("pynccl.binding").ncclUniqueId()  # longer than NCCL's, which reads its beginning
+            ctypes.memmove(ctypes.addressof(identity), unique_id, _ID_BYTES)
+            code = nccl.comm_init_rank(ctypes.byref(handle), size, identity, rank)
+        if not handle.value:
+            raise RuntimeError(f"ncclCommInitRank of rank {rank} of {size} on {device} failed with error {code}")
+        return cls(nccl, [handle.value])
+
+    @staticmethod
+    def unique_id() -> bytes:
+        identity: Any = _open_pynccl().get_unique_id()
+        return ctypes.string_at(ctypes.addressof(identity), _ID_BYTES)
+
+    def start(self) -> None:
         self._nccl.group_start()
 
-    def end(self) -> None:  # noqa: D102
+    def end(self) -> None:
         self._nccl.group_end()
 
-    def all_reduce(  # noqa: D102
-        self, place: int, source: int, target: int, count: int, dtype: int, op: int, stream: int
-    ) -> None:
-        self._nccl.all_reduce(source, target, self.count(count), dtype, op, self._communicators[place], stream)
+    def all_reduce(self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
+        self._nccl.all_reduce(
+            source, target, self.checked_count(count), dtype, op, self._communicators[position], stream
+        )
 
-    def reduce(  # noqa: D102
-        self, place: int, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
+    def reduce(
+        self, position: int, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
     ) -> None:
-        self._nccl.reduce(source, target, self.count(count), dtype, op, root, self._communicators[place], stream)
+        self._nccl.reduce(
+            source, target, self.checked_count(count), dtype, op, root, self._communicators[position], stream
+        )
 
-    def broadcast(  # noqa: D102
-        self, place: int, source: int, target: int, count: int, dtype: int, root: int, stream: int
+    def broadcast(
+        self, position: int, source: int, target: int, count: int, dtype: int, root: int, stream: int
     ) -> None:
-        self._nccl.broadcast(source, target, self.count(count), dtype, root, self._communicators[place], stream)
+        self._nccl.broadcast(
+            source, target, self.checked_count(count), dtype, root, self._communicators[position], stream
+        )
 
-    def all_gather(  # noqa: D102
-        self, place: int, source: int, target: int, count: int, dtype: int, stream: int
+    def all_gather(self, position: int, source: int, target: int, count: int, dtype: int, stream: int) -> None:
+        self._nccl.all_gather(source, target, self.checked_count(count), dtype, self._communicators[position], stream)
+
+    def reduce_scatter(
+        self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int
     ) -> None:
-        self._nccl.all_gather(source, target, self.count(count), dtype, self._communicators[place], stream)
+        self._nccl.reduce_scatter(
+            source, target, self.checked_count(count), dtype, op, self._communicators[position], stream
+        )
 
-    def reduce_scatter(  # noqa: D102
-        self, place: int, source: int, target: int, count: int, dtype: int, op: int, stream: int
-    ) -> None:
-        self._nccl.reduce_scatter(source, target, self.count(count), dtype, op, self._communicators[place], stream)
+    def send(self, source: int, nbytes: int, to: int, stream: int) -> None:
+        self._nccl.pp_send(source, self.checked_count(nbytes), _BYTE, to, self._communicators[0], stream)
 
-    def count(self, count: int) -> int:
-        """A number of elements, once it is seen that pynccl can pass it.
+    def receive(self, target: int, nbytes: int, source: int, stream: int) -> None:
+        self._nccl.pp_recv(target, self.checked_count(nbytes), _BYTE, source, self._communicators[0], stream)
+
+    def abort(self) -> None:
+        self._nccl.comm_abort(self._communicators[0])
+
+    def destroy(self) -> None:
+        self._nccl.comm_destroy(self._communicators[0])
+
+    def checked_count(self, count: int) -> int:
+        """Return a number of elements that fits a C int.
 
         Raises:
-            ValueError: it cannot.
+            ValueError: if it does not.
         """
-        if count > self._MOST:
+        if count > self._MAX_COUNT:
             raise ValueError(
-                f"a tensor has {count} elements, but pynccl passes at most {self._MOST}; expected {VARIABLE}=cupy"
+                f"a tensor has {count} elements, but pynccl passes at most {self._MAX_COUNT}; expected {VARIABLE}=cupy "
+                "or nccl4py"
             )
         return count
 
 
-BINDINGS: dict[str, type[Binding]] = {"cupy": CupyBinding, "pynccl": PyncclBinding}
+BINDINGS: dict[str, type[Binding]] = {
+    "nccl4py": Nccl4pyBinding,
+    "cupy": CupyBinding,
+    "pynccl": PyncclBinding,
+}
 
 
-def chosen() -> str:
-    """The name of the binding to use: GANGLINE_NCCL_BINDING, else "cupy".
+def selected() -> str:
+    """Return the name of the binding to use: GANGLINE_NCCL_BINDING, else "nccl4py" if it works here, else "cupy".
 
     Raises:
-        ValueError: the variable names none.
+        ValueError: if the variable holds an unknown name.
     """
-    name = os.environ.get(VARIABLE, CupyBinding.name)
+    name = os.environ.get(VARIABLE)
+    if name is None:
+        return CupyBinding.name if missing(Nccl4pyBinding.name) else Nccl4pyBinding.name
     if name not in BINDINGS:
         raise ValueError(f"{VARIABLE} is {name!r}; expected one of {', '.join(BINDINGS)}")
     return name
 
 
 def missing(name: str) -> str:
-    """What this machine lacks to use a binding; "" where it lacks nothing."""
-    install = "pip install 'gangline[cuda12]' or 'gangline[cuda13]'"
+    """Return what this machine lacks for a binding; "" if nothing."""
+    module_name = {"nccl4py": "nccl.bindings.nccl", "cupy": "cupy.cuda.nccl", "pynccl": "pynccl"}[name]
+    install = "nccl4py" if name == Nccl4pyBinding.name else "'gangline[cuda12]' or 'gangline[cuda13]'"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # cupy warns of what is said below
-            module = import_module("cupy.cuda.nccl" if name == CupyBinding.name else "pynccl")
+            warnings.simplefilter("ignore")  # cupy warns about the missing library reported below
+            module = import_module(module_name)
     except ImportError as error:
-        return f"{name} cannot be imported ({error}): {install}"
-    if name == CupyBinding.name and not module.available:
-        return "cupy finds no NCCL library: pip install nvidia-nccl-cu12 (or -cu13)"
+        return f"{name} cannot be imported ({error}): pip install {install}"
+    if not _finds_library(name, module):
+        return f"{name} finds no NCCL library: pip install nvidia-nccl-cu12 (or -cu13)"
     return ""
 
 
+def _finds_library(name: str, module: Any) -> bool:
+    if name == CupyBinding.name:
+        return bool(module.available)
+    if name == Nccl4pyBinding.name:
+        try:
+            module.get_version()
+        except RuntimeError:  # cuda.pathfinder's DynamicLibNotFoundError
+            return False
+    return True
+
+
+def _open_pynccl() -> Any:
+    """Return a ``pynccl.Nccl``, which loads the library found by numba's search path."""
+    with _torch_library_in_search_path():
+        return import_module("pynccl").Nccl()
+
+
 @contextmanager
-def _library_shown() -> Iterator[None]:
-    """Have numba's search find the library that torch has brought, unless the user has named another."""
+def _torch_library_in_search_path() -> Iterator[None]:
+    """Set NUMBA_NCCLLIB to the NCCL library that torch installed, unless the user has set it."""
     name = "NUMBA_NCCLLIB"
     try:
         found = importlib.util.find_spec("nvidia.nccl")

@@ -1,8 +1,8 @@
-"""Kernels that load and store through pointers into the memory of several GPUs, started by one process.
+"""Peer-to-peer backend: kernels that read and write the memory of several GPUs, launched by one process.
 
-A collective is a few launches, each on one GPU: what it reads, what it writes. One process starts them all, so that
-events on the GPUs' streams are all the synchronisation there is: no kernel waits for another. A GPU that stands for
-several places reaches itself.
+A collective is a few launches, each on one GPU, with the tensors it reads and writes. One process launches them all, so
+events on the GPUs' streams are the only synchronisation: no kernel waits for another. The same GPU may be at several
+positions.
 """
 
 from __future__ import annotations
@@ -19,43 +19,63 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.devices.backends import kernels, peers
-from gangline.collectives.devices.backends.base import Backend, Flattened, Transfer, parts
+from gangline.collectives.devices.backends.base import Backend, Flattened, Transfer, even_slices
 
-_ONE_SHOT = 256 * 1024  # bytes up to which each GPU reads all; after published figures for 8 GPUs on NVLink
-_ALIGN = 16  # elements: parts that begin on it keep the kernels' 16-byte loads, whatever the dtype
+_MAX_ONE_SHOT = 256 * 1024  # bytes; from published figures for 8 GPUs on NVLink
+_ALIGN = 16  # elements: slices that begin on a multiple allow 16-byte loads for every dtype
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel: on the GPU of ``place``, combine the values, in order, and write the result into the outs."""
+    """A kernel launch on the GPU of ``position``: combine the values, in order, and write the result into the outs."""
 
-    place: int
+    position: int
     values: tuple[Tensor, ...]
     outs: tuple[Tensor, ...]
 
 
 class PeerToPeer(Backend):
-    """Combines in the order of the places; float16 and bfloat16 in float32, rounded once.
+    """Collectives by kernels, in the order of the positions; float16 and bfloat16 in float32, rounded once.
 
     Small all-reduces are one-shot: every GPU reads all tensors and writes its own. Large ones are two-shot: every GPU
-    combines a part of all tensors and writes it to all. Each byte then crosses a link once to be read, once to be
-    written, and nothing needs a buffer.
+    combines a slice of all tensors and writes it to all. Each byte then crosses a link once to be read and once to be
+    written, and no buffer is needed.
     """
 
     name = "peer_to_peer"
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__(devices)
-        self._first = {device: place for place, device in reversed(list(enumerate(self.devices)))}
+        self._first = {device: position for position, device in reversed(list(enumerate(self.devices)))}
         for one in self._first:
             for other in self._first:
                 if one != other:
                     peers.reach(one.index, other.index)
 
+    @classmethod
+    def unfit(cls, devices: Sequence[torch.device]) -> str:  # noqa: D102  inherited
+        return next((f"{device} is not a GPU" for device in devices if device.type != "cuda"), "")
+
+    @classmethod
+    def missing(cls, devices: Sequence[torch.device]) -> str:  # noqa: D102  inherited
+        try:
+            import_module("cupy")
+        except ImportError as error:
+            return f"cupy cannot be imported ({error}): pip install 'gangline[cuda12]' or 'gangline[cuda13]'"
+        if len(set(devices)) == 1:
+            return ""
+        if torch.cuda.get_allocator_backend() != "native" or _has_expandable_segments():
+            return "other GPUs' kernels cannot access memory of torch's async or expandable-segments allocator"
+        return ""
+
+    @classmethod
+    def failed_trial(cls, devices: Sequence[torch.device]) -> str:  # noqa: D102  inherited
+        return peers.problem([device.index for device in devices])
+
     def all_reduce(self, tensors: Sequence[Tensor], op: str) -> None:  # noqa: D102  inherited
         flattened = Flattened()
         flats = [flattened.written(tensor) for tensor in tensors]
-        if len(self._first) > 1 and flats[0].nbytes <= _ONE_SHOT:
+        if len(self._first) > 1 and flats[0].nbytes <= _MAX_ONE_SHOT:
             results = [torch.empty_like(flat) for flat in flats]
             self._launch(one_shot(flats, results), op)
             for flat, result in zip(flats, results, strict=True):
@@ -71,21 +91,21 @@ class PeerToPeer(Backend):
         flattened.finish()
 
     def _launch(self, launches: Iterable[Launch], op: str) -> None:
-        """Start kernels once all GPUs' current streams have come here; have all these streams wait for them."""
-        self._meet()
+        """Launch kernels after all GPUs' current streams reach this point, and make these streams wait for them."""
+        self._synchronize_streams()
         cupy = import_module("cupy")
         for launch in launches:
-            first, device = launch.values[0], self.devices[launch.place]
+            first, device = launch.values[0], self.devices[launch.position]
             stream = torch.cuda.current_stream(device).cuda_stream
             kernel = _kernel(_dtype(first), op, len(launch.values), len(launch.outs))
             pointers = [np.uint64(tensor.data_ptr()) for tensor in (*launch.values, *launch.outs)]
             with cupy.cuda.Device(device.index), cupy.cuda.ExternalStream(stream, device.index):
                 grid = kernels.blocks(first.numel(), first.itemsize)
                 kernel((grid,), (kernels.BLOCK,), (*pointers, np.int64(first.numel())))
-        self._meet()
+        self._synchronize_streams()
 
-    def _meet(self) -> None:
-        """Have the current stream of each GPU wait for those of all others."""
+    def _synchronize_streams(self) -> None:
+        """Make the current stream of each GPU wait for those of all others."""
         if len(self._first) == 1:
             return
         streams = {device: torch.cuda.current_stream(device) for device in self._first}
@@ -97,22 +117,22 @@ class PeerToPeer(Backend):
 
 
 def one_shot(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Launch]:
-    """An all-reduce in which every place reads all tensors; they may be read until all launches are done."""
-    return [Launch(place, tuple(tensors), (result,)) for place, result in enumerate(results)]
+    """Return the launches of an all-reduce in which every position reads all tensors into a result of its own."""
+    return [Launch(position, tuple(tensors), (result,)) for position, result in enumerate(results)]
 
 
-def two_shot(tensors: Sequence[Tensor], places: Sequence[int]) -> list[Launch]:
-    """An all-reduce in which each of ``places`` combines a part of all tensors, and writes it to all."""
+def two_shot(tensors: Sequence[Tensor], positions: Sequence[int]) -> list[Launch]:
+    """Return the launches of an all-reduce in which each position combines a slice and writes it to all tensors."""
     launches = []
-    for place, part in zip(places, parts(len(tensors[0]), len(places), _ALIGN), strict=True):
+    for position, part in zip(positions, even_slices(len(tensors[0]), len(positions), _ALIGN), strict=True):
         pieces = tuple(tensor[part] for tensor in tensors)
         if len(pieces[0]):
-            launches.append(Launch(place, pieces, pieces))
+            launches.append(Launch(position, pieces, pieces))
     return launches
 
 
 def moves(transfers: Sequence[Transfer], owners: Sequence[int]) -> list[Launch]:
-    """Each transfer as one launch at its owner: what is combined goes to the total and the outs at once."""
+    """Return one launch per transfer, at its owner: the result is written to the total and the outs at once."""
     launches = []
     for (values, total, outs), owner in zip(transfers, owners, strict=True):
         others = tuple(out for out in outs if out.data_ptr() != total.data_ptr())
@@ -120,30 +140,6 @@ def moves(transfers: Sequence[Transfer], owners: Sequence[int]) -> list[Launch]:
         if written:
             launches.append(Launch(owner, read, written))
     return launches
-
-
-def unfit(devices: Sequence[torch.device]) -> str:
-    """Why these devices cannot be joined so whatever is installed; "" where they may be."""
-    others = [str(device) for device in devices if device.type != "cuda"]
-    return f"{others[0]} is no GPU" if others else ""
-
-
-def missing(devices: Sequence[torch.device]) -> str:
-    """What this machine lacks to join GPUs so, but for the proof of `unproven`; "" where it lacks nothing."""
-    try:
-        import_module("cupy")
-    except ImportError as error:
-        return f"cupy cannot be imported ({error}): pip install 'gangline[cuda12]' or 'gangline[cuda13]'"
-    if len(set(devices)) == 1:
-        return ""
-    if torch.cuda.get_allocator_backend() != "native" or _has_expandable_segments():
-        return "torch's allocator is set to memory that other GPUs' kernels do not reach (expandable segments or async)"
-    return ""
-
-
-def unproven(devices: Sequence[torch.device]) -> str:
-    """Why some of these GPUs do not reach others' memory, as a trial has shown; "" where all do. Needs cupy."""
-    return peers.problem([device.index for device in devices])
 
 
 def _has_expandable_segments() -> bool:
@@ -157,5 +153,5 @@ def _dtype(tensor: Tensor) -> str:
 
 @lru_cache(maxsize=256)
 def _kernel(dtype: str, op: str, values: int, outs: int) -> Any:
-    combining = "sum" if values == 1 else op  # of one value every operation is a copy
+    combining = "sum" if values == 1 else op  # for one value every operation is a copy
     return import_module("cupy").RawKernel(kernels.source(dtype, combining, values, outs), kernels.NAME)

@@ -1,7 +1,7 @@
-"""Which GPUs reach each other's memory: proven by writing and reading back, in a child process that may hang.
+"""Peer access between GPUs, proven by writing and reading back in a child process that may hang.
 
-What the driver says of peer access is not always so: on some cards the copies give wrong bytes, on some the first
-attempt never returns. A child process tries, the parent waits no longer than a deadline.
+The driver's answer about peer access is unreliable: on some GPUs copies give wrong bytes, on others the first attempt
+never returns. So a child process tries, and the parent waits up to a deadline.
 """
 
 from __future__ import annotations
@@ -17,24 +17,28 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-Pair = tuple[int, int]
-"""The GPU that reads and writes, and the GPU whose memory it does so in; torch's numbers."""
+import numpy as np
 
-_DEADLINE = 60.0  # seconds for a pair, the start of the child and its first kernel included
-_FAREWELL = 5.0  # seconds for a killed child to end
+from gangline.collectives.devices.backends import kernels
+
+Pair = tuple[int, int]
+"""The GPU that reads and writes, and the GPU that owns the memory, by torch's index."""
+
+_DEADLINE = 60.0  # seconds per pair, including the start of the child and its first kernel
+_KILL_TIMEOUT = 5.0  # seconds for a killed child to end
 _COMMAND = (sys.executable, "-m", "gangline.collectives.devices.backends.peers")
-_ROOT = str(Path(str(sys.modules["gangline"].__file__)).resolve().parents[1])  # where the child finds this module
-_COUNT = 1 << 16  # elements tried
+_ROOT = str(Path(__file__).absolute().parents[4])  # PYTHONPATH of the child; not resolved, since folders may be links
+_COUNT = 1 << 16  # elements per trial
 
 _known: dict[Pair, str] = {}
 _lock = threading.Lock()
 
 
 def problem(devices: Sequence[int]) -> str:
-    """Why some of these GPUs do not reach some others' memory; "" where each reaches all. Proven once a process.
+    """Return why some of these GPUs cannot access others' memory; "" if all can. Tried once per process.
 
     Args:
-        devices: GPUs as torch numbers them; one may stand several times.
+        devices: torch indices of GPUs; the same one may occur several times.
     """
     distinct = sorted(set(devices))
     pairs = [(one, other) for one in distinct for other in distinct if one != other]
@@ -46,13 +50,13 @@ def problem(devices: Sequence[int]) -> str:
 
 
 def prove(pairs: Sequence[Pair], command: Sequence[str] = _COMMAND, deadline: float = _DEADLINE) -> dict[Pair, str]:
-    """Try pairs in child processes: what is wrong with each, "" for those that work.
+    """Try pairs in child processes and return the problem of each; "" for those that work.
 
     Args:
-        pairs: what to try, in this order.
-        command: the child, which is given "0,1 1,0"-like arguments and prints a line for each pair once it knows:
-            "ok", or what is wrong.
-        deadline: seconds to wait for a line; the child is killed then, and another tries the pairs after that one.
+        pairs: pairs to try, in this order.
+        command: command of the child, which takes arguments like "0,1 1,0" and prints a line after each pair: "ok", or
+            the problem.
+        deadline: seconds to wait for a line; then the child is killed, and another one tries the pairs after that one.
     """
     found: dict[Pair, str] = {}
     while len(found) < len(pairs):
@@ -65,7 +69,7 @@ def prove(pairs: Sequence[Pair], command: Sequence[str] = _COMMAND, deadline: fl
 
 
 def _lines(command: Sequence[str], count: int, deadline: float) -> tuple[list[str], str]:
-    """The lines that a child printed, and why there are no more."""
+    """Return the lines that a child printed, and why there are no more."""
     child = subprocess.Popen(  # noqa: S603  our own command
         command,
         stdin=subprocess.DEVNULL,
@@ -89,20 +93,16 @@ def _lines(command: Sequence[str], count: int, deadline: float) -> tuple[list[st
             lines += [line.decode() for line in whole]
             until = time.monotonic() + deadline if whole else until
     child.kill()
-    with suppress(subprocess.TimeoutExpired):  # what hangs in the driver may not even die
-        child.wait(_FAREWELL)
+    with suppress(subprocess.TimeoutExpired):  # a process that hangs in the driver may not die
+        child.wait(_KILL_TIMEOUT)
     return lines, end
 
 
 def _try(one: int, other: int) -> str:
-    """Have GPU ``one`` read and write the memory of ``other``; what is wrong, or "ok"."""
-    import numpy as np
-
-    from gangline.collectives.devices.backends import kernels
-
+    """Read and write the memory of GPU ``other`` from ``one``; return the problem, or "ok"."""
     cupy = import_module("cupy")
     if not cupy.cuda.runtime.deviceCanAccessPeer(one, other):
-        return "the driver says there is no peer access"
+        return "the driver reports no peer access"
     reach(one, other)
     expected = np.arange(_COUNT, dtype=np.float32) * 3 + one
     with cupy.cuda.Device(other):
@@ -118,12 +118,12 @@ def _try(one: int, other: int) -> str:
     with cupy.cuda.Device(other):
         written = far_out.get()
     if not (np.array_equal(read, expected) and np.array_equal(written, expected)):
-        return "what is read or written there is not what should be"
+        return "reads or writes gave wrong values"
     return "ok"
 
 
 def reach(one: int, other: int) -> None:
-    """Let kernels on GPU ``one`` use the memory of ``other``; as often as one likes."""
+    """Enable access from kernels on GPU ``one`` to the memory of ``other``; idempotent."""
     cupy = import_module("cupy")
     already_enabled = 704  # cudaErrorPeerAccessAlreadyEnabled: by us, or by torch
     with cupy.cuda.Device(one):
@@ -139,7 +139,7 @@ def _main(arguments: Sequence[str]) -> None:
         one, _, other = argument.partition(",")
         try:
             line = _try(int(one), int(other))
-        except Exception as error:  # noqa: BLE001  whatever it is, this pair does not work
+        except Exception as error:  # noqa: BLE001  any error means that the pair does not work
             line = f"{type(error).__name__}: {error}".replace("\n", " ")
         print(line, flush=True)
 

@@ -1,7 +1,7 @@
-"""The schedule of a pipeline through host memory, as data: what is done to each piece, where, and after what.
+"""Plan of a pipeline through host memory: the operations on each piece, their streams and their dependencies.
 
-A schedule is made from places and numbers alone, so that it is checked without a GPU: every step has the steps that
-it depends on behind it, whatever the speed of the streams between.
+A plan is made from positions and numbers alone, so it can be tested without a GPU: every step names its dependencies on
+other streams, so the result does not depend on their speed.
 """
 
 from __future__ import annotations
@@ -11,105 +11,111 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-_DEPTH = 4  # pieces under way: enough that copies out, arithmetic and copies in all have one to work on
+_DEPTH = 4  # pieces in flight: enough to keep copies out, arithmetic and copies in busy
 
-Kind = Literal["give", "take", "combine", "return", "fetch"]
-"""What a step does: copy a contribution to the host; copy it to the owner; combine; copy the result to the host; copy
-it to one who wants it."""
+Kind = Literal["send", "receive", "combine", "return", "fetch"]
+"""Kind of a step.
+
+"send" copies a contribution to the host, "receive" copies it to the owner, "combine" computes, "return" copies the
+result to the host, and "fetch" copies it to another device.
+"""
 
 
-class Lane(NamedTuple):
-    """What runs its steps one after another: a stream of a place's device."""
+class StreamKey(NamedTuple):
+    """A queue that runs its steps one after another: a stream of a position's device."""
 
-    place: int
+    position: int
     use: Literal["out", "in", "compute"]
 
 
 class Buffer(NamedTuple):
     """Memory that steps read and write."""
 
-    kind: Literal["tensor", "host", "near", "result"]
-    """The piece itself at its place; a contribution on the host, or at the owner; the result on the host."""
-    place: int
-    """Whose memory it is; on the host, whose device writes it."""
-    giver: int
-    """Whose contribution it holds; the place itself where it holds none."""
+    kind: Literal["tensor", "host", "device", "result"]
+    """The piece itself; a contribution on the host or on the owner's device; or the result on the host."""
+    position: int
+    """Position that owns the memory; for host memory, the position whose device writes it."""
+    source: int
+    """Position whose contribution it holds; ``position`` if it holds none."""
     slot: int
-    """Which of several such buffers; of the piece itself, the piece."""
+    """Number of the buffer among those of its kind; for the piece itself, the number of the piece."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a schedule must know of a piece."""
+    """Route of one piece of a tensor."""
 
     owner: int
-    """The place that combines it, or that has it to give."""
-    givers: tuple[int, ...]
-    """The places whose contributions come through the host."""
-    takers: tuple[int, ...]
-    """The places that get the result through the host."""
+    """Position that combines the piece, or whose piece is copied."""
+    sources: tuple[int, ...]
+    """Positions whose contributions pass through the host."""
+    targets: tuple[int, ...]
+    """Positions that receive the result through the host."""
     combines: bool
-    """Whether the owner has anything to do but hand it out."""
+    """Whether the owner computes or copies anything on its own device."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """One thing to do to a piece."""
+class PipelineStep:
+    """One operation on a piece."""
 
     kind: Kind
     piece: int
-    lane: Lane
+    stream: StreamKey
     reads: tuple[Buffer, ...]
     writes: tuple[Buffer, ...]
     waits: tuple[int, ...] = ()
-    """The steps of other lanes that must be done before, by their index in the schedule."""
+    """Indices in the plan of the steps on other streams that must be done before."""
 
 
-def plan(pieces: Sequence[Piece], depth: int = _DEPTH) -> list[Step]:
-    """The steps of a pipeline, in an order in which they may be started, or done one by one.
+def plan(pieces: Sequence[Piece], depth: int = _DEPTH) -> list[PipelineStep]:
+    """Return the steps of a pipeline, in an order in which they can be launched, or run one by one.
 
-    Piece p uses the buffers of slot p modulo ``depth``. A step waits for the last step that wrote what it reads, and
-    for those that last read or wrote what it overwrites. In a lane, what begins a later piece comes before what ends an
-    earlier one, so that no lane is idle while a piece is away.
+    Piece p uses the buffers of slot p modulo ``depth``. A step waits for the last step that wrote its inputs, and for
+    those that last read or wrote its outputs. Within a stream, early steps of a later piece precede late steps of an
+    earlier one, so that no stream idles while a piece is on another.
 
     Args:
-        pieces: in the order in which they are begun.
-        depth: how many slots there are, from 1.
+        pieces: pieces in the order in which they start.
+        depth: number of slots, from 1.
     """
     stages = [list(_stages(number, piece, number % depth)) for number, piece in enumerate(pieces)]
     order = sorted(
         ((number + stage, -stage, number) for number, of_piece in enumerate(stages) for stage in range(len(of_piece)))
     )
-    steps: list[Step] = []
+    steps: list[PipelineStep] = []
     writers: dict[Buffer, int] = {}
     readers: defaultdict[Buffer, list[int]] = defaultdict(list)  # since the buffer was last written
     for _, stage, number in order:
         for step in stages[number][-stage]:
             after = [writers[buffer] for buffer in (*step.reads, *step.writes) if buffer in writers]
             after += [reader for buffer in step.writes for reader in readers[buffer]]
-            waits = tuple(sorted({one for one in after if steps[one].lane != step.lane}))
+            waits = tuple(sorted({one for one in after if steps[one].stream != step.stream}))
             for buffer in step.reads:
                 readers[buffer].append(len(steps))
             for buffer in step.writes:
                 writers[buffer], readers[buffer] = len(steps), []
-            steps.append(Step(step.kind, step.piece, step.lane, step.reads, step.writes, waits))
+            steps.append(PipelineStep(step.kind, step.piece, step.stream, step.reads, step.writes, waits))
     return steps
 
 
-def _stages(number: int, piece: Piece, slot: int) -> Iterator[list[Step]]:
-    """What is done to a piece, in five stages, of which the first and the last may be empty."""
+def _stages(number: int, piece: Piece, slot: int) -> Iterator[list[PipelineStep]]:
+    """Return the steps of a piece, in five stages, some of which may be empty."""
     owner = piece.owner
-    near = [Buffer("near", owner, giver, slot) for giver in piece.givers]
+    copies = [Buffer("device", owner, source, slot) for source in piece.sources]
     own, result = Buffer("tensor", owner, owner, number), Buffer("result", owner, owner, slot)
 
-    def step(kind: Kind, lane: Lane, reads: Sequence[Buffer], writes: Sequence[Buffer]) -> Step:
-        return Step(kind, number, lane, tuple(reads), tuple(writes))
+    def step(kind: Kind, stream: StreamKey, reads: Sequence[Buffer], writes: Sequence[Buffer]) -> PipelineStep:
+        return PipelineStep(kind, number, stream, tuple(reads), tuple(writes))
 
-    hosts = [Buffer("host", giver, giver, slot) for giver in piece.givers]
-    tensors = [Buffer("tensor", giver, giver, number) for giver in piece.givers]
-    yield [step("give", Lane(one.place, "out"), [one], [host]) for one, host in zip(tensors, hosts, strict=True)]
-    yield [step("take", Lane(owner, "in"), [host], [one]) for host, one in zip(hosts, near, strict=True)]
-    yield [step("combine", Lane(owner, "compute"), near, [own])] if piece.combines else []
-    yield [step("return", Lane(owner, "out"), [own], [result])] if piece.takers else []
-    takers = [Buffer("tensor", taker, taker, number) for taker in piece.takers]
-    yield [step("fetch", Lane(one.place, "in"), [result], [one]) for one in takers]
+    hosts = [Buffer("host", source, source, slot) for source in piece.sources]
+    tensors = [Buffer("tensor", source, source, number) for source in piece.sources]
+    yield [
+        step("send", StreamKey(tensor.position, "out"), [tensor], [host])
+        for tensor, host in zip(tensors, hosts, strict=True)
+    ]
+    yield [step("receive", StreamKey(owner, "in"), [host], [copy]) for host, copy in zip(hosts, copies, strict=True)]
+    yield [step("combine", StreamKey(owner, "compute"), copies, [own])] if piece.combines else []
+    yield [step("return", StreamKey(owner, "out"), [own], [result])] if piece.targets else []
+    targets = [Buffer("tensor", target, target, number) for target in piece.targets]
+    yield [step("fetch", StreamKey(target.position, "in"), [result], [target]) for target in targets]

@@ -1,0 +1,82 @@
+"""All-gather of bytes over a torch store."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from torch.distributed import DistNetworkError, Store  # type: ignore[attr-defined]
+
+from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
+
+
+class StoreAllGather:
+    """A `BootstrapAllGather` over a store that all ranks share; no other code may use its keys.
+
+    Each round's keys are deleted, so that a store that outlives the ranks can serve others.
+
+    Args:
+        store: TCPStore, FileStore, HashStore, or a prefix of one.
+        rank: this process's rank.
+        size: number of ranks.
+        timeout: seconds to wait for the other ranks in each call.
+        where: the meeting point's name in error messages.
+        server: the process that serves the store, in error messages.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: float, where: str, server: str) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._where = where
+        self._server = server
+        self._rounds = itertools.count()
+
+    def __call__(self, blob: bytes) -> list[bytes]:
+        """Return the bytes of all ranks, in rank order. Collective: all ranks must call it.
+
+        Raises:
+            StallError: if ranks did not call in time; the message names them.
+            DeadNodeError: if the process that serves the store is gone.
+        """
+        if self._size == 1:
+            return [blob]
+        number = next(self._rounds)
+        blob_keys, done_keys = ([f"{number}/{word}/{rank}" for rank in range(self._size)] for word in ("blob", "done"))
+        with store_errors(self._rank, self._size, self._server):
+            self._store.set(blob_keys[self._rank], blob)  # type: ignore[arg-type]  # the stub accepts text only
+            self._wait(blob_keys)
+            blobs = [bytes(one) for one in self._store.multi_get(blob_keys)]
+        if self._rank == 0:  # rank 0 leaves last, because the store may end with its process
+            with store_errors(self._rank, self._size, self._server):
+                self._wait(done_keys[1:])
+                for key in [*blob_keys, *done_keys[1:]]:
+                    self._store.delete_key(key)
+        else:
+            with suppress(DistNetworkError):  # the store is gone, but all bytes have been received
+                self._store.set(done_keys[self._rank], "")
+        return blobs
+
+    def _wait(self, keys: list[str]) -> None:
+        """Poll until the store has all the keys of a round; the store's own wait cannot be interrupted."""
+        ends, pause = time.monotonic() + self._timeout, 0.001
+        while not self._store.check(keys):
+            if time.monotonic() > ends:
+                missing = [int(key.rpartition("/")[2]) for key in keys if not self._store.check([key])]
+                raise StallError(
+                    f"{name_ranks(missing)} of {self._size} did not reach {self._where} within {self._timeout:g} s"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+
+
+@contextmanager
+def store_errors(rank: int, size: int, server: str) -> Iterator[None]:
+    """Raise DeadNodeError in place of torch's DistNetworkError."""
+    try:
+        yield
+    except DistNetworkError as error:
+        raise DeadNodeError(f"rank {rank} of {size} lost {server}: {error}") from error
