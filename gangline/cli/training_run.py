@@ -15,7 +15,7 @@ from torch import nn
 from gangline.cli.options import context_of, image_shape_of, metrics_of, numbers, per_channel
 from gangline.kvstore.job_store import IN_PROCESS, num_workers
 from gangline.kvstore.optimizer.spec import OptimizerSpec
-from gangline.kvstore.parameter_server.environment import serve_if_told
+from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.models import import_by_name
 from gangline.models.data import datasets
 from gangline.models.data.checks import check_fits, check_labels, first_sample
@@ -47,7 +47,7 @@ def run(options: Options) -> float | None:
         ValueError, OSError, RuntimeError: options, data, weights or checkpoints that cannot be used, by name; before
             training where that can be known.
     """
-    serve_if_told()  # MXNet's trackers start one command in all roles
+    serve_if_assigned()  # MXNet's trackers start one command in all roles
     if options["dtype"] not in _DTYPES:
         raise ValueError(f"--dtype is {options['dtype']!r}; expected one of {list(_DTYPES)}")
     if options["load_epoch"] is not None and options["model_prefix"] is None:

@@ -16,7 +16,7 @@ from gangline.collectives.errors import GanglineError
 from gangline.kvstore import KVStore, RowSparse
 from gangline.kvstore.interface import read_optimizer_states
 from gangline.kvstore.optimizer.keyed import OptimizerState
-from tests.kvstore.dist_cases import check
+from tests.kvstore.parameter_server.cases import check
 
 pytestmark = pytest.mark.timeout(110)
 
