@@ -28,7 +28,7 @@ def play(name: str, cases: Sequence[Case], options: dict[str, Any]) -> list[Any]
         for case in cases:
             try:
                 told.append(case(kv))
-            except Exception:  # noqa: BLE001  told to the test
+            except Exception:  # noqa: BLE001  reported to the test
                 told.append(Failure(traceback.format_exc()))
             kv.barrier()
     return told

@@ -287,7 +287,7 @@ def test_a_closed_client_refuses_requests(client: ServerClient) -> None:
         client.submit(push(1, 0, 10, []))
 
 
-def test_the_context_of_a_closed_wire_is_gone(server: Server, client: ServerClient) -> None:
+def test_close_terminates_the_context(server: Server, client: ServerClient) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = client._context
     client.close()
     assert context.closed

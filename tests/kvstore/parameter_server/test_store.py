@@ -45,7 +45,7 @@ def play(name: str, cases: list[str], options: dict[str, Any]) -> dict[str, str]
         for case in cases:
             try:
                 globals()[case](kv)
-            except Exception:  # noqa: BLE001  all that fails is told
+            except Exception:  # noqa: BLE001  reported to the test
                 problems[case] = traceback.format_exc()
             kv.barrier()
     return problems
