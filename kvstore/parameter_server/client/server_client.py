@@ -231,7 +231,7 @@ class ServerClient:
             self.wait(lambda: self._queued <= _MAX_QUEUED)
 
     def drive_in_background(self) -> None:
-        """Let a thread handle answers while no thread waits."""
+        """Start or resume the thread that handles answers while no other thread waits."""
         with self._idle:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="gangline-server-client", daemon=True)

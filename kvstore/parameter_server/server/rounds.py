@@ -67,7 +67,7 @@ class Rounds:
         return self.is_sync and bool(self._gone.keys() - self.joined)
 
     def mark_changed(self, shards: Iterable[Shard]) -> None:
-        """Let `advance` examine these shards."""
+        """Mark shards that `advance` must examine."""
         self._changed.update(shards)
 
     def push(self, shard: Shard, rank: int, number: int, value: PushedValue, learning_rate: float | None) -> None:

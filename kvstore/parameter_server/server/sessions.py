@@ -53,7 +53,7 @@ class WorkerSession:
     ready: list[tuple[Waiter, Shard]] = field(default_factory=list)
 
     def release(self, sequence: int) -> None:
-        """Tell the worker with the next flush that a message's memory may be overwritten."""
+        """Release a message's region with the next flush; the worker may then overwrite it."""
         self.in_use.discard(sequence)
         self.releases.append(sequence)
 

@@ -121,7 +121,7 @@ class BreakingProxy:
 
 
 def break_connections(breaks: Sequence[int]) -> None:
-    """Let this process, if it becomes a server, announce a proxy that breaks connections."""
+    """Make this process announce a proxy that breaks connections if it becomes a server."""
 
     def scheduler_client(role: str, scheduler: str, *, address: str, timeout: float | None) -> SchedulerClient:
         return SchedulerClient(role, scheduler, address=proxied(address, breaks), timeout=timeout)
