@@ -378,7 +378,7 @@ def keys_that_are_cut(kv: KVStore) -> None:
             store.assign(list(LARGE), [torch.ones(shape, dtype=torch.float64) for shape in LARGE.values()])
             store.set_optimizer(("sgd", {**arguments, name: threshold}))
         if isinstance(kv, DistStore):  # a key's own norm wants it whole
-            assert (len(kv._parts["vector"]) > 1) is (name != "clip_norm")
+            assert (len(kv._shards["vector"]) > 1) is (name != "clip_norm")
         for step in range(2):
             of_ranks = [
                 [whole_numbers(shape, rank, step) for rank in range(kv.num_workers)] for shape in LARGE.values()
