@@ -20,7 +20,7 @@ ITEM = 4
 """Bytes of a float32."""
 _TRANSPORTS = ("auto", "tcp")
 _STORES = ("dist_sync", "dist_async", "dist_device_sync", "dist_device_async")
-_SERVING = "from gangline.kvstore.parameter_server import environment; environment.serve_if_told()"
+_SERVING = "from gangline.kvstore.parameter_server.roles import serve_if_assigned; serve_if_assigned()"
 _COMPRESSIONS: Mapping[str, dict[str, Any]] = {
     "2bit": {"type": "2bit", "threshold": 0.5},
     "fp16": {"type": "fp16"},

@@ -13,7 +13,7 @@ import torch
 
 from gangline.collectives import Communicator, spawn
 from gangline.kvstore.launch.job import free_ports
-from tests.kvstore.dist_job import run_job
+from tests.kvstore.parameter_server.processes import run_job
 
 ROOT = Path(__file__).parent.parent
 PLAIN, TRAINER = (ROOT / "docs" / "examples" / name for name in ("plain_loop.py", "with_trainer.py"))

@@ -16,7 +16,7 @@ from gangline.cli.options import UsageError, image_shape_of, metrics_of, numbers
 from gangline.cli.train import GradientCompression, Plots, TrainOptions
 from gangline.kvstore.default_store import num_workers
 from gangline.kvstore.optimizer.spec import OptimizerSpec
-from gangline.kvstore.parameter_server.environment import serve_if_told
+from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.kvstore.registry import IN_PROCESS
 from gangline.models import import_by_name
 from gangline.models.checkpoint.retention import epochs, paths_of
@@ -50,7 +50,7 @@ def run(options: TrainOptions) -> dict[str, Any] | None:
         ValueError, OSError, RuntimeError: if options, data, weights or checkpoints cannot be used; before training
             where possible.
     """
-    serve_if_told()  # MXNet's trackers start one command in all roles
+    serve_if_assigned()  # MXNet's trackers start one command in all roles
     if options.load_epoch is not None and options.model_prefix is None:
         raise UsageError("--load-epoch needs --model-prefix, which says where the checkpoint is")
     autocast: torch.dtype | None = getattr(torch, options.dtype) if options.dtype in _HALF else None

@@ -1,1 +1,1 @@
-"""The parameter server: a scheduler, servers, and the store that a worker sees (`dist_*`)."""
+"""Parameter server: the dist_* stores of workers, servers that hold shards of the keys, and the job's scheduler."""

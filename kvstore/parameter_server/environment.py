@@ -1,4 +1,4 @@
-"""What the environment says of this process's role in a parameter-server job: DMLC_*, as MXNet and ps-lite set them."""
+"""Role of this process in a parameter-server job, read from DMLC_* variables as MXNet and ps-lite define them."""
 
 from __future__ import annotations
 
@@ -14,54 +14,41 @@ ROLES = ("scheduler", "server", "worker")
 
 
 class ServerJob(NamedTuple):
-    """A process's part in a job with servers."""
+    """Role and settings of one process in a job with servers."""
 
     role: str
     host: str
-    """Where the scheduler listens."""
+    """Address of the scheduler."""
     port: int
     workers: int
     servers: int
     rank: int
-    """The worker's rank that was asked for; -1: any."""
+    """Requested worker rank; -1: any."""
     interface: str
-    """This host's address for the others."""
+    """Address of this host as other hosts reach it."""
     announce_fd: int | None
-    """Where a scheduler that takes any port tells which it took."""
+    """Pipe to which the scheduler writes its port."""
     is_supervised: bool = False
-    """Whether a launcher ends scheduler and servers, so that they wait for the first worker however long it takes."""
+    """True if a launcher ends scheduler and servers; they then wait for the first worker without a timeout."""
 
     @property
     def scheduler(self) -> str:
-        """Where the scheduler is reached, as ZeroMQ writes it."""
+        """ZeroMQ endpoint of the scheduler."""
         return f"tcp://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
 def is_set(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher has given this process a role."""
+    """Return whether a launcher has given this process a role."""
     return "DMLC_ROLE" in environment or "DMLC_PS_ROOT_URI" in environment
 
 
-def serve_if_told() -> None:
-    """Be the scheduler or server that the environment makes of this process, and leave by SystemExit(0)."""
-    role = os.environ.get("DMLC_ROLE")
-    if role == "scheduler":
-        from gangline.kvstore.parameter_server.scheduler import scheduler
-
-        raise SystemExit(scheduler.main())
-    if role == "server":
-        from gangline.kvstore.parameter_server.server import server
-
-        raise SystemExit(server.main())
-
-
 def from_environment(environment: Mapping[str, str] = os.environ) -> ServerJob:
-    """The job that DMLC_ROLE, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER and DMLC_NUM_SERVER describe.
+    """Read DMLC_ROLE, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER and DMLC_NUM_SERVER.
 
-    DMLC_WORKER_ID asks for a rank; DMLC_INTERFACE names the interface by which the others reach this host.
+    DMLC_WORKER_ID requests a rank; DMLC_INTERFACE names the interface by which other hosts reach this one.
 
     Raises:
-        ValueError: one is missing, out of range or no number; the message names it.
+        ValueError: if a variable is missing, out of range or not a number; the message names it.
     """
     role = environment.get("DMLC_ROLE", "worker")
     if role not in ROLES:
@@ -81,15 +68,15 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> ServerJob:
 
 
 def announce(descriptor: int, port: int) -> None:
-    """Tell the parent, which holds the pipe's other end, where the scheduler listens."""
+    """Write the scheduler's port to the pipe of the parent process and close the pipe."""
     os.write(descriptor, f"{port}\n".encode())
     os.close(descriptor)
 
 
 def _number(environment: Mapping[str, str], name: str, least: int, most: int) -> int:
-    word = environment.get(name)
-    if word is None:
+    text = environment.get(name)
+    if text is None:
         raise ValueError(f"{name} is not set; expected a number from {least} to {most}, as gangline launch sets it")
-    if not word.isascii() or not word.strip().isdecimal() or not least <= int(word) <= most:
-        raise ValueError(f"{name} is {word!r}; expected a number from {least} to {most}")
-    return int(word)
+    if not text.isascii() or not text.strip().isdecimal() or not least <= int(text) <= most:
+        raise ValueError(f"{name} is {text!r}; expected a number from {least} to {most}")
+    return int(text)

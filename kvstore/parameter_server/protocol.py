@@ -1,9 +1,8 @@
-"""Every message of the parameter server, as data: what is in it, how it is packed, what is refused on arrival.
+"""Messages of the parameter server: fields, packing and validation.
 
-A message is a header frame (msgpack: ``[VERSION, kind, *fields]``) and, where tensors travel by socket, a data frame
-for each entry.
-What arrives is checked field by field before anything is allocated for it; nothing in it is ever unpickled or run.
-docs/protocol.md describes it for clients in other languages.
+A message is a header frame (msgpack: ``[VERSION, kind, *fields]``) followed by one data frame per entry if its tensors
+are sent over the socket. Every field is checked before any memory is allocated for it. Nothing is unpickled or run.
+docs/protocol.md specifies the messages for clients in other languages.
 """
 
 from __future__ import annotations
@@ -15,86 +14,81 @@ from typing import Any, ClassVar, TypeVar
 
 import msgpack
 
-from gangline.collectives.errors import ProtocolError
+from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
 
 VERSION = 1
 MAX_HEADER = 4 << 20
-"""Bytes of a header frame at most."""
-MAX_PART = 1 << 35
-"""Bytes of one part of a key at most, whole-tensor keys included."""
+"""Maximum bytes of a header frame."""
+MAX_SHARD = 1 << 35
+"""Maximum bytes of one shard, including keys that are not split."""
 MAX_RANKS = 1 << 16
 MAX_AXES = 64
-MAX_EXCHANGED = 64 << 20
-"""Bytes that a worker may give to one exchange."""
+MAX_COLLECTIVE = 64 << 20
+"""Maximum bytes that a worker contributes to one collective."""
 
-ERRORS = (
-    "DeadNodeError",
-    "MismatchError",
-    "ProtocolError",
-    "StallError",
-    "ValueError",
-    "KeyError",
-    "TypeError",
-    "RuntimeError",
-)
-"""How `Failed` names what went wrong: classes of gangline.collectives.errors, or Python's own."""
+ERRORS: dict[str, type[Exception]] = {
+    cls.__name__: cls
+    for cls in (DeadNodeError, MismatchError, ProtocolError, StallError, ValueError, KeyError, TypeError, RuntimeError)
+}
+"""Exception classes that messages may name."""
 
 Kind = type["Message"]
 _M = TypeVar("_M", bound="Message")
 _kinds: dict[int, Kind] = {}
 
-# What a field may hold, by the name of its annotation.
+# Checks by the name of a field's annotation.
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "Rank": lambda v: type(v) is int and -1 <= v < MAX_RANKS,
     "Count": lambda v: type(v) is int and 0 <= v < 1 << 62,
-    "Word": lambda v: isinstance(v, str) and len(v) <= 4096,
+    "String": lambda v: isinstance(v, str) and len(v) <= 4096,
     "Text": lambda v: isinstance(v, str) and len(v) <= 1 << 20,
-    "Blob": lambda v: isinstance(v, bytes) and len(v) <= MAX_EXCHANGED,
+    "Blob": lambda v: isinstance(v, bytes) and len(v) <= MAX_COLLECTIVE,
     "Flag": lambda v: isinstance(v, bool),
     "Number": lambda v: _is_number(v),
-    "MaybeNumber": lambda v: v is None or _is_number(v),
-    "Words": lambda v: isinstance(v, list) and len(v) <= MAX_RANKS and all(isinstance(w, str) for w in v),
+    "OptionalNumber": lambda v: v is None or _is_number(v),
+    "Strings": lambda v: isinstance(v, list) and len(v) <= MAX_RANKS and all(isinstance(w, str) for w in v),
     "Blobs": lambda v: isinstance(v, list) and len(v) <= MAX_RANKS and all(isinstance(b, bytes) for b in v),
     "Process": lambda v: isinstance(v, list) and [type(one) for one in v] == [str, int, int],
-    "Sequences": lambda v: isinstance(v, list) and all(type(one) is int and 0 <= one < 1 << 62 for one in v),
-    "Place": lambda v: v is None or (isinstance(v, list) and len(v) == 2 and all(type(n) is int and n >= 0 for n in v)),
+    "Counts": lambda v: isinstance(v, list) and all(type(one) is int and 0 <= one < 1 << 62 for one in v),
+    "Region": lambda v: (
+        v is None or (isinstance(v, list) and len(v) == 2 and all(type(n) is int and n >= 0 for n in v))
+    ),
     "Entries": lambda v: isinstance(v, list) and all(_is_entry(one) for one in v),
-    "Defined": lambda v: isinstance(v, list) and all(_is_definition(one) for one in v),
+    "Definitions": lambda v: isinstance(v, list) and all(_is_definition(one) for one in v),
 }
 Rank = int
 Count = int
-Word = str
+String = str
 Text = str
 Blob = bytes
 Flag = bool
 Number = float
-"""Finite, 0 or more."""
-MaybeNumber = float | None
-Words = list[str]
+"""Finite, at least 0."""
+OptionalNumber = float | None
+Strings = list[str]
 Blobs = list[bytes]
 Process = list[str | int]
-Sequences = list[int]
-Place = list[int] | None
-"""Where data lie in the sender's shared memory, entry behind entry, each begun at a multiple of 64 bytes: offset and
-bytes. None: they are in the data frames."""
+Counts = list[int]
+Region = list[int] | None
+"""``[offset, bytes]`` in the sender's shared memory, where entries are consecutive and aligned to 64 bytes.
+None: the data are in data frames."""
 Entries = list[list[Any]]
-"""``[part, round, kind, bytes]`` each; kinds are DENSE, ROWS, CODED and ABSENT."""
-Defined = list[list[Any]]
-"""``[part, dtype, shape, width of a row, key as msgpack, begin in the key, whether it is the whole key]``
-each, all in elements."""
+"""``[shard, round, kind, bytes]`` each; kind is DENSE, ROWS, CODED or ABSENT."""
+Definitions = list[list[Any]]
+"""``[shard, dtype, shape, row width, key as msgpack, begin, is whole key]`` each; width and begin in elements."""
 
 
 class Message:
-    """A message; subclasses are its kinds."""
+    """Base class of all messages."""
 
     kind: ClassVar[int]
     fields: ClassVar[tuple[tuple[str, str, Callable[[Any], bool]], ...]]
-    """Name, type and check of each, found out once."""
+    """Name, type and check of each field."""
     names: ClassVar[tuple[str, ...]]
 
 
 def message(kind: int) -> Callable[[type[_M]], type[_M]]:
-    """Class decorator: a dataclass is the message of this number."""
+    """Class decorator: register a dataclass as the message of this kind number."""
 
     def decorate(cls: type[_M]) -> type[_M]:
         cls.kind = kind
@@ -107,104 +101,109 @@ def message(kind: int) -> Callable[[type[_M]], type[_M]]:
 
 
 def pack(one: Message) -> bytes:
-    """A message as its header frame."""
+    """Return the header frame of a message."""
     return bytes(msgpack.packb([VERSION, one.kind, *[getattr(one, name) for name in one.names]]))
 
 
-def unpack(frame: bytes | memoryview, most: int = MAX_HEADER + MAX_EXCHANGED) -> Message:
-    """The message of a header frame of ``most`` bytes at most.
+def unpack(frame: bytes | memoryview, most: int = MAX_HEADER + MAX_COLLECTIVE) -> Message:
+    """Return the message of a header frame of at most ``most`` bytes.
 
     Raises:
-        ProtocolError: it is none; the text says what is wrong with it.
+        ProtocolError: if the frame is not a valid message; the text names the field or the violated limit.
     """
     if len(frame) > most:
-        raise ProtocolError(f"a header of {len(frame)} bytes came; expected at most {most}")
+        raise ProtocolError(f"received a header of {len(frame)} bytes; expected at most {most}")
     try:
         items = msgpack.unpackb(frame, strict_map_key=True, max_ext_len=0)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"a header came that is no msgpack: {error}") from None
+        raise ProtocolError(f"received a header that is not msgpack: {error}") from None
     if not isinstance(items, list) or len(items) < 2:
-        raise ProtocolError("a header came that is no list of version, kind and fields")
+        raise ProtocolError("received a header that is not a list of version, kind and fields")
     version, kind, *values = items
     if version != VERSION:
-        raise ProtocolError(f"a message of protocol version {version!r} came; expected {VERSION}")
+        raise ProtocolError(f"received a message of protocol version {version!r}; expected {VERSION}")
     cls = _kinds.get(kind) if type(kind) is int else None
     if cls is None:
-        raise ProtocolError(f"a message of unknown kind {kind!r} came")
+        raise ProtocolError(f"received a message of unknown kind {kind!r}")
     if len(values) != len(cls.fields):
-        raise ProtocolError(f"{cls.__name__} came with {len(values)} fields; expected {len(cls.fields)}")
+        raise ProtocolError(f"received {cls.__name__} with {len(values)} fields; expected {len(cls.fields)}")
     for (name, expected, check), value in zip(cls.fields, values, strict=True):
         if not check(value):
-            raise ProtocolError(f"{cls.__name__} came with {name}={_shown(value)}; expected a {expected}")
+            raise ProtocolError(f"received {cls.__name__} with {name}={_abbreviated(value)}; expected type {expected}")
     return cls(*values)
 
 
-def name_of(error: Exception) -> str:
-    """The name among `ERRORS` of an error's class, or of what it is derived from."""
+def error_name(error: Exception) -> str:
+    """Return the name in `ERRORS` of an exception's class or of its nearest listed base class."""
     return next((cls.__name__ for cls in type(error).__mro__ if cls.__name__ in ERRORS), RuntimeError.__name__)
 
 
-# To and from the scheduler
+def make_error(name: str, text: str) -> Exception:
+    """Return the exception that a message names; a GanglineError if the name is not in `ERRORS`."""
+    return ERRORS.get(name, GanglineError)(text)
+
+
+# Scheduler messages
 
 
 @message(1)
 @dataclass
-class Join(Message):
-    """A process asks to take part; its ZeroMQ identity is its incarnation."""
+class Register(Message):
+    """Request of a process to take part in the job. Its ZeroMQ identity identifies this incarnation."""
 
-    role: Word
+    role: String
     rank: Rank
-    """The rank it wants; -1: any."""
+    """Requested rank; -1: any."""
     process: Process
-    address: Word
-    """Where a server is to be reached; "" for workers."""
+    address: String
+    """Address of a server; "" for workers."""
 
 
 @message(2)
 @dataclass
-class Joined(Message):
-    """All are here."""
+class Registered(Message):
+    """Start of the job: all processes have registered."""
 
     rank: Rank
     view: Count
     workers: Count
-    servers: Words
-    """Their addresses in rank order."""
+    servers: Strings
+    """Server addresses in rank order."""
     heartbeat: Number
-    """Seconds between two signs of life that the scheduler expects."""
+    """Seconds between two heartbeats that the scheduler expects."""
     limit: Number
 
 
 @message(3)
 @dataclass
-class Refused(Message):
-    """What was asked for cannot be."""
+class Rejected(Message):
+    """Rejection of a `Register`."""
 
-    error: Word
-    """ValueError, or StallError where somebody did not come."""
+    error: String
+    """ValueError, or StallError if another process did not register in time."""
     text: Text
 
 
 @message(4)
 @dataclass
-class Beat(Message):
-    """A sign of life, either way."""
+class Heartbeat(Message):
+    """Heartbeat, in either direction."""
 
 
 @message(5)
 @dataclass
-class Gone(Message):
-    """A process is dead, or has left by itself (``why`` is empty)."""
+class MemberGone(Message):
+    """Notice that a process has died, or has left (``why`` is empty)."""
 
-    role: Word
+    role: String
     rank: Rank
     why: Text
 
 
 @message(6)
 @dataclass
-class Meet(Message):
-    """A worker's bytes for the exchange of this number; a barrier is one without bytes."""
+class Collective(Message):
+    """Contribution of a worker to the collective of this number; a barrier has empty data."""
 
     number: Count
     data: Blob
@@ -212,8 +211,8 @@ class Meet(Message):
 
 @message(7)
 @dataclass
-class Met(Message):
-    """All have come to the exchange: what each gave; joined workers gave nothing."""
+class CollectiveResult(Message):
+    """Contributions of all workers in rank order; empty for workers inside join()."""
 
     number: Count
     data: Blobs
@@ -221,176 +220,177 @@ class Met(Message):
 
 @message(8)
 @dataclass
-class Rest(Message):
-    """A worker takes no further part until all say so."""
+class Join(Message):
+    """Call of join(): collectives go on without this worker until all workers have joined."""
 
     number: Count
-    """Of the last exchange that it knows of."""
+    """Number of the last collective of this worker."""
     data: Blob
 
 
 @message(9)
 @dataclass
-class Rested(Message):
-    """All workers rest: who came last, and what each gave."""
+class JoinResult(Message):
+    """End of join(): all workers have called it."""
 
     last: Rank
+    """Worker that called join() last."""
     number: Count
-    """Above those of all exchanges so far; the next one has the next number."""
+    """Larger than the number of any collective so far; the next collective is number + 1."""
     data: Blobs
 
 
 @message(10)
 @dataclass
 class Leave(Message):
-    """Goodbye."""
+    """Notice that the sender leaves the job."""
 
 
 @message(11)
 @dataclass
-class Over(Message):
-    """The answer to a goodbye; to servers: all workers have left."""
+class JobOver(Message):
+    """Acknowledgement of `Leave`; sent to servers when all workers have left."""
 
 
-# Between workers and servers
+# Server messages
 
 
 @message(20)
 @dataclass
 class Hello(Message):
-    """A worker's first message to a server, on every connection."""
+    """First message of a worker on every connection to a server."""
 
     rank: Rank
     view: Count
-    mode: Word
+    mode: String
     """"sync" or "async"."""
     staleness: Rank
-    """How many pushes of a key a worker may be ahead of the slowest; -1: any number."""
+    """Number of pushes per key that a worker may be ahead of the slowest; -1: unlimited."""
     memory: Blob
-    """The card of its shared memory; empty: it has none."""
-    read: Count
-    """The highest number of `Values` of this server that it has read; 0: none."""
+    """Handle of the worker's shared memory; empty: none."""
+    last_read: Count
+    """Highest `Values.number` of this server that the worker has read; 0: none."""
 
 
 @message(21)
 @dataclass
 class Welcome(Message):
-    """The server's answer."""
+    """Answer to `Hello`."""
 
     shared: Flag
-    """Whether the server could open the worker's memory."""
+    """True if the server has mapped the worker's memory."""
     memory: Blob
-    """The card of the server's; empty: it has none."""
+    """Handle of the server's shared memory; empty: none."""
 
 
 @message(22)
 @dataclass
 class Define(Message):
-    """Parts of keys with their first values, from rank 0."""
+    """Shards and their initial values, from rank 0."""
 
     sequence: Count
-    parts: Defined
-    place: Place
+    shards: Definitions
+    region: Region
 
 
 @message(23)
 @dataclass
 class Push(Message):
-    """A worker's contributions to rounds of parts."""
+    """Values of a worker for rounds of shards."""
 
     sequence: Count
     entries: Entries
-    weight: MaybeNumber
-    learning_rate: MaybeNumber
-    """Rank 0's from this round on."""
-    wants: Flag
-    """Whether the answer is the values of those rounds: `Values` in place of `Ack`."""
-    place: Place
+    weight: OptionalNumber
+    learning_rate: OptionalNumber
+    """Rank 0's learning rate from this round on."""
+    wants_values: Flag
+    """True if the server answers with the `Values` of these rounds."""
+    region: Region
 
 
 @message(24)
 @dataclass
 class Pull(Message):
-    """Parts that a worker wants, each when its round is closed."""
+    """Request for shards, each to be sent when its round is closed."""
 
     sequence: Count
     entries: Entries
     has_rows: Flag
-    """Whether the data are row numbers, and only those rows are wanted."""
-    place: Place
+    """True if the data are row numbers and only these rows are requested."""
+    region: Region
 
 
 @message(25)
 @dataclass
 class Ack(Message):
-    """What came with these numbers is in the server's hands."""
+    """Notice that the server has received the messages of these sequence numbers."""
 
-    sequences: Sequences
+    sequences: Counts
 
 
 @message(26)
 @dataclass
-class Free(Message):
-    """The memory of these may be written again."""
+class Release(Message):
+    """Notice that the memory regions of these messages may be overwritten."""
 
-    sequences: Sequences
+    sequences: Counts
 
 
 @message(27)
 @dataclass
 class Values(Message):
-    """Values of parts, in the data frames or in the server's shared memory."""
+    """Values of shards, in data frames or in the server's shared memory."""
 
     sequence: Count
     number: Count
-    """Of this message among the server's, to be answered by `Done`: so long the values stay. 0: no answer."""
+    """Number to confirm by `ValuesRead`; the values do not change before that. 0: no confirmation."""
     entries: Entries
-    places: Sequences
-    """Offsets in the server's shared memory, one an entry; empty: the values are in data frames."""
+    offsets: Counts
+    """Offset of each entry in the server's shared memory; empty: the values are in data frames."""
 
 
 @message(28)
 @dataclass
-class Done(Message):
-    """The worker has the values of these messages."""
+class ValuesRead(Message):
+    """Confirmation that the worker has read the `Values` of these numbers."""
 
-    numbers: Sequences
+    numbers: Counts
 
 
 @message(29)
 @dataclass
 class Failed(Message):
-    """What was asked with this number went wrong."""
+    """Failure of the request of this sequence number."""
 
     sequence: Count
-    error: Word
-    """One of `ERRORS`."""
+    error: String
+    """Name of a class in `ERRORS`."""
     text: Text
 
 
 @message(30)
 @dataclass
 class Command(Message):
-    """Something for all parts of a server: "optimizer", "norms", "update", "drop", "compression", "state", ..."""
+    """Command for all shards of a server: "optimizer", "norms", "update", "drop", "compression", "state", ..."""
 
     sequence: Count
-    name: Word
+    name: String
     payload: Blob
 
 
 @message(31)
 @dataclass
-class Answer(Message):
-    """What a command gives."""
+class CommandResult(Message):
+    """Result of a command."""
 
     sequence: Count
     payload: Blob
 
 
-# What entries hold
+# Entries
 
 DENSE, ROWS, CODED, ABSENT = 0, 1, 2, 3
-"""Kinds of data: elements; row numbers (int64) then rows; a codec's payload; nothing, from a worker that has none."""
+"""Kinds of data: elements; row numbers (int64) then rows; payload of a codec; none (the worker has no value)."""
 
 DTYPES = (
     "float32",
@@ -409,12 +409,12 @@ DTYPES = (
 def _is_entry(value: Any) -> bool:
     if type(value) is not list or len(value) != 4:
         return False
-    part, number, kind, nbytes = value
+    shard, number, kind, nbytes = value
     return (
-        (type(part) is int and part >= 0)
+        (type(shard) is int and shard >= 0)
         and (type(number) is int and number >= 0)
         and (type(kind) is int and DENSE <= kind <= ABSENT)
-        and (type(nbytes) is int and 0 <= nbytes <= MAX_PART)
+        and (type(nbytes) is int and 0 <= nbytes <= MAX_SHARD)
     )
 
 
@@ -426,7 +426,7 @@ def _is_definition(value: Any) -> bool:
         and value[1] in DTYPES
         and len(value[2]) <= MAX_AXES
         and all(type(axis) is int and axis >= 0 for axis in value[2])
-        and math.prod(value[2]) <= MAX_PART
+        and math.prod(value[2]) <= MAX_SHARD
         and value[3] > 0
         and value[5] >= 0
     )
@@ -436,6 +436,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
-def _shown(value: Any) -> str:
+def _abbreviated(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."

@@ -1,4 +1,4 @@
-"""What a worker gets back: values of parts, written where they are wanted."""
+"""Pull: request the values of shards and write them into the tensors of the caller."""
 
 from __future__ import annotations
 
@@ -15,190 +15,196 @@ from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.protocol import CODED, DENSE, ROWS, Message, Pull, Values
 from gangline.kvstore.parameter_server.sharding import ShardPlacement
-from gangline.kvstore.parameter_server.transport.frames import memory_of
-from gangline.kvstore.parameter_server.transport.shared_memory import piece, typed
+from gangline.kvstore.parameter_server.transport.frames import frame_of
+from gangline.kvstore.parameter_server.transport.shared_memory import region_of, typed
 from gangline.kvstore.sparse import RowSparse
 
-_GROUP = 8 << 20
-"""Bytes of parts that are asked for by one message."""
+_MESSAGE_BYTES = 8 << 20
+"""Bytes of shards that one message requests."""
 
 Handler = Callable[[Message, list[Tensor]], bool]
 
 
 @dataclass
-class Target:
-    """Where a part's values go."""
+class ShardTarget:
+    """Destination of a shard's values."""
 
-    part: ShardPlacement
+    shard: ShardPlacement
     outs: Sequence[Tensor]
-    """The key's tensors, any strides and devices."""
+    """Tensors of the whole key, of any strides and devices."""
 
     def write(self, values: Tensor) -> None:
-        """Write the part, flat, into all of them."""
-        part = self.part
+        """Write flat values of the shard into all tensors."""
+        shard = self.shard
         for out in self.outs:
-            if part.is_whole:
+            if shard.is_whole:
                 out.copy_(values if values.shape == out.shape else values.view(out.shape))
             elif out.is_contiguous():
-                out.view(-1)[part.begin : part.begin + part.numel].copy_(values)
-            else:  # a cut runs through rows: element by element, by where they lie
-                places = torch.arange(part.begin, part.begin + part.numel, device=out.device)
-                index = torch.unravel_index(places, out.shape)
+                out.view(-1)[shard.begin : shard.begin + shard.numel].copy_(values)
+            else:  # shards may begin inside a row: compute the index of each element
+                elements = torch.arange(shard.begin, shard.begin + shard.numel, device=out.device)
+                index = torch.unravel_index(elements, out.shape)
                 out[index] = values.to(out.device)
 
 
-class Pulled:
-    """Parts on their way to where they are wanted.
+class PullTargets:
+    """Pull of shards into their targets.
 
     Args:
-        targets: one a part.
-        memory_of: a server's shared memory.
-        codec: how values travel that are not as they are.
+        targets: one per shard.
+        memory_of: returns a server's shared memory.
+        codec: compression of the values; None: none.
     """
 
-    def __init__(self, targets: Sequence[Target], memory_of: Callable[[int], Segment], codec: Codec | None) -> None:
-        self._targets = {target.part.number: target for target in targets}
+    def __init__(
+        self, targets: Sequence[ShardTarget], memory_of: Callable[[int], Segment], codec: Codec | None
+    ) -> None:
+        self._targets = {target.shard.number: target for target in targets}
         self._memory_of = memory_of
         self._codec = codec
 
     def requests(self, rounds: Mapping[Key, int], what: str, priority: int) -> list[Request]:
-        """Messages that ask for the parts."""
+        """Return the requests for all shards; ``rounds``: round of each key."""
         groups: list[tuple[int, list[ShardPlacement]]] = []
-        filling: dict[int, list[ShardPlacement]] = {}
+        open_groups: dict[int, list[ShardPlacement]] = {}
         for target in self._targets.values():
-            part = target.part
-            if sum(one.nbytes for one in filling.get(part.server, ())) + part.nbytes > _GROUP:
-                del filling[part.server]
-            if part.server not in filling:
-                filling[part.server] = []
-                groups.append((part.server, filling[part.server]))
-            filling[part.server].append(part)
+            shard = target.shard
+            if sum(one.nbytes for one in open_groups.get(shard.server, ())) + shard.nbytes > _MESSAGE_BYTES:
+                open_groups.pop(shard.server, None)
+            if shard.server not in open_groups:
+                open_groups[shard.server] = []
+                groups.append((shard.server, open_groups[shard.server]))
+            open_groups[shard.server].append(shard)
         requests = []
-        for server, parts in groups:
-            entries = [[part.number, rounds[part.layout.key], DENSE, 0] for part in parts]
-            handler = self.handler(server, [part.number for part in parts])
-            requests.append(Request(server, _pull(entries), what, on_answer=handler, priority=priority, wants=True))
+        for server, shards in groups:
+            entries = [[shard.number, rounds[shard.layout.key], DENSE, 0] for shard in shards]
+            handler = self.handler(server, [shard.number for shard in shards])
+            message = _message(entries)
+            requests.append(Request(server, message, what, on_answer=handler, priority=priority, wants_values=True))
         return requests
 
     def handler(self, server: int, numbers: Sequence[int]) -> Handler:
-        """What takes the answers that hold these parts of a server; true when it has all."""
-        left = set(numbers)
+        """Return a handler of answers with these shards of a server; it returns True once all have arrived."""
+        missing = set(numbers)
 
         def take(message: Message, datas: list[Tensor]) -> bool:
             assert isinstance(message, Values)
             for index, (number, _, kind, nbytes) in enumerate(message.entries):
-                if number not in left:
+                if number not in missing:
                     continue
                 target = self._targets[number]
                 dtype = target.outs[0].dtype
-                data = piece(self._memory_of(server), message.places[index], nbytes) if message.places else datas[index]
-                target.write(self._decoded(data, kind, target.part, dtype))
-                left.discard(number)
-            return not left
+                if message.offsets:
+                    data = region_of(self._memory_of(server), message.offsets[index], nbytes)
+                else:
+                    data = datas[index]
+                target.write(self._decoded(data, kind, target.shard, dtype))
+                missing.discard(number)
+            return not missing
 
         return take
 
-    def _decoded(self, data: Tensor, kind: int, part: ShardPlacement, dtype: torch.dtype) -> Tensor:
+    def _decoded(self, data: Tensor, kind: int, shard: ShardPlacement, dtype: torch.dtype) -> Tensor:
         if kind != CODED:
             return typed(data, dtype)
         if self._codec is None:
-            raise ValueError(f"key {part.layout.key!r} came compressed, but no compression is set")
-        values = torch.empty(part.numel, dtype=dtype)
+            raise ValueError(f"received compressed values of key {shard.layout.key!r}, but no compression is set")
+        values = torch.empty(shard.numel, dtype=dtype)
         self._codec.decode(data.clone(), values)
         return values
 
 
-class PulledRows:
-    """Rows of a key on their way to where they are wanted.
+class RowPull:
+    """Pull of selected rows of a key.
 
     Args:
-        parts: the key's.
-        targets: where rows go, and which, as a store's ``row_sparse_pull`` got them.
+        shards: all shards of the key.
+        targets: (destination, row numbers) pairs, as in ``row_sparse_pull``.
     """
 
-    def __init__(self, parts: Sequence[ShardPlacement], targets: Sequence[tuple[Value, Tensor]]) -> None:
-        self._parts = parts
+    def __init__(self, shards: Sequence[ShardPlacement], targets: Sequence[tuple[Value, Tensor]]) -> None:
+        self._shards = shards
         self._targets = targets
-        self._layout = parts[0].layout
+        self._layout = shards[0].layout
         self._ids = torch.unique(torch.cat([ids.reshape(-1).cpu() for _, ids in targets]))  # ascending
         dtype = getattr(torch, self._layout.dtype)
         self._rows = torch.empty(len(self._ids), self._layout.row, dtype=dtype)
-        self._left = len(parts)
+        self._missing = len(shards)
 
     def requests(self, number: int, what: str, priority: int) -> list[Request]:
-        """Messages that ask each part for its share of the rows, as they are after a round."""
+        """Return one request per shard for its part of the rows after round ``number``."""
         requests = []
-        for part in self._parts:
-            split = self._layout.row // part.width
-            blocks = (self._ids[:, None] * split + torch.arange(split)).view(-1) - part.begin // part.width
-            inside = (blocks >= 0) & (blocks < part.numel // part.width)
-            asked = blocks[inside].contiguous()
-            entries = [[part.number, number, ROWS, asked.nbytes]]
-            data = asked.view(torch.uint8) if asked.numel() else torch.empty(0, dtype=torch.uint8)
+        for shard in self._shards:
+            split = self._layout.row // shard.width
+            blocks = (self._ids[:, None] * split + torch.arange(split)).view(-1) - shard.begin // shard.width
+            inside = (blocks >= 0) & (blocks < shard.numel // shard.width)
+            wanted = blocks[inside].contiguous()
+            entries = [[shard.number, number, ROWS, wanted.nbytes]]
+            data = wanted.view(torch.uint8) if wanted.numel() else torch.empty(0, dtype=torch.uint8)
             requests.append(
                 Request(
-                    part.server,
-                    _pull(entries, has_rows=True),
+                    shard.server,
+                    _message(entries, has_rows=True),
                     what,
-                    frames=[memory_of(data)],
-                    on_answer=self._handler(part, inside),
+                    frames=[frame_of(data)],
+                    on_answer=self._handler(shard, inside),
                     priority=priority,
-                    wants=True,
+                    wants_values=True,
                 )
             )
         return requests
 
-    def _handler(self, part: ShardPlacement, inside: Tensor) -> Handler:
+    def _handler(self, shard: ShardPlacement, inside: Tensor) -> Handler:
         def take(message: Message, datas: list[Tensor]) -> bool:
             assert isinstance(message, Values)
-            blocks = self._rows.view(-1, part.width)
-            blocks[inside] = typed(datas[0], blocks.dtype).view(-1, part.width)
-            self._left -= 1
-            if not self._left:
-                self._give()
+            blocks = self._rows.view(-1, shard.width)
+            blocks[inside] = typed(datas[0], blocks.dtype).view(-1, shard.width)
+            self._missing -= 1
+            if not self._missing:
+                self._write()
             return True
 
         return take
 
-    def _give(self) -> None:
+    def _write(self) -> None:
         shape = torch.Size(self._layout.shape)
         for out, ids in self._targets:
             wanted = torch.unique(ids.reshape(-1).cpu())
             rows = self._rows[torch.searchsorted(self._ids, wanted)].view(-1, *shape[1:])
             if isinstance(out, RowSparse):
-                given = RowSparse(wanted, rows, shape).to(out.device)
-                out.indices, out.values = given.indices, given.values
+                value = RowSparse(wanted, rows, shape).to(out.device)
+                out.indices, out.values = value.indices, value.values
             else:
                 out.index_copy_(0, wanted.to(out.device), rows.to(out.device))
 
 
-def closed(parts: Sequence[tuple[ShardPlacement, int]]) -> list[Request]:
-    """Requests that are over when rounds of parts are closed: they ask for no rows of each."""
+def wait_requests(rounds: Sequence[tuple[ShardPlacement, int]]) -> list[Request]:
+    """Build wait-for-round requests, sent as row pulls of zero rows, which the server answers when the round closes."""
     of_server: dict[int, list[list[int]]] = {}
-    for part, number in parts:
-        of_server.setdefault(part.server, []).append([part.number, number, ROWS, 0])
+    for shard, number in rounds:
+        of_server.setdefault(shard.server, []).append([shard.number, number, ROWS, 0])
     return [
         Request(
             server,
-            _pull(entries, has_rows=True),
+            _message(entries, has_rows=True),
             "the end of rounds",
             frames=[b""] * len(entries),
-            on_answer=_counting(len(entries)),
-            wants=True,
+            on_answer=_counter(len(entries)),
+            wants_values=True,
         )
         for server, entries in of_server.items()
     ]
 
 
-def _counting(left: int) -> Handler:
+def _counter(missing: int) -> Handler:
     def take(message: Message, datas: list[Tensor]) -> bool:  # noqa: ARG001  there are no data
-        nonlocal left
+        nonlocal missing
         assert isinstance(message, Values)
-        left -= len(message.entries)
-        return left <= 0
+        missing -= len(message.entries)
+        return missing <= 0
 
     return take
 
 
-def _pull(entries: list[list[int]], *, has_rows: bool = False) -> Callable[[int], Message]:
+def _message(entries: list[list[int]], *, has_rows: bool = False) -> Callable[[int], Message]:
     return lambda sequence: Pull(sequence, entries, has_rows, None)

@@ -1,4 +1,4 @@
-"""What a worker gives to rounds: its devices' sum, cut into the servers' parts, in the form in which it travels."""
+"""Push: reduce the values of a worker's devices, split them by shard, compress them and make the requests."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from gangline.kvstore.gradient_compression import Layout, parsed_place
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.protocol import ABSENT, CODED, DENSE, ROWS, Message, Push
-from gangline.kvstore.parameter_server.pull import Pulled
+from gangline.kvstore.parameter_server.pull import PullTargets
 from gangline.kvstore.parameter_server.sharding import ShardPlacement
-from gangline.kvstore.parameter_server.transport.frames import INLINE, memory_of
+from gangline.kvstore.parameter_server.transport.frames import INLINE, frame_of
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool, aligned
 from gangline.kvstore.sparse import RowSparse, summed
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
-_GROUP = 4 << 20
-"""Bytes of parts that share a message."""
+_EMPTY = torch.empty(0, dtype=torch.uint8)
+_MESSAGE_BYTES = 4 << 20
+"""Bytes of shards that share one message."""
 
 
 @dataclass(slots=True)
-class Piece:
-    """A part's share of a contribution, not yet where it travels from."""
+class ShardValue:
+    """Value of one shard before it is written to shared memory or a frame."""
 
-    part: ShardPlacement
+    shard: ShardPlacement
     kind: int
     values: Sequence[Tensor]
-    """Flat host tensors whose sum it is; one that is not DENSE is uint8."""
+    """Flat host tensors to sum; one uint8 tensor if the kind is not DENSE."""
 
     @property
     def nbytes(self) -> int:
-        """What it takes on its way."""
+        """Bytes to send."""
         return self.values[0].nbytes
 
     @property
-    def is_own(self) -> bool:
-        """Whether `whole` gives memory that is not the caller's."""
+    def owns_data(self) -> bool:
+        """True if `total` does not share memory with the caller's tensors."""
         return self.kind != DENSE or len(self.values) > 1
 
-    def write(self, room: Tensor) -> None:
-        """Put it into uint8 memory of its size."""
+    def write(self, out: Tensor) -> None:
+        """Write the sum into uint8 memory of ``nbytes``."""
         if self.values[0].numel():
-            reduce(self.values, out=room.view(self.values[0].dtype))
+            reduce(self.values, out=out.view(self.values[0].dtype))
 
-    def whole(self) -> Tensor:
-        """The sum as one tensor; no copy where it is one already."""
+    def total(self) -> Tensor:
+        """Return the sum; the tensor itself if there is only one."""
         if len(self.values) == 1:
             return self.values[0]
         out = torch.empty_like(self.values[0])
@@ -61,86 +61,129 @@ class Piece:
         return out
 
 
-class Contributions:
-    """Makes pieces of what is pushed.
+class PushEncoder:
+    """Makes the requests of pushes and keeps the residuals of gradient compression.
 
     Args:
-        shares: of each server, whether it reads ``arena``.
-        arena: this worker's shared memory.
-        on_device: sum over devices on the first of them, not on the host.
+        shares_memory: for each server, whether it reads ``pool``.
+        pool: this worker's shared memory; None: it has none.
+        on_device: reduce device tensors on the first device rather than on the host.
     """
 
-    def __init__(self, shares: Sequence[bool], arena: SharedMemoryPool | None, *, on_device: bool) -> None:
-        self._shares = shares
-        self._arena = arena
+    def __init__(self, shares_memory: Sequence[bool], pool: SharedMemoryPool | None, *, on_device: bool) -> None:
+        self._shares_memory = shares_memory
+        self._pool = pool
         self._on_device = on_device
         self._compression: Compression | None = None
         self._residuals: dict[Key, Tensor] = {}
 
-    def prepare(self, pushed: Iterable[tuple[Key, Sequence[Value], Sequence[ShardPlacement]]]) -> Prepared:
-        """The pieces of a push; reads the values, and changes residuals only when all can be sent.
+    def requests(
+        self,
+        pushed: Iterable[tuple[Key, Sequence[Value], Sequence[ShardPlacement]]],
+        rounds: Mapping[Key, int],
+        learning_rate: float | None,
+        targets: PullTargets | None,
+        what: str,
+        priority: int,
+        weight: float | None = None,
+    ) -> list[Request]:
+        """Read the values and return the push requests; residuals change only if all values are valid.
 
-        A key without values takes part in the round all the same: the others' sum is the sum.
+        Args:
+            pushed: key, values of the devices and shards. A key without values takes part in the round as absent.
+            rounds: round of each key.
+            learning_rate: on rank 0.
+            targets: destination of the values after those rounds; None: they are not pulled.
+            what: name of the call, for errors.
+            priority: requests of higher priority are sent first.
+            weight: see docs/protocol.md, Push.
 
         Raises:
-            ValueError: one is to be compressed and holds NaN or infinity.
+            ValueError: if a value to be compressed contains NaN or infinity.
         """
-        pieces: list[Piece] = []
-        coded: list[tuple[Key, Tensor, Sequence[ShardPlacement]]] = []
-        for key, values, parts in pushed:
+        requests = []
+        for server, group in _grouped(self._encode(pushed)):
+            entries = [[one.shard.number, rounds[one.shard.layout.key], one.kind, one.nbytes] for one in group]
+            nbytes = sum(aligned(one.nbytes) for one in group)
+            request = Request(server, _no_message, what, nbytes=max(nbytes, 1), priority=priority)
+            region = None
+            if self._pool is not None and self._shares_memory[server] and nbytes > INLINE:
+                offset = self._pool.allocate(nbytes)
+                region = [offset, nbytes]
+                for one in group:
+                    one.write(self._pool.tensor_at(offset, one.nbytes))
+                    offset += aligned(one.nbytes)
+                request.on_release = partial(self._pool.free, region[0])
+                request.owns_data = True
+            else:
+                request.frames = [frame_of(one.total()) for one in group]
+                frames = zip(group, request.frames, strict=True)
+                request.owns_data = all(one.owns_data or isinstance(frame, bytes) for one, frame in frames)
+            request.message = _message(entries, weight, learning_rate, targets is not None, region)
+            if targets is not None:
+                request.wants_values = True
+                request.on_answer = targets.handler(server, [one.shard.number for one in group])
+            requests.append(request)
+        return requests
+
+    def _encode(self, pushed: Iterable[tuple[Key, Sequence[Value], Sequence[ShardPlacement]]]) -> list[ShardValue]:
+        encoded: list[ShardValue] = []
+        to_compress: list[tuple[Key, Tensor, Sequence[ShardPlacement]]] = []
+        for key, values, shards in pushed:
             if not values:
-                pieces += [Piece(part, ABSENT, [_NOTHING]) for part in parts]
+                encoded += [ShardValue(shard, ABSENT, [_EMPTY]) for shard in shards]
                 continue
             if all(isinstance(value, RowSparse) for value in values):
                 rows = summed([value for value in values if isinstance(value, RowSparse)], torch.device("cpu"))
-                pieces += [Piece(part, ROWS, [_rows_of(rows, part)]) for part in parts]
+                encoded += [ShardValue(shard, ROWS, [_rows_of(rows, shard)]) for shard in shards]
                 continue
             flats = [_flat(value) for value in self._on_host(values)]
             if self._compression is None or not flats[0].is_floating_point():
-                for part in parts:
-                    span = slice(part.begin, part.begin + part.numel)
-                    own = flats if part.is_whole else [flat[span] for flat in flats]
-                    pieces.append(Piece(part, DENSE, own))
+                for shard in shards:
+                    span = slice(shard.begin, shard.begin + shard.numel)
+                    encoded.append(
+                        ShardValue(shard, DENSE, flats if shard.is_whole else [flat[span] for flat in flats])
+                    )
             else:
                 total = flats[0]
                 if len(flats) > 1:
                     total = torch.empty_like(flats[0])
                     reduce(flats, out=total)
                 check(total, self._residual(key, total), f"key {key!r}")
-                coded.append((key, total, parts))
-        for key, total, parts in coded:
+                to_compress.append((key, total, shards))
+        for key, total, shards in to_compress:
             assert self._compression is not None
             residual = self._residual(key, total)
-            for part in parts:
-                span = slice(part.begin, part.begin + part.numel)
-                left = None if residual is None else residual[span]
-                pieces.append(Piece(part, CODED, [compress_checked(self._compression.codec, total[span], left)]))
-        return Prepared(pieces, self._shares, self._arena)
+            for shard in shards:
+                span = slice(shard.begin, shard.begin + shard.numel)
+                own = None if residual is None else residual[span]
+                encoded.append(ShardValue(shard, CODED, [compress_checked(self._compression.codec, total[span], own)]))
+        return encoded
 
     @property
     def compresses(self) -> bool:
-        """Whether pushes are compressed."""
+        """True if pushes are compressed."""
         return self._compression is not None
 
     @property
     def pull_codec(self) -> Codec | None:
-        """How values come back; None: as they are."""
+        """Codec of pulled values; None: they are not compressed."""
         return None if self._compression is None else self._compression.pull_codec
 
-    def compress(self, compression: Compression | None) -> None:
-        """Use this from now on; residuals begin at zero."""
+    def set_compression(self, compression: Compression | None) -> None:
+        """Set the compression of later pushes and reset the residuals to zero."""
         self._compression = compression
         self._residuals = {}
 
     def residuals(self) -> dict[str, Tensor]:
-        """Copies of what was left out, by ``<key as JSON>/0``: a worker is one sender."""
+        """Return copies of the residuals under ``<key as JSON>/0``; a worker is one sender."""
         return {f"{json.dumps(key)}/0": residual.clone() for key, residual in self._residuals.items()}
 
     def load_residuals(self, residuals: Mapping[str, Tensor], layout: Layout) -> None:
-        """Replace what was left out.
+        """Replace the residuals.
 
         Raises:
-            ValueError: one is of an unknown key, or of another size; nothing has changed then.
+            ValueError: if a residual has an unknown key or a wrong size; nothing changes then.
         """
         loaded = {}
         for name, residual in residuals.items():
@@ -169,81 +212,28 @@ class Contributions:
         return [value if value.is_cpu else value.cpu() for value in dense]
 
 
-class Prepared:
-    """Pieces that are ready to go."""
-
-    def __init__(self, pieces: Sequence[Piece], shares: Sequence[bool], arena: SharedMemoryPool | None) -> None:
-        self._pieces = pieces
-        self._shares = shares
-        self._arena = arena
-
-    def requests(
-        self,
-        rounds: Mapping[Key, int],
-        learning_rate: float | None,
-        wanted: Pulled | None,
-        what: str,
-        priority: int,
-        weight: float | None = None,
-    ) -> list[Request]:
-        """Messages that carry the pieces, written into shared memory where a server reads it.
-
-        Args:
-            rounds: of each key, the round that this is for.
-            learning_rate: rank 0's.
-            wanted: where the values of those rounds go; None: they are not asked for.
-            what: for errors.
-            priority: larger goes first.
-            weight: see `protocol.Push`.
-        """
-        requests = []
-        for server, group in _groups(self._pieces):
-            entries = [[one.part.number, rounds[one.part.layout.key], one.kind, one.nbytes] for one in group]
-            room = sum(aligned(one.nbytes) for one in group)
-            request = Request(server, _nothing, what, nbytes=max(room, 1), priority=priority)
-            place = None
-            if self._arena is not None and self._shares[server] and room > INLINE:
-                offset = self._arena.allocate(room)
-                place = [offset, room]
-                for one in group:
-                    one.write(self._arena.bytes_at(offset, one.nbytes))
-                    offset += aligned(one.nbytes)
-                request.on_free = partial(self._arena.free, place[0])
-                request.is_own = True
-            else:
-                request.frames = [memory_of(one.whole()) for one in group]
-                frames = zip(group, request.frames, strict=True)
-                request.is_own = all(one.is_own or isinstance(frame, bytes) for one, frame in frames)
-            request.message = _push(entries, weight, learning_rate, wanted is not None, place)
-            if wanted is not None:
-                request.wants = True
-                request.on_answer = wanted.handler(server, [one.part.number for one in group])
-            requests.append(request)
-        return requests
-
-
-def _push(
-    entries: list[list[int]], weight: float | None, rate: float | None, wants: bool, place: list[int] | None
+def _message(
+    entries: list[list[int]], weight: float | None, rate: float | None, wants_values: bool, region: list[int] | None
 ) -> Callable[[int], Message]:
-    return lambda sequence: Push(sequence, entries, weight, rate, wants, place)
+    return lambda sequence: Push(sequence, entries, weight, rate, wants_values, region)
 
 
-def _nothing(sequence: int) -> Message:
+def _no_message(sequence: int) -> Message:
     raise AssertionError(f"request {sequence} has no message yet")
 
 
-def _groups(pieces: Sequence[Piece]) -> list[tuple[int, list[Piece]]]:
-    """Pieces that share a message, in their order: small ones together, by server."""
-    groups: list[tuple[int, list[Piece]]] = []
-    filling: dict[int, list[Piece]] = {}
-    room: dict[int, int] = {}
-    for one in pieces:
-        server = one.part.server
-        if server not in filling or room[server] + one.nbytes > _GROUP:
-            filling[server], room[server] = [], 0
-            groups.append((server, filling[server]))
-        filling[server].append(one)
-        room[server] += one.nbytes
+def _grouped(values: Sequence[ShardValue]) -> list[tuple[int, list[ShardValue]]]:
+    """Group values of the same server into messages of at most `_MESSAGE_BYTES`, in order."""
+    groups: list[tuple[int, list[ShardValue]]] = []
+    open_groups: dict[int, list[ShardValue]] = {}
+    nbytes: dict[int, int] = {}
+    for one in values:
+        server = one.shard.server
+        if server not in open_groups or nbytes[server] + one.nbytes > _MESSAGE_BYTES:
+            open_groups[server], nbytes[server] = [], 0
+            groups.append((server, open_groups[server]))
+        open_groups[server].append(one)
+        nbytes[server] += one.nbytes
     return groups
 
 
@@ -252,18 +242,17 @@ def _flat(value: Tensor) -> Tensor:
     return flat if flat.dim() == 1 else flat.view(-1)
 
 
-def _rows_of(rows: RowSparse, part: ShardPlacement) -> Tensor:
-    """A part's share of rows as bytes: int64 row numbers, then the rows, in rows of the part's width."""
-    width = part.width
-    indices, values = rows.indices, rows.values.reshape(len(rows.indices), part.layout.row)
-    if not part.is_whole:
-        split = part.layout.row // width
-        indices = (indices[:, None] * split + torch.arange(split)).view(-1) - part.begin // width
-        inside = (indices >= 0) & (indices < part.numel // width)
+def _rows_of(rows: RowSparse, shard: ShardPlacement) -> Tensor:
+    """Return a shard's part of row-sparse values as bytes: int64 row numbers, then rows of the shard's width."""
+    width = shard.width
+    indices, values = rows.indices, rows.values.reshape(len(rows.indices), shard.layout.row)
+    if not shard.is_whole:
+        split = shard.layout.row // width
+        indices = (indices[:, None] * split + torch.arange(split)).view(-1) - shard.begin // width
+        inside = (indices >= 0) & (indices < shard.numel // width)
         indices, values = indices[inside], values.reshape(-1, width)[inside]
-    return torch.cat([as_bytes(indices), as_bytes(values)])
+    return torch.cat([_as_bytes(indices), _as_bytes(values)])
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor's elements as flat uint8."""
+def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,52 +1,67 @@
-"""Which server holds which part of which key: the same on every worker, balanced by bytes."""
+"""Placement of keys on servers: split keys into shards, balance them by bytes, and agree on keys between workers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgpack
+import torch
+from torch import Tensor
+
+from gangline.collectives.errors import MismatchError
 from gangline.kvstore.optimizer.spec import Key
+from gangline.kvstore.parameter_server.protocol import DTYPES
 
 GRAIN = 65_536
-"""Elements: parts of a cut key begin at multiples of it, and fused optimizers give the same bits as on the whole."""
+"""Elements: shards begin at multiples of it, so that fused optimizers give the same bits as on the whole key."""
 
 _LARGEST = 4 << 20
 _SMALLEST = 1 << 18
 _PER_SERVER = 4
-"""Parts that a key should give each server, as far as they are not too small."""
+"""Shards of a key per server, unless they would be smaller than `_SMALLEST`."""
 
 
 @dataclass(frozen=True)
 class KeyLayout:
-    """A key as all workers know it."""
+    """Key, dtype and shape on which all workers agree."""
 
     key: Key
     dtype: str
-    """torch's name of it, such as "float32"."""
+    """Name of the torch dtype, such as "float32"."""
     shape: tuple[int, ...]
     itemsize: int
 
+    @classmethod
+    def of(cls, key: Key, value: Tensor) -> KeyLayout:
+        """Return the layout of a key with this value."""
+        return cls(key, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.dtype.itemsize)
+
     @cached_property
     def numel(self) -> int:
-        """Its elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Number of bytes."""
         return self.numel * self.itemsize
 
     @property
     def row(self) -> int:
-        """Elements of a row, the unit of row-sparse values."""
+        """Elements per row, the unit of row-sparse values."""
         return max(1, math.prod(self.shape[1:]))
+
+    def empty(self) -> Tensor:
+        """Return an uninitialised host tensor of this layout."""
+        return torch.empty(self.shape, dtype=getattr(torch, self.dtype))
 
 
 @dataclass(frozen=True)
 class ShardPlacement:
-    """A run of a key's elements on one server."""
+    """A contiguous range of a key's elements and the server that holds it."""
 
     number: int
     """Unique in the job."""
@@ -57,30 +72,30 @@ class ShardPlacement:
 
     @cached_property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Number of bytes."""
         return self.numel * self.layout.itemsize
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether the key has no other part."""
+        """True if this is the only shard of the key."""
         return self.numel == self.layout.numel
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The key's shape where this is all of it, else flat."""
+        """Shape of the key if this is the only shard, else ``(numel,)``."""
         return self.layout.shape if self.is_whole else (self.numel,)
 
     @property
     def width(self) -> int:
-        """Elements of which its rows are made: the key's row, or what divides it and every place of a cut."""
+        """Elements per row of the shard: the key's row, or its greatest common divisor with `GRAIN` if it is split."""
         return self.layout.row if self.is_whole else math.gcd(self.layout.row, GRAIN)
 
 
 class Sharding:
-    """Deals out keys as they come; equal calls give equal parts in every process.
+    """Deterministic placement: equal calls give equal shards in every process.
 
     Args:
-        servers: how many there are.
+        servers: number of servers.
     """
 
     def __init__(self, servers: int) -> None:
@@ -89,33 +104,33 @@ class Sharding:
         self._number = 0
 
     def place(self, layouts: Sequence[KeyLayout], *, whole: bool = False) -> dict[Key, list[ShardPlacement]]:
-        """Cut keys and give each part to the server that holds the fewest bytes, the largest keys first.
+        """Split keys and assign each shard to the server with the fewest bytes, the largest keys first.
 
         Args:
-            layouts: new keys, in an order that all workers share.
-            whole: leave each key in one part, for optimizers that must see all of it.
+            layouts: new keys, in the same order on all workers.
+            whole: keep each key in one shard, for optimizers that need the whole tensor.
         """
         ordered = sorted(layouts, key=lambda layout: -layout.nbytes)  # stable: ties in the order given
         return {layout.key: self._place_one(layout, whole=whole) for layout in ordered}
 
-    def remove(self, parts: Sequence[ShardPlacement]) -> None:
-        """Count the bytes of these no more."""
-        for part in parts:
-            self.loads[part.server] -= part.nbytes
+    def remove(self, shards: Sequence[ShardPlacement]) -> None:
+        """Subtract the bytes of these shards from the loads."""
+        for shard in shards:
+            self.loads[shard.server] -= shard.nbytes
 
     def _place_one(self, layout: KeyLayout, *, whole: bool) -> list[ShardPlacement]:
-        parts = []
+        shards = []
         begin = 0
         for numel in [layout.numel] if whole else self._sizes(layout):
             server = min(range(len(self.loads)), key=self.loads.__getitem__)
-            parts.append(ShardPlacement(self._number, server, layout, begin, numel))
+            shards.append(ShardPlacement(self._number, server, layout, begin, numel))
             begin += numel
             self._number += 1
-            self.loads[server] += parts[-1].nbytes
-        return parts
+            self.loads[server] += shards[-1].nbytes
+        return shards
 
     def _sizes(self, layout: KeyLayout) -> list[int]:
-        """Elements of the key's parts: equal numbers of them for all servers, as equal as `GRAIN` allows."""
+        """Return the elements of each shard: the same number of shards per server, sizes as equal as `GRAIN` allows."""
         servers = len(self.loads)
         share = -(-layout.nbytes // (servers * _PER_SERVER)) if servers > 1 else _LARGEST
         nbytes = min(_LARGEST, max(_SMALLEST, share))
@@ -126,3 +141,55 @@ class Sharding:
         few, more = divmod(grains, count)
         sizes = [(few + (index < more)) * GRAIN for index in range(count)]
         return [*sizes[:-1], layout.numel - sum(sizes[:-1])]
+
+
+def pack_layouts(layouts: Sequence[KeyLayout]) -> bytes:
+    """Serialise layouts for `agree_on_keys`."""
+    return bytes(msgpack.packb([[one.key, one.dtype, list(one.shape), one.itemsize] for one in layouts]))
+
+
+def agree_on_keys(packed: Sequence[bytes], known: Mapping[Key, Sequence[ShardPlacement]]) -> list[KeyLayout]:
+    """Return the keys that are new, in the same order on all workers.
+
+    Args:
+        packed: result of `pack_layouts` on each worker, in rank order; empty for a worker inside join().
+        known: shards of each key that is already initialised.
+
+    Raises:
+        MismatchError: if workers give different layouts for a key or initialise different keys; same text on all.
+        TypeError: if servers do not support a dtype.
+        RuntimeError: if a worker is inside join() and would not learn of the keys.
+    """
+    joined = [rank for rank, one in enumerate(packed) if not one]
+    if joined:
+        raise RuntimeError(f"init() was called while worker {joined[0]} is in join(); call it when all take part")
+    _check_same_keys(packed)
+    new: dict[Key, tuple[int, KeyLayout]] = {}
+    for rank, one in enumerate(packed):
+        for key, dtype, shape, itemsize in msgpack.unpackb(one):
+            layout = KeyLayout(key, dtype, tuple(shape), itemsize)
+            is_known = key in known
+            first, other = (0, known[key][0].layout) if is_known else new.get(key, (rank, layout))
+            if other != layout:
+                here = f"{_described(layout)} on rank {rank}"
+                raise MismatchError(f"key {key!r} has {_described(other)} on rank {first}, but {here}")
+            if dtype not in DTYPES:
+                raise TypeError(f"key {key!r} has dtype {dtype}; expected one of {', '.join(DTYPES)}")
+            if not is_known:
+                new.setdefault(key, (rank, layout))
+    return [layout for _, layout in new.values()]
+
+
+def _check_same_keys(packed: Sequence[bytes]) -> None:
+    """Check that lists of keys are equal on all workers; single keys may be initialised in a different order."""
+    lists = [(rank, {item[0] for item in msgpack.unpackb(one)}) for rank, one in enumerate(packed)]
+    for rank, keys in lists[1:]:
+        first, expected = lists[0]
+        differing = sorted(keys ^ expected, key=str)
+        if differing and max(len(keys), len(expected)) > 1:
+            here, missing = (first, rank) if differing[0] in expected else (rank, first)
+            raise MismatchError(f"key {differing[0]!r} is initialised on rank {here}, but not on rank {missing}")
+
+
+def _described(layout: KeyLayout) -> str:
+    return f"shape {layout.shape} and dtype {layout.dtype}"

@@ -1,4 +1,4 @@
-"""The `dist_*` stores: what a worker sees of the parameter server."""
+"""The `dist_*` stores: a worker's key-value store on the parameter server."""
 
 from __future__ import annotations
 
@@ -25,53 +25,60 @@ from gangline.kvstore.optimizer import clipping
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_rate
 from gangline.kvstore.parameter_server import environment
-from gangline.kvstore.parameter_server.client.collective_calls import CollectiveCalls, PendingRequests
+from gangline.kvstore.parameter_server.client.collective_calls import CollectiveCalls
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
-from gangline.kvstore.parameter_server.client.server_client import ServerClient
-from gangline.kvstore.parameter_server.key_agreement import empty, layout_of, new_keys, pack
+from gangline.kvstore.parameter_server.client.server_client import PendingRequests, ServerClient
 from gangline.kvstore.parameter_server.protocol import Define
-from gangline.kvstore.parameter_server.pull import Pulled, PulledRows, Target, closed
-from gangline.kvstore.parameter_server.push import Contributions
+from gangline.kvstore.parameter_server.pull import PullTargets, RowPull, ShardTarget, wait_requests
+from gangline.kvstore.parameter_server.push import PushEncoder
+from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.kvstore.parameter_server.server import optimizer_shards
-from gangline.kvstore.parameter_server.sharding import Sharding, ShardPlacement
+from gangline.kvstore.parameter_server.sharding import (
+    KeyLayout,
+    Sharding,
+    ShardPlacement,
+    agree_on_keys,
+    pack_layouts,
+)
 from gangline.kvstore.parameter_server.torchrun import ChildServers, start_child_servers
-from gangline.kvstore.parameter_server.transport.frames import memory_of
+from gangline.kvstore.parameter_server.transport.frames import frame_of
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool
 
 _log = logging.getLogger("gangline")
-_DEFINED_AT_ONCE = 16 << 20
+_DEFINE_BYTES = 16 << 20
+"""Bytes of initial values that share one message."""
 
 
 class DistStore(KVStore):
-    """Keys live on servers, cut into parts; workers push to rounds and pull what they made.
+    """Key-value store whose keys are split into shards on servers; workers push to rounds and pull the results.
 
-    A push is over when what it carries has left the caller's tensors; should a server refuse it, or be lost before it
-    has it, the next call says so. `barrier`, `exchange` and `close` return when servers have what was pushed.
-    A worker that is about two rounds of all keys ahead of the slowest waits in its pushes, or in `barrier` behind them,
-    and nobody's memory fills.
+    A push returns once the caller's tensors may be overwritten. If a server rejects it later, or dies before it has
+    received it, the next call raises the error. `barrier`, `exchange` and `close` return once servers have received all
+    pushes. A worker that is about two rounds of all keys ahead of the slowest blocks in its pushes, or in the next
+    `barrier`, so that memory stays bounded.
 
-    A process whose environment gives it the role of scheduler or server serves here, and leaves by SystemExit(0) when
-    the job is over.
+    In a process whose environment assigns it the role of scheduler or server, the constructor runs that role and then
+    raises SystemExit(0).
     """
 
     def __init__(
         self, name: str = "dist_sync", *, max_staleness: int | None = None, timeout: float | None = None
     ) -> None:
-        """Join the job that the environment describes: DMLC_* of `gangline launch`, or torchrun's RANK and others.
+        """Join the job of the environment: DMLC_* as set by `gangline launch`, or torchrun's variables.
 
         Args:
-            name: which of the stores.
-            max_staleness: for async: a pull waits while this worker has pushed a key more often than the slowest
-                living worker by more than this; None: it never waits for others.
-            timeout: seconds that a call may wait for others; None: GANGLINE_TIMEOUT, else half an hour.
+            name: name of the store.
+            max_staleness: for async stores: a pull blocks while this worker has pushed a key more often than the
+                slowest living worker by more than this; None: no bound.
+            timeout: seconds that a call may wait for other processes; None: GANGLINE_TIMEOUT, by default 1800.
 
         Raises:
-            RuntimeError: there is no job.
-            ValueError: ``max_staleness`` is given for a sync store or is negative; or the environment is wrong.
-            MismatchError: another worker's store is of another kind, or has another ``max_staleness``.
-            StallError: somebody did not come.
-            DeadNodeError: somebody died meanwhile.
+            RuntimeError: if the environment describes no job.
+            ValueError: if ``max_staleness`` is negative or given for a sync store, or the environment is invalid.
+            MismatchError: if another worker's store has a different mode or ``max_staleness``.
+            StallError: if a process does not take part within the timeout.
+            DeadNodeError: if a process dies meanwhile.
         """
         super().__init__(name)
         is_async = name.endswith("async")
@@ -81,38 +88,39 @@ class DistStore(KVStore):
             )
         self._on_device = "device" in name
         self._timeout = limits().timeout if timeout is None else timeout
+        mode = "async" if is_async else "sync"
         staleness = -1 if max_staleness is None else max_staleness
-        job, embedded = _job(self._timeout)
+        job, child_servers = _find_job(self._timeout)
         with ExitStack() as stack:
-            if embedded is not None:
-                stack.callback(embedded.kill)
-            self._member = SchedulerClient("worker", job.scheduler, rank=job.rank, timeout=self._timeout)
-            stack.callback(self._member.close)
-            self._arena = _arena()
-            if self._arena is not None:
-                stack.callback(self._arena.close)
-            self._wire = ServerClient(
-                self._member, "async" if is_async else "sync", staleness, self._arena, self._timeout
-            )
+            if child_servers is not None:
+                stack.callback(child_servers.kill)
+            self._scheduler = SchedulerClient("worker", job.scheduler, rank=job.rank, timeout=self._timeout)
+            stack.callback(self._scheduler.close)
+            self._pool = _make_pool()
+            if self._pool is not None:
+                stack.callback(self._pool.close)
+            self._servers = ServerClient(self._scheduler, mode, staleness, self._pool, self._timeout)
             stack.pop_all()
-        self._team = CollectiveCalls(self._member, self._wire)
+        self._collective_calls = CollectiveCalls(self._scheduler, self._servers)
         self._queue = WorkQueue()
-        self._finish = weakref.finalize(self, _finish, self._queue, self._wire, self._member, self._arena, embedded)
-        self._sharding = Sharding(len(self._member.servers))
-        self._parts: dict[Key, list[ShardPlacement]] = {}
+        self._finish = weakref.finalize(
+            self, _finish, self._queue, self._servers, self._scheduler, self._pool, child_servers
+        )
+        self._sharding = Sharding(len(self._scheduler.servers))
+        self._shards: dict[Key, list[ShardPlacement]] = {}
         self._rounds: dict[Key, int] = {}
         self._spec: OptimizerSpec | None = None
         self._learning_rate: float | None = None
-        self._late: Exception | None = None  # of a push that was over for its caller when it was sent
-        self._contributions = Contributions(self._wire.shares, self._arena, on_device=self._on_device)
+        self._late_error: Exception | None = None  # of a push that had already returned
+        self._encoder = PushEncoder(self._servers.shares_memory, self._pool, on_device=self._on_device)
 
     @property
     def rank(self) -> int:  # noqa: D102  inherited
-        return self._member.rank
+        return self._scheduler.rank
 
     @property
     def num_workers(self) -> int:  # noqa: D102  inherited
-        return self._member.num_workers
+        return self._scheduler.num_workers
 
     @property
     def is_async(self) -> bool:  # noqa: D102  inherited
@@ -121,40 +129,40 @@ class DistStore(KVStore):
     def barrier(self) -> None:  # noqa: D102  inherited
         self._check_open()
         self._deliver()
-        self._team.meet("barrier()")
+        self._scheduler.all_gather(b"", "barrier()")
 
     def exchange(self, data: bytes) -> list[bytes]:  # noqa: D102  inherited
         self._check_open()
         self._deliver()
-        return self._team.exchange(data)
+        return self._collective_calls.exchange(data)
 
     def dead_nodes(self) -> list[str]:  # noqa: D102  inherited
-        dead = [f"{role} {rank}" for (role, rank), why in self._member.gone.items() if why]
-        return [*sorted(dead), *(["scheduler"] if self._member.lost else [])]
+        dead = [f"{role} {rank}" for (role, rank), why in self._scheduler.gone.items() if why]
+        return [*sorted(dead), *(["scheduler"] if self._scheduler.lost else [])]
 
     def join(self) -> int:
-        """Take no further part: rounds close without this worker until all have joined, then everybody is in again.
+        """Wait until all workers have called it; rounds close without this worker meanwhile.
 
         Returns:
-            The rank that came last.
+            Rank of the worker that called it last.
         """
         self._check_open()
         self._settle()
-        self._team.command("rest")
-        rested = self._member.rest(msgpack.packb(list(self._rounds.items())))
-        for packed in rested.data:
+        self._collective_calls.command("join")
+        result = self._scheduler.join(msgpack.packb(list(self._rounds.items())))
+        for packed in result.data:
             for key, number in msgpack.unpackb(packed) if packed else ():
                 self._rounds[key] = max(self._rounds.get(key, 0), number)
-        self._team.command("wake")
+        self._collective_calls.command("resume")
         self.barrier()
-        return rested.last
+        return result.last
 
     # Keys
 
-    def _init(self, pairs: Pairs, async_op: bool) -> Work:  # noqa: ARG002  done when it returns
-        layouts = [layout_of(key, value) for key, (value,) in pairs]
+    def _init(self, pairs: Pairs, async_op: bool) -> Work:  # noqa: ARG002  always complete on return
+        layouts = [KeyLayout.of(key, value) for key, (value,) in pairs]
         try:
-            new = new_keys(self._member.meet(pack(layouts), "init()"), self._parts)
+            new = agree_on_keys(self._scheduler.all_gather(pack_layouts(layouts), "init()"), self._shards)
         except BaseException:
             with self._layout_lock:
                 for key, _ in pairs:
@@ -162,36 +170,36 @@ class DistStore(KVStore):
             raise
         whole = self._spec is not None and self._spec.needs_whole_keys
         placed = self._sharding.place(new, whole=whole)
-        self._parts.update(placed)
+        self._shards.update(placed)
         self._rounds.update(dict.fromkeys(placed, 0))
-        self._team.by_rank_0(lambda: self._define(pairs), "init()")
+        self._collective_calls.run_on_rank(lambda: self._define(pairs), "init()")
         return Work.finished("init")
 
     def _define(self, pairs: Sequence[tuple[Key, Sequence[Tensor]]]) -> None:
-        """Give the servers the values of these keys."""
+        """Send the values of these keys to the servers."""
         requests: list[Request] = []
-        for server in self._team.servers:
+        for server in self._collective_calls.servers:
             group: list[tuple[ShardPlacement, Tensor]] = []
             for key, (value,) in pairs:
                 flat = value.detach().cpu().contiguous().view(-1)
-                for part in self._parts[key]:
-                    if part.server == server:
-                        group.append((part, flat[part.begin : part.begin + part.numel]))
-                        if sum(one.nbytes for one, _ in group) >= _DEFINED_AT_ONCE:
+                for shard in self._shards[key]:
+                    if shard.server == server:
+                        group.append((shard, flat[shard.begin : shard.begin + shard.numel]))
+                        if sum(one.nbytes for one, _ in group) >= _DEFINE_BYTES:
                             requests.append(_definition(server, group))
                             group = []
             if group:
                 requests.append(_definition(server, group))
-        self._team.ask(requests, "init()")
+        self._collective_calls.request_all(requests, "init()")
 
-    # Moving tensors
+    # Push and pull
 
     def _push(self, pairs: Pushed, priority: int, async_op: bool) -> Work:
-        return self._move("push", pairs, None, priority, async_op)
+        return self._push_pull("push", pairs, None, priority, async_op)
 
     def _push_weighted(self, pairs: Pushed, weight: float, priority: int, async_op: bool) -> Work:
-        given = pairs if weight else [(key, []) for key, _ in pairs]
-        return self._move("push", given, None, priority, async_op, weight)
+        weighted = pairs if weight else [(key, []) for key, _ in pairs]
+        return self._push_pull("push", weighted, None, priority, async_op, weight)
 
     def _push_bucket(
         self,
@@ -202,15 +210,15 @@ class DistStore(KVStore):
         priority: int,
         async_op: bool,
     ) -> Work:
-        pairs = _all_keys(bucket, values, keys)
+        pairs = _of_all_keys(bucket, values, keys)
         if weight is None:
             return self._push(pairs, priority, async_op)
         return self._push_weighted(pairs, weight, priority, async_op)
 
     def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work:
-        return self._move("pushpull", values, outs, priority, async_op)
+        return self._push_pull("pushpull", values, outs, priority, async_op)
 
-    def _move(
+    def _push_pull(
         self,
         name: str,
         pairs: Pushed,
@@ -220,40 +228,40 @@ class DistStore(KVStore):
         weight: float | None = None,
     ) -> Work:
         pairs = merged(pairs)
-        wanted = None if outs is None else _merged_outs(outs)
+        merged_outs = None if outs is None else _merged_outs(outs)
 
-        def move(work: PendingRequests) -> None:
-            self._wire.wait_for_room()
-            ready = self._contributions.prepare([(key, values, self._parts[key]) for key, values in pairs])
+        def push(work: PendingRequests) -> None:
+            self._servers.wait_for_room()
             rounds = {key: self._rounds[key] + 1 for key, _ in pairs}
             rate = self._learning_rate if self.rank == 0 else None
-            targets = None if wanted is None else Pulled(self._targets(wanted), self._wire.memory_of, work.codec)
-            requests = ready.requests(rounds, rate, targets, work.name, priority, weight)
+            targets = None if merged_outs is None else self._targets(merged_outs, work)
+            pushed = [(key, values, self._shards[key]) for key, values in pairs]
+            requests = self._encoder.requests(pushed, rounds, rate, targets, work.name, priority, weight)
             self._rounds.update(rounds)
-            work.submit(requests, self._wire)
+            work.submit(requests, self._servers)
 
-        return self._start(name, move, [*pairs, *(outs or ())], priority, async_op)
+        return self._start(name, push, [*pairs, *(outs or ())], priority, async_op)
 
     def _pull(self, pairs: Pairs, priority: int, async_op: bool) -> Work:
-        wanted = _merged_outs(pairs)
+        merged_outs = _merged_outs(pairs)
 
         def pull(work: PendingRequests) -> None:
-            targets = Pulled(self._targets(wanted), self._wire.memory_of, work.codec)
-            work.submit(targets.requests(self._rounds, work.name, priority), self._wire)
+            work.submit(self._targets(merged_outs, work).requests(self._rounds, work.name, priority), self._servers)
 
         return self._start("pull", pull, pairs, priority, async_op)
 
     def _row_sparse_pull(self, pulls: RowPulls, priority: int, async_op: bool) -> Work:
         def pull(work: PendingRequests) -> None:
             for key, targets in pulls:
-                rows = PulledRows(self._parts[key], targets)
-                work.submit(rows.requests(self._rounds[key], work.name, priority), self._wire)
+                rows = RowPull(self._shards[key], targets)
+                work.submit(rows.requests(self._rounds[key], work.name, priority), self._servers)
 
-        pairs = [(key, [part for target in targets for part in target]) for key, targets in pulls]
+        pairs = [(key, [tensor for target in targets for tensor in target]) for key, targets in pulls]
         return self._start("row_sparse_pull", pull, pairs, priority, async_op)
 
-    def _targets(self, pairs: Sequence[tuple[Key, Sequence[Any]]]) -> list[Target]:
-        return [Target(part, outs) for key, outs in pairs for part in self._parts[key]]
+    def _targets(self, pairs: Pairs, work: PendingRequests) -> PullTargets:
+        targets = [ShardTarget(shard, outs) for key, outs in pairs for shard in self._shards[key]]
+        return PullTargets(targets, self._servers.memory_of, work.codec)
 
     def _start(
         self,
@@ -263,96 +271,98 @@ class DistStore(KVStore):
         priority: int,
         async_op: bool,
     ) -> Work:
-        """Prepare requests behind what touches the same keys, and have the returned Work end with their answers."""
-        self._raise_late()
+        """Prepare requests after earlier calls on the same keys; the Work completes when they are answered."""
+        self._raise_late_error()
         keys = list(dict.fromkeys(key for key, _ in pairs))
         shown = f"{name} of " + (f"key {keys[0]!r}" if len(keys) == 1 else f"{len(keys)} keys")
         work = Work(shown)
-        pending = PendingRequests(work, shown, self._contributions.pull_codec, self._keep_late)
+        pending = PendingRequests(work, shown, self._encoder.pull_codec, self._keep_late_error)
 
         def run() -> None:
             with pending:
                 prepare(pending)
             if async_op:
-                self._wire.go_on()
+                self._servers.drive_in_background()
 
         if async_op:
             self._queue.submit(run, Work(name), keys, priority)
             return work
         self._queue.run(run, Work(name), keys, priority)
-        self._wire.wait(work.is_completed)
+        self._servers.wait(work.is_completed)
         work.wait()
         return work
 
     def _settle(self) -> None:
-        """Return when servers have all that was pushed."""
+        """Wait until servers have received all pushes, queued ones included."""
         self._queue.run(lambda: None, Work("settle"), list(self._layout), 0)
-        self._wire.flush()
-        self._raise_late()
+        self._servers.flush()
+        self._raise_late_error()
 
     def _deliver(self) -> None:
-        """Return when servers have what was pushed by calls that are over."""
-        self._wire.deliver()
-        self._raise_late()
+        """Wait until servers have received the pushes that have returned."""
+        self._servers.deliver()
+        self._raise_late_error()
 
-    def _keep_late(self, error: Exception) -> None:
-        self._late = self._late or error
+    def _keep_late_error(self, error: Exception) -> None:
+        self._late_error = self._late_error or error
 
-    def _raise_late(self) -> None:
-        late, self._late = self._late, None
-        if late is not None:
-            raise late
+    def _raise_late_error(self) -> None:
+        error, self._late_error = self._late_error, None
+        if error is not None:
+            raise error
 
     def _catch_up(self) -> None:
-        """Return when the rounds of all that was pushed are closed."""
+        """Wait until the rounds of all pushes are closed."""
         self._settle()
-        rounds = [(part, self._rounds[key]) for key, parts in self._parts.items() for part in parts]
-        self._team.ask(closed([(part, number) for part, number in rounds if number]), "the end of rounds")
+        rounds = [(shard, self._rounds[key]) for key, shards in self._shards.items() for shard in shards]
+        self._collective_calls.request_all(
+            wait_requests([(shard, number) for shard, number in rounds if number]), "the end of rounds"
+        )
 
     def _assign(self, pairs: Pairs) -> None:
         self._catch_up()
-        self._team.meet("assign()")
-
-        self._team.by_rank_0(lambda: self._define(pairs), "assign()")
+        self._scheduler.all_gather(b"", "assign()")
+        self._collective_calls.run_on_rank(lambda: self._define(pairs), "assign()")
 
     # Optimizer
 
     def _set_optimizer(self, spec: OptimizerSpec) -> None:
         packed = optimizer_shards.pack_spec(spec)
-        for key, parts in self._parts.items():
-            KeyedOptimizer(spec).check(key, empty(parts[0].layout))
+        for key, shards in self._shards.items():
+            KeyedOptimizer(spec).check(key, shards[0].layout.empty())
         self._catch_up()
-        self._team.agree(packed, optimizer_shards.read_spec, "set_optimizer()")
+        self._collective_calls.check_same(packed, optimizer_shards.read_spec, "set_optimizer()")
         if spec.needs_whole_keys:
-            self._make_whole()
-        self._team.by_rank_0(lambda: self._team.command("optimizer", packed), "set_optimizer()")
+            self._merge_shards()
+        self._collective_calls.run_on_rank(
+            lambda: self._collective_calls.command("optimizer", packed), "set_optimizer()"
+        )
         self._spec = spec
         self._learning_rate = float(spec.arguments["lr"])
 
-    def _make_whole(self) -> None:
-        """Put keys that are cut together again, for an optimizer that must see all of them."""
-        cut = [key for key, parts in self._parts.items() if len(parts) > 1]
+    def _merge_shards(self) -> None:
+        """Replace the shards of each split key by one, for an optimizer that needs the whole tensor."""
+        split = [key for key, shards in self._shards.items() if len(shards) > 1]
         values: dict[Key, Tensor] = {}
         if self.rank == 0:
-            for key in cut:
-                layout = self._parts[key][0].layout
-                values[key] = empty(layout)
+            for key in split:
+                values[key] = self._shards[key][0].layout.empty()
                 self._pull([(key, [values[key]])], 0, False)
-        old = {key: self._parts[key] for key in cut}
-        for parts in old.values():
-            self._sharding.remove(parts)
-        self._parts.update(self._sharding.place([parts[0].layout for parts in old.values()], whole=True))
-        self._rounds.update(dict.fromkeys(cut, 0))
+        old = {key: self._shards[key] for key in split}
+        for shards in old.values():
+            self._sharding.remove(shards)
+        self._shards.update(self._sharding.place([shards[0].layout for shards in old.values()], whole=True))
+        self._rounds.update(dict.fromkeys(split, 0))
 
         def define() -> None:
             self._define([(key, [value]) for key, value in values.items()])
             numbers = [
-                [part.number for parts in old.values() for part in parts if part.server == server]
-                for server in self._team.servers
+                [shard.number for shards in old.values() for shard in shards if shard.server == server]
+                for server in self._collective_calls.servers
             ]
-            self._team.command("forget", [msgpack.packb(of_server) for of_server in numbers])
+            self._collective_calls.command("remove", [msgpack.packb(of_server) for of_server in numbers])
 
-        self._team.by_rank_0(define, "set_optimizer()")
+        self._collective_calls.run_on_rank(define, "set_optimizer()")
 
     @property
     def updates_wait(self) -> bool:  # noqa: D102  inherited
@@ -362,23 +372,23 @@ class DistStore(KVStore):
         def update(rate: float) -> None:
             assert self._spec is not None
             assert self._spec.clip_global_norm is not None
-            norms = [one for answer, _ in self._team.command("norms") for one in msgpack.unpackb(answer)]
+            norms = [one for packed, _ in self._collective_calls.command("norms") for one in msgpack.unpackb(packed)]
             if norms:
-                whole = clipping.norm_of_norms(torch.tensor(norms, dtype=torch.float64).unbind())
-                factor = clipping.factor(whole * abs(self._spec.rescale_grad), self._spec.clip_global_norm)
-                self._team.command("update", msgpack.packb([float(factor), rate]))
+                norm = clipping.norm_of_norms(torch.tensor(norms, dtype=torch.float64).unbind())
+                factor = clipping.factor(norm * abs(self._spec.rescale_grad), self._spec.clip_global_norm)
+                self._collective_calls.command("update", msgpack.packb([float(factor), rate]))
 
         self._end_updates(update, "update()")
 
     def _drop_updates(self) -> None:
-        self._end_updates(lambda _: self._team.command("drop"), "drop_updates()")
+        self._end_updates(lambda _: self._collective_calls.command("drop"), "drop_updates()")
 
     def _end_updates(self, action: Callable[[float], object], what: str) -> None:
-        """Have the first worker that does not rest do something with the rounds that are closed, at its rate."""
+        """Run an action on the first worker that is not inside join(), with its learning rate."""
         self._catch_up()
-        rates = self._member.meet(msgpack.packb(self._learning_rate), what)
+        rates = self._scheduler.all_gather(msgpack.packb(self._learning_rate), what)
         first = next(rank for rank, packed in enumerate(rates) if packed)
-        self._team.by_rank_0(lambda: action(msgpack.unpackb(rates[first])), what, first)
+        self._collective_calls.run_on_rank(lambda: action(msgpack.unpackb(rates[first])), what, first)
 
     @property
     def learning_rate(self) -> float:  # noqa: D102  inherited
@@ -386,13 +396,14 @@ class DistStore(KVStore):
         return self._with_optimizer("learning_rate")
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Use this rate from the next push on; rank 0's travels to the servers, and decides."""
+        """Set the learning rate from the next push on; only rank 0's is sent to the servers."""
         self._check_open()
         check_learning_rate(learning_rate)
         self._with_optimizer("set_learning_rate")
         self._learning_rate = float(learning_rate)
 
     def _with_optimizer(self, call: str) -> float:
+        """Return the learning rate; RuntimeError if no optimizer is set."""
         if self._learning_rate is None:
             raise RuntimeError(f"{call} needs an optimizer; call set_optimizer first")
         return self._learning_rate
@@ -402,15 +413,14 @@ class DistStore(KVStore):
         rate = self._with_optimizer("optimizer_state")
         assert self._spec is not None
         self._catch_up()
-        answers = self._team.command("state")
-        return optimizer_shards.joined(self._spec, rate, self._parts, answers)
+        return optimizer_shards.merge_states(self._spec, rate, self._shards, self._collective_calls.command("state"))
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        """Replace the optimizer's state by rank 0's; all workers call it."""
+        """Replace the optimizer's state by rank 0's. Collective: all workers must call it."""
         self._load(lambda: state)
 
     def load_optimizer_states(self, path: str | Path) -> None:
-        """Take over the optimizer state of rank 0's file; all workers call it, the others' paths are not looked at."""
+        """Load the optimizer's state from rank 0's path and ignore other paths. Collective: all ranks must call it."""
         self._load(lambda: read_optimizer_states(path))
 
     def _load(self, state: Callable[[], OptimizerState]) -> None:
@@ -419,32 +429,34 @@ class DistStore(KVStore):
         assert self._spec is not None
         spec = self._spec
         self._catch_up()
-        self._team.meet("load_optimizer_state()")
+        self._scheduler.all_gather(b"", "load_optimizer_state()")
 
         def load() -> None:
-            packed = optimizer_shards.split(spec, state(), self._parts, len(self._team.servers))
-            self._team.command("load", [payload for payload, _ in packed], [datas for _, datas in packed])
+            packed = optimizer_shards.split_state(spec, state(), self._shards, len(self._collective_calls.servers))
+            payloads, datas = [payload for payload, _ in packed], [tensors for _, tensors in packed]
+            self._collective_calls.command("load", payloads, datas)
 
-        self._team.by_rank_0(load, "load_optimizer_state()")
+        self._collective_calls.run_on_rank(load, "load_optimizer_state()")
 
     # Compression
 
     def _set_compression(self, compression: Compression | None) -> None:
-        params = None if compression is None else compression.params
-        packed = msgpack.packb(params)
+        packed = msgpack.packb(None if compression is None else compression.params)
         self._settle()
-        self._team.agree(packed, msgpack.unpackb, "set_gradient_compression()")
-        self._team.by_rank_0(lambda: self._team.command("compression", packed), "set_gradient_compression()")
-        self._contributions.compress(compression)
+        self._collective_calls.check_same(packed, msgpack.unpackb, "set_gradient_compression()")
+        self._collective_calls.run_on_rank(
+            lambda: self._collective_calls.command("compression", packed), "set_gradient_compression()"
+        )
+        self._encoder.set_compression(compression)
 
     @property
     def compresses(self) -> bool:  # noqa: D102  inherited
-        return self._contributions.compresses
+        return self._encoder.compresses
 
     def compression_residuals(self) -> dict[str, Tensor]:  # noqa: D102  inherited
         self._check_open()
         self._settle()
-        return self._contributions.residuals()
+        return self._encoder.residuals()
 
     def load_compression_residuals(self, residuals: Mapping[str, Tensor]) -> None:  # noqa: D102  inherited
         self._check_open()
@@ -452,20 +464,20 @@ class DistStore(KVStore):
             super().load_compression_residuals(residuals)
             return
         self._settle()
-        self._contributions.load_residuals(residuals, self._layout)
+        self._encoder.load_residuals(residuals, self._layout)
 
     def close(self) -> None:  # noqa: D102  inherited
         if not self._closed:
             super().close()
             self._finish()
-            if self._late is not None:
-                _log.error("worker %d leaves, and a push of it was lost: %s", self.rank, self._late)
+            if self._late_error is not None:
+                _log.error("worker %d leaves, and one of its pushes was lost: %s", self.rank, self._late_error)
 
 
-def _all_keys(bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key]) -> Pushed:
-    """What is pushed for each key of a bucket: for those that are not among ``keys``, nothing."""
-    given = dict(by_key(bucket, values, keys))
-    return [(key, given.get(key, [])) for key in bucket.keys]
+def _of_all_keys(bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key]) -> Pushed:
+    """Return the values of every key of a bucket; an empty list for keys that are not among ``keys``."""
+    present = dict(by_key(bucket, values, keys))
+    return [(key, present.get(key, [])) for key in bucket.keys]
 
 
 def _merged_outs(pairs: Pairs) -> Pairs:
@@ -476,28 +488,28 @@ def _merged_outs(pairs: Pairs) -> Pairs:
 
 
 def _definition(server: int, group: Sequence[tuple[ShardPlacement, Tensor]]) -> Request:
-    entries = [
+    definitions = [
         [
-            part.number,
-            part.layout.dtype,
-            list(part.shape),
-            part.width,
-            msgpack.packb(part.layout.key),
-            part.begin,
-            part.is_whole,
+            shard.number,
+            shard.layout.dtype,
+            list(shard.shape),
+            shard.width,
+            msgpack.packb(shard.layout.key),
+            shard.begin,
+            shard.is_whole,
         ]
-        for part, _ in group
+        for shard, _ in group
     ]
     return Request(
         server,
-        lambda sequence: Define(sequence, entries, None),
+        lambda sequence: Define(sequence, definitions, None),
         "init()",
-        nbytes=sum(part.nbytes for part, _ in group),
-        frames=[memory_of(value) for _, value in group],
+        nbytes=sum(shard.nbytes for shard, _ in group),
+        frames=[frame_of(value) for _, value in group],
     )
 
 
-def _arena() -> SharedMemoryPool | None:
+def _make_pool() -> SharedMemoryPool | None:
     if os.environ.get("GANGLINE_TRANSPORT") in ("tcp", "ipc"):
         return None
     try:
@@ -506,40 +518,29 @@ def _arena() -> SharedMemoryPool | None:
         return None
 
 
-def _job(timeout: float) -> tuple[environment.ServerJob, ChildServers | None]:
-    """This worker's job; serves in its place where the environment gives it another role."""
+def _find_job(timeout: float) -> tuple[environment.ServerJob, ChildServers | None]:
+    """Read the job from the environment. If DMLC_ROLE is server or scheduler, run that role and raise SystemExit(0)."""
     if environment.is_set():
-        environment.serve_if_told()
+        serve_if_assigned()
         return environment.from_environment(), None
     return start_child_servers(timeout)
 
 
 def _finish(
     queue: WorkQueue,
-    wire: ServerClient,
-    member: SchedulerClient,
-    arena: SharedMemoryPool | None,
-    embedded: ChildServers | None,
+    servers: ServerClient,
+    scheduler: SchedulerClient,
+    pool: SharedMemoryPool | None,
+    child_servers: ChildServers | None,
 ) -> None:
-    if threading.current_thread().name.startswith(
-        "gangline-"
-    ):  # it had the last hold on the store, and would wait for itself
-        threading.Thread(target=_give_back, args=(queue, wire, member, arena, embedded)).start()
+    """Close what a store uses; in a new thread if a thread to be joined held the last reference to the store."""
+    resources = [one for one in (queue, servers, scheduler, pool, child_servers) if one is not None]
+
+    def close_all() -> None:
+        for one in resources:
+            one.close()
+
+    if threading.current_thread().name.startswith("gangline-"):  # one of the store's own threads cannot join itself
+        threading.Thread(target=close_all).start()
     else:
-        _give_back(queue, wire, member, arena, embedded)
-
-
-def _give_back(
-    queue: WorkQueue,
-    wire: ServerClient,
-    member: SchedulerClient,
-    arena: SharedMemoryPool | None,
-    embedded: ChildServers | None,
-) -> None:
-    queue.close()
-    wire.close()
-    member.close()
-    if arena is not None:
-        arena.close()
-    if embedded is not None:
-        embedded.close()
+        close_all()

@@ -1,4 +1,4 @@
-"""A job without a launcher's servers: under torchrun the workers start the scheduler and the servers themselves."""
+"""Jobs without a launcher for servers: under torchrun the workers start the scheduler and the servers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gangline.kvstore.parameter_server.environment import ServerJob
 
 
 class ChildServers:
-    """Child processes of this worker; they end with the job, or with this process."""
+    """Scheduler and server processes started by this worker; they end with the job or with this process."""
 
     def __init__(self) -> None:
         self._children: list[subprocess.Popen[bytes]] = []
 
     def start_scheduler(self, workers: int, servers: int, host: str) -> int:
-        """Start a scheduler at a free port; gives the port."""
+        """Start a scheduler on a free port and return the port."""
         reading, writing = os.pipe()
         try:
             self._start("scheduler", workers, servers, host, 0, writing)
@@ -29,7 +29,7 @@ class ChildServers:
         with os.fdopen(reading) as pipe:
             port = pipe.readline()
         if not port:
-            raise RuntimeError("the scheduler that worker 0 started ended at once; see its output")
+            raise RuntimeError("the scheduler started by worker 0 exited at once; see its output")
         return int(port)
 
     def start_server(self, workers: int, servers: int, host: str, port: int) -> None:
@@ -37,12 +37,12 @@ class ChildServers:
         self._start("server", workers, servers, host, port, None)
 
     def close(self) -> None:
-        """Wait until the children have ended, as they do when all workers have left or died."""
+        """Wait until the processes have ended, which they do when all workers have left or died."""
         for child in self._children:
             child.wait()
 
     def kill(self) -> None:
-        """End the children."""
+        """Kill the processes."""
         for child in self._children:
             child.kill()
         self.close()
@@ -71,11 +71,13 @@ class ChildServers:
 
 
 def start_child_servers(timeout: float) -> tuple[ServerJob, ChildServers]:
-    """The job of workers that torchrun, or a hand, has given ranks: one server a host, a scheduler beside worker 0.
+    """Start one server per host and the scheduler on worker 0's host; ranks come from torchrun's variables.
+
+    Collective: all workers must call it.
 
     Raises:
-        RuntimeError: there is no job at all.
-        StallError: a worker did not come.
+        RuntimeError: if the environment describes no job.
+        StallError: if a worker does not take part within the timeout.
     """
     try:
         job = rendezvous.Rendezvous(timeout=timeout)
@@ -84,20 +86,20 @@ def start_child_servers(timeout: float) -> tuple[ServerJob, ChildServers]:
             "this process belongs to no job, so there are no servers; start it with "
             f"'gangline launch -n WORKERS -- COMMAND', or by torchrun ({error})"
         ) from error
-    embedded = ChildServers()
+    child_servers = ChildServers()
     try:
         hosts = rendezvous.hosts(job.exchange) if job.size > 1 else [0]
         servers = len(set(hosts))
         interface = job.interface() if job.size > 1 else LOOPBACK
-        said = b""
+        address = b""
         if job.rank == 0:
-            said = f"{interface} {embedded.start_scheduler(job.size, servers, interface)}".encode()
-        host, _, port = (job.exchange(said)[0] if job.size > 1 else said).decode().rpartition(" ")
+            address = f"{interface} {child_servers.start_scheduler(job.size, servers, interface)}".encode()
+        host, _, port = (job.exchange(address)[0] if job.size > 1 else address).decode().rpartition(" ")
         if hosts.index(hosts[job.rank]) == job.rank:  # the first worker of its host
-            embedded.start_server(job.size, servers, host, int(port))
-        return ServerJob("worker", host, int(port), job.size, servers, job.rank, interface, None), embedded
+            child_servers.start_server(job.size, servers, host, int(port))
+        return ServerJob("worker", host, int(port), job.size, servers, job.rank, interface, None), child_servers
     except BaseException:
-        embedded.kill()
+        child_servers.kill()
         raise
     finally:
         job.close()

@@ -20,11 +20,20 @@ from gangline.kvstore.buckets import Bucket, plan
 from gangline.kvstore.interface import read_optimizer_states
 from gangline.kvstore.optimizer import clipping
 from gangline.kvstore.optimizer.spec import OptimizerSpec
-from gangline.kvstore.parameter_server.protocol import DENSE, Ack, Answer, Command, Define, Done, Pull, Push
+from gangline.kvstore.parameter_server.protocol import (
+    DENSE,
+    Ack,
+    Command,
+    CommandResult,
+    Define,
+    Pull,
+    Push,
+    ValuesRead,
+)
 from gangline.kvstore.parameter_server.server import optimizer_shards
 from gangline.kvstore.parameter_server.store import DistStore
-from tests.kvstore.dist_cases import check
-from tests.kvstore.dist_threads import Job, Line
+from tests.kvstore.parameter_server.cases import check
+from tests.kvstore.parameter_server.in_process import Job, RawClient
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -369,7 +378,7 @@ def keys_that_are_cut(kv: KVStore) -> None:
             store.assign(list(LARGE), [torch.ones(shape, dtype=torch.float64) for shape in LARGE.values()])
             store.set_optimizer(("sgd", {**arguments, name: threshold}))
         if isinstance(kv, DistStore):  # a key's own norm wants it whole
-            assert (len(kv._parts["vector"]) > 1) is (name != "clip_norm")
+            assert (len(kv._shards["vector"]) > 1) is (name != "clip_norm")
         for step in range(2):
             of_ranks = [
                 [whole_numbers(shape, rank, step) for rank in range(kv.num_workers)] for shape in LARGE.values()
@@ -503,36 +512,36 @@ def test_a_server_keeps_sums_until_the_update_command_and_refuses_pulls_before()
     spec = optimizer_shards.pack_spec(OptimizerSpec.parse(("sgd", {"learning_rate": 1.0, "clip_global_norm": 1.0})))
     with Job(1) as job:
         (member,) = job.members()
-        with Line.of_worker(member) as line:
+        with RawClient.of_worker(member) as client:
             sizes = {5: count, 6: small}
             made = [
                 [number, "float32", [size], 1, msgpack.packb(str(number)), 0, True] for number, size in sizes.items()
             ]
             zeros = [bytes(4 * size) for size in sizes.values()]
-            assert line.ask(Define(1, made, None), *zeros) == Ack([1])
-            assert "RuntimeError" in line.refusal(Command(2, "norms", b""))
-            assert line.ask(Command(3, "optimizer", spec)) == Answer(3, b"")
+            assert client.request(Define(1, made, None), *zeros) == Ack([1])
+            assert "RuntimeError" in client.refusal(Command(2, "norms", b""))
+            assert client.request(Command(3, "optimizer", spec)) == CommandResult(3, b"")
             entries = [[number, 1, DENSE, 4 * size] for number, size in sizes.items()]
             ones = [torch.ones(size).numpy().tobytes() for size in sizes.values()]
-            assert line.ask(Push(4, entries, None, None, False, None), *ones) == Ack([4])
+            assert client.request(Push(4, entries, None, None, False, None), *ones) == Ack([4])
             for _ in range(2):  # asked again, for the answer was lost
-                norms = msgpack.unpackb(line.ask(Command(5, "norms", b"")).payload)
+                norms = msgpack.unpackb(client.request(Command(5, "norms", b"")).payload)
                 assert norms == [pytest.approx(math.sqrt(count)), 2.0]
-            values, (data,) = read_large(line, Pull(6, entries[:1], False, None))
+            values, (data,) = read_large(client, Pull(6, entries[:1], False, None))
             assert not torch.frombuffer(bytearray(data), dtype=torch.float32).any()
             update = Command(7, "update", msgpack.packb([0.5, 3.0]))
-            line.say(update)
-            assert line.ask(Pull(8, [[99, 0, DENSE, 0]], False, None)).error == "KeyError"
-            assert line.hears_nothing()
-            assert line.ask(Done([values.number])) == Answer(7, b"")
-            assert line.ask(update) == Answer(7, b"")  # it came before, and is not done twice
-            values, (data,) = read_large(line, Pull(9, entries[:1], False, None))
+            client.send(update)
+            assert client.request(Pull(8, [[99, 0, DENSE, 0]], False, None)).error == "KeyError"
+            assert client.has_nothing()
+            assert client.request(ValuesRead([values.number])) == CommandResult(7, b"")
+            assert client.request(update) == CommandResult(7, b"")  # it came before, and is not done twice
+            values, (data,) = read_large(client, Pull(9, entries[:1], False, None))
             assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32), torch.full((count,), -1.5))
-            assert msgpack.unpackb(line.ask(Command(10, "norms", b"")).payload) == []
+            assert msgpack.unpackb(client.request(Command(10, "norms", b"")).payload) == []
 
 
-def read_large(line: Line, pull: Pull) -> tuple[Any, list[bytes]]:
-    line.say(pull)
-    values, frames = line.hear()
-    assert values.number  # the server waits for Done
+def read_large(client: RawClient, pull: Pull) -> tuple[Any, list[bytes]]:
+    client.send(pull)
+    values, frames = client.receive()
+    assert values.number  # the server waits for ValuesRead
     return values, frames

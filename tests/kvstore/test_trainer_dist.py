@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gangline.kvstore import Trainer
-from tests.kvstore.dist_job import run_job
+from tests.kvstore.parameter_server.processes import run_job
 
 pytestmark = pytest.mark.timeout(60)
 STEPS, SIZES = 20, (5, 3)

@@ -20,7 +20,7 @@ from gangline.collectives import Communicator, spawn
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer
 from gangline.models.reducer import reducer
-from tests.kvstore.dist_job import run_job
+from tests.kvstore.parameter_server.processes import run_job
 
 pytestmark = pytest.mark.timeout(110)
 

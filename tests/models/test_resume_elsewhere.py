@@ -17,7 +17,7 @@ from gangline.collectives.communicator import Communicator
 from gangline.collectives.processes.spawning import spawn
 from gangline.kvstore import create
 from gangline.models.checkpoint import checkpoint
-from tests.kvstore.dist_job import run_job
+from tests.kvstore.parameter_server.processes import run_job
 
 SAMPLES, BATCH, EPOCHS = 23, 2, 2
 BATCHES = 12

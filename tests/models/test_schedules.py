@@ -18,7 +18,7 @@ from gangline.collectives.processes.spawning import spawn
 from gangline.kvstore import create
 from gangline.models.loop.schedules import Schedule, schedule
 from gangline.models.loop.torch_schedulers import TorchScheduler
-from tests.kvstore.dist_job import run_job
+from tests.kvstore.parameter_server.processes import run_job
 
 SAMPLES = 24
 

@@ -22,7 +22,7 @@ from gangline.kvstore import create
 from gangline.models.checkpoint import checkpoint
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.loop.stopping import EarlyStopping, signal_heard, stop_on
-from tests.kvstore.dist_job import run_job
+from tests.kvstore.parameter_server.processes import run_job
 
 SAMPLES, BATCHES, EPOCHS = 24, 4, 3
 Params = dict[str, torch.Tensor]

@@ -16,7 +16,7 @@ from gangline import Module
 from gangline.collectives import Communicator, spawn
 from gangline.kvstore import KVStore, create
 from gangline.models.data.datasets import digits
-from tests.kvstore.dist_job import run_job
+from tests.kvstore.parameter_server.processes import run_job
 
 pytestmark = pytest.mark.timeout(110)
 

@@ -1,1 +1,1 @@
-"""What a worker uses to reach servers and the scheduler."""
+"""Clients of the servers and of the scheduler."""

@@ -1,4 +1,4 @@
-"""What a worker asks of a server, on its way there and back."""
+"""Request of a worker to one server."""
 
 from __future__ import annotations
 
@@ -12,35 +12,36 @@ from gangline.kvstore.parameter_server.protocol import Message
 
 @dataclass(eq=False)
 class Request:
-    """Something that a server is asked, and what to do with its answer."""
+    """Message to a server and the callbacks for its answers."""
 
     server: int
     message: Callable[[int], Message]
-    """Makes the message of a sequence number."""
+    """Makes the message from a sequence number."""
     what: str
-    """For errors: what waits."""
+    """Name of the call, for errors."""
     nbytes: int = 0
-    """How much data go along; they count until the server has them."""
+    """Bytes of data, which count as in flight until the server has received them."""
     frames: Sequence[bytes | memoryview] = ()
-    """The data of each entry, where they travel so."""
-    is_own: bool = False
+    """Data frames, one per entry, if the data are not in shared memory."""
+    owns_data: bool = False
     """True if the payload is a private copy; a push without reply then completes when sent, not when acknowledged."""
     on_answer: Callable[[Message, list[Tensor]], bool] = lambda *_: True
-    """Called with the answer and its data; whether the request is over."""
+    """Called with each answer and its data; returns whether the request is complete."""
     on_sent: Callable[[], None] = lambda: None
-    """Called when it has gone out for the first time."""
+    """Called when the message has been sent for the first time."""
     on_error: Callable[[Exception], None] = lambda _: None
-    on_free: Callable[[], None] | None = None
-    """Called when the memory that the message names may be written again; None: it names none."""
+    on_release: Callable[[], None] | None = None
+    """Called when the message's shared-memory region may be overwritten; None: it has none."""
     priority: int = 0
-    wants: bool = False
-    """Whether values answer it; else that the server has it is all there is to wait for."""
+    wants_values: bool = False
+    """True if an answer with data follows; otherwise the request is complete when it is acknowledged."""
     sequence: int = field(default=0, init=False)
-    since: float = field(default=0.0, init=False)
+    sent_at: float = field(default=0.0, init=False)
     packed: bytes = field(default=b"", init=False)
-    taken: bool = field(default=False, init=False)
+    received: bool = field(default=False, init=False)
+    """True once the server has received it."""
 
     @property
-    def is_over_when_sent(self) -> bool:
-        """Whether its sender waits no longer than until it has gone out."""
-        return self.is_own and not self.wants
+    def completes_when_sent(self) -> bool:
+        """True if nobody waits for an acknowledgement or an answer."""
+        return self.owns_data and not self.wants_values

@@ -1,4 +1,4 @@
-"""A worker's lines to its servers: requests go out by priority, as far as servers keep up; answers come back."""
+"""Client of all servers: sends requests by priority within a window of bytes per server, and handles the answers."""
 
 from __future__ import annotations
 
@@ -10,131 +10,210 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
+from functools import partial
 
 import zmq
 from torch import Tensor
 
-from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
+from gangline.collectives.compression import Codec
+from gangline.collectives.errors import DeadNodeError, ProtocolError, StallError
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.liveness.limits import limits
 from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.collectives.transports.zmq.context import end
+from gangline.collectives.work import Work
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.protocol import (
     Ack,
-    Answer,
-    Done,
+    CommandResult,
     Failed,
-    Free,
     Hello,
     Message,
+    Release,
     Values,
+    ValuesRead,
     Welcome,
 )
 from gangline.kvstore.parameter_server.transport.client_channel import Channel, open_channel
-from gangline.kvstore.parameter_server.transport.frames import bytes_of
-from gangline.kvstore.parameter_server.transport.poller import LOOKS_SECONDS, Poller, Source
+from gangline.kvstore.parameter_server.transport.frames import tensor_of
+from gangline.kvstore.parameter_server.transport.poller import SPIN_SECONDS, Poller, Source
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool
 
 _log = logging.getLogger("gangline")
 _WINDOW = 16 << 20
-"""Bytes that may be on their way to a server before it has taken them: then priorities still have a say."""
+"""Maximum bytes in flight to a server. Priorities only order what has not been sent."""
 
-_MOST_QUEUED = 256 << 20
-"""Bytes that may wait here to be sent: what comes then stays with its caller until there is room."""
+_MAX_QUEUED = 256 << 20
+"""Bytes of unsent requests beyond which `wait_for_room` blocks."""
 
 _TICK_MS = 100
-_GRACE_SECONDS = 10.0
-_ERRORS: dict[str, type[Exception]] = {
-    kind.__name__: kind
-    for kind in (DeadNodeError, MismatchError, ProtocolError, StallError, ValueError, KeyError, TypeError, RuntimeError)
-}
+_CLOSE_SECONDS = 10.0
+
+
+class PendingRequests:
+    """A Work that completes when all its requests have completed, with the first error among them.
+
+    A context manager: the Work does not complete before the block ends, and an exception in the block becomes its
+    error.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        name: str,
+        codec: Codec | None = None,
+        on_late_error: Callable[[Exception], None] = lambda _: None,
+    ) -> None:
+        """Start without requests.
+
+        Args:
+            work: completed when the requests are.
+            name: for errors.
+            codec: compression of pulled values.
+            on_late_error: called with errors of requests that completed when they were sent.
+        """
+        self.name = name
+        self.codec = codec
+        self._on_late_error = on_late_error
+        self._work = work
+        self._open = 1
+        self._ended = False
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def submit(self, requests: Sequence[Request], servers: ServerClient) -> None:
+        """Send requests and add them to those that the Work waits for."""
+        with self._lock:
+            self._open += len(requests)
+        for request in requests:
+            if request.completes_when_sent:
+                request.on_sent = partial(self._end, None)
+                request.on_error = partial(self._fail, request)
+            else:
+                request.on_answer = self._ending_with(request.on_answer)
+                request.on_error = self._end
+        for request in requests:
+            servers.submit(request)
+
+    def __enter__(self) -> PendingRequests:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self._end(error)
+        return True  # the Work raises it
+
+    def _ending_with(self, take: Callable[[Message, list[Tensor]], bool]) -> Callable[[Message, list[Tensor]], bool]:
+        def on_answer(message: Message, datas: list[Tensor]) -> bool:
+            is_complete = take(message, datas)
+            if is_complete:
+                self._end(None)
+            return is_complete
+
+        return on_answer
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        if request.sequence:  # it was sent, so it has completed already
+            self._on_late_error(error)
+        else:
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._lock:
+            self._open -= 1
+            self._error = self._error or error
+            # after a death or a stall, the other requests may never be answered
+            ends = not self._ended and (not self._open or isinstance(error, (DeadNodeError, StallError)))
+            self._ended |= ends
+        if ends:
+            self._work.complete(self._error)
 
 
 class _ServerConnection:
-    """One server, as the wire knows it."""
+    """State of the connection to one server."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.memory: Segment | None = None
-        self.shares = False
+        self.shares_memory = False
         self.greeted = False
-        self.under_way = 0  # bytes that the server has not taken
-        self.undelivered = 0  # requests that nobody waits for, of those
-        self.pending: dict[int, Request] = {}  # not answered yet
-        self.holding: dict[int, Request] = {}  # answered, but their memory is not free yet
-        self.read = 0  # the highest number of Values in the server's memory that has been read
+        self.in_flight = 0  # bytes that the server has not received
+        self.undelivered = 0  # number of requests in flight that completed when sent
+        self.pending: dict[int, Request] = {}  # not answered
+        self.unreleased: dict[int, Request] = {}  # answered, but the server still reads their memory
+        self.last_read = 0  # highest Values.number that has been read
 
 
 class ServerClient:
-    """Sockets to all servers. Whoever waits for an answer moves them; a thread does while nobody waits.
+    """Connections to all servers. Threads that wait for an answer drive the sockets; otherwise a thread does.
 
     Args:
-        member: this worker's.
+        scheduler: this worker's membership.
         mode: "sync" or "async".
         staleness: see `protocol.Hello`.
-        arena: what this worker shares with servers of its host; None: nothing.
-        timeout: seconds that an answer may take.
+        pool: memory that this worker shares with servers of its host; None: none.
+        timeout: seconds to wait for an answer.
 
     Raises:
-        MismatchError: another worker's mode or staleness differs.
-        DeadNodeError: a server is gone.
-        StallError: one does not answer.
+        MismatchError: if another worker has a different mode or staleness.
+        DeadNodeError: if a server has died.
+        StallError: if a server does not answer within the timeout.
     """
 
     def __init__(
-        self, member: SchedulerClient, mode: str, staleness: int, arena: SharedMemoryPool | None, timeout: float
+        self, scheduler: SchedulerClient, mode: str, staleness: int, pool: SharedMemoryPool | None, timeout: float
     ) -> None:
         bounds = limits()
         self._timeout, self._stall_warn = timeout, bounds.stall_warn
-        self._member = member
-        self._hello = Hello(member.rank, member.view, mode, staleness, arena.card if arena is not None else b"", 0)
+        self._scheduler = scheduler
+        handle = b"" if pool is None else pool.handle
+        self._hello = Hello(scheduler.rank, scheduler.view, mode, staleness, handle, 0)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(2)
         self._sequences = itertools.count(1)
-        self._ticket = itertools.count()
-        self._outbox: list[tuple[int, int, Request]] = []
-        self._queued = 0  # bytes in it
-        self._lock = threading.Lock()  # of the outbox
-        self._turn = threading.Lock()  # held by whoever moves the sockets
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._order = itertools.count()
+        self._outbox: list[tuple[int, int, Request]] = []  # heap of (-priority, order, request)
+        self._queued = 0  # bytes in the outbox
+        self._lock = threading.Lock()  # protects the outbox
+        self._driving = threading.Lock()  # held by the thread that drives the sockets
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
         self._idle = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._checked = 0.0
+        self._checked_at = 0.0
         self._warned = False
-        self._lines = [
-            _ServerConnection(open_channel(address, self._context, member.identity)) for address in member.servers
+        self._poller = Poller()
+        self._poller.add(self._event_fd)
+        self._connections = [
+            _ServerConnection(open_channel(address, self._context, scheduler.identity, self._poller))
+            for address in scheduler.servers
         ]
-        self._watch = Poller()
-        self._watch.add(self._bell)
-        member.on_news = self._ring
-        self._refusal: Exception | None = None  # of a hello
+        scheduler.on_change = self._notify
+        self._refusal: Exception | None = None  # of a Hello
         try:
             self._greet_all()
         except BaseException:
             self.close()
             raise
-        if not all(self.shares):  # values come by socket: 4 MiB again and again
+        if not all(self.shares_memory):  # values arrive by socket, in buffers of up to 4 MiB
             keep_freed_memory()
 
     @property
-    def shares(self) -> list[bool]:
-        """Of each server, whether it reads this worker's memory."""
-        return [line.shares for line in self._lines]
+    def shares_memory(self) -> list[bool]:
+        """For each server, whether it reads this worker's shared memory."""
+        return [connection.shares_memory for connection in self._connections]
 
     def memory_of(self, server: int) -> Segment:
-        """A server's shared memory, of which `protocol.Values` name places."""
-        memory = self._lines[server].memory
+        """Return a server's shared memory, into which `protocol.Values` point."""
+        memory = self._connections[server].memory
         if memory is None:
-            raise ProtocolError(f"server {server} names a place in memory that it does not share")
+            raise ProtocolError(f"server {server} names an offset in shared memory, but shares none")
         return memory
 
     def submit(self, request: Request) -> None:
-        """Have a request sent; its callbacks run in whatever thread moves the sockets then."""
+        """Queue a request; its callbacks run in the thread that drives the sockets then."""
         lost = self._lost(request.server)
         if lost:
             request.on_error(self._dead(request, lost))
@@ -142,107 +221,103 @@ class ServerClient:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the store is closed")
-            heapq.heappush(self._outbox, (-request.priority, next(self._ticket), request))
+            heapq.heappush(self._outbox, (-request.priority, next(self._order), request))
             self._queued += request.nbytes
-        self._kick()
+        self._send_queued()
 
     def wait_for_room(self) -> None:
-        """Return when not too much waits to be sent."""
-        if self._queued > _MOST_QUEUED:
-            self.wait(lambda: self._queued <= _MOST_QUEUED)
+        """Wait until at most 256 MiB are queued."""
+        if self._queued > _MAX_QUEUED:
+            self.wait(lambda: self._queued <= _MAX_QUEUED)
 
-    def go_on(self) -> None:
-        """Have answers taken in also while nobody waits for them."""
+    def drive_in_background(self) -> None:
+        """Start or resume the thread that handles answers while no other thread waits."""
         with self._idle:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="gangline-wire", daemon=True)
+                self._thread = threading.Thread(target=self._serve, name="gangline-server-client", daemon=True)
                 self._thread.start()
             self._idle.notify()
 
     def flush(self, seconds: float = math.inf) -> bool:
-        """Return when servers have all that was to be sent, whatever they wait for with it; whether so in the time."""
+        """Wait until servers have received all requests, whether answered or not; return False after the timeout."""
 
-        def is_over() -> bool:
-            return not self._outbox and not any(line.under_way for line in self._lines)
+        def is_flushed() -> bool:
+            return not self._outbox and not any(connection.in_flight for connection in self._connections)
 
         ends = time.monotonic() + seconds
-        self.wait(lambda: is_over() or time.monotonic() > ends)
-        return is_over()
+        self.wait(lambda: is_flushed() or time.monotonic() > ends)
+        return is_flushed()
 
     def deliver(self) -> None:
-        """Return when servers have all that was over when it was sent, or are lost."""
-        self.wait(lambda: not any(line.undelivered for line in self._lines))
+        """Wait until servers have received, or lost, all requests that completed when sent."""
+        self.wait(lambda: not any(connection.undelivered for connection in self._connections))
 
     def wait(self, is_over: Callable[[], bool]) -> None:
-        """Move the sockets until something is over, or another thread does until then."""
+        """Drive the sockets, or wait while another thread does, until a condition holds."""
         while not is_over():
-            if self._turn.acquire(timeout=0.002):
+            if self._driving.acquire(timeout=0.002):
                 try:
                     while not is_over():
-                        self._progress(_TICK_MS, LOOKS_SECONDS)
+                        self._progress(_TICK_MS, SPIN_SECONDS)
                 finally:
-                    self._turn.release()
-                self._kick()
-        if any(line.channel.is_full for line in self._lines):  # it was sent, but not all of it has gone out
-            self.go_on()
-
-    def say(self, server: int, message: Message) -> None:
-        """Send something that needs no answer; only in a callback."""
-        self._lines[server].channel.send([protocol.pack(message)])
+                    self._driving.release()
+                self._send_queued()
+        if any(connection.channel.is_full for connection in self._connections):  # bytes are left in a channel's queue
+            self.drive_in_background()
 
     def close(self) -> None:
-        """Close the sockets once servers have what was sent; fail what is still pending. Idempotent."""
-        if not self._closed and not self.flush(_GRACE_SECONDS):
-            _log.warning("worker %d leaves, and servers may not have all that it has pushed", self._member.rank)
+        """Close the sockets once servers have received all requests; fail what is still pending. Idempotent."""
+        if not self._closed and not self.flush(_CLOSE_SECONDS):
+            _log.warning("worker %d leaves, and servers may not have received all its pushes", self._scheduler.rank)
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        self._ring()
+        self._notify()
         with self._idle:
             self._idle.notify_all()
         if self._thread is not None:
             self._thread.join()
-        with self._turn:
-            for line in self._lines:
-                line.channel.close()
-            self._watch.close()
+        with self._driving:
+            for connection in self._connections:
+                connection.channel.close()
+            self._poller.close()
             self._fail_all(RuntimeError("the store was closed"))
             end(self._context)
-            with self._lock:  # who rings afterwards must not ring another's bell of the same number
-                bell, self._bell = self._bell, -1
-                os.close(bell)
+            with self._lock:  # a later _notify must not write to another file with the same descriptor
+                event_fd, self._event_fd = self._event_fd, -1
+                os.close(event_fd)
 
     # Sending
 
     def _greet_all(self) -> None:
         ends = time.monotonic() + self._timeout
-        with self._turn:
-            while not all(line.greeted for line in self._lines):
+        with self._driving:
+            while not all(connection.greeted for connection in self._connections):
                 self._progress(_TICK_MS)
                 if self._refusal is not None:
                     raise self._refusal
-                for server in range(len(self._lines)):
+                for server in range(len(self._connections)):
                     if lost := self._lost(server):
-                        raise DeadNodeError(f"{lost} (worker {self._member.rank} said hello)")
+                        raise DeadNodeError(f"{lost} (worker {self._scheduler.rank} connected to it)")
                 if time.monotonic() > ends:
-                    silent = [index for index, line in enumerate(self._lines) if not line.greeted]
+                    silent = [index for index, one in enumerate(self._connections) if not one.greeted]
                     raise StallError(f"servers {silent} did not answer within {self._timeout:g} s")
 
-    def _kick(self) -> None:
-        """See that what is in the outbox goes out: now, or by whoever moves the sockets."""
+    def _send_queued(self) -> None:
+        """Send queued requests now, or notify the thread that drives the sockets."""
         while self._outbox:
-            if not self._turn.acquire(blocking=False):
-                self._ring()
+            if not self._driving.acquire(blocking=False):
+                self._notify()
                 return
             try:
-                self._flush()
+                self._flush_outbox()
             finally:
-                self._turn.release()
-            if self._outbox:  # the window is full: an answer opens it
+                self._driving.release()
+            if self._outbox:  # the window is full until an acknowledgement arrives
                 return
 
-    def _flush(self) -> None:
+    def _flush_outbox(self) -> None:
         if not self._outbox:
             return
         with self._lock:
@@ -251,197 +326,192 @@ class ServerClient:
                 while self._outbox:
                     entry = heapq.heappop(self._outbox)
                     request = entry[2]
-                    line = self._lines[request.server]
-                    if line.under_way and line.under_way + request.nbytes > _WINDOW:
+                    connection = self._connections[request.server]
+                    if connection.in_flight and connection.in_flight + request.nbytes > _WINDOW:
                         kept.append(entry)
                     else:
                         self._queued -= request.nbytes
-                        self._dispatch(line, request)
+                        self._dispatch(connection, request)
             finally:
-                self._outbox = kept + self._outbox  # in order, as a heap is
+                self._outbox = kept + self._outbox  # sorted, so still a heap
 
-    def _dispatch(self, line: _ServerConnection, request: Request) -> None:
+    def _dispatch(self, connection: _ServerConnection, request: Request) -> None:
         request.sequence = next(self._sequences)
-        request.since = time.monotonic()
+        request.sent_at = time.monotonic()
         request.packed = protocol.pack(request.message(request.sequence))
-        line.pending[request.sequence] = request
-        line.under_way += request.nbytes
-        line.undelivered += request.is_over_when_sent
-        self._transmit(line, request)
+        connection.pending[request.sequence] = request
+        connection.in_flight += request.nbytes
+        connection.undelivered += request.completes_when_sent
+        connection.channel.send([request.packed, *request.frames])
         request.on_sent()
 
-    def _transmit(self, line: _ServerConnection, request: Request) -> None:
-        line.channel.send([request.packed, *request.frames])
-
-    def _ring(self) -> None:
+    def _notify(self) -> None:
         with self._lock:
-            if self._bell >= 0:
-                os.eventfd_write(self._bell, 1)
+            if self._event_fd >= 0:
+                os.eventfd_write(self._event_fd, 1)
 
     # Receiving
 
     def _serve(self) -> None:
-        """Move the sockets while requests are under way that nobody waits for."""
+        """Drive the sockets while requests are pending and no other thread does."""
         while not self._closed:
             if not self._is_busy():
                 with self._idle:
                     if not self._is_busy() and not self._closed:
                         self._idle.wait()
                 continue
-            if self._turn.acquire(timeout=0.05):
+            if self._driving.acquire(timeout=0.05):
                 try:
                     if not self._closed:
                         self._progress(_TICK_MS)
                 finally:
-                    self._turn.release()
-                self._kick()
+                    self._driving.release()
+                self._send_queued()
 
     def _is_busy(self) -> bool:
-        return bool(self._outbox) or any(line.pending or line.holding for line in self._lines)
+        return bool(self._outbox) or any(one.pending or one.unreleased for one in self._connections)
 
-    def _progress(self, timeout_ms: int, looks_seconds: float = 0.0) -> None:
-        self._flush()
-        for line in self._lines:
-            line.channel.arm(self._watch)
-        events = self._watch.wait(timeout_ms, looks_seconds)
-        if self._bell in events:
+    def _progress(self, timeout_ms: int, spin_seconds: float = 0.0) -> None:
+        self._flush_outbox()
+        events = self._poller.wait(timeout_ms, spin_seconds)
+        if self._event_fd in events:
             with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._bell)
-        for server, line in enumerate(self._lines):
-            if line.channel.has_come(events):
-                self._greet(line)
-            self._receive(server, line, events)
+                os.eventfd_read(self._event_fd)
+        for server, connection in enumerate(self._connections):
+            if connection.channel.reconnected(events):
+                self._greet(connection)
+            self._receive(server, connection, events)
         self._check()
-        self._flush()
+        self._flush_outbox()
 
-    def _greet(self, line: _ServerConnection) -> None:
-        """Say hello on a new connection, and ask again what may be lost with the last: it is known by its number."""
-        line.channel.send([protocol.pack(replace(self._hello, read=line.read))])
-        for request in [*line.holding.values(), *line.pending.values()]:
-            self._transmit(line, request)
+    def _greet(self, connection: _ServerConnection) -> None:
+        """Send Hello on a new connection, then repeat unanswered requests, which may be lost, under their numbers."""
+        connection.channel.send([protocol.pack(replace(self._hello, last_read=connection.last_read))])
+        for request in [*connection.unreleased.values(), *connection.pending.values()]:
+            connection.channel.send([request.packed, *request.frames])
 
-    def _receive(self, server: int, line: _ServerConnection, events: Set[Source]) -> None:
-        for frames in line.channel.receive(events):
+    def _receive(self, server: int, connection: _ServerConnection, events: Set[Source]) -> None:
+        for frames in connection.channel.receive(events):
             try:
-                self._hear(server, line, protocol.unpack(frames[0]), frames[1:])
+                self._handle(server, connection, protocol.unpack(frames[0]), frames[1:])
             except ProtocolError as error:
-                _log.warning("worker %d drops what server %d sent: %s", self._member.rank, server, error)
+                _log.warning("worker %d drops a message of server %d: %s", self._scheduler.rank, server, error)
 
-    def _hear(self, server: int, line: _ServerConnection, message: Message, frames: list[memoryview]) -> None:
+    def _handle(self, server: int, connection: _ServerConnection, message: Message, frames: list[memoryview]) -> None:
         match message:
             case Welcome(shared, memory):
-                line.greeted = True
-                if shared and memory and line.memory is None:
-                    line.memory = open_offered(memory)
-                line.shares = shared and line.memory is not None
+                connection.greeted = True
+                if shared and memory and connection.memory is None:
+                    connection.memory = open_offered(memory)
+                connection.shares_memory = shared and connection.memory is not None
             case Ack(sequences):
                 for sequence in sequences:
-                    self._take(line, sequence)
-            case Free(sequences):
+                    self._acknowledge(connection, sequence)
+            case Release(sequences):
                 for sequence in sequences:
-                    holder = line.holding.pop(sequence, None) or line.pending.get(sequence)
-                    if holder is not None and holder.on_free is not None:
-                        holder.on_free()
-                        holder.on_free = None
+                    request = connection.unreleased.pop(sequence, None) or connection.pending.get(sequence)
+                    if request is not None and request.on_release is not None:
+                        request.on_release()
+                        request.on_release = None
             case Values(sequence, number, _, _):
-                self._settle(line, sequence, message, [bytes_of(frame) for frame in frames])
+                self._settle(connection, sequence, message, [tensor_of(frame) for frame in frames])
                 if number:
-                    line.read = max(line.read, number)
-                    self.say(server, Done([number]))
-            case Answer(sequence, _):
-                self._settle(line, sequence, message, [bytes_of(frame) for frame in frames])
+                    connection.last_read = max(connection.last_read, number)
+                    connection.channel.send([protocol.pack(ValuesRead([number]))])
+            case CommandResult(sequence, _):
+                self._settle(connection, sequence, message, [tensor_of(frame) for frame in frames])
             case Failed(sequence, kind, text):
-                error = _ERRORS.get(kind, GanglineError)(text)
-                if not sequence:  # it could not be read far enough to be known by its number
+                error = protocol.make_error(kind, text)
+                if not sequence:  # of a Hello, or of a message whose number the server could not read
                     self._refusal = error
-                    _log.warning("server %d refuses what worker %d sent: %s", server, self._member.rank, text)
-                self._fail(line, sequence, error)
+                    _log.warning("server %d rejects a message of worker %d: %s", server, self._scheduler.rank, text)
+                self._fail(connection, sequence, error)
             case _:
-                raise ProtocolError(f"{type(message).__name__} came")
+                raise ProtocolError(f"received an unexpected {type(message).__name__}")
 
-    def _settle(self, line: _ServerConnection, sequence: int, message: Message, datas: list[Tensor]) -> None:
-        request = line.pending.get(sequence)
-        if request is None:  # answered before, as happens where it was asked twice
+    def _settle(self, connection: _ServerConnection, sequence: int, message: Message, datas: list[Tensor]) -> None:
+        request = connection.pending.get(sequence)
+        if request is None:  # answered before: the request was repeated after a reconnection
             return
-        self._take_off(line, request)
+        self._mark_received(connection, request)
         try:
-            is_over = request.on_answer(message, datas)
-        except Exception as error:  # noqa: BLE001  it belongs to whoever asked
-            self._fail(line, sequence, error)
+            is_complete = request.on_answer(message, datas)
+        except Exception as error:  # noqa: BLE001  passed to the request
+            self._fail(connection, sequence, error)
             return
-        if is_over:
-            del line.pending[sequence]
-            if request.on_free is not None:
-                line.holding[sequence] = request
+        if is_complete:
+            del connection.pending[sequence]
+            if request.on_release is not None:
+                connection.unreleased[sequence] = request
 
-    def _take(self, line: _ServerConnection, sequence: int) -> None:
-        """The server has what a request carried; one that wants no values is over."""
-        request = line.pending.get(sequence)
+    def _acknowledge(self, connection: _ServerConnection, sequence: int) -> None:
+        """Mark a request as received; this completes it unless it wants values."""
+        request = connection.pending.get(sequence)
         if request is not None:
-            self._take_off(line, request)
-            if not request.wants:
-                self._settle(line, sequence, Ack([sequence]), [])
+            self._mark_received(connection, request)
+            if not request.wants_values:
+                self._settle(connection, sequence, Ack([sequence]), [])
 
-    def _take_off(self, line: _ServerConnection, request: Request) -> None:
-        if not request.taken:
-            request.taken = True
-            line.under_way -= request.nbytes
-            line.undelivered -= request.is_over_when_sent
+    def _mark_received(self, connection: _ServerConnection, request: Request) -> None:
+        if not request.received:
+            request.received = True
+            connection.in_flight -= request.nbytes
+            connection.undelivered -= request.completes_when_sent
 
-    def _fail(self, line: _ServerConnection, sequence: int, error: Exception) -> None:
-        request = line.pending.pop(sequence, None)
+    def _fail(self, connection: _ServerConnection, sequence: int, error: Exception) -> None:
+        request = connection.pending.pop(sequence, None)
         if request is None:
             return
-        self._take_off(line, request)
-        if request.on_free is not None:
-            line.holding[sequence] = request
+        self._mark_received(connection, request)
+        if request.on_release is not None:
+            connection.unreleased[sequence] = request
         request.on_error(error)
 
     def _check(self) -> None:
-        """See whether waiting still makes sense."""
+        """Fail requests to lost servers and requests that have timed out."""
         now = time.monotonic()
-        news = bool(self._member.gone or self._member.lost)
-        if now - self._checked < (0.02 if news else 0.1):
+        has_news = bool(self._scheduler.gone or self._scheduler.lost)
+        if now - self._checked_at < (0.02 if has_news else 0.1):
             return
-        self._checked = now
-        for server, line in enumerate(self._lines):
+        self._checked_at = now
+        for server, connection in enumerate(self._connections):
             lost = self._lost(server)
             if lost:
-                self._fail_line(line, lost)
-            for sequence, request in list(line.pending.items()):
-                waited = now - request.since
+                self._fail_connection(connection, lost)
+            for sequence, request in list(connection.pending.items()):
+                waited = now - request.sent_at
                 if waited > self._timeout:
                     text = f"{request.what} has waited {waited:.3g} s for server {server}"
-                    self._fail(line, sequence, StallError(text))
+                    self._fail(connection, sequence, StallError(text))
                 elif waited > self._stall_warn and not self._warned:
                     self._warned = True
                     _log.warning("%s has waited %.3g s for server %d", request.what, waited, server)
 
     def _lost(self, server: int) -> str:
-        """Why a server can answer no more; "": it can."""
-        if self._member.lost:
-            return f"the scheduler {self._member.lost}"
-        why = self._member.gone.get(("server", server)) if self._member.gone else None
+        """Return why a server cannot answer any more; "" if it can."""
+        if self._scheduler.lost:
+            return f"the scheduler {self._scheduler.lost}"
+        why = self._scheduler.gone.get(("server", server)) if self._scheduler.gone else None
         return "" if why is None else f"server {server} {why or 'has left the job'}"
 
     def _dead(self, request: Request, why: str) -> DeadNodeError:
-        return DeadNodeError(f"{why} (worker {self._member.rank} waited in {request.what})")
+        return DeadNodeError(f"{why} (worker {self._scheduler.rank} waited in {request.what})")
 
-    def _fail_line(self, line: _ServerConnection, why: str) -> None:
-        for sequence, request in list(line.pending.items()):
-            self._fail(line, sequence, self._dead(request, why))
+    def _fail_connection(self, connection: _ServerConnection, why: str) -> None:
+        for sequence, request in list(connection.pending.items()):
+            self._fail(connection, sequence, self._dead(request, why))
         with self._lock:
-            mine = [one for one in self._outbox if self._lines[one[2].server] is line]
-            self._outbox = [one for one in self._outbox if self._lines[one[2].server] is not line]
+            unsent = [one for one in self._outbox if self._connections[one[2].server] is connection]
+            self._outbox = [one for one in self._outbox if self._connections[one[2].server] is not connection]
             heapq.heapify(self._outbox)
-            self._queued -= sum(request.nbytes for _, _, request in mine)
-        for _, _, request in mine:
+            self._queued -= sum(request.nbytes for _, _, request in unsent)
+        for _, _, request in unsent:
             request.on_error(self._dead(request, why))
 
     def _fail_all(self, error: Exception) -> None:
-        for line in self._lines:
-            for sequence in list(line.pending):
-                self._fail(line, sequence, error)
+        for connection in self._connections:
+            for sequence in list(connection.pending):
+                self._fail(connection, sequence, error)
         for _, _, request in self._outbox:
             request.on_error(error)
         self._outbox, self._queued = [], 0

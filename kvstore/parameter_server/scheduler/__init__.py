@@ -1,1 +1,1 @@
-"""The scheduler: membership, barriers and exchanges of a job."""
+"""Scheduler: registration, liveness, collectives and the end of a job."""

@@ -1,4 +1,4 @@
-"""Run the scheduler that the environment describes: `python -m gangline.kvstore.parameter_server.scheduler`."""
+"""Run the scheduler of the job in the environment: `python -m gangline.kvstore.parameter_server.scheduler`."""
 
 import sys
 

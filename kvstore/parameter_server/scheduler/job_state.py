@@ -1,4 +1,4 @@
-"""What a scheduler knows of its job: who takes part, who has come where, who rests. No sockets."""
+"""State of a job: members, collectives in progress and their results. No sockets."""
 
 from __future__ import annotations
 
@@ -6,134 +6,142 @@ import time
 from dataclasses import dataclass, field
 
 from gangline.collectives.errors import ProtocolError, name_ranks
-from gangline.kvstore.parameter_server.protocol import Join, Meet, Met, Rested
+from gangline.kvstore.parameter_server.protocol import Collective, CollectiveResult, JoinResult, Register
 
 _KEPT = 4
-"""Exchanges that are over, kept for workers to whom the answer did not come."""
+"""Number of results kept for workers that lost them with their connection."""
 
-_OPEN = 64
-"""Exchanges in which a worker may be at once."""
+_MAX_OPEN = 64
+"""Number of collectives that a worker may be in at once."""
 
 
 @dataclass(eq=False)
 class Member:
-    """A process that has joined, or wants to."""
+    """A process that has registered."""
 
     identity: bytes
-    join: Join
+    registration: Register
     rank: int = -1
-    heard: float = 0.0
-    lost: float = 0.0
-    """When its connection was lost; 0: it is there."""
+    heard_at: float = 0.0
+    disconnected_at: float = 0.0
+    """`time.monotonic` seconds when its connection was lost; 0: connected."""
     descriptor: int = -1
     gone: str | None = None
-    """Why it is no longer there; "" where it said goodbye."""
-    rests: bytes | None = None
+    """Why it is gone; "" if it has left, None while it takes part."""
+    join_data: bytes | None = None
+    """Data of its `Join` while it is inside join()."""
 
     @property
     def name(self) -> str:
-        """As errors name it."""
-        return f"{self.join.role} {self.rank}"
+        """Role and rank, for errors."""
+        return f"{self.registration.role} {self.rank}"
 
 
 @dataclass
 class JobState:
-    """What the scheduler knows."""
+    """State of a job with a number of workers and servers."""
 
     workers: int
     servers: int
     members: dict[bytes, Member] = field(default_factory=dict)
-    meetings: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    """By identity."""
+    collectives: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    """Data by rank of each collective in progress, by number."""
     since: dict[int, float] = field(default_factory=dict)
-    """When the first one came to an exchange, until it is over or has been warned of."""
-    met: dict[int, Met] = field(default_factory=dict)
-    """The last exchanges that are over."""
-    rested: Rested | None = None
-    """How the last rest of all ended."""
+    """When the first worker called each collective, until it completes or a warning is logged."""
+    results: dict[int, CollectiveResult] = field(default_factory=dict)
+    """Last results, by number."""
+    join_result: JoinResult | None = None
+    """Result of the last join()."""
     number: int = 0
-    """The highest number of an exchange so far."""
-    complete: bool = False
+    """Highest number of a collective so far."""
+    started: bool = False
+    """True once ranks are assigned."""
 
-    def of(self, role: str) -> list[Member]:
-        """Those of a role, by rank."""
-        return sorted((m for m in self.members.values() if m.join.role == role), key=lambda member: member.rank)
+    def of_role(self, role: str) -> list[Member]:
+        """Return the members of a role, by rank."""
+        members = (member for member in self.members.values() if member.registration.role == role)
+        return sorted(members, key=lambda member: member.rank)
 
     def expected(self, role: str) -> int:
-        """How many there must be of a role."""
+        """Return the number of members that a role must have."""
         return self.workers if role == "worker" else self.servers
 
-    def refusal(self, join: Join) -> str:
-        """Why a process cannot take part; "" if it can."""
-        if join.role not in ("worker", "server"):
-            return f"role is {join.role!r}; expected worker or server"
-        count = self.expected(join.role)
-        here = self.of(join.role)
-        if len(here) >= count:
-            return f"the job has its {count} {join.role}s already"
-        if join.rank >= count:
-            return f"{join.role} {join.rank} wants to join; ranks are 0 to {count - 1}"
-        if join.rank >= 0 and any(member.join.rank == join.rank for member in here):
-            return f"{join.role} {join.rank} takes part already; each needs a rank of its own (DMLC_WORKER_ID)"
+    def rejection(self, registration: Register) -> str:
+        """Return why a process cannot take part; "" if it can."""
+        role, rank = registration.role, registration.rank
+        if role not in ("worker", "server"):
+            return f"role is {role!r}; expected worker or server"
+        count = self.expected(role)
+        members = self.of_role(role)
+        if len(members) >= count:
+            return f"the job has its {count} {role}s already"
+        if rank >= count:
+            return f"{role} {rank} cannot take part; ranks are 0 to {count - 1}"
+        if rank >= 0 and any(member.registration.rank == rank for member in members):
+            return f"{role} {rank} takes part already; each needs a rank of its own (DMLC_WORKER_ID)"
         return ""
 
     def is_full(self) -> bool:
-        """Whether nobody is missing."""
-        return all(len(self.of(role)) == self.expected(role) for role in ("worker", "server"))
+        """Return whether all workers and servers have registered."""
+        return all(len(self.of_role(role)) == self.expected(role) for role in ("worker", "server"))
 
-    def deal_ranks(self) -> bool:
-        """Once all are here, give each its rank: what was asked for first, then in the order of arrival."""
-        if self.complete or not self.is_full():
+    def assign_ranks(self) -> bool:
+        """Assign ranks once all members are connected: requested ranks first, the others in order of registration."""
+        if self.started or not self.is_full():
             return False
-        if any(member.lost for member in self.members.values()):  # it may be dead, and have to be replaced
+        if any(member.disconnected_at for member in self.members.values()):  # it may be dead and be replaced
             return False
         for role in ("worker", "server"):
-            here = [member for member in self.members.values() if member.join.role == role]
-            free = sorted(set(range(len(here))) - {member.join.rank for member in here})
-            for member in here:
-                member.rank = member.join.rank if member.join.rank >= 0 else free.pop(0)
-        self.complete = True
+            members = [member for member in self.members.values() if member.registration.role == role]
+            free = sorted(set(range(len(members))) - {member.registration.rank for member in members})
+            for member in members:
+                member.rank = member.registration.rank if member.registration.rank >= 0 else free.pop(0)
+        self.started = True
         return True
 
-    def bring(self, rank: int, meet: Meet) -> Met | None:
-        """Take in what a worker brings to an exchange; gives the answer where it is over already.
+    def add(self, rank: int, message: Collective) -> CollectiveResult | None:
+        """Add a worker's data to a collective; return the result if it has completed before.
 
         Raises:
-            ProtocolError: it is over for long, or the worker is in too many.
+            ProtocolError: if it completed too long ago, or the worker is in too many collectives.
         """
-        if meet.number in self.met:
-            return self.met[meet.number]
-        if meet.number not in self.meetings and meet.number <= max(self.met, default=0) - _KEPT:
-            raise ProtocolError(f"worker {rank} comes to exchange {meet.number}, which is over")
-        if meet.number not in self.meetings and sum(rank in came for came in self.meetings.values()) >= _OPEN:
-            raise ProtocolError(f"worker {rank} comes to more than {_OPEN} exchanges at once")
-        self.number = max(self.number, meet.number)
-        if meet.number not in self.meetings:
-            self.meetings[meet.number] = {}
-            self.since[meet.number] = time.monotonic()
-        self.meetings[meet.number][rank] = meet.data
+        number = message.number
+        if number in self.results:
+            return self.results[number]
+        if number not in self.collectives:
+            if number <= max(self.results, default=0) - _KEPT:
+                raise ProtocolError(f"worker {rank} calls collective {number}, which is over")
+            if sum(rank in present for present in self.collectives.values()) >= _MAX_OPEN:
+                raise ProtocolError(f"worker {rank} calls more than {_MAX_OPEN} collectives at once")
+            self.collectives[number] = {}
+            self.since[number] = time.monotonic()
+        self.number = max(self.number, number)
+        self.collectives[number][rank] = message.data
         return None
 
-    def finished(self) -> list[Met]:
-        """Exchanges to which all have come by now."""
+    def complete(self) -> list[CollectiveResult]:
+        """Complete the collectives that all active workers have called and return their results."""
         active = self.active()
-        done = [number for number, came in self.meetings.items() if came.keys() >= active]
+        done = [number for number, present in self.collectives.items() if present.keys() >= active]
         for number in done:
-            came = self.meetings.pop(number)
+            present = self.collectives.pop(number)
             self.since.pop(number, None)
-            self.met[number] = Met(number, [came.get(rank, b"") for rank in range(self.workers)])
-        for number in sorted(self.met)[:-_KEPT]:
-            del self.met[number]
-        return [self.met[number] for number in done if number in self.met]
+            self.results[number] = CollectiveResult(number, [present.get(rank, b"") for rank in range(self.workers)])
+        for number in sorted(self.results)[:-_KEPT]:
+            del self.results[number]
+        return [self.results[number] for number in done if number in self.results]
 
-    def late(self, now: float, limit: float) -> list[str]:
-        """Of each exchange that waits for longer than a limit, who has come and who has not; once."""
-        words = []
+    def stall_warnings(self, now: float, limit: float) -> list[str]:
+        """Return a warning for each collective that has waited for longer than a limit in seconds, once."""
+        warnings = []
         for number in [number for number, began in self.since.items() if now - began > limit]:
             del self.since[number]
-            came = self.meetings[number].keys()
-            words.append(f"exchange {number} waits for {name_ranks(self.active() - came)}; {name_ranks(came)} came")
-        return words
+            present = self.collectives[number].keys()
+            missing = name_ranks(self.active() - present)
+            warnings.append(f"collective {number} waits for {missing}; present: {name_ranks(present)}")
+        return warnings
 
     def active(self) -> set[int]:
-        """Workers whom an exchange waits for."""
-        return {member.rank for member in self.of("worker") if member.rests is None and member.gone is None}
+        """Return the workers that collectives wait for."""
+        return {member.rank for member in self.of_role("worker") if member.join_data is None and member.gone is None}

@@ -1,1 +1,1 @@
-"""A server: messages, rounds, shards of the weights and their optimizer."""
+"""Server: stores shards of the weights, sums pushes in rounds, runs the optimizer and sends values."""

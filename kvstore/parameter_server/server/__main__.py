@@ -1,4 +1,4 @@
-"""Run the server that the environment describes: `python -m gangline.kvstore.parameter_server.server`."""
+"""Run the server of the job in the environment: `python -m gangline.kvstore.parameter_server.server`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The rounds of a server's parts: who has given, when a round closes, what comes of it, and who may have it."""
+"""Rounds of a server's shards: collect pushes, close rounds, decide which waiters get a value or an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from gangline.collectives.errors import DeadNodeError, MismatchError
 from gangline.collectives.liveness.limits import limits
 from gangline.kvstore.parameter_server.server.optimizer_shards import ShardOptimizers
-from gangline.kvstore.parameter_server.server.shards import Contribution, Round, Shard, Waiter
+from gangline.kvstore.parameter_server.server.shards import PushedValue, Round, Shard, Waiter
 from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from gangline.kvstore.sparse import RowSparse
 
@@ -21,233 +21,239 @@ _log = logging.getLogger("gangline")
 
 
 class Rounds:
-    """All of a server but its sockets and its memory.
+    """State of all shards of a server, without its sockets and memory.
 
     Args:
-        workers: how many there are.
-        crew: adds and updates.
-        give: called for a worker that may have a part's value.
-        fail: called for one that cannot, with the name of an error and its text.
+        workers: number of workers.
+        thread_pool: sums and updates.
+        send_value: called for a waiter that gets the current value.
+        fail: called for a waiter that gets an error, with the name of its class and its text.
     """
 
     def __init__(
         self,
         workers: int,
-        crew: ThreadPool,
-        give: Callable[[Waiter, Shard], None],
+        thread_pool: ThreadPool,
+        send_value: Callable[[Waiter, Shard], None],
         fail: Callable[[Waiter, str, str], None],
     ) -> None:
-        self.parts: dict[int, Shard] = {}
+        self.shards: dict[int, Shard] = {}
         """By number."""
         self.optimizers: ShardOptimizers | None = None
         self.is_sync = True
-        """Whether a round needs all workers; else each push is a round."""
+        """True if a round needs all workers; otherwise each push is a round."""
         self.staleness = -1
         """See `protocol.Hello`."""
-        self.resting: set[int] = set()
-        """Workers whom no round waits for."""
+        self.joined: set[int] = set()
+        """Workers inside join(), which rounds do not wait for."""
         self._workers = workers
-        self._everybody = frozenset(range(workers))
-        self._crew = crew
-        self._give = give
+        self._all_ranks = frozenset(range(workers))
+        self._thread_pool = thread_pool
+        self._send_value = send_value
         self._fail = fail
-        self._dead: dict[int, str] = {}
-        self._touched: set[Shard] = set()
+        self._gone: dict[int, str] = {}
+        self._changed: set[Shard] = set()
         self._stall_warn = limits().stall_warn
-        self._warned = 0.0
+        self._warned_at = 0.0
 
     @property
-    def is_touched(self) -> bool:
-        """Whether there is something for `advance` to look at."""
-        return bool(self._touched)
+    def has_changes(self) -> bool:
+        """True if `advance` has shards to examine."""
+        return bool(self._changed)
 
     @property
-    def is_crippled(self) -> bool:
-        """Whether somebody has died or left whom rounds wait for."""
-        return self.is_sync and bool(self._dead.keys() - self.resting)
+    def is_broken(self) -> bool:
+        """True if a worker that rounds need has died or left."""
+        return self.is_sync and bool(self._gone.keys() - self.joined)
 
-    def touch(self, parts: Iterable[Shard]) -> None:
-        """Have these looked at by `advance`: something about them has changed."""
-        self._touched.update(parts)
+    def mark_changed(self, shards: Iterable[Shard]) -> None:
+        """Mark shards that `advance` must examine."""
+        self._changed.update(shards)
 
-    def contribute(self, part: Shard, rank: int, number: int, one: Contribution, learning_rate: float | None) -> None:
-        """Take what a worker gives to a round of a part, and the rate that rank 0 sent along."""
+    def push(self, shard: Shard, rank: int, number: int, value: PushedValue, learning_rate: float | None) -> None:
+        """Add a worker's value to a round of a shard, and the learning rate if rank 0 sent one."""
         if self.is_sync:
-            this = part.open.setdefault(number, Round())
-            this.contributions[rank] = one
+            this = shard.open.setdefault(number, Round())
+            this.pushes[rank] = value
         else:  # every push is a round of its own
-            this = part.open[part.closed + len(part.open) + 1] = Round({rank: one})
+            this = shard.open[shard.closed + len(shard.open) + 1] = Round({rank: value})
         if rank == 0 and learning_rate is not None:
             this.learning_rate = learning_rate
-        self._touched.add(part)
+        self._changed.add(shard)
 
-    def wait(self, part: Shard, waiter: Waiter) -> None:
-        """Have a worker given a part's value when its round is closed."""
-        if waiter.rank in self._dead:  # it would be taken for a reader for ever
+    def wait(self, shard: Shard, waiter: Waiter) -> None:
+        """Add a worker that waits for the value after a round."""
+        if waiter.rank in self._gone:  # it would count as a reader for ever
             return
-        known = any(one.rank == waiter.rank and one.sequence == waiter.sequence for one in part.waiters)
+        known = any(one.rank == waiter.rank and one.sequence == waiter.sequence for one in shard.waiters)
         if not known:
-            part.waiters.append(waiter)
-            self._touched.add(part)
+            shard.waiters.append(waiter)
+            self._changed.add(shard)
 
-    def lacks(self, rank: int) -> bool:
-        """Whether somebody waits for a round that a worker has yet to give to."""
-        return any(waiter.round > part.pushed.get(rank, 0) for part in self.parts.values() for waiter in part.waiters)
+    def is_awaited(self, rank: int) -> bool:
+        """Return whether a waiter needs a round for which this worker has not pushed."""
+        return any(
+            waiter.round > shard.pushed.get(rank, 0) for shard in self.shards.values() for waiter in shard.waiters
+        )
 
     def are_settled(self) -> bool:
-        """Whether no round is complete and yet open, because a lane is at it or somebody reads what it would change."""
-        return not any(part.busy or self._complete(part) for part in self.parts.values())
+        """Return whether all complete rounds are closed."""
+        return not any(shard.busy or self._is_complete(shard) for shard in self.shards.values())
 
-    def _complete(self, part: Shard) -> bool:
-        following = part.open.get(part.closed + 1)
-        return following is not None and following.contributions.keys() >= self._needed()
+    def _is_complete(self, shard: Shard) -> bool:
+        following = shard.open.get(shard.closed + 1)
+        return following is not None and following.pushes.keys() >= self._needed()
 
     def _needed(self) -> frozenset[int]:
-        """The workers without whom no round closes."""
+        """Return the ranks that must push before a round closes."""
         if not self.is_sync:
             return frozenset()
-        return self._everybody - self.resting if self.resting else self._everybody
+        return self._all_ranks - self.joined if self.joined else self._all_ranks
 
     def advance(self) -> None:
-        """Close what rounds can be closed, and find who can be answered."""
-        while self._touched:
-            part = self._touched.pop()
-            self._serve(part)
-            following = part.ready(self._needed())
+        """Close the rounds that are complete and answer waiters, for all changed shards."""
+        while self._changed:
+            shard = self._changed.pop()
+            self._answer_waiters(shard)
+            following = shard.complete_round(self._needed())
             if following is not None:
-                self._close(part, following)
+                self._close(shard, following)
 
-    def _close(self, part: Shard, this: Round) -> None:
-        part.busy = True
-        given = [this.contributions[rank] for rank in sorted(this.contributions)]
-        problems = [one.problem for one in given if one.problem]
-        given = [one for one in given if one.value is not None]
-        ranks = list(this.contributions)
-        if problems or not given:
-            self._closed(part, ranks, given, "; ".join(problems))
+    def _close(self, shard: Shard, this: Round) -> None:
+        shard.busy = True
+        pushes = [this.pushes[rank] for rank in sorted(this.pushes)]
+        problems = [one.problem for one in pushes if one.problem]
+        pushes = [one for one in pushes if one.value is not None]
+        ranks = list(this.pushes)
+        if problems or not pushes:
+            self._closed(shard, ranks, pushes, "; ".join(problems))
             return
         optimizers = self.optimizers
         into_stored = optimizers is None and self.is_sync
 
-        def room(nbytes: int) -> Tensor:
+        def allocate(nbytes: int) -> Tensor:
             if into_stored:
-                return part.flat.view(torch.uint8)
+                return shard.flat.view(torch.uint8)
             if optimizers is not None and optimizers.keeps_sums:
                 return torch.empty(nbytes, dtype=torch.uint8)
-            return self._crew.scratch(part.lane, nbytes)
+            return self._thread_pool.scratch(shard.thread, nbytes)
 
         def work() -> None:
-            total = part.total(given, room)
+            total = shard.total(pushes, allocate)
             if optimizers is not None:
-                optimizers.take_sum(part, total, this.learning_rate)
+                optimizers.apply(shard, total, this.learning_rate)
             elif isinstance(total, RowSparse):
-                table = part.flat.view(-1, part.width)
+                table = shard.flat.view(-1, shard.width)
                 if self.is_sync:
                     table.zero_()
                 table.index_add_(0, total.indices, total.values.to(table.dtype))
-            elif not into_stored:  # without an updater only async adds
-                part.flat.add_(total) if part.flat.dtype is not torch.bool else part.flat.logical_or_(total)
+            elif not into_stored:  # without an optimizer, async mode adds to the value
+                shard.flat.add_(total) if shard.flat.dtype is not torch.bool else shard.flat.logical_or_(total)
 
-        self._crew.run(part.lane, part.flat.nbytes, work, lambda error: self._closed(part, ranks, given, error))
+        def then(problem: str) -> None:
+            self._closed(shard, ranks, pushes, problem)
+
+        self._thread_pool.run(shard.thread, shard.flat.nbytes, work, then)
 
     def can_update(self) -> bool:
-        """Whether nobody reads a value that `update` would change."""
-        return self.optimizers is None or not any(part.readers for part in self.optimizers.held)
+        """Return whether no worker reads a value that `update` would change."""
+        return self.optimizers is None or not any(shard.readers for shard in self.optimizers.kept)
 
     def update(self, factor: float, learning_rate: float) -> None:
-        """Update by the sums that were kept, times the factor; nobody reads the parts then.
+        """Update by the kept sums times a factor, while no worker reads the shards.
 
         Raises:
-            ValueError: a part could not be updated.
+            ValueError: if the optimizer fails for a shard.
         """
         optimizers = self.optimizers
         assert optimizers is not None
         problems: list[str] = []
-        for part in optimizers.held:
-            work = partial(optimizers.update_held, part, factor, learning_rate)
-            self._crew.run(part.lane, part.flat.nbytes, work, problems.append)
-        self._crew.drain()
+        for shard in optimizers.kept:
+            work = partial(optimizers.update_kept, shard, factor, learning_rate)
+            self._thread_pool.run(shard.thread, shard.flat.nbytes, work, problems.append)
+        self._thread_pool.drain()
         if any(problems):
             raise ValueError("; ".join(filter(None, problems)))
 
-    def _closed(self, part: Shard, ranks: Iterable[int], given: Iterable[Contribution], problem: str) -> None:
-        part.closed += 1
-        part.open.pop(part.closed)
-        if problem and not self.is_sync:  # a round is one worker's: it alone is told
-            part.refused.update(dict.fromkeys(ranks, problem))
+    def _closed(self, shard: Shard, ranks: Iterable[int], pushes: Iterable[PushedValue], problem: str) -> None:
+        shard.closed += 1
+        shard.open.pop(shard.closed)
+        if problem and not self.is_sync:  # the round is of one worker, and only that worker gets the error
+            shard.rejected.update(dict.fromkeys(ranks, problem))
         elif problem:
-            part.problems[part.closed] = problem
-            part.problems.pop(part.closed - 64, None)
-        part.busy = False
-        for one in given:
+            shard.problems[shard.closed] = problem
+            shard.problems.pop(shard.closed - 64, None)
+        shard.busy = False
+        for one in pushes:
             one.release()
-        self._touched.add(part)
+        self._changed.add(shard)
 
-    def _serve(self, part: Shard) -> None:
-        """Find the workers whose round of a part is closed."""
-        if part.busy:
+    def _answer_waiters(self, shard: Shard) -> None:
+        """Send the value, or the error of the round, to waiters whose round is closed."""
+        if shard.busy:
             return
-        left = []
-        for waiter in part.waiters:
-            if self._must_wait(part, waiter):
-                left.append(waiter)
-            elif problem := part.problems.get(waiter.round) if self.is_sync else part.refused.pop(waiter.rank, ""):
+        remaining = []
+        for waiter in shard.waiters:
+            if self._must_wait(shard, waiter):
+                remaining.append(waiter)
+            elif problem := (shard.problems.get(waiter.round) if self.is_sync else shard.rejected.pop(waiter.rank, "")):
                 self._fail(waiter, MismatchError.__name__, problem)
             else:
-                self._give(waiter, part)
-        part.waiters = left
+                self._send_value(waiter, shard)
+        shard.waiters = remaining
 
-    def _must_wait(self, part: Shard, waiter: Waiter) -> bool:
+    def _must_wait(self, shard: Shard, waiter: Waiter) -> bool:
         if self.is_sync:
-            return waiter.round > part.closed
-        if part.pushed.get(waiter.rank, 0) < waiter.round:  # what it pushed before comes first
+            return waiter.round > shard.closed
+        if shard.pushed.get(waiter.rank, 0) < waiter.round:  # its own earlier pushes come first
             return True
         if self.staleness >= 0:
-            living = [r for r in range(self._workers) if r not in self._dead and r not in self.resting]
-            slowest = min((part.pushed.get(rank, 0) for rank in living), default=0)
-            if part.pushed.get(waiter.rank, 0) - slowest > self.staleness:
+            active = [r for r in range(self._workers) if r not in self._gone and r not in self.joined]
+            slowest = min((shard.pushed.get(rank, 0) for rank in active), default=0)
+            if shard.pushed.get(waiter.rank, 0) - slowest > self.staleness:
                 return True
-        if waiter.behind is None:  # what has come by now is applied first, but not all that comes later
-            waiter.behind = part.closed + len(part.open)
-        return part.closed < waiter.behind
+        if waiter.until is None:  # all pushes that have arrived by now are applied first
+            waiter.until = shard.closed + len(shard.open)
+        return shard.closed < waiter.until
 
-    def bury(self, gone: Mapping[int, str]) -> list[int]:
-        """Take in which workers have died or left, and tell those who wait for them; gives whom nobody knew of."""
-        new = [rank for rank in gone if rank not in self._dead]
-        self._dead.update(gone)
-        for part in self.parts.values() if new else ():
-            part.waiters = [waiter for waiter in part.waiters if waiter.rank not in self._dead]
-            self._touched.add(part)
-        if self._dead and self.is_sync:
+    def mark_gone(self, gone: Mapping[int, str]) -> list[int]:
+        """Mark ranks as gone, fail waiters whose round can no longer close, and return the newly gone ranks."""
+        new = [rank for rank in gone if rank not in self._gone]
+        self._gone.update(gone)
+        for shard in self.shards.values() if new else ():
+            shard.waiters = [waiter for waiter in shard.waiters if waiter.rank not in self._gone]
+            self._changed.add(shard)
+        if self._gone and self.is_sync:
             self._fail_waiters()
         return new
 
     def _fail_waiters(self) -> None:
-        for part in self.parts.values():
-            for waiter in list(part.waiters):
-                missing = self.lost_for(part, waiter.round)
-                if missing:
-                    part.waiters.remove(waiter)
-                    self._fail(waiter, DeadNodeError.__name__, f"{missing} (key {part.key!r}, round {waiter.round})")
+        for shard in self.shards.values():
+            for waiter in list(shard.waiters):
+                why = self.why_lost(shard, waiter.round)
+                if why:
+                    shard.waiters.remove(waiter)
+                    self._fail(waiter, DeadNodeError.__name__, f"{why} (key {shard.key!r}, round {waiter.round})")
 
-    def warn(self) -> None:
-        """Name those whom others have waited for too long."""
+    def warn_of_stalls(self) -> None:
+        """Log the workers that others have waited for longer than the limit."""
         now = time.monotonic()
-        if not self.is_sync or now - self._warned < min(1.0, self._stall_warn / 4):
+        if not self.is_sync or now - self._warned_at < min(1.0, self._stall_warn / 4):
             return
-        self._warned = now
-        needed = [rank for rank in range(self._workers) if rank not in self.resting]
-        told = {part.late(needed, now - self._stall_warn): part for part in self.parts.values() if part.waiters}
-        for words in told.keys() - {""}:  # a cut key's parts say the same
-            _log.warning("%s", words)
+        self._warned_at = now
+        needed = [rank for rank in range(self._workers) if rank not in self.joined]
+        before = now - self._stall_warn
+        warnings = {shard.stall_warning(needed, before) for shard in self.shards.values() if shard.waiters}
+        for text in warnings - {""}:  # shards of one key give the same text
+            _log.warning("%s", text)
 
-    def lost_for(self, part: Shard, number: int) -> str:
-        """Why a round can never close; "" where it still can."""
+    def why_lost(self, shard: Shard, number: int) -> str:
+        """Return why a round can never close; "" if it can."""
         if not self.is_sync:
             return ""
-        for following in range(part.closed + 1, number + 1):
-            came = part.open[following].contributions if following in part.open else {}
-            for rank, why in self._dead.items():
-                if rank not in came and rank not in self.resting:
+        for following in range(shard.closed + 1, number + 1):
+            pushes = shard.open[following].pushes if following in shard.open else {}
+            for rank, why in self._gone.items():
+                if rank not in pushes and rank not in self.joined:
                     return f"worker {rank} {why or 'has left the job'}"
         return ""

@@ -1,4 +1,4 @@
-"""A server: holds parts of keys, sums what workers push, updates, gives out values."""
+"""Server process: receives messages of workers, applies them to shards and answers."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerC
 from gangline.kvstore.parameter_server.protocol import (
     CODED,
     DENSE,
-    Answer,
     Command,
+    CommandResult,
     Define,
-    Done,
     Failed,
     Hello,
     Message,
     Pull,
     Push,
+    ValuesRead,
     Welcome,
 )
 from gangline.kvstore.parameter_server.server import optimizer_shards
 from gangline.kvstore.parameter_server.server.rounds import Rounds
 from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSession
-from gangline.kvstore.parameter_server.server.shards import Contribution, Shard, Waiter
+from gangline.kvstore.parameter_server.server.shards import PushedValue, Shard, Waiter
 from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
-from gangline.kvstore.parameter_server.transport.frames import INLINE, bytes_of
+from gangline.kvstore.parameter_server.transport.frames import INLINE, tensor_of
 from gangline.kvstore.parameter_server.transport.listener import Listener
-from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool, aligned, piece
+from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool, aligned, region_of
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 200
 
 
-class _Held:
-    """A message's memory, which may be written again when all contributions in it have been used."""
+class _RegionUse:
+    """Use count of a message's shared-memory region; releases it when all its entries have been used."""
 
     def __init__(self, count: int, release: Callable[[], None]) -> None:
         self._count = count
@@ -59,154 +59,165 @@ class _Held:
 
 
 class Server:
-    """Serves the workers of one job until it is over."""
+    """Server of one job.
 
-    def __init__(self, membership: SchedulerClient, doors: Listener, crew: ThreadPool) -> None:
-        """Serve those who come through doors that are open already; see `open_server`."""
-        self._member = membership
-        self._doors = doors
-        self._crew = crew
-        self._answers = Sessions(doors, lambda parts: self._rounds.touch(parts), lambda rank: self._rounds.lacks(rank))
-        self._rounds = Rounds(membership.num_workers, crew, self._answers.is_ready, self._answers.fail)
+    Args:
+        scheduler: membership in the job.
+        listener: sockets that workers connect to.
+        thread_pool: threads that sum and update.
+    """
+
+    def __init__(self, scheduler: SchedulerClient, listener: Listener, thread_pool: ThreadPool) -> None:
+        self._scheduler = scheduler
+        self._listener = listener
+        self._thread_pool = thread_pool
+        self._sessions = Sessions(
+            listener,
+            lambda shards: self._rounds.mark_changed(shards),
+            lambda rank: self._rounds.is_awaited(rank),
+        )
+        self._rounds = Rounds(scheduler.num_workers, thread_pool, self._sessions.send_value, self._sessions.fail)
         self._compression: Compression | None = None
         self._commands: list[tuple[WorkerSession, Command, list[memoryview]]] = []
-        self.junk = 0
-        """Messages that were dropped because they were not what workers send."""
+        self.rejected = 0
+        """Number of invalid messages."""
         try:
-            self._arena: SharedMemoryPool | None = SharedMemoryPool()
+            self._pool: SharedMemoryPool | None = SharedMemoryPool()
         except OSError as error:
-            _log.warning("server %d shares no memory with workers: %s", membership.rank, error)
-            self._arena = None
-        membership.on_news = self._crew.ring
+            _log.warning("server %d shares no memory with workers: %s", scheduler.rank, error)
+            self._pool = None
+        scheduler.on_change = self._thread_pool.notify
 
     @torch.no_grad()
     def run(self) -> None:
-        """Serve until the scheduler says that the job is over, or is gone itself."""
+        """Serve until the scheduler ends the job or is lost."""
         try:
-            while not (self._member.is_over or self._member.lost):
-                if self._doors.wait(_TICK_MS, self._answers.flush_late):
-                    self._crew.finish()
-                for identity, frames in self._doors.receive():
+            while not (self._scheduler.is_over or self._scheduler.lost):
+                if self._listener.wait(_TICK_MS, self._sessions.flush_acks):
+                    self._thread_pool.run_callbacks()
+                for identity, frames in self._listener.receive():
                     self._receive(identity, frames)
-                self._bury()
-                self._rounds.warn()
+                self._remove_gone_workers()
+                self._rounds.warn_of_stalls()
                 self._advance()
         finally:
-            if self._arena is not None:
-                self._arena.close()
+            if self._pool is not None:
+                self._pool.close()
 
     def _advance(self) -> None:
-        """Close rounds and answer, as far as what has come allows, and follow commands when nobody is owed a value."""
+        """Close complete rounds and answer waiters; run commands once all rounds are settled."""
         while True:
             self._rounds.advance()
-            self._answers.flush()
-            if self._rounds.is_touched:  # by what has gone out
+            self._sessions.flush()
+            if self._rounds.has_changes:  # by what was sent
                 continue
             if self._commands and self._rounds.are_settled():
-                self._follow_commands()
-                self._answers.flush()
-            if not self._rounds.is_touched:
+                self._run_commands()
+                self._sessions.flush()
+            if not self._rounds.has_changes:
                 return
 
-    # What comes in
+    # Messages
 
     def _receive(self, identity: bytes, frames: list[memoryview]) -> None:
         sequence = 0
         try:
             if not frames:
-                raise ProtocolError("a message of no frames came")
+                raise ProtocolError("received a message of no frames")
             message = protocol.unpack(frames[0])
             sequence = getattr(message, "sequence", 0)
             if isinstance(message, Hello):
                 self._greet(identity, message)
                 return
-            worker = self._answers.workers.get(identity)
+            worker = self._sessions.workers.get(identity)
             if worker is None:
-                raise ProtocolError(f"{type(message).__name__} came before a Hello")
+                raise ProtocolError(f"received {type(message).__name__} before a Hello")
             self._handle(worker, message, frames[1:])
-        except Exception as error:  # noqa: BLE001  whoever sent it is told, the others are served on
-            self._refuse(identity, sequence, error)
+        except Exception as error:  # noqa: BLE001  sent to the worker; the server goes on
+            self._reject(identity, sequence, error)
 
-    def _refuse(self, identity: bytes, sequence: int, error: Exception) -> None:
+    def _reject(self, identity: bytes, sequence: int, error: Exception) -> None:
         if not isinstance(error, MismatchError):
-            self.junk += 1
-        text = str(error.args[0]) if error.args else type(error).__name__  # str() of a KeyError is quoted
-        _log.warning("server %d refuses a message: %s", self._member.rank, text)
-        self._answers.send(identity, Failed(sequence, protocol.name_of(error), text[: 1 << 16]))
+            self.rejected += 1
+        text = str(error.args[0]) if error.args else type(error).__name__  # str() of a KeyError adds quotes
+        _log.warning("server %d rejects a message: %s", self._scheduler.rank, text)
+        self._sessions.send(identity, Failed(sequence, protocol.error_name(error), text[: 1 << 16]))
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
-        if not 0 <= hello.rank < self._member.num_workers or hello.view != self._member.view:
+        if not 0 <= hello.rank < self._scheduler.num_workers or hello.view != self._scheduler.view:
             raise ProtocolError(
-                f"worker {hello.rank} of view {hello.view} says hello; expected view {self._member.view}"
+                f"received Hello of worker {hello.rank} of view {hello.view}; expected view {self._scheduler.view}"
             )
         if hello.mode not in ("sync", "async"):
             raise ProtocolError(f"mode is {hello.mode!r}; expected sync or async")
         mode = hello.mode == "sync", hello.staleness
-        if self._answers.workers and mode != (self._rounds.is_sync, self._rounds.staleness):
+        if self._sessions.workers and mode != (self._rounds.is_sync, self._rounds.staleness):
             raise MismatchError(
                 f"worker {hello.rank} wants {hello.mode} rounds with staleness {hello.staleness}, others "
                 f"{'sync' if self._rounds.is_sync else 'async'} with {self._rounds.staleness}"
             )
-        if any(one.rank == hello.rank and one.identity != identity for one in self._answers.workers.values()):
-            raise ProtocolError(f"somebody says hello as worker {hello.rank}, who is another process")
+        if any(one.rank == hello.rank and one.identity != identity for one in self._sessions.workers.values()):
+            raise ProtocolError(f"received Hello of worker {hello.rank}, which is another process")
         self._rounds.is_sync, self._rounds.staleness = mode
-        worker = self._answers.workers.get(identity)
+        worker = self._sessions.workers.get(identity)
         if worker is None:
             memory = self._memory_of(hello)
-            shares = memory is not None and self._arena is not None
-            worker = self._answers.workers[identity] = WorkerSession(identity, hello.rank, memory, shares)
-        self._answers.end_reads(hello.rank, hello.read)  # whatever became of its Done
-        card = self._arena.card if worker.shares and self._arena is not None else b""
-        self._answers.send(identity, Welcome(worker.memory is not None, card))
+            shares_memory = memory is not None and self._pool is not None
+            worker = self._sessions.workers[identity] = WorkerSession(identity, hello.rank, memory, shares_memory)
+        self._sessions.end_reads(hello.rank, hello.last_read)  # its ValuesRead may be lost
+        handle = self._pool.handle if worker.shares_memory and self._pool is not None else b""
+        self._sessions.send(identity, Welcome(worker.memory is not None, handle))
 
     def _memory_of(self, hello: Hello) -> Segment | None:
         if hello.memory:
             try:
                 return open_offered(hello.memory)
             except OSError as error:
-                _log.info("server %d and worker %d share no memory: %s", self._member.rank, hello.rank, error)
+                _log.info("server %d and worker %d share no memory: %s", self._scheduler.rank, hello.rank, error)
         return None
 
     def _handle(self, worker: WorkerSession, message: Message, frames: list[memoryview]) -> None:
         match message:
             case Push():
                 self._push(worker, message, frames)
-            case Pull(sequence, entries, has_rows, place):
-                datas = self._data(worker, entries, place, frames) if has_rows else [None] * len(entries)
-                parts = [self._part(entry[0]) for entry in entries]
-                for part, entry, data in zip(parts, entries, datas, strict=True):
-                    rows = None if data is None else _row_numbers(data, part)
-                    self._rounds.wait(part, Waiter(worker.rank, sequence, entry[1], rows))
-            case Done(numbers):
+            case Pull(sequence, entries, has_rows, region):
+                datas = self._data(worker, entries, region, frames) if has_rows else [None] * len(entries)
+                shards = [self._shard(entry[0]) for entry in entries]
+                for shard, entry, data in zip(shards, entries, datas, strict=True):
+                    rows = None if data is None else _row_numbers(data, shard)
+                    self._rounds.wait(shard, Waiter(worker.rank, sequence, entry[1], rows))
+            case ValuesRead(numbers):
                 for number in numbers:
-                    self._answers.end_read(worker.rank, number)
-            case Define(sequence, definitions, place):
-                if sequence not in worker.done:
-                    self._define(worker, definitions, place, frames)
-                    worker.done.append(sequence)
-                worker.acks.append(sequence)
+                    self._sessions.end_read(worker.rank, number)
+            case Define(sequence, definitions, region):
+                if sequence not in worker.handled:
+                    self._define(worker, definitions, region, frames)
+                    worker.handled.append(sequence)
+                self._sessions.acknowledge(worker, [sequence])
             case Command():
                 self._commands.append((worker, message, frames))
             case _:
-                raise ProtocolError(f"{type(message).__name__} came from worker {worker.rank}")
+                raise ProtocolError(f"received an unexpected {type(message).__name__} from worker {worker.rank}")
 
     def _data(
         self,
         worker: WorkerSession,
         entries: Sequence[Sequence[int]],
-        place: Sequence[int] | None,
+        region: Sequence[int] | None,
         frames: list[memoryview],
     ) -> list[Tensor]:
-        """The bytes of each entry."""
+        """Return the data of each entry as uint8 tensors."""
         sizes = [entry[3] for entry in entries]
-        if place is None:
+        if region is None:
             if [len(frame) for frame in frames] != sizes:
-                raise ProtocolError(f"{len(frames)} data frames came for {len(entries)} entries, or of other sizes")
-            return [bytes_of(frame) for frame in frames]
+                raise ProtocolError(
+                    f"received {len(frames)} data frames for {len(entries)} entries, or frames of other sizes"
+                )
+            return [tensor_of(frame) for frame in frames]
         if worker.memory is None:
-            raise ProtocolError(f"worker {worker.rank} names a place in memory that it does not share")
+            raise ProtocolError(f"worker {worker.rank} names a region of memory that it does not share")
         try:
-            whole = piece(worker.memory, place[0], sum(map(aligned, sizes)))
+            whole = region_of(worker.memory, region[0], sum(map(aligned, sizes)))
         except ValueError as error:
             raise ProtocolError(str(error)) from None
         datas = []
@@ -219,212 +230,214 @@ class Server:
     def _define(
         self,
         worker: WorkerSession,
-        definitions: Sequence[Sequence[object]],
-        place: Sequence[int] | None,
+        packed: Sequence[Sequence[object]],
+        region: Sequence[int] | None,
         frames: list[memoryview],
     ) -> None:
-        """New parts, or new values of known ones, from rank 0."""
+        """Create shards, or overwrite the values of existing ones."""
         if worker.rank != 0:
-            raise ProtocolError(f"worker {worker.rank} defines parts; only worker 0 may")
-        self._crew.drain()
-        made = [optimizer_shards.Definition.read(definition) for definition in definitions]
-        datas = self._data(worker, [[one.number, 0, DENSE, one.nbytes] for one in made], place, frames)
-        for one, data in zip(made, datas, strict=True):
-            part = self._rounds.parts.get(one.number)
-            if part is None:
-                stored, offset = self._room(one)
-                lane = self._crew.lane_of(one.number)
-                part = Shard(one.number, one.key, one.begin, one.width, stored, one.is_whole, offset, lane)
-                self._rounds.parts[one.number] = part
-            elif part.flat.nbytes != one.nbytes or part.flat.dtype is not one.dtype or part.key != one.key:
-                raise MismatchError(f"part {one.number} is of key {part.key!r} already; key {one.key!r} came for it")
-            part.flat.view(torch.uint8).copy_(data)
+            raise ProtocolError(f"worker {worker.rank} defines shards; only worker 0 may")
+        self._thread_pool.drain()
+        definitions = [optimizer_shards.Definition.read(one) for one in packed]
+        datas = self._data(worker, [[one.number, 0, DENSE, one.nbytes] for one in definitions], region, frames)
+        for one, data in zip(definitions, datas, strict=True):
+            shard = self._rounds.shards.get(one.number)
+            if shard is None:
+                stored, offset = self._allocate(one)
+                thread = self._thread_pool.thread_of(one.number)
+                shard = Shard(one.number, one.key, one.begin, one.width, stored, one.is_whole, offset, thread)
+                self._rounds.shards[one.number] = shard
+            elif shard.flat.nbytes != one.nbytes or shard.flat.dtype is not one.dtype or shard.key != one.key:
+                raise MismatchError(f"shard {one.number} is of key {shard.key!r}, but was defined for key {one.key!r}")
+            shard.flat.view(torch.uint8).copy_(data)
         self._bound_backlogs()
 
-    def _room(self, one: optimizer_shards.Definition) -> tuple[Tensor, int]:
-        if self._arena is None:
+    def _allocate(self, one: optimizer_shards.Definition) -> tuple[Tensor, int]:
+        if self._pool is None:
             return torch.empty(one.shape, dtype=one.dtype), 0
-        offset = self._arena.allocate(one.nbytes)
-        return self._arena.bytes_at(offset, one.nbytes).view(one.dtype).view(one.shape), offset
+        offset = self._pool.allocate(one.nbytes)
+        return self._pool.tensor_at(offset, one.nbytes).view(one.dtype).view(one.shape), offset
 
-    def _part(self, number: int) -> Shard:
-        part = self._rounds.parts.get(number)
-        if part is None:
-            raise KeyError(f"part {number} is unknown to server {self._member.rank}")
-        return part
+    def _shard(self, number: int) -> Shard:
+        shard = self._rounds.shards.get(number)
+        if shard is None:
+            raise KeyError(f"shard {number} is unknown to server {self._scheduler.rank}")
+        return shard
 
     def _push(self, worker: WorkerSession, push: Push, frames: list[memoryview]) -> None:
-        datas = self._data(worker, push.entries, push.place, frames)
-        parts = [self._part(entry[0]) for entry in push.entries]
-        release = _nothing
-        if push.place and push.sequence not in worker.held:  # else it is freed when its first copy has been used
-            worker.held.add(push.sequence)
-            release = partial(worker.free, push.sequence)
-        held = _Held(len(parts), release)
+        datas = self._data(worker, push.entries, push.region, frames)
+        shards = [self._shard(entry[0]) for entry in push.entries]
+        release = _do_nothing
+        if push.region and push.sequence not in worker.in_use:  # a repeated message is released with its first copy
+            worker.in_use.add(push.sequence)
+            release = partial(worker.release, push.sequence)
+        use = _RegionUse(len(shards), release)
         lost = ""
-        for part, entry, data in zip(parts, push.entries, datas, strict=True):
+        for shard, entry, data in zip(shards, push.entries, datas, strict=True):
             number = entry[1]
-            why = self._rounds.lost_for(part, number) if self._rounds.is_crippled else ""
+            why = self._rounds.why_lost(shard, number) if self._rounds.is_broken else ""
             lost = lost or why
-            if why or not part.is_new(
-                worker.rank, number
-            ):  # nobody will use it; or it came before: the answer was lost
-                held.release()
+            if why or not shard.record_push(worker.rank, number):  # the round cannot close, or the push is a repeat
+                use.release()
             else:
-                one = self._read(part, worker, push, entry[2], data, held)
-                self._rounds.contribute(part, worker.rank, number, one, push.learning_rate)
-            if push.wants:
-                self._rounds.wait(part, Waiter(worker.rank, push.sequence, number))
-        if lost and not push.wants:  # who asks for values is told when it is seen who died
-            self._answers.send(worker.identity, Failed(push.sequence, DeadNodeError.__name__, lost))
+                value = self._read(shard, worker, push, entry[2], data, use)
+                self._rounds.push(shard, worker.rank, number, value, push.learning_rate)
+            if push.wants_values:
+                self._rounds.wait(shard, Waiter(worker.rank, push.sequence, number))
+        if lost and not push.wants_values:  # waiters fail when the death is handled
+            self._sessions.send(worker.identity, Failed(push.sequence, DeadNodeError.__name__, lost))
             return
-        self._answers.has(worker, push.sequence, late=sum(data.nbytes for data in datas) <= INLINE)
+        is_small = sum(data.nbytes for data in datas) <= INLINE  # then the worker does not wait for it
+        self._sessions.acknowledge_push(worker, push.sequence, urgent=not is_small)
 
     def _read(
-        self, part: Shard, worker: WorkerSession, push: Push, kind: int, data: Tensor, held: _Held
-    ) -> Contribution:
+        self, shard: Shard, worker: WorkerSession, push: Push, kind: int, data: Tensor, use: _RegionUse
+    ) -> PushedValue:
         decode = None if self._compression is None else self._compression.codec.decode
         try:
-            value = part.read(kind, data, decode)
-        except Exception as error:  # noqa: BLE001  the round must close, and its workers are told
-            held.release()
-            text = f"the push of worker {worker.rank} for key {part.key!r} {error}"
-            return Contribution(None, push.weight, _nothing, text)
+            value = shard.read(kind, data, decode)
+        except Exception as error:  # noqa: BLE001  the round closes with this error for all its workers
+            use.release()
+            text = f"the push of worker {worker.rank} for key {shard.key!r} {error}"
+            return PushedValue(None, push.weight, _do_nothing, text)
         if value is None:
-            held.release()
-            return Contribution(value, push.weight, _nothing)
-        release = held.release
-        if kind == CODED:  # into memory of our own
-            held.release()
-            release = _nothing
-        return Contribution(
-            value, push.weight, worker.count(part.flat.nbytes if kind == CODED else data.nbytes, release)
-        )
+            use.release()
+            return PushedValue(value, push.weight, _do_nothing)
+        release = use.release
+        if kind == CODED:  # decoded into memory of the server
+            use.release()
+            release = _do_nothing
+        nbytes = shard.flat.nbytes if kind == CODED else data.nbytes
+        return PushedValue(value, push.weight, worker.add_to_backlog(nbytes, release))
 
-    def _bury(self) -> None:
-        """Take in who has died or left."""
-        if not self._member.gone:
+    def _remove_gone_workers(self) -> None:
+        """Handle workers that have died or left."""
+        if not self._scheduler.gone:
             return
-        gone = {rank: why for (role, rank), why in list(self._member.gone.items()) if role == "worker"}
-        for rank in self._rounds.bury(gone):
-            self._answers.end_reads(rank)
-        if self._rounds.is_crippled:  # no round may ever make room again; who waits for one is told why
-            self._answers.most_backlog = math.inf
+        gone = {rank: why for (role, rank), why in list(self._scheduler.gone.items()) if role == "worker"}
+        for rank in self._rounds.mark_gone(gone):
+            self._sessions.end_reads(rank)
+        if self._rounds.is_broken:  # rounds may never close, so withheld acknowledgements would wait for ever
+            self._sessions.max_backlog = math.inf
 
     # Commands
 
-    def _follow_commands(self) -> None:
-        """Do what was told, behind all rounds that were complete then."""
+    def _run_commands(self) -> None:
+        """Run the commands that have arrived; all rounds that were complete before are closed."""
         commands, self._commands = self._commands, []
         for worker, command, frames in commands:
             if command.name == "update" and not self._rounds.can_update():
                 self._commands.append((worker, command, frames))
                 continue
-            answer: bytes = b""
-            given: list[Tensor] = []
+            payload: bytes = b""
+            datas: list[Tensor] = []
             try:
-                if command.sequence not in worker.done:
-                    answer, given = self._command(worker, command.name, command.payload, frames)
-                    worker.done.extend([command.sequence] if command.name not in ("state", "norms") else [])
+                if command.sequence not in worker.handled:
+                    payload, datas = self._run_command(worker, command.name, command.payload, frames)
+                    worker.handled.extend([command.sequence] if command.name not in ("state", "norms") else [])
             except Exception as error:  # noqa: BLE001  as in `_receive`
-                self._refuse(worker.identity, command.sequence, error)
+                self._reject(worker.identity, command.sequence, error)
             else:
-                self._answers.send(worker.identity, Answer(command.sequence, answer), given)
+                self._sessions.send(worker.identity, CommandResult(command.sequence, payload), datas)
 
-    def _command(
+    def _run_command(
         self, worker: WorkerSession, name: str, payload: bytes, frames: list[memoryview]
     ) -> tuple[bytes, list[Tensor]]:
+        rounds = self._rounds
         match name:
             case "optimizer":
-                self._rounds.optimizers = optimizer_shards.ShardOptimizers.read(payload, self._crew.lanes)
+                spec = optimizer_shards.read_spec(payload)
+                rounds.optimizers = optimizer_shards.ShardOptimizers(spec, self._thread_pool.size)
             case "compression":
                 params = msgpack.unpackb(payload)
                 self._compression = None if params is None else parse(params)
-                self._answers.pull_codec = None if self._compression is None else self._compression.pull_codec
+                self._sessions.pull_codec = None if self._compression is None else self._compression.pull_codec
             case "state":
-                if self._rounds.optimizers is None:
-                    raise RuntimeError("there is no optimizer whose state could be given")
-                return self._rounds.optimizers.give(self._rounds.parts.values())
+                if rounds.optimizers is None:
+                    raise RuntimeError("there is no optimizer, so there is no state")
+                return rounds.optimizers.state(rounds.shards.values())
             case "load":
-                if self._rounds.optimizers is None:
-                    raise ValueError("there is no optimizer that could take a state")
-                self._rounds.optimizers.take(payload, [bytes_of(frame) for frame in frames], self._rounds.parts)
+                if rounds.optimizers is None:
+                    raise ValueError("there is no optimizer to load a state into")
+                rounds.optimizers.load_state(payload, [tensor_of(frame) for frame in frames], rounds.shards)
             case "norms" | "update" | "drop":
-                if self._rounds.optimizers is None:
-                    raise RuntimeError("there is no optimizer that could have kept sums")
+                if rounds.optimizers is None:
+                    raise RuntimeError("there is no optimizer, so there are no kept sums")
                 if name == "norms":
-                    return msgpack.packb(self._rounds.optimizers.norms()), []
+                    return msgpack.packb(rounds.optimizers.norms()), []
                 if name == "update":
-                    self._rounds.update(*msgpack.unpackb(payload))
-                self._rounds.optimizers.drop_held()
-            case "rest":
-                self._rounds.resting.add(worker.rank)
-                self._rounds.touch(self._rounds.parts.values())
-            case "wake":
-                self._rounds.resting.discard(worker.rank)
-                for part in self._rounds.parts.values():
-                    part.catch_up(worker.rank)
-            case "forget":
-                self._forget(msgpack.unpackb(payload))
+                    rounds.update(*msgpack.unpackb(payload))
+                rounds.optimizers.drop_kept()
+            case "join":
+                rounds.joined.add(worker.rank)
+                rounds.mark_changed(rounds.shards.values())
+            case "resume":
+                rounds.joined.discard(worker.rank)
+                for shard in rounds.shards.values():
+                    shard.resume(worker.rank)
+            case "remove":
+                self._remove(msgpack.unpackb(payload))
             case _:
                 raise ProtocolError(f"command {name!r} is unknown")
         return b"", []
 
-    def _forget(self, numbers: Sequence[int]) -> None:
-        """Parts whose keys have moved to another server."""
+    def _remove(self, numbers: Sequence[int]) -> None:
+        """Remove shards whose keys have moved to another server."""
         for number in numbers:
-            part = self._rounds.parts.pop(number, None)
-            if part is not None and self._arena is not None:
-                self._arena.free(part.offset)
+            shard = self._rounds.shards.pop(number, None)
+            if shard is not None and self._pool is not None:
+                self._pool.free(shard.offset)
         self._bound_backlogs()
 
     def _bound_backlogs(self) -> None:
-        if not self._rounds.is_crippled:
-            self._answers.bound_backlogs(sum(part.flat.nbytes for part in self._rounds.parts.values()))
+        if not self._rounds.is_broken:
+            self._sessions.bound_backlogs(sum(shard.flat.nbytes for shard in self._rounds.shards.values()))
 
 
-def _row_numbers(data: Tensor, part: Shard) -> Tensor:
+def _row_numbers(data: Tensor, shard: Shard) -> Tensor:
     if data.numel() % 8:
-        raise ProtocolError(f"{data.numel()} bytes of row numbers came; expected a multiple of 8")
+        raise ProtocolError(f"received {data.numel()} bytes of row numbers; expected a multiple of 8")
     rows = data.clone().view(torch.int64)
-    count = part.flat.numel() // part.width
+    count = shard.flat.numel() // shard.width
     if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < count:
-        raise ValueError(f"rows {int(rows.min())} to {int(rows.max())} are asked of {count} rows of key {part.key!r}")
+        raise ValueError(
+            f"rows {int(rows.min())} to {int(rows.max())} are requested of {count} rows of key {shard.key!r}"
+        )
     return rows
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
 def serve(job: environment.ServerJob) -> None:
-    """Run a server until its job ends, with one thread per core that adds and updates."""
-    torch.set_num_threads(1)  # of each: what several threads share, they wait for while workers have the cores
+    """Run a server until its job ends."""
+    torch.set_num_threads(1)  # per thread of the pool: work split over cores would wait for those that workers use
     with open_server(job) as server:
         server.run()
 
 
 @contextmanager
 def open_server(job: environment.ServerJob) -> Iterator[Server]:
-    """A server that has joined its job, and leaves it at the end."""
+    """Join a job as a server; leave it at the end of the block."""
     environment.check_address(job.interface)
-    keep_freed_memory()  # what comes by socket takes 4 MiB again and again
-    crew = ThreadPool()
-    doors = Listener(job.interface, crew.bell)
+    keep_freed_memory()  # messages from sockets allocate up to 4 MiB each
+    thread_pool = ThreadPool()
+    listener = Listener(job.interface, thread_pool.event_fd)
     try:
-        patience = math.inf if job.is_supervised else None
-        member = SchedulerClient("server", job.scheduler, address=doors.address, timeout=patience)
+        timeout = math.inf if job.is_supervised else None
+        scheduler = SchedulerClient("server", job.scheduler, address=listener.address, timeout=timeout)
         try:
-            yield Server(member, doors, crew)
+            yield Server(scheduler, listener, thread_pool)
         finally:
-            member.close()
+            scheduler.close()
     finally:
-        doors.close()
-        crew.close()
+        listener.close()
+        thread_pool.close()
 
 
 def main() -> int:
-    """Be the server that the environment describes."""
+    """Run the server of the job in the environment."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     serve(environment.from_environment())
     return 0

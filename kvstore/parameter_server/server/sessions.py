@@ -1,4 +1,4 @@
-"""What a server tells its workers: that it has what they sent, what they asked for, what they may write again."""
+"""Sessions of a server with its workers: acknowledgements, values, and releases of memory."""
 
 from __future__ import annotations
 
@@ -15,214 +15,223 @@ from torch import Tensor
 from gangline.collectives.compression import Codec
 from gangline.collectives.transports.shm.segments import Segment
 from gangline.kvstore.parameter_server import protocol
-from gangline.kvstore.parameter_server.protocol import CODED, DENSE, ROWS, Ack, Failed, Free, Message, Values
+from gangline.kvstore.parameter_server.protocol import CODED, DENSE, ROWS, Ack, Failed, Message, Release, Values
 from gangline.kvstore.parameter_server.server.shards import Shard, Waiter
-from gangline.kvstore.parameter_server.transport.frames import INLINE, memory_of
+from gangline.kvstore.parameter_server.transport.frames import INLINE, frame_of
 from gangline.kvstore.parameter_server.transport.listener import Listener
 
 _REMEMBERED = 256
-_MANY = 64
-_LATE_SECONDS = 0.01
-_AHEAD = 256 << 20
-"""Bytes of open rounds that a server takes of each worker besides twice what it stores."""
+_MAX_DEFERRED = 64
+_DEFER_SECONDS = 0.01
+_BACKLOG_BYTES = 256 << 20
+"""Bytes of open rounds that a server accepts from each worker, in addition to twice what it stores."""
 
 
 @dataclass(eq=False)
 class WorkerSession:
-    """A worker, as its server knows it."""
+    """State of one worker."""
 
     identity: bytes
     rank: int
     memory: Segment | None
-    shares: bool
-    """Whether it reads values in this server's memory."""
+    shares_memory: bool
+    """True if it reads values in this server's memory."""
     acks: list[int] = field(default_factory=list)
-    late_acks: list[int] = field(default_factory=list)
-    """Those that nobody waits for: they go out with others, or when there is nothing else to do."""
-    late_since: float = 0.0
-    """When the first of them came, by `time.monotonic`."""
-    withheld: list[int] = field(default_factory=list)
-    """Those that go out when its backlog is small again: till then it sends no more than its window."""
+    """Acknowledgements to send, together and when the server is idle unless one is urgent."""
+    acks_are_urgent: bool = False
+    acks_since: float = 0.0
+    """`time.monotonic` seconds when the first of them was added."""
+    withheld_acks: list[int] = field(default_factory=list)
+    """Acknowledgements to send when the backlog is small again; the worker's window stops it until then."""
     backlog: int = 0
-    """Bytes that it gave to rounds which are still open."""
-    frees: list[int] = field(default_factory=list)
-    held: set[int] = field(default_factory=set)
-    """Messages whose memory is still looked at."""
-    done: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    """The last messages that must not be followed twice."""
+    """Bytes pushed for rounds that are still open."""
+    releases: list[int] = field(default_factory=list)
+    in_use: set[int] = field(default_factory=set)
+    """Messages whose memory is still read."""
+    handled: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    """Last messages that must not be handled twice."""
     ready: list[tuple[Waiter, Shard]] = field(default_factory=list)
 
-    def free(self, sequence: int) -> None:
-        """Tell it that a message's memory may be written again."""
-        self.held.discard(sequence)
-        self.frees.append(sequence)
+    def release(self, sequence: int) -> None:
+        """Release a message's region with the next flush; the worker may then overwrite it."""
+        self.in_use.discard(sequence)
+        self.releases.append(sequence)
 
-    def is_overdue(self) -> bool:
-        """Whether acknowledgements have waited long for a time when there is nothing else to do."""
-        return bool(self.late_acks) and time.monotonic() - self.late_since > _LATE_SECONDS
+    def has_acks_due(self) -> bool:
+        """Return whether acknowledgements must be sent now: one is urgent, or they are many or old."""
+        if not self.acks:
+            return False
+        is_old = time.monotonic() - self.acks_since > _DEFER_SECONDS
+        return self.acks_are_urgent or len(self.acks) >= _MAX_DEFERRED or is_old
 
-    def count(self, nbytes: int, release: Callable[[], None]) -> Callable[[], None]:
-        """Have bytes belong to the backlog until what this gives is called, which then calls ``release``."""
+    def add_to_backlog(self, nbytes: int, release: Callable[[], None]) -> Callable[[], None]:
+        """Count bytes as backlog; the returned function subtracts them and calls ``release``."""
         self.backlog += nbytes
-        return partial(self._end, nbytes, release)
+        return partial(self._subtract, nbytes, release)
 
-    def _end(self, nbytes: int, release: Callable[[], None]) -> None:
+    def _subtract(self, nbytes: int, release: Callable[[], None]) -> None:
         self.backlog -= nbytes
         release()
 
 
 @dataclass(frozen=True)
 class _Read:
-    """Values that a worker reads where they lie."""
+    """Values that a worker reads in place."""
 
     rank: int
     sequence: int
-    parts: list[Shard]
+    shards: list[Shard]
 
 
 class Sessions:
-    """The workers of a server, and all that goes out to them.
+    """Sessions with all workers, and everything that is sent to them.
 
     Args:
-        doors: by which it goes.
-        touch: told of parts whose values nobody reads any more.
-        lacks: whether somebody waits for what a worker has yet to give.
+        listener: sends the messages.
+        mark_changed: called with shards that are no longer read.
+        is_awaited: returns whether others wait for a push of this rank.
     """
 
-    def __init__(self, doors: Listener, touch: Callable[[Iterable[Shard]], None], lacks: Callable[[int], bool]) -> None:
+    def __init__(
+        self, listener: Listener, mark_changed: Callable[[Iterable[Shard]], None], is_awaited: Callable[[int], bool]
+    ) -> None:
         self.workers: dict[bytes, WorkerSession] = {}
         """By identity."""
         self.pull_codec: Codec | None = None
-        """How values go out; None: as they are."""
-        self.most_backlog = math.inf
-        """Bytes beyond which a worker is told late that its pushes have come."""
-        self._doors = doors
-        self._touch = touch
-        self._lacks = lacks
+        """Compression of values; None: none."""
+        self.max_backlog = math.inf
+        """Bytes of backlog beyond which acknowledgements are withheld."""
+        self._listener = listener
+        self._mark_changed = mark_changed
+        self._is_awaited = is_awaited
         self._reads: dict[int, _Read] = {}
         self._number = 0
 
     def bound_backlogs(self, stored: int) -> None:
-        """Let each worker be about two rounds ahead of the slowest, of all the bytes that are stored here."""
-        self.most_backlog = 2 * stored + _AHEAD
+        """Allow each worker a backlog of about two rounds of the ``stored`` bytes."""
+        self.max_backlog = 2 * stored + _BACKLOG_BYTES
 
-    def has(self, worker: WorkerSession, sequence: int, *, late: bool) -> None:
-        """Tell a worker that what it sent has come; ``late``: it does not wait for that."""
+    def acknowledge(self, worker: WorkerSession, sequences: Iterable[int], *, urgent: bool = True) -> None:
+        """Acknowledge messages with the next flush; later, together with others, if none is urgent."""
+        if not worker.acks:
+            worker.acks_since = time.monotonic()
+        worker.acks += sequences
+        worker.acks_are_urgent |= urgent
+
+    def acknowledge_push(self, worker: WorkerSession, sequence: int, *, urgent: bool) -> None:
+        """Acknowledge a push, or withhold the acknowledgement if the worker's backlog is too large."""
         if self._is_ahead(worker):
-            worker.withheld.append(sequence)
-        elif late:
-            worker.late_since = worker.late_since if worker.late_acks else time.monotonic()
-            worker.late_acks.append(sequence)
+            worker.withheld_acks.append(sequence)
         else:
-            worker.acks.append(sequence)
+            self.acknowledge(worker, [sequence], urgent=urgent)
 
     def _is_ahead(self, worker: WorkerSession) -> bool:
-        return worker.backlog > self.most_backlog and not self._lacks(worker.rank)
+        return worker.backlog > self.max_backlog and not self._is_awaited(worker.rank)
 
-    def is_ready(self, waiter: Waiter, part: Shard) -> None:
-        """Have a worker given a part's value by the next `flush`."""
+    def send_value(self, waiter: Waiter, shard: Shard) -> None:
+        """Send the current value of a shard to a waiter with the next `flush`."""
         for worker in self._of_rank(waiter.rank):
-            worker.ready.append((waiter, part))
-            part.owed += 1
+            worker.ready.append((waiter, shard))
+            shard.unsent += 1
 
     def flush(self) -> None:
-        """Send what has come together."""
+        """Send acknowledgements that are due, values and releases."""
         for worker in self.workers.values():
-            if worker.withheld and not self._is_ahead(worker):
-                worker.acks += worker.withheld
-                worker.withheld.clear()
-            if worker.acks or len(worker.late_acks) >= _MANY or worker.is_overdue():
-                self._acknowledge(worker)
+            if worker.withheld_acks and not self._is_ahead(worker):
+                self.acknowledge(worker, worker.withheld_acks)
+                worker.withheld_acks.clear()
+            if worker.has_acks_due():
+                self._send_acks(worker)
             if worker.ready:
                 worker.ready.sort(key=lambda pair: pair[0].sequence)
                 for sequence, group in groupby(worker.ready, key=lambda pair: pair[0].sequence):
-                    self._give(worker, sequence, list(group))
-                for _, part in worker.ready:
-                    part.owed -= 1
-                    if not part.owed and part.open:
-                        self._touch([part])
+                    self._send_values(worker, sequence, list(group))
+                for _, shard in worker.ready:
+                    shard.unsent -= 1
+                    if not shard.unsent and shard.open:
+                        self._mark_changed([shard])
                 worker.ready = []
-            if worker.frees:
-                self.send(worker.identity, Free(worker.frees))
-                worker.frees.clear()
+            if worker.releases:
+                self.send(worker.identity, Release(worker.releases))
+                worker.releases.clear()
 
-    def flush_late(self) -> None:
-        """Send acknowledgements that could wait."""
+    def flush_acks(self) -> None:
+        """Send all acknowledgements except withheld ones."""
         for worker in self.workers.values():
-            if worker.late_acks:
-                self._acknowledge(worker)
+            if worker.acks:
+                self._send_acks(worker)
 
-    def _acknowledge(self, worker: WorkerSession) -> None:
-        self.send(worker.identity, Ack([*worker.acks, *worker.late_acks]))
-        worker.acks.clear()
-        worker.late_acks.clear()
+    def _send_acks(self, worker: WorkerSession) -> None:
+        self.send(worker.identity, Ack(worker.acks))
+        worker.acks = []
+        worker.acks_are_urgent = False
 
-    def _give(self, worker: WorkerSession, sequence: int, ready: list[tuple[Waiter, Shard]]) -> None:
-        """Values of parts: large ones are read where they lie, and stay until the worker has them."""
-        if sequence in worker.late_acks:  # this says as much
-            worker.late_acks.remove(sequence)
+    def _send_values(self, worker: WorkerSession, sequence: int, ready: list[tuple[Waiter, Shard]]) -> None:
+        """Send values of shards; large ones are read in place and do not change until the worker has read them."""
+        if sequence in worker.acks:  # values acknowledge their request
+            worker.acks.remove(sequence)
         codec = self.pull_codec
         in_place: list[tuple[Waiter, Shard]] = []
         others: list[tuple[Waiter, Shard]] = []
         for pair in ready:
-            waiter, part = pair
-            is_coded = codec is not None and part.flat.is_floating_point()
-            lies_there = waiter.rows is None and part.flat.nbytes > INLINE and not is_coded
-            (in_place if lies_there else others).append(pair)
+            waiter, shard = pair
+            is_coded = codec is not None and shard.flat.is_floating_point()
+            is_in_place = waiter.rows is None and shard.flat.nbytes > INLINE and not is_coded
+            (in_place if is_in_place else others).append(pair)
         if in_place:
             self._number += 1
-            parts = [part for _, part in in_place]
-            self._end_lost_reads(worker.rank, sequence, parts)
-            for part in parts:
-                part.readers.add((worker.rank, self._number))
-            self._reads[self._number] = _Read(worker.rank, sequence, parts)
-            entries = [[part.number, part.closed, DENSE, part.flat.nbytes] for part in parts]
-            places = [part.offset for part in parts] if worker.shares else []
-            frames = [] if worker.shares else [memory_of(part.flat) for part in parts]
-            message = protocol.pack(Values(sequence, self._number, entries, places))
-            self._doors.send(worker.identity, [message, *frames], in_place=True)
+            shards = [shard for _, shard in in_place]
+            self._end_lost_reads(worker.rank, sequence, shards)
+            for shard in shards:
+                shard.readers.add((worker.rank, self._number))
+            self._reads[self._number] = _Read(worker.rank, sequence, shards)
+            entries = [[shard.number, shard.closed, DENSE, shard.flat.nbytes] for shard in shards]
+            offsets = [shard.offset for shard in shards] if worker.shares_memory else []
+            frames = [] if worker.shares_memory else [frame_of(shard.flat) for shard in shards]
+            header = protocol.pack(Values(sequence, self._number, entries, offsets))
+            self._listener.send(worker.identity, [header, *frames], in_place=True)
         if others:
             entries, datas = [], []
-            for waiter, part in others:
-                data, kind = part.flat, DENSE
+            for waiter, shard in others:
+                data, kind = shard.flat, DENSE
                 if waiter.rows is not None:
-                    data, kind = part.flat.view(-1, part.width).index_select(0, waiter.rows), ROWS
+                    data, kind = shard.flat.view(-1, shard.width).index_select(0, waiter.rows), ROWS
                 elif codec is not None and data.is_floating_point():
                     data, kind = codec.encode(data), CODED
-                entries.append([part.number, part.closed, kind, data.nbytes])
+                entries.append([shard.number, shard.closed, kind, data.nbytes])
                 datas.append(data)
             self.send(worker.identity, Values(sequence, 0, entries, []), datas)
 
     def end_read(self, rank: int, number: int) -> None:
-        """Values may change again: a worker has read them, or is gone; those that another one reads may not."""
+        """End a worker's read of the `Values` of this number; their shards may change unless others read them."""
         read = self._reads.get(number)
         if read is not None and read.rank == rank:
             del self._reads[number]
-            for part in read.parts:
-                part.readers.discard((rank, number))
-            self._touch(read.parts)
+            for shard in read.shards:
+                shard.readers.discard((rank, number))
+            self._mark_changed(read.shards)
 
-    def _end_lost_reads(self, rank: int, sequence: int, parts: Sequence[Shard]) -> None:
-        """What is given again was lost on its way, or has been read when this comes; its new number tells of both."""
+    def end_reads(self, rank: int, most: int | None = None) -> None:
+        """End a worker's reads of `Values` up to a number; None: all."""
+        for number in list(self._reads):
+            if most is None or number <= most:
+                self.end_read(rank, number)
+
+    def _end_lost_reads(self, rank: int, sequence: int, shards: Sequence[Shard]) -> None:
+        """End earlier reads of a request that is answered again: the new number replaces theirs."""
         for number, read in list(self._reads.items()):
             if (read.rank, read.sequence) == (rank, sequence):
-                for part in parts:
-                    part.readers.discard((rank, number))
+                for shard in shards:
+                    shard.readers.discard((rank, number))
 
-    def fail(self, waiter: Waiter, kind: str, text: str) -> None:
-        """Tell a worker that what it waits for cannot be."""
+    def fail(self, waiter: Waiter, error: str, text: str) -> None:
+        """Send an error to a waiter."""
         for worker in self._of_rank(waiter.rank):
-            self.send(worker.identity, Failed(waiter.sequence, kind, text))
+            self.send(worker.identity, Failed(waiter.sequence, error, text))
 
     def _of_rank(self, rank: int) -> list[WorkerSession]:
         return [worker for worker in self.workers.values() if worker.rank == rank]
 
     def send(self, identity: bytes, message: Message, datas: Sequence[Tensor] = ()) -> None:
-        """Send a message, with a copy of each tensor."""
-        self._doors.send(identity, [protocol.pack(message), *map(memory_of, datas)])
-
-    def end_reads(self, rank: int, most: int | None = None) -> None:
-        """`end_read` of all messages up to a number; None: of all."""
-        for number in list(self._reads):
-            if most is None or number <= most:
-                self.end_read(rank, number)
+        """Send a message with a copy of each tensor."""
+        self._listener.send(identity, [protocol.pack(message), *map(frame_of, datas)])

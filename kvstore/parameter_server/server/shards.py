@@ -1,4 +1,4 @@
-"""A part of a key on its server: its value, the rounds that are open for it, and who waits for which."""
+"""Shard of a key on its server: value, open rounds, waiting workers and readers."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from gangline.kvstore.sparse import RowSparse, summed
 
 
 @dataclass(slots=True)
-class Contribution:
-    """What a worker gave to a round."""
+class PushedValue:
+    """Value that a worker has pushed for a round."""
 
     value: Tensor | RowSparse | None
-    """Flat and of the part's dtype; None where there is none, or it did not fit."""
+    """Flat, of the shard's dtype; None if absent or invalid."""
     weight: float | None
     release: Callable[[], None]
-    """To be called when the value is no longer looked at."""
+    """To be called when the value is no longer read."""
     problem: str = ""
-    """Why it did not fit."""
+    """Why the value is invalid."""
 
 
 @dataclass(slots=True)
 class Round:
-    """Contributions by rank, and the learning rate that rank 0 sent along."""
+    """Pushed values by rank, and the learning rate that rank 0 sent with its push."""
 
-    contributions: dict[int, Contribution] = field(default_factory=dict)
+    pushes: dict[int, PushedValue] = field(default_factory=dict)
     learning_rate: float | None = None
 
 
 @dataclass(slots=True)
 class Waiter:
-    """A worker that waits for the value of a round."""
+    """A worker that waits for the value after a round."""
 
     rank: int
     sequence: int
     round: int
     rows: Tensor | None = None
-    behind: int | None = None
-    """Where each push is a round: up to which one the value must be there."""
+    until: int | None = None
+    """Async mode: number of the round that must be closed before the value is sent; None: not yet determined."""
     since: float = field(default_factory=time.monotonic)
 
 
 @dataclass(eq=False)
 class Shard:
-    """A part: all but its arithmetic is touched by the server's own thread only."""
+    """A shard; all but its arithmetic runs in the server's main thread."""
 
     number: int
     key: Key
@@ -60,48 +60,48 @@ class Shard:
     width: int
     stored: Tensor
     is_whole: bool
-    """Whether the key has no other part."""
+    """True if this is the only shard of the key."""
     offset: int
-    """Of ``stored`` in the server's shared memory."""
-    lane: int
+    """Offset of ``stored`` in the server's shared memory."""
+    thread: int
     closed: int = 0
-    """Rounds that are closed."""
+    """Number of closed rounds."""
     open: dict[int, Round] = field(default_factory=dict)
     pushed: dict[int, int] = field(default_factory=dict)
-    """By rank: the last round up to which all its pushes have come; what comes again is known by it."""
+    """By rank: the last round up to which all pushes have arrived. Repeated pushes are recognised by it."""
     ahead: dict[int, set[int]] = field(default_factory=dict)
-    """By rank: rounds beyond, whose pushes overtook others by their priority or after a lost connection."""
+    """By rank: later rounds whose pushes have arrived early, by priority or after a lost connection."""
     waiters: list[Waiter] = field(default_factory=list)
     readers: set[tuple[int, int]] = field(default_factory=set)
-    """(rank, sequence) of those who read ``stored`` where it lies."""
-    owed: int = 0
-    """Waiters who are to have the value as it is, and to whom it has not gone out yet."""
+    """(rank, number of `Values`) of workers that read ``stored`` in place."""
+    unsent: int = 0
+    """Number of waiters that are to get the current value but have not been sent it."""
     busy: bool = False
-    """Whether a lane changes ``stored``."""
+    """True while a thread changes ``stored``."""
     problems: dict[int, str] = field(default_factory=dict)
     """Rounds that closed without effect, and why."""
-    refused: dict[int, str] = field(default_factory=dict)
-    """Where each push is a round: by rank, why one had no effect, till that worker is told."""
+    rejected: dict[int, str] = field(default_factory=dict)
+    """Async mode: by rank, why a push had no effect, until the worker has been told."""
     warned: int = 0
-    """The last round of which a warning has told who is late."""
+    """Last round for which a stall warning was issued."""
 
     def __post_init__(self) -> None:
         self.flat = self.stored.view(-1)
         self.weight = self.stored if self.is_whole else self.flat.view(-1, self.width)
-        """What an optimizer sees: the key's own shape where this is all of it, else rows."""
+        """View for the optimizer: the key's shape if this is the only shard, else rows."""
 
     def read(
         self, kind: int, data: Tensor, decode: Callable[[Tensor, Tensor], None] | None
     ) -> Tensor | RowSparse | None:
-        """The value of a contribution's bytes.
+        """Return the pushed value in an entry's data; None for ABSENT.
 
         Args:
-            kind: DENSE, ROWS, CODED, or ABSENT, which gives None.
+            kind: DENSE, ROWS, CODED or ABSENT.
             data: uint8.
-            decode: of the codec that is set; None: none is.
+            decode: decoder of the compression that is set; None: no compression.
 
         Raises:
-            ValueError: the bytes do not fit the part.
+            ValueError: if the data do not fit the shard.
         """
         if kind == ABSENT:
             return None
@@ -116,21 +116,21 @@ class Shard:
                 raise ValueError(f"has {data.numel()} bytes; expected {self.flat.nbytes} of {self.flat.dtype}")
             return self._typed(data)
         assert kind == ROWS
-        bytes_of_row = self.width * self.flat.itemsize
-        count, rest = divmod(data.numel(), 8 + bytes_of_row)
-        if rest:
-            raise ValueError(f"has {data.numel()} bytes of rows; expected a multiple of {8 + bytes_of_row}")
+        row_bytes = self.width * self.flat.itemsize
+        count, remainder = divmod(data.numel(), 8 + row_bytes)
+        if remainder:
+            raise ValueError(f"has {data.numel()} bytes of rows; expected a multiple of {8 + row_bytes}")
         rows = typed(data[: 8 * count], torch.int64)
         values = self._typed(data[8 * count :]).view(count, self.width)
         return RowSparse(rows, values, (self.flat.numel() // self.width, self.width))
 
     def _typed(self, data: Tensor) -> Tensor:
-        if self.flat.dtype is torch.bool:  # only 0 and 1 are bools, whatever was sent
+        if self.flat.dtype is torch.bool:  # bytes other than 0 and 1 are not valid bools
             return data.ne(0)
         return typed(data, self.flat.dtype)
 
-    def is_new(self, rank: int, number: int) -> bool:
-        """Whether a worker's push for a round comes for the first time; from now on it has come."""
+    def record_push(self, rank: int, number: int) -> bool:
+        """Record a worker's push for a round; return False if it had been recorded before."""
         last, ahead = self.pushed.get(rank, 0), self.ahead.setdefault(rank, set())
         if number <= last or number in ahead:
             return False
@@ -141,66 +141,71 @@ class Shard:
         self.pushed[rank] = last
         return True
 
-    def catch_up(self, rank: int) -> None:
-        """Expect a worker, who has rested, to go on at the round of the others."""
+    def resume(self, rank: int) -> None:
+        """Set the last round of a worker that returns from join() to that of the others."""
         self.pushed[rank] = max(self.pushed.values(), default=0)
         self.ahead.pop(rank, None)
 
-    def ready(self, needed: Set[int]) -> Round | None:
-        """The next round, if all ``needed`` have contributed and nobody reads, changes or is to have the value."""
+    def complete_round(self, needed: Set[int]) -> Round | None:
+        """Return the next round if all ``needed`` ranks have pushed and nobody uses the current value."""
         following = self.open.get(self.closed + 1)
-        if following is None or self.busy or self.owed or self.readers or not following.contributions.keys() >= needed:
+        if following is None or self.busy or self.unsent or self.readers or not following.pushes.keys() >= needed:
             return None
         return following
 
-    def late(self, needed: Collection[int], before: float) -> str:
-        """Where workers wait since before a time for others: for whom, and who has come; once a round."""
+    def stall_warning(self, needed: Collection[int], before: float) -> str:
+        """Return a stall warning naming missing and present ranks, at most once per round.
+
+        Args:
+            needed: ranks whose pushes the round needs.
+            before: `time.monotonic` seconds; "" is returned if nobody has waited since before then.
+        """
         waits = any(waiter.since < before and waiter.round > self.closed for waiter in self.waiters)
         if not waits or self.warned > self.closed:
             return ""
-        came = self.open[self.closed + 1].contributions.keys() if self.closed + 1 in self.open else set()
-        missing = set(needed) - came
-        if not missing or not came:
+        present = self.open[self.closed + 1].pushes.keys() if self.closed + 1 in self.open else set()
+        missing = set(needed) - present
+        if not missing or not present:
             return ""
         self.warned = self.closed + 1
-        return f"key {self.key!r}, round {self.warned}, waits for {name_ranks(missing)}; {name_ranks(came)} came"
+        return f"key {self.key!r}, round {self.warned}, waits for {name_ranks(missing)}; present: {name_ranks(present)}"
 
-    def total(self, contributions: Sequence[Contribution], room: Callable[[int], Tensor]) -> Tensor | RowSparse:
-        """The sum of a round in the order given, or its weighted mean where weights came with it.
+    def total(self, pushes: Sequence[PushedValue], allocate: Callable[[int], Tensor]) -> Tensor | RowSparse:
+        """Return the sum of a round in the order given, or its weighted mean if a push has a weight.
 
         Args:
-            contributions: each with a value, in rank order; at least one.
-            room: gives so many bytes, as uint8, for a sum that is dense.
+            pushes: at least one, all with values, in rank order.
+            allocate: returns uint8 memory of a number of bytes for a dense sum.
         """
-        values = [one.value for one in contributions]
-        weights = [one.weight for one in contributions]
-        weighted = any(weight is not None for weight in weights)
+        values = [one.value for one in pushes]
+        weights = [one.weight for one in pushes]
+        is_weighted = any(weight is not None for weight in weights)
         sparse = [value for value in values if isinstance(value, RowSparse)]
         if len(sparse) == len(values):
-            return mean_of_rows(sparse, weights) if weighted else summed(sparse, self.flat.device)
+            return mean_of_rows(sparse, weights) if is_weighted else summed(sparse, self.flat.device)
         dense = [value.to_dense().view(-1) if isinstance(value, RowSparse) else value for value in values]
-        out = room(self.flat.nbytes).view(self.flat.dtype)
-        add_up([value for value in dense if value is not None], out, weights if weighted else None)
+        out = allocate(self.flat.nbytes).view(self.flat.dtype)
+        add_up([value for value in dense if value is not None], out, weights if is_weighted else None)
         return out
 
 
-def mean_of_rows(parts: Sequence[RowSparse], weights: Sequence[float | None]) -> RowSparse:
-    """`add_up` with weights, of the rows that somebody has: in the others the mean is 0."""
+def mean_of_rows(values: Sequence[RowSparse], weights: Sequence[float | None]) -> RowSparse:
+    """Return the weighted mean of row-sparse values, as `add_up`; rows that no worker has stay absent."""
     factors = [1.0 if weight is None else weight for weight in weights]
-    dtype = parts[0].dtype
+    dtype = values[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     scaled = [
-        RowSparse(part.indices, part.values.to(wide) * factor, part.shape)
-        for part, factor in zip(parts, factors, strict=True)
+        RowSparse(value.indices, value.values.to(wide) * factor, value.shape)
+        for value, factor in zip(values, factors, strict=True)
     ]
-    total = summed(scaled, parts[0].device)
+    total = summed(scaled, values[0].device)
     return RowSparse(total.indices, total.values.div_(sum(factors) or 1.0).to(dtype), total.shape)
 
 
 def add_up(values: Sequence[Tensor], out: Tensor, weights: Sequence[float | None] | None) -> None:
-    """Write the sum into ``out``, in the order given; float16 and bfloat16 are added in float32 and rounded once.
+    """Write the sum, in the order given, into ``out``; float16 and bfloat16 are summed in float32 and rounded once.
 
-    With weights it is the sum of weight x value over the sum of weights (a weight that is None counts as 1).
+    With weights: sum of weight * value divided by the sum of weights, where None counts as 1.
     """
     total = out
     narrow = out.dtype in (torch.float16, torch.bfloat16)

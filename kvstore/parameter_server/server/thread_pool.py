@@ -1,4 +1,4 @@
-"""The threads of a server that add and update, while its own thread talks with workers."""
+"""Threads of a server that sum and update shards while its main thread talks to workers."""
 
 from __future__ import annotations
 
@@ -14,83 +14,83 @@ from torch import Tensor
 
 _log = logging.getLogger("gangline")
 _INLINE = 1 << 18
-"""Bytes up to which a thread costs more than it brings."""
+"""Bytes up to which work runs in the main thread, since handing it over would take longer."""
 
 
 class ThreadPool:
-    """A thread a core, each a lane of its own: what belongs to a lane runs in order, and never at the same time."""
+    """One thread per core, each with its own queue: work of the same thread runs in order and never concurrently."""
 
     def __init__(self) -> None:
-        self.lanes = len(os.sched_getaffinity(0))
-        """How many there are."""
-        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """A descriptor that can be read when something is done, or somebody rang."""
+        self.size = len(os.sched_getaffinity(0))
+        """Number of threads."""
+        self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable when work has completed or `notify` was called."""
         self._queues: list[queue.SimpleQueue[Callable[[], None] | None]] = []
         self._threads: list[threading.Thread] = []
-        self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._under_way = [0] * self.lanes
+        self._completed: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._running = [0] * self.size
         self._outstanding = 0
-        self._scratch = [torch.empty(0, dtype=torch.uint8)] * self.lanes
+        self._scratch = [torch.empty(0, dtype=torch.uint8)] * self.size
 
-    def lane_of(self, number: int) -> int:
-        """The lane of a part."""
-        return number % self.lanes
+    def thread_of(self, number: int) -> int:
+        """Return the thread of a shard."""
+        return number % self.size
 
-    def scratch(self, lane: int, nbytes: int) -> Tensor:
-        """Memory for work of a lane, until its next work: the same again, which the caches still hold."""
-        if self._scratch[lane].nbytes < nbytes:
-            self._scratch[lane] = torch.empty(nbytes, dtype=torch.uint8)
-        return self._scratch[lane][:nbytes]
+    def scratch(self, thread: int, nbytes: int) -> Tensor:
+        """Return uint8 memory that work of a thread may use; the same each time, so it is likely in the CPU caches."""
+        if self._scratch[thread].nbytes < nbytes:
+            self._scratch[thread] = torch.empty(nbytes, dtype=torch.uint8)
+        return self._scratch[thread][:nbytes]
 
-    def run(self, lane: int, nbytes: int, work: Callable[[], None], then: Callable[[str], None]) -> None:
-        """Do some work, and call ``then`` in the owner's thread with what went wrong ("": nothing).
+    def run(self, thread: int, nbytes: int, work: Callable[[], None], then: Callable[[str], None]) -> None:
+        """Run work in a thread, then call ``then`` in the main thread with the error text ("": success).
 
         Args:
-            lane: in which.
-            nbytes: how much it touches.
-            work: called in the lane's thread, or here and now where it is small.
-            then: called by `finish`, or here and now.
+            thread: index of the thread.
+            nbytes: bytes that the work touches; little work runs immediately in the main thread.
+            work: called in the thread.
+            then: called by `run_callbacks`, or immediately if the work ran immediately.
         """
-        if nbytes <= _INLINE and not self._under_way[lane]:
+        if nbytes <= _INLINE and not self._running[thread]:
             then(_problem_of(work))
             return
         self._start()
-        self._under_way[lane] += 1
+        self._running[thread] += 1
         self._outstanding += 1
 
         def job() -> None:
             problem = _problem_of(work)
 
-            def follow() -> None:
-                self._under_way[lane] -= 1
+            def callback() -> None:
+                self._running[thread] -= 1
                 self._outstanding -= 1
                 then(problem)
 
-            self._done.put(follow)
-            self.ring()
+            self._completed.put(callback)
+            self.notify()
 
-        self._queues[lane].put(job)
+        self._queues[thread].put(job)
 
-    def finish(self) -> None:
-        """Call what follows work that is done, when the bell has rung; never blocks."""
+    def run_callbacks(self) -> None:
+        """Call the callbacks of completed work and reset the eventfd; never blocks."""
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.bell)
+            os.eventfd_read(self.event_fd)
         while True:
             try:
-                then = self._done.get_nowait()
+                callback = self._completed.get_nowait()
             except queue.Empty:
                 return
-            then()
+            callback()
 
     def drain(self) -> None:
-        """Return when all work is done and what follows it is called."""
+        """Wait until all work has completed and its callbacks have run."""
         while self._outstanding:
-            self._done.get()()
+            self._completed.get()()
 
-    def ring(self) -> None:
-        """Have the owner's poll return; any thread may call it."""
-        if self.bell >= 0:
-            os.eventfd_write(self.bell, 1)
+    def notify(self) -> None:
+        """Make the eventfd readable; any thread may call it."""
+        if self.event_fd >= 0:
+            os.eventfd_write(self.event_fd, 1)
 
     def close(self) -> None:
         """End the threads."""
@@ -98,20 +98,20 @@ class ThreadPool:
             one.put(None)
         for thread in self._threads:
             thread.join()
-        bell, self.bell = self.bell, -1
-        os.close(bell)
+        event_fd, self.event_fd = self.event_fd, -1
+        os.close(event_fd)
 
     def _start(self) -> None:
-        for lane in range(self.lanes if not self._threads else 0):
+        for index in range(self.size if not self._threads else 0):
             self._queues.append(queue.SimpleQueue())
-            thread = threading.Thread(target=self._work, args=(lane,), name=f"gangline-lane-{lane}", daemon=True)
+            thread = threading.Thread(target=self._work, args=(index,), name=f"gangline-shards-{index}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
-    def _work(self, lane: int) -> None:
+    def _work(self, index: int) -> None:
         torch.set_num_threads(1)
-        torch.set_grad_enabled(False)  # of this thread
-        while (job := self._queues[lane].get()) is not None:
+        torch.set_grad_enabled(False)  # per thread
+        while (job := self._queues[index].get()) is not None:
             job()
             del job
 
@@ -119,7 +119,7 @@ class ThreadPool:
 def _problem_of(work: Callable[[], None]) -> str:
     try:
         work()
-    except Exception as error:  # noqa: BLE001  the round's workers are told, the server lives on
-        _log.debug("work failed", exc_info=error)
+    except Exception as error:  # noqa: BLE001  sent to the workers of the round
+        _log.debug("work on a shard failed", exc_info=error)
         return f"{type(error).__name__}: {error}"
     return ""

@@ -1,1 +1,1 @@
-"""Bytes between workers and servers: ZeroMQ, Unix streams and shared memory."""
+"""Transport between workers and servers: ZeroMQ sockets, Unix streams and shared memory."""

@@ -1,4 +1,4 @@
-"""A worker's way to one server: by ZeroMQ, or on one host by a stream."""
+"""Connection of a worker to one server: a ZeroMQ socket, or a Unix stream on the same host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 from gangline.collectives.errors import ProtocolError
 from gangline.kvstore.parameter_server.transport import unix_stream
 from gangline.kvstore.parameter_server.transport.poller import Poller, Source
-from gangline.kvstore.parameter_server.transport.socket_buffers import fit_buffers
+from gangline.kvstore.parameter_server.transport.socket_buffers import limit_loopback_buffers
 
 _COPIED = 1 << 16
 _RETRY_SECONDS = 0.1
@@ -22,49 +22,47 @@ Frames = Sequence[bytes | memoryview]
 
 
 class Channel(Protocol):
-    """What a worker and a server talk by; what a lost connection has swallowed is the caller's to send again."""
+    """Connection that is re-established when it is lost; the caller resends messages that were lost with it."""
 
     @property
     def is_full(self) -> bool:
-        """Whether something waits for room to go out, which `receive` moves."""
+        """True if bytes are queued, which `receive` sends when there is room."""
 
-    def arm(self, watch: Poller) -> None:
-        """Have it watched; to be called before each wait, with the same watch."""
-
-    def has_come(self, events: Set[Source]) -> bool:
-        """Whether there is a connection that was not there when this was asked last; ``events``: what a wait gave."""
+    def reconnected(self, events: Set[Source]) -> bool:
+        """Return whether a new connection was made since the last call; ``events``: result of the poller."""
 
     def send(self, frames: Frames) -> None:
-        """Send a message; it is lost where there is no connection."""
+        """Send a message; it is lost if there is no connection."""
 
     def receive(self, events: Set[Source]) -> Iterator[list[memoryview]]:
-        """The messages that have come."""
+        """Yield the messages that have arrived."""
 
     def close(self) -> None:
-        """Give it back; what was sent still goes out."""
+        """Close the connection; what was sent is still delivered."""
 
 
-def open_channel(address: str, context: zmq.Context[zmq.Socket[bytes]], identity: bytes) -> Channel:
-    """The best way to a server.
+def open_channel(address: str, context: zmq.Context[zmq.Socket[bytes]], identity: bytes, poller: Poller) -> Channel:
+    """Connect to a server over the fastest transport that works.
 
     Args:
-        address: as the server gave it: "tcp://HOST:PORT", and behind a blank the name of its `streams.Listener`.
-        context: for ZeroMQ's socket.
+        address: "tcp://HOST:PORT", optionally followed by a space and the name of the server's `UnixListener`.
+        context: for ZeroMQ sockets.
         identity: of this worker.
+        poller: reports the channel.
     """
     endpoint, _, name = address.partition(" ")
     if name and os.environ.get("GANGLINE_TRANSPORT") != "tcp":
         try:
-            return StreamChannel(name, identity)
-        except OSError:  # the server is on another host, or another user's
+            return StreamChannel(name, identity, poller)
+        except OSError:  # the server is on another host or belongs to another user
             pass
-    return SocketChannel(endpoint, context, identity)
+    return SocketChannel(endpoint, context, identity, poller)
 
 
 class SocketChannel:
-    """A DEALER, which connects again by itself."""
+    """ZeroMQ DEALER, which reconnects by itself."""
 
-    def __init__(self, endpoint: str, context: zmq.Context[zmq.Socket[bytes]], identity: bytes) -> None:
+    def __init__(self, endpoint: str, context: zmq.Context[zmq.Socket[bytes]], identity: bytes, poller: Poller) -> None:
         self._socket = context.socket(zmq.DEALER)
         for option, value in (
             (zmq.SNDHWM, 0),
@@ -75,30 +73,25 @@ class SocketChannel:
         ):
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IDENTITY, identity)
-        fit_buffers(self._socket, endpoint.removeprefix("tcp://").rpartition(":")[0])
+        limit_loopback_buffers(self._socket, endpoint.removeprefix("tcp://").rpartition(":")[0])
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        poller.add(self._socket)
+        poller.add(self._monitor)
         self._socket.connect(endpoint)
-        self._is_armed = False
 
     @property
-    def is_full(self) -> bool:  # noqa: D102  ZeroMQ's thread sees to it
+    def is_full(self) -> bool:  # noqa: D102  ZeroMQ's I/O thread sends what is queued
         return False
 
-    def arm(self, watch: Poller) -> None:  # noqa: D102  as Channel's, and so below
-        if not self._is_armed:
-            self._is_armed = True
-            watch.add(self._socket)
-            watch.add(self._monitor)
-
-    def has_come(self, events: Set[Source]) -> bool:  # noqa: D102
-        came = False
+    def reconnected(self, events: Set[Source]) -> bool:  # noqa: D102  see Channel, also below
+        is_new = False
         while self._monitor in events and self._monitor.poll(0):
             recv_monitor_message(self._monitor)
-            came = True
-        return came
+            is_new = True
+        return is_new
 
     def send(self, frames: Frames) -> None:  # noqa: D102
-        # What is large is read where it lies, and stays there until it is acknowledged.
+        # Large frames are sent without a copy; callers keep them unchanged until they are acknowledged.
         self._socket.send_multipart(frames, zmq.NOBLOCK, copy=sum(map(len, frames)) <= _COPIED)
 
     def receive(self, events: Set[Source]) -> Iterator[list[memoryview]]:  # noqa: D102
@@ -116,75 +109,53 @@ class SocketChannel:
 
 
 class StreamChannel:
-    """A stream, made anew when it breaks."""
+    """Unix stream, opened again when it breaks."""
 
-    def __init__(self, name: str, identity: bytes) -> None:
+    def __init__(self, name: str, identity: bytes, poller: Poller) -> None:
         self._name = name
         self._identity = identity
+        self._poller = poller
         self._stream: unix_stream.UnixStream | None = None
         self._is_new = False
-        self._watch: Poller | None = None  # set while it watches the stream
-        self._looks_for_room = False
-        self._due = 0.0
+        self._retry_at = 0.0
         self._connect()
 
     @property
     def is_full(self) -> bool:  # noqa: D102
         return self._stream is not None and self._stream.is_full
 
-    def arm(self, watch: Poller) -> None:  # noqa: D102
-        if self._stream is None:
-            return
-        if self._watch is None:
-            self._watch = watch
-            watch.add(self._stream.fileno())
-            self._looks_for_room = False
-        if self._stream.is_full != self._looks_for_room:
-            self._looks_for_room = self._stream.is_full
-            watch.look_for_room(self._stream.fileno(), room=self._looks_for_room)
-
-    def has_come(self, events: Set[Source]) -> bool:  # noqa: ARG002, D102
-        if self._stream is None and time.monotonic() >= self._due:
-            self._due = time.monotonic() + _RETRY_SECONDS
+    def reconnected(self, events: Set[Source]) -> bool:  # noqa: ARG002, D102
+        if self._stream is None and time.monotonic() >= self._retry_at:
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
             try:
                 self._connect()
             except OSError:
                 return False
-        came, self._is_new = self._is_new, False
-        return came
+        is_new, self._is_new = self._is_new, False
+        return is_new
 
     def send(self, frames: Frames) -> None:  # noqa: D102
         if self._stream is not None:
             try:
                 self._stream.send(frames)
             except ConnectionError:
-                self._lose()
+                self.close()
 
     def receive(self, events: Set[Source]) -> Iterator[list[memoryview]]:  # noqa: D102
         if self._stream is None or self._stream.fileno() not in events:
             return
-        stream = self._stream
         try:
-            stream.flush()
-            for frames in stream.receive():
-                yield frames
-                if self._stream is not stream:  # an answer to it found the connection broken
-                    return
+            self._stream.flush()
+            yield from self._stream.receive()
         except (ConnectionError, ProtocolError):
-            self._lose()
+            self.close()
 
     def close(self) -> None:  # noqa: D102
-        self._lose()
-
-    def _connect(self) -> None:
-        self._stream = unix_stream.connect(self._name)
-        self._is_new = True
-        self.send([self._identity])
-
-    def _lose(self) -> None:
         if self._stream is not None:
-            if self._watch is not None:
-                self._watch.remove(self._stream.fileno())
-                self._watch = None
             self._stream.close()
             self._stream = None
+
+    def _connect(self) -> None:
+        self._stream = unix_stream.connect(self._name, self._poller)
+        self._is_new = True
+        self.send([self._identity])

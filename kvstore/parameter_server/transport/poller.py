@@ -1,4 +1,4 @@
-"""Waiting for sockets: a look or two while others run, and only then sleep, for to be woken costs more than to look."""
+"""Poller for descriptors and ZeroMQ sockets that spins briefly before it sleeps, since waking a thread is slower."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Callable, Set
 
 import zmq
 
-LOOKS_SECONDS = 0.0003
+SPIN_SECONDS = 0.0003
 
 Source = int | zmq.Socket[bytes]
-"""What can be waited for: a descriptor, or a socket of ZeroMQ's."""
+"""File descriptor or ZeroMQ socket."""
 
 
 class Poller:
-    """Descriptors and sockets that one thread waits for together; the kernel keeps the list."""
+    """Set of descriptors and ZeroMQ sockets that one thread waits for, based on epoll."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._sockets: dict[int, zmq.Socket[bytes]] = {}  # by descriptor
 
     def add(self, source: Source) -> None:
-        """Wait for it from now on: until it can be read, or is broken."""
+        """Report a source from now on whenever it is readable or closed by its peer."""
         if isinstance(source, int):
             descriptor = source
         else:
@@ -31,55 +31,56 @@ class Poller:
             self._sockets[descriptor] = source
         self._epoll.register(descriptor, select.EPOLLIN)
 
-    def look_for_room(self, descriptor: int, *, room: bool) -> None:
-        """Wait also until a descriptor takes bytes, or no longer."""
-        self._epoll.modify(descriptor, select.EPOLLIN | (select.EPOLLOUT if room else 0))
+    def poll_writable(self, descriptor: int, *, writable: bool) -> None:
+        """Start or stop reporting a descriptor when it is writable, in addition to readable."""
+        self._epoll.modify(descriptor, select.EPOLLIN | (select.EPOLLOUT if writable else 0))
 
     def remove(self, descriptor: int) -> None:
-        """Wait for it no longer; to be called before it is closed."""
+        """Stop reporting a descriptor; call it before the descriptor is closed."""
         self._epoll.unregister(descriptor)
 
     def wait(
-        self, timeout_ms: int, looks_seconds: float = 0.0, before_sleep: Callable[[], object] = lambda: None
+        self, timeout_ms: int, spin_seconds: float = 0.0, before_sleep: Callable[[], object] = lambda: None
     ) -> Set[Source]:
-        """What has come; returns when something has, after ``timeout_ms``, and now and then for nothing.
+        """Wait until a source is ready and return the ready ones; spurious empty results are possible.
 
         Args:
-            timeout_ms: in milliseconds.
-            looks_seconds: how long to look and let others run before this thread sleeps.
-            before_sleep: called when that was in vain.
+            timeout_ms: maximum time to sleep, in milliseconds.
+            spin_seconds: time to poll and yield the CPU before sleeping.
+            before_sleep: called if nothing was ready while spinning.
         """
-        # A socket's descriptor tells of changes only: what was there before they were looked at last must be asked for.
-        come: set[Source] = {socket for socket in self._sockets.values() if _has_come(socket)}
-        if come:
-            return come | self._look(0)
-        if looks_seconds:
-            ends = time.perf_counter() + looks_seconds
+        # A ZeroMQ descriptor is edge-triggered: what arrived before the last look at EVENTS must be asked for.
+        ready: set[Source] = {socket for socket in self._sockets.values() if _is_readable(socket)}
+        if ready:
+            return ready | self._poll(0)
+        if spin_seconds:
+            ends = time.perf_counter() + spin_seconds
             while True:
-                come = self._look(0)
-                if come:
-                    return come
+                ready = self._poll(0)
+                if ready:
+                    return ready
                 if time.perf_counter() >= ends:
                     break
                 os.sched_yield()
         before_sleep()
-        come = {socket for socket in self._sockets.values() if _has_come(socket)}  # it may have sent, and taken notice
-        return come | self._look(0) if come else self._look(timeout_ms / 1000)
+        # before_sleep may have sent, which also reads EVENTS and so consumes the edge
+        ready = {socket for socket in self._sockets.values() if _is_readable(socket)}
+        return ready | self._poll(0) if ready else self._poll(timeout_ms / 1000)
 
     def close(self) -> None:
-        """Give the list back; again: nothing."""
+        """Close the epoll descriptor. Idempotent."""
         self._epoll.close()
 
-    def _look(self, seconds: float) -> set[Source]:
-        come: set[Source] = set()
+    def _poll(self, seconds: float) -> set[Source]:
+        ready: set[Source] = set()
         for descriptor, _ in self._epoll.poll(seconds):
             socket = self._sockets.get(descriptor)
             if socket is None:
-                come.add(descriptor)
-            elif _has_come(socket):
-                come.add(socket)
-        return come
+                ready.add(descriptor)
+            elif _is_readable(socket):
+                ready.add(socket)
+        return ready
 
 
-def _has_come(socket: zmq.Socket[bytes]) -> bool:
+def _is_readable(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

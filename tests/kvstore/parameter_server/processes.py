@@ -1,4 +1,4 @@
-"""Whole parameter-server jobs for tests: scheduler, servers and workers, each a process."""
+"""Parameter-server jobs for tests: scheduler, servers and workers as processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gangline.kvstore.parameter_server.server import server
 
 
 class Place:
-    """What a process of the job knows: its part, until `serve_or_work` has run it."""
+    """Rank, size and exchange of a process of the job."""
 
     def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **_: object) -> None:
         self.rank = rank
@@ -28,7 +28,7 @@ class Place:
 
 
 def _play(place: Place, workers: int, servers: int, play: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Rank 0 is the scheduler, then come the servers, then the workers, who call ``play(*args)``."""
+    """Run the role of a rank: 0 is the scheduler, then servers, then workers, which call ``play(*args)``."""
     torch.set_num_threads(1)
     own = scheduler.Scheduler(workers, servers) if place.rank == 0 else None
     port = place.exchange(b"" if own is None else str(own.port).encode())[0].decode()
@@ -47,7 +47,7 @@ def _play(place: Place, workers: int, servers: int, play: Callable[..., Any], ar
 
 
 class DistJob:
-    """A job whose workers run ``play(*args)``; a context manager."""
+    """Job whose workers run ``play(*args)``; a context manager."""
 
     def __init__(self, play: Callable[..., Any], workers: int, servers: int, *args: Any) -> None:
         self._first = 1 + servers
@@ -55,11 +55,11 @@ class DistJob:
         self._ranks = Ranks(_play, size, (workers, servers, play, args), opener=Place)
 
     def results(self) -> list[Any]:
-        """What the workers returned; raises what one raised."""
+        """Return the results of the workers; raise the exception of one that failed."""
         return list(self._ranks.results()[self._first :])
 
     def outcomes(self) -> list[Outcome]:
-        """How scheduler, servers and workers ended, in this order."""
+        """Return the outcomes of scheduler, servers and workers in this order."""
         return self._ranks.outcomes()
 
     def pid(self, role: str, rank: int) -> int:
@@ -73,6 +73,6 @@ class DistJob:
 
 
 def run_job(play: Callable[..., Any], workers: int, servers: int, *args: Any) -> list[Any]:
-    """The results of a job's workers."""
+    """Run a job and return the results of its workers."""
     with DistJob(play, workers, servers, *args) as job:
         return job.results()

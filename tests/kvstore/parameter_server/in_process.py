@@ -1,4 +1,4 @@
-"""A scheduler and servers in threads of the test, and lines to them on which a test says what it likes."""
+"""Scheduler and servers in threads of the test, and clients that send arbitrary messages to them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from gangline.collectives.errors import StallError
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.environment import ServerJob
-from gangline.kvstore.parameter_server.protocol import Beat, Failed, Hello, Message, Welcome
+from gangline.kvstore.parameter_server.protocol import Failed, Heartbeat, Hello, Message, Welcome
 from gangline.kvstore.parameter_server.scheduler.scheduler import Scheduler
 from gangline.kvstore.parameter_server.server.server import Server, open_server
 
 LIMIT = 30.0
-"""Seconds after which what a test waits for has failed to happen."""
+"""Timeout of waits in seconds."""
 
 
 class Job:
-    """A scheduler and servers, which run once all workers have come; a context manager."""
+    """Scheduler and servers of a job; a context manager."""
 
     def __init__(self, workers: int, servers: int = 1, timeout: float = LIMIT, *, is_supervised: bool = False) -> None:
         self._workers = workers
@@ -41,7 +41,7 @@ class Job:
         self._serving = [self._pool.submit(self._serve, place) for _ in range(servers)]
         self._members: list[SchedulerClient] = []
         self.gives_up = False
-        """Whether the scheduler is to end because somebody does not come."""
+        """True if the scheduler is expected to end with a StallError."""
 
     def _serve(self, place: ServerJob) -> None:
         with open_server(place) as server:
@@ -49,31 +49,31 @@ class Job:
             server.run()
 
     def member(self, rank: int = -1, role: str = "worker") -> SchedulerClient:
-        """A worker's membership, once all have come."""
+        """Register a process and return its membership once all have registered."""
         self._members.append(SchedulerClient(role, self.address, rank=rank, timeout=LIMIT))
         return self._members[-1]
 
     def members(self) -> list[SchedulerClient]:
-        """All workers', in rank order."""
+        """Register all workers and return their memberships in rank order."""
         return self.at_once(*[lambda rank=rank: self.member(rank) for rank in range(self._workers)])
 
     def server(self) -> Server:
-        """The next server that has joined."""
+        """Return the next server that has registered."""
         return self._servers.get(timeout=LIMIT)
 
     def at_once(self, *calls: Callable[[], Any]) -> list[Any]:
-        """What calls return that wait for each other."""
+        """Run calls concurrently and return their results."""
         return [call.result(LIMIT) for call in [self._pool.submit(call) for call in calls]]
 
     def later(self, call: Callable[[], Any]) -> Any:
-        """A call that goes on meanwhile, as a Future."""
+        """Run a call in the background and return its Future."""
         return self._pool.submit(call)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """See the workers leave, and scheduler and servers end by themselves."""
+        """Close the workers' memberships and wait for scheduler and servers to end."""
         try:
             for member in self._members:
                 member.close()
@@ -84,8 +84,8 @@ class Job:
             self._pool.shutdown()
 
 
-class Line:
-    """A line to a server, or to the scheduler, by which anything can be said; a context manager."""
+class RawClient:
+    """Connection to a server or the scheduler for arbitrary messages; a context manager."""
 
     def __init__(self, address: str, identity: bytes = b"") -> None:
         self.address = address
@@ -95,40 +95,40 @@ class Line:
         self._socket.setsockopt(zmq.RCVTIMEO, int(1000 * LIMIT))
         if identity:
             self._socket.setsockopt(zmq.IDENTITY, identity)
-        self._socket.connect(address.partition(" ")[0])  # a server's stream stands behind a blank
+        self._socket.connect(address.partition(" ")[0])  # without the name of the Unix listener
 
     @classmethod
     def of_worker(
-        cls, member: SchedulerClient, mode: str = "sync", staleness: int = -1, card: bytes = b"", server: int = 0
-    ) -> Line:
-        """A worker's line to a server, which has said hello."""
-        line = cls(member.servers[server], member.identity)
-        answer = line.ask(Hello(member.rank, member.view, mode, staleness, card, 0))
+        cls, member: SchedulerClient, mode: str = "sync", staleness: int = -1, handle: bytes = b"", server: int = 0
+    ) -> RawClient:
+        """Connect to a server as a worker and send Hello."""
+        client = cls(member.servers[server], member.identity)
+        answer = client.request(Hello(member.rank, member.view, mode, staleness, handle, 0))
         assert isinstance(answer, Welcome), answer
-        return line
+        return client
 
-    def say(self, message: Message | bytes, *frames: bytes) -> None:
+    def send(self, message: Message | bytes, *frames: bytes) -> None:
         self._socket.send_multipart([message if isinstance(message, bytes) else protocol.pack(message), *frames])
 
-    def hear(self, *, beats: bool = False) -> tuple[Any, list[bytes]]:
+    def receive(self, *, heartbeats: bool = False) -> tuple[Any, list[bytes]]:
         while True:
             header, *frames = self._socket.recv_multipart()
             message = protocol.unpack(header)
-            if not isinstance(message, Beat) or beats:
+            if not isinstance(message, Heartbeat) or heartbeats:
                 return message, frames
 
-    def hears_nothing(self) -> bool:
-        """Whether nothing has come; to be asked when an answer to something later has."""
+    def has_nothing(self) -> bool:
+        """Return whether no message has arrived; call it after the answer to a later message."""
         return not self._socket.poll(0)
 
-    def ask(self, message: Message | bytes, *frames: bytes) -> Any:
-        """Say something, and give the answer's header."""
-        self.say(message, *frames)
-        return self.hear()[0]
+    def request(self, message: Message | bytes, *frames: bytes) -> Any:
+        """Send a message and return the header of the answer."""
+        self.send(message, *frames)
+        return self.receive()[0]
 
     def refusal(self, message: Message | bytes, *frames: bytes) -> str:
-        """Say something that is refused, and give the class of the error and its text."""
-        answer = self.ask(message, *frames)
+        """Send a message that fails; return the class and the text of the error."""
+        answer = self.request(message, *frames)
         assert isinstance(answer, Failed), answer
         return f"{answer.error}: {answer.text}"
 
@@ -139,18 +139,18 @@ class Line:
         self.close()
 
     def close(self) -> None:
-        """Be gone, without a goodbye; again: nothing."""
+        """Disconnect without leaving. Idempotent."""
         self._socket.close()
         self._context.term()
 
     def reconnect(self) -> None:
-        """Lose the connection with all that has come and was not heard, and have a new one."""
+        """Reconnect; messages that were not received are lost."""
         identity = self._socket.getsockopt(zmq.IDENTITY)
         assert isinstance(identity, bytes)
         self.close()
         self.__init__(self.address, identity)  # type: ignore[misc]
 
 
-def of_ranks(members: Sequence[SchedulerClient], **options: Any) -> list[Line]:
-    """A line to the first server for each worker."""
-    return [Line.of_worker(member, **options) for member in members]
+def raw_clients(members: Sequence[SchedulerClient], **options: Any) -> list[RawClient]:
+    """Connect to the first server as each of the workers."""
+    return [RawClient.of_worker(member, **options) for member in members]

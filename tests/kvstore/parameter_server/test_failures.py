@@ -1,4 +1,4 @@
-"""Workers, servers, schedulers and connections that fail: who is told what, what is counted, and that nothing stays."""
+"""Failures of workers, servers, the scheduler and connections."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from gangline.collectives.processes.spawning import Outcome, Ranks
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.kvstore import KVStore
 from tests.collectives.stage import WAITS, Actor
-from tests.kvstore import dist_job
-from tests.kvstore.dist_stage import DistStage, Waits, break_lines
+from tests.kvstore.parameter_server import processes
+from tests.kvstore.parameter_server.faults import DistStage, Waits, break_connections
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -30,8 +30,8 @@ def push(kv: KVStore, key: str, numel: int) -> None:
     kv.push(key, torch.ones(numel))
 
 
-def push_and_meet(kv: KVStore) -> None:
-    """A push is over when it is sent: what became of it, the next call tells."""
+def push_and_wait(kv: KVStore) -> None:
+    """Push, then call barrier(), which raises the errors of the push."""
     push(kv, "cut", CUT)
     kv.barrier()
 
@@ -39,7 +39,7 @@ def push_and_meet(kv: KVStore) -> None:
 CALLS: dict[str, Callable[[KVStore], Any]] = {
     "pull": lambda kv: kv.pull("small", torch.empty(SMALL)),
     "pull of a cut key": lambda kv: kv.pull("cut", torch.empty(CUT)),
-    "push": push_and_meet,
+    "push": push_and_wait,
     "barrier": lambda kv: kv.barrier(),
     "init": lambda kv: kv.init("late", torch.zeros(SMALL)),
     "set_optimizer": lambda kv: kv.set_optimizer("sgd"),
@@ -49,7 +49,7 @@ CALLS: dict[str, Callable[[KVStore], Any]] = {
 
 
 def play(path: str, pushes: list[int], options: dict[str, Any]) -> list[str]:
-    """Be a worker that does what the test says, and tells how it went; ``pushes``: who has pushed before."""
+    """Run the calls that the test sends and report their results; ``pushes``: ranks that push before."""
     kv = kvstore.create("dist_sync", **options)
     kv.init(["small", "cut"], [torch.zeros(SMALL), torch.zeros(CUT)])
     kv.pull("cut", torch.empty(CUT))
@@ -80,14 +80,14 @@ def play(path: str, pushes: list[int], options: dict[str, Any]) -> list[str]:
 
 
 def ended_by_themselves(outcomes: list[Outcome], but: int = -1) -> list[Any]:
-    """See that all ended without an error, and give what they returned."""
+    """Check that all processes but one ended without an error; return their results."""
     problems = [str(outcome.error) for place, outcome in enumerate(outcomes) if outcome.error and place != but]
     assert problems == []
     return [outcome.value for outcome in outcomes]
 
 
 def fails(stage: DistStage, rank: int, call: str) -> list[str]:
-    """How a call of a worker fails."""
+    """Run a call on a worker and return the class and the text of its error."""
     stage.say(rank, [call, False])
     told = stage.heard(rank)
     assert isinstance(told, list), told
@@ -95,7 +95,7 @@ def fails(stage: DistStage, rank: int, call: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_who_waits_for_a_dead_worker_is_told(how: str) -> None:
+def test_calls_that_wait_for_a_dead_worker_fail(how: str) -> None:
     limits = {} if how == "killed" else {"GANGLINE_HEARTBEAT_LIMIT": "2", "GANGLINE_HEARTBEAT": "0.2"}
     calls = ["set_optimizer", "pull", "pull of a cut key", "barrier", "init", "join"]
     victim = len(calls)
@@ -113,7 +113,7 @@ def test_who_waits_for_a_dead_worker_is_told(how: str) -> None:
             name, text = stage.heard(rank)
             assert name == "DeadNodeError"
             assert f"worker {victim} {why}" in text
-        for rank in range(victim):  # and whatever needs the dead one fails from now on
+        for rank in range(victim):  # later calls that need the dead worker fail too
             for call in ("barrier", "pull of a cut key"):
                 name, text = fails(stage, rank, call)
                 assert (name, f"worker {victim} {why}" in text) == ("DeadNodeError", True)
@@ -142,7 +142,7 @@ def test_a_worker_that_leaves_is_named(how: str) -> None:
         assert ("as the test wants it" if how == "raise" else "exit code 3") in str(outcomes[4].error)
 
 
-def test_a_dead_server_is_named_to_all_who_need_it() -> None:
+def test_calls_that_need_a_dead_server_fail() -> None:
     with DistStage(play, 2, 2, [0], {}) as stage:
         stage.say(0, ["pull of a cut key", True])
         assert stage.heard(0) == WAITS
@@ -179,7 +179,7 @@ def test_a_dead_scheduler_ends_the_job() -> None:
         assert said[2:] == [["scheduler"]] * 2
 
 
-def test_a_worker_that_is_late_is_warned_of_and_then_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_late_worker_causes_a_warning_and_then_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     with DistStage(play, 3, 1, [0, 2], {"timeout": 1.5}, GANGLINE_STALL_WARN="0.3") as stage:
         stage.say(0, ["pull", True])
         stage.say(2, ["barrier", True])
@@ -192,18 +192,18 @@ def test_a_worker_that_is_late_is_warned_of_and_then_an_error(capfd: pytest.Capt
             stage.say(rank, "close")
         ended_by_themselves(stage.outcomes())
     said = capfd.readouterr().err
-    assert "key 'small', round 1, waits for rank 1; ranks 0, 2 came" in said
-    assert "exchange 4 waits for ranks 0, 1; rank 2 came" in said
+    assert "key 'small', round 1, waits for rank 1; present: ranks 0, 2" in said
+    assert "collective 4 waits for ranks 0, 1; present: rank 2" in said
 
 
-# Connections that break
+# Lost connections
 
 ROUNDS = 8
 DIGITS = 4.0 ** torch.arange(3 * ROUNDS, dtype=torch.float64)
 
 
 def push_digits(name: str) -> dict[str, list[list[int]]]:
-    """Push a digit of its own each time; gives which digits of the result are other than 1."""
+    """Push a different base-4 digit each time and return the digits of the results, which must all be 1."""
     wrong: dict[str, list[list[int]]] = {}
     numel = {"small": SMALL, "cut": CUT}
     with kvstore.create(name, timeout=60) as kv:
@@ -225,7 +225,7 @@ def push_digits(name: str) -> dict[str, list[list[int]]]:
 
 
 def digits_of(value: float) -> list[int]:
-    """The base-4 digits of a whole number, the last first."""
+    """Return the base-4 digits of a whole number, the last one first."""
     rest, digits = int(abs(value)), []
     while rest:
         rest, digit = divmod(rest, 4)
@@ -233,13 +233,13 @@ def digits_of(value: float) -> list[int]:
     return digits
 
 
-class _Place(dist_job.Place):
-    """A process that, as a server, is reached by lines that break."""
+class _Place(processes.Place):
+    """Process that announces a proxy that breaks connections if it becomes a server."""
 
     def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **more: object) -> None:
         super().__init__(rank, size, exchange, **more)
         chance = random.Random(rank)
-        break_lines([chance.choice([300, 3_000, 40_000, 700_000]) for _ in range(12)])
+        break_connections([chance.choice([300, 3_000, 40_000, 700_000]) for _ in range(12)])
 
 
 @pytest.mark.parametrize(
@@ -253,9 +253,9 @@ class _Place(dist_job.Place):
         pytest.param("dist_async", "sockets", marks=pytest.mark.slow),
     ],
 )
-def test_every_push_counts_once_whatever_breaks(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_push_counts_once_when_connections_break(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GANGLINE_TRANSPORT", "tcp" if way == "sockets" else "auto")
     monkeypatch.setenv("BROKEN_STREAMS", "yes" if way == "streams" else "no")
-    with Ranks(dist_job._play, 1 + 2 + 3, (3, 2, push_digits, (name,)), opener=_Place) as ranks:
+    with Ranks(processes._play, 1 + 2 + 3, (3, 2, push_digits, (name,)), opener=_Place) as ranks:
         for told in ranks.results()[3:]:
             assert told == {"small": [[1] * 3 * ROUNDS], "cut": [[1] * 3 * ROUNDS]}

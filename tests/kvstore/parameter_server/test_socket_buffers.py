@@ -1,4 +1,4 @@
-"""What is on its way by loopback stays in the caches."""
+"""Socket buffers: small on loopback."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import zmq
 
 from gangline.collectives.transports.addresses import is_loopback
-from gangline.kvstore.parameter_server.transport.socket_buffers import fit_buffers
+from gangline.kvstore.parameter_server.transport.socket_buffers import limit_loopback_buffers
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,6 @@ def test_buffers_are_small_on_loopback_alone(host: str, expected: bool) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context, context.socket(zmq.ROUTER) as socket:
         before = [socket.getsockopt(option) for option in (zmq.SNDBUF, zmq.RCVBUF)]
-        fit_buffers(socket, host)
+        limit_loopback_buffers(socket, host)
         after = [socket.getsockopt(option) for option in (zmq.SNDBUF, zmq.RCVBUF)]
     assert after == ([192 << 10] * 2 if expected else before)

@@ -1,4 +1,4 @@
-"""What the dist stores do when workers differ, run ahead, rest, or ask for what is not there."""
+"""The dist stores when workers differ, run ahead, call join(), or use unknown keys."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gangline.collectives.errors import MismatchError
 from gangline.kvstore import KVStore
 from gangline.kvstore.parameter_server.client import collective_calls
 from gangline.kvstore.parameter_server.store import DistStore
-from tests.kvstore.dist_cases import check
-from tests.kvstore.dist_job import run_job
+from tests.kvstore.parameter_server.cases import check
+from tests.kvstore.parameter_server.processes import run_job
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -58,11 +58,11 @@ def dtypes_that_servers_do_not_hold_are_refused(kv: KVStore) -> None:
     same(pulled(kv, "odd"), torch.ones(SMALL))
 
 
-def exchanges_may_be_larger_than_a_meeting(kv: KVStore) -> None:
+def exchanges_may_exceed_one_chunk(kv: KVStore) -> None:
     for sizes in (
         (0, 0, 0),
-        (collective_calls._PIECE, 1, 0),
-        (0, 2 * collective_calls._PIECE + 5, collective_calls._PIECE + 1),
+        (collective_calls._CHUNK, 1, 0),
+        (0, 2 * collective_calls._CHUNK + 5, collective_calls._CHUNK + 1),
         (65 << 20, 3, 0),
     ):
         given = [bytes([rank + 1]) * size for rank, size in enumerate(sizes)]
@@ -161,7 +161,7 @@ def a_worker_ahead_waits_for_its_round(kv: KVStore) -> None:
 def later_pushes_of_a_key_may_be_more_urgent(kv: KVStore) -> None:
     kv.init("urgent", torch.zeros(2_000_000, dtype=torch.float64))
     value = torch.empty(2_000_000, dtype=torch.float64)
-    values = [value.fill_(4**number).clone() for number in range(6)]  # more than may be under way to a server at once
+    values = [value.fill_(4**number).clone() for number in range(6)]  # more than the window
     for work in [kv.push("urgent", one, priority=n, async_op=True) for n, one in enumerate(values)]:
         work.wait(60)
     kv.pull("urgent", value)
@@ -190,18 +190,18 @@ def weights_make_a_round_a_mean(kv: KVStore) -> None:
         kv.push_weighted(key, torch.full((numel,), 2.0 * (kv.rank + 1), dtype=torch.float64), weights[kv.rank])
         kv.pull(key, out)
         torch.testing.assert_close(out, torch.full((numel,), expected, dtype=torch.float64), rtol=1e-14, atol=0)
-        kv.push_weighted(key, None if kv.rank else out.fill_(3.0), 5.0)  # who has nothing does not count
+        kv.push_weighted(key, None if kv.rank else out.fill_(3.0), 5.0)  # absent workers do not count
         kv.pull(key, out)
         assert out.unique().tolist() == [3.0]
         kv.push_weighted(key, None if kv.rank else out.fill_(7.0), 0.0 if kv.rank == 0 else 5.0)
         kv.pull(key, out)
-        assert out.unique().tolist() == [3.0]  # nobody has anything: it is left alone
+        assert out.unique().tolist() == [3.0]  # no worker has a value: it stays
         kv.push(key, out.fill_(kv.rank + 1.0))
         kv.pull(key, out)
         assert out.unique().tolist() == [n * (n + 1) / 2]
 
 
-# Optimizers, all alike
+# Optimizers
 
 
 def specs_that_differ_are_the_same_error_on_all(kv: KVStore) -> list[str]:
@@ -224,7 +224,7 @@ def specs_that_differ_are_the_same_error_on_all(kv: KVStore) -> list[str]:
     return texts
 
 
-def rates_travel_with_pushes_and_rank_0s_decides(kv: KVStore) -> None:
+def the_learning_rate_of_rank_0_is_sent_with_pushes(kv: KVStore) -> None:
     with pytest.raises(RuntimeError, match="set_optimizer"):
         kv.set_learning_rate(1.0)
     kv.init(["rated", "rated cut"], [torch.zeros(SMALL), torch.zeros(CUT)])
@@ -235,15 +235,15 @@ def rates_travel_with_pushes_and_rank_0s_decides(kv: KVStore) -> None:
         kv.set_learning_rate(rate if kv.rank == 0 else 1000.0)
         kv.push(["rated", "rated cut"], [ramp(SMALL, 1), ramp(CUT, 1)])
         done -= rate * n
-    kv.set_learning_rate(77.0)  # for pushes that never come
+    kv.set_learning_rate(77.0)  # without a later push
     same(pulled(kv, "rated"), ramp(SMALL, done))
     same(pulled(kv, "rated cut", CUT), ramp(CUT, done))
 
 
-# Rests
+# join()
 
 
-def rounds_go_on_without_who_has_joined(kv: KVStore) -> int:
+def rounds_go_on_without_joined_workers(kv: KVStore) -> int:
     kv.init(["joint", "joint cut"], [torch.zeros(SMALL), torch.zeros(CUT)])
     n = kv.num_workers
     for step in range(kv.rank + 1):  # worker r makes r + 1 steps
@@ -255,12 +255,12 @@ def rounds_go_on_without_who_has_joined(kv: KVStore) -> int:
         same(outs[1], ramp(CUT, expected))
         if step == kv.rank and kv.rank == n - 1:
             for _ in range(3):
-                kv.barrier()  # counts who has joined as present
-            with pytest.raises(RuntimeError, match=r"init\(\) came while worker 0 rests in join\(\)"):
+                kv.barrier()  # joined workers count as present
+            with pytest.raises(RuntimeError, match=r"init\(\) was called while worker 0 is in join\(\)"):
                 kv.init("of one", torch.zeros(SMALL))
     last = kv.join()
     out = torch.empty(SMALL)
-    kv.pushpull("joint", ramp(SMALL, 4**kv.rank), out=out)  # everybody is in again
+    kv.pushpull("joint", ramp(SMALL, 4**kv.rank), out=out)  # all workers take part again
     same(out, ramp(SMALL, sum(4**rank for rank in range(n))))
     same(pulled(kv, "joint cut", CUT), ramp(CUT, 4 ** (n - 1)))
     assert kv.join() in range(n)
@@ -281,8 +281,8 @@ SYNC = [
     assigned_values_follow_the_open_round,
     weights_make_a_round_a_mean,
     specs_that_differ_are_the_same_error_on_all,
-    rounds_go_on_without_who_has_joined,
-    rates_travel_with_pushes_and_rank_0s_decides,
+    rounds_go_on_without_joined_workers,
+    the_learning_rate_of_rank_0_is_sent_with_pushes,
 ]
 
 
@@ -292,7 +292,7 @@ def test_sync(workers: int, servers: int) -> None:
 
 
 def test_exchanges_of_any_size() -> None:
-    check("dist_sync", 3, 1, [exchanges_may_be_larger_than_a_meeting])
+    check("dist_sync", 3, 1, [exchanges_may_exceed_one_chunk])
 
 
 # Async
@@ -320,14 +320,14 @@ def async_pushes_of_any_priority_are_all_applied(kv: KVStore) -> None:
     values = [value.fill_(4.0 ** (6 * kv.rank + number)).clone() for number in range(6)]
     for work in [kv.push("any", one, priority=n, async_op=True) for n, one in enumerate(values)]:
         work.wait(60)
-    kv.pull("any", value)  # behind its own
+    kv.pull("any", value)  # after its own pushes
     kv.barrier()
     kv.pull("any", value)
     assert value.unique().tolist() == [(4.0 ** (6 * kv.num_workers) - 1) / 3]
 
 
-def an_async_pull_is_behind_all_that_was_pushed_before(kv: KVStore) -> None:
-    numel = 5_000_000  # more than may be under way at once
+def an_async_pull_includes_all_earlier_pushes(kv: KVStore) -> None:
+    numel = 5_000_000  # more than the window
     kv.init("behind", torch.zeros(numel, dtype=torch.float64))
     out = torch.empty(numel, dtype=torch.float64)
     value = torch.full((numel,), 4.0**kv.rank, dtype=torch.float64)
@@ -337,7 +337,7 @@ def an_async_pull_is_behind_all_that_was_pushed_before(kv: KVStore) -> None:
     assert all(int(digit) >> (2 * kv.rank) & 3 == 1 for digit in out.unique())
 
 
-def async_updates_are_one_a_push(kv: KVStore) -> None:
+def each_async_push_is_an_update(kv: KVStore) -> None:
     kv.init(["updated", "updated cut"], [torch.zeros(SMALL), torch.zeros(CUT)])
     kv.set_optimizer(("sgd", {"learning_rate": 0.5}))
     for _ in range(4):
@@ -354,19 +354,19 @@ def test_async(name: str) -> None:
     cases = [
         async_pushes_add,
         async_pushes_of_any_priority_are_all_applied,
-        an_async_pull_is_behind_all_that_was_pushed_before,
-        async_updates_are_one_a_push,
+        an_async_pull_includes_all_earlier_pushes,
+        each_async_push_is_an_update,
     ]
     check(name, 3, 2, cases)
 
 
 def push_and_leave() -> None:
-    """Be worker 0, who leaves when it has pushed, or one of those who stay."""
+    """Push; then leave as worker 0, or pull as another worker."""
     with kvstore.create("dist_sync") as kv:
         kv.init(["left", "left cut"], [torch.zeros(SMALL), torch.zeros(CUT)])
         keys = [("left", SMALL), ("left cut", CUT)] + [(f"left {number}", 5 * CUT) for number in range(3)]
         kv.init([key for key, _ in keys[2:]], [torch.zeros(5 * CUT)] * 3)
-        for key, numel in keys:  # more than may be under way, and nobody waits for it
+        for key, numel in keys:  # more than the window, without waiting
             kv.push(key, torch.full((numel,), 4.0**kv.rank), async_op=numel > CUT)
         if kv.rank:
             for key, numel in keys:
@@ -374,7 +374,7 @@ def push_and_leave() -> None:
 
 
 @pytest.mark.parametrize("transport", ["tcp", pytest.param("auto", marks=pytest.mark.slow)])
-def test_what_was_pushed_before_close_counts(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pushes_before_close_count(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GANGLINE_TRANSPORT", transport)
     run_job(push_and_leave, 3, 1)
 
@@ -388,19 +388,19 @@ def staleness_blocks_and_releases(kv: KVStore) -> None:
             kv.pushpull("stale", torch.ones(SMALL), out=out)
         kv.push("stale", torch.ones(SMALL))
         blocked = kv.pull("stale", out, async_op=True)
-        kv.exchange(b"")  # the others have done nothing so far
+        kv.exchange(b"")  # the others have not pushed
         assert not blocked.is_completed()
         kv.exchange(b"")
         blocked.wait(60)
         same(out, torch.full((SMALL,), 3.0 + kv.num_workers - 1))
     else:
-        kv.pull("stale", out)  # who is behind never waits
+        kv.pull("stale", out)  # a worker that is behind never waits
         kv.exchange(b"")
         kv.exchange(b"")  # rank 0 has looked
         kv.push("stale", torch.ones(SMALL))
         kv.pull("stale", out)
     kv.barrier()
-    if kv.rank == kv.num_workers - 1:  # who has joined is not waited for
+    if kv.rank == kv.num_workers - 1:  # joined workers do not count as the slowest
         kv.join()
     else:
         for _ in range(6):

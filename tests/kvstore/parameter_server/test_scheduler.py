@@ -1,4 +1,4 @@
-"""The scheduler: ranks, meetings, rests, deaths and the end of a job; and jobs started by hand, as trackers do it."""
+"""Scheduler: ranks, collectives, join(), deaths, the end of a job, and jobs started by hand as trackers start them."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from gangline.collectives.liveness.process_state import this_process
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.protocol import (
-    Beat,
-    Gone,
+    Collective,
+    CollectiveResult,
+    Heartbeat,
+    JobOver,
     Join,
-    Joined,
+    JoinResult,
     Leave,
-    Meet,
-    Met,
-    Over,
+    MemberGone,
     Push,
-    Refused,
-    Rest,
-    Rested,
+    Register,
+    Registered,
+    Rejected,
 )
 from gangline.kvstore.parameter_server.scheduler.scheduler import Scheduler
-from tests.kvstore.dist_threads import LIMIT, Job, Line
+from tests.kvstore.parameter_server.in_process import LIMIT, Job, RawClient
 
 pytestmark = pytest.mark.timeout(110)
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 # Ranks
@@ -54,12 +54,12 @@ def test_ranks_that_are_asked_for_are_given() -> None:
         assert {member.view for member in members} == {1}
 
 
-def test_who_cannot_take_part_is_told_why() -> None:
+def test_processes_that_cannot_take_part_are_rejected() -> None:
     with Job(2) as job:
         first = job.later(lambda: retried(lambda: job.member(1)))
         text = "worker 1 takes part already; each needs a rank of its own (DMLC_WORKER_ID)"
         assert refusal(job.address, 1) == text
-        for rank, said in ((2, "worker 2 wants to join; ranks are 0 to 1"), (70, "ranks are 0 to 1")):
+        for rank, said in ((2, "worker 2 cannot take part; ranks are 0 to 1"), (70, "ranks are 0 to 1")):
             with pytest.raises(ValueError, match=said):
                 SchedulerClient("worker", job.address, rank=rank, timeout=LIMIT)
         with pytest.raises(ValueError, match="role is 'boss'; expected worker or server"):
@@ -72,28 +72,28 @@ def test_who_cannot_take_part_is_told_why() -> None:
 
 
 def refusal(address: str, rank: int) -> str:
-    """What somebody is told who asks for a rank, once another process has it."""
+    """Return the rejection of a rank once another process has it."""
     while True:
-        with Line(address, os.urandom(8)) as line:
-            line.say(Join("worker", rank, ["elsewhere", 1, 1], ""))
-            line.say(Beat())
-            answer = line.hear(beats=True)[0]
-        if isinstance(answer, Refused):
+        with RawClient(address, os.urandom(8)) as client:
+            client.send(Register("worker", rank, ["elsewhere", 1, 1], ""))
+            client.send(Heartbeat())
+            answer = client.receive(heartbeats=True)[0]
+        if isinstance(answer, Rejected):
             return answer.text
 
 
-def test_who_does_not_come_is_named() -> None:
+def test_missing_processes_are_named() -> None:
     with Job(3, 1, timeout=0.5) as job:
         job.gives_up = True
         joining = job.later(lambda: SchedulerClient("worker", job.address, rank=2, timeout=LIMIT))
-        text = r"2 of 3 workers \(here are \[2\]\) did not join within 0.5 s"
+        text = r"2 of 3 workers \(present: \[2\]\) did not join within 0.5 s"
         with pytest.raises(StallError, match=text):
             joining.result(LIMIT)
         with pytest.raises(StallError, match=text):
             job.ending.result(LIMIT)
 
 
-def test_under_a_launcher_the_first_worker_may_come_however_late() -> None:
+def test_under_a_launcher_the_first_worker_may_register_after_the_timeout() -> None:
     with Job(2, 1, timeout=1.0, is_supervised=True) as job:
         threading.Event().wait(1.5)
         assert [member.rank for member in job.members()] == [0, 1]
@@ -118,125 +118,127 @@ def test_addresses_that_others_reach_are_refused() -> None:
         Scheduler(1, 1, "0.0.0.0")
 
 
-# Meetings
+# Collectives
 
 
-def test_exchanges_give_what_each_gave_in_rank_order() -> None:
+def test_all_gather_returns_data_in_rank_order() -> None:
     with Job(3) as job:
         members = job.members()
         for number in range(5):
-            calls = [lambda member=member: member.meet(bytes([member.rank, number])) for member in members]  # noqa: B023
+            calls = [lambda member=member: member.all_gather(bytes([member.rank, number])) for member in members]  # noqa: B023
             expected = [bytes([rank, number]) for rank in range(3)]
             assert job.at_once(*reversed(calls)) == [expected] * 3
 
 
-def test_large_things_are_exchanged_and_too_large_ones_refused() -> None:
+def test_large_data_are_gathered_and_too_large_data_refused() -> None:
     with Job(2) as job:
         members = job.members()
         large = [bytes([member.rank]) * (40 << 20) for member in members]
-        given = job.at_once(*[lambda m=member, d=data: m.meet(d) for member, data in zip(members, large, strict=True)])
+        given = job.at_once(
+            *[lambda m=member, d=data: m.all_gather(d) for member, data in zip(members, large, strict=True)]
+        )
         assert given == [large, large]
-        with pytest.raises(ValueError, match=f"{(64 << 20) + 1} bytes are given to an exchange"):
-            members[0].meet(bytes((64 << 20) + 1))
-        assert job.at_once(*[lambda m=member: m.meet(b"") for member in members]) == [[b"", b""]] * 2
+        with pytest.raises(ValueError, match=f"{(64 << 20) + 1} bytes were given to a collective"):
+            members[0].all_gather(bytes((64 << 20) + 1))
+        assert job.at_once(*[lambda m=member: m.all_gather(b"") for member in members]) == [[b"", b""]] * 2
 
 
 def test_a_worker_ahead_waits_and_a_late_one_is_an_error() -> None:
     with Job(2) as job:
         members = job.members()
-        ahead = job.later(lambda: [members[0].meet(b"first"), members[0].meet(b"second")])
-        assert members[1].meet(b"1") == [b"first", b"1"]
+        ahead = job.later(lambda: [members[0].all_gather(b"first"), members[0].all_gather(b"second")])
+        assert members[1].all_gather(b"1") == [b"first", b"1"]
         assert not ahead.done()
-        assert members[1].meet(b"2") == [b"second", b"2"]
+        assert members[1].all_gather(b"2") == [b"second", b"2"]
         assert ahead.result(LIMIT) == [[b"first", b"1"], [b"second", b"2"]]
         impatient = members[0]
         impatient._timeout = 0.2
         with pytest.raises(StallError, match=r"barrier\(\), number 3 of worker 0 has waited 0.2 s"):
-            impatient.meet(b"", "barrier()")
+            impatient.all_gather(b"", "barrier()")
 
 
-def test_who_rests_is_not_waited_for_until_all_rest() -> None:
+def test_collectives_go_on_without_joined_workers_until_all_have_joined() -> None:
     with Job(3) as job:
         zero, one, two = job.members()
-        first = job.later(lambda: two.rest(b"two"))
-        assert job.at_once(lambda: zero.meet(b"0"), lambda: one.meet(b"1")) == [[b"0", b"1", b""]] * 2
-        second = job.later(lambda: zero.rest(b"zero"))
+        first = job.later(lambda: two.join(b"two"))
+        assert job.at_once(lambda: zero.all_gather(b"0"), lambda: one.all_gather(b"1")) == [[b"0", b"1", b""]] * 2
+        second = job.later(lambda: zero.join(b"zero"))
         for number in range(3):
-            assert one.meet(bytes([number])) == [b"", bytes([number]), b""]
+            assert one.all_gather(bytes([number])) == [b"", bytes([number]), b""]
         assert not first.done()
         assert not second.done()
-        last = one.rest(b"one")
+        last = one.join(b"one")
         assert first.result(LIMIT) == second.result(LIMIT) == last
         assert (last.last, last.data) == (1, [b"zero", b"one", b"two"])
-        calls = [lambda m=member: m.meet(bytes([m.rank])) for member in (zero, one, two)]
+        calls = [lambda m=member: m.all_gather(bytes([m.rank])) for member in (zero, one, two)]
         assert job.at_once(*calls) == [[b"\0", b"\1", b"\2"]] * 3
 
 
 # Deaths and ends
 
 
-def test_who_waits_hears_of_a_death() -> None:
-    with Job(3) as job, Line(job.address, b"mortal") as line:
-        line.say(Join("worker", 2, ["elsewhere", 1, 1], ""))
+def test_a_death_fails_waiting_workers() -> None:
+    with Job(3) as job, RawClient(job.address, b"mortal") as client:
+        client.send(Register("worker", 2, ["elsewhere", 1, 1], ""))
         zero, one = job.at_once(lambda: job.member(0), lambda: job.member(1))
-        waiting = job.later(lambda: zero.meet(b"", "barrier()"))
-        line.close()
+        waiting = job.later(lambda: zero.all_gather(b"", "barrier()"))
+        client.close()
         with pytest.raises(DeadNodeError, match=r"worker 2 .*connection lost.*barrier\(\), number 1 of worker 0"):
             waiting.result(LIMIT)
-        with pytest.raises(DeadNodeError, match="worker 2"):  # and who comes later
-            one.rest(b"")
+        with pytest.raises(DeadNodeError, match="worker 2"):  # and later calls
+            one.join(b"")
         assert zero.gone["worker", 2] == "was killed or left: connection lost"
 
 
-def test_silence_is_death(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_worker_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GANGLINE_HEARTBEAT_LIMIT", "0.6")
     monkeypatch.setenv("GANGLINE_HEARTBEAT", "0.1")
-    with Job(2) as job, Line(job.address, b"silent") as line:
-        line.say(Join("worker", 1, this_process(), ""))
+    with Job(2) as job, RawClient(job.address, b"silent") as client:
+        client.send(Register("worker", 1, this_process(), ""))
         zero = job.member(0)
         with pytest.raises(DeadNodeError, match="worker 1 gave no sign of life for"):
-            zero.meet(b"")
-        line.say(Beat())  # it wakes up, is told, and goes
-        line.say(Leave())
+            zero.all_gather(b"")
+        client.send(Heartbeat())  # it continues, learns that it counts as dead, and leaves
+        client.send(Leave())
         heard = []
-        while not isinstance(heard[-1:] and heard[-1], Over):
-            heard.append(line.hear()[0])
-        assert isinstance(heard[0], Joined)
-        assert Gone("worker", 1, zero.gone["worker", 1]) in heard
+        while not isinstance(heard[-1:] and heard[-1], JobOver):
+            heard.append(client.receive()[0])
+        assert isinstance(heard[0], Registered)
+        assert MemberGone("worker", 1, zero.gone["worker", 1]) in heard
 
 
-def test_who_is_taken_for_dead_and_lives_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_living_worker_that_counts_as_dead_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with Job(2) as job:
         members = job.members()
-        place = next(one for one in job.scheduler._book.of("worker") if one.rank == 1)
+        place = next(one for one in job.scheduler._state.of_role("worker") if one.rank == 1)
         place.gone = "gave no sign of life for 10 s"
-        text = r"the scheduler takes this process for dead: it gave no sign of life for 10 s.*worker 1"
+        text = r"the scheduler counts this process as dead: it gave no sign of life for 10 s.*worker 1"
         with pytest.raises(DeadNodeError, match=text):
-            members[1].meet(b"")
+            members[1].all_gather(b"")
         assert members[1].lost
 
 
-def test_a_goodbye_is_no_death_but_who_waits_is_told() -> None:
+def test_a_worker_that_leaves_is_not_dead_but_fails_waiting_workers() -> None:
     with Job(2) as job:
         zero, one = job.members()
         one.close()
         with pytest.raises(DeadNodeError, match="worker 1 has left the job"):
-            zero.meet(b"")
+            zero.all_gather(b"")
         assert zero.gone == {("worker", 1): ""}
 
 
-def test_who_dies_before_the_start_may_be_replaced() -> None:
+def test_a_worker_that_dies_before_the_start_may_be_replaced() -> None:
     with Job(2) as job:
-        with Line(job.address, b"first") as line:
-            line.say(Join("worker", 1, ["elsewhere", 1, 1], ""))
+        with RawClient(job.address, b"first") as client:
+            client.send(Register("worker", 1, ["elsewhere", 1, 1], ""))
             zero = job.later(lambda: job.member(0))
         one = retried(lambda: job.member(1))
         assert (zero.result(LIMIT).rank, one.rank) == (0, 1)
-        assert job.at_once(lambda: zero.result().meet(b"a"), lambda: one.meet(b"b")) == [[b"a", b"b"]] * 2
+        assert job.at_once(lambda: zero.result().all_gather(b"a"), lambda: one.all_gather(b"b")) == [[b"a", b"b"]] * 2
 
 
 def retried(call: Any) -> Any:
-    """What a call gives once the scheduler has seen that a rank is free again."""
+    """Repeat a call until the scheduler has freed a rank."""
     while True:
         try:
             return call()
@@ -255,76 +257,76 @@ def test_a_job_ends_when_all_workers_have_left() -> None:
             end.close()
 
 
-def test_a_connection_that_is_lost_for_a_moment_loses_nothing() -> None:
-    with Job(2) as job, Line(job.address, b"first") as line:
-        join = Join("worker", 1, this_process(), "")
-        line.say(join)
+def test_a_reconnected_worker_loses_nothing() -> None:
+    with Job(2) as job, RawClient(job.address, b"first") as client:
+        join = Register("worker", 1, this_process(), "")
+        client.send(join)
         zero = job.member(0)
-        assert isinstance(line.hear()[0], Joined)
-        line.say(Meet(1, b"one"))
-        assert zero.meet(b"zero") == [b"zero", b"one"]
-        line.reconnect()  # before it has read the answer
-        line.say(join)
-        assert isinstance(line.hear()[0], Joined)
-        assert line.ask(Meet(1, b"one")) == Met(1, [b"zero", b"one"])
-        resting = job.later(lambda: zero.rest(b"zero"))
-        line.say(Rest(1, b"one"))
+        assert isinstance(client.receive()[0], Registered)
+        client.send(Collective(1, b"one"))
+        assert zero.all_gather(b"zero") == [b"zero", b"one"]
+        client.reconnect()  # before it has read the answer
+        client.send(join)
+        assert isinstance(client.receive()[0], Registered)
+        assert client.request(Collective(1, b"one")) == CollectiveResult(1, [b"zero", b"one"])
+        resting = job.later(lambda: zero.join(b"zero"))
+        client.send(Join(1, b"one"))
         rested = resting.result(LIMIT)
-        line.reconnect()
-        line.say(join)
-        assert isinstance(line.hear()[0], Joined)
-        assert line.ask(Rest(1, b"one")) == rested
-        assert line.ask(Meet(rested.number - 1, b"")) != rested
+        client.reconnect()
+        client.send(join)
+        assert isinstance(client.receive()[0], Registered)
+        assert client.request(Join(1, b"one")) == rested
+        assert client.request(Collective(rested.number - 1, b"")) != rested
         zero.close()
-        line.reconnect()
-        line.say(join)
-        assert [type(line.hear()[0]) for _ in range(2)] == [Joined, Gone]
-        assert isinstance(line.ask(Leave()), Over)
+        client.reconnect()
+        client.send(join)
+        assert [type(client.receive()[0]) for _ in range(2)] == [Registered, MemberGone]
+        assert isinstance(client.request(Leave()), JobOver)
 
 
-# What nobody of the job sends
+# Invalid messages
 
 
 def test_a_scheduler_outlives_hostile_bytes() -> None:
-    with Job(2) as job, Line(job.address, b"stranger") as stranger:
+    with Job(2) as job, RawClient(job.address, b"stranger") as stranger:
         hostile: list[tuple[Any, tuple[bytes, ...]]] = [
             (b"", ()),
             (b"\xc1\xff", ()),
             (b"x" * 1000, (b"more", b"frames")),
             (b"\x91" * 3000, ()),
-            (protocol.pack(Beat()) + b"\0", ()),
-            (Meet(1, b"mine"), ()),
-            (Rest(1, b"mine"), ()),
+            (protocol.pack(Heartbeat()) + b"\0", ()),
+            (Collective(1, b"mine"), ()),
+            (Join(1, b"mine"), ()),
             (Leave(), ()),
             (Push(1, [], None, None, False, None), ()),
-            (Joined(0, 1, 1, [], 1.0, 1.0), ()),
-            (Met(1, []), ()),
-            (Gone("worker", 0, "I say so"), ()),
-            (Rested(0, 1, []), ()),
-            (Over(), ()),
+            (Registered(0, 1, 1, [], 1.0, 1.0), ()),
+            (CollectiveResult(1, []), ()),
+            (MemberGone("worker", 0, "I say so"), ()),
+            (JoinResult(0, 1, []), ()),
+            (JobOver(), ()),
         ]
         for message, frames in hostile:
-            stranger.say(message, *frames)
+            stranger.send(message, *frames)
         zero, one = job.members()
-        assert job.at_once(lambda: zero.meet(b"0"), lambda: one.meet(b"1")) == [[b"0", b"1"]] * 2
-        assert job.scheduler.junk == len(hostile)
+        assert job.at_once(lambda: zero.all_gather(b"0"), lambda: one.all_gather(b"1")) == [[b"0", b"1"]] * 2
+        assert job.scheduler.rejected == len(hostile)
 
 
-def test_a_worker_that_goes_wild_disturbs_nobodys_memory() -> None:
-    with Job(2) as job, Line(job.address, b"wild") as wild:
-        wild.say(Join("worker", 1, this_process(), ""))
+def test_open_collectives_of_a_worker_are_bounded() -> None:
+    with Job(2) as job, RawClient(job.address, b"flood") as flood:
+        flood.send(Register("worker", 1, this_process(), ""))
         zero = job.member(0)
-        assert isinstance(wild.hear()[0], Joined)
+        assert isinstance(flood.receive()[0], Registered)
         for number in range(2, 1002):
-            wild.say(Meet(number, bytes(100)))
-        for message in (Gone("worker", 0, "x"), Push(1, [], None, None, False, None), Over()):
-            wild.say(message)
-        assert isinstance(wild.ask(Join("worker", 1, this_process(), "")), Joined)
-        assert job.scheduler.junk == 1000 - 64 + 3
-        wild.say(Meet(1, b""))
-        wild.say(Leave())
+            flood.send(Collective(number, bytes(100)))
+        for message in (MemberGone("worker", 0, "x"), Push(1, [], None, None, False, None), JobOver()):
+            flood.send(message)
+        assert isinstance(flood.request(Register("worker", 1, this_process(), "")), Registered)
+        assert job.scheduler.rejected == 1000 - 64 + 3
+        flood.send(Collective(1, b""))
+        flood.send(Leave())
         with pytest.raises(DeadNodeError, match="worker 1 has left the job"):
-            zero.rest(b"")
+            zero.join(b"")
 
 
 # Whole jobs, started by hand
@@ -346,7 +348,7 @@ kv.close()
 NO_TORCH = """
 import sys
 import threading
-from gangline.kvstore.parameter_server import scheduler
+from gangline.kvstore.parameter_server.scheduler import scheduler
 code = scheduler.main()
 assert "torch" not in sys.modules and "numpy" not in sys.modules, "the scheduler has imported torch"
 raise SystemExit(code)
@@ -361,7 +363,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def starts() -> Iterator[Any]:
-    """Starts processes of one job, and ends what is left of them."""
+    """Start processes of one job and kill those that remain."""
     port = free_port()
     with ExitStack() as stack:
 
@@ -401,7 +403,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 def test_one_script_in_all_roles_as_trackers_start_it(starts: Any) -> None:
     processes = [starts(role, "-c", SCRIPT) for role in ("scheduler", "server", "worker", "worker")]
     said = [ended(process) for process in processes]
-    assert said[:2] == [(0, ""), (0, "")]  # the rest of the script is not for them
+    assert said[:2] == [(0, ""), (0, "")]  # they do not run the rest of the script
     assert sorted(said[2:]) == [(0, "rank 0 of 2\n"), (0, "rank 1 of 2\n")]
 
 
@@ -414,12 +416,12 @@ def test_modules_started_alone(starts: Any) -> None:
     assert said == [(0, ""), (0, ""), (0, "rank 1 of 2\n"), (0, "rank 0 of 2\n")]
 
 
-def test_a_scheduler_whom_nobody_joins_ends_with_an_error(starts: Any) -> None:
+def test_a_scheduler_without_processes_ends_with_an_error(starts: Any) -> None:
     process = starts("scheduler", "-m", "gangline.kvstore.parameter_server.scheduler", GANGLINE_TIMEOUT="0.3")
     assert ended(process) == (1, "ERROR: 2 of 2 workers and 1 of 1 servers did not join within 0.3 s\n")
 
 
-def test_roles_that_are_none_are_named(starts: Any) -> None:
+def test_invalid_variables_are_named(starts: Any) -> None:
     code, said = ended(starts("scheduler", "-m", "gangline.kvstore.parameter_server.scheduler", DMLC_NUM_WORKER="two"))
     assert code == 1
     assert "DMLC_NUM_WORKER is 'two'; expected a number from 1 to 65536" in said

@@ -1,4 +1,4 @@
-"""The dist stores: what servers make of what workers push, to the last bit, in real processes."""
+"""The dist stores in real processes: results of rounds, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from gangline import kvstore
 from gangline.kvstore import KVStore, RowSparse
 from gangline.kvstore.parameter_server.store import DistStore
-from tests.kvstore.dist_job import run_job
+from tests.kvstore.parameter_server.processes import run_job
 
 pytestmark = pytest.mark.timeout(110)
 
 Case = Callable[[KVStore], None]
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 SMALL, CUT = 37, 1_500_007
-"""Elements: of a key that travels with others, and of one that is cut over all servers."""
+"""Elements of a key that shares a message with others, and of one that is split over all servers."""
 
 
 def ramp(numel: int, rank: int, number: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -39,13 +39,13 @@ def same(got: Tensor, expected: Tensor) -> None:
 
 
 def play(name: str, cases: list[str], options: dict[str, Any]) -> dict[str, str]:
-    """Run cases one after another on one store; gives what failed."""
+    """Run cases on one store; return the tracebacks of those that failed."""
     problems = {}
     with kvstore.create(name, **options) as kv:
         for case in cases:
             try:
                 globals()[case](kv)
-            except Exception:  # noqa: BLE001  all that fails is told
+            except Exception:  # noqa: BLE001  reported to the test
                 problems[case] = traceback.format_exc()
             kv.barrier()
     return problems
@@ -100,7 +100,7 @@ def sums_are_made_in_rank_order(kv: KVStore) -> None:
     same(out, expected)
 
 
-def rank_0_has_the_first_word(kv: KVStore) -> None:
+def values_of_rank_0_are_used(kv: KVStore) -> None:
     kv.init("first", torch.full((CUT,), float(kv.rank + 1)))
     kv.init(3, torch.full((2, 3), float(kv.rank + 1)))
     kv.init("3", torch.full((3,), float(-kv.rank - 1)))
@@ -183,22 +183,22 @@ def a_worker_without_a_value_lets_the_others_go_on(kv: KVStore) -> None:
     kv.push_weighted("absent", None if kv.rank else ramp(SMALL, 5), 2.0)
     kv.pull("absent", out)
     same(out, ramp(SMALL, 5))
-    kv.push_weighted("absent", None, 1.0)  # nobody: the value stays
+    kv.push_weighted("absent", None, 1.0)  # no worker has a value: it stays
     kv.pull("absent", out)
     same(out, ramp(SMALL, 5))
 
 
 def shared_memory_is_used_again(kv: KVStore) -> None:
-    """What a push has written for the servers is free when they have added it up."""
+    """Shared memory of a push is freed when the servers have summed it."""
     assert isinstance(kv, DistStore)
     kv.init("again", torch.zeros(CUT))
     for number in range(3):
         kv.push("again", ramp(CUT, kv.rank, number))
     out = torch.empty(CUT)
     kv.pull("again", out)
-    arena = kv._arena
-    if arena is not None:
-        kv._wire.wait(lambda: arena.in_use == 0)
+    pool = kv._pool
+    if pool is not None:
+        kv._servers.wait(lambda: pool.in_use == 0)
 
 
 # Rows
@@ -217,7 +217,7 @@ def a_worker_may_have_no_rows(kv: KVStore) -> None:
 
 
 def weighted_rows_stay_rows(kv: KVStore) -> None:
-    """Only the rows that somebody has are updated: an optimizer's momentum and decay leave the others alone."""
+    """Rows that no worker pushes are not updated, not even by momentum and weight decay."""
     rows, width, n = 50_021, 48, kv.num_workers
     kv.init("weighted rows", torch.ones(rows, width, dtype=torch.float64))
     kv.set_optimizer(("sgd", {"learning_rate": 0.5, "momentum": 0.5, "weight_decay": 0.25}))
@@ -272,7 +272,7 @@ def compressed_pushes(kv: KVStore) -> None:
         out = torch.empty(numel)
         kv.pushpull(key, torch.full((numel,), 0.3), out=out)
         same(out, torch.zeros(numel))
-        kv.pushpull(key, torch.full((numel,), 0.3), out=out)  # 0.3 is left from before
+        kv.pushpull(key, torch.full((numel,), 0.3), out=out)  # plus the residual of 0.3
         same(out, torch.full((numel,), 0.5 * kv.num_workers))
     left = kv.compression_residuals()
     assert set(left) == {f'"coded {SMALL}"/0', f'"coded {CUT}"/0'}
@@ -290,7 +290,7 @@ SYNC = [
     rounds_of_every_dtype,
     narrow_dtypes_are_added_wide_and_rounded_once,
     sums_are_made_in_rank_order,
-    rank_0_has_the_first_word,
+    values_of_rank_0_are_used,
     lists_of_keys_and_devices,
     shapes_and_strides,
     many_async_operations,

@@ -1,4 +1,4 @@
-"""Servers' optimizers: what a local store makes of the same sums, key by key, cut or whole, with the same state."""
+"""Optimizers on servers: same values and state as a local store with the same sums, for split and whole keys."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from gangline.collectives.errors import GanglineError
 from gangline.kvstore import KVStore, RowSparse
 from gangline.kvstore.interface import read_optimizer_states
 from gangline.kvstore.optimizer.keyed import OptimizerState
-from tests.kvstore.dist_cases import check
+from tests.kvstore.parameter_server.cases import check
 
 pytestmark = pytest.mark.timeout(110)
 
 SHAPES = {"small": (7, 5), "vector": (700_003,), "matrix": (601, 700), "one": ()}
-"""Some of which are cut; rows of the matrix, too."""
+"""Some keys are split; the matrix also inside rows."""
 
 ELEMENTWISE: dict[str, dict[str, Any]] = {
     "sgd": {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-2, "lr_mult": {"vector": 3}, "wd_mult": {"matrix": 0.0}},
@@ -41,7 +41,7 @@ EXACT = ("sgd", "nag")
 
 
 def gradient(shape: Sequence[int], rank: int, step: int) -> Tensor:
-    """Whole numbers, of which any sum is exact."""
+    """Return whole numbers, whose sums are exact."""
     numel = torch.Size(shape).numel()
     return (((torch.arange(numel) * (2 * step + 3) + 5 * rank) % 31) - 15).float().view(shape)
 
@@ -55,7 +55,7 @@ def first(shape: Sequence[int]) -> Tensor:
 
 
 class Both:
-    """A dist store, and a local one that gets the sums of all workers."""
+    """A dist store and a local store that gets the sums of all workers."""
 
     def __init__(self, kv: KVStore, shapes: dict[str, tuple[int, ...]], spec: Any, prefix: str = "") -> None:
         self.kv = kv
@@ -92,7 +92,7 @@ class Both:
                 )
 
     def states_agree(self, folder: Path, *, exactly: bool) -> None:
-        """The files are the same, whoever writes them."""
+        """Check that both stores save the same state."""
         paths = folder / "dist.safetensors", folder / "local.safetensors"
         self.kv.save_optimizer_states(paths[0])
         self.local.save_optimizer_states(paths[1])
@@ -123,7 +123,7 @@ def elementwise_optimizers(kv: KVStore) -> None:
 
 
 def states_come_back(kv: KVStore) -> None:
-    """State that is saved by one worker, and loaded by all from rank 0's file, is where it was."""
+    """A saved state, loaded from rank 0's file, continues as before."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name, "states")
         for spec in (("sgd", {"learning_rate": 0.1, "momentum": 0.9}), ("adam", {"learning_rate": 0.01})):
@@ -133,7 +133,7 @@ def states_come_back(kv: KVStore) -> None:
             kv.save_optimizer_states(path)
             saved = {key: torch.empty(shape) for key, shape in SHAPES.items()}
             kv.pull(list(saved), list(saved.values()))
-            for _ in range(2):  # what is undone below
+            for _ in range(2):  # undone by loading below
                 kv.push(list(SHAPES), [gradient(shape, 0, 9) for shape in SHAPES.values()])
             for key, value in saved.items():
                 kv.assign(key, value)
@@ -141,7 +141,7 @@ def states_come_back(kv: KVStore) -> None:
             both.step()
             both.agree(exactly=spec[0] == "sgd")
             both.states_agree(Path(name), exactly=spec[0] == "sgd")
-            both.local.save_optimizer_states(path)  # a local store's file will do
+            both.local.save_optimizer_states(path)  # files of local stores are compatible
             kv.load_optimizer_states(path)
             both.step()
             both.agree(exactly=spec[0] == "sgd")
@@ -152,7 +152,7 @@ def wrong_states_are_refused_alike(kv: KVStore) -> list[str]:
     both.step()
     texts = []
     with tempfile.TemporaryDirectory() as name:
-        folder = kv.exchange(name.encode())[0].decode()  # rank 0's file is what is read
+        folder = kv.exchange(name.encode())[0].decode()  # rank 0's file is read
         stores = {}
         for key, shape, spec in (
             ("small", (7, 5), ("adam", {"learning_rate": 0.5})),
@@ -194,7 +194,7 @@ def refused_arguments(kv: KVStore) -> list[str]:
 
 
 class OwnOptimizer(torch.optim.SGD):
-    """A class that servers do not know."""
+    """Class that servers do not run."""
 
 
 def rows_of_tables(kv: KVStore) -> None:
@@ -256,7 +256,7 @@ def test_row_sparse_updates() -> None:
 
 
 def adafactor(kv: KVStore) -> None:
-    both = Both(kv, SHAPES, ("sgd", {"learning_rate": 0.5}))  # cut first
+    both = Both(kv, SHAPES, ("sgd", {"learning_rate": 0.5}))  # split at first
     both.step()
     both = Both(kv, SHAPES, ("adafactor", {"learning_rate": 0.01}))
     with tempfile.TemporaryDirectory() as folder:

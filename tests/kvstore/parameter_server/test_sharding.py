@@ -1,4 +1,4 @@
-"""Which server holds what, and where it lies in memory: everything once, nothing upon another, as even as can be."""
+"""Sharding and shared memory: shards cover each key once, evenly; allocations do not overlap."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from gangline.collectives.transports.shm.segments import open_offered
 from gangline.kvstore.parameter_server.sharding import GRAIN, KeyLayout, Sharding, ShardPlacement
-from gangline.kvstore.parameter_server.transport.shared_memory import ALIGNMENT, SharedMemoryPool, aligned, piece, typed
+from gangline.kvstore.parameter_server.transport.shared_memory import (
+    ALIGNMENT,
+    SharedMemoryPool,
+    aligned,
+    region_of,
+    typed,
+)
 
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int64": 8, "uint8": 1, "bool": 1}
 MIB = 1 << 20
@@ -42,36 +48,36 @@ def key(numel: int, dtype: str = "float32", name: str | int = "k") -> KeyLayout:
 
 
 @given(layouts(), st.integers(1, 9), st.booleans())
-def test_parts_hold_each_element_once(keys: list[KeyLayout], servers: int, whole: bool) -> None:
+def test_shards_hold_each_element_once(keys: list[KeyLayout], servers: int, whole: bool) -> None:
     sharding = Sharding(servers)
     placed = sharding.place(keys, whole=whole)
     assert list(placed) == [one.key for one in sorted(keys, key=lambda one: -one.nbytes)]
     numbers: list[int] = []
     loads = [0] * servers
     for layout in keys:
-        parts = placed[layout.key]
+        shards = placed[layout.key]
         begin = 0
-        for part in parts:
-            assert part.layout is layout
-            assert part.begin == begin
-            assert part.begin % GRAIN == 0
-            assert part.begin % part.width == part.numel % part.width == 0
-            assert layout.row % part.width == 0
-            assert part.is_whole == (len(parts) == 1)
-            assert part.shape == (layout.shape if part.is_whole else (part.numel,))
-            begin += part.numel
-            loads[part.server] += part.nbytes
-            numbers.append(part.number)
+        for shard in shards:
+            assert shard.layout is layout
+            assert shard.begin == begin
+            assert shard.begin % GRAIN == 0
+            assert shard.begin % shard.width == shard.numel % shard.width == 0
+            assert layout.row % shard.width == 0
+            assert shard.is_whole == (len(shards) == 1)
+            assert shard.shape == (layout.shape if shard.is_whole else (shard.numel,))
+            begin += shard.numel
+            loads[shard.server] += shard.nbytes
+            numbers.append(shard.number)
         assert begin == layout.numel
-        assert len(parts) == 1 or not whole
-        assert all(part.numel for part in parts) or layout.numel == 0
+        assert len(shards) == 1 or not whole
+        assert all(shard.numel for shard in shards) or layout.numel == 0
     assert sorted(numbers) == list(range(len(numbers)))
     assert sharding.loads == loads
     assert sum(loads) == sum(layout.nbytes for layout in keys)
 
 
 @given(st.lists(layouts(), max_size=3), st.integers(1, 7))
-def test_equal_calls_give_equal_parts(calls: list[list[KeyLayout]], servers: int) -> None:
+def test_equal_calls_give_equal_shards(calls: list[list[KeyLayout]], servers: int) -> None:
     first, second = Sharding(servers), Sharding(servers)
     for keys in calls:
         assert first.place(keys) == second.place(keys)
@@ -109,137 +115,139 @@ def test_servers_are_evenly_loaded_by_models() -> None:
         (key(33 * GRAIN, "float64"), 1, [(0, n * 7 * GRAIN, (7 if n < 4 else 5) * GRAIN) for n in range(5)]),
     ],
 )
-def test_a_key_is_cut(layout: KeyLayout, servers: int, expected: list[tuple[int, int, int]]) -> None:
-    parts = Sharding(servers).place([layout])["k"]
-    given_parts = [(part.server, part.begin, part.numel) for part in parts]
-    if layout.dtype == "float64":  # as equal as grains allow
-        assert [part.begin % GRAIN for part in parts] == [0] * len(parts)
-        sizes = [part.numel for part in parts]
+def test_a_key_is_split(layout: KeyLayout, servers: int, expected: list[tuple[int, int, int]]) -> None:
+    shards = Sharding(servers).place([layout])["k"]
+    given_shards = [(shard.server, shard.begin, shard.numel) for shard in shards]
+    if layout.dtype == "float64":  # as equal as GRAIN allows
+        assert [shard.begin % GRAIN for shard in shards] == [0] * len(shards)
+        sizes = [shard.numel for shard in shards]
         assert max(sizes) - min(sizes) <= GRAIN
-        assert max(part.nbytes for part in parts) <= 4 * MIB
+        assert max(shard.nbytes for shard in shards) <= 4 * MIB
     else:
-        assert given_parts == expected
+        assert given_shards == expected
 
 
-def test_parts_of_large_keys_are_of_one_to_four_mib_and_reach_all_servers() -> None:
+def test_shards_of_large_keys_have_one_to_four_mib_on_all_servers() -> None:
     for numel in (8_000_000, 25_557_032, 100_000_001):
         for servers in (2, 3, 7):
-            parts = Sharding(servers).place([key(numel)])["k"]
-            assert {part.server for part in parts} == set(range(servers))
-            assert all(MIB <= part.nbytes <= 4 * MIB for part in parts[:-1])
+            shards = Sharding(servers).place([key(numel)])["k"]
+            assert {shard.server for shard in shards} == set(range(servers))
+            assert all(MIB <= shard.nbytes <= 4 * MIB for shard in shards[:-1])
 
 
-def test_a_key_that_went_leaves_its_room() -> None:
+def test_a_removed_key_frees_its_load() -> None:
     sharding = Sharding(2)
     placed = sharding.place([key(1_000_000, name="large"), key(10, name="small")])
     before = list(sharding.loads)
     sharding.remove(placed["large"])
     assert sum(sharding.loads) == 40
-    (part,) = sharding.place([key(1_000_000, name="large")], whole=True)["large"]
-    assert isinstance(part, ShardPlacement)
-    assert part.is_whole
-    assert part.number > max(one.number for one in placed["large"])
+    (shard,) = sharding.place([key(1_000_000, name="large")], whole=True)["large"]
+    assert isinstance(shard, ShardPlacement)
+    assert shard.is_whole
+    assert shard.number > max(one.number for one in placed["large"])
     assert sum(sharding.loads) == sum(before)
 
 
-def test_rows_of_a_cut_table_are_made_of_whole_widths() -> None:
+def test_shards_of_a_table_have_rows_of_equal_width() -> None:
     for rows, columns in ((70_001, 10), (50_021, 48), (3, 1_000_003), (200_000, 64)):
         layout = KeyLayout("table", "float32", (rows, columns), 4)
-        parts = Sharding(3).place([layout])["table"]
-        assert len(parts) > 1
-        assert {part.width for part in parts} == {math.gcd(columns, GRAIN)}
+        shards = Sharding(3).place([layout])["table"]
+        assert len(shards) > 1
+        assert {shard.width for shard in shards} == {math.gcd(columns, GRAIN)}
 
 
 # Memory
 
 
-class Pieces(RuleBasedStateMachine):
-    """Pieces come and go; each keeps its own bytes."""
+class Allocations(RuleBasedStateMachine):
+    """Random allocations; each keeps its own bytes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.arena = SharedMemoryPool()
-        self.pieces: dict[int, tuple[int, int]] = {}
+        self.pool = SharedMemoryPool()
+        self.allocations: dict[int, tuple[int, int]] = {}
         self.count = 0
 
     @rule(nbytes=st.integers(0, 5000) | st.sampled_from([0, 63, 64, 65, 1 << 16, 300_001]))
     def allocate(self, nbytes: int) -> None:
-        offset = self.arena.allocate(nbytes)
+        offset = self.pool.allocate(nbytes)
         assert offset % ALIGNMENT == 0
-        taken = sorted((begin, begin + max(ALIGNMENT, aligned(length))) for begin, (length, _) in self.pieces.items())
+        taken = sorted(
+            (begin, begin + max(ALIGNMENT, aligned(length))) for begin, (length, _) in self.allocations.items()
+        )
         room = max(ALIGNMENT, aligned(nbytes))
         lowest = 0
-        for begin, end in taken:  # the lowest place that is free
+        for begin, end in taken:  # the lowest free offset
             if begin - lowest >= room:
                 break
             lowest = end
         assert offset == lowest
         self.count = self.count % 250 + 1
-        self.arena.bytes_at(offset, nbytes).fill_(self.count)
-        self.pieces[offset] = nbytes, self.count
+        self.pool.tensor_at(offset, nbytes).fill_(self.count)
+        self.allocations[offset] = nbytes, self.count
 
-    @precondition(lambda self: self.pieces)
+    @precondition(lambda self: self.allocations)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        offset = data.draw(st.sampled_from(sorted(self.pieces)))
-        self.arena.free(offset)
-        del self.pieces[offset]
+        offset = data.draw(st.sampled_from(sorted(self.allocations)))
+        self.pool.free(offset)
+        del self.allocations[offset]
 
     @invariant()
-    def pieces_are_as_they_were_written(self) -> None:
-        assert self.arena.in_use == sum(max(ALIGNMENT, aligned(nbytes)) for nbytes, _ in self.pieces.values())
-        for offset, (nbytes, value) in self.pieces.items():
-            assert self.arena.bytes_at(offset, nbytes).numpy().tobytes() == bytes([value]) * nbytes
+    def allocations_keep_their_bytes(self) -> None:
+        assert self.pool.in_use == sum(max(ALIGNMENT, aligned(nbytes)) for nbytes, _ in self.allocations.values())
+        for offset, (nbytes, value) in self.allocations.items():
+            assert self.pool.tensor_at(offset, nbytes).numpy().tobytes() == bytes([value]) * nbytes
 
     def teardown(self) -> None:
-        for offset in self.pieces:
-            self.arena.free(offset)
-        assert self.arena.in_use == 0
-        assert self.arena.allocate(1 << 20) == 0  # all that is free is one piece again
-        self.arena.close()
+        for offset in self.allocations:
+            self.pool.free(offset)
+        assert self.pool.in_use == 0
+        assert self.pool.allocate(1 << 20) == 0  # free ranges are merged
+        self.pool.close()
 
 
-TestPieces = Pieces.TestCase
-TestPieces.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestAllocations = Allocations.TestCase
+TestAllocations.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
 
 
-def test_memory_that_is_not_there_is_refused_and_nothing_is_lost() -> None:
-    arena = SharedMemoryPool()
-    first = arena.allocate(100)
+def test_allocations_that_do_not_fit_is_refused_and_nothing_is_lost() -> None:
+    pool = SharedMemoryPool()
+    first = pool.allocate(100)
     with pytest.raises(MemoryError, match=r"bytes do not fit in \d+ bytes of shared memory"):
-        arena.allocate(1 << 60)
+        pool.allocate(1 << 60)
     with pytest.raises(KeyError):
-        arena.free(64)
-    assert arena.allocate(1) == 128
-    arena.free(first)
+        pool.free(64)
+    assert pool.allocate(1) == 128
+    pool.free(first)
     with pytest.raises(KeyError):
-        arena.free(first)
-    assert arena.allocate(128) == 0
-    arena.close()
-    arena.close()
+        pool.free(first)
+    assert pool.allocate(128) == 0
+    pool.close()
+    pool.close()
 
 
-def test_others_read_what_is_written_and_nothing_beyond() -> None:
-    arena = SharedMemoryPool()
-    offset = arena.allocate(800)
-    view = typed(arena.bytes_at(offset, 800), torch.float64)
+def test_other_processes_read_the_segment_within_its_bounds() -> None:
+    pool = SharedMemoryPool()
+    offset = pool.allocate(800)
+    view = typed(pool.tensor_at(offset, 800), torch.float64)
     view.copy_(torch.arange(100, dtype=torch.float64))
-    segment = open_offered(arena.card)
-    seen = typed(piece(segment, offset, 800), torch.float64)
+    segment = open_offered(pool.handle)
+    seen = typed(region_of(segment, offset, 800), torch.float64)
     assert torch.equal(seen, torch.arange(100, dtype=torch.float64))
     for place, nbytes in ((1, 8), (32, 8), (segment.nbytes - 64, 65), (segment.nbytes, 1), (2**62, 8), (0, 2**62)):
-        with pytest.raises(ValueError, match=rf"bytes {place} to {place + nbytes} are named of shared memory"):
-            piece(segment, place, nbytes)
-    card = arena.card
-    arena.close()
+        with pytest.raises(ValueError, match=rf"bytes {place} to {place + nbytes} are not an aligned range"):
+            region_of(segment, place, nbytes)
+    handle = pool.handle
+    pool.close()
     with pytest.raises(OSError, match=r"."):
-        open_offered(card)
-    del arena, view
+        open_offered(handle)
+    del pool, view
     gc.collect()
-    assert torch.equal(seen, torch.arange(100, dtype=torch.float64))  # who has it, keeps it
+    assert torch.equal(seen, torch.arange(100, dtype=torch.float64))  # existing mappings stay valid
 
 
-def test_bytes_that_lie_askew_are_seen_as_elements_all_the_same() -> None:
+def test_unaligned_bytes_are_copied_before_they_are_viewed() -> None:
     data = torch.zeros(17, dtype=torch.uint8)
     data[1:9] = torch.tensor([258], dtype=torch.int64).view(torch.uint8)
     assert typed(data[1:9], torch.int64).tolist() == [258]

@@ -1,4 +1,4 @@
-"""Parameter-server jobs whose workers tell the test where they are, and whose servers stand behind lines that break."""
+"""Parameter-server jobs whose workers report to the test, and proxies that break connections to servers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerC
 from gangline.kvstore.parameter_server.client.server_client import ServerClient
 from gangline.kvstore.parameter_server.server import server
 from tests.collectives.stage import LIMIT, WAITS, Actor, Audience
-from tests.kvstore.dist_job import DistJob
+from tests.kvstore.parameter_server.processes import DistJob
 
 _SERVER, _SCHEDULER = 100, 200
-"""Added to a server's rank, and the scheduler's, as the stage counts processes."""
+"""Offsets of server and scheduler numbers among the processes of a stage."""
 
 
 class DistStage(Audience):
-    """A job whose workers run ``play(path, *arguments)`` and come to the stage when they have joined."""
+    """Job whose workers run ``play(path, *arguments)`` and connect to the stage once the job has started."""
 
     def __init__(self, play: Callable[..., Any], workers: int, servers: int, *arguments: Any, **more: str) -> None:
         super().__init__()
         try:
-            cache = str(Path(self.path).with_name("cache"))  # of libraries, which is nobody's leftover
+            cache = str(Path(self.path).with_name("cache"))  # caches of libraries do not count as files left behind
             with patch.dict(
                 os.environ, {**self.environment, "XDG_CACHE_HOME": cache, "XDG_CONFIG_HOME": cache, **more}
             ):
@@ -53,7 +53,7 @@ class DistStage(Audience):
         self.kill(_SCHEDULER)
 
     def outcomes(self) -> list[Outcome]:
-        """How scheduler, servers and workers ended, in this order, when all have."""
+        """Wait for all processes; return the outcomes of scheduler, servers and workers in this order."""
         return self._ending.result(LIMIT)
 
     def _last_words(self) -> str:
@@ -63,12 +63,12 @@ class DistStage(Audience):
 
 
 class Waits:
-    """Has a worker tell the stage, once `due`, that it is inside a call and waits for others."""
+    """Reports to the stage, once `due` is set, that a worker waits inside a call."""
 
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
         self.due = False
-        self._tell_before(SchedulerClient, "_answer")
+        self._tell_before(SchedulerClient, "_wait")
         self._tell_before(ServerClient, "wait")
 
     def _tell_before(self, cls: Any, name: str) -> None:
@@ -83,30 +83,30 @@ class Waits:
         setattr(cls, name, waits)
 
 
-class BreakingLine:
-    """Stands between a server and its workers, and breaks each connection after some bytes, so many times.
+class BreakingProxy:
+    """Proxy between a server and its workers that breaks each connection after a number of bytes.
 
     Args:
-        listener: where workers connect.
+        listener: accepts the workers.
         connect: connects to the server.
-        breaks: after how many bytes each connection breaks; later ones do not.
+        breaks: bytes after which each connection breaks, in order; later connections do not break.
     """
 
     def __init__(self, listener: socket.socket, connect: Callable[[], socket.socket], breaks: Sequence[int]) -> None:
         self._listener = listener
         self._connect = connect
-        self._left = list(breaks)
+        self._breaks = list(breaks)
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
         while True:
             near, _ = self._listener.accept()
             far = self._connect()
-            allowed = [self._left.pop(0)] if self._left else []
+            allowed = [self._breaks.pop(0)] if self._breaks else []
             for pair in ((near, far), (far, near)):
-                threading.Thread(target=self._carry, args=(*pair, allowed), daemon=True).start()
+                threading.Thread(target=self._forward, args=(*pair, allowed), daemon=True).start()
 
-    def _carry(self, source: socket.socket, target: socket.socket, allowed: list[int]) -> None:
+    def _forward(self, source: socket.socket, target: socket.socket, allowed: list[int]) -> None:
         with suppress(OSError):
             while data := source.recv(1 << 14):
                 if allowed:
@@ -120,21 +120,22 @@ class BreakingLine:
             end.close()
 
 
-def break_lines(breaks: Sequence[int]) -> None:
-    """Have this process, if it becomes a server, be reached by lines that break."""
+def break_connections(breaks: Sequence[int]) -> None:
+    """Make this process announce a proxy that breaks connections if it becomes a server."""
 
-    def member(role: str, scheduler: str, *, address: str, timeout: float | None) -> SchedulerClient:
-        return SchedulerClient(role, scheduler, address=broken(address, breaks), timeout=timeout)
+    def scheduler_client(role: str, scheduler: str, *, address: str, timeout: float | None) -> SchedulerClient:
+        return SchedulerClient(role, scheduler, address=proxied(address, breaks), timeout=timeout)
 
-    server.Membership = member  # type: ignore[assignment,misc]
+    assert server.SchedulerClient is SchedulerClient
+    server.SchedulerClient = scheduler_client  # type: ignore[assignment,misc]
 
 
-def broken(address: str, breaks: Sequence[int]) -> str:
-    """A server's address by way of lines that break: its endpoint's, and its stream's if it has one."""
+def proxied(address: str, breaks: Sequence[int]) -> str:
+    """Return the address of a proxy for a server's endpoint, and for its Unix stream if it has one."""
     endpoint, _, name = address.partition(" ")
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     listener = socket.create_server((host, 0))
-    BreakingLine(listener, lambda: socket.create_connection((host, int(port))), breaks)
+    BreakingProxy(listener, lambda: socket.create_connection((host, int(port))), breaks)
     endpoint = f"tcp://{host}:{listener.getsockname()[1]}"
     if not name or os.environ["BROKEN_STREAMS"] == "no":
         return endpoint
@@ -147,5 +148,5 @@ def broken(address: str, breaks: Sequence[int]) -> str:
         far.connect(f"\0{name}")
         return far
 
-    BreakingLine(streams, connect, breaks)
+    BreakingProxy(streams, connect, breaks)
     return f"{endpoint} {name}-broken"

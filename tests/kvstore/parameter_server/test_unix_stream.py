@@ -1,4 +1,4 @@
-"""Messages over Unix sockets: whole, in order, whatever their sizes, and refused where they are none."""
+"""Unix streams: messages of all sizes arrive complete and in order; invalid bytes are refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_messages_of_every_size_arrive_whole_and_in_order(pair: Pair, size: int)
     assert not near.is_full
 
 
-def test_what_has_no_room_waits_and_keeps_its_place(pair: Pair) -> None:
+def test_queued_messages_keep_their_order(pair: Pair) -> None:
     near, far = pair
     sent = [[struct.pack("<I", number), bytes(100_000)] for number in range(100)]
     for frames in sent:
@@ -59,7 +59,7 @@ def test_what_has_no_room_waits_and_keeps_its_place(pair: Pair) -> None:
     assert received(far, near, len(sent)) == sent
 
 
-def test_what_was_sent_may_be_written_again_at_once(pair: Pair) -> None:
+def test_sent_memory_may_be_overwritten_at_once(pair: Pair) -> None:
     near, far = pair
     memory = bytearray(b"a" * 5_000_000)
     near.send([memoryview(memory)])
@@ -67,7 +67,7 @@ def test_what_was_sent_may_be_written_again_at_once(pair: Pair) -> None:
     assert received(far, near, 1) == [[b"a" * len(memory)]]
 
 
-def test_the_end_comes_behind_the_last_message(pair: Pair) -> None:
+def test_the_last_message_arrives_before_the_end(pair: Pair) -> None:
     near, far = pair
     near.send([b"last"])
     near.close()
@@ -77,7 +77,7 @@ def test_the_end_comes_behind_the_last_message(pair: Pair) -> None:
         list(far.receive())
 
 
-def test_sending_to_who_is_gone_is_an_error(pair: Pair) -> None:
+def test_sending_to_a_closed_peer_is_an_error(pair: Pair) -> None:
     near, far = pair
     far.close()
     with pytest.raises(ConnectionError):
@@ -94,7 +94,7 @@ def test_sending_to_who_is_gone_is_an_error(pair: Pair) -> None:
     ],
     ids=["text", "no frames", "too many frames", "too large"],
 )
-def test_what_is_no_message_is_refused_before_it_takes_memory(junk: bytes) -> None:
+def test_invalid_messages_are_refused_before_memory_is_allocated(junk: bytes) -> None:
     listener = UnixListener()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
         stranger.connect(f"\0{listener.name}")
@@ -107,7 +107,7 @@ def test_what_is_no_message_is_refused_before_it_takes_memory(junk: bytes) -> No
     listener.close()
 
 
-def test_nobody_listens_once_it_is_closed() -> None:
+def test_a_closed_listener_refuses_connections() -> None:
     listener = UnixListener()
     listener.close()
     with pytest.raises(ConnectionError):

@@ -1,0 +1,184 @@
+"""Backlog of a worker that is far ahead of the others: bounded on the servers and on the worker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+import torch
+
+from gangline.kvstore import create
+from gangline.kvstore.parameter_server.client import server_client
+from gangline.kvstore.parameter_server.protocol import (
+    CODED,
+    DENSE,
+    Ack,
+    Command,
+    CommandResult,
+    Define,
+    Failed,
+    Message,
+    Pull,
+    Push,
+    Values,
+    ValuesRead,
+)
+from gangline.kvstore.parameter_server.server import sessions
+from gangline.kvstore.parameter_server.store import DistStore
+from tests.kvstore.parameter_server.in_process import Job, raw_clients
+from tests.kvstore.parameter_server.processes import run_job
+
+pytestmark = pytest.mark.timeout(60)
+KIB = 1 << 10
+MIB = 1 << 20
+FLOATS = 16 * KIB
+"""Elements of the shard: 64 KiB."""
+
+
+class Two:
+    """Two raw workers and one server that stores 64 KiB, so that 128 KiB of open rounds are allowed per worker."""
+
+    def __init__(self, job: Job) -> None:
+        self.members = job.members()
+        self.clients = raw_clients(self.members)
+        self._sequence = 0
+        definition = Define(self.next(), [[5, "float32", [FLOATS], 1, msgpack.packb("key"), 0, True]], None)
+        assert self.clients[0].request(definition, bytes(4 * FLOATS)) == Ack([1])
+
+    def next(self) -> int:
+        self._sequence += 1
+        return self._sequence
+
+    def push(self, rank: int, number: int, kind: int = DENSE, data: bytes = bytes(4 * FLOATS)) -> int:
+        """Push to a round and return the sequence number."""
+        sequence = self.next()
+        self.clients[rank].send(Push(sequence, [[5, number, kind, len(data)]], None, None, False, None), data)
+        return sequence
+
+    def messages_to(self, rank: int) -> list[Message]:
+        """Return all messages that a worker's earlier messages have caused."""
+        self.clients[rank].send(Pull(self.next(), [[5, 0, DENSE, 0]], False, None))
+        said: list[Message] = []
+        while True:
+            message, _ = self.clients[rank].receive()
+            if isinstance(message, Values):
+                self.clients[rank].send(ValuesRead([message.number]))
+                return said
+            said.append(message)
+
+    def acknowledged(self, rank: int) -> list[int]:
+        return [
+            number for message in self.messages_to(rank) if isinstance(message, Ack) for number in message.sequences
+        ]
+
+    def receive_acks(self, rank: int, count: int) -> list[int]:
+        """Receive a number of acknowledgements, which may arrive when the server is idle."""
+        acks: list[int] = []
+        while len(acks) < count:
+            message, _ = self.clients[rank].receive()
+            assert isinstance(message, Ack)
+            acks += message.sequences
+        return acks
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
+    monkeypatch.setattr(sessions, "_BACKLOG_BYTES", 0)
+    with Job(2) as job:
+        two = Two(job)
+        yield two
+        for client in two.clients:
+            client.close()
+
+
+def test_pushes_of_a_worker_too_far_ahead_are_acknowledged_when_others_catch_up(two: Two) -> None:
+    pushes = [two.push(0, number) for number in range(1, 6)]
+    assert two.acknowledged(0) == pushes[:2]
+    theirs = [two.push(1, number) for number in (1, 2)]
+    assert two.acknowledged(1) == theirs
+    assert two.acknowledged(0) == []  # three rounds are open still
+    two.push(1, 3)
+    assert two.receive_acks(0, 3) == pushes[2:]
+
+
+def test_compressed_pushes_count_with_their_decoded_size(two: Two) -> None:
+    sequence = two.next()
+    two.clients[0].send(Command(sequence, "compression", msgpack.packb({"type": "2bit", "threshold": 0.5})))
+    assert two.clients[0].receive()[0] == CommandResult(sequence, b"")
+    pushes = [two.push(0, number, CODED, bytes(FLOATS // 4)) for number in range(1, 5)]  # each decoded to 64 KiB
+    assert two.receive_acks(0, 2) == pushes[:2]
+    assert two.acknowledged(0) == []
+    for number in range(1, 5):
+        two.push(1, number, CODED, bytes(FLOATS // 4))
+    assert two.receive_acks(0, 2) == pushes[2:]
+
+
+def test_a_repeated_push_counts_once(two: Two) -> None:
+    pushes = [two.push(0, 1), two.push(0, 1), two.push(0, 1), two.push(0, 2)]
+    assert two.acknowledged(0) == pushes
+
+
+def test_nothing_is_withheld_after_a_worker_has_left(two: Two) -> None:
+    pushes = [two.push(0, number) for number in range(1, 6)]
+    assert two.acknowledged(0) == pushes[:2]
+    two.members[1].close()
+    assert two.receive_acks(0, 3) == pushes[2:]
+    sequence = two.push(0, 6)  # later pushes fail
+    failed, _ = two.clients[0].receive()
+    assert failed == Failed(sequence, "DeadNodeError", "worker 1 has left the job")
+
+
+def test_nothing_is_withheld_from_a_worker_that_others_wait_for(two: Two) -> None:
+    definition = Define(two.next(), [[6, "float32", [FLOATS], 1, msgpack.packb("other"), 0, True]], None)
+    assert two.clients[0].request(definition, bytes(4 * FLOATS)) == Ack([definition.sequence])
+    pushes = [two.push(0, number) for number in range(1, 9)]
+    assert two.acknowledged(0) == pushes[:4]  # twice as much is stored now
+    two.clients[1].send(Pull(two.next(), [[6, 1, DENSE, 0]], False, None))  # worker 0 has not pushed it
+    assert two.receive_acks(0, 4) == pushes[4:]
+
+
+def test_a_small_pushpull_is_acknowledged_before_its_value(two: Two) -> None:
+    definition = Define(two.next(), [[6, "float32", [1], 1, msgpack.packb("small"), 0, True]], None)
+    assert two.clients[0].request(definition, bytes(4)) == Ack([definition.sequence])
+    sequence = two.next()
+    two.clients[0].send(Push(sequence, [[6, 1, DENSE, 4]], None, None, True, None), bytes(4))
+    assert two.receive_acks(0, 1) == [sequence]
+
+
+def _run_ahead(there: str) -> int:
+    """Push 320 rounds of 1 MiB on worker 0 before worker 1 begins; return the peak of shared memory in MiB."""
+    kv = create("dist_sync")
+    assert isinstance(kv, DistStore)
+    kv.init("key", torch.zeros(MIB // 4))
+    most = 0
+    if kv.rank == 0:
+        pool = kv._pool
+        assert pool is not None
+        server_client._MAX_QUEUED = 16 * MIB
+        given = torch.full((MIB // 4,), 2.0)
+        works = [kv.push("key", given, async_op=True) for _ in range(320)]
+        kv._servers.wait(lambda: kv._servers._queued > server_client._MAX_QUEUED)
+        Path(there).touch()
+        while not works[-1].is_completed():
+            most = max(most, pool.in_use)
+            os.sched_yield()
+    else:
+        while not Path(there).exists():
+            os.sched_yield()
+        for _ in range(320):
+            kv.push("key", torch.ones(MIB // 4))
+    out = torch.empty(MIB // 4)
+    kv.pull("key", out)
+    assert out.eq(3).all()
+    kv.close()
+    return most // MIB
+
+
+@pytest.mark.slow
+def test_memory_of_a_worker_that_runs_ahead_is_bounded(tmp_path: Path) -> None:
+    most, _ = run_job(_run_ahead, 2, 1, str(tmp_path / "there"))
+    # open rounds (twice what is stored, 256 MiB, one more), in flight, queued
+    assert most <= 259 + 16 + 17

@@ -1,0 +1,293 @@
+"""Client of the servers: priorities, window, repeats after a lost connection, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+import zmq
+
+from gangline.collectives.errors import DeadNodeError, MismatchError, StallError
+from gangline.collectives.work import Work
+from gangline.kvstore.parameter_server import protocol
+from gangline.kvstore.parameter_server.client.request import Request
+from gangline.kvstore.parameter_server.client.server_client import PendingRequests, ServerClient
+from gangline.kvstore.parameter_server.protocol import Ack, Failed, Hello, Message, Push, Welcome
+from gangline.kvstore.parameter_server.transport.unix_stream import UnixListener, UnixStream
+
+pytestmark = pytest.mark.timeout(30)
+MIB = 1 << 20
+
+
+class Server:
+    """Fake server at the other end of a Unix stream."""
+
+    def __init__(self) -> None:
+        self.listener = UnixListener()
+        self.address = f"tcp://127.0.0.1:1 {self.listener.name}"
+        self.stream: UnixStream | None = None
+        self.received: list[Message] = []
+        self.welcomes = True
+
+    def serve(self) -> None:
+        """Receive messages and answer Hello."""
+        self.stream = self.listener.accept() or self.stream
+        if self.stream is None:
+            return
+        for frames in self.stream.receive():
+            if len(frames) == 1 and len(frames[0]) == 16:  # its identity
+                continue
+            message = protocol.unpack(frames[0])
+            if isinstance(message, Hello) and self.welcomes:
+                self.send(Welcome(False, b""))
+            self.received.append(message)
+
+    def send(self, message: Message) -> None:
+        assert self.stream is not None
+        self.stream.send([protocol.pack(message)])
+
+    def pushes(self) -> list[Push]:
+        return [message for message in self.received if isinstance(message, Push)]
+
+    def hang_up(self) -> None:
+        assert self.stream is not None
+        self.stream.close()
+        self.stream = None
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.listener.close()
+    if server.stream is not None:
+        server.stream.close()
+
+
+@pytest.fixture
+def scheduler(server: Server) -> SimpleNamespace:
+    return SimpleNamespace(
+        rank=0, view=1, identity=b"i" * 16, servers=[server.address], gone={}, lost="", on_change=lambda: None
+    )
+
+
+@pytest.fixture
+def client(server: Server, scheduler: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerClient]:
+    greet = ServerClient._progress
+
+    def progress(
+        self: ServerClient, timeout_ms: int, spin_seconds: float = 0.0
+    ) -> None:  # the server's turn comes first
+        server.serve()
+        greet(self, min(timeout_ms, 1), spin_seconds)
+
+    monkeypatch.setattr(ServerClient, "_progress", progress)
+    monkeypatch.setattr("gangline.kvstore.parameter_server.client.server_client._CLOSE_SECONDS", 0.05)
+    client = ServerClient(scheduler, "sync", -1, None, 5.0)  # type: ignore[arg-type]
+    yield client
+    client.close()
+
+
+def push(number: int, priority: int, nbytes: int, over: list[int]) -> Request:
+    def answered(message: Message, datas: list[torch.Tensor]) -> bool:
+        over.append(number)
+        return True
+
+    entries = [[number, 1, protocol.DENSE, 4]]
+    return Request(
+        0,
+        lambda sequence: Push(sequence, entries, None, None, False, None),
+        f"push {number}",
+        nbytes=nbytes,
+        frames=[bytes(4)],
+        on_answer=answered,
+        priority=priority,
+    )
+
+
+def shards(server: Server) -> list[int]:
+    server.serve()
+    return [message.entries[0][0] for message in server.pushes()]
+
+
+def test_the_window_is_bounded_and_the_rest_is_sent_by_priority(client: ServerClient, server: Server) -> None:
+    over: list[int] = []
+    for number, priority in enumerate([0, 0, 0, 0, 0, 5, 9, 5]):
+        client.submit(push(number, priority, 4 * MIB, over))
+    assert shards(server) == [0, 1, 2, 3]  # 16 MiB are in flight
+    for already, following in ((0, 6), (1, 5), (2, 7), (3, 4)):
+        server.send(Ack([server.pushes()[already].sequence]))
+        client.wait(lambda already=already: already in over)  # type: ignore[misc]
+        assert shards(server)[-1] == following
+    assert over == [0, 1, 2, 3]
+
+
+def test_wait_for_room_blocks_while_too_much_is_queued(client: ServerClient, server: Server) -> None:
+    over: list[int] = []
+    for number in range(70):
+        client.submit(push(number, 0, 4 * MIB, over))
+        if number < 68:
+            client.wait_for_room()  # returns at once: 256 MiB may be queued besides 16 MiB in flight
+            assert over == []
+    assert shards(server) == [0, 1, 2, 3]
+    for sequence in [one.sequence for one in server.pushes()]:
+        server.send(Ack([sequence]))
+    client.wait_for_room()
+    assert len(over) >= 2
+
+
+def test_requests_to_a_dead_server_free_the_queue(
+    client: ServerClient, server: Server, scheduler: SimpleNamespace
+) -> None:
+    errors: list[Exception] = []
+    for number in range(80):
+        one = push(number, 0, 4 * MIB, [])
+        one.on_error = errors.append
+        client.submit(one)
+    scheduler.gone[("server", 0)] = "was killed"
+    client.wait_for_room()
+    assert len(errors) == 80
+
+
+def test_a_request_larger_than_the_window_is_sent_alone(client: ServerClient, server: Server) -> None:
+    over: list[int] = []
+    client.submit(push(0, 0, 100 * MIB, over))
+    client.submit(push(1, 0, 1, over))
+    assert shards(server) == [0]
+    server.send(Ack([server.pushes()[0].sequence]))
+    client.wait(lambda: 0 in over)
+    assert shards(server) == [0, 1]
+
+
+def test_unanswered_requests_are_repeated_under_the_same_number(client: ServerClient, server: Server) -> None:
+    over: list[int] = []
+    client.submit(push(0, 0, 10, over))
+    client.submit(push(1, 0, 10, over))
+    assert shards(server) == [0, 1]
+    first, second = server.pushes()
+    server.send(Ack([first.sequence]))
+    client.wait(lambda: over == [0])
+    server.hang_up()
+    client.wait(lambda: len(server.pushes()) == 3)
+    assert server.pushes()[-1] == second
+    assert isinstance(server.received[-2], Hello)
+    server.send(Ack([second.sequence, first.sequence]))  # a repeated answer does no harm
+    client.wait(lambda: over == [0, 1])
+
+
+def test_errors_of_dead_and_silent_servers_name_the_call(
+    client: ServerClient, scheduler: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Exception] = []
+    request = push(7, 0, 10, [])
+    request.on_error = told.append
+    client.submit(request)
+    monkeypatch.setattr(client, "_timeout", 0.1)
+    client.wait(lambda: bool(told))
+    assert isinstance(told[0], StallError)
+    assert "push 7 has waited" in str(told[0])
+    monkeypatch.setattr(client, "_timeout", 5.0)
+    again = push(8, 0, 10, [])
+    again.on_error = told.append
+    client.submit(again)
+    scheduler.gone["server", 0] = "was killed or left: connection lost"
+    client.wait(lambda: len(told) == 2)
+    assert isinstance(told[1], DeadNodeError)
+    assert str(told[1]) == "server 0 was killed or left: connection lost (worker 0 waited in push 8)"
+
+
+def test_a_request_to_a_server_known_to_be_dead_fails_at_once(client: ServerClient, scheduler: SimpleNamespace) -> None:
+    told: list[Exception] = []
+    scheduler.gone["server", 0] = ""
+    request = push(9, 0, 10, [])
+    request.on_error = told.append
+    client.submit(request)
+    assert [str(error) for error in told] == ["server 0 has left the job (worker 0 waited in push 9)"]
+
+
+def test_a_request_that_owns_its_data_completes_when_sent(client: ServerClient, server: Server) -> None:
+    late: list[Exception] = []
+    works = [Work(f"push {number}") for number in range(3)]
+    for number, owns_data in enumerate([True, True, False]):
+        request = push(number, 0, 10, [])
+        request.owns_data = owns_data
+        with PendingRequests(works[number], "push", on_late_error=late.append) as pending:
+            pending.submit([request], client)
+    assert [work.is_completed() for work in works] == [True, True, False]
+    assert not client.flush(0.05)  # but the server has received none of them
+    first, second, third = server.pushes()
+    server.send(Ack([first.sequence, third.sequence]))
+    client.wait(works[2].is_completed)
+    assert not client.flush(0.05)
+    assert late == []
+    server.send(Failed(second.sequence, "ValueError", "it does not fit"))
+    client.deliver()
+    assert [str(error) for error in late] == ["it does not fit"]
+    assert works[1].exception() is None
+
+
+def test_a_request_that_completes_when_sent_does_not_complete_before(client: ServerClient, server: Server) -> None:
+    works = [Work(f"push {number}") for number in range(2)]
+    for number, work in enumerate(works):
+        request = push(number, 0, 10 * MIB, [])
+        request.owns_data = True
+        with PendingRequests(work, "push") as pending:
+            pending.submit([request], client)
+    assert [work.is_completed() for work in works] == [True, False]  # the window is full
+    server.serve()
+    server.send(Ack([server.pushes()[0].sequence]))
+    client.wait(works[1].is_completed)
+    assert shards(server) == [0, 1]
+    server.send(Ack([server.pushes()[1].sequence]))
+
+
+def test_close_warns_of_undelivered_pushes(client: ServerClient, caplog: pytest.LogCaptureFixture) -> None:
+    request = push(0, 0, 10, [])
+    request.owns_data = True
+    client.submit(request)
+    client.close()
+    assert caplog.messages == ["worker 0 leaves, and servers may not have received all its pushes"]
+
+
+def test_a_refused_hello_is_an_error_at_once(
+    server: Server, scheduler: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greet = ServerClient._progress
+
+    def progress(self: ServerClient, *wait: float) -> None:
+        server.welcomes = False
+        server.serve()
+        if server.received:
+            server.send(Failed(0, "MismatchError", "worker 0 wants async rounds"))
+        greet(self, *wait)
+
+    monkeypatch.setattr(ServerClient, "_progress", progress)
+    with pytest.raises(MismatchError, match="worker 0 wants async rounds"):
+        ServerClient(scheduler, "async", -1, None, 5.0)  # type: ignore[arg-type]
+
+
+def test_a_server_that_dies_before_it_answers_a_hello_is_named(scheduler: SimpleNamespace) -> None:
+    scheduler.gone["server", 0] = "was killed or left: connection lost"
+    with pytest.raises(
+        DeadNodeError, match=r"server 0 was killed or left: connection lost \(worker 0 connected to it\)"
+    ):
+        ServerClient(scheduler, "sync", -1, None, 5.0)  # type: ignore[arg-type]
+
+
+def test_a_closed_client_refuses_requests(client: ServerClient) -> None:
+    told: list[Exception] = []
+    request = push(0, 0, 10, [])
+    request.on_error = told.append
+    client.submit(request)
+    client.close()
+    assert [str(error) for error in told] == ["the store was closed"]
+    with pytest.raises(RuntimeError, match="closed"):
+        client.submit(push(1, 0, 10, []))
+
+
+def test_close_terminates_the_context(server: Server, client: ServerClient) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = client._context
+    client.close()
+    assert context.closed
