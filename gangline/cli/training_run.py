@@ -20,7 +20,7 @@ from gangline.models import import_by_name
 from gangline.models.data import datasets
 from gangline.models.data.checks import check_fits, check_labels, first_sample
 from gangline.models.data.images.augmentation import Augmentation
-from gangline.models.data.read_speed import read_speed
+from gangline.models.data.sources import read_speed
 from gangline.models.loop.callbacks import Checkpoint, ProgressBar, Speedometer
 from gangline.models.loop.monitor import Monitor
 from gangline.models.loop.stopping import EarlyStopping, stop_on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from gangline import Module, cpu
-from gangline.models.data.datasets import DATASETS, digits, image_folder, synthetic
+from gangline.models.data.datasets import DATASETS, digits, image_folder, raw_digits, synthetic
 from gangline.models.data.images.folder import ImageFolder
 from gangline.models.data.sources import Source, source
 
@@ -481,28 +481,36 @@ def test_digits_are_the_real_images_with_a_stratified_fifth_held_out() -> None:
     splits = digits((1, 28, 28), torch.float64, seed=0)
     (train, train_labels), (held_out, held_out_labels), classes = splits
     assert classes == splits.num_classes == 10
-    assert train.shape == (1437, 1, 28, 28)
-    assert held_out.shape == (360, 1, 28, 28)
-    assert train_labels.shape == (1437,)
-    assert held_out_labels.shape == (360,)
+    assert train.shape == (1438, 1, 28, 28)
+    assert held_out.shape == (359, 1, 28, 28)
+    assert train_labels.shape == (1438,)
+    assert held_out_labels.shape == (359,)
     for images, labels in (splits.train, splits.validation):
         assert images.dtype == torch.float64
         assert labels.dtype == torch.int64
         assert images.min() == 0
         assert images.max() <= 1
-    of_class = np.bincount(load_digits().target)
-    held = torch.bincount(held_out_labels, minlength=10).numpy()
-    assert np.array_equal(held + torch.bincount(train_labels, minlength=10).numpy(), of_class)
-    assert np.abs(held - of_class * 360 / 1797).max() < 1
+    of_class = torch.bincount(raw_digits()[1])
+    held = torch.bincount(held_out_labels, minlength=10)
+    assert torch.equal(held + torch.bincount(train_labels, minlength=10), of_class)
+    assert (held - of_class / 5).abs().max() <= 0.5
 
 
-def test_digits_of_their_own_size_are_the_pixels_of_scikit_learn() -> None:
+def test_the_bundled_digits_are_those_of_scikit_learn() -> None:
+    levels, labels = raw_digits()
+    assert (levels.shape, levels.dtype, labels.dtype) == ((1797, 8, 8), torch.uint8, torch.int64)
+    content = levels.numpy().tobytes() + labels.byte().numpy().tobytes()
+    assert hashlib.sha256(content).hexdigest() == "65e5b4619795efb40c1082f4c350c049e4ad552200d369b6ae99e21eef5e72c5"
+
+
+def test_digits_of_their_own_size_are_the_pixels_as_stored() -> None:
     splits = digits((1, 8, 8), torch.float64, seed=3)
     everything = torch.cat([splits.train[0], splits.validation[0]])
-    originals = torch.from_numpy(load_digits().images).unsqueeze(1) / 16
+    levels, targets_of_all = raw_digits()
+    originals = levels.unsqueeze(1).double() / 16
     assert rows(everything) == rows(originals)
     assert everything.max() == 1
-    labels = dict(zip((image.numpy().tobytes() for image in originals), load_digits().target, strict=True))
+    labels = dict(zip((image.numpy().tobytes() for image in originals), targets_of_all.tolist(), strict=True))
     for images, targets in (splits.train, splits.validation):
         assert [labels[image.numpy().tobytes()] for image in images] == targets.tolist()
 
@@ -517,7 +525,7 @@ def test_digits_are_split_by_the_seed() -> None:
 
 def test_digits_repeat_their_grey_in_more_channels() -> None:
     images, _ = digits((3, 12, 10), torch.float32, seed=0).validation
-    assert images.shape == (360, 3, 12, 10)
+    assert images.shape == (359, 3, 12, 10)
     assert images.dtype == torch.float32
     assert torch.equal(images[:, 0], images[:, 1])
     assert torch.equal(images[:, 0], images[:, 2])
@@ -552,17 +560,16 @@ def write(path: Path, pixels: np.ndarray) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Ten real 8x8 digits of each of three classes, as grey PNG files in sub-folders named in words."""
-    bunch = load_digits()
+    levels, labels = raw_digits()
     for digit, name in enumerate(CLASS_NAMES):
-        for number, index in enumerate(np.flatnonzero(bunch.target == digit)[:PER_CLASS]):
-            write(tmp_path / name / f"{number}.png", (bunch.images[index] * 15).astype(np.uint8))
+        for number, image in enumerate(levels[labels == digit][:PER_CLASS]):
+            write(tmp_path / name / f"{number}.png", (image * 15).numpy())
     return tmp_path
 
 
 def digit_pixels(digit: int, number: int) -> torch.Tensor:
-    bunch = load_digits()
-    image = bunch.images[np.flatnonzero(bunch.target == digit)[number]]
-    return torch.from_numpy((image * 15).astype(np.uint8)).unsqueeze(0)
+    levels, labels = raw_digits()
+    return (levels[labels == digit][number] * 15).unsqueeze(0)
 
 
 def test_sub_folders_are_classes_in_alphabetical_order(folder: Path) -> None:

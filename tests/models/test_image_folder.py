@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
@@ -27,7 +26,7 @@ from gangline import Module, cpu
 from gangline.collectives import spawn
 from gangline.collectives.communicator import Communicator
 from gangline.kvstore import create
-from gangline.models.data.datasets import image_folder
+from gangline.models.data.datasets import image_folder, raw_digits
 from gangline.models.data.images.augmentation import Augmentation
 from gangline.models.data.images.folder import ImageFolder
 from gangline.models.data.images.splitting import split_each_label
@@ -39,13 +38,10 @@ PER_CLASS = 8
 SHAPE = (1, 8, 8)
 
 
-digits = cache(load_digits)
-
-
 @cache
 def digit(number: int, which: int) -> np.ndarray[Any, Any]:
-    bunch = digits()
-    return (bunch.images[np.flatnonzero(bunch.target == number)[which]] * 15).astype(np.uint8)
+    levels, labels = raw_digits()
+    return (levels[labels == number][which] * 15).numpy()
 
 
 @pytest.fixture
@@ -110,9 +106,9 @@ def test_labels_follow_the_classes_that_are_expected(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("classes", "message"),
     [
-        (["eight", "one"], r"has zero too; expected the 2 classes eight, one"),
+        (["eight", "one"], r"has also zero; expected the 2 classes eight, one"),
         ([*CLASSES, "nine"], r"has no nine; expected the 4 classes"),
-        (["eight", "one", "nine"], r"has no nine and has zero too"),
+        (["eight", "one", "nine"], r"has no nine and has also zero"),
     ],
 )
 def test_other_classes_than_expected_are_refused_with_the_difference(
@@ -202,7 +198,7 @@ def test_a_batch_without_any_readable_image_is_a_step_without_an_update(folder: 
 
 
 def trained_with_empty_parts(folder: Path, kvstore: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor, int]:
-    """The weights, the predictions, and how many files this process has passed over."""
+    """The weights, the predictions, and the number of files this process has skipped."""
     dataset = ImageFolder(folder, SHAPE, torch.float64, skip_unreadable=13)
     torch.manual_seed(3)
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).double()

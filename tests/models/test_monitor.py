@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gangline import Module, cpu
-from gangline.models.data.read_speed import read_speed
+from gangline.models.data.sources import read_speed
 from gangline.models.loop.monitor import Monitor
 from gangline.models.metrics.metric import create
 
@@ -117,7 +117,7 @@ class Reads(TensorDataset):
 
 def test_all_samples_are_read_in_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([10.0, 14.0] * 2)
-    monkeypatch.setattr("gangline.models.data.read_speed.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("gangline.models.data.sources.time.perf_counter", lambda: next(times))
     data = Reads()
     assert read_speed(data, batch_size=5, epochs=3) == 36 / 4
     assert data.count == 36

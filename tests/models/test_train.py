@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from command import write_digits
 from measure import distance
 
 from gangline.cli.main import main
@@ -114,14 +115,7 @@ def test_load_epoch_goes_on_where_the_checkpoint_stood(
 def test_a_folder_of_images_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from PIL import Image
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits(n_class=3)
-    for number, (image, label) in enumerate(zip(bunch.images[:240], bunch.target[:240], strict=True)):
-        folder = tmp_path / "images" / f"digit{label}"
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray((image * 15).astype("uint8")).save(folder / f"{number}.png")
+    write_digits(tmp_path / "images", images=240)
     flags = ["--network", "mlp", "--data-dir", str(tmp_path / "images"), "--cpus", "2", "--num-epochs", "3"]
     code, out, err = train(monkeypatch, capsys, *flags)
     assert code == 0
