@@ -84,7 +84,7 @@ def check_labels(data: Any, num_classes: int, what: str = "the data") -> None:
         first = tuple(wrong_indices[0].tolist())
         raise ValueError(
             f"label {int(labels[first])} of sample {first[0]} of {what} is not a class; expected 0 to "
-            f"{num_classes - 1} ({len(wrong_indices)} labels are out of range)"
+            f"{num_classes - 1} ({len(wrong_indices)} out of range)"
         )
 
 

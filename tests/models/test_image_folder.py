@@ -441,7 +441,7 @@ def test_a_url_gives_what_the_path_gives(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["memory://gangline-nowhere", "file:///gangline/nowhere"])
 def test_a_url_of_nothing_is_refused(url: str) -> None:
-    with pytest.raises(FileNotFoundError, match=f"image folder {url} is not there"):
+    with pytest.raises(FileNotFoundError, match=f"image folder {url} does not exist"):
         ImageFolder(url, SHAPE)
 
 
@@ -507,7 +507,7 @@ ARRAYS = (torch.zeros(6), torch.tensor([0, 0, 0, 1, 1, 1]))
         (ARRAYS, (3,), ValueError, "label 0 has 3 samples, too few for 2 parts; expected at least 4"),
         ((ARRAYS[0], torch.tensor([0] * 5 + [1])), (0.5,), ValueError, "label 1 has 1 sample, too few for 2 parts"),
         ((ARRAYS[0], ARRAYS[1][:5]), (0.5,), ValueError, "data has 6 samples, but 5 labels"),
-        ((ARRAYS[0], ARRAYS[0]), (0.5,), TypeError, "the labels are no whole numbers"),
+        ((ARRAYS[0], ARRAYS[0]), (0.5,), TypeError, "the labels are not one integer per sample"),
         (ARRAYS[0], (0.5,), TypeError, "data is a Tensor without labels"),
     ],
 )

@@ -114,7 +114,7 @@ def test_an_object_that_is_gone_is_an_unreadable_image(store: Any) -> None:
 
 @pytest.mark.parametrize("url", ["s3://no-such-bucket/train", "s3://no-such-bucket", "s3://pictures/validation"])
 def test_a_bucket_or_folder_that_is_not_there_is_named(store: Any, url: str, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(FileNotFoundError, match=f"image folder {url} is not there") as caught:
+    with pytest.raises(FileNotFoundError, match=f"image folder {url} does not exist") as caught:
         image_folder(url, SHAPE, torch.float32, 0)
     assert SECRET not in told(caught, caplog)
 
@@ -173,5 +173,5 @@ def test_no_credentials_at_all_are_an_error_that_says_where_they_belong(
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    with pytest.raises(RuntimeError, match="see that the credentials in the environment"):
+    with pytest.raises(RuntimeError, match="check that the credentials in the environment"):
         ImageFolder("s3://pictures/train", SHAPE)

@@ -260,7 +260,7 @@ def test_a_function_that_wants_more_is_refused_and_one_that_fails_is_told() -> N
 
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
-        raise AssertionError("nobody may begin to read it")
+        raise AssertionError("it must not be read")
 
 
 def test_data_that_have_batches_are_told_from_those_that_have_samples() -> None:
@@ -362,14 +362,14 @@ def test_the_command_trains_them(
 @pytest.mark.parametrize(
     ("network", "dataset", "message"),
     [
-        ("seven", "make", "the network gives 7 values a sample, but the data have 3 classes"),
-        ("mlp", "make", "the network does not take a batch of one sample, (1, 16) of torch.float32"),
+        ("seven", "make", "the network returns 7 values per sample, but the data have 3 classes"),
+        ("mlp", "make", "the network does not accept a batch of one sample, (1, 16) of torch.float32"),
         (
             "bare",
             "loaders",
             "missing a required argument: 'num_classes'; gangline gives no arguments, and anything else",
         ),
-        ("small", "beyond", "of the held-out data is no class; expected 0 to 2"),
+        ("small", "beyond", "of the held-out data is not a class; expected 0 to 2"),
         ("small", "mkae", "has no 'mkae'; it has make"),
         ("biuld", "make", "has no 'biuld'; it has build"),
         ("build", "digits", "'own_package.command:build' does not say what images it takes; give --image-shape"),

@@ -221,7 +221,7 @@ def test_benchmark_trains_on_random_images(monkeypatch: pytest.MonkeyPatch, caps
         (["--lr-step-epochs", "1.5"], "--lr-step-epochs is '1.5'"),
         (["--load-epoch", "2"], "--load-epoch needs --model-prefix"),
         (["--load-epoch", "2", "--model-prefix", "nowhere/net"], "nowhere/net-0002.json is not there"),
-        (["--data-dir", "nowhere"], "image folder nowhere is not there"),
+        (["--data-dir", "nowhere"], "image folder nowhere does not exist"),
         (["--lr", "-1"], "Invalid learning rate"),
         (["--gc-type", "3bit", "--cpus", "2"], "there is no compression type '3bit'; expected one of ['2bit', 'bf16'"),
         (["--gc-threshold", "0.1", "--cpus", "2"], "--gc-threshold is 0.1, but --gc-type is None; only 2bit has a"),
