@@ -153,7 +153,7 @@ def _data(options: Options, dtype: torch.dtype) -> tuple[datasets.Splits, dict[s
     entry = registry.find(options["network"])
     given = image_shape_of(options["image_shape"])
     name, seed = options["dataset"], options["seed"]
-    if import_by_name.is_own(name) and options["data_dir"] is None and not options["benchmark"]:
+    if import_by_name.is_module_path(name) and options["data_dir"] is None and not options["benchmark"]:
         return import_by_name.make_data(name, given or entry.known_image_shape, dtype, seed), {}
     shape = given or entry.image_shape
     about: dict[str, Any] = {"image_shape": list(shape)}

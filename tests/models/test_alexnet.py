@@ -109,7 +109,7 @@ def test_what_is_no_image_of_63_pixels_is_refused_before_anything_is_trained() -
     with torch.device("meta"):
         network = zoo.create("alexnet", 2)
         for shape in ((1, 3, 62, 200), (1, 3, 200, 62), (1, 1, 63, 63), (3, 63, 63)):
-            with pytest.raises(ValueError, match="both edges of at least 63 pixels: resize them") as caught:
+            with pytest.raises(ValueError, match="height and width of at least 63 pixels: resize them") as caught:
                 network(torch.zeros(shape))
             assert str(shape) in str(caught.value)
         assert network(torch.zeros(1, 3, 63, 63)).shape == (1, 2)

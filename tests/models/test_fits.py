@@ -158,8 +158,14 @@ def test_a_first_sample_leaves_the_order_of_the_others_as_it_was() -> None:
         (np.array([0, 1, 2, 3]), None),
         (torch.tensor([0, 1, 2, 3], dtype=torch.uint8), None),
         (torch.full((4, 4), 0.25), None),
-        (torch.tensor([0, 4, 2, 9]), r"label 4 of sample 1 of the data is not a class; expected 0 to 3 \(2 out of range\)"),
-        (torch.tensor([0, 1, -1, 3]), r"label -1 of sample 2 of the data is not a class; expected 0 to 3 \(1 out of range\)"),
+        (
+            torch.tensor([0, 4, 2, 9]),
+            r"label 4 of sample 1 of the data is not a class; expected 0 to 3 \(2 out of range\)",
+        ),
+        (
+            torch.tensor([0, 1, -1, 3]),
+            r"label -1 of sample 2 of the data is not a class; expected 0 to 3 \(1 out of range\)",
+        ),
         (torch.tensor([[0, 1], [2, 7], [1, 1], [1, 1]]), "label 7 of sample 1 of the data is not a class"),
         (np.array([0, 1, 2, 10]), "label 10 of sample 3"),
         (

@@ -120,9 +120,9 @@ def tied() -> nn.Module:
     ("network", "classes", "error", "message"),
     [
         (lambda: nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU()), 2, ValueError, "Sequential has neither a linear layer"),
-        (lambda: nn.Linear(2, 2), 2, ValueError, "the network is a Linear alone"),
+        (lambda: nn.Linear(2, 2), 2, ValueError, "the network is a single Linear"),
         (lambda: nn.Sequential(nn.LazyLinear(2)), 2, ValueError, "layer '0' has no shape yet"),
-        (tied, 2, ValueError, r"several places in the network, \['0.weight', '1.weight'\]"),
+        (tied, 2, ValueError, r"shared under the names \['0.weight', '1.weight'\]"),
         (small, 0, ValueError, "num_classes is 0; expected 1 or more"),
         (small, True, TypeError, "num_classes is True; expected an int"),
         (small, 2.0, TypeError, "num_classes is 2.0; expected an int"),
@@ -185,7 +185,7 @@ def test_a_network_without_a_layer_to_replace_takes_weights_that_fit_it(
     network, new = pretrained("tied", path, 3)
     assert new == []
     assert torch.equal(network.get_parameter("0.weight"), own["0.weight"])
-    with pytest.raises(ValueError, match="several places in the network"):
+    with pytest.raises(ValueError, match="shared under the names"):
         pretrained("tied", path, 3, replace_last=True)
 
 
@@ -256,9 +256,13 @@ def test_factors_are_10_and_20_for_what_is_new() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"new": ["fc3.weight"]}, ValueError, r"new has 'fc3.weight', which is no parameter; near are \['fc2.weight',"),
-        ({"new": ["xyz"]}, ValueError, r"which is no parameter; there are \['conv.weight'"),
-        ({"frozen": ["conv.wieght"]}, ValueError, r"frozen has 'conv.wieght'.*near are \['conv.weight'"),
+        (
+            {"new": ["fc3.weight"]},
+            ValueError,
+            r"new has 'fc3.weight', which is not a parameter; did you mean one of \['fc2.weight',",
+        ),
+        ({"new": ["xyz"]}, ValueError, r"which is not a parameter; expected one of \['conv.weight'"),
+        ({"frozen": ["conv.wieght"]}, ValueError, r"frozen has 'conv.wieght'.*did you mean one of \['conv.weight'"),
         ({"frozen": ["fc2.bias"]}, ValueError, r"\['fc2.bias'\] are new and frozen"),
         ({"new": "fc2.weight"}, TypeError, "new is 'fc2.weight'; expected a list of names"),
         ({"weight": -1.0}, ValueError, "the factor weight is -1.0"),
