@@ -213,7 +213,7 @@ def test_words_are_the_arguments() -> None:
         ("resize=9x8,crop=9", "crop is 9x9, but images are resized to 9x8"),
     ],
 )
-def test_words_that_make_no_sense_are_refused(words: str, message: str) -> None:
+def test_invalid_words_are_refused(words: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Augmentation.parse(words)
 
@@ -231,9 +231,7 @@ def test_words_that_make_no_sense_are_refused(words: str, message: str) -> None:
         ({"crop": (8, 8, 8)}, TypeError, "crop is"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(
-    arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Augmentation(**arguments)
 
@@ -251,6 +249,6 @@ def test_arguments_that_make_no_sense_are_refused(
         ),
     ],
 )
-def test_what_does_not_fit_the_images_is_refused(augmentation: Augmentation, message: str) -> None:
+def test_an_augmentation_that_does_not_fit_the_images_is_refused(augmentation: Augmentation, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         augmentation.check(SHAPE)

@@ -83,7 +83,7 @@ ORDERED = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 @pytest.mark.parametrize("data", [arrays, Counted])
-def test_without_shuffle_samples_keep_their_order_and_the_last_batch_is_what_is_left(data: Callable[[], Any]) -> None:
+def test_without_shuffle_samples_keep_their_order_and_the_last_batch_is_smaller(data: Callable[[], Any]) -> None:
     batches = source(data(), 4, shuffle=False, seed=0)
     assert labels_of(batches.epoch(0)) == ORDERED
     assert labels_of(batches.epoch(7)) == ORDERED
@@ -172,7 +172,7 @@ def test_a_dataset_is_read_batch_by_batch() -> None:
     assert dataset.read == [0, 1, 2, 3]
 
 
-def test_what_must_be_equal_to_go_on_is_told() -> None:
+def test_the_plan_names_what_must_be_equal_to_resume() -> None:
     plan = source(arrays(), 4, shuffle=True, seed=3).plan()
     assert plan == source(Counted(), 4, shuffle=True, seed=3).plan()
     others = [
@@ -319,7 +319,7 @@ class ByEpoch(BatchSampler):
         yield from (order[:4], order[4:8], order[8:])
 
 
-def test_a_sampler_is_told_the_epoch() -> None:
+def test_the_epoch_of_a_sampler_is_set() -> None:
     dataset = Counted()
     sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=1)
     batches = source(DataLoader(dataset, batch_size=4, sampler=sampler), None, shuffle=False, seed=0)
@@ -330,7 +330,7 @@ def test_a_sampler_is_told_the_epoch() -> None:
         assert sampler.epoch == epoch
 
 
-def test_a_batch_sampler_is_told_the_epoch() -> None:
+def test_the_epoch_of_a_batch_sampler_is_set() -> None:
     batches = source(DataLoader(Counted(), batch_sampler=ByEpoch()), None, shuffle=False, seed=0)
     assert labels_of(batches.epoch(3)) == [[3, 4, 5, 6], [7, 8, 9, 0], [1, 2]]
     assert labels_of(batches.epoch(5, skip=2)) == [[3, 4]]
@@ -401,7 +401,7 @@ DATA, LABEL = arrays()
 @pytest.mark.parametrize(
     "data", [DATA, DATA.numpy(), {"x": DATA}, "digits", 3, None], ids=["tensor", "array", "dict", "text", "int", "None"]
 )
-def test_what_is_no_data_is_refused_by_its_type(data: Any) -> None:
+def test_invalid_data_are_refused_with_their_type(data: Any) -> None:
     with pytest.raises(
         TypeError, match=rf"train_data is a {type(data).__name__}; expected \(data, labels\), a Dataset"
     ):
@@ -440,7 +440,7 @@ def test_samples_need_a_batch_size(data: Any) -> None:
 @pytest.mark.parametrize(
     ("batch_size", "error"), [(0, ValueError), (-3, ValueError), (True, TypeError), (2.0, TypeError), ("4", TypeError)]
 )
-def test_a_batch_size_that_makes_no_sense_is_refused(data: Any, batch_size: Any, error: type[Exception]) -> None:
+def test_an_invalid_batch_size_is_refused(data: Any, batch_size: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=f"batch_size is {batch_size!r}"):
         source(data, batch_size, shuffle=False, seed=0)
 

@@ -132,7 +132,7 @@ def test_samples_that_a_dataset_passes_over_are_not_the_first() -> None:
         checks.first_sample(Nothing())
 
 
-def test_what_can_be_read_once_only_is_not_begun() -> None:
+def test_data_that_can_be_read_only_once_are_not_started() -> None:
     assert checks.first_sample(Stream()) is None
     assert checks.first_sample(DataLoader(Stream())) is None
     assert checks.first_sample(iter([1])) is None

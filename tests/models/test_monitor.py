@@ -100,7 +100,7 @@ def test_the_statistic_is_mxnets_unless_another_is_given() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "message"), [((0,), "interval is 0"), ((1, None, "("), "not a regular")])
-def test_what_makes_no_sense_is_refused(arguments: Any, message: str) -> None:
+def test_invalid_values_are_refused(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Monitor(*arguments)
 

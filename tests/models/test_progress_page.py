@@ -375,9 +375,7 @@ def test_a_second_fit_of_the_same_module_goes_on(tmp_path: Path) -> None:
     assert data["state"] == "ended"
 
 
-def test_a_run_that_begins_anew_begins_the_page_anew_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_new_run_overwrites_the_page_and_logs_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "page.html"
     for epochs in (3, 1):
         with module_on([1, 1]) as module:
@@ -745,7 +743,7 @@ def served(tmp_path: Path) -> Iterator[Callable[[list[str]], tuple[str, list[str
 
 @pytest.mark.slow
 @browser
-def test_a_browser_shows_what_has_replaced_a_running_page_until_training_has_ended(
+def test_a_browser_reloads_a_page_until_training_has_ended(
     tmp_path: Path, served: Callable[[list[str]], tuple[str, list[str]]]
 ) -> None:
     pages = []

@@ -73,7 +73,7 @@ def test_cosine_is_half_a_cosine_over_all_batches() -> None:
     assert rates_of(made(("cosine", {"min_rate": 0.1})), 10, 4) == pytest.approx(expected, rel=1e-12)
 
 
-def test_cosine_begins_anew_after_longer_and_longer_periods() -> None:
+def test_cosine_restarts_after_longer_and_longer_periods() -> None:
     found = made(("cosine", {"period": 1, "growth": 2}), epochs=7)
     expected = [
         0.4 * (1 + math.cos(math.pi * t / length)) for length in (4, 8, 16) for t in range(length)
@@ -81,7 +81,7 @@ def test_cosine_begins_anew_after_longer_and_longer_periods() -> None:
     assert rates_of(found, 7, 4) == pytest.approx(expected, rel=1e-12)
 
 
-def test_poly_is_a_power_of_what_is_left() -> None:
+def test_poly_is_a_power_of_the_remaining_fraction() -> None:
     expected = [0.8 * (1 - t / 40) ** 3 for t in range(40)]
     assert rates_of(made(("poly", {"power": 3})), 10, 4) == pytest.approx(expected, rel=1e-12)
 
@@ -142,7 +142,7 @@ def test_without_a_batch_count_the_rate_changes_between_epochs() -> None:
         (("cosine", {"growth": 2}), "without period"),
     ],
 )
-def test_what_makes_no_sense_is_refused(spec: Any, message: str) -> None:
+def test_invalid_values_are_refused(spec: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         made(spec)
 
@@ -315,9 +315,7 @@ class Cut(BaseException):
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("cut", [3, 9])
-def test_a_run_cut_off_anywhere_has_the_same_rates_and_bits_when_it_goes_on(
-    tmp_path: Path, spec: str, cut: int
-) -> None:
+def test_a_resumed_run_has_the_rates_and_weights_of_an_uninterrupted_one(tmp_path: Path, spec: str, cut: int) -> None:
     def run(prefix: Path, cut: int | None, resume: str | None) -> tuple[list[float], dict[str, torch.Tensor]]:
         rates: list[float] = []
         with Module(network(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:

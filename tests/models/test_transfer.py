@@ -129,7 +129,9 @@ def tied() -> nn.Module:
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-def test_what_cannot_be_replaced_is_an_error(network: Any, classes: Any, error: type[Exception], message: str) -> None:
+def test_a_layer_that_cannot_be_replaced_is_an_error(
+    network: Any, classes: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         replace_last_layer(network(), classes)
 
@@ -239,7 +241,7 @@ def test_an_unknown_layer_is_refused_with_near_names(name: str) -> None:
     assert "'fc2'" in str(caught.value)
 
 
-def test_factors_are_10_and_20_for_what_is_new() -> None:
+def test_factors_are_10_and_20_for_the_new_layer() -> None:
     network = small()
     assert learning_rate_factors(network, NEW) == {"fc2.weight": 10.0, "fc2.bias": 20.0}
     frozen = freeze_until(network, "fc1")
@@ -270,7 +272,7 @@ def test_factors_are_10_and_20_for_what_is_new() -> None:
         ({"early": math.nan}, ValueError, "the factor early is nan"),
     ],
 )
-def test_factors_that_make_no_sense_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_factors_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         learning_rate_factors(small(), **{"new": NEW, **options})
 
@@ -328,6 +330,6 @@ def test_batch_and_rate_grow_with_the_devices() -> None:
         ((8, math.nan, 2), ValueError, "the learning rate is nan"),
     ],
 )
-def test_what_cannot_be_scaled_is_an_error(arguments: Any, error: type[Exception], message: str) -> None:
+def test_invalid_arguments_of_scale_batch_are_refused(arguments: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         scale_batch(*arguments)
