@@ -3,7 +3,7 @@
 The experiment of MathWorks' white paper "Deep learning with MATLAB on multiple GPUs", in small. A network learns the
 digits 0 to 4, which stands for the weights of ImageNet; then workers move it to all ten: its last layer is replaced
 and learns 10 times as fast, its biases 20 times, layers before ``--freeze-until`` are fixed, and the rate drops once.
-Images are real ones, the digits inside scikit-learn, written as PNG files; those held out are no part of either task.
+Images are real ones, the UCI handwritten digits, written as PNG files; those held out are no part of either task.
 
 Batch and learning rate are multiplied by the number of workers, as there; with ``--same-batch`` they are the same for
 all, and so are then the weights but for rounding: transfer is without dropout, which in fixed layers would only blur
@@ -122,7 +122,7 @@ def main(
 
 
 def write_images(folder: Path, image_shape: tuple[int, int, int], most: int | None = None) -> int:
-    """Write scikit-learn's digits as PNG files: ``folder``/train and ``folder``/held_out, a sub-folder a class.
+    """Write the digits as PNG files: ``folder``/train and ``folder``/held_out, a sub-folder a class.
 
     Args:
         folder: where.

@@ -1,11 +1,11 @@
-"""Networks and data of a user's own, named as "package.module:attribute" where the zoo and the data sets have names."""
+"""Networks and data of the user's own, named as "package.module:attribute"."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import os
+import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,28 +22,27 @@ from torch.utils.data import Dataset, IterableDataset
 
 from gangline.models.data.datasets import Splits
 
-_SHOWN = 20  # names that a message lists
 
-
-def is_own(name: str) -> bool:
-    """Whether a name stands for something in a module, not for something of gangline's."""
+def is_module_path(name: str) -> bool:
+    """Return True if a name means "package.module:attribute" rather than a registered name."""
     return ":" in name
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """What "package.module:attribute" names; the module is imported, and the current folder is importable from now on.
+    """Import "package.module:attribute"; the current folder is put on ``sys.path`` first.
 
     Raises:
-        ValueError: the name is no such name, there is no such module or attribute, or it cannot be called.
-        RuntimeError: the module failed when it was imported; the message says where, the error is its cause.
+        ValueError: if the name is malformed, there is no such module or attribute, or it is not callable.
+        RuntimeError: if the module fails on import; the message has the line, the error is its cause.
     """
     module_name, _, path = name.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
-        raise ValueError(f"{name!r} names nothing; expected package.module:attribute, such as my_package.nets:build")
-    found: Any = _imported(module_name, name)
+        raise ValueError(f"{name!r} is not a name; expected package.module:attribute, such as my_package.nets:build")
+    found: Any = _import(module_name, name)
     for part in path.split("."):
         if not hasattr(found, part):
-            raise ValueError(f"{name!r}: {_called(found)} has no {part!r}; it has {_listed(_public(found), part)}")
+            names = [each for each in dir(found) if not isinstance(getattr(found, each, None), ModuleType)]
+            raise ValueError(f"{name!r}: {_describe(found)} has no {part!r}{_suggestion(part, names)}")
         found = getattr(found, part)
     if not callable(found):
         raise ValueError(f"{name!r} is a {type(found).__name__}; expected a function or a class")
@@ -51,31 +50,31 @@ def resolve(name: str) -> Callable[..., Any]:
 
 
 def network_builder(name: str) -> Callable[..., nn.Module]:
-    """The builder that ``name`` names, as the zoo's are called: ``build(num_classes=10, **options)``.
+    """Return a builder with the zoo's signature: ``build(num_classes=10, **options)``.
 
-    It gets ``num_classes`` only if it takes that.
+    The user's function gets ``num_classes`` only if it has such a parameter.
 
     Raises:
-        ValueError, RuntimeError: as `resolve`; the builder that is returned raises ValueError where it cannot be called
-            so or what it returns is no network, RuntimeError where it fails.
+        ValueError, RuntimeError: as `resolve`. The returned builder raises ValueError if the user's function cannot be
+            called so or does not return a network, RuntimeError if it fails.
     """
-    return partial(_built, name, resolve(name))
+    return partial(_build, name, resolve(name))
 
 
-def _built(name: str, build: Callable[..., Any], **arguments: Any) -> nn.Module:
+def _build(name: str, build: Callable[..., Any], **arguments: Any) -> nn.Module:
     classes = {key: arguments.pop(key) for key in ("num_classes",) if key in arguments}
-    unknown = "" if classes else "; nobody has said how many classes there are"
-    network = _call(name, build, arguments, classes, unknown)
+    hint = "" if classes else "; the number of classes is not known"
+    network = _call(name, build, arguments, classes, hint)
     if not isinstance(network, nn.Module):
-        raise ValueError(f"{name!r} gave a {type(network).__name__}; expected a torch.nn.Module")
+        raise ValueError(f"{name!r} returned a {type(network).__name__}; expected a torch.nn.Module")
     return network
 
 
 def image_shape_of(name: str) -> tuple[int, int, int] | None:
-    """The ``image_shape`` that a builder of the user's own has as an attribute; None where it has none.
+    """Return the ``image_shape`` attribute of the user's builder; None if it has none.
 
     Raises:
-        ValueError: it is not three whole numbers above 0; or as `resolve`.
+        ValueError: if it is not three integers above 0; or as `resolve`.
     """
     shape = getattr(resolve(name), "image_shape", None)
     if shape is None:
@@ -87,172 +86,135 @@ def image_shape_of(name: str) -> tuple[int, int, int] | None:
 
 
 def make_data(name: str, image_shape: Sequence[int] | None, dtype: torch.dtype, seed: int) -> Splits:
-    """The data that the function ``name`` names gives, called with those of these arguments that it takes.
+    """Call the user's data function with those of the other arguments that it has parameters for.
 
     Args:
         name: "package.module:attribute" of a function that returns `Splits`, (train, validation, number of classes) or
-            (train, validation); each of the two as `Module.fit` takes it.
-        image_shape: (channels, height, width) that the network takes; None where nobody has said it.
-        dtype: of the images.
-        seed: what is drawn, such as which samples are held out, should follow from it.
+            (train, validation), each part as `Module.fit` accepts it.
+        image_shape: (channels, height, width) of the network's input; None if unknown.
+        dtype: dtype of the images.
+        seed: seed of the run, for the split and other random choices.
 
     Returns:
-        Its data; ``num_classes`` is None where it did not say.
+        The data; ``num_classes`` is None if the function does not return it.
 
     Raises:
-        ValueError: it cannot be called so, takes an image_shape that nobody has said, or returns something else.
-        RuntimeError: it fails.
+        ValueError: if the function cannot be called so, needs an unknown image_shape, or returns anything else.
+        RuntimeError: if it fails.
     """
     make = resolve(name)
-    offered: dict[str, Any] = {"image_shape": image_shape, "dtype": dtype, "seed": seed}
+    available: dict[str, Any] = {"image_shape": image_shape, "dtype": dtype, "seed": seed}
     if image_shape is None:
-        del offered["image_shape"]
-        if "image_shape" in _taken(make, ["image_shape"]) and not _has_default(make, "image_shape"):
+        del available["image_shape"]
+        signature = _signature(make)
+        parameter = signature.parameters.get("image_shape") if signature is not None else None
+        if parameter is not None and parameter.default is inspect.Parameter.empty:
             raise ValueError(
-                f"{name!r} takes image_shape, and the network does not say its own; give --image-shape, such as "
+                f"{name!r} takes image_shape, and the network does not define it; give --image-shape, such as "
                 "--image-shape 3,64,64, or set it on the network's builder: build.image_shape = (3, 64, 64)"
             )
-    given = _call(name, make, {}, offered)
-    if not isinstance(given, tuple) or len(given) not in (2, 3):
-        what = f"a tuple of {len(given)}" if isinstance(given, tuple) else f"a {type(given).__name__}"
-        raise ValueError(f"{name!r} gave {what}; expected (train, validation, number of classes)")
-    train, validation, classes = (*given, None)[:3]
+    returned = _call(name, make, {}, available)
+    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
+        what = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+        raise ValueError(f"{name!r} returned {what}; expected (train, validation, number of classes)")
+    train, validation, classes = (*returned, None)[:3]
     for what, part in (("train", train), ("validation", validation)):
         if isinstance(part, (torch.Tensor, np.ndarray, str)) or not isinstance(part, (Iterable, Dataset)):
             raise ValueError(
-                f"{name!r} gave as {what} data a {type(part).__name__}; expected (data, labels), a Dataset or batches"
+                f"{name!r} returned a {type(part).__name__} as {what} data; expected (data, labels), a Dataset or "
+                "batches"
             )
     if classes is not None and (type(classes) is not int or classes < 1):
-        raise ValueError(f"{name!r} gave {classes!r} as the number of classes; expected a whole number above 0 or None")
+        raise ValueError(f"{name!r} returned {classes!r} as the number of classes; expected an int above 0 or None")
     return Splits(train, validation, classes)
 
 
 def has_batches(data: Any) -> bool:
-    """Whether data come in batches already, as from a DataLoader, so that `Module.fit` takes no batch_size for them."""
+    """Return True for data that are batches already, such as a DataLoader, so that `fit` takes no batch_size."""
     return not isinstance(data, tuple) and (isinstance(data, IterableDataset) or not isinstance(data, Dataset))
 
 
-def _imported(module_name: str, name: str) -> ModuleType:
+def _import(module_name: str, name: str) -> ModuleType:
     folder = os.getcwd()
     if folder not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)  # where `python -m` would have put it; processes that decode data get it so too
-    importlib.invalidate_caches()  # files that were written since the last import count
-    with _blaming(name, "could not be imported"):
+        sys.path.insert(0, folder)  # as `python -m` does; reading processes inherit it
+    importlib.invalidate_caches()  # find files written since the last import
+    with _blame(name, "could not be imported"):
         try:
             return importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             missing = error.name or ""
             if not f"{module_name}.".startswith(f"{missing}."):
-                raise  # it is there, but something that it imports is not
+                raise  # the module exists; something that it imports does not
     package, _, last = missing.rpartition(".")
     if not package:
-        raise ValueError(
-            f"{name!r}: there is no module {missing!r} in the folder {folder} or where Python looks otherwise; "
-            f"{folder} has {_listed(_modules([folder]), last)}"
-        )
-    holder = sys.modules[package]
-    paths = list(getattr(holder, "__path__", []))
+        suggestion = _suggestion(last, [module.name for module in pkgutil.iter_modules([folder])])
+        raise ValueError(f"{name!r}: there is no module {missing!r} in {folder} or on Python's path{suggestion}")
+    parent = sys.modules[package]
+    paths = list(getattr(parent, "__path__", []))
     if not paths:
-        raise ValueError(f"{name!r}: {package} is a module at {holder.__file__}, not a package; nothing is in it")
-    raise ValueError(
-        f"{name!r}: there is no module {last!r} in package {package} at {', '.join(paths)}; "
-        f"it has {_listed(_modules(paths), last)}"
-    )
+        raise ValueError(f"{name!r}: {package} is a module at {parent.__file__}, not a package")
+    suggestion = _suggestion(last, [module.name for module in pkgutil.iter_modules(paths)])
+    raise ValueError(f"{name!r}: there is no module {last!r} in package {package} at {', '.join(paths)}{suggestion}")
 
 
 @contextmanager
-def _blaming(name: str, how: str) -> Iterator[None]:
-    """Errors of the user's code, told with the line of it that they come from."""
+def _blame(name: str, how: str) -> Iterator[None]:
+    """Re-raise errors of the user's code as RuntimeError with the line that they come from."""
     try:
         yield
     except ModuleNotFoundError as error:
         raise RuntimeError(f"{name!r} {how}: {error}; install it, or correct the import") from error
-    except Exception as error:  # whatever users' code raises shall be one line that names the place
-        text, place = str(error), _place(error)
+    except Exception as error:  # user code raises any type
         if isinstance(error, SyntaxError):
-            text, place = error.msg, f"{error.filename}, line {error.lineno}"
-        raise RuntimeError(f"{name!r} {how}: {type(error).__name__}: {text} ({place})") from error
-
-
-def _place(error: Exception) -> str:
-    """The last line on the way to an error that is of nobody's library."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "site-packages" not in frame.filename]
-    last = (own or frames)[-1]
-    return f"{last.filename}, line {last.lineno}"
+            text, location = error.msg, f"{error.filename}, line {error.lineno}"
+        else:
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [frame for frame in frames if "site-packages" not in frame.filename]
+            last = (own or frames)[-1]
+            text, location = str(error), f"{last.filename}, line {last.lineno}"
+        raise RuntimeError(f"{name!r} {how}: {type(error).__name__}: {text} ({location})") from error
 
 
 def _call(
-    name: str, function: Callable[..., Any], needed: dict[str, Any], offered: dict[str, Any], unknown: str = ""
+    name: str, function: Callable[..., Any], required: dict[str, Any], available: dict[str, Any], hint: str = ""
 ) -> Any:
-    """Call it with all that is needed and what it takes of what is offered; ``unknown``: what could not be offered."""
-    arguments = {**needed, **{key: offered[key] for key in _taken(function, list(offered))}}
+    """Call a function with all required arguments, and with those available ones that it has parameters for."""
     signature = _signature(function)
+    parameters = signature.parameters if signature is not None else {}
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    arguments = required | {
+        key: value
+        for key, value in available.items()
+        if takes_all or (key in parameters and parameters[key].kind in by_name)
+    }
     if signature is not None:
         try:
             signature.bind(**arguments)
         except TypeError as error:
             raise ValueError(
-                f"{name!r} takes {signature}: {error}; gangline gives {', '.join(arguments) or 'no arguments'}, and "
-                f"anything else needs a default{unknown}"
+                f"{name!r} takes {signature}: {error}; gangline passes {', '.join(arguments) or 'no arguments'}, and "
+                f"other parameters need defaults{hint}"
             ) from error
-    with _blaming(name, "failed"):
+    with _blame(name, "failed"):
         return function(**arguments)
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
-    except ValueError:  # some that are written in C have none
+    except ValueError:  # some functions written in C have none
         return None
 
 
-def _taken(function: Callable[..., Any], names: list[str]) -> list[str]:
-    """Which of these keyword arguments a function takes."""
-    signature = _signature(function)
-    if signature is None:
-        return []
-    kinds = {key: parameter.kind for key, parameter in signature.parameters.items()}
-    if inspect.Parameter.VAR_KEYWORD in kinds.values():
-        return names
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [name for name in names if kinds.get(name) in by_name]
+def _describe(value: Any) -> str:
+    if isinstance(value, ModuleType):
+        return f"module {value.__name__} at {getattr(value, '__file__', None) or list(value.__path__)}"
+    return f"{getattr(value, '__qualname__', type(value).__name__)}"
 
 
-def _has_default(function: Callable[..., Any], name: str) -> bool:
-    signature = _signature(function)
-    parameter = signature.parameters.get(name) if signature is not None else None
-    return parameter is None or parameter.default is not inspect.Parameter.empty
-
-
-def _called(thing: Any) -> str:
-    if isinstance(thing, ModuleType):
-        return f"module {thing.__name__} at {getattr(thing, '__file__', None) or list(thing.__path__)}"
-    return f"{getattr(thing, '__qualname__', type(thing).__name__)}"
-
-
-def _public(thing: Any) -> list[str]:
-    """What is defined in it, without what a module has merely imported as a module."""
-    names = vars(thing) if hasattr(thing, "__dict__") else dir(thing)
-    return [name for name in names if name[0] != "_" and not isinstance(getattr(thing, name, None), ModuleType)]
-
-
-def _modules(folders: Iterable[str]) -> list[str]:
-    """The modules and packages that lie in folders."""
-    found: set[str] = set()
-    for folder in folders:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                stem = entry.name.removesuffix(".py") if entry.is_file() and entry.name.endswith(".py") else ""
-                is_package = entry.is_dir() and entry.name.isidentifier() and entry.name != "__pycache__"
-                found.update([stem or entry.name] if (stem and stem != "__init__") or is_package else [])
-    return sorted(found)
-
-
-def _listed(names: Iterable[str], like: str) -> str:
-    """Names for a message, those that look like what was asked for first."""
-    names = list(names)
-    near = get_close_matches(like, names, n=_SHOWN)
-    ordered = [*near, *(name for name in names if name not in near)]
-    more = ["..."] if len(ordered) > _SHOWN else []
-    return ", ".join([*ordered[:_SHOWN], *more]) or "nothing"
+def _suggestion(name: str, names: Iterable[str]) -> str:
+    """Return ``; did you mean ...?`` with the most similar public names, or "" if none is similar."""
+    similar = get_close_matches(name, [each for each in names if not each.startswith("_")])
+    return f"; did you mean {' or '.join(map(repr, similar))}?" if similar else ""

@@ -1,4 +1,4 @@
-"""Initialisers by MXNet's names, over torch.nn.init."""
+"""Weight initialisers by MXNet's names, implemented by torch.nn.init."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ _NORMALISATIONS = (
 
 
 def initialise(network: nn.Module, spec: InitializerSpec, skip: Container[str] = ()) -> None:
-    """Fill the network's parameters, except those ``skip`` names.
+    """Initialise the network's parameters in place.
 
-    Normalisation layers (and PReLU) begin as torch has them, parameters named ``bias`` (or ending in it) at 0, all
-    others as ``spec`` says: a name, (name, arguments), or a function that fills a tensor in place. Random numbers
-    come from torch's generator, so ``torch.manual_seed`` makes them repeat.
+    Normalisation layers and PReLU get torch's defaults, parameters with "bias" in their own name get 0. Random numbers
+    come from torch's default generator.
+
+    Args:
+        network: network to initialise.
+        spec: initialiser of all other parameters: a name, (name, arguments), or a function that fills a tensor.
+        skip: names of parameters to leave alone; a normalisation layer is left alone if any of its parameters is named.
 
     Raises:
-        ValueError: an unknown name or argument, or a parameter that the initialiser cannot fill.
-        TypeError: ``spec`` is something else.
+        ValueError: if a name or an argument is unknown, or the initialiser cannot fill a parameter.
+        TypeError: if ``spec`` is none of these.
     """
     fill = _fill(spec)
     with torch.no_grad():
@@ -83,7 +87,7 @@ def _orthogonal(scale: float = 1.414) -> Fill:
 
 
 def _xavier(rnd_type: str = "uniform", factor_type: str = "avg", magnitude: float = 3.0) -> Fill:
-    """Glorot and Bengio 2010, as MXNet writes it: scale sqrt(magnitude / factor)."""
+    """Glorot and Bengio 2010, in MXNet's form: scale sqrt(magnitude / factor)."""
     if rnd_type not in ("uniform", "gaussian"):
         raise ValueError(f"rnd_type is {rnd_type!r}; expected 'uniform' or 'gaussian'")
     if factor_type not in ("avg", "in", "out"):

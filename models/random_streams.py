@@ -1,4 +1,4 @@
-"""Random numbers that repeat: a stream of its own for each context and step, and the states a checkpoint keeps."""
+"""Repeatable random numbers: a stream per context and step, and the generator states in checkpoints."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 
 
 def mixed_seed(*parts: int) -> int:
-    """A 64-bit seed that depends on all parts, through numpy's SeedSequence."""
+    """Return a 64-bit seed that depends on all parts, by numpy's SeedSequence."""
     return int(np.random.SeedSequence([part % 2**64 for part in parts]).generate_state(1, np.uint64)[0])
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """The generator that layers on ``device`` draw from."""
+    """Return the generator that layers on ``device`` draw from."""
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
 @contextmanager
 def stream(device: torch.device, *seed: int) -> Iterator[list[bool]]:
-    """A section whose random numbers on ``device`` depend on ``seed`` alone; the generator is put back after it.
+    """Run a block whose random numbers on ``device`` depend on ``seed`` only, and restore the generator after it.
 
-    Yields a list that holds, after the section, whether anything was drawn in it.
+    Yields a list that holds, after the block, one bool: True if the block drew random numbers.
     """
     generator = generator_of(device)
     before = generator.get_state()
@@ -40,7 +40,7 @@ def stream(device: torch.device, *seed: int) -> Iterator[list[bool]]:
 
 
 def host_states(loader_generator: torch.Generator | None) -> dict[str, Any]:
-    """The states of torch's, Python's and numpy's generators, and a loader's own, as plain data."""
+    """Return the states of torch's, Python's and numpy's generators and of a loader's own, as plain data."""
     version, internal, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
     return {
@@ -52,7 +52,7 @@ def host_states(loader_generator: torch.Generator | None) -> dict[str, Any]:
 
 
 def set_host_states(states: dict[str, Any], loader_generator: torch.Generator | None) -> None:
-    """Put back what `host_states` returned."""
+    """Restore the states that `host_states` returned."""
     torch.set_rng_state(_tensor(states["torch"]))
     if loader_generator is not None and states["loader"] is not None:
         loader_generator.set_state(_tensor(states["loader"]))

@@ -27,7 +27,7 @@ process_pool.PRELOAD += (
     "gangline.kvstore.trainer",
     "gangline.models.module",
 )
-process_pool.PRELOAD += ("sklearn.datasets", "sklearn.model_selection", "torchmetrics.aggregation")
+process_pool.PRELOAD += ("torchmetrics.aggregation",)
 
 # torch makes a folder there when it is imported; tests look for what ranks leave in TMPDIR.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), "torchinductor-of-tests")))

@@ -103,7 +103,12 @@ def test_the_wheel_holds_the_package_alone(built: tuple[Path, Path]) -> None:
     expected |= {f"gangline/{file}" for file in python_files(ROOT / "gangline", ".") if file.split("/")[0] not in OURS}
     assert {name for name in names if name.endswith(".py")} == expected
     rest = {name for name in names if not name.endswith(".py")}
-    assert rest == {"gangline/py.typed", "gangline/models/reports/page.html", "gangline/models/data/digits.npz"}
+    assert rest == {
+        "gangline/py.typed",
+        "gangline/models/reports/page.html",
+        "gangline/models/data/digits.md",
+        "gangline/models/data/digits.npz",
+    }
 
 
 def test_the_sdist_holds_docs_and_tests_and_builds_the_same_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from gangline.models.checkpoint.retention import epochs, paths_of
 from gangline.models.data import datasets
 from gangline.models.data.checks import check_fits, check_labels, first_sample
 from gangline.models.data.images.augmentation import Augmentation
-from gangline.models.data.read_speed import read_speed
+from gangline.models.data.sources import read_speed
 from gangline.models.loop.callbacks import Checkpoint, ProgressBar, Speedometer
 from gangline.models.loop.monitor import Monitor
 from gangline.models.loop.stopping import EarlyStopping, stop_on
@@ -167,7 +167,7 @@ def _data(options: TrainOptions, dtype: torch.dtype) -> tuple[datasets.Splits, d
     entry = registry.find(options.network)
     given = image_shape_of(options.image_shape)
     name, seed = options.dataset, options.seed
-    if import_by_name.is_own(name) and options.data_dir is None and not options.benchmark:
+    if import_by_name.is_module_path(name) and options.data_dir is None and not options.benchmark:
         return import_by_name.make_data(name, given or entry.known_image_shape, dtype, seed), {}
     shape = given or entry.image_shape
     about: dict[str, Any] = {"image_shape": list(shape)}

@@ -1,1 +1,1 @@
-"""Data for training: batches, sources, readers, checks, image folders."""
+"""Data for training: batches, built-in datasets, sources, reading processes, checks; images/ reads image folders."""

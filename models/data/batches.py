@@ -1,4 +1,4 @@
-"""Batches: a tensor, or a tuple or dict of tensors, whose first axis counts the samples."""
+"""Batches: nested tuples or dicts of tensors whose first axis is the batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Batch = Any
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], batch: Batch) -> Batch:
-    """The same nesting with ``function`` applied to each tensor."""
+    """Apply ``function`` to each tensor and keep the nesting."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
@@ -26,17 +26,17 @@ def map_tensors(function: Callable[[torch.Tensor], Any], batch: Batch) -> Batch:
 
 
 def tensors_of(batch: Batch) -> list[torch.Tensor]:
-    """All tensors of a batch, in order."""
+    """Return all tensors of a batch, in order."""
     found: list[torch.Tensor] = []
     map_tensors(found.append, batch)
     return found
 
 
 def as_batch(value: Any, what: str) -> Batch:
-    """``value`` with numpy arrays turned into tensors that share their memory.
+    """Return ``value`` with numpy arrays as tensors that share their memory.
 
     Raises:
-        TypeError: it holds something else; ``what`` names it in the message.
+        TypeError: if it holds anything but tensors and arrays; ``what`` names it in the message.
     """
     if isinstance(value, np.ndarray):
         return readable(value, what)
@@ -52,10 +52,10 @@ def as_batch(value: Any, what: str) -> Batch:
 
 
 def num_samples(batch: Batch, what: str) -> int:
-    """How many samples a batch has.
+    """Return the number of samples of a batch.
 
     Raises:
-        ValueError: its tensors disagree, one has no axis, or there are no samples.
+        ValueError: if its tensors disagree, one has no axis, or there are no samples.
     """
     shapes = [tuple(tensor.shape) for tensor in tensors_of(batch)]
     if any(not shape for shape in shapes):
@@ -70,17 +70,17 @@ def num_samples(batch: Batch, what: str) -> int:
 
 
 def take(batch: Batch, index: slice | torch.Tensor) -> Batch:
-    """The samples that ``index`` names; views for a slice."""
+    """Return the samples at ``index``; views for a slice."""
     return map_tensors(lambda tensor: tensor[index], batch)
 
 
 def move(batch: Batch, device: torch.device) -> Batch:
-    """The batch on ``device``; what lies there already is not copied."""
+    """Return the batch on ``device``; tensors that are there already are not copied."""
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"), batch)
 
 
 def concat(parts: Sequence[Batch], device: torch.device) -> Batch:
-    """The parts of a batch joined on the first axis, on ``device``; tensors without axes are stacked."""
+    """Concatenate batches on the first axis, on ``device``; tensors without axes are stacked."""
     first = parts[0]
     if isinstance(first, torch.Tensor):
         if len(parts) == 1 and first.dim():
@@ -93,11 +93,11 @@ def concat(parts: Sequence[Batch], device: torch.device) -> Batch:
 
 
 def checked_batch(data: Any, label: Any) -> tuple[Batch, Batch | None]:
-    """Data and label as batches.
+    """Return data and label as batches.
 
     Raises:
-        TypeError: they hold something else than tensors and arrays.
-        ValueError: their batch sizes differ, or there are no samples.
+        TypeError: if they hold anything but tensors and arrays.
+        ValueError: if their batch sizes differ, or there are no samples.
     """
     data = as_batch(data, "data")
     size = num_samples(data, "data")
@@ -110,7 +110,7 @@ def checked_batch(data: Any, label: Any) -> tuple[Batch, Batch | None]:
 
 
 def zeros_of(shapes: Any, what: str) -> Batch:
-    """Zeros of the shapes that a shape, or a tuple, list or dict of shapes, describes."""
+    """Return zeros for a shape, or for a tuple, list or dict of shapes."""
     if isinstance(shapes, Mapping):
         return {name: zeros_of(shape, what) for name, shape in shapes.items()}
     if isinstance(shapes, (tuple, list)) and shapes:

@@ -1,4 +1,4 @@
-"""Whether data fit a network, found out on one sample before training starts."""
+"""Checks of data against a network, on one sample, before training starts."""
 
 from __future__ import annotations
 
@@ -15,54 +15,56 @@ from gangline.models.data.batches import Batch, as_batch, map_tensors, take, ten
 from gangline.models.executor.executor import call_network
 
 IGNORED = -100
-"""The label that torch's CrossEntropyLoss and NLLLoss pass over."""
+"""Default ``ignore_index`` of torch's CrossEntropyLoss and NLLLoss."""
 
 
 def check_fits(network: nn.Module, sample: Batch, num_classes: int | None) -> int:
-    """See that a network takes a sample and gives a value for each class; how many it gives is returned.
+    """Check that a network accepts a sample and returns one value per class; return the number of values.
 
-    The sample goes through the network once, in evaluation mode and without gradients, where the network is. Nothing
-    stays of that: not in batch statistics, nor in the state of the random generators.
+    The sample goes through the network once, in evaluation mode and without gradients. Batch statistics and the states
+    of the random generators do not change.
 
     Args:
-        network: what is to be trained, on the CPU.
-        sample: a batch of one sample, as the network takes its data: a tensor, or a tuple or dict of them.
-        num_classes: of the data; None where nobody knows, and only the sample is tried.
+        network: network on the CPU.
+        sample: batch of one sample: a tensor, or a tuple or dict of tensors.
+        num_classes: number of classes of the data; None if unknown: then the number of values is not checked.
 
     Raises:
-        ValueError: the network does not take the sample, does not give (1, classes, ...), or gives another number.
+        ValueError: if the network does not accept the sample, or its output is not (1, num_classes, ...).
     """
-    with _left_as_it_is(network):
+    with _preserved(network):
         try:
             output = call_network(network, sample)
-        except Exception as error:  # whatever the layers of any network raise
+        except Exception as error:  # layers raise many types
             shapes = ", ".join(f"{tuple(t.shape)} of {t.dtype}" for t in tensors_of(sample))
-            raise ValueError(f"the network does not take a batch of one sample, {shapes}: {error}") from error
+            raise ValueError(f"the network does not accept a batch of one sample, {shapes}: {error}") from error
     if not isinstance(output, torch.Tensor):
-        raise ValueError(f"the network gives a {type(output).__name__}; expected a tensor, one value for each class")
+        raise ValueError(f"the network returns a {type(output).__name__}; expected a tensor, one value per class")
     if output.ndim < 2 or len(output) != 1:
         wanted = "classes" if num_classes is None else num_classes
-        raise ValueError(f"the network gives {tuple(output.shape)} for one sample; expected (1, {wanted})")
+        raise ValueError(f"the network returns {tuple(output.shape)} for one sample; expected (1, {wanted})")
     given = output.shape[1]
     if num_classes is not None and given != num_classes:
         raise ValueError(
-            f"the network gives {given} values a sample, but the data have {num_classes} classes; "
+            f"the network returns {given} values per sample, but the data have {num_classes} classes; "
             "build it with as many outputs as there are classes"
         )
     return given
 
 
 def check_labels(data: Any, num_classes: int, what: str = "the data") -> None:
-    """See that all labels of (data, labels), or of a TensorDataset of two, are classes; other data are not looked at.
+    """Check that all labels of (data, labels), or of a TensorDataset of two tensors, are classes.
+
+    Labels of other data are not checked.
 
     Args:
-        data: as `Module.fit` takes it.
-        num_classes: C; labels are int64 or uint8 numbers from 0 to C - 1, or -100, which the loss ignores. Floats are
-            a probability for each class: (samples, C, ...).
-        what: how the message names the data.
+        data: data as `Module.fit` accepts them.
+        num_classes: C; labels are int64 or uint8 numbers from 0 to C - 1, or -100, which the loss ignores; or class
+            probabilities, floats of shape (samples, C, ...).
+        what: name of the data in messages.
 
     Raises:
-        ValueError: a label is none of that; the first one is named.
+        ValueError: if a label is invalid; the message names the first one.
     """
     labels = _labels(data)
     if labels is None:
@@ -78,23 +80,23 @@ def check_labels(data: Any, num_classes: int, what: str = "the data") -> None:
         raise ValueError(f"the labels of {what} are {labels.dtype}; expected torch.int64, as .long() makes them")
     wrong = ((labels < 0) | (labels >= num_classes)) & (labels != IGNORED)
     if bool(wrong.any()):
-        places = wrong.nonzero()
-        first = tuple(places[0].tolist())
+        wrong_indices = wrong.nonzero()
+        first = tuple(wrong_indices[0].tolist())
         raise ValueError(
-            f"label {int(labels[first])} of sample {first[0]} of {what} is no class; expected 0 to {num_classes - 1} "
-            f"({len(places)} labels are beyond that)"
+            f"label {int(labels[first])} of sample {first[0]} of {what} is not a class; expected 0 to "
+            f"{num_classes - 1} ({len(wrong_indices)} out of range)"
         )
 
 
 def first_sample(data: Any) -> Batch | None:
-    """The first sample of data that `Module.fit` takes, as a batch of one; None where it cannot be had without a trace.
+    """Return the first sample of data for `Module.fit`, as a batch of one; None if reading it would consume it.
 
-    Arrays, Datasets and DataLoaders over these are read once more later; what can only be iterated is not begun.
+    Arrays, Datasets, sequences and DataLoaders over Datasets can be read again; other iterables are not started.
 
     Raises:
-        TypeError, ValueError: what is there holds no batch, or nothing.
+        TypeError, ValueError: if the data hold no batch, or are empty.
     """
-    with torch.random.fork_rng(devices=[]):  # a sample may be augmented by random numbers, as those of training are
+    with torch.random.fork_rng(devices=[]):  # reading may augment with random numbers
         if isinstance(data, tuple) and len(data) == 2:
             item: Any = take(as_batch(data[0], "the data"), slice(0, 1)), None
         elif isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
@@ -111,14 +113,14 @@ def first_sample(data: Any) -> Batch | None:
 
 
 def _first_items(dataset: Any) -> list[Any]:
-    """The first item of a dataset, in a list; one that reads several at once may pass over what it cannot read."""
+    """Return the first readable item of a dataset, in a list; ``__getitems__`` may skip unreadable ones."""
     if not hasattr(dataset, "__getitems__"):
         return [dataset[0]]
     for index in range(len(dataset)):
         items = list(dataset.__getitems__([index]))
         if items:
             return items
-    raise ValueError("the data have no sample that can be read; expected at least one")
+    raise ValueError("the data have no readable sample; expected at least one")
 
 
 def _labels(data: Any) -> torch.Tensor | None:
@@ -132,8 +134,8 @@ def _labels(data: Any) -> torch.Tensor | None:
 
 
 @contextmanager
-def _left_as_it_is(network: nn.Module) -> Iterator[None]:
-    """Evaluation mode, without gradients; training modes and random numbers are afterwards what they were."""
+def _preserved(network: nn.Module) -> Iterator[None]:
+    """Run a block in evaluation mode without gradients, and restore training modes and random states after it."""
     modes = [(module, module.training) for module in network.modules()]
     network.eval()
     try:

@@ -1,4 +1,4 @@
-"""Data to train on and data held out: the digits that ship with scikit-learn, folders of images, random images."""
+"""Datasets with a training and a held-out part: the handwritten digits, image folders, random images."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from gangline.models.data.images.augmentation import Augmentation
 from gangline.models.data.images.folder import ImageFolder
 from gangline.models.data.images.splitting import split_each_label
 
+_DIGITS = Path(__file__).with_name("digits.npz")  # digits.md names the source and the licence
+
 
 class Splits(NamedTuple):
-    """Training and held-out data, each as `fit` takes it, and how many classes there are (None: not known)."""
+    """Training and held-out data as `Module.fit` accepts them, and the number of classes (None: unknown)."""
 
     train: Any
     validation: Any
@@ -24,34 +26,38 @@ class Splits(NamedTuple):
 
     @property
     def classes(self) -> list[str] | None:
-        """What the classes are called, where the data have names for them, as folders of images do."""
+        """The class names, for data that have them, such as image folders; else None."""
         data = self.train.dataset if isinstance(self.train, Subset) else self.train
         return getattr(data, "classes", None)
 
 
-def digits(image_shape: Sequence[int], dtype: torch.dtype, seed: int) -> Splits:
-    """The UCI handwritten digits that ship inside scikit-learn: 1,797 real images of 8x8, 10 classes.
+def digits(image_shape: Sequence[int] = (1, 28, 28), dtype: torch.dtype = torch.float32, seed: int = 0) -> Splits:
+    """Return the UCI handwritten digits: 1,797 real 8x8 images of 10 classes, a fifth of each class held out.
 
     Args:
-        image_shape: (1, height, width) to resize to, bilinearly; pixels are scaled to [0, 1].
-        dtype: of the images.
-        seed: which fifth, stratified by class, is held out.
+        image_shape: (channels, height, width) of the result: images are resized bilinearly, the grey channel is
+            repeated; pixels are scaled to [0, 1].
+        dtype: dtype of the images; labels are int64.
+        seed: seed of the split.
     """
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
-
     channels, height, width = image_shape
-    bunch = load_digits()
-    images = torch.from_numpy(bunch.images).unsqueeze(1) / 16
-    images = torch.nn.functional.interpolate(images, (height, width), mode="bilinear", align_corners=False)
+    levels, labels = raw_digits()
+    images = torch.nn.functional.interpolate(
+        levels.unsqueeze(1).double() / 16, (height, width), mode="bilinear", align_corners=False
+    )
     images = images.expand(-1, channels, -1, -1).to(dtype).contiguous()
-    labels = torch.from_numpy(bunch.target).long()
-    train, held_out = train_test_split(np.arange(len(labels)), test_size=0.2, stratify=bunch.target, random_state=seed)
-    return Splits((images[train], labels[train]), (images[held_out], labels[held_out]), 10)
+    train, held_out = split_each_label((images, labels), 0.8, seed=seed)
+    return Splits(train, held_out, 10)
+
+
+def raw_digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the digits as stored: images, uint8 of (1797, 8, 8) with levels 0 to 16, and labels, int64 of (1797,)."""
+    with np.load(_DIGITS) as file:
+        return torch.from_numpy(file["images"]), torch.from_numpy(file["labels"]).long()
 
 
 def synthetic(image_shape: Sequence[int], dtype: torch.dtype, seed: int, samples: int, num_classes: int) -> Splits:
-    """Random images and labels, for measuring speed alone."""
+    """Return random images and labels, for measurements of speed; the first fifth is the held-out part too."""
     generator = torch.Generator().manual_seed(seed)
     images = torch.rand(samples, *image_shape, generator=generator, dtype=dtype)
     labels = torch.randint(num_classes, (samples,), generator=generator)
@@ -69,20 +75,21 @@ def image_folder(
     num_workers: int = 0,
     skip_unreadable: int = 0,
 ) -> Splits:
-    """An `ImageFolder` to train on, and held-out images, which are resized and normalised alone.
+    """Return an `ImageFolder` for training, and held-out images that are only resized and normalised.
 
     Args:
-        root: the folder, one sub-folder a class.
-        image_shape: (channels, height, width) that the network takes.
-        dtype: of the images.
-        seed: which fifth of each class is held out, and what is random in the augmentation.
-        validation: another folder, with the same classes, whose images are those held out; None: a fifth of ``root``.
-        augmentation: what is done to images that are trained on; held-out ones get its `for_evaluation`.
-        num_workers: processes that decode, for each of the two.
-        skip_unreadable: so many files in each folder may be passed over.
+        root: path or URL of the folder, with one sub-folder per class.
+        image_shape: (channels, height, width) of the network's input.
+        dtype: dtype of the images.
+        seed: seed of the split and of the augmentation.
+        validation: folder with the held-out images, in the same classes; None: hold out a fifth of each class.
+        augmentation: augmentation of the training images; held-out images get its `for_evaluation`.
+        num_workers: number of decoding processes for each of the two parts.
+        skip_unreadable: number of unreadable files to skip, per folder, before failing.
 
     Raises:
-        ValueError, FileNotFoundError, RuntimeError, TypeError: as `ImageFolder`; a class is too small to be split.
+        ValueError, FileNotFoundError, RuntimeError, TypeError: as `ImageFolder`.
+        ValueError: if a class has too few images to be split.
     """
     augmentation = augmentation or Augmentation()
     options: dict[str, Any] = {"num_workers": num_workers, "skip_unreadable": skip_unreadable, "seed": seed}
@@ -101,4 +108,4 @@ def image_folder(
 
 
 DATASETS: dict[str, Callable[[Sequence[int], torch.dtype, int], Splits]] = {"digits": digits}
-"""What ``--dataset`` can name."""
+"""The names that ``--dataset`` accepts."""

@@ -1,4 +1,4 @@
-"""Reading the samples of a Dataset batch by batch, here or in processes that read ahead."""
+"""Reader: the batches of a map-style Dataset, read in this process or ahead in worker processes."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
-# What the process that readers are forked from imports once, for all of them.
-_PRELOAD = [
-    "torch.utils.data",
-    "PIL.Image",
-    "gangline.models.data.reader",
-    "gangline.models.data.images.folder",
-    "kornia.geometry.transform",
-]
+# Modules that the fork server imports once, for all reading processes.
+_PRELOAD = ["torch.utils.data", "PIL.Image", "gangline.models.data.reader", "gangline.models.data.images.folder"]
 
 
-def base_of(dataset: Any) -> Any:
-    """The data set that Subsets are of."""
+class Unreadable(NamedTuple):
+    """Item that a Dataset returns in place of a sample whose file cannot be read."""
+
+    file: str
+    reason: str
+
+
+def base_dataset(dataset: Any) -> Any:
+    """Return the dataset under any number of Subsets."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return dataset
@@ -34,85 +35,80 @@ def base_of(dataset: Any) -> Any:
 class Reader:
     """The batches of a Dataset.
 
-    A Dataset, or what a Subset of it is of, may say more of itself than torch asks for:
+    The Dataset (under any Subsets) may have these optional attributes:
 
-    - ``num_workers``: so many processes read ahead. They start with the first epoch and last until `close`, or until
-      nobody has the reader any more.
-    - ``items_of_epoch(indices, epoch)``: the items of a batch, which may differ from epoch to epoch; those that cannot
-      be read may be missing.
-    - ``report_skipped()``: called here after each batch.
+    - ``num_workers``: number of processes that read ahead. They start with the first epoch and run until `close` or
+      until the reader is garbage-collected.
+    - ``items_of_epoch(indices, epoch)``: return the items of a batch, which may differ between epochs, with
+      `Unreadable` in place of items to skip. The epoch travels with each batch because two readers of one Dataset, for
+      training and for validation, can be in different epochs at the same time.
+    - ``note_unreadable(files)``: called in this process with the `Unreadable` items of each batch; may raise.
     """
 
     def __init__(self, dataset: Any) -> None:
-        self._base = base_of(dataset)
+        self._base = base_dataset(dataset)
         self._by_epoch = hasattr(self._base, "items_of_epoch")
-        self._dataset = _OfEpoch(dataset) if self._by_epoch else dataset
+        self._dataset = _EpochItems(dataset) if self._by_epoch else dataset
         self._num_workers: int = getattr(self._base, "num_workers", 0)
         self._loader: DataLoader[Any] | None = None
-        self._batches = _Batches()
+        self._sampler = _ReplaceableSampler()
 
     def read(self, batches: Iterable[list[int]], epoch: int) -> Iterator[Any]:
-        """The collated items of each batch, None where none is left.
+        """Yield the collated items of each batch of indices; None for a batch without a readable item.
 
-        With processes, a call ends the one before it.
+        With worker processes, a new call ends the iterator of the previous one.
         """
-        named = _with_epoch(batches, epoch) if self._by_epoch else batches
-        report = getattr(self._base, "report_skipped", None)
-        for item in self._ahead(named) if self._num_workers else self._here(named):
-            if report is not None:
-                report()
-            if isinstance(item, Exception):
-                raise item
-            yield item
+        if self._by_epoch:
+            batches = ([epoch, *batch] for batch in batches)
+        for batch in self._worker_loader(batches) if self._num_workers else self._local_loader(batches):
+            if isinstance(batch, Exception):
+                raise batch
+            if batch.unreadable:
+                self._base.note_unreadable(batch.unreadable)
+            yield batch.items
 
     def close(self) -> None:
-        """End the processes; a later `read` starts others."""
+        """End the worker processes; a later `read` starts new ones."""
         self._loader = None
 
-    def _here(self, batches: Iterable[list[int]]) -> DataLoader[Any]:
+    def _local_loader(self, batches: Iterable[list[int]]) -> DataLoader[Any]:
         sampler: Any = batches
-        return DataLoader(self._dataset, batch_sampler=sampler, collate_fn=_collated)
+        return DataLoader(self._dataset, batch_sampler=sampler, collate_fn=_collate)
 
-    def _ahead(self, batches: Iterable[list[int]]) -> DataLoader[Any]:
-        self._batches.of_epoch = batches
+    def _worker_loader(self, batches: Iterable[list[int]]) -> DataLoader[Any]:
+        self._sampler.batches = batches
         if self._loader is None:
-            sampler: Any = self._batches
+            sampler: Any = self._sampler
             self._loader = DataLoader(
                 self._dataset,
                 batch_sampler=sampler,
-                collate_fn=_collated,
+                collate_fn=_collate,
                 num_workers=self._num_workers,
                 persistent_workers=True,
-                multiprocessing_context=_context(),
-                worker_init_fn=partial(_end_with, os.getpid()),
-                generator=torch.Generator(),  # starting processes draws a seed, not from the stream that training sees
+                multiprocessing_context=_fork_server(),
+                worker_init_fn=partial(_follow_parent, os.getpid()),
+                generator=torch.Generator(),  # starting workers draws a seed: not from the stream that training uses
             )
         return self._loader
 
 
-class _Batches:
-    """A batch sampler whose batches are set for each epoch."""
+class _ReplaceableSampler:
+    """Batch sampler whose batches are replaced for each epoch, so that the worker processes can stay."""
 
-    of_epoch: Iterable[list[int]] = ()
+    batches: Iterable[list[int]] = ()
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.of_epoch)
+        return iter(self.batches)
 
 
-def _with_epoch(batches: Iterable[list[int]], epoch: int) -> Iterator[list[int]]:
-    """Each batch behind the number of its epoch: so it reaches processes that last, and none gets that of another."""
-    for batch in batches:
-        yield [epoch, *batch]
-
-
-class _OfEpoch(Dataset[Any]):
-    """A data set that is asked for the items of an epoch, by what `_with_epoch` gives."""
+class _EpochItems(Dataset[Any]):
+    """Adapter: takes [epoch, *indices] and calls ``items_of_epoch`` of the dataset under the Subsets."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
-    def __getitems__(self, asked: list[int]) -> list[Any]:
-        epoch, *indices = asked
+    def __getitems__(self, epoch_and_indices: list[int]) -> list[Any]:
+        epoch, *indices = epoch_and_indices
         dataset = self._dataset
         while type(dataset) is Subset:
             indices = [dataset.indices[index] for index in indices]
@@ -120,28 +116,35 @@ class _OfEpoch(Dataset[Any]):
         try:
             items: list[Any] = dataset.items_of_epoch(indices, epoch)
         except (ValueError, RuntimeError) as error:
-            return [error]  # it is raised where training runs, with its text as it is
+            return [error]  # returned, because the DataLoader would replace its text by a worker's traceback
         return items
 
 
-def _collated(items: list[Any]) -> Any:
-    if not items:
-        return None
-    return items[0] if isinstance(items[0], Exception) else default_collate(items)
+class _Batch(NamedTuple):
+    items: Any
+    unreadable: list[Unreadable]
 
 
-def _context() -> Any:
-    """Forks of a process without threads: those of one whose threads have computed may hang."""
+def _collate(items: list[Any]) -> _Batch | Exception:
+    if items and isinstance(items[0], Exception):
+        return items[0]
+    readable = [item for item in items if not isinstance(item, Unreadable)]
+    unreadable = [item for item in items if isinstance(item, Unreadable)]
+    return _Batch(default_collate(readable) if readable else None, unreadable)
+
+
+def _fork_server() -> Any:
+    """Return a context that forks from a process without threads: a fork of one with torch's threads may hang."""
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     return context
 
 
-def _end_with(trainer: int, _: int) -> None:
-    """Have a process that reads end with the one that trains, however that went, and not before.
+def _follow_parent(trainer: int, _: int) -> None:
+    """End this reading process when the training process has ended, for whatever reason, and not before.
 
-    Its parent is the process that forks, which lives as long as any that it has forked: that tells it nothing. A signal
-    to all of a job is a word to who trains, and who reads serves it until it has saved.
+    The parent of this process is the fork server, so torch's own parent check does not notice the end of the trainer.
+    Signals sent to the whole process group are ignored: the trainer still needs data until it has saved.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

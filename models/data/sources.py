@@ -1,8 +1,9 @@
-"""Sources: batches of (data, label) from arrays, datasets, DataLoaders or any iterable, epoch by epoch."""
+"""Sources: batches of (data, label) per epoch, from arrays, Datasets, DataLoaders or any iterable."""
 
 from __future__ import annotations
 
 import abc
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,39 +13,38 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gangline.models.data.batches import Batch, as_batch, num_samples, take
-from gangline.models.data.reader import Reader, base_of
+from gangline.models.data.reader import Reader, base_dataset
 from gangline.models.random_streams import mixed_seed
 from gangline.models.workers import Workers
 
 Item = tuple[Batch, Batch]
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
 class Source(abc.ABC):
-    """Batches of (data, label), epoch by epoch."""
+    """Batches of (data, label) for each epoch."""
 
     can_skip = True
-    """Whether an epoch can begin in its middle and give what it would have given."""
+    """True if an epoch can start at any batch and yield the same batches as a whole epoch from there."""
     generator: torch.Generator | None = None
-    """A generator of the source's own, whose state belongs to a checkpoint."""
+    """The source's own random generator; checkpoints save its state."""
     is_shared = False
-    """Whether it holds the data of the whole job, which workers share out; else each worker has its own part in it."""
+    """True if it holds the data of the whole job, of which each worker takes its share; else data of this worker."""
 
     @abc.abstractmethod
-    def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _nothing) -> Iterator[Item]:
-        """The batches of an epoch, without its first ``skip``; ``skipped`` is called when those are passed over."""
+    def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing) -> Iterator[Item]:
+        """Yield the batches of an epoch after its first ``skip``; call ``skipped`` once those are skipped."""
 
     def parts(
-        self, workers: Workers, epoch: int, skip: int = 0, skipped: Callable[[], None] = _nothing
+        self, workers: Workers, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing
     ) -> Iterator[Item | None]:
-        """What this worker has of each step's batch, None where that is nothing; as `epoch` for one that is alone.
+        """Yield this worker's share of each step's batch; None for a share without samples.
 
-        It is nothing, too, where none of its images could be read: for one that is alone there is no update then.
-        Where each worker has batches of its own, those who run out take part in the others' steps without samples; a
-        collective then, step by step, of workers in step.
+        A share has no samples if the worker has no load, if none of its images can be read, or if the worker has run
+        out of its own batches while others have not. Collective in each step, if each worker has batches of its own.
         """
         for item in self.epoch(epoch, skip, skipped):
             workers.any(True)
@@ -54,39 +54,39 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def plan(self) -> dict[str, Any]:
-        """What must be equal for a run to go on in mid-epoch, as plain data."""
+        """Return what must be equal to resume a run in mid-epoch, as plain data."""
 
     def first(self) -> Item:
-        """A batch to learn shapes from; the epochs give it all the same."""
+        """Return a batch for its shapes; the epochs still include it."""
         for item in self.epoch(0):
             return item
-        raise ValueError("the data has no batches; expected at least one")
+        raise ValueError("the data have no batches; expected at least one")
 
     def num_batches(self) -> int | None:
-        """Batches in an epoch, where that is known."""
+        """Return the number of batches in an epoch; None if unknown."""
         return None
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to end
-        """End the processes that read, if there are any; they also end when nobody has the source any more."""
+    def close(self) -> None:  # noqa: B027  most sources have no processes
+        """End the reading processes, if any; they also end when the source is garbage-collected."""
 
 
 def source(
     data: Any, batch_size: int | None, *, shuffle: bool, seed: int, what: str = "train_data", labels: bool = True
 ) -> Source:
-    """The source that ``data`` is.
+    """Return a source for ``data``.
 
     Args:
-        data: a tuple of two (tensors, arrays, or dicts of them), data and labels; a map-style Dataset; a DataLoader;
-            or any iterable of (data, label) batches. Without ``labels`` also a tensor, array or dict: data alone.
-        batch_size: needed for arrays and datasets; the others have batches already.
-        shuffle: arrays and datasets: a permutation by (seed, epoch) each epoch.
-        seed: see ``shuffle``.
-        what: how messages name it.
-        labels: whether labels are needed.
+        data: a tuple (data, labels) of tensors, arrays, or dicts of them; a map-style Dataset; a DataLoader; or any
+            iterable of (data, label) batches. Without ``labels`` also a tensor, array or dict: data alone.
+        batch_size: samples per batch of the job, for arrays and Datasets; None for data that are batches already.
+        shuffle: permute arrays and Datasets in each epoch, by (seed, epoch).
+        seed: seed of the permutations.
+        what: name of the data in messages.
+        labels: True if labels are required.
 
     Raises:
-        TypeError: no such thing.
-        ValueError: a missing or needless batch size, or data and labels of different lengths.
+        TypeError: if ``data`` is none of these.
+        ValueError: if the batch size is missing or superfluous, or data and labels differ in length.
     """
     if isinstance(data, tuple) or (not labels and isinstance(data, (torch.Tensor, np.ndarray, dict))):
         arrays = data if isinstance(data, tuple) else (data, None)
@@ -102,7 +102,7 @@ def source(
             "or an iterable of (data, label) batches"
         )
     if batch_size is not None:
-        raise ValueError(f"batch_size is {batch_size}, but {what} has batches already; drop one of them")
+        raise ValueError(f"batch_size is {batch_size}, but {what} has batches already; give only one of them")
     if (
         isinstance(data, DataLoader)
         and data.batch_sampler is not None
@@ -123,8 +123,8 @@ def _checked_batch_size(batch_size: int | None, what: str) -> int:
 
 
 @dataclass
-class _Order:
-    """Which samples the batches of an epoch have."""
+class _BatchOrder:
+    """Sample indices of each batch of an epoch."""
 
     samples: int
     batch_size: int
@@ -151,7 +151,7 @@ class _Order:
         return -(-self.samples // self.batch_size)
 
     def shares(self, epoch: int, workers: Workers) -> list[torch.Tensor]:
-        """What one worker has of each batch."""
+        """Return one worker's indices of each batch."""
         return [indices[workers.share(len(indices))] for indices in self(epoch)]
 
 
@@ -163,22 +163,22 @@ class _Arrays(Source):
         if label is not None and num_samples(label, f"{what}[1]") != samples:
             raise ValueError(f"{what} has {samples} samples, but {num_samples(label, f'{what}[1]')} labels")
         self._data, self._label = data, label
-        self._order = _Order(samples, batch_size, shuffle, seed)
+        self._order = _BatchOrder(samples, batch_size, shuffle, seed)
 
-    def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _nothing) -> Iterator[Item]:
+    def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing) -> Iterator[Item]:
         skipped()
-        yield from map(self._taken, self._order(epoch)[skip:])
+        yield from map(self._select, self._order(epoch)[skip:])
 
     def parts(
-        self, workers: Workers, epoch: int, skip: int = 0, skipped: Callable[[], None] = _nothing
+        self, workers: Workers, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing
     ) -> Iterator[Item | None]:
         skipped()
         for indices in self._order.shares(epoch, workers)[skip:]:
-            yield self._taken(indices) if len(indices) else None
+            yield self._select(indices) if len(indices) else None
 
-    def _taken(self, indices: torch.Tensor) -> Item:
-        where: Any = indices if self._order.shuffle else slice(int(indices[0]), int(indices[-1]) + 1)
-        return take(self._data, where), None if self._label is None else take(self._label, where)
+    def _select(self, indices: torch.Tensor) -> Item:
+        index: Any = indices if self._order.shuffle else slice(int(indices[0]), int(indices[-1]) + 1)
+        return take(self._data, index), None if self._label is None else take(self._label, index)
 
     def plan(self) -> dict[str, Any]:
         return self._order.plan()
@@ -188,7 +188,7 @@ class _Arrays(Source):
 
 
 class _Samples(Source):
-    """A map-style Dataset; what says ``num_workers`` is read by as many processes, which last as long as this."""
+    """A map-style Dataset, read by its ``num_workers`` processes, if any."""
 
     is_shared = True
 
@@ -196,16 +196,16 @@ class _Samples(Source):
         if not len(dataset):
             raise ValueError("the dataset has no samples; expected at least one")
         self._reader = Reader(dataset)
-        self._order = _Order(len(dataset), batch_size, shuffle, seed)
+        self._order = _BatchOrder(len(dataset), batch_size, shuffle, seed)
 
-    def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _nothing) -> Iterator[Item]:
+    def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing) -> Iterator[Item]:
         batches = [indices.tolist() for indices in self._order(epoch)]
         for item in self._reader.read(_Skipping(batches, skip, skipped), epoch):
             if item is not None:
                 yield _pair(item, "a batch of the dataset")
 
     def parts(
-        self, workers: Workers, epoch: int, skip: int = 0, skipped: Callable[[], None] = _nothing
+        self, workers: Workers, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing
     ) -> Iterator[Item | None]:
         shares = [indices.tolist() for indices in self._order.shares(epoch, workers)][skip:]
         own = [share for share in shares if share]
@@ -227,34 +227,34 @@ class _Samples(Source):
 
 
 class _Loader(Source):
-    """A map-style DataLoader: it shuffles by torch's generator or its own, whose state belongs to a checkpoint."""
+    """A DataLoader over a map-style Dataset; it shuffles by its own generator, if any, else by torch's."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self.generator = loader.generator
 
-    def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _nothing) -> Iterator[Item]:
+    def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing) -> Iterator[Item]:
         samplers: tuple[Any, ...] = (self._loader.sampler, self._loader.batch_sampler)
         for sampler in samplers:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-        base = base_of(self._loader.dataset)
+        base = base_dataset(self._loader.dataset)
         if hasattr(base, "set_epoch"):
-            base.set_epoch(epoch)  # such as for augmentation that differs from epoch to epoch
-        for item in self._without(skip, skipped) if skip else self._loader:
+            base.set_epoch(epoch)  # for augmentation
+        for item in self._after(skip, skipped) if skip else self._loader:
             yield _pair(item, "a batch of the DataLoader")
 
-    def _without(self, skip: int, skipped: Callable[[], None]) -> Iterator[Any]:
+    def _after(self, skip: int, skipped: Callable[[], None]) -> Iterator[Any]:
         if not self._loader.num_workers:
             return iter(self._skipping(skip, skipped))
-        batches = iter(self._loader)  # worker processes draw as they read: they must read the first batches again
+        batches = iter(self._loader)  # workers draw random numbers as they read: they must read the first batches
         for _ in range(skip):
             next(batches, None)
         skipped()
         return batches
 
     def _skipping(self, skip: int, skipped: Callable[[], None]) -> DataLoader[Any]:
-        """The same loader over the same sampler, which draws its first batches and does not have them read."""
+        """Return the same loader, whose sampler draws its first batches but does not read them."""
         loader = self._loader
         return DataLoader(
             loader.dataset,
@@ -272,7 +272,7 @@ class _Loader(Source):
 
 
 class _Skipping:
-    """A batch sampler without its first batches, which are drawn and passed over."""
+    """Batch sampler that draws its first batches and drops them."""
 
     def __init__(self, sampler: Any, skip: int, skipped: Callable[[], None]) -> None:
         self._sampler, self._skip, self._skipped = sampler, skip, skipped
@@ -286,29 +286,29 @@ class _Skipping:
 
 
 class _Iterable(Source):
-    """Any other iterable: it has no epochs of ours, and no middle to begin in."""
+    """Any other iterable; its epochs start at their first batch only."""
 
     can_skip = False
 
     def __init__(self, batches: Iterable[Any], what: str) -> None:
         self._batches, self._what = batches, what
-        self._iterator = batches if isinstance(batches, Iterator) else None  # gives its batches once
-        self._ahead: list[Item] = []
+        self._iterator = batches if isinstance(batches, Iterator) else None  # yields its batches once
+        self._peeked: list[Item] = []
         self._epochs = 0
 
     def first(self) -> Item:
         if self._iterator is None:
             return super().first()
-        self._ahead.append(self._item(next(self._iterator)))
-        return self._ahead[0]
+        self._peeked.append(self._item(next(self._iterator)))
+        return self._peeked[0]
 
-    def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _nothing) -> Iterator[Item]:  # noqa: ARG002
+    def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing) -> Iterator[Item]:  # noqa: ARG002
         if self._iterator is not None and self._epochs:
             raise ValueError(
-                f"{self._what} is an iterator, which gives its batches once; expected an iterable such as a list"
+                f"{self._what} is an iterator, which yields its batches once; expected an iterable such as a list"
             )
         self._epochs += 1
-        yield from self._ahead
+        yield from self._peeked
         for item in self._batches:
             yield self._item(item)
 
@@ -335,3 +335,30 @@ def _pair(item: Any, what: str) -> Item:
     if isinstance(item, (torch.Tensor, np.ndarray, dict)):
         return as_batch(item, what), None
     raise TypeError(f"{what} is a {type(item).__name__}; expected (data, label)")
+
+
+def read_speed(data: Any, batch_size: int | None = None, epochs: int = 1) -> float:
+    """Read the data as `Module.fit` would, without training, and return the samples per second.
+
+    A network that trains faster than this waits for its data.
+
+    Args:
+        data: data as `Module.fit` accepts them.
+        batch_size: samples per batch, for arrays and Datasets.
+        epochs: number of passes over the data, shuffled in each.
+
+    Raises:
+        TypeError: if an argument has a wrong type.
+        ValueError: if epochs is below 1, the batch size is missing or superfluous, or there are no batches.
+    """
+    if epochs < 1:
+        raise ValueError(f"epochs is {epochs}; expected 1 or more")
+    batches = source(data, batch_size, shuffle=True, seed=0, what="data")
+    began = time.perf_counter()
+    try:
+        samples = sum(num_samples(item[0], "data") for epoch in range(epochs) for item in batches.epoch(epoch))
+        if not samples:
+            raise ValueError("the data have no batches; expected at least one")
+        return samples / max(time.perf_counter() - began, 1e-9)
+    finally:
+        batches.close()

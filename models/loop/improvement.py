@@ -1,4 +1,4 @@
-"""Whether a metric's value is better than another."""
+"""Comparison of metric values, for callbacks that keep the best one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _MODES = ("max", "min")
 
 
 def worst(mode: str) -> float:
-    """What any number is better than.
+    """Return the value that any number improves on.
 
     Raises:
-        ValueError: an unknown mode.
+        ValueError: if the mode is unknown.
     """
     if mode not in _MODES:
         raise ValueError(f"mode is {mode!r}; expected one of {list(_MODES)}")
@@ -20,18 +20,18 @@ def worst(mode: str) -> float:
 
 
 def is_better(value: float, best: float, mode: str, min_delta: float = 0.0) -> bool:
-    """Whether ``value`` improves on ``best`` by more than ``min_delta``; NaN never does."""
+    """Return True if ``value`` improves on ``best`` by more than ``min_delta``; NaN never does."""
     return value > best + min_delta if mode == "max" else value < best - min_delta
 
 
-def check_metric(who: str, metric: str, names: Sequence[str]) -> None:
-    """See that validations have a metric; "" stands for any.
+def check_metric(user: str, metric: str, names: Sequence[str]) -> None:
+    """Check that validation computes a metric that ``user`` needs; "" means any metric.
 
     Raises:
-        ValueError: they have not; the message names those there are.
+        ValueError: if it does not; the message names the metrics it has.
     """
     if not names or metric not in ("", *names):
-        there = f"has {list(names)}" if names else "does not happen: there is no eval_data"
+        computed = f"computes {list(names)}" if names else "is off, because there is no eval_data"
         raise ValueError(
-            f"{who} waits for {metric or 'a metric'!r}, but validation {there}; expected one of its metrics"
+            f"{user} needs {metric or 'a metric'!r}, but validation {computed}; expected one of its metrics"
         )

@@ -1,4 +1,4 @@
-"""Monitor: statistics of outputs, weights and gradients by name, every so many batches; after MXNet's."""
+"""Monitor: statistics of outputs, weights and gradients by name, as MXNet's class of that name."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from gangline.models.data.batches import tensors_of
 _log = logging.getLogger("gangline")
 
 
-def _size(tensor: torch.Tensor) -> torch.Tensor:
-    """MXNet's: the L2 norm over the root of the number of elements."""
+def _scaled_norm(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the L2 norm divided by the square root of the number of elements, MXNet's statistic."""
     norm: torch.Tensor = torch.linalg.vector_norm(tensor.double())
     return norm.div(max(tensor.numel(), 1) ** 0.5)
 
 
 class Monitor:
-    """Logs what goes through a network in every ``interval``-th update, as `fit` trains it.
+    """Logs statistics of a network's tensors in every ``interval``-th update of `fit`.
 
-    Names are a layer's with ``_output`` (``_output0`` and so on where there are several), a parameter's, and a
-    parameter's with ``_grad``. What is seen is the first context's: its share of the batch, and the gradient as the
-    update has left it there, which in a store's hands is that context's part of the sum. In a job rank 0 logs.
+    Names are LAYER_output (LAYER_output0 and so on for several outputs), PARAMETER and PARAMETER_grad. The values are
+    those of the first context: outputs of its share of the batch, and its own gradient, which with a store is a part of
+    the sum. In a job rank 0 logs.
     """
 
     def __init__(
@@ -37,40 +37,40 @@ class Monitor:
         pattern: str = ".*",
         sort: bool = False,
     ) -> None:
-        """Say what to look at.
+        """Set what is observed.
 
         Args:
-            interval: look at one update of so many, the first among them.
-            stat_func: what a tensor is made of, on its device; None: its L2 norm over the root of its number of
-                elements.
-            pattern: a regular expression that names must match from their beginning.
-            sort: log by name; else as it came.
+            interval: number of updates between observations; the first update is observed.
+            stat_func: function from a tensor, on its device, to the statistic; None: the L2 norm divided by the square
+                root of the number of elements.
+            pattern: regular expression matched at the start of names.
+            sort: sort by name; else in the order of computation.
 
         Raises:
-            ValueError: an interval below 1, or no regular expression.
+            ValueError: if the interval is below 1, or the pattern is not a regular expression.
         """
         if interval < 1:
             raise ValueError(f"interval is {interval}; expected 1 or more")
         try:
             self._pattern = re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"pattern is {pattern!r}, which is no regular expression: {error}") from error
+            raise ValueError(f"pattern is {pattern!r}, which is not a regular expression: {error}") from error
         self.interval, self.sort = interval, sort
-        self._stat = stat_func or _size
+        self._stat = stat_func or _scaled_norm
         self._network: nn.Module | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._reports = True
         self.step = 0
-        """Updates seen."""
+        """Number of updates so far."""
         self._found: list[tuple[str, Any]] = []
-        self._is_looking = False
+        self._observes = False
 
     def install(self, network: nn.Module, *, reports: bool = True) -> None:
-        """Look at a network from now on, instead of another one; `fit` does it.
+        """Observe a network from now on, in place of the previous one; `fit` calls this.
 
         Args:
-            network: whose layers without children are looked at.
-            reports: whether this process logs.
+            network: network whose leaf layers are observed.
+            reports: True if this process logs.
         """
         self.close()
         self._network, self._reports = network, reports
@@ -79,38 +79,38 @@ class Monitor:
                 self._hooks.append(layer.register_forward_hook(partial(self._note_output, name)))
 
     def tic(self) -> None:
-        """Begin an update."""
-        self._is_looking = self._reports and self.step % self.interval == 0
+        """Start an update."""
+        self._observes = self._reports and self.step % self.interval == 0
         self.step += 1
         self._found = []
 
     def toc(self) -> list[tuple[int, str, Any]]:
-        """End an update: (update, name, statistic) of what it was looked at, if it was."""
-        if not self._is_looking or self._network is None:
+        """End an update; return (update, name, statistic) for each tensor, an empty list if it was not observed."""
+        if not self._observes or self._network is None:
             return []
         for name, parameter in self._network.named_parameters():
             self._note(name, parameter)
             if parameter.grad is not None:
                 self._note(f"{name}_grad", parameter.grad)
-        self._is_looking = False
+        self._observes = False
         found = sorted(self._found, key=lambda pair: pair[0]) if self.sort else self._found
         self._found = []
         return [(self.step, name, value) for name, value in found]
 
     def toc_print(self) -> None:
-        """End an update, and log what `toc` gives."""
+        """End an update and log what `toc` returns."""
         for step, name, value in self.toc():
             shown = f"{value.item():g}" if isinstance(value, torch.Tensor) and value.numel() == 1 else str(value)
             _log.info("Batch: %7d %30s %s", step, name, shown)
 
     def close(self) -> None:
-        """Take the hooks away; `fit` does it when it ends."""
+        """Remove the hooks; `fit` calls this when it ends."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    def _note_output(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> None:  # noqa: ARG002  torch's
-        if self._is_looking:
+    def _note_output(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> None:  # noqa: ARG002  a forward hook's signature
+        if self._observes:
             tensors = tensors_of(output)
             for number, tensor in enumerate(tensors):
                 self._note(f"{name}_output{number if len(tensors) > 1 else ''}", tensor)

@@ -1,4 +1,4 @@
-"""Rates: what `fit` asks for the learning rate, whoever says it."""
+"""The learning rate of each update of a run, from a schedule or from a scheduler of torch."""
 
 from __future__ import annotations
 
@@ -10,35 +10,34 @@ from gangline.models.loop.torch_schedulers import DrivenScheduler, TorchSchedule
 
 
 class Rates:
-    """The learning rate of each update of a run: a schedule's, a torch scheduler's, or nobody's."""
+    """The learning rate of each update of a run, from a schedule, a scheduler of torch, or neither."""
 
     def __init__(self, spec: Any, base_rate: float, epochs: int, batches_per_epoch: int | None) -> None:
-        """Read what `fit` was given.
+        """Parse the ``lr_scheduler`` of `fit`.
 
         Args:
-            spec: what `schedule` takes, a Schedule, a TorchScheduler or a function of an optimizer, which is one that
-                steps after each epoch; None: the rate stays what it is.
+            spec: a Schedule or a description for `schedule`; a TorchScheduler, or a function from an optimizer to a
+                scheduler of torch, which then steps after each epoch; None: the rate does not change.
             base_rate: see `schedule`.
-            epochs: likewise.
-            batches_per_epoch: likewise.
+            epochs: see `schedule`.
+            batches_per_epoch: see `schedule`.
 
         Raises:
-            TypeError: something else.
-            ValueError: what makes no sense.
+            TypeError: if ``spec`` is none of these.
+            ValueError: if it is invalid.
         """
         self._schedule: Schedule | None = None
         self.driven: DrivenScheduler | None = None
-        """A scheduler of torch's, which has a state."""
+        """The scheduler of torch, if there is one; checkpoints save its state."""
         if isinstance(spec, Schedule):
             self._schedule = spec
         elif isinstance(spec, TorchScheduler) or (callable(spec) and not isinstance(spec, str)):
-            how = spec if isinstance(spec, TorchScheduler) else TorchScheduler(spec)
-            self.driven = DrivenScheduler(how, base_rate)
+            self.driven = DrivenScheduler(spec if isinstance(spec, TorchScheduler) else TorchScheduler(spec), base_rate)
         elif spec is not None:
             self._schedule = schedule(spec, base_rate, epochs, batches_per_epoch)
 
     def rate(self, epoch: int, batch: int) -> float | None:
-        """The rate of an update whose first batch is batch ``batch`` of ``epoch``; None: as it is."""
+        """Return the rate of an update whose first batch is batch ``batch`` of ``epoch``; None: unchanged."""
         if self.driven is not None:
             return self.driven.rate
         return self._schedule(epoch, batch) if self._schedule is not None else None
@@ -54,17 +53,17 @@ class Rates:
             self.driven.after_epoch()
 
     def after_validation(self, values: Mapping[str, float]) -> None:
-        """Tell of a validation."""
+        """Pass on the metrics of a validation."""
         if self.driven is not None:
             self.driven.after_validation(values)
 
     @property
     def awaited_metric(self) -> str | None:
-        """What is told of validations: a name, or "" for the first there is; None: nothing."""
+        """The validation metric that the scheduler needs; "": the first one; None: none."""
         return self.driven.awaited_metric if self.driven is not None else None
 
     def plan(self) -> Any:
-        """What must be equal on all workers, as plain data."""
+        """Return what must be equal on all workers, as plain data."""
         if self.driven is not None:
             return [self.driven.name, self.driven.rate]
         return repr(self._schedule)

@@ -1,4 +1,9 @@
-"""Schedules: the learning rate of each batch, as a pure function of where training stands."""
+"""Learning-rate schedules: the rate of each batch as a pure function of its position in the run.
+
+torch's schedulers derive each rate from the previous one and count their own steps. They cannot express what `schedule`
+documents: warm-up or cosine periods in fractions of epochs, a floor for the polynomial, accumulated batches, or a
+resumed run with another number of epochs. `torch_schedulers` drives them for users who want one.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,8 @@ from typing import Any
 
 from gangline.kvstore.optimizer.spec import check_learning_rate
 
-Shape = Callable[[float], float]
-"""The rate after so many epochs, the parts of one counted."""
+RateFunction = Callable[[float], float]
+"""The rate as a function of the epochs done, fractions included."""
 
 _WARMUP = ("warmup_epochs", "warmup_batches", "warmup_rate")
 _OPTIONS = {
@@ -23,54 +28,53 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate of each batch of a run; equal arguments give equal bits, whatever came before."""
+    """The learning rate of each batch of a run; equal arguments give equal bits, so resumed runs repeat it exactly."""
 
     name: str
     base_rate: float
     epochs: int
     batches_per_epoch: int | None
     options: Mapping[str, Any] = field(default_factory=dict)
-    _after_warmup: Shape = field(default=float, repr=False, compare=False)
-    _warmup: float = field(default=0.0, repr=False)
+    _after_warmup: RateFunction = field(default=float, repr=False, compare=False)
+    _warmup: float = field(default=0.0, repr=False)  # epochs
 
     def __call__(self, epoch: int, batch: int = 0) -> float:
-        """The rate of an update whose first batch is batch ``batch`` of ``epoch``, both from 0."""
+        """Return the rate of an update whose first batch is batch ``batch`` of ``epoch``, both from 0."""
         per_epoch = self.batches_per_epoch
-        if per_epoch is None:  # the rate changes between epochs alone
+        if per_epoch is None:
             done, step = float(epoch), 1.0
         else:
             done, step = epoch + min(batch, per_epoch) / per_epoch, 1 / per_epoch
         if done < self._warmup and not math.isclose(done, self._warmup, rel_tol=1e-9):
-            begin = self.options.get("warmup_rate", 0.0)
-            goal = self._after_warmup(self._warmup)
-            return float(begin + (goal - begin) * min(1.0, (done + step) / self._warmup))
+            start = self.options.get("warmup_rate", 0.0)
+            end = self._after_warmup(self._warmup)
+            return float(start + (end - start) * min(1.0, (done + step) / self._warmup))
         return self._after_warmup(done)
 
 
 def schedule(spec: Any, base_rate: float, epochs: int, batches_per_epoch: int | None) -> Schedule:
-    """The schedule that ``spec`` describes.
+    """Return the schedule that ``spec`` describes.
 
     Args:
         spec: a name, or (name, options):
 
             * ``"constant"``.
-            * ``"piecewise"``: times ``factor`` (0.1) as each of ``epochs`` begins, or after ``every`` so many, as
-              MATLAB's LearnRateDropPeriod.
-            * ``"cosine"``: half a cosine from the base rate down to ``min_rate`` (0), batch by batch (Loshchilov and
-              Hutter 2016); with ``period`` (epochs) it begins anew after each, the next being ``growth`` (1) times as
-              long.
-            * ``"poly"``: ``(1 - t / T) ** power`` (2) of the way from ``min_rate`` (0) to the base rate.
+            * ``"piecewise"``: multiply by ``factor`` (0.1) at the start of each of ``epochs``, or after ``every`` N
+              epochs, as MATLAB's LearnRateDropPeriod.
+            * ``"cosine"``: half a cosine from the base rate to ``min_rate`` (0) (Loshchilov and Hutter 2016); with
+              ``period`` (epochs) it restarts after each period, and each period is ``growth`` (1) times the last.
+            * ``"poly"``: ``min_rate`` (0) plus the rest of the base rate times ``(1 - t / T) ** power`` (2).
 
-            Any of them with ``warmup_epochs`` or ``warmup_batches``: before, the rate climbs from ``warmup_rate`` (0)
-            in equal steps, batch by batch, and has arrived in the last batch of them (Goyal et al. 2017). The epochs
-            of "piecewise" count from the beginning of all; "cosine" and "poly" take what is left.
-        base_rate: the rate that factors apply to.
-        epochs: of the whole run.
-        batches_per_epoch: None where nobody knows; then the rate changes between epochs alone.
+            Each with ``warmup_epochs`` or ``warmup_batches``: the rate first rises from ``warmup_rate`` (0) in equal
+            steps per batch, and reaches its goal in the last of these batches (Goyal et al. 2017). "piecewise" counts
+            epochs from the start of the run; "cosine" and "poly" span the epochs after the warm-up.
+        base_rate: learning rate to scale.
+        epochs: total number of epochs.
+        batches_per_epoch: batches in an epoch; None if unknown: then the rate changes only between epochs.
 
     Raises:
-        ValueError: an unknown name or option, or a value that makes no sense.
-        TypeError: a wrong type.
+        ValueError: if a name or an option is unknown, or a value is invalid.
+        TypeError: if a value has a wrong type.
     """
     name, given = spec if isinstance(spec, tuple) and len(spec) == 2 else (spec, {})
     if not isinstance(name, str) or not isinstance(given, Mapping):
@@ -85,40 +89,41 @@ def schedule(spec: Any, base_rate: float, epochs: int, batches_per_epoch: int | 
     for rate in ("min_rate", "warmup_rate"):
         if rate in options:
             check_learning_rate(options[rate])
+    if options.get("min_rate", 0.0) > base_rate:
+        raise ValueError(f"min_rate is {options['min_rate']}, above the base rate {base_rate}; expected at most that")
     warmup = _warmup_epochs(options, batches_per_epoch)
     if warmup and warmup >= epochs:
-        raise ValueError(f"the warm-up takes {warmup:g} epochs of {epochs}; expected fewer than there are")
-    make = {"constant": _constant, "piecewise": _piecewise, "cosine": _cosine, "poly": _poly}[name]
-    return Schedule(
-        name, base_rate, epochs, batches_per_epoch, options, make(options, base_rate, epochs, warmup), warmup
-    )
+        raise ValueError(f"the warm-up takes {warmup:g} epochs of {epochs}; expected a shorter one")
+    if name == "constant":
+        after_warmup: RateFunction = lambda done: float(base_rate)  # noqa: ARG005, E731
+    elif name == "piecewise":
+        after_warmup = _piecewise(options, base_rate, warmup)
+    else:
+        after_warmup = {"cosine": _cosine, "poly": _poly}[name](options, base_rate, warmup, max(epochs - warmup, 1))
+    return Schedule(name, base_rate, epochs, batches_per_epoch, options, after_warmup, warmup)
 
 
 def _warmup_epochs(options: dict[str, Any], batches_per_epoch: int | None) -> float:
-    """How long the warm-up lasts, in epochs."""
+    """Return the length of the warm-up in epochs."""
     in_epochs, in_batches = options.get("warmup_epochs"), options.get("warmup_batches")
     if in_epochs is not None and in_batches is not None:
         raise ValueError(f"warmup_epochs={in_epochs} and warmup_batches={in_batches} are given; expected one of them")
     if in_epochs is None and in_batches is None:
         if "warmup_rate" in options:
-            raise ValueError("warmup_rate is given without warmup_epochs or warmup_batches, which say how long")
+            raise ValueError("warmup_rate is given without warmup_epochs or warmup_batches; give one of them too")
         return 0.0
     if in_batches is not None:
-        _check_whole("warmup_batches", in_batches, least=0)
+        _check_int("warmup_batches", in_batches, least=0)
         if batches_per_epoch is None:
             raise ValueError(
-                f"warmup_batches={in_batches} needs data that know how many batches an epoch has; give warmup_epochs"
+                f"warmup_batches={in_batches} needs data with a known number of batches; give warmup_epochs"
             )
         return float(in_batches / batches_per_epoch)
     _check_number("warmup_epochs", in_epochs, least=0)
     return float(options["warmup_epochs"])
 
 
-def _constant(options: dict[str, Any], base: float, epochs: int, warmup: float) -> Shape:  # noqa: ARG001  as the others
-    return lambda done: float(base)  # noqa: ARG005
-
-
-def _piecewise(options: dict[str, Any], base: float, epochs: int, warmup: float) -> Shape:  # noqa: ARG001
+def _piecewise(options: dict[str, Any], base: float, warmup: float) -> RateFunction:
     factor = options.get("factor", 0.1)
     _check_number("factor", factor, least=0)
     drops, every = options.get("epochs"), options.get("every")
@@ -127,28 +132,27 @@ def _piecewise(options: dict[str, Any], base: float, epochs: int, warmup: float)
             f"'piecewise' has epochs={drops} and every={every}; expected one of them: epochs=[5, 8], or every=10"
         )
     if every is not None:
-        _check_whole("every", every, least=1)
+        _check_int("every", every, least=1)
         return lambda done: float(base * factor ** int(done // every))
     if isinstance(drops, str) or not isinstance(drops, (list, tuple)):
         raise TypeError(f"epochs is {drops!r}; expected a list of numbers such as [5, 8]")
     for drop in drops:
-        _check_whole("one of epochs", drop, least=0)
+        _check_int("one of epochs", drop, least=0)
         if drop < warmup:
             raise ValueError(f"the rate drops at epoch {drop}, within the warm-up of {warmup:g} epochs; drop it later")
     if len(set(drops)) != len(drops):
-        raise ValueError(f"epochs is {drops!r}, which names one twice; expected each once")
+        raise ValueError(f"epochs is {drops!r} with a duplicate; expected each epoch once")
     return lambda done: float(base * factor ** sum(drop <= done for drop in drops))
 
 
-def _cosine(options: dict[str, Any], base: float, epochs: int, warmup: float) -> Shape:
+def _cosine(options: dict[str, Any], base: float, warmup: float, epochs: float) -> RateFunction:
     low, period, growth = options.get("min_rate", 0.0), options.get("period"), options.get("growth", 1)
     if "growth" in options and period is None:
         raise ValueError(f"growth={growth} is given without period, the epochs of the first cosine")
     if period is not None:
         _check_number("period", period, least=0, excluded=True)
     _check_number("growth", growth, least=1)
-    _check_below("min_rate", low, base)
-    first = float(period if period is not None else max(epochs - warmup, 1))
+    first = float(period if period is not None else epochs)
 
     def rate(done: float) -> float:
         since, length = max(done - warmup, 0.0), first
@@ -161,17 +165,10 @@ def _cosine(options: dict[str, Any], base: float, epochs: int, warmup: float) ->
     return rate
 
 
-def _poly(options: dict[str, Any], base: float, epochs: int, warmup: float) -> Shape:
+def _poly(options: dict[str, Any], base: float, warmup: float, epochs: float) -> RateFunction:
     low, power = options.get("min_rate", 0.0), options.get("power", 2)
     _check_number("power", power, least=0, excluded=True)
-    _check_below("min_rate", low, base)
-    length = max(epochs - warmup, 1)
-    return lambda done: float(low + (base - low) * (1 - min(max(done - warmup, 0.0) / length, 1.0)) ** power)
-
-
-def _check_below(name: str, value: float, base: float) -> None:
-    if value > base:
-        raise ValueError(f"{name} is {value}, above the base rate {base}; expected at most that")
+    return lambda done: float(low + (base - low) * (1 - min(max(done - warmup, 0.0) / epochs, 1.0)) ** power)
 
 
 def _check_number(name: str, value: Any, *, least: float, excluded: bool = False) -> None:
@@ -183,7 +180,7 @@ def _check_number(name: str, value: Any, *, least: float, excluded: bool = False
         )
 
 
-def _check_whole(name: str, value: Any, *, least: int) -> None:
+def _check_int(name: str, value: Any, *, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is {value!r}; expected an int")
     if value < least:

@@ -1,4 +1,4 @@
-"""Any learning-rate scheduler of torch's, on a stand-in for the optimizer that runs where the weights live."""
+"""Learning-rate schedulers of torch, driven on a placeholder optimizer beside the run."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _EVERY = ("epoch", "batch")
 
 @dataclass(frozen=True)
 class TorchScheduler:
-    """How `fit` is to drive a scheduler of torch's.
+    """A scheduler of torch for `fit`, and when it steps.
 
     ``TorchScheduler(lambda optimizer: OneCycleLR(optimizer, 0.5, total_steps=300, cycle_momentum=False), "batch")``
     """
 
     make: Make
-    """Makes the scheduler of an optimizer, which has one parameter group with the run's learning rate."""
+    """Function from an optimizer, with one parameter group at the run's learning rate, to the scheduler."""
     every: str = "epoch"
-    """Whether it steps after each "epoch", or after each update: "batch". ReduceLROnPlateau steps after validations."""
+    """When it steps: after each "epoch", or after each update ("batch"). ReduceLROnPlateau steps after validations."""
     metric: str | None = None
-    """What ReduceLROnPlateau is told of each validation; None: its first value."""
+    """Validation metric for ReduceLROnPlateau; None: the first one."""
 
     def __post_init__(self) -> None:
-        """See that it can be used."""
+        """Check the types and values."""
         if not callable(self.make):
             raise TypeError(f"lr_scheduler is {self.make!r}; expected a function of an optimizer")
         if self.every not in _EVERY:
@@ -40,46 +40,46 @@ class TorchScheduler:
 
 
 class DrivenScheduler:
-    """A scheduler that steps beside a run; its rate is for the next update."""
+    """A scheduler that steps beside a run; its rate is that of the next update."""
 
-    def __init__(self, how: TorchScheduler, base_rate: float) -> None:
-        """Make it.
+    def __init__(self, spec: TorchScheduler, base_rate: float) -> None:
+        """Create the scheduler on a placeholder optimizer.
 
         Args:
-            how: see there.
-            base_rate: the run's learning rate.
+            spec: scheduler to create.
+            base_rate: learning rate of the run.
 
         Raises:
-            TypeError: no scheduler was made.
-            ValueError: it changes more than the rate, or has a state that no checkpoint can hold.
+            TypeError: if ``spec.make`` does not return a scheduler.
+            ValueError: if the scheduler changes more than the rate, or its state cannot be saved.
         """
-        self._how, self._base_rate = how, base_rate
+        self._spec, self._base_rate = spec, base_rate
         self._optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=base_rate, momentum=0.5)
-        self._scheduler = how.make(self._optimizer)
+        self._scheduler = spec.make(self._optimizer)
         if not isinstance(self._scheduler, LRScheduler):
             raise TypeError(
-                f"lr_scheduler made a {type(self._scheduler).__name__}; expected one of torch.optim.lr_scheduler's"
+                f"lr_scheduler returned a {type(self._scheduler).__name__}; expected one of torch.optim.lr_scheduler's"
             )
         if self._optimizer.param_groups[0]["momentum"] != 0.5:
             raise ValueError(
-                f"{self.name} changes the momentum too, which a store does not follow; give cycle_momentum=False"
+                f"{self.name} changes the momentum too, which stores do not support; give cycle_momentum=False"
             )
-        self.state()  # what cannot be saved should fail now
+        self.state()  # fail now rather than in the first checkpoint
 
     @property
     def name(self) -> str:
-        """The scheduler's class."""
+        """The name of the scheduler's class."""
         return type(self._scheduler).__name__
 
     @property
     def follows_validation(self) -> bool:
-        """Whether it steps after validations."""
+        """True if it steps after validations."""
         return isinstance(self._scheduler, ReduceLROnPlateau)
 
     @property
     def awaited_metric(self) -> str | None:
-        """What it is told of validations: a name, or "" for the first there is; None: nothing."""
-        return (self._how.metric or "") if self.follows_validation else None
+        """The validation metric that it needs; "": the first one; None: none."""
+        return (self._spec.metric or "") if self.follows_validation else None
 
     @property
     def rate(self) -> float:
@@ -88,34 +88,34 @@ class DrivenScheduler:
 
     def after_update(self) -> None:
         """Count an update."""
-        if self._how.every == "batch" and not self.follows_validation:
+        if self._spec.every == "batch" and not self.follows_validation:
             self._step()
 
     def after_epoch(self) -> None:
         """Count an epoch."""
-        if self._how.every == "epoch" and not self.follows_validation:
+        if self._spec.every == "epoch" and not self.follows_validation:
             self._step()
 
     def after_validation(self, values: Mapping[str, float]) -> None:
-        """Tell of a validation."""
+        """Step with the metrics of a validation, if the scheduler follows them."""
         if self.follows_validation:
-            self._step(next(iter(values.values())) if self._how.metric is None else values[self._how.metric])
+            self._step(next(iter(values.values())) if self._spec.metric is None else values[self._spec.metric])
 
-    def _step(self, *told: Any) -> None:
-        self._optimizer.step()  # there is no gradient: it only lets torch see the order that it asks for
-        self._scheduler.step(*told)
+    def _step(self, *values: Any) -> None:
+        self._optimizer.step()  # without gradients; torch warns if a scheduler steps first
+        self._scheduler.step(*values)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds: plain data.
+        """Return the state for a checkpoint, as plain data.
 
         Raises:
-            ValueError: the scheduler holds more than that.
+            ValueError: if the scheduler's state is more than plain data and tensors.
         """
         packed = io.BytesIO()
         try:
             torch.save([self._scheduler.state_dict(), self._optimizer.state_dict()], packed)
             torch.load(io.BytesIO(packed.getvalue()), weights_only=True)
-        except Exception as error:  # pickle raises whatever an object's own methods raise
+        except Exception as error:  # pickling runs the objects' own methods
             raise ValueError(f"{self.name} has a state that is more than plain data and tensors: {error}") from error
         return {
             "scheduler": self.name,
@@ -124,15 +124,15 @@ class DrivenScheduler:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where another one was.
+        """Load a state that `state` returned.
 
         Raises:
-            ValueError: that was another scheduler, or began with another rate.
+            ValueError: if it is of another scheduler or another base rate.
         """
         for what, own in (("scheduler", self.name), ("base_rate", self._base_rate)):
             if state[what] != own:
                 raise ValueError(
-                    f"lr_scheduler has {what} {own}, but the checkpoint's had {state[what]}; give the same, or begin a "
+                    f"lr_scheduler has {what} {own}, but the checkpoint's had {state[what]}; give the same, or start a "
                     "new run from the checkpoint's weights (Module.load)"
                 )
         packed = io.BytesIO(base64.b64decode(state["state"]))

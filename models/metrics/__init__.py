@@ -1,1 +1,1 @@
-"""Metrics by name, computed by torchmetrics, over all workers."""
+"""Metrics by MXNet's names, computed by torchmetrics and combined over all workers."""

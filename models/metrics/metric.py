@@ -1,4 +1,4 @@
-"""Metrics by MXNet's short names, computed by torchmetrics."""
+"""Metrics with MXNet's interface and names, computed by torchmetrics."""
 
 from __future__ import annotations
 
@@ -22,52 +22,52 @@ _log = logging.getLogger("gangline")
 
 
 class EvalMetric(abc.ABC):
-    """A metric with MXNet's verbs: update, get, reset.
+    """A metric with MXNet's methods.
 
-    It counts twice once `reset_local` was called: since `reset`, and since `reset_local`.
+    After the first `reset_local` it keeps two values: since `reset` (global) and since `reset_local`.
     """
 
     @abc.abstractmethod
     def update(self, label: Any, output: Any, module: Steps) -> None:
-        """Count one batch: its labels, the outputs for it, and the module that made them."""
+        """Add one batch: its labels, the outputs for it, and the module that computed them."""
 
     @abc.abstractmethod
     def get_name_value(self) -> list[tuple[str, float]]:
-        """(name, value) of all that was counted since `reset_local`; NaN if nothing was."""
+        """Return (name, value) over the batches since `reset_local`; NaN if there are none."""
 
     @abc.abstractmethod
     def get_global_name_value(self) -> list[tuple[str, float]]:
-        """(name, value) of all that was counted since `reset`."""
+        """Return (name, value) over the batches since `reset`; NaN if there are none."""
 
     @abc.abstractmethod
     def reset(self) -> None:
-        """Begin anew."""
+        """Clear both values."""
 
     @abc.abstractmethod
     def reset_local(self) -> None:
-        """Begin anew for `get_name_value` alone."""
+        """Clear the value of `get_name_value` only."""
 
     def gather(self, workers: Workers) -> None:
-        """Until the next `update` or `reset`, have the values be over what all workers of a job have counted.
+        """Combine the global value over all workers, until the next `update` or `reset`.
 
-        All workers call it. A metric of a user's own that does not have it keeps the worker's own values.
+        Collective: all workers must call it. A user's metric without this method keeps each worker's own value.
         """
         if workers.count > 1:
-            _log.warning("%s has no gather(): each worker has its own value of it", type(self).__name__)
+            _log.warning("%s has no gather(): each worker reports its own value", type(self).__name__)
 
 
 def create(metric: Any, loss: Any = None) -> EvalMetric:
-    """The metric of a name, (name, arguments), torchmetrics object, function of (label, output), or a list of these.
+    """Return the metric for a name, (name, arguments), torchmetrics object, function of (label, output), or a list.
 
     Args:
-        metric: names are MXNet's: acc, top_k_accuracy (top_k), ce, nll_loss, perplexity, mae, mse, rmse, f1, mcc,
-            pcc, pearsonr, loss.
-        loss: what the network is trained with. ce and perplexity take the outputs as it does: logits for
-            CrossEntropyLoss, log-probabilities for NLLLoss, else probabilities. Labels it ignores are not counted.
+        metric: one of MXNet's names: acc, top_k_accuracy (top_k), ce, nll_loss, perplexity, mae, mse, rmse, f1, mcc,
+            pcc, pearsonr, loss; or one of the other kinds.
+        loss: loss of the training. ce and perplexity interpret outputs as it does: logits for CrossEntropyLoss,
+            log-probabilities for NLLLoss, else probabilities. Labels that it ignores are not counted.
 
     Raises:
-        ValueError: an unknown name or argument.
-        TypeError: something else.
+        ValueError: if a name or an argument is unknown.
+        TypeError: if ``metric`` is none of these.
     """
     import torchmetrics
 
@@ -121,38 +121,38 @@ class _Composite(EvalMetric):
 
 
 class _One(EvalMetric):
-    """One value, held by a torchmetrics object; a second one appears when recent batches are asked for alone."""
+    """One metric in a torchmetrics object; the first `reset_local` adds a second object for the local value."""
 
     def __init__(self, name: str, finish: Callable[[float], float] = float) -> None:
         self._name, self._finish = name, finish
-        self._whole: torchmetrics.Metric | None = None
-        self._recent: torchmetrics.Metric | None = None
-        self._gathered: float | None = None  # the value over all workers
+        self._global: torchmetrics.Metric | None = None
+        self._local: torchmetrics.Metric | None = None
+        self._gathered: float | None = None  # the global value over all workers
 
     @abc.abstractmethod
     def _arguments(self, label: Any, output: Any, module: Steps) -> tuple[Any, ...] | None:
-        """What the torchmetrics object is told of a batch; None if there is nothing to tell."""
+        """Return the arguments of the torchmetrics object's update() for a batch; None if nothing is counted."""
 
     @abc.abstractmethod
     def _make(self, output: Any) -> torchmetrics.Metric:
-        """The object, once the first outputs tell what it must know."""
+        """Create the torchmetrics object, given the first outputs."""
 
     def update(self, label: Any, output: Any, module: Steps) -> None:
         self._gathered = None
         arguments = self._arguments(label, output, module)
         if arguments is None:
             return
-        if self._whole is None:
-            self._whole = self._make(output)
-        for metric in (self._whole, self._recent):
+        if self._global is None:
+            self._global = self._make(output)
+        for metric in (self._global, self._local):
             if metric is not None:
                 metric.update(*arguments)
 
     def get_name_value(self) -> list[tuple[str, float]]:
-        return self.get_global_name_value() if self._recent is None else [(self._name, self._value(self._recent))]
+        return self.get_global_name_value() if self._local is None else [(self._name, self._value(self._local))]
 
     def get_global_name_value(self) -> list[tuple[str, float]]:
-        return [(self._name, self._value(self._whole) if self._gathered is None else self._gathered)]
+        return [(self._name, self._value(self._global) if self._gathered is None else self._gathered)]
 
     def _value(self, metric: torchmetrics.Metric | None) -> float:
         if metric is None or not metric.update_called:
@@ -161,23 +161,23 @@ class _One(EvalMetric):
 
     def gather(self, workers: Workers) -> None:
         if workers.count > 1:
-            counted = self._whole if self._whole is not None and self._whole.update_called else None
+            counted = self._global if self._global is not None and self._global.update_called else None
             self._gathered = value_over(workers, counted, self._finish)
 
     def reset(self) -> None:
-        self._recent, self._gathered = None, None
-        if self._whole is not None:
-            self._whole.reset()
+        self._local, self._gathered = None, None
+        if self._global is not None:
+            self._global.reset()
 
     def reset_local(self) -> None:
-        if self._whole is not None and self._recent is None:
-            self._recent = self._whole.clone()
-        if self._recent is not None:
-            self._recent.reset()
+        if self._global is not None and self._local is None:
+            self._local = self._global.clone()
+        if self._local is not None:
+            self._local.reset()
 
 
 class _Torchmetric(_One):
-    """A torchmetrics object of the user's, given (outputs, labels); it is cloned, so that uses do not mix."""
+    """A clone of the user's torchmetrics object, updated with (outputs, labels)."""
 
     def __init__(self, metric: torchmetrics.Metric) -> None:
         super().__init__(type(metric).__name__)
@@ -193,7 +193,7 @@ class _Torchmetric(_One):
 
 
 class _Named(_One):
-    """A metric of torchmetrics by its MXNet name."""
+    """A torchmetrics metric under MXNet's name."""
 
     def __init__(
         self,
@@ -201,15 +201,15 @@ class _Named(_One):
         make: Callable[[torch.Tensor], torchmetrics.Metric],
         prepare: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
-        """Say how.
+        """Set up the metric.
 
         Args:
-            name: MXNet's.
-            make: the torchmetrics object, from the first batch's prepared outputs.
-            prepare: what it is told of (outputs, labels); nothing to count leaves no labels.
+            name: MXNet's name.
+            make: function from the first batch's prepared outputs to the torchmetrics object.
+            prepare: function from (outputs, labels) to the arguments of update(); it drops labels not to be counted.
         """
         super().__init__(name)
-        self._of, self._prepare = make, prepare
+        self._factory, self._prepare = make, prepare
         self._first: torch.Tensor | None = None
 
     def _arguments(self, label: Any, output: Any, module: Steps) -> tuple[Any, ...] | None:  # noqa: ARG002
@@ -219,11 +219,11 @@ class _Named(_One):
 
     def _make(self, output: Any) -> torchmetrics.Metric:
         assert self._first is not None
-        return self._of(self._first).to(output.device)
+        return self._factory(self._first).to(output.device)
 
 
 class _Mean(_One):
-    """A mean over what each batch gives as (value, weight); ``finish`` turns it into the metric."""
+    """A weighted mean of one (value, weight) per batch; ``finish`` maps the mean to the metric."""
 
     def __init__(
         self, name: str, batch: Callable[[Any, Any], tuple[Any, float]], finish: Callable[[float], float] = float
@@ -238,13 +238,15 @@ class _Mean(_One):
     def _make(self, output: Any) -> torchmetrics.Metric:  # noqa: ARG002
         from torchmetrics.aggregation import MeanMetric
 
-        return MeanMetric(nan_strategy=float("nan")).set_dtype(torch.float64)  # "disable" forgets the weights
+        return MeanMetric(nan_strategy=float("nan")).set_dtype(
+            torch.float64
+        )  # nan_strategy="disable" would drop the weights
 
 
 class _LossMetric(_Mean):
-    """The loss itself, over all that its normaliser counts."""
+    """The mean loss, weighted by its normaliser."""
 
-    def __init__(self, loss: Any) -> None:  # noqa: ARG002  as all named metrics
+    def __init__(self, loss: Any) -> None:  # noqa: ARG002  the signature of all named metrics
         super().__init__("loss", lambda *_: (0.0, 0.0))
 
     def _arguments(self, label: Any, output: Any, module: Steps) -> tuple[Any, ...] | None:  # noqa: ARG002
@@ -261,9 +263,10 @@ def _tensors(name: str, output: Any, label: Any) -> tuple[torch.Tensor, torch.Te
 
 
 def _by_class(name: str, loss: Any, two: bool = False) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """What class metrics are told: (M, C) scores or (M,) classes, and (M,) labels, without those the loss ignores.
+    """Return a function that prepares (outputs, labels) for class metrics.
 
-    Outputs are (N, C, ...) scores for (N, ...) labels, or one number a label: a class, or how sure class 1 is.
+    It maps outputs of (N, C, ...) scores, or one number per label (a class, or the score of class 1), and labels of
+    (N, ...) to (M, C) scores or (M,) classes, and (M,) labels, without labels that the loss ignores.
     """
     ignored = _ignored(loss)
     threshold = 0.0 if isinstance(loss, nn.BCEWithLogitsLoss) else 0.5
@@ -314,7 +317,7 @@ def _top_k_accuracy(loss: Any, top_k: int = 5) -> EvalMetric:
 
 
 def _log_likelihood(name: str, loss: Any) -> Callable[[Any, Any], tuple[torch.Tensor, int]]:
-    """A batch's mean negative log-likelihood, and the labels counted."""
+    """Return a function from (label, output) to the mean negative log-likelihood and the number of counted labels."""
     ignored = _ignored(loss)
 
     def batch(label: Any, output: Any) -> tuple[torch.Tensor, int]:
@@ -352,7 +355,7 @@ def _exp(mean: float) -> float:
 
 
 def _regression(name: str, torchmetrics_name: str, **options: Any) -> Callable[[Any], EvalMetric]:
-    def make(loss: Any) -> EvalMetric:  # noqa: ARG001  as all named metrics
+    def make(loss: Any) -> EvalMetric:  # noqa: ARG001  the signature of all named metrics
         import torchmetrics.regression as regression
 
         return _Named(name, lambda _: getattr(regression, torchmetrics_name)(**options), _by_number(name))
@@ -361,7 +364,7 @@ def _regression(name: str, torchmetrics_name: str, **options: Any) -> Callable[[
 
 
 def _by_number(name: str) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """What metrics of numbers are told: both flat, in float32 at least."""
+    """Return a function that flattens outputs and labels and promotes them to at least float32."""
 
     def prepare(output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if output.numel() != label.numel():

@@ -1,4 +1,4 @@
-"""The value of a torchmetrics object over what all workers of a job have counted."""
+"""Combination of torchmetrics states over all workers of a job."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
 
 
 def value_over(workers: Workers, metric: torchmetrics.Metric | None, finish: Callable[[float], float]) -> float:
-    """What the metric computes of all workers' states together, the same bits on all; NaN if none has counted.
+    """Return the metric over all workers' states, the same bits on all; NaN if no worker has counted anything.
 
-    A collective.
+    Collective: all workers must call it.
 
     Args:
-        workers: of the job.
-        metric: this worker's, which keeps its state; None where it has counted nothing.
-        finish: what is made of the value.
+        workers: workers of the job.
+        metric: this worker's metric, whose state does not change; None if it has counted nothing.
+        finish: function from the metric's value to the result.
     """
-    everybody = workers.exchange(_states(metric) if metric is not None else None)
-    parts = [part for part in everybody if part is not None]
-    own = finish(float(_merged(metric, parts).compute())) if metric is not None else None
+    exchanged = workers.exchange(_states(metric) if metric is not None else None)
+    states = [state for state in exchanged if state is not None]
+    own = finish(float(_merge(metric, states).compute())) if metric is not None else None
     values = [value for value in workers.exchange(own) if value is not None]
     return float(values[0]) if values else float("nan")
 
 
 def _states(metric: torchmetrics.Metric) -> list[torch.Tensor]:
-    """The tensors that a torchmetrics object would gather from other processes, in its order."""
+    """Return the tensors that a torchmetrics object would gather from other processes, in its order."""
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:  # noqa: ARG001  torchmetrics' signature
@@ -42,19 +42,19 @@ def _states(metric: torchmetrics.Metric) -> list[torch.Tensor]:
     return found
 
 
-def _merged(metric: torchmetrics.Metric, parts: Sequence[Sequence[torch.Tensor]]) -> torchmetrics.Metric:
-    """A torchmetrics object that has counted what all have that ``parts`` are the `_states` of."""
-    columns = iter(list(zip(*parts, strict=True)))
+def _merge(metric: torchmetrics.Metric, states: Sequence[Sequence[torch.Tensor]]) -> torchmetrics.Metric:
+    """Return a torchmetrics object with the combined state of all workers, whose `_states` are given."""
+    columns = iter(list(zip(*states, strict=True)))
 
     def gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:  # noqa: ARG001  torchmetrics' signature
-        return [part.to(tensor.device) for part in next(columns)]
+        return [state.to(tensor.device) for state in next(columns)]
 
     merged = metric.clone()
     merged.sync(dist_sync_fn=gather, distributed_available=lambda: True)
-    states = merged.metric_state
+    combined = merged.metric_state
     merged.unsync()
-    merged.distributed_available_fn = lambda: False  # it has what others counted, and asks nobody when it computes
-    merged._computed = None  # the value it may have computed before
-    for name, state in states.items():
+    merged.distributed_available_fn = lambda: False  # compute() must not gather again
+    merged._computed = None  # drop the cached value: a private attribute, as of torchmetrics 1.4 to 1.9
+    for name, state in combined.items():
         setattr(merged, name, state)
     return merged

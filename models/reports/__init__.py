@@ -1,1 +1,1 @@
-"""Pictures of a run while it trains: a page of its own, and what TensorBoard shows."""
+"""Reports of a run while it trains: an HTML progress page and TensorBoard scalars."""

@@ -1,4 +1,4 @@
-"""Reads a run's progress off the callbacks of `fit`, without running anything of the step again."""
+"""Measurement of a run's progress from the callbacks of `fit`, without repeating any computation of the step."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """Reads points off the callbacks of `fit`.
+    """Builds points from the callbacks of `fit`.
 
-    The loss is the one that the step computed. The metric is `fit`'s own once more, over single batches: a copy of it,
-    so that nobody's counting is disturbed, and only of batches that are asked for.
+    The loss is the one that the step computed. The metric is evaluated on single batches, on request, by a copy of
+    `fit`'s metric.
     """
 
     def __init__(self, module: Module) -> None:
-        """Begin to measure ``module``."""
+        """Start to measure ``module``."""
         self._module = module
         self._metric: EvalMetric | None = None
-        self._copied: EvalMetric | None = None  # what that is a copy of
+        self._copied: EvalMetric | None = None  # the original of the copy
         self.begin_run()
 
     def begin_run(self) -> None:
-        """Expect the first update of a run, whose seconds are not those of a step."""
+        """Start a run; the time of its first update is not counted, because it includes set-up."""
         self._since: float | None = None
         self._seen: list[int] = []
         self._waited = 0.0
@@ -41,7 +41,7 @@ class Meter:
 
     def _begin_point(self) -> None:
         self.updates = 0
-        """How many are measured since the last `point`."""
+        """Number of updates since the last `point`."""
         self._losses: list[torch.Tensor] = []
         self._values: dict[str, float] = {}
         self._seconds = self._waiting = 0.0
@@ -49,21 +49,21 @@ class Meter:
         self._total = 0
 
     def pause(self) -> None:
-        """Leave out what has passed since the last update, such as validation."""
+        """Exclude the time since the last update, such as that of a validation."""
         if self._since is not None:
             self._since = time.perf_counter()
 
     def count(self, param: BatchEndParam, *, measure: bool) -> None:
-        """Count an update.
+        """Add an update.
 
         Args:
-            param: what the callback was told.
-            measure: whether the metric is taken of its last batch.
+            param: argument of the batch-end callback.
+            measure: True to evaluate the metric on its last batch.
         """
         now, module = time.perf_counter(), self._module
         seen, waited = module.replicas.samples_seen, module.seconds_waiting
         if param.epoch != self._epoch:
-            self._epoch, before = param.epoch, [0] * len(seen)  # they are counted by epoch
+            self._epoch, before = param.epoch, [0] * len(seen)  # the counters restart in each epoch
         else:
             before = self._seen
         if self._since is not None:
@@ -78,7 +78,7 @@ class Meter:
         self._since, self._seen, self._waited = now, seen, waited
         self.updates += 1
         data = param.locals.get("data")
-        if data is not None:  # None: this worker had no part of the batch
+        if data is not None:  # None: this worker had no samples in the batch
             self._losses.append(module.get_loss())
             if measure:
                 self._measure(param)
@@ -94,14 +94,14 @@ class Meter:
     def _copy(self, metric: EvalMetric) -> EvalMetric | None:
         try:
             return copy.deepcopy(metric)
-        except (TypeError, RuntimeError) as error:  # a user's own may hold what has no copy
+        except (TypeError, RuntimeError) as error:  # a user's metric may hold objects without copy
             self._module.logger.warning(
-                "%s cannot be copied, so there is no curve of it over batches: %s", type(metric).__name__, error
+                "%s cannot be copied, so its curve over batches is missing: %s", type(metric).__name__, error
             )
             return None
 
     def point(self, when: float) -> Point:
-        """What was counted since the last point, at ``when`` seconds into the run; begins the next."""
+        """Return the point of all updates since the last one, at ``when`` seconds into the run, and start the next."""
         losses = torch.stack([loss.double() for loss in self._losses]).tolist() if self._losses else []
         point = Point(
             self._module.step,
@@ -123,16 +123,16 @@ class Meter:
 
 
 def labels(module: Module) -> list[str]:
-    """The names of a module's contexts, each its own."""
+    """Return a unique label for each context of a module."""
     names = [str(context) for context in module.contexts]
     return [
-        f"{name} #{names[:place].count(name) + 1}" if names.count(name) > 1 else name
-        for place, name in enumerate(names)
+        f"{name} #{names[:index].count(name) + 1}" if names.count(name) > 1 else name
+        for index, name in enumerate(names)
     ]
 
 
 def samples_of_job(module: Module, param: BatchEndParam, own: int) -> int:
-    """How many samples all workers had in an update; ``own`` where that is not known."""
+    """Return the number of samples of all workers in an update; ``own`` if it is unknown."""
     plan = module.position.plan
     if module.workers.count == 1 or "samples" not in plan:
         return own

@@ -1,4 +1,4 @@
-"""A page that shows how training goes while it runs, and stays as the run's record."""
+"""HTML page with the progress of a run, updated while it trains and kept as its record."""
 
 from __future__ import annotations
 
@@ -24,34 +24,32 @@ if TYPE_CHECKING:
 FORMAT = "gangline training progress 1"
 _DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 _TEMPLATE = Path(__file__).with_name("page.html")
-_MOST_OF_THE_TIME = 0.02  # that writing may take
+_MAX_WRITING = 0.02  # fraction of the time
 
 
 class TrainingProgress:
-    """Writes an HTML page of loss, metric, validation, learning rate, throughput and waiting; a callback of `fit`.
+    """Callback of `fit` that writes an HTML page of loss, metrics, learning rate, throughput and waiting time.
 
-    Give it to `fit` as batch_end_callback, epoch_end_callback and eval_end_callback. The page is one file that needs no
-    network; it reloads itself until training has ended. Its numbers lie in it as JSON, in ``<script id="data">``. A
-    page is replaced whole, so that nobody reads a torn one. In a job every worker has a `TrainingProgress`, and rank 0
-    writes.
+    Give it to `fit` as batch_end_callback, epoch_end_callback and eval_end_callback. The page is one file without
+    external resources; it reloads itself until training ends. The script element with id "data" holds its numbers as
+    JSON. The file is replaced atomically. In a job every worker has a `TrainingProgress`, and rank 0 writes.
 
-    A run that goes on from a checkpoint goes on with the page that lies there, from where the checkpoint stood; a run
-    that begins anew begins the page anew.
+    A run resumed from a checkpoint continues an existing page from the checkpoint's position; a new run overwrites it.
     """
 
     def __init__(self, module: Module, path: str | Path, every_seconds: float = 2.0, title: str = "") -> None:
-        """Say what is shown, and where; what lies there is read.
+        """Read an existing page.
 
         Args:
-            module: what `fit` trains.
-            path: of the page, such as "training-progress.html".
-            every_seconds: how often the page is written at most; it is written as training ends in any case.
-            title: what the page calls the run; else the network's class.
+            module: module that `fit` trains.
+            path: path of the page, such as "training-progress.html".
+            every_seconds: minimum time between two writes; the page is always written when training ends.
+            title: title of the page; "": the class of the network.
 
         Raises:
-            FileNotFoundError: the folder of ``path`` is not there.
-            ValueError: ``path`` is a folder, or holds something else than such a page; ``every_seconds`` is no time.
-            OSError: the folder cannot be written in.
+            FileNotFoundError: if the folder of ``path`` does not exist.
+            ValueError: if ``path`` is a folder or a file of another kind, or ``every_seconds`` is negative or NaN.
+            OSError: if the folder is not writable.
         """
         if not every_seconds >= 0:
             raise ValueError(f"every_seconds is {every_seconds!r}; expected a number of seconds, 0 or more")
@@ -66,11 +64,11 @@ class TrainingProgress:
         self._cannot_write = False
 
     def __call__(self, when: int | BatchEndParam, *_: Any) -> None:
-        """Count a batch, a scoring or the end of an epoch, and write the page if it is time."""
+        """Record a batch, a validation or the end of an epoch, and write the page if it is due."""
         if not self._module.workers.is_first:
             return
         if isinstance(when, BatchEndParam):
-            if "data" in when.locals:  # what `fit` says of a batch; of a scoring it does not
+            if "data" in when.locals:  # a batch; the locals of a validation have no data
                 self._count(when)
             else:
                 self._validated(when)
@@ -80,7 +78,7 @@ class TrainingProgress:
             self._meter.pause()
 
     def close(self) -> None:
-        """Write the page for good; `fit` does it when it ends."""
+        """Write the final page; `fit` calls this when it ends."""
         if not self._running:
             return
         self._add_point()
@@ -104,12 +102,12 @@ class TrainingProgress:
             self._add_point()
 
     def _begin(self, param: BatchEndParam) -> None:
-        """Go on with the record where this run begins."""
+        """Start a run, at the end of the record or at an earlier checkpoint."""
         begins_at = self._module.step - param.batches
         if begins_at == 0:
             if self._record.points:
                 self._module.logger.warning(
-                    "%s held %d batches of an earlier run; this one begins anew, and the page with it",
+                    "%s held %d batches of an earlier run; this new run overwrites it",
                     self.path,
                     self._record.points[-1].step,
                 )
@@ -119,7 +117,7 @@ class TrainingProgress:
         self._meter.begin_run()
         self._begun = time.perf_counter() - self._record.seconds
         self._running, self._due = True, 0.0
-        self._handled = sys.exception()  # of a caller's own, which is not why training ends
+        self._handled = sys.exception()  # an exception that the caller handles already, not the reason for the end
 
     def _add_point(self) -> None:
         if self._meter.updates:
@@ -151,38 +149,40 @@ class TrainingProgress:
                 self._aside.write_text(page(data), encoding="utf-8")
                 self._aside.replace(self.path)
             finally:
-                self._aside.unlink(missing_ok=True)  # where something came between
-        except OSError as error:  # a full disk should cost the picture, not the training
+                self._aside.unlink(missing_ok=True)  # after an error
+        except OSError as error:  # a full disk must not stop training
             if not self._cannot_write:
-                self._module.logger.warning("the page %s cannot be written for now: %s", self.path, error)
+                self._module.logger.warning("the page %s cannot be written at the moment: %s", self.path, error)
             self._cannot_write = True
         now = time.perf_counter()
-        self._due = now + max(self.every_seconds, (now - began) / _MOST_OF_THE_TIME)
+        self._due = now + max(self.every_seconds, (now - began) / _MAX_WRITING)
 
 
 def page(data: dict[str, Any]) -> str:
-    """The page of these data."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")  # no tag ends early
+    """Return the page with these data."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace(
+        "<", "\\u003c"
+    )  # so that the data cannot close the script tag
     parts = {"@title@": html.escape(data["title"]), "@data@": text}
     template = _TEMPLATE.read_text(encoding="utf-8")
-    return re.sub("|".join(parts), lambda place: parts[place[0]], template)
+    return re.sub("|".join(parts), lambda match: parts[match[0]], template)
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The data of a page.
+    """Return the data of a page.
 
     Raises:
-        FileNotFoundError: it is not there.
-        ValueError: it is something else.
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file is not a progress page.
     """
     try:
         found = _DATA.search(Path(path).read_text(encoding="utf-8"))
         data = json.loads(found[1]) if found else None
-    except ValueError:  # no text, or no JSON
+    except ValueError:  # not text, or not JSON
         data = None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError(
-            f"{path} is there and is no page of gangline's training progress; give another path, or move it away"
+            f"{path} exists and is not a training progress page of gangline; give another path, or move it away"
         )
     return data
 
@@ -192,11 +192,11 @@ def _record(path: Path) -> Record:
     try:
         return Record.from_data(data)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"the data of the page {path} make no sense, {error!r}; move it away") from error
+        raise ValueError(f"the data of the page {path} are invalid, {error!r}; move it away") from error
 
 
 def settings(module: Module, param: BatchEndParam) -> dict[str, str]:
-    """What a run was set to do, in words, once it has begun."""
+    """Return the settings of a started run, as text by name."""
     workers, plan = module.workers, module.position.plan
     parameters = sum(parameter.numel() for parameter in module.network.parameters())
     trained = sum(parameter.numel() for parameter in module.replicas.first.parameters.values())
@@ -204,33 +204,34 @@ def settings(module: Module, param: BatchEndParam) -> dict[str, str]:
     data = param.locals["data"]
     size = plan.get("batch_size") or (num_samples(data, "data") if data is not None else None)
     loss = module.loss.loss
-    said = {
+    texts = {
         "network": f"{type(module.network).__name__}, {parameters:,} parameters"
-        + (f", {trained:,} of them trained" if trained != parameters else ""),
+        + (f", {trained:,} trained" if trained != parameters else ""),
         "loss": "the network's output" if loss is None else getattr(loss, "__name__", type(loss).__name__),
         "contexts": ", ".join(map(str, module.contexts)),
         "loads": ", ".join(f"{load:g}" for load in module.work_load_list) + (" (auto)" if module.auto else ""),
         "store": str(getattr(store, "type", store)),
         "optimizer": f"{optimizer if isinstance(optimizer, str) else optimizer.__name__}, "
         + ", ".join(f"{name} {value}" for name, value in arguments.items()),
-        "batch size": f"{size or ''}" + (f", {param.batches} batches an update" if param.batches > 1 else ""),
+        "batch size": f"{size or ''}" + (f", {param.batches} batches per update" if param.batches > 1 else ""),
         "samples": f"{plan['samples']:,}" if "samples" in plan else "",
         "workers": "",
         "PyTorch": torch.__version__,
     }
     if workers.count > 1:
         shared = "samples" in plan
-        said["workers"] = f"{workers.count}; loss, training metric, contexts and waiting are of worker 0" + (
-            "" if shared else ", throughput too"
+        texts["workers"] = (
+            f"{workers.count}; loss, training metric, contexts and waiting time are those of worker 0"
+            + ("" if shared else ", throughput too")
         )
-    return {name: words for name, words in said.items() if words}
+    return {name: text for name, text in texts.items() if text}
 
 
 def _check_writable(path: Path, aside: Path) -> None:
     if path.is_dir():
         raise ValueError(f"{path} is a folder; expected the path of a page, such as {path / 'training-progress.html'}")
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"the folder {path.parent} of the page {path.name} is not there; make it first")
+        raise FileNotFoundError(f"the folder {path.parent} of the page {path.name} does not exist; create it first")
     try:
         aside.touch()
         aside.unlink()

@@ -1,4 +1,4 @@
-"""What is known of a run's progress: points, validations and epochs, thinned out so that a long run's stay few."""
+"""Record of a run's progress: points, validations and epochs, merged pairwise so that a long run stays small."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ _LESS_IS_BETTER = {"cross-entropy", "loss", "mae", "mse", "nll-loss", "perplexit
 
 @dataclass
 class Point:
-    """Some updates in a row; what is of "the worker" is rank 0's own where there are several."""
+    """Consecutive updates; in a job, "this worker" is rank 0."""
 
     step: int
-    """Batches trained on at the end of it, since the run's first beginning; `Module.step`."""
+    """Number of batches by its end, from the start of the first run; `Module.step`."""
     epoch: int
     time: float
-    """Seconds of training at the end of it, since the run's first beginning."""
+    """Seconds of training by its end, from the start of the first run."""
     updates: int
     loss: float | None
-    """The worker's, a mean over the updates' last batches; None where it had no samples of them."""
+    """Mean loss of this worker over the last batch of each update; None if it had no samples."""
     loss_min: float | None
     loss_max: float | None
     metrics: dict[str, float]
-    """The worker's, of its last measured batch, or where points were merged a mean over such batches."""
+    """Metrics of this worker on the last measured batch; for a merged point the mean over such batches."""
     learning_rate: float
     seconds: float
-    """What the updates took; those of a run's first one, which everything begins in, are left out."""
+    """Duration of the updates without the first one of a run, which includes set-up."""
     waiting: float
-    """How many of the seconds the training thread waited for the store; see `Module.seconds_waiting`."""
+    """Seconds of them in which the training thread waited for the store; see `Module.seconds_waiting`."""
     samples: dict[str, int]
-    """What each context of the worker trained on in these seconds."""
+    """Number of samples in these seconds per context of this worker."""
     total: int
-    """What all workers trained on in these seconds; where they read batches of their own, this worker."""
+    """Number of samples in these seconds of all workers; of this worker if workers have batches of their own."""
 
 
 _COLUMNS = [column.name for column in fields(Point) if column.name not in ("metrics", "samples")]
@@ -45,7 +45,7 @@ _COLUMNS = [column.name for column in fields(Point) if column.name not in ("metr
 
 @dataclass
 class Validation:
-    """What a scoring in `fit` gave."""
+    """The metrics of a validation in `fit`."""
 
     step: int
     epoch: int
@@ -55,14 +55,14 @@ class Validation:
 
 @dataclass
 class Record:
-    """A run's points, validations, and the steps at which its epochs began; of each at most `MOST_POINTS` are kept."""
+    """Points, validations and first steps of epochs of a run, at most `MOST_POINTS` of each."""
 
     points: list[Point] = field(default_factory=list)
     per_point: int = 1
-    """How many updates a new point is to have; doubles whenever pairs of points become one."""
+    """Number of updates of a new point; doubles whenever points are merged pairwise."""
     validations: list[Validation] = field(default_factory=list)
     epochs: dict[int, int] = field(default_factory=dict)
-    """The step before the first one of each epoch."""
+    """The number of steps before each epoch."""
 
     def add(self, point: Point) -> None:
         """Append a point."""
@@ -74,32 +74,32 @@ class Record:
             self.per_point *= 2
 
     def add_validation(self, validation: Validation) -> None:
-        """Append a validation; when there are many, every other goes, but none that is a best one."""
+        """Append a validation; at the limit drop every second one, but none of the best."""
         self.validations.append(validation)
         if len(self.validations) >= MOST_POINTS:
             best = list(self.best().values())
-            kept = [place % 2 == 1 or any(v is one for one in best) for place, v in enumerate(self.validations)]
+            kept = [index % 2 == 1 or any(v is each for each in best) for index, v in enumerate(self.validations)]
             self.validations = list(itertools.compress(self.validations, kept))
 
     def begin_epoch(self, epoch: int, step: int) -> None:
-        """Note where an epoch begins, unless that is known."""
+        """Record the step at which an epoch begins, unless it is recorded already."""
         self.epochs.setdefault(epoch, step)
         if len(self.epochs) >= MOST_POINTS:
             self.epochs = dict(list(self.epochs.items())[1::2])
 
     @property
     def seconds(self) -> float:
-        """How long the run has taken so far."""
+        """Seconds of training so far."""
         return max([0.0, *(p.time for p in self.points[-1:]), *(v.time for v in self.validations[-1:])])
 
     def go_back_to(self, step: int) -> None:
-        """Forget what came after a step: training goes on from there."""
+        """Drop everything after a step, from which training resumes."""
         self.points = [point for point in self.points if point.step <= step]
         self.validations = [validation for validation in self.validations if validation.step <= step]
         self.epochs = {epoch: begun for epoch, begun in self.epochs.items() if begun < step}
 
     def best(self) -> dict[str, Validation]:
-        """The validation with the best value of each metric, the first of equals; a loss is best where it is least."""
+        """Return the first validation with the best value of each metric: the smallest for losses, else the largest."""
         best: dict[str, Validation] = {}
         for validation in self.validations:
             for name, value in validation.values.items():
@@ -108,7 +108,7 @@ class Record:
         return best
 
     def data(self) -> dict[str, Any]:
-        """The record as plain data, columns of numbers; what is not finite is a string, what is not there None."""
+        """Return the record as plain data: columns of numbers, strings for non-finite ones, None for missing ones."""
         plain = {name: [_plain(getattr(point, name)) for point in self.points] for name in _COLUMNS}
         metrics = dict.fromkeys(name for point in self.points for name in point.metrics)
         contexts = dict.fromkeys(label for point in self.points for label in point.samples)
@@ -131,18 +131,18 @@ class Record:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Record:
-        """The record that `data` was made of, to six digits.
+        """Return the record from the result of `data`, to six digits.
 
         Raises:
-            KeyError, TypeError, ValueError: it is something else.
+            KeyError, TypeError, ValueError: if the data have another form.
         """
         columns, metrics, samples = data["points"], data["points"]["metrics"], data["points"]["samples"]
         points = []
-        for place in range(len(columns["step"])):
-            values = {name: columns[name][place] for name in _COLUMNS}
+        for row_number in range(len(columns["step"])):
+            values = {name: columns[name][row_number] for name in _COLUMNS}
             row: dict[str, Any] = {n: float(v) if isinstance(v, str) else v for n, v in values.items()}
-            own = {name: float(column[place]) for name, column in metrics.items() if column[place] is not None}
-            counts = {label: int(column[place]) for label, column in samples.items()}
+            own = {name: float(v[row_number]) for name, v in metrics.items() if v[row_number] is not None}
+            counts = {label: int(column[row_number]) for label, column in samples.items()}
             points.append(Point(**row, metrics=own, samples=counts))
         validations = [
             Validation(**{**each, "values": {name: float(value) for name, value in each["values"].items()}})
@@ -180,7 +180,7 @@ def _is_better(name: str, value: float, best: float) -> bool:
 
 
 def _plain(value: float | None) -> Any:
-    """A number as JSON has it, short."""
+    """Return a number for JSON, rounded to six digits."""
     if value is None or isinstance(value, int):
         return value
     return float(f"{value:.6g}") if math.isfinite(value) else str(value)

@@ -1,4 +1,4 @@
-"""The progress of training as scalars that TensorBoard shows."""
+"""TensorBoard scalars of the progress of training."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
 
 
 class TensorBoard:
-    """Writes loss, metric, validation, learning rate, throughput and waiting for TensorBoard; a callback of `fit`.
+    """Callback of `fit` that writes loss, metrics, learning rate, throughput and waiting time for TensorBoard.
 
     Give it to `fit` as batch_end_callback, epoch_end_callback and eval_end_callback. The tags are train/loss,
-    train/METRIC, validation/METRIC, learning_rate, samples_per_second, samples_per_second_of/CONTEXT (where there are
-    several) and waiting, the share of the time, 0 to 1, in which training waited for the store. Steps are batches since
-    the run's first beginning; a run that goes on from a checkpoint replaces what came after it. In a job every worker
-    has a `TensorBoard`, and rank 0 writes; loss, training metric and contexts are its own.
+    train/METRIC, validation/METRIC, learning_rate, samples_per_second, samples_per_second_of/CONTEXT (for several
+    contexts) and waiting, the fraction of the time in which training waited for the store. Steps count batches from the
+    start of the first run; a resumed run replaces the scalars after its checkpoint. In a job every worker has a
+    `TensorBoard`, and rank 0 writes; loss, training metric and contexts are rank 0's own.
     """
 
     def __init__(self, module: Module, folder: str | Path, period: int = 10) -> None:
-        """Say what is shown, and where.
+        """Create the folder.
 
         Args:
-            module: what `fit` trains.
-            folder: where the event files go; made if it is not there.
-            period: every so many updates; the loss is a mean over them, the metric that of the last one's batch.
+            module: module that `fit` trains.
+            folder: folder of the event files; created if missing.
+            period: updates per point; the loss is their mean, the metric is of the last batch.
 
         Raises:
-            ImportError: the package tensorboard is missing.
-            ValueError: ``folder`` is a file, or ``period`` below 1.
+            ImportError: if the package tensorboard is not installed.
+            ValueError: if ``folder`` is a file, or ``period`` is below 1.
         """
         _writer()
         if period < 1:
@@ -50,12 +50,12 @@ class TensorBoard:
         self._begun = 0.0
 
     def __call__(self, when: int | BatchEndParam, *_: Any) -> None:
-        """Count a batch, a scoring or the end of an epoch."""
+        """Record a batch, a validation or the end of an epoch."""
         if not self._module.workers.is_first:
             return
         if not isinstance(when, BatchEndParam):
             self._meter.pause()
-        elif "data" in when.locals:  # what `fit` says of a batch; of a scoring it does not
+        elif "data" in when.locals:  # a batch; the locals of a validation have no data
             self._count(when)
         elif self._events is not None:
             for name, value in when.eval_metric.get_global_name_value():
@@ -64,7 +64,7 @@ class TensorBoard:
             self._meter.pause()
 
     def close(self) -> None:
-        """Write what is left; `fit` does it when it ends."""
+        """Write the last point; `fit` calls this when it ends."""
         if self._events is not None:
             self._add_point()
             self._events.close()
@@ -89,7 +89,7 @@ class TensorBoard:
         if point.loss is not None:
             values["train/loss"] = point.loss
         values["learning_rate"] = point.learning_rate
-        if point.seconds:  # those of a run's first update are not known
+        if point.seconds:  # the time of a run's first update is not counted
             values["samples_per_second"] = point.total / point.seconds
             values["waiting"] = point.waiting / point.seconds
             if len(point.samples) > 1:
@@ -103,7 +103,5 @@ def _writer() -> type[SummaryWriter]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ImportError(
-            f"TensorBoard needs the package tensorboard, which is not there ({error}): pip install tensorboard"
-        ) from error
+        raise ImportError(f"TensorBoard needs the package tensorboard ({error}): pip install tensorboard") from error
     return SummaryWriter

@@ -1,8 +1,8 @@
-"""Networks by name; a file each."""
+"""Networks by name, one file per architecture, and transfer learning."""
 
 from __future__ import annotations
 
-from gangline.models.zoo import alexnet, lenet, mlp, resnet
-from gangline.models.zoo.registry import Entry, create, find, names, register
+from gangline.models.zoo import alexnet, lenet, mlp, resnet  # registers them
+from gangline.models.zoo.registry import Entry, create, create_network, find, names, register
 
-__all__ = ["Entry", "alexnet", "create", "find", "lenet", "mlp", "names", "register", "resnet"]
+__all__ = ["Entry", "alexnet", "create", "create_network", "find", "lenet", "mlp", "names", "register", "resnet"]

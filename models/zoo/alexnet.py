@@ -14,27 +14,27 @@ from torch import nn
 from gangline.models.zoo.registry import register
 
 _LEAST = 63
-"""Pixels an edge, of which the third pooling leaves one; one pixel less leaves none."""
+"""Smallest height and width in pixels: the third pooling leaves one pixel of them."""
 
 
 @register("alexnet", image_shape=(3, 224, 224))
 def alexnet(num_classes: int = 1000, dropout: float = 0.5) -> nn.Module:
-    """AlexNet, 61.1 million parameters for 1,000 classes; arguments as of `AlexNet`."""
+    """Build AlexNet, 61.1 million parameters for 1,000 classes; see `AlexNet` for the arguments."""
     return AlexNet(num_classes, dropout)
 
 
 class AlexNet(nn.Module):
-    """Five convolutions, pooling to 6x6 whatever the image's size, and three linear layers with dropout before two."""
+    """Five convolutions, adaptive pooling to 6x6, and three linear layers, two of them after dropout."""
 
     def __init__(self, num_classes: int = 1000, dropout: float = 0.5) -> None:
-        """Build the layers; weights begin as He et al. 2015 ("Delving deep into rectifiers") say, biases at 0.
+        """Build the layers; weights are initialised by He et al. 2015 ("Delving deep into rectifiers"), biases are 0.
 
         Args:
-            num_classes: how many outputs there are.
-            dropout: the share of its inputs that each of the first two linear layers goes without in training.
+            num_classes: number of outputs.
+            dropout: probability that an input of the first two linear layers is zeroed in training.
 
         Raises:
-            ValueError: ``dropout`` is not from 0 to 1.
+            ValueError: if ``dropout`` is not in [0, 1].
         """
         super().__init__()
         self.features = nn.Sequential(
@@ -66,19 +66,19 @@ class AlexNet(nn.Module):
             for (
                 name,
                 parameter,
-            ) in self.named_parameters():  # drawn by torch from +-1/sqrt(inputs), He's is sqrt(6) wider
+            ) in self.named_parameters():  # torch's bound is 1/sqrt(fan_in), He's sqrt(6) wider
                 parameter.mul_(0.0 if name.endswith("bias") else math.sqrt(6))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits of shape (batch, num_classes) for images of (batch, 3, height, width), both of at least 63 pixels.
+        """Return logits (batch, num_classes) for images (batch, 3, height, width) of at least 63 x 63 pixels.
 
         Raises:
-            ValueError: the images have another shape or are smaller.
+            ValueError: if the images have another shape or are smaller.
         """
         if images.ndim != 4 or images.shape[1] != 3 or min(images.shape[2:]) < _LEAST:
             raise ValueError(
-                f"alexnet got images of shape {tuple(images.shape)}; expected (batch, 3, height, width), both edges of "
-                f"at least {_LEAST} pixels: resize them"
+                f"alexnet got images of shape {tuple(images.shape)}; expected (batch, 3, height, width) with "
+                f"height and width of at least {_LEAST} pixels: resize them"
             )
         logits: torch.Tensor = self.classifier(self.avgpool(self.features(images)).flatten(1))
         return logits

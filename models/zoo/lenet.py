@@ -1,4 +1,4 @@
-"""LeNet as MXNet's examples have it: tanh, 20 and 50 channels of 5x5, 500 hidden units.
+"""LeNet of MXNet's examples: tanh, 20 and 50 channels of 5x5, 500 hidden units.
 
 After LeCun, Bottou, Bengio and Haffner, "Gradient-based learning applied to document recognition", 1998.
 """
@@ -14,7 +14,7 @@ from gangline.models.zoo.registry import register
 
 @register("lenet", image_shape=(1, 28, 28))
 def lenet(num_classes: int = 10) -> nn.Module:
-    """LeNet for images of (1, 28, 28); outputs (batch, num_classes) logits."""
+    """Build LeNet: images (batch, 1, 28, 28) to logits (batch, num_classes)."""
     return nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(1, 20, 5),

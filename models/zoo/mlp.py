@@ -1,4 +1,4 @@
-"""Perceptrons: one of 128 and 64 hidden units with ReLU, as in MXNet's examples, and one that is mostly weights."""
+"""Perceptrons: 128 and 64 hidden units with ReLU, as in MXNet's examples, and a wide one for benchmarks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gangline.models.zoo.registry import register
 
 @register("mlp", image_shape=(1, 28, 28))
 def mlp(num_classes: int = 10, num_inputs: int = 28 * 28) -> nn.Module:
-    """A perceptron over ``num_inputs`` flattened inputs; outputs (batch, num_classes) logits."""
+    """Build a perceptron: inputs flattened to ``num_inputs`` values, to logits (batch, num_classes)."""
     return nn.Sequential(
         OrderedDict(
             flatten=nn.Flatten(),
@@ -26,7 +26,7 @@ def mlp(num_classes: int = 10, num_inputs: int = 28 * 28) -> nn.Module:
 
 @register("wide_mlp", image_shape=(1, 28, 28))
 def wide_mlp(num_classes: int = 10, num_inputs: int = 28 * 28) -> nn.Module:
-    """Two hidden layers of 2,048 units: with small batches its gradients cost more than its arithmetic."""
+    """Build a perceptron with two hidden layers of 2,048 units: with small batches, communication dominates."""
     return nn.Sequential(
         OrderedDict(
             flatten=nn.Flatten(),

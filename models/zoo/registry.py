@@ -1,4 +1,4 @@
-"""The registry of networks that `--network` and users' own code share."""
+"""Registry of network builders, for `create` and ``--network``."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Builder = TypeVar("Builder", bound=Callable[..., nn.Module])
 
 @dataclass(frozen=True)
 class Entry:
-    """A network's builder and what it takes."""
+    """A network's builder and its input shape."""
 
     build: Callable[..., nn.Module]
     known_image_shape: tuple[int, int, int] | None
-    """(channels, height, width) of the images it takes when built with defaults; None where its builder says none."""
+    """(channels, height, width) of its input when built with defaults; None if its builder does not define it."""
     name: str = ""
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """The same; ValueError where nobody knows."""
+        """The input shape; ValueError if it is unknown."""
         if self.known_image_shape is None:
             raise ValueError(
-                f"network {self.name!r} does not say what images it takes; give --image-shape, such as "
+                f"network {self.name!r} does not define its image shape; give --image-shape, such as "
                 "--image-shape 3,64,64, or set it on its builder: build.image_shape = (3, 64, 64)"
             )
         return self.known_image_shape
@@ -39,10 +39,10 @@ _networks: dict[str, Entry] = {}
 
 
 def register(name: str, image_shape: tuple[int, int, int] = (3, 224, 224)) -> Callable[[Builder], Builder]:
-    """Function decorator: have `create` and ``--network`` know a builder that takes ``num_classes``.
+    """Decorator: register a builder with a parameter ``num_classes``, for `create` and ``--network``.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: if the name is registered already.
     """
     if name in _networks:
         raise ValueError(f"a network named {name!r} is registered already")
@@ -55,18 +55,18 @@ def register(name: str, image_shape: tuple[int, int, int] = (3, 224, 224)) -> Ca
 
 
 def names() -> list[str]:
-    """All registered names, in order."""
+    """Return all registered names, sorted."""
     return sorted(_networks)
 
 
 def find(name: str) -> Entry:
-    """The entry of a registered name, or of "package.module:builder"; the latter's module is imported.
+    """Return the entry of a registered name, or import "package.module:builder".
 
     Raises:
-        ValueError: an unknown name, with the list; or as `own.resolve`.
-        RuntimeError: the module fails when it is imported.
+        ValueError: if the name is unknown; or as `import_by_name.resolve`.
+        RuntimeError: if the module fails on import.
     """
-    if import_by_name.is_own(name):
+    if import_by_name.is_module_path(name):
         return Entry(import_by_name.network_builder(name), import_by_name.image_shape_of(name), name)
     if name not in _networks:
         raise ValueError(
@@ -79,20 +79,22 @@ def create(name: str, num_classes: int | None = 10, *, weights: str | Path | Non
     """Build a network.
 
     Args:
-        name: a registered name, or "package.module:builder" of the user's own, which gets ``num_classes`` if it takes
-            that.
-        num_classes: how many outputs it has; None leaves that to the builder.
-        weights: a ``.safetensors`` file, or a ``.pth`` or ``.pt`` file of plain tensors, to fill it from.
-        options: further arguments of its builder.
+        name: a registered name, or "package.module:builder" of the user's own, which gets ``num_classes`` if it has
+            such a parameter.
+        num_classes: number of outputs; None: the builder's default.
+        weights: a ``.safetensors`` file, or a ``.pth`` or ``.pt`` file of plain tensors, to load.
+        options: further arguments of the builder.
 
     Raises:
-        ValueError: an unknown name, or weights that do not fit; what is found under a name of the user's own gives no
-            network.
-        RuntimeError: names are missing from the weights; a builder of the user's own fails.
-        FileNotFoundError: the weights are not there.
+        ValueError: if the name is unknown, the weights do not fit, or a builder does not return a network.
+        RuntimeError: if the weights lack a parameter, or a builder of the user's own fails.
+        FileNotFoundError: if there is no such file of weights.
     """
     classes = {} if num_classes is None else {"num_classes": num_classes}
     network = find(name).build(**classes, **options)
     if weights is not None:
         load_weights(network, weights)
     return network
+
+
+create_network = create  # the name outside of this package, which has other functions called create

@@ -1,8 +1,8 @@
-"""Residual networks of 18 to 152 layers, with torchvision's parameter names, so that its weights load.
+"""Residual networks of 18 to 152 layers with torchvision's parameter names, so that its weights load.
 
-After He, Zhang, Ren and Sun, "Deep residual learning for image recognition", 2015. Bottlenecks differ from the paper in
-one thing, as torchvision's do: the stride is on the 3x3 convolution, not on the 1x1 before it, which would skip three
-quarters of its input. Images may have any height and width from 32 up, since the last features are averaged over them.
+After He, Zhang, Ren and Sun, "Deep residual learning for image recognition", 2015. Bottlenecks differ from the paper as
+torchvision's do: the stride is on the 3x3 convolution, not on the 1x1 before it, which would skip three quarters of its
+input. Images may have any height and width of at least 32 pixels, because the last features are averaged.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from gangline.models.zoo.registry import register
 
 @register("resnet18", image_shape=(3, 224, 224))
 def resnet18(num_classes: int = 1000, zero_init_residual: bool = False) -> nn.Module:
-    """18 layers, 11.7 million parameters; arguments as of `ResNet`."""
+    """Build ResNet-18, 11.7 million parameters; see `ResNet` for the arguments."""
     return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, zero_init_residual)
 
 
 @register("resnet34", image_shape=(3, 224, 224))
 def resnet34(num_classes: int = 1000, zero_init_residual: bool = False) -> nn.Module:
-    """34 layers, 21.8 million parameters; arguments as of `ResNet`."""
+    """Build ResNet-34, 21.8 million parameters; see `ResNet` for the arguments."""
     return ResNet(BasicBlock, (3, 4, 6, 3), num_classes, zero_init_residual)
 
 
 @register("resnet50", image_shape=(3, 224, 224))
 def resnet50(num_classes: int = 1000, zero_init_residual: bool = False) -> nn.Module:
-    """50 layers, 25.6 million parameters; arguments as of `ResNet`."""
+    """Build ResNet-50, 25.6 million parameters; see `ResNet` for the arguments."""
     return ResNet(Bottleneck, (3, 4, 6, 3), num_classes, zero_init_residual)
 
 
 @register("resnet101", image_shape=(3, 224, 224))
 def resnet101(num_classes: int = 1000, zero_init_residual: bool = False) -> nn.Module:
-    """101 layers, 44.5 million parameters; arguments as of `ResNet`."""
+    """Build ResNet-101, 44.5 million parameters; see `ResNet` for the arguments."""
     return ResNet(Bottleneck, (3, 4, 23, 3), num_classes, zero_init_residual)
 
 
 @register("resnet152", image_shape=(3, 224, 224))
 def resnet152(num_classes: int = 1000, zero_init_residual: bool = False) -> nn.Module:
-    """152 layers, 60.2 million parameters; arguments as of `ResNet`."""
+    """Build ResNet-152, 60.2 million parameters; see `ResNet` for the arguments."""
     return ResNet(Bottleneck, (3, 8, 36, 3), num_classes, zero_init_residual)
 
 
@@ -55,13 +55,13 @@ class ResNet(nn.Module):
         num_classes: int = 1000,
         zero_init_residual: bool = False,
     ) -> None:
-        """Build the layers; convolutions begin as He et al. 2015 ("Delving deep into rectifiers") say, by fan-out.
+        """Build the layers; convolutions are initialised by He et al. 2015 ("Delving deep into rectifiers"), fan-out.
 
         Args:
-            block: the kind of residual block.
-            depths: how many blocks each stage has.
-            num_classes: how many outputs there are.
-            zero_init_residual: begin with every block as the identity: the scale of its last BatchNorm is 0, not 1
+            block: class of the residual blocks.
+            depths: number of blocks in each stage.
+            num_classes: number of outputs.
+            zero_init_residual: initialise every block as the identity: the scale of its last BatchNorm is 0, not 1
                 (Goyal et al., "Accurate, large minibatch SGD", 2017).
         """
         super().__init__()
@@ -82,7 +82,7 @@ class ResNet(nn.Module):
                 nn.init.zeros_(module.last_norm.weight)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits of shape (batch, num_classes) for images of (batch, 3, height, width)."""
+        """Return logits (batch, num_classes) for images (batch, 3, height, width)."""
         features = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         features = self.layer4(self.layer3(self.layer2(self.layer1(features))))
         logits: torch.Tensor = self.fc(self.avgpool(features).flatten(1))
@@ -90,13 +90,13 @@ class ResNet(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut."""
+    """Residual block of two 3x3 convolutions."""
 
     expansion: ClassVar[int] = 1
-    """Output channels for one of ``width``."""
+    """Output channels per unit of ``width``."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
-        """From ``channels`` to ``width`` channels, at 1/``stride`` of the height and width."""
+        """Build a block from ``channels`` to ``width`` channels that divides height and width by ``stride``."""
         super().__init__()
         self.conv1 = nn.Conv2d(channels, width, 3, stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
@@ -107,11 +107,11 @@ class BasicBlock(nn.Module):
 
     @property
     def last_norm(self) -> nn.BatchNorm2d:
-        """The BatchNorm before the sum."""
+        """The BatchNorm before the addition."""
         return self.bn2
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """(batch, channels, height, width) to (batch, width, height / stride, width / stride), rounded up."""
+        """Map (batch, channels, height, width) to (batch, width, height / stride, width / stride), rounded up."""
         residual = self.relu(self.bn1(self.conv1(features)))
         residual = self.bn2(self.conv2(residual))
         shortcut = features if self.downsample is None else self.downsample(features)
@@ -120,13 +120,13 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 3x3 convolution between 1x1 ones that narrow to ``width`` channels and widen to four times that."""
+    """Residual block: 1x1 convolution to ``width`` channels, 3x3, then 1x1 to four times ``width``."""
 
     expansion: ClassVar[int] = 4
-    """Output channels for one of ``width``."""
+    """Output channels per unit of ``width``."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
-        """From ``channels`` to 4 ``width`` channels, at 1/``stride`` of the height and width."""
+        """Build a block from ``channels`` to 4 ``width`` channels that divides height and width by ``stride``."""
         super().__init__()
         self.conv1 = nn.Conv2d(channels, width, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
@@ -139,11 +139,11 @@ class Bottleneck(nn.Module):
 
     @property
     def last_norm(self) -> nn.BatchNorm2d:
-        """The BatchNorm before the sum."""
+        """The BatchNorm before the addition."""
         return self.bn3
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """(batch, channels, height, width) to (batch, 4 width, height / stride, width / stride), rounded up."""
+        """Map (batch, channels, height, width) to (batch, 4 width, height / stride, width / stride), rounded up."""
         residual = self.relu(self.bn1(self.conv1(features)))
         residual = self.relu(self.bn2(self.conv2(residual)))
         residual = self.bn3(self.conv3(residual))
@@ -155,13 +155,13 @@ class Bottleneck(nn.Module):
 def _stage(
     block: type[BasicBlock] | type[Bottleneck], depth: int, channels: int, width: int, stride: int
 ) -> nn.Sequential:
-    """``depth`` blocks, of which the first has the stride."""
+    """Build a stage of ``depth`` blocks; the first has the stride."""
     rest = [block(width * block.expansion, width, stride=1) for _ in range(depth - 1)]
     return nn.Sequential(block(channels, width, stride), *rest)
 
 
 def _shortcut(channels: int, output_channels: int, stride: int) -> nn.Sequential | None:
-    """What brings a block's input to its output's shape; None where it has that already."""
+    """Build the projection from a block's input shape to its output shape; None if they are equal."""
     if stride == 1 and channels == output_channels:
         return None
     return nn.Sequential(nn.Conv2d(channels, output_channels, 1, stride, bias=False), nn.BatchNorm2d(output_channels))

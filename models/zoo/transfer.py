@@ -1,4 +1,4 @@
-"""Transfer learning: a trained network with a new last layer, which learns fast while early layers learn slowly.
+"""Transfer learning: a pretrained network with a new last layer and its own learning-rate factors.
 
 After Yosinski, Clune, Bengio and Lipson, "How transferable are features in deep neural networks?", 2014; the factors of
 10 and 20 for the new layer's weights and biases are those of MathWorks' examples.
@@ -20,9 +20,9 @@ from gangline.models.checkpoint.checkpoint import load_weights
 from gangline.models.zoo import registry
 
 WEIGHT_FACTOR = 10.0
-"""By what the learning rate is multiplied for the weights of the new layer."""
+"""Default learning-rate factor for the weights of the new layer."""
 BIAS_FACTOR = 20.0
-"""The same for its biases."""
+"""Default learning-rate factor for the biases of the new layer."""
 
 
 def pretrained(
@@ -34,26 +34,26 @@ def pretrained(
     generator: torch.Generator | None = None,
     **options: Any,
 ) -> tuple[nn.Module, list[str]]:
-    """A network filled from trained weights, with a last layer for ``num_classes``.
+    """Build a network, load pretrained weights, and fit its last layer to ``num_classes``.
 
-    How many classes the weights were trained for is read from their own shapes. If it is another number the last layer
-    is replaced, else only where that is asked for.
+    The number of classes of the weights is read from their shapes. The last layer is replaced if that number differs,
+    or if ``replace_last`` is true.
 
     Args:
-        network_name: as `gangline.models.zoo.create` takes it.
+        network_name: name for `gangline.models.zoo.create`.
         weights: a ``.safetensors``, ``.pth`` or ``.pt`` file.
-        num_classes: how many outputs the network gets; None: as many as the weights have.
-        replace_last: begin the last layer anew even if the class counts are the same.
-        generator: of the new layer's values; see `replace_last_layer`.
+        num_classes: number of outputs of the network; None: as in the weights.
+        replace_last: replace the last layer even if the numbers are equal.
+        generator: random generator for the new layer; see `replace_last_layer`.
         options: further arguments of the network's builder.
 
     Returns:
-        The network, and the names of the parameters that are new: none where all come from the file.
+        The network, and the names of the new parameters, an empty list if all come from the file.
 
     Raises:
-        ValueError: an unknown network, weights that do not fit, or no last layer where one is to be replaced.
-        RuntimeError: names are missing from the weights.
-        FileNotFoundError: the weights are not there.
+        ValueError: if the network is unknown, the weights do not fit, or there is no last layer to replace.
+        RuntimeError: if the weights lack a parameter.
+        FileNotFoundError: if there is no such file of weights.
     """
     network = registry.create(network_name, num_classes, **options)
     try:
@@ -61,36 +61,36 @@ def pretrained(
     except ValueError:
         if replace_last:
             raise
-        load_weights(network, weights)  # which fit as they are, or not at all
+        load_weights(network, weights)  # raises if they do not fit as they are
         return network, []
-    there = _rows(Path(weights), f"{name}.weight")
-    if there is not None and there != layer.weight.shape[0]:
-        _replace(network, name, layer, there, torch.Generator())  # to have the shapes of the file; it is filled now
+    file_classes = _rows(Path(weights), f"{name}.weight")
+    if file_classes is not None and file_classes != layer.weight.shape[0]:
+        _replace(network, name, layer, file_classes, torch.Generator())  # only for the shape: loaded next
     load_weights(network, weights)
-    assert there is not None  # else they would not have loaded
-    wanted = there if num_classes is None else num_classes
-    return network, replace_last_layer(network, wanted, generator) if replace_last or there != wanted else []
+    assert file_classes is not None  # else load_weights had raised
+    wanted = file_classes if num_classes is None else num_classes
+    return network, replace_last_layer(network, wanted, generator) if replace_last or file_classes != wanted else []
 
 
 def replace_last_layer(network: nn.Module, num_classes: int, generator: torch.Generator | None = None) -> list[str]:
-    """Put a new layer of ``num_classes`` outputs in the place of the last one, also where it has so many already.
+    """Replace the last layer by a new one with ``num_classes`` outputs, also if it has that many already.
 
-    The last layer is the last `torch.nn.Linear`, or convolution of 1x1, in the order in which the network's layers were
-    registered. The new one has its inputs, device, dtype, and a bias if it had one. Its values are drawn as torch draws
-    those of a new layer, uniformly from +-1/sqrt(inputs), on the host: they are the same whatever the device.
+    The last layer is the last `torch.nn.Linear` or 1x1 convolution in registration order. The new layer keeps the
+    inputs, device, dtype, and the presence of a bias. Its values are drawn on the host, uniformly from +-1/sqrt(fan_in)
+    as in torch's layers, so that they do not depend on the device.
 
     Args:
-        network: changed in place; before a `Module` is made of it.
-        num_classes: how many outputs, 1 or more.
-        generator: of the values, on the host; None: torch's own.
+        network: network to change in place, before it is given to a `Module`.
+        num_classes: number of outputs, 1 or more.
+        generator: random generator on the host; None: torch's default.
 
     Returns:
         The names of the new parameters.
 
     Raises:
-        ValueError: there is no such layer, it is the whole network, has a second place in it or no shape yet, or
+        ValueError: if there is no such layer, it is the whole network, it is shared or has no shape yet, or
             ``num_classes`` is below 1.
-        TypeError: ``num_classes`` is no int.
+        TypeError: if ``num_classes`` is not an int.
     """
     _check_count("num_classes", num_classes)
     name, layer = _last_layer(network)
@@ -98,24 +98,23 @@ def replace_last_layer(network: nn.Module, num_classes: int, generator: torch.Ge
 
 
 def freeze_until(network: nn.Module, layer: str) -> list[str]:
-    """The parameters of all layers before ``layer``: what ``fixed_param_names`` of a `Module` takes.
+    """Return the names of all parameters before ``layer``, for ``fixed_param_names`` of a `Module`.
 
-    Layers come in the order in which the network registered them; ``layer`` is the first that is trained. What is
-    fixed gets no gradient, so that backward ends there. BatchNorm's running statistics are no parameters: they follow
-    the new data in fixed layers too.
+    Fixed parameters get no gradient, so backward ends at ``layer``. BatchNorm's running statistics are not parameters:
+    they follow the new data in fixed layers too.
 
     Args:
-        network: whose layers count.
-        layer: a name of `torch.nn.Module.named_modules`, such as "classifier.1".
+        network: network, whose layers are taken in registration order.
+        layer: the first layer to train, a name of `torch.nn.Module.named_modules` such as "classifier.1".
 
     Raises:
-        ValueError: there is no such layer; the message has the nearest names.
+        ValueError: if there is no such layer; the message has similar names.
     """
-    trained = [name for name, _ in network.named_parameters()]
+    parameters = [name for name, _ in network.named_parameters()]
     before: set[str] = set()
     for name, module in network.named_modules():
         if name and name == layer:
-            return [name for name in trained if name in before]
+            return [name for name in parameters if name in before]
         before |= {f"{name}.{own}".lstrip(".") for own, _ in module.named_parameters(recurse=False)}
     layers = [name for name, _ in network.named_modules() if name]
     raise ValueError(f"the network has no layer {layer!r}; {_nearest(layer, layers)}")
@@ -129,22 +128,22 @@ def learning_rate_factors(
     early: float = 1.0,
     frozen: Collection[str] = (),
 ) -> dict[str, float]:
-    """By what the learning rate is multiplied, by parameter: the optimizer's ``lr_mult``.
+    """Return the learning-rate factor of each parameter, for the optimizer's ``lr_mult``.
 
     Args:
-        network: whose parameters they are.
-        new: the names that `replace_last_layer` or `pretrained` gave.
-        weight: the factor of the new parameters that are no biases.
-        bias: the factor of the new biases, whose names end in "bias".
-        early: the factor of all others.
-        frozen: the names that `freeze_until` gave; they have no factor.
+        network: network that has the parameters.
+        new: names of the new parameters, from `replace_last_layer` or `pretrained`.
+        weight: factor of the new parameters except biases.
+        bias: factor of the new biases, whose names end in "bias".
+        early: factor of all other parameters.
+        frozen: names of the fixed parameters, from `freeze_until`; they get no factor.
 
     Returns:
-        The factors that are not 1, by name.
+        Factors other than 1, by name.
 
     Raises:
-        ValueError: a name that is no parameter, with the nearest ones; one that is both new and frozen; or a factor
-            below 0, infinite or NaN.
+        ValueError: if a name is not a parameter, is both new and frozen, or a factor is negative, infinite or NaN.
+        TypeError: if ``new`` or ``frozen`` is a string.
     """
     names = [name for name, _ in network.named_parameters()]
     for what, given in (("new", new), ("frozen", frozen)):
@@ -153,7 +152,7 @@ def learning_rate_factors(
         _check_names(what, given, names)
     both = [name for name in new if name in frozen]
     if both:
-        raise ValueError(f"{both} are new and frozen, so they would never learn; freeze layers before them only")
+        raise ValueError(f"{both} are new and frozen, so they would never be trained; freeze only layers before them")
     for what, factor in (("weight", weight), ("bias", bias), ("early", early)):
         if not 0 <= factor < math.inf:
             raise ValueError(f"the factor {what} is {factor}; expected a finite number, 0 or more")
@@ -163,15 +162,14 @@ def learning_rate_factors(
 
 
 def scale_batch(batch_size: int, learning_rate: float, devices: int) -> tuple[int, float]:
-    """Batch size and learning rate for ``devices`` of them: each times their number.
+    """Return batch size and learning rate, both multiplied by the number of devices.
 
-    Each device then has as much to do as one alone, and a step moves the weights as far as that many steps of one
-    would: the linear scaling rule of Goyal et al., "Accurate, large minibatch SGD", 2017. For large products they
-    begin with some epochs of warm-up.
+    This is the linear scaling rule of Goyal et al., "Accurate, large minibatch SGD", 2017: each device keeps its batch
+    size, and one step replaces ``devices`` steps. For large batches they start with some epochs of warm-up.
 
     Raises:
-        ValueError: a number is below 1, or the rate is not finite or below 0.
-        TypeError: a count is no int.
+        ValueError: if a count is below 1, or the rate is negative or not finite.
+        TypeError: if a count is not an int.
     """
     _check_count("batch_size", batch_size)
     _check_count("devices", devices)
@@ -192,12 +190,12 @@ def _last_layer(network: nn.Module) -> tuple[str, nn.Linear | nn.Conv2d]:
         )
     name, layer = found
     if not name:
-        raise ValueError(f"the network is a {kind} alone, which cannot be replaced within itself; build a new one")
+        raise ValueError(f"the network is a single {kind}, which cannot be replaced within itself; build a new one")
     if isinstance(layer.weight, UninitializedParameter):
         raise ValueError(f"layer {name!r} has no shape yet; run the network on a batch first")
-    places = [n for n, parameter in network.named_parameters(remove_duplicate=False) if parameter is layer.weight]
-    if len(places) > 1:
-        raise ValueError(f"the last layer's weight has several places in the network, {places}; replace it by hand")
+    names = [n for n, parameter in network.named_parameters(remove_duplicate=False) if parameter is layer.weight]
+    if len(names) > 1:
+        raise ValueError(f"the last layer's weight is shared under the names {names}; replace the layer by hand")
     return name, layer
 
 
@@ -206,7 +204,7 @@ def _replace(
 ) -> list[str]:
     has_bias, weight = layer.bias is not None, layer.weight
     new: nn.Linear | nn.Conv2d
-    with torch.device("meta"):  # draws nothing
+    with torch.device("meta"):  # draws no random numbers
         if isinstance(layer, nn.Linear):
             new = nn.Linear(layer.in_features, count, has_bias)
         else:
@@ -223,8 +221,8 @@ def _replace(
 
 
 def _rows(path: Path, name: str) -> int | None:
-    """The first size of a tensor in a file of weights; None where that cannot be said: `load_weights` says why."""
-    wanted = (name, f"module.{name}")  # as DDP writes it
+    """Return the first dimension of a tensor in a file of weights; None on any error, which `load_weights` reports."""
+    wanted = (name, f"module.{name}")  # the prefix of DDP
     try:
         if path.suffix == ".safetensors":
             from safetensors import safe_open
@@ -234,7 +232,7 @@ def _rows(path: Path, name: str) -> int | None:
         else:
             params = torch.load(path, map_location="cpu", weights_only=True)
             shapes = {key: params[key].shape for key in wanted if key in params}
-    except Exception:  # noqa: BLE001  whatever a reader meets in a torn file is for load_weights to tell
+    except Exception:  # noqa: BLE001  load_weights reports a broken file
         return None
     return next((int(shape[0]) for shape in shapes.values() if len(shape)), None)
 
@@ -242,12 +240,12 @@ def _rows(path: Path, name: str) -> int | None:
 def _check_names(what: str, given: Iterable[str], names: list[str]) -> None:
     for name in given:
         if name not in names:
-            raise ValueError(f"{what} has {name!r}, which is no parameter; {_nearest(name, names)}")
+            raise ValueError(f"{what} has {name!r}, which is not a parameter; {_nearest(name, names)}")
 
 
 def _nearest(name: str, names: list[str]) -> str:
     near = difflib.get_close_matches(name, names, n=4, cutoff=0.4)
-    return f"near are {near}" if near else f"there are {names}"
+    return f"did you mean one of {near}?" if near else f"expected one of {names}"
 
 
 def _check_count(what: str, value: Any) -> None:

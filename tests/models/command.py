@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import pytest
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from gangline.cli.main import main
+from gangline.models.data.datasets import raw_digits
 
 
 def gangline_command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
@@ -23,11 +23,12 @@ def gangline_command(capsys: pytest.CaptureFixture[str], *words: object) -> tupl
 
 def write_digits(folder: Path, classes: int = 3, images: int = 60) -> list[Path]:
     """Real digits as PNG files, one sub-folder a class."""
-    bunch = load_digits(n_class=classes)
+    levels, labels = raw_digits()
+    chosen = (labels < classes).nonzero().flatten()[:images]
     files = []
-    for number, (image, label) in enumerate(zip(bunch.images[:images], bunch.target[:images], strict=True)):
+    for number, (image, label) in enumerate(zip(levels[chosen], labels[chosen].tolist(), strict=True)):
         file = folder / f"digit{label}" / f"{number:04d}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray((image * 15).astype("uint8")).save(file)
+        Image.fromarray((image * 15).numpy()).save(file)
         files.append(file)
     return files

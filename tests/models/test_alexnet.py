@@ -83,7 +83,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, dict[st
     return network, state
 
 
-def test_weights_load_one_to_one_and_give_what_the_layers_say(
+def test_weights_load_by_name_and_give_the_outputs_of_the_layers(
     loaded: tuple[nn.Module, dict[str, torch.Tensor]],
 ) -> None:
     network, state = loaded
@@ -105,11 +105,11 @@ def test_dropout_is_before_the_first_two_linear_layers_and_can_be_set() -> None:
     assert kinds == ["Dropout", "Linear", "ReLU", "Dropout", "Linear", "ReLU", "Linear"]
 
 
-def test_what_is_no_image_of_63_pixels_is_refused_before_anything_is_trained() -> None:
+def test_images_below_63_pixels_are_refused_before_training() -> None:
     with torch.device("meta"):
         network = zoo.create("alexnet", 2)
         for shape in ((1, 3, 62, 200), (1, 3, 200, 62), (1, 1, 63, 63), (3, 63, 63)):
-            with pytest.raises(ValueError, match="both edges of at least 63 pixels: resize them") as caught:
+            with pytest.raises(ValueError, match="height and width of at least 63 pixels: resize them") as caught:
                 network(torch.zeros(shape))
             assert str(shape) in str(caught.value)
         assert network(torch.zeros(1, 3, 63, 63)).shape == (1, 2)

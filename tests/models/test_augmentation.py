@@ -93,6 +93,46 @@ def test_all_geometry_is_one_matrix_in_the_order_that_is_documented() -> None:
     assert corner.tolist() == pytest.approx([3.5 + 1, 3.5 - 2 * 3.5 + 1])  # enlarged, turned to the top, moved
 
 
+# warp_affine(images, matrices, (4, 3), align_corners=False) of kornia 0.9.0, a row per image
+KORNIA = [
+    [
+        0.00220596694,
+        0.00134332478,
+        0.002535417562,
+        0.01456544762,
+        0.01626894046,
+        0.01927666024,
+        0.04404629248,
+        0.04855215157,
+        0.05259125108,
+        0.0921902844,
+        0.09772752322,
+        0.1028375532,
+    ],
+    [
+        0.2559298516,
+        0.2419678568,
+        0.2208763884,
+        0.3877742096,
+        0.4062322938,
+        0.3964780228,
+        0.5291236248,
+        0.5505304178,
+        0.4735197166,
+        0.6928139163,
+        0.7168239271,
+        0.5366684443,
+    ],
+]
+
+
+def test_images_are_warped_as_kornia_warps_them() -> None:
+    augmentation = Augmentation(flip=True, rotate=(-30, 30), translate=(-1, 1), scale=(0.8, 1.2), resize=5, crop=4)
+    given = torch.arange(50, dtype=torch.float64).reshape(2, 1, 5, 5) ** 2 / 2500
+    result = augmentation(given, (1, 4, 3), 0, 0, range(2))
+    torch.testing.assert_close(result.flatten(1), torch.tensor(KORNIA, dtype=torch.float64), rtol=0, atol=1e-9)
+
+
 def test_channels_are_normalised_last() -> None:
     given = images()
     mean, std = [0.1, 0.2, 0.3], [0.5, 1.0, 2.0]
@@ -154,9 +194,9 @@ def test_words_are_the_arguments() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("flop", r"augmentation 'flop' has 'flop'; expected of flip, flip-vertical, rotate=LOW:HIGH"),
-        ("flip=1", "has 'flip=1'; expected of flip"),
-        ("rotate", "has 'rotate'; expected of flip"),
+        ("flop", r"augmentation 'flop' has 'flop'; expected flip, flip-vertical, rotate=LOW:HIGH"),
+        ("flip=1", "has 'flip=1'; expected flip"),
+        ("rotate", "has 'rotate'; expected flip"),
         ("rotate=10", "has 'rotate=10'"),
         ("rotate=1:2:3", "has 'rotate=1:2:3'"),
         ("scale=a:b", "has 'scale=a:b'"),
@@ -169,11 +209,11 @@ def test_words_are_the_arguments() -> None:
         ("scale=0:1", "scale is from 0 to 1; expected factors above 0"),
         ("scale=-2:-1", "expected factors above 0"),
         ("crop=0", "crop is 0x0 pixels; expected 1 or more"),
-        ("resize=8,crop=9", "crop is 9x9, but images are resized to 8x8; expected a part of that"),
+        ("resize=8,crop=9", "crop is 9x9, but images are resized to 8x8; expected a smaller crop"),
         ("resize=9x8,crop=9", "crop is 9x9, but images are resized to 9x8"),
     ],
 )
-def test_words_that_make_no_sense_are_refused(words: str, message: str) -> None:
+def test_invalid_words_are_refused(words: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Augmentation.parse(words)
 
@@ -184,16 +224,14 @@ def test_words_that_make_no_sense_are_refused(words: str, message: str) -> None:
         ({"std": (0.1, -0.1, 0.1)}, ValueError, r"std is \(0.1, -0.1, 0.1\); expected numbers above 0"),
         ({"std": ()}, ValueError, "std is"),
         ({"mean": (float("nan"),)}, ValueError, "mean is .*; expected finite numbers"),
-        ({"rotate": 10}, TypeError, r"rotate is 10; expected \(lowest, highest\)"),
+        ({"rotate": 10}, TypeError, r"rotate is 10; expected \(low, high\)"),
         ({"rotate": (1, 2, 3)}, TypeError, "rotate is"),
         ({"crop": 2.5}, TypeError, "crop is 2.5; expected a number of pixels"),
         ({"resize": True}, TypeError, "resize is True"),
         ({"crop": (8, 8, 8)}, TypeError, "crop is"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(
-    arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Augmentation(**arguments)
 
@@ -203,11 +241,14 @@ def test_arguments_that_make_no_sense_are_refused(
     [
         (Augmentation(crop=9), "crop is 9x9, but images are resized to 8x8"),
         (Augmentation(crop=(4, 12)), "crop is 4x12"),
-        (Augmentation(mean=(0.5,)), "mean has 1 numbers; expected 3, one a channel"),
+        (Augmentation(mean=(0.5,)), "mean has 1 numbers; expected 3, one per channel"),
         (Augmentation(std=(0.5,) * 4), "std has 4 numbers; expected 3"),
-        (Augmentation(translate=(-9, 0)), "translate is from -9 to 0 pixels, which moves an image of 8x8 out of sight"),
+        (
+            Augmentation(translate=(-9, 0)),
+            "translate is from -9 to 0 pixels, which moves an image of 8x8 out of",
+        ),
     ],
 )
-def test_what_does_not_fit_the_images_is_refused(augmentation: Augmentation, message: str) -> None:
+def test_an_augmentation_that_does_not_fit_the_images_is_refused(augmentation: Augmentation, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         augmentation.check(SHAPE)

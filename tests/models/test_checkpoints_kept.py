@@ -235,7 +235,7 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -
 
 
 def test_a_best_of_a_metric_that_validation_lacks_is_refused_before_training(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"Checkpoint waits for 'accuracy', but validation has \['loss'\]"):
+    with pytest.raises(ValueError, match=r"Checkpoint needs 'accuracy', but validation computes \['loss'\]"):
         fitted(tmp_path / "net", 1, keep_best="accuracy", eval_data=arrays())
     assert not list(tmp_path.iterdir())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from gangline import Module, cpu
-from gangline.models.data.datasets import DATASETS, digits, image_folder, synthetic
+from gangline.models.data.datasets import DATASETS, digits, image_folder, raw_digits, synthetic
 from gangline.models.data.images.folder import ImageFolder
 from gangline.models.data.sources import Source, source
 
@@ -83,7 +83,7 @@ ORDERED = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 @pytest.mark.parametrize("data", [arrays, Counted])
-def test_without_shuffle_samples_keep_their_order_and_the_last_batch_is_what_is_left(data: Callable[[], Any]) -> None:
+def test_without_shuffle_samples_keep_their_order_and_the_last_batch_is_smaller(data: Callable[[], Any]) -> None:
     batches = source(data(), 4, shuffle=False, seed=0)
     assert labels_of(batches.epoch(0)) == ORDERED
     assert labels_of(batches.epoch(7)) == ORDERED
@@ -172,7 +172,7 @@ def test_a_dataset_is_read_batch_by_batch() -> None:
     assert dataset.read == [0, 1, 2, 3]
 
 
-def test_what_must_be_equal_to_go_on_is_told() -> None:
+def test_the_plan_names_what_must_be_equal_to_resume() -> None:
     plan = source(arrays(), 4, shuffle=True, seed=3).plan()
     assert plan == source(Counted(), 4, shuffle=True, seed=3).plan()
     others = [
@@ -225,7 +225,7 @@ def test_a_generator_serves_one_epoch_and_a_second_is_refused() -> None:
     batches = source((item for item in in_order()), None, shuffle=False, seed=0)
     assert batches.num_batches() is None
     assert labels_of(batches.epoch(0)) == ORDERED
-    with pytest.raises(ValueError, match="train_data is an iterator, which gives its batches once"):
+    with pytest.raises(ValueError, match="train_data is an iterator, which yields its batches once"):
         next(batches.epoch(1))
 
 
@@ -319,7 +319,7 @@ class ByEpoch(BatchSampler):
         yield from (order[:4], order[4:8], order[8:])
 
 
-def test_a_sampler_is_told_the_epoch() -> None:
+def test_the_epoch_of_a_sampler_is_set() -> None:
     dataset = Counted()
     sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=1)
     batches = source(DataLoader(dataset, batch_size=4, sampler=sampler), None, shuffle=False, seed=0)
@@ -330,7 +330,7 @@ def test_a_sampler_is_told_the_epoch() -> None:
         assert sampler.epoch == epoch
 
 
-def test_a_batch_sampler_is_told_the_epoch() -> None:
+def test_the_epoch_of_a_batch_sampler_is_set() -> None:
     batches = source(DataLoader(Counted(), batch_sampler=ByEpoch()), None, shuffle=False, seed=0)
     assert labels_of(batches.epoch(3)) == [[3, 4, 5, 6], [7, 8, 9, 0], [1, 2]]
     assert labels_of(batches.epoch(5, skip=2)) == [[3, 4]]
@@ -401,7 +401,7 @@ DATA, LABEL = arrays()
 @pytest.mark.parametrize(
     "data", [DATA, DATA.numpy(), {"x": DATA}, "digits", 3, None], ids=["tensor", "array", "dict", "text", "int", "None"]
 )
-def test_what_is_no_data_is_refused_by_its_type(data: Any) -> None:
+def test_invalid_data_are_refused_with_their_type(data: Any) -> None:
     with pytest.raises(
         TypeError, match=rf"train_data is a {type(data).__name__}; expected \(data, labels\), a Dataset"
     ):
@@ -440,7 +440,7 @@ def test_samples_need_a_batch_size(data: Any) -> None:
 @pytest.mark.parametrize(
     ("batch_size", "error"), [(0, ValueError), (-3, ValueError), (True, TypeError), (2.0, TypeError), ("4", TypeError)]
 )
-def test_a_batch_size_that_makes_no_sense_is_refused(data: Any, batch_size: Any, error: type[Exception]) -> None:
+def test_an_invalid_batch_size_is_refused(data: Any, batch_size: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=f"batch_size is {batch_size!r}"):
         source(data, batch_size, shuffle=False, seed=0)
 
@@ -481,28 +481,36 @@ def test_digits_are_the_real_images_with_a_stratified_fifth_held_out() -> None:
     splits = digits((1, 28, 28), torch.float64, seed=0)
     (train, train_labels), (held_out, held_out_labels), classes = splits
     assert classes == splits.num_classes == 10
-    assert train.shape == (1437, 1, 28, 28)
-    assert held_out.shape == (360, 1, 28, 28)
-    assert train_labels.shape == (1437,)
-    assert held_out_labels.shape == (360,)
+    assert train.shape == (1438, 1, 28, 28)
+    assert held_out.shape == (359, 1, 28, 28)
+    assert train_labels.shape == (1438,)
+    assert held_out_labels.shape == (359,)
     for images, labels in (splits.train, splits.validation):
         assert images.dtype == torch.float64
         assert labels.dtype == torch.int64
         assert images.min() == 0
         assert images.max() <= 1
-    of_class = np.bincount(load_digits().target)
-    held = torch.bincount(held_out_labels, minlength=10).numpy()
-    assert np.array_equal(held + torch.bincount(train_labels, minlength=10).numpy(), of_class)
-    assert np.abs(held - of_class * 360 / 1797).max() < 1
+    of_class = torch.bincount(raw_digits()[1])
+    held = torch.bincount(held_out_labels, minlength=10)
+    assert torch.equal(held + torch.bincount(train_labels, minlength=10), of_class)
+    assert (held - of_class / 5).abs().max() <= 0.5
 
 
-def test_digits_of_their_own_size_are_the_pixels_of_scikit_learn() -> None:
+def test_the_bundled_digits_are_those_of_scikit_learn() -> None:
+    levels, labels = raw_digits()
+    assert (levels.shape, levels.dtype, labels.dtype) == ((1797, 8, 8), torch.uint8, torch.int64)
+    content = levels.numpy().tobytes() + labels.byte().numpy().tobytes()
+    assert hashlib.sha256(content).hexdigest() == "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
+
+
+def test_digits_of_their_own_size_are_the_pixels_as_stored() -> None:
     splits = digits((1, 8, 8), torch.float64, seed=3)
     everything = torch.cat([splits.train[0], splits.validation[0]])
-    originals = torch.from_numpy(load_digits().images).unsqueeze(1) / 16
+    levels, targets_of_all = raw_digits()
+    originals = levels.unsqueeze(1).double() / 16
     assert rows(everything) == rows(originals)
     assert everything.max() == 1
-    labels = dict(zip((image.numpy().tobytes() for image in originals), load_digits().target, strict=True))
+    labels = dict(zip((image.numpy().tobytes() for image in originals), targets_of_all.tolist(), strict=True))
     for images, targets in (splits.train, splits.validation):
         assert [labels[image.numpy().tobytes()] for image in images] == targets.tolist()
 
@@ -517,7 +525,7 @@ def test_digits_are_split_by_the_seed() -> None:
 
 def test_digits_repeat_their_grey_in_more_channels() -> None:
     images, _ = digits((3, 12, 10), torch.float32, seed=0).validation
-    assert images.shape == (360, 3, 12, 10)
+    assert images.shape == (359, 3, 12, 10)
     assert images.dtype == torch.float32
     assert torch.equal(images[:, 0], images[:, 1])
     assert torch.equal(images[:, 0], images[:, 2])
@@ -552,17 +560,16 @@ def write(path: Path, pixels: np.ndarray) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Ten real 8x8 digits of each of three classes, as grey PNG files in sub-folders named in words."""
-    bunch = load_digits()
+    levels, labels = raw_digits()
     for digit, name in enumerate(CLASS_NAMES):
-        for number, index in enumerate(np.flatnonzero(bunch.target == digit)[:PER_CLASS]):
-            write(tmp_path / name / f"{number}.png", (bunch.images[index] * 15).astype(np.uint8))
+        for number, image in enumerate(levels[labels == digit][:PER_CLASS]):
+            write(tmp_path / name / f"{number}.png", (image * 15).numpy())
     return tmp_path
 
 
 def digit_pixels(digit: int, number: int) -> torch.Tensor:
-    bunch = load_digits()
-    image = bunch.images[np.flatnonzero(bunch.target == digit)[number]]
-    return torch.from_numpy((image * 15).astype(np.uint8)).unsqueeze(0)
+    levels, labels = raw_digits()
+    return (levels[labels == digit][number] * 15).unsqueeze(0)
 
 
 def test_sub_folders_are_classes_in_alphabetical_order(folder: Path) -> None:
@@ -684,7 +691,7 @@ def test_a_class_without_images_is_refused_by_its_folder(folder: Path) -> None:
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     for missing in (tmp_path / "nowhere", tmp_path / "file"):
         (tmp_path / "file").write_text("no folder")
-        with pytest.raises(FileNotFoundError, match="is not there") as caught:
+        with pytest.raises(FileNotFoundError, match="does not exist") as caught:
             ImageFolder(missing, (1, 8, 8))
         assert str(missing) in str(caught.value)
 

@@ -1,4 +1,4 @@
-"""Whether data fit a network is known before training, and finding it out leaves no trace."""
+"""Data are checked against a network before training, and the checks change nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gangline.models.data import checks
 
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
-        raise AssertionError("nobody may begin to read it")
+        raise AssertionError("it must not be read")
 
 
 class Images(Dataset[Any]):
@@ -30,7 +30,7 @@ class Images(Dataset[Any]):
 
 
 class Gaps(Images):
-    """Can read its last sample alone."""
+    """Only the last sample is readable."""
 
     def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
         return [(torch.full((3,), float(index)), index) for index in indices if index == len(self) - 1]
@@ -42,7 +42,7 @@ class Nothing(Images):
 
 
 class Outputs(nn.Module):
-    """Gives what a function makes of its input."""
+    """Return what a function returns for its input."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -61,19 +61,19 @@ def test_a_network_that_fits_passes_and_its_outputs_are_counted() -> None:
     ):
         assert checks.check_fits(network, sample, 7) == 7
         assert checks.check_fits(network, sample, None) == 7
-        with pytest.raises(ValueError, match="the network gives 7 values a sample, but the data have 10 classes"):
+        with pytest.raises(ValueError, match="the network returns 7 values per sample, but the data have 10 classes"):
             checks.check_fits(network, sample, 10)
 
 
 @pytest.mark.parametrize(
     ("network", "message"),
     [
-        (nn.Linear(4, 2), r"does not take a batch of one sample, \(1, 3\) of torch.float32: .*shapes cannot be mult"),
-        (nn.Linear(3, 2).double(), "does not take a batch of one sample, .*dtype"),
-        (nn.Conv2d(1, 2, 5), "does not take a batch of one sample"),
-        (Outputs(lambda x: (x, x)), "gives a tuple; expected a tensor"),
-        (Outputs(lambda x: x.squeeze()), r"gives \(3,\) for one sample; expected \(1, 2\)"),
-        (Outputs(lambda x: x.expand(4, 3)), r"gives \(4, 3\) for one sample; expected \(1, 2\)"),
+        (nn.Linear(4, 2), r"does not accept a batch of one sample, \(1, 3\) of torch.float32: .*shapes cannot be mult"),
+        (nn.Linear(3, 2).double(), "does not accept a batch of one sample, .*dtype"),
+        (nn.Conv2d(1, 2, 5), "does not accept a batch of one sample"),
+        (Outputs(lambda x: (x, x)), "returns a tuple; expected a tensor"),
+        (Outputs(lambda x: x.squeeze()), r"returns \(3,\) for one sample; expected \(1, 2\)"),
+        (Outputs(lambda x: x.expand(4, 3)), r"returns \(4, 3\) for one sample; expected \(1, 2\)"),
     ],
 )
 def test_a_network_that_does_not_take_the_data_is_refused(network: nn.Module, message: str) -> None:
@@ -128,11 +128,11 @@ def test_samples_of_several_tensors_stay_together() -> None:
 def test_samples_that_a_dataset_passes_over_are_not_the_first() -> None:
     for data in (Gaps(), Subset(Gaps(), [1, 4]), DataLoader(Gaps(), batch_size=2)):
         assert torch.equal(checks.first_sample(data), torch.full((1, 3), 4.0))
-    with pytest.raises(ValueError, match="have no sample that can be read"):
+    with pytest.raises(ValueError, match="have no readable sample"):
         checks.first_sample(Nothing())
 
 
-def test_what_can_be_read_once_only_is_not_begun() -> None:
+def test_data_that_can_be_read_only_once_are_not_started() -> None:
     assert checks.first_sample(Stream()) is None
     assert checks.first_sample(DataLoader(Stream())) is None
     assert checks.first_sample(iter([1])) is None
@@ -158,9 +158,15 @@ def test_a_first_sample_leaves_the_order_of_the_others_as_it_was() -> None:
         (np.array([0, 1, 2, 3]), None),
         (torch.tensor([0, 1, 2, 3], dtype=torch.uint8), None),
         (torch.full((4, 4), 0.25), None),
-        (torch.tensor([0, 4, 2, 9]), r"label 4 of sample 1 of the data is no class; expected 0 to 3 \(2 labels are"),
-        (torch.tensor([0, 1, -1, 3]), r"label -1 of sample 2 of the data is no class; expected 0 to 3 \(1 labels are"),
-        (torch.tensor([[0, 1], [2, 7], [1, 1], [1, 1]]), "label 7 of sample 1 of the data is no class"),
+        (
+            torch.tensor([0, 4, 2, 9]),
+            r"label 4 of sample 1 of the data is not a class; expected 0 to 3 \(2 out of range\)",
+        ),
+        (
+            torch.tensor([0, 1, -1, 3]),
+            r"label -1 of sample 2 of the data is not a class; expected 0 to 3 \(1 out of range\)",
+        ),
+        (torch.tensor([[0, 1], [2, 7], [1, 1], [1, 1]]), "label 7 of sample 1 of the data is not a class"),
         (np.array([0, 1, 2, 10]), "label 10 of sample 3"),
         (
             torch.zeros(4),

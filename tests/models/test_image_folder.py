@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
@@ -27,7 +26,7 @@ from gangline import Module, cpu
 from gangline.collectives import spawn
 from gangline.collectives.communicator import Communicator
 from gangline.kvstore import create
-from gangline.models.data.datasets import image_folder
+from gangline.models.data.datasets import image_folder, raw_digits
 from gangline.models.data.images.augmentation import Augmentation
 from gangline.models.data.images.folder import ImageFolder
 from gangline.models.data.images.splitting import split_each_label
@@ -39,13 +38,10 @@ PER_CLASS = 8
 SHAPE = (1, 8, 8)
 
 
-digits = cache(load_digits)
-
-
 @cache
 def digit(number: int, which: int) -> np.ndarray[Any, Any]:
-    bunch = digits()
-    return (bunch.images[np.flatnonzero(bunch.target == number)[which]] * 15).astype(np.uint8)
+    levels, labels = raw_digits()
+    return (levels[labels == number][which] * 15).numpy()
 
 
 @pytest.fixture
@@ -110,9 +106,9 @@ def test_labels_follow_the_classes_that_are_expected(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("classes", "message"),
     [
-        (["eight", "one"], r"has zero too; expected the 2 classes eight, one"),
+        (["eight", "one"], r"has also zero; expected the 2 classes eight, one"),
         ([*CLASSES, "nine"], r"has no nine; expected the 4 classes"),
-        (["eight", "one", "nine"], r"has no nine and has zero too"),
+        (["eight", "one", "nine"], r"has no nine and has also zero"),
     ],
 )
 def test_other_classes_than_expected_are_refused_with_the_difference(
@@ -202,7 +198,7 @@ def test_a_batch_without_any_readable_image_is_a_step_without_an_update(folder: 
 
 
 def trained_with_empty_parts(folder: Path, kvstore: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor, int]:
-    """The weights, the predictions, and how many files this process has passed over."""
+    """The weights, the predictions, and the number of files this process has skipped."""
     dataset = ImageFolder(folder, SHAPE, torch.float64, skip_unreadable=13)
     torch.manual_seed(3)
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).double()
@@ -224,7 +220,7 @@ def in_a_job(comm: Communicator, folder: Path) -> tuple[dict[str, torch.Tensor],
         return trained_with_empty_parts(folder, store)
 
 
-def test_workers_whose_part_of_a_batch_cannot_be_read_train_as_one_process_does(folder: Path) -> None:
+def test_workers_without_a_readable_image_in_a_batch_train_as_one_process_does(folder: Path) -> None:
     of_the_second = [f"eight/{number}.png" for number in range(4, 8)]
     of_both = [f"one/{number}.png" for number in range(8)]
     spoil(folder, *of_the_second, *of_both, "zero/0.png")
@@ -262,7 +258,7 @@ def test_unequal_batches_train_as_the_readable_images_alone_do(folder: Path) -> 
         ({"augmentation": Augmentation(crop=9)}, ValueError, "crop is 9x9, but images are resized to 8x8"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(
+def test_invalid_options_are_refused(
     folder: Path, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -280,7 +276,9 @@ def test_a_shape_that_no_image_has_is_refused(folder: Path, shape: tuple[int, in
 WORDS = "flip,rotate=-20:20,translate=-1:1,scale=0.9:1.1,resize=10,crop=9"
 
 
-def test_processes_give_what_one_gives_and_end_with_the_source(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_reading_processes_return_the_same_batches_and_end_with_the_source(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     bad = spoil(folder, "one/3.png", "zero/7.png")
 
     def dataset(num_workers: int) -> ImageFolder:
@@ -376,7 +374,7 @@ def test_processes_end_with_a_trainer_that_is_killed(folder: Path, tmp_path: Pat
     assert (trainer.returncode, output) == (-signal.SIGKILL, b"")
 
 
-def test_a_loader_of_ones_own_is_told_the_epoch(folder: Path) -> None:
+def test_a_users_dataloader_sets_the_epoch_of_the_dataset(folder: Path) -> None:
     dataset = ImageFolder(folder, SHAPE, augmentation=Augmentation.parse(WORDS))
     own = source(DataLoader(Subset(dataset, range(6)), batch_size=6), None, shuffle=False, seed=0)
     ours = source(Subset(dataset, range(6)), 6, shuffle=False, seed=0)
@@ -385,7 +383,17 @@ def test_a_loader_of_ones_own_is_told_the_epoch(folder: Path) -> None:
         assert torch.equal(images, expected)
 
 
-def test_what_is_held_out_is_not_augmented(folder: Path) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_users_dataloader_leaves_unreadable_images_out(folder: Path, num_workers: int) -> None:
+    bad = spoil(folder, "one/3.png")
+    dataset = ImageFolder(folder, SHAPE, skip_unreadable=1)
+    context = "forkserver" if num_workers else None
+    loader = DataLoader(dataset, batch_size=8, num_workers=num_workers, multiprocessing_context=context)
+    assert [len(labels) for _, labels in source(loader, None, shuffle=False, seed=0).epoch(0)] == [8, 7, 8]
+    assert [file for file, _ in dataset.skipped] == (bad if num_workers == 0 else [])  # workers keep their own list
+
+
+def test_held_out_images_are_not_augmented(folder: Path) -> None:
     augmentation = Augmentation.parse(WORDS, mean=[0.5], std=[0.2])
     splits = image_folder(folder, SHAPE, torch.float32, 0, augmentation=augmentation)
     plain = image_folder(folder, SHAPE, torch.float32, 0)
@@ -421,7 +429,7 @@ def same_images(one: ImageFolder, other: ImageFolder) -> bool:
     return all(torch.equal(a, b) and i == j for (a, i), (b, j) in zip(*items, strict=True))
 
 
-def test_a_url_gives_what_the_path_gives(folder: Path, tmp_path: Path) -> None:
+def test_a_url_and_a_path_give_the_same_images(folder: Path, tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
     memory.put(str(folder), "/gangline-images", recursive=True)
     try:
@@ -445,7 +453,7 @@ def test_a_url_gives_what_the_path_gives(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["memory://gangline-nowhere", "file:///gangline/nowhere"])
 def test_a_url_of_nothing_is_refused(url: str) -> None:
-    with pytest.raises(FileNotFoundError, match=f"image folder {url} is not there"):
+    with pytest.raises(FileNotFoundError, match=f"image folder {url} does not exist"):
         ImageFolder(url, SHAPE)
 
 
@@ -511,13 +519,11 @@ ARRAYS = (torch.zeros(6), torch.tensor([0, 0, 0, 1, 1, 1]))
         (ARRAYS, (3,), ValueError, "label 0 has 3 samples, too few for 2 parts; expected at least 4"),
         ((ARRAYS[0], torch.tensor([0] * 5 + [1])), (0.5,), ValueError, "label 1 has 1 sample, too few for 2 parts"),
         ((ARRAYS[0], ARRAYS[1][:5]), (0.5,), ValueError, "data has 6 samples, but 5 labels"),
-        ((ARRAYS[0], ARRAYS[0]), (0.5,), TypeError, "the labels are no whole numbers"),
+        ((ARRAYS[0], ARRAYS[0]), (0.5,), TypeError, "the labels are not one integer per sample"),
         (ARRAYS[0], (0.5,), TypeError, "data is a Tensor without labels"),
     ],
 )
-def test_splits_that_make_no_sense_are_refused(
-    data: Any, parts: tuple[Any, ...], error: type[Exception], message: str
-) -> None:
+def test_invalid_splits_are_refused(data: Any, parts: tuple[Any, ...], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         split_each_label(data, *parts)
 

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn.datasets import load_digits
 
-from gangline.models.data.datasets import image_folder
+from gangline.models.data.datasets import image_folder, raw_digits
 from gangline.models.data.images.folder import ImageFolder
 from gangline.models.data.sources import source
 
@@ -56,11 +54,11 @@ def store(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     files = fsspec.filesystem("s3")
     if not files.exists("pictures"):
         files.mkdir("pictures")
-        bunch = load_digits()
+        levels, labels = raw_digits()
         for digit, name in NAMES.items():
-            for number, index in enumerate(np.flatnonzero(bunch.target == digit)[:5]):
+            for number, image in enumerate(levels[labels == digit][:5]):
                 content = BytesIO()
-                Image.fromarray((bunch.images[index] * 15).astype(np.uint8)).save(content, "PNG")
+                Image.fromarray((image * 15).numpy()).save(content, "PNG")
                 files.pipe(f"pictures/train/{name}/{number}.png", content.getvalue())
         files.pipe("pictures/train/one/2.png", b"no image")
         files.pipe("pictures/notes.txt", b"no class")
@@ -90,8 +88,7 @@ def test_a_bucket_is_read_like_a_folder(store: Any, caplog: pytest.LogCaptureFix
         assert dataset.files[0] == "s3://pictures/train/one/0.png"
         batches = list(source(dataset, 4, shuffle=False, seed=0).epoch(0))
     assert [labels.tolist() for _, labels in batches] == [[0, 0, 0], [0, 1, 1, 1], [1, 1]]
-    bunch = load_digits()
-    first_zero = torch.from_numpy((bunch.images[0] * 15).astype(np.uint8)) / 255
+    first_zero = raw_digits()[0][0] * 15 / 255
     assert torch.equal(batches[1][0][1, 0], first_zero)
     assert [file for file, _ in dataset.skipped] == ["s3://pictures/train/one/2.png"]
     assert "s3://pictures/train/one/2.png" in caplog.text
@@ -117,7 +114,7 @@ def test_an_object_that_is_gone_is_an_unreadable_image(store: Any) -> None:
 
 @pytest.mark.parametrize("url", ["s3://no-such-bucket/train", "s3://no-such-bucket", "s3://pictures/validation"])
 def test_a_bucket_or_folder_that_is_not_there_is_named(store: Any, url: str, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(FileNotFoundError, match=f"image folder {url} is not there") as caught:
+    with pytest.raises(FileNotFoundError, match=f"image folder {url} does not exist") as caught:
         image_folder(url, SHAPE, torch.float32, 0)
     assert SECRET not in told(caught, caplog)
 
@@ -176,5 +173,5 @@ def test_no_credentials_at_all_are_an_error_that_says_where_they_belong(
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    with pytest.raises(RuntimeError, match="see that the credentials in the environment"):
+    with pytest.raises(RuntimeError, match="check that the credentials in the environment"):
         ImageFolder("s3://pictures/train", SHAPE)

@@ -152,7 +152,7 @@ def test_a_function_of_torchs_fills_as_it_does_alone(function: Any) -> None:
     assert torch.equal(network.weight, reference)
 
 
-def test_a_function_of_ones_own_gets_the_weights_alone() -> None:
+def test_a_users_function_gets_only_the_weights() -> None:
     network = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 4))
     shapes = []
 

@@ -225,7 +225,7 @@ def test_likelihoods_take_outputs_as_the_loss_does(
     assert found == pytest.approx(BY_CLASS[name][2](*whole(batches)), rel=1e-5)
 
 
-def test_a_probability_of_zero_costs_what_mxnet_says() -> None:
+def test_a_probability_of_zero_has_the_cost_of_mxnet() -> None:
     certain = torch.tensor([[1.0, 0.0]])
     assert value("ce", [(certain, torch.tensor([1]))]) == pytest.approx(-math.log(1e-12))
     assert value("ce", [(certain, torch.tensor([0]))]) == pytest.approx(0, abs=1e-9)
@@ -359,7 +359,7 @@ def test_an_object_of_torchmetrics_counts_outputs_and_labels() -> None:
     assert found == pytest.approx(float(np.mean(recalls)), rel=1e-6)
 
 
-def test_an_object_of_torchmetrics_counts_anew_each_time_it_scores() -> None:
+def test_a_torchmetrics_object_is_reset_for_each_score() -> None:
     data, label = torch.eye(4), torch.arange(4)
     given = MulticlassAccuracy(4, average="micro")
     with Module(nn.Identity(), nn.CrossEntropyLoss(), cpu()) as module:
@@ -463,7 +463,7 @@ def test_something_else_is_refused(spec: Any) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"loss"}))
 @pytest.mark.parametrize("what", ["outputs", "labels"])
-def test_what_is_no_tensor_is_refused_by_the_metrics_name(name: str, what: str) -> None:
+def test_values_other_than_tensors_are_refused_with_the_name_of_the_metric(name: str, what: str) -> None:
     tensor = torch.zeros(2, 2)
     output, label = ((tensor,), tensor) if what == "outputs" else (tensor, {"label": tensor})
     with pytest.raises(TypeError, match=f"'{NAMES[name]}' got {what} of type (tuple|dict)"):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gangline import Module, cpu
-from gangline.models.data.read_speed import read_speed
+from gangline.models.data.sources import read_speed
 from gangline.models.loop.monitor import Monitor
 from gangline.models.metrics.metric import create
 
@@ -99,8 +99,8 @@ def test_the_statistic_is_mxnets_unless_another_is_given() -> None:
     assert [float(value) for *_, value in monitor.rows] == pytest.approx([expected] * 4)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [((0,), "interval is 0"), ((1, None, "("), "no regular")])
-def test_what_makes_no_sense_is_refused(arguments: Any, message: str) -> None:
+@pytest.mark.parametrize(("arguments", "message"), [((0,), "interval is 0"), ((1, None, "("), "not a regular")])
+def test_invalid_values_are_refused(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Monitor(*arguments)
 
@@ -117,7 +117,7 @@ class Reads(TensorDataset):
 
 def test_all_samples_are_read_in_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([10.0, 14.0] * 2)
-    monkeypatch.setattr("gangline.models.data.read_speed.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("gangline.models.data.sources.time.perf_counter", lambda: next(times))
     data = Reads()
     assert read_speed(data, batch_size=5, epochs=3) == 36 / 4
     assert data.count == 36

@@ -93,7 +93,7 @@ def write_data(text: str) -> None:
     ("name", "outputs"),
     [("build", 5), ("anything", 5), ("Net", 5), ("Shelf.build", 5), ("fixed", 7)],
 )
-def test_a_builder_gets_num_classes_if_it_takes_that(name: str, outputs: int) -> None:
+def test_a_builder_gets_num_classes_if_it_has_that_parameter(name: str, outputs: int) -> None:
     network = zoo.create(f"own_package.nets:{name}", num_classes=5)
     assert network(torch.zeros(2, 3)).shape == (2, outputs)
 
@@ -112,12 +112,12 @@ def test_no_class_count_leaves_it_to_the_builder() -> None:
     assert zoo.create("mlp", num_classes=None)(torch.zeros(1, 1, 28, 28)).shape == (1, 10)
 
 
-def test_image_shape_is_the_builders_or_not_known() -> None:
+def test_image_shape_is_an_attribute_of_the_builder() -> None:
     assert zoo.find("own_package.nets:build").image_shape == (1, 4, 5)
     assert zoo.find("own_package.nets:Net").image_shape == (3, 8, 8)
     entry = zoo.find("own_package.nets:fixed")
     assert entry.known_image_shape is None
-    with pytest.raises(ValueError, match=r"'own_package\.nets:fixed' does not say what images it takes; give --image"):
+    with pytest.raises(ValueError, match=r"'own_package\.nets:fixed' does not define its image shape; give --image"):
         _ = entry.image_shape
     with pytest.raises(ValueError, match=r"nets:flat' has image_shape 784; expected \(channels, height, width\)"):
         zoo.find("own_package.nets:flat")
@@ -126,26 +126,24 @@ def test_image_shape_is_the_builders_or_not_known() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nowhere.nets:build", "there is no module 'nowhere' in the folder .*; .* has .*own_package, single"),
-        (
-            "own_package.net:build",
-            "there is no module 'net' in package own_package at .*; it has nets, broken",
-        ),
+        ("nowhere.nets:build", "there is no module 'nowhere' in .* or on Python's path$"),
+        ("own_pakage.nets:build", "there is no module 'own_pakage' in .* did you mean 'own_package'"),
+        ("own_package.net:build", r"there is no module 'net' in package own_package at .*; did you mean 'nets'\?"),
         ("single.nets:build", "single is a module at .*single.py, not a package"),
-        ("own_package.nets:buidl", "module own_package.nets at .*nets.py has no 'buidl'; it has build, "),
-        ("own_package.nets:Shelf.make", "Shelf has no 'make'; it has build"),
-        ("own_package.nets:LIMIT.real.x", "int has no 'x'; it has "),
+        ("own_package.nets:buidl", "module own_package.nets at .*nets.py has no 'buidl'; did you mean 'build'"),
+        ("own_package.nets:Shelf.make", "Shelf has no 'make'$"),
+        ("own_package.nets:LIMIT.real.x", "int has no 'x'"),
         ("own_package.nets:LIMIT", "is a int; expected a function or a class"),
         ("own_package.nets:json", "is a module; expected a function or a class"),
-        ("own_package.nets:needs", "missing a required argument: 'depth'; gangline gives num_classes"),
-        ("own_package.nets:odd", "gave a str; expected a torch.nn.Module"),
-        ("own_package/nets.py:build", "names nothing; expected package.module:attribute"),
-        (":build", "names nothing"),
-        ("own_package.nets:", "names nothing"),
-        ("a:b:c", "names nothing"),
+        ("own_package.nets:needs", "missing a required argument: 'depth'; gangline passes num_classes"),
+        ("own_package.nets:odd", "returned a str; expected a torch.nn.Module"),
+        ("own_package/nets.py:build", "is not a name; expected package.module:attribute"),
+        (":build", "is not a name"),
+        ("own_package.nets:", "is not a name"),
+        ("a:b:c", "is not a name"),
     ],
 )
-def test_a_name_that_leads_nowhere_is_refused_with_what_is_there(name: str, message: str) -> None:
+def test_an_unknown_name_is_refused_with_suggestions(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         zoo.create(name)
     assert repr(name) in str(caught.value)
@@ -165,7 +163,7 @@ def test_an_option_that_a_builder_does_not_take_is_refused() -> None:
         ("wrong:build", r"could not be imported: SyntaxError: .*wrong\.py, line 1\)"),
     ],
 )
-def test_what_fails_in_users_code_is_told_with_its_line(name: str, message: str) -> None:
+def test_an_error_in_user_code_names_its_line(name: str, message: str) -> None:
     with pytest.raises(RuntimeError, match=message) as caught:
         zoo.create(f"own_package.{name}")
     assert caught.value.__cause__ is not None
@@ -179,7 +177,7 @@ def test_the_current_folder_is_searched_once_and_first() -> None:
 
 
 def test_an_unknown_name_without_a_module_gives_the_zoos_list() -> None:
-    assert not import_by_name.is_own("lenet")
+    assert not import_by_name.is_module_path("lenet")
     with pytest.raises(ValueError, match=r"network 'nets' is unknown; .*'lenet'.*or package\.module:builder"):
         zoo.find("nets")
 
@@ -193,7 +191,7 @@ def made(image_shape: tuple[int, int, int] | None = (1, 2, 3)) -> Splits:
     return import_by_name.make_data("own_data:make", image_shape, torch.float64, 7)
 
 
-def test_data_are_made_by_those_arguments_that_the_function_takes() -> None:
+def test_a_data_function_gets_the_arguments_that_it_has_parameters_for() -> None:
     for signature, told in (
         ("", {}),
         ("seed", {"seed": 7}),
@@ -220,37 +218,37 @@ def test_every_way_to_return_data(returned: str, classes: int | None) -> None:
     assert data.train[0].shape == (6, 3)
 
 
-def test_an_image_shape_that_nobody_knows_is_missed_only_where_it_is_needed() -> None:
+def test_an_unknown_image_shape_is_an_error_only_for_functions_that_need_it() -> None:
     write_data(f"{ARRAYS}def make(image_shape=(1, 8, 8)):\n    return pair, pair, image_shape[1]\n")
     assert made(None).num_classes == 8
     assert made((1, 2, 3)).num_classes == 2
     sys.modules.pop("own_data")
     write_data(f"{ARRAYS}def make(image_shape):\n    return pair, pair, 2\n")
-    with pytest.raises(ValueError, match="takes image_shape, and the network does not say its own; give --image-shape"):
+    with pytest.raises(ValueError, match="takes image_shape, and the network does not define it; give --image-shape"):
         made(None)
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return pair", "gave as train data a Tensor; expected .data, labels., a Dataset or batches"),
-        ("return pair, None", "gave as validation data a NoneType"),
-        ("return pair, pair, 3, 4", "gave a tuple of 4; expected .train, validation, number of classes."),
-        ("return [pair, pair]", "gave a list; expected"),
-        ("return pair, pair, 0", "gave 0 as the number of classes; expected a whole number above 0 or None"),
-        ("return pair, pair, True", "gave True as the number of classes"),
-        ("return pair, pair, 2.0", "gave 2.0 as the number of classes"),
+        ("return pair", "returned a Tensor as train data; expected .data, labels., a Dataset or batches"),
+        ("return pair, None", "returned a NoneType as validation data"),
+        ("return pair, pair, 3, 4", "returned a tuple of 4; expected .train, validation, number of classes."),
+        ("return [pair, pair]", "returned a list; expected"),
+        ("return pair, pair, 0", "returned 0 as the number of classes; expected an int above 0 or None"),
+        ("return pair, pair, True", "returned True as the number of classes"),
+        ("return pair, pair, 2.0", "returned 2.0 as the number of classes"),
     ],
 )
-def test_what_is_no_data_is_refused(body: str, message: str) -> None:
+def test_invalid_data_are_refused(body: str, message: str) -> None:
     write_data(f"{ARRAYS}def make():\n    {body}\n")
     with pytest.raises(ValueError, match=message):
         made()
 
 
-def test_a_function_that_wants_more_is_refused_and_one_that_fails_is_told() -> None:
+def test_a_function_that_needs_more_or_fails_is_an_error() -> None:
     write_data("def make(path, seed):\n    pass\n")
-    with pytest.raises(ValueError, match="missing a required argument: 'path'; gangline gives seed, and any"):
+    with pytest.raises(ValueError, match="missing a required argument: 'path'; gangline passes seed, and other"):
         made()
     sys.modules.pop("own_data")
     write_data("def make():\n    open('nowhere.csv')\n")
@@ -260,10 +258,10 @@ def test_a_function_that_wants_more_is_refused_and_one_that_fails_is_told() -> N
 
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
-        raise AssertionError("nobody may begin to read it")
+        raise AssertionError("it must not be read")
 
 
-def test_data_that_have_batches_are_told_from_those_that_have_samples() -> None:
+def test_data_with_batches_are_distinguished_from_data_with_samples() -> None:
     dataset = TensorDataset(torch.zeros(4, 3), torch.zeros(4))
     assert not import_by_name.has_batches((torch.zeros(4, 3), torch.zeros(4)))
     assert not import_by_name.has_batches(dataset)
@@ -362,18 +360,18 @@ def test_the_command_trains_them(
 @pytest.mark.parametrize(
     ("network", "dataset", "message"),
     [
-        ("seven", "make", "the network gives 7 values a sample, but the data have 3 classes"),
-        ("mlp", "make", "the network does not take a batch of one sample, (1, 16) of torch.float32"),
+        ("seven", "make", "the network returns 7 values per sample, but the data have 3 classes"),
+        ("mlp", "make", "the network does not accept a batch of one sample, (1, 16) of torch.float32"),
         (
             "bare",
             "loaders",
-            "missing a required argument: 'num_classes'; gangline gives no arguments, and anything else",
+            "missing a required argument: 'num_classes'; gangline passes no arguments, and other parameters",
         ),
-        ("small", "beyond", "of the held-out data is no class; expected 0 to 2"),
-        ("small", "mkae", "has no 'mkae'; it has make"),
-        ("biuld", "make", "has no 'biuld'; it has build"),
-        ("build", "digits", "'own_package.command:build' does not say what images it takes; give --image-shape"),
-        ("seven", "shaped", "takes image_shape, and the network does not say its own; give --image-shape"),
+        ("small", "beyond", "of the held-out data is not a class; expected 0 to 2"),
+        ("small", "mkae", "has no 'mkae'; did you mean 'make'"),
+        ("biuld", "make", "has no 'biuld'; did you mean 'build'"),
+        ("build", "digits", "'own_package.command:build' does not define its image shape; give --image-shape"),
+        ("seven", "shaped", "takes image_shape, and the network does not define it; give --image-shape"),
     ],
 )
 def test_the_command_refuses_what_does_not_fit_before_it_trains(

@@ -138,7 +138,7 @@ def test_wrong_words_are_one_line(trained: Path, tmp_path: Path, capsys: pytest.
         ("predict", images, prefix, ["--load-epoch", "77"], "net-0077.json is not there"),
         ("predict", images, prefix, ["--load-epoch", "last"], "--load-epoch is 'last'; expected a number of epochs"),
         ("predict", images, prefix, ["--top-k", "4"], "--top-k is 4, but there are 3 classes"),
-        ("predict", tmp_path / "no", prefix, [], "is not there"),
+        ("predict", tmp_path / "no", prefix, [], "does not exist"),
         ("predict", images, prefix, ["--context", "parallel"], "--context parallel is for training"),
         ("predict", images, tmp_path / "bare", [], "lacks network, num_classes, image_shape"),
         ("score", other, prefix, [], "has no digit2"),

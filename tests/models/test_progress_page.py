@@ -149,7 +149,7 @@ def test_an_update_of_several_batches_counts_the_samples_of_all(tmp_path: Path) 
     data = read(tmp_path / "page.html")
     assert data["points"]["step"] == [2, 3, 5, 6, 8, 9]
     assert data["points"]["total"] == [0, 4, 16, 4, 16, 4]
-    assert data["settings"]["batch size"] == "8, 2 batches an update"
+    assert data["settings"]["batch size"] == "8, 2 batches per update"
     assert [one["step"] for one in data["epochs"]] == [0, 3, 6]
 
 
@@ -275,7 +275,7 @@ def test_a_disk_that_fails_in_the_middle_costs_the_page_and_one_line(
         folder.rmdir()
         fit(module, progress)
         assert module.step == 9
-    assert len([line for line in caplog.messages if "page.html cannot be written for now" in line]) == 1
+    assert len([line for line in caplog.messages if "page.html cannot be written at the moment" in line]) == 1
 
 
 def test_an_error_that_ends_training_is_on_the_page(tmp_path: Path) -> None:
@@ -375,16 +375,14 @@ def test_a_second_fit_of_the_same_module_goes_on(tmp_path: Path) -> None:
     assert data["state"] == "ended"
 
 
-def test_a_run_that_begins_anew_begins_the_page_anew_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_new_run_overwrites_the_page_and_logs_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "page.html"
     for epochs in (3, 1):
         with module_on([1, 1]) as module:
             fit(module, TrainingProgress(module, path), epochs=epochs)
     assert read(path)["points"]["step"] == [1, 2, 3]
     assert [line for line in caplog.messages if "page.html" in line] == [
-        f"{path} held 9 batches of an earlier run; this one begins anew, and the page with it"
+        f"{path} held 9 batches of an earlier run; this new run overwrites it"
     ]
 
 
@@ -403,7 +401,7 @@ def test_a_file_of_somebody_elses_is_left_alone(tmp_path: Path, content: bytes) 
     path.write_bytes(content)
     with (
         module_on([1, 1]) as module,
-        pytest.raises(ValueError, match=r"page\.html is there and is no page of gangline"),
+        pytest.raises(ValueError, match=r"page\.html exists and is not a training progress page of gangline"),
     ):
         TrainingProgress(module, path)
     assert path.read_bytes() == content
@@ -416,7 +414,7 @@ def test_a_damaged_page_is_refused_by_name(tmp_path: Path) -> None:
     path.write_text(page(data))
     with (
         module_on([1, 1]) as module,
-        pytest.raises(ValueError, match=r"page\.html make no sense, KeyError\('waiting'\)"),
+        pytest.raises(ValueError, match=r"page\.html are invalid, KeyError\('waiting'\)"),
     ):
         TrainingProgress(module, path)
 
@@ -425,7 +423,7 @@ def test_a_path_that_cannot_be_written_fails_before_training(tmp_path: Path) -> 
     with module_on([1, 1]) as module:
         with pytest.raises(ValueError, match="is a folder; expected the path of a page"):
             TrainingProgress(module, tmp_path)
-        with pytest.raises(FileNotFoundError, match=r"the folder .*nowhere of the page a\.html is not there"):
+        with pytest.raises(FileNotFoundError, match=r"the folder .*nowhere of the page a\.html does not exist"):
             TrainingProgress(module, tmp_path / "nowhere" / "a.html")
         with pytest.raises(OSError, match=r"the page /proc/a\.html cannot be written"):
             TrainingProgress(module, "/proc/a.html")
@@ -665,7 +663,7 @@ def test_a_browser_draws_every_curve_and_the_script_raises_nothing(tmp_path: Pat
         "accuracy": ["each batch", "smoothed", "validation"],
         "loss": ["each batch", "smoothed", "validation"],
         "throughput": ["all", "cpu(0)", "cpu(1)"],
-        "time lost waiting for the store": ["waiting"],
+        "time waiting for the store": ["waiting"],
         "learning rate": ["learning rate"],
     }
     losses = spots(drawn.curves["loss"]["each batch"])
@@ -745,7 +743,7 @@ def served(tmp_path: Path) -> Iterator[Callable[[list[str]], tuple[str, list[str
 
 @pytest.mark.slow
 @browser
-def test_a_browser_shows_what_has_replaced_a_running_page_until_training_has_ended(
+def test_a_browser_reloads_a_page_until_training_has_ended(
     tmp_path: Path, served: Callable[[list[str]], tuple[str, list[str]]]
 ) -> None:
     pages = []

@@ -1,4 +1,4 @@
-"""Schedules give the rate of each batch in closed form, and fit hands it to whoever updates."""
+"""Schedules and torch's schedulers set the learning rate of each update, also after a resume."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAMPLES = 24
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Nothing here is large enough for torch to share out."""
+    """The networks are too small for several threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -73,7 +73,7 @@ def test_cosine_is_half_a_cosine_over_all_batches() -> None:
     assert rates_of(made(("cosine", {"min_rate": 0.1})), 10, 4) == pytest.approx(expected, rel=1e-12)
 
 
-def test_cosine_begins_anew_after_longer_and_longer_periods() -> None:
+def test_cosine_restarts_after_longer_and_longer_periods() -> None:
     found = made(("cosine", {"period": 1, "growth": 2}), epochs=7)
     expected = [
         0.4 * (1 + math.cos(math.pi * t / length)) for length in (4, 8, 16) for t in range(length)
@@ -81,9 +81,25 @@ def test_cosine_begins_anew_after_longer_and_longer_periods() -> None:
     assert rates_of(found, 7, 4) == pytest.approx(expected, rel=1e-12)
 
 
-def test_poly_is_a_power_of_what_is_left() -> None:
+def test_poly_is_a_power_of_the_remaining_fraction() -> None:
     expected = [0.8 * (1 - t / 40) ** 3 for t in range(40)]
     assert rates_of(made(("poly", {"power": 3})), 10, 4) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("spec", "per_epoch", "make"),
+    [
+        (("piecewise", {"epochs": [2, 5], "factor": 0.5}), False, lambda o: lr_scheduler.MultiStepLR(o, [2, 5], 0.5)),
+        (("piecewise", {"every": 3}), False, lambda o: lr_scheduler.StepLR(o, 3, 0.1)),
+        ("cosine", True, lambda o: lr_scheduler.CosineAnnealingLR(o, 40)),
+        (("cosine", {"period": 1, "growth": 2}), True, lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 4, 2)),
+        (("poly", {"power": 3}), True, lambda o: lr_scheduler.PolynomialLR(o, 40, 3)),
+        (("constant", {"warmup_batches": 8}), True, lambda o: lr_scheduler.LinearLR(o, 1 / 8, 1, 7)),
+    ],
+)
+def test_rates_are_those_of_torchs_schedulers(spec: Any, per_epoch: bool, make: Any) -> None:
+    found = rates_of(schedule(spec, 0.5, 10, 4), 10, 4)
+    assert found[:: 1 if per_epoch else 4] == pytest.approx(rates_by_torch(make, 40 if per_epoch else 10), rel=1e-9)
 
 
 @pytest.mark.parametrize("length", [{"warmup_epochs": 2}, {"warmup_batches": 8}])
@@ -115,18 +131,18 @@ def test_without_a_batch_count_the_rate_changes_between_epochs() -> None:
         ("piecewise", "expected one of them"),
         (("piecewise", {"epochs": [3], "every": 2}), "expected one of them"),
         (("piecewise", {"epochs": [1], "warmup_epochs": 3}), "drops at epoch 1, within the warm-up of 3"),
-        (("piecewise", {"epochs": [3, 3]}), "names one twice"),
+        (("piecewise", {"epochs": [3, 3]}), "with a duplicate"),
         (("piecewise", {"every": 0}), "every is 0"),
         (("constant", {"warmup_epochs": 10}), "10 epochs of 10"),
         (("constant", {"warmup_epochs": 1, "warmup_batches": 1}), "expected one of them"),
-        (("constant", {"warmup_rate": 0.1}), "which say how long"),
+        (("constant", {"warmup_rate": 0.1}), "give one of them too"),
         (("poly", {"power": 0}), "power is 0"),
         (("cosine", {"min_rate": 0.9}), "min_rate is 0.9, above the base rate 0.8"),
         (("cosine", {"min_rate": float("nan")}), "learning rate is nan"),
         (("cosine", {"growth": 2}), "without period"),
     ],
 )
-def test_what_makes_no_sense_is_refused(spec: Any, message: str) -> None:
+def test_invalid_values_are_refused(spec: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         made(spec)
 
@@ -249,7 +265,7 @@ def test_a_scheduler_of_torchs_steps_after_each_update_or_epoch(make: Any) -> No
     assert fitted(make)[0] == [rate for rate in rates_by_torch(make, 3) for _ in range(4)]
 
 
-def test_reduce_on_plateau_is_told_of_validations() -> None:
+def test_reduce_on_plateau_steps_after_validations() -> None:
     """The first value is an improvement on nothing; none of the later ones exceeds it by ten times."""
     rates, _ = fitted(plateau, eval_data=arrays())
     assert rates == [0.5] * 8 + [0.25] * 4
@@ -261,9 +277,9 @@ def test_reduce_on_plateau_is_told_of_validations() -> None:
     ("spec", "options", "error", "message"),
     [
         (lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1.0, 9), {}, ValueError, "cycle_momentum=False"),
-        (lambda _: 3, {}, TypeError, "made a int"),
-        (plateau, {}, ValueError, "ReduceLROnPlateau waits for 'a metric'.*no eval_data"),
-        (TorchScheduler(plateau, metric="mae"), {"eval_data": True}, ValueError, r"waits for 'mae'.*\['accuracy'\]"),
+        (lambda _: 3, {}, TypeError, "returned a int"),
+        (plateau, {}, ValueError, "ReduceLROnPlateau needs 'a metric'.*no eval_data"),
+        (TorchScheduler(plateau, metric="mae"), {"eval_data": True}, ValueError, r"needs 'mae'.*\['accuracy'\]"),
         (3, {}, TypeError, "expected a name"),
     ],
 )
@@ -277,13 +293,16 @@ def test_a_scheduler_that_cannot_work_is_refused_before_training(
     assert not seen
 
 
-def test_a_scheduler_says_when_it_steps_in_a_known_word() -> None:
+def test_a_scheduler_steps_per_epoch_or_per_batch() -> None:
     with pytest.raises(ValueError, match="every is 'step'"):
         TorchScheduler(one_cycle, "step")
 
 
 SPECS: dict[str, Any] = {
     "cosine": ("cosine", {"warmup_epochs": 1}),
+    "restarts": ("cosine", {"period": 0.75, "growth": 1.5, "warmup_batches": 2}),
+    "piecewise": ("piecewise", {"epochs": [1, 2], "warmup_epochs": 0.5}),
+    "poly": ("poly", {"warmup_batches": 3, "min_rate": 0.01}),
     "one-cycle": TorchScheduler(one_cycle, "batch"),
     "sequence": TorchScheduler(sequence, "batch"),
     "plateau": plateau,
@@ -291,14 +310,12 @@ SPECS: dict[str, Any] = {
 
 
 class Cut(BaseException):
-    """Ends a run as a kill does."""
+    """Stops a run as SIGKILL would."""
 
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("cut", [3, 9])
-def test_a_run_cut_off_anywhere_has_the_same_rates_and_bits_when_it_goes_on(
-    tmp_path: Path, spec: str, cut: int
-) -> None:
+def test_a_resumed_run_has_the_rates_and_weights_of_an_uninterrupted_one(tmp_path: Path, spec: str, cut: int) -> None:
     def run(prefix: Path, cut: int | None, resume: str | None) -> tuple[list[float], dict[str, torch.Tensor]]:
         rates: list[float] = []
         with Module(network(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from command import write_digits
 from measure import distance
 
 from gangline.cli.main import main
@@ -114,14 +115,7 @@ def test_load_epoch_goes_on_where_the_checkpoint_stood(
 def test_a_folder_of_images_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from PIL import Image
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits(n_class=3)
-    for number, (image, label) in enumerate(zip(bunch.images[:240], bunch.target[:240], strict=True)):
-        folder = tmp_path / "images" / f"digit{label}"
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray((image * 15).astype("uint8")).save(folder / f"{number}.png")
+    write_digits(tmp_path / "images", images=240)
     flags = ["--network", "mlp", "--data-dir", str(tmp_path / "images"), "--cpus", "2", "--num-epochs", "3"]
     code, out, err = train(monkeypatch, capsys, *flags)
     assert code == 0
@@ -226,7 +220,7 @@ def test_benchmark_trains_on_random_images(monkeypatch: pytest.MonkeyPatch, caps
         (["--lr-step-epochs", "1.5"], "--lr-step-epochs is '1.5'"),
         (["--load-epoch", "2"], "--load-epoch needs --model-prefix"),
         (["--load-epoch", "2", "--model-prefix", "nowhere/net"], "nowhere/net-0002.json is not there"),
-        (["--data-dir", "nowhere"], "image folder nowhere is not there"),
+        (["--data-dir", "nowhere"], "image folder nowhere does not exist"),
         (["--lr", "-1"], "Invalid learning rate"),
         (["--gc-threshold", "0.1", "--cpus", "2"], "--gc-threshold is 0.1, but --gc-type is None; only 2bit has a"),
         (["--gc-threshold", "0.1", "--gc-type", "topk"], "--gc-threshold is 0.1, but --gc-type is topk"),

@@ -120,16 +120,18 @@ def tied() -> nn.Module:
     ("network", "classes", "error", "message"),
     [
         (lambda: nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU()), 2, ValueError, "Sequential has neither a linear layer"),
-        (lambda: nn.Linear(2, 2), 2, ValueError, "the network is a Linear alone"),
+        (lambda: nn.Linear(2, 2), 2, ValueError, "the network is a single Linear"),
         (lambda: nn.Sequential(nn.LazyLinear(2)), 2, ValueError, "layer '0' has no shape yet"),
-        (tied, 2, ValueError, r"several places in the network, \['0.weight', '1.weight'\]"),
+        (tied, 2, ValueError, r"shared under the names \['0.weight', '1.weight'\]"),
         (small, 0, ValueError, "num_classes is 0; expected 1 or more"),
         (small, True, TypeError, "num_classes is True; expected an int"),
         (small, 2.0, TypeError, "num_classes is 2.0; expected an int"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-def test_what_cannot_be_replaced_is_an_error(network: Any, classes: Any, error: type[Exception], message: str) -> None:
+def test_a_layer_that_cannot_be_replaced_is_an_error(
+    network: Any, classes: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         replace_last_layer(network(), classes)
 
@@ -185,7 +187,7 @@ def test_a_network_without_a_layer_to_replace_takes_weights_that_fit_it(
     network, new = pretrained("tied", path, 3)
     assert new == []
     assert torch.equal(network.get_parameter("0.weight"), own["0.weight"])
-    with pytest.raises(ValueError, match="several places in the network"):
+    with pytest.raises(ValueError, match="shared under the names"):
         pretrained("tied", path, 3, replace_last=True)
 
 
@@ -239,7 +241,7 @@ def test_an_unknown_layer_is_refused_with_near_names(name: str) -> None:
     assert "'fc2'" in str(caught.value)
 
 
-def test_factors_are_10_and_20_for_what_is_new() -> None:
+def test_factors_are_10_and_20_for_the_new_layer() -> None:
     network = small()
     assert learning_rate_factors(network, NEW) == {"fc2.weight": 10.0, "fc2.bias": 20.0}
     frozen = freeze_until(network, "fc1")
@@ -256,9 +258,13 @@ def test_factors_are_10_and_20_for_what_is_new() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"new": ["fc3.weight"]}, ValueError, r"new has 'fc3.weight', which is no parameter; near are \['fc2.weight',"),
-        ({"new": ["xyz"]}, ValueError, r"which is no parameter; there are \['conv.weight'"),
-        ({"frozen": ["conv.wieght"]}, ValueError, r"frozen has 'conv.wieght'.*near are \['conv.weight'"),
+        (
+            {"new": ["fc3.weight"]},
+            ValueError,
+            r"new has 'fc3.weight', which is not a parameter; did you mean one of \['fc2.weight',",
+        ),
+        ({"new": ["xyz"]}, ValueError, r"which is not a parameter; expected one of \['conv.weight'"),
+        ({"frozen": ["conv.wieght"]}, ValueError, r"frozen has 'conv.wieght'.*did you mean one of \['conv.weight'"),
         ({"frozen": ["fc2.bias"]}, ValueError, r"\['fc2.bias'\] are new and frozen"),
         ({"new": "fc2.weight"}, TypeError, "new is 'fc2.weight'; expected a list of names"),
         ({"weight": -1.0}, ValueError, "the factor weight is -1.0"),
@@ -266,7 +272,7 @@ def test_factors_are_10_and_20_for_what_is_new() -> None:
         ({"early": math.nan}, ValueError, "the factor early is nan"),
     ],
 )
-def test_factors_that_make_no_sense_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_factors_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         learning_rate_factors(small(), **{"new": NEW, **options})
 
@@ -324,6 +330,6 @@ def test_batch_and_rate_grow_with_the_devices() -> None:
         ((8, math.nan, 2), ValueError, "the learning rate is nan"),
     ],
 )
-def test_what_cannot_be_scaled_is_an_error(arguments: Any, error: type[Exception], message: str) -> None:
+def test_invalid_arguments_of_scale_batch_are_refused(arguments: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         scale_batch(*arguments)

@@ -73,7 +73,7 @@ def test_each_call_builds_a_network_of_its_own() -> None:
 # -- the registry ---------------------------------------------------------------------------------------------------
 
 
-def test_a_network_of_ones_own_is_known_by_its_name() -> None:
+def test_a_users_network_can_be_registered() -> None:
     @zoo.register("test-linear", image_shape=(1, 2, 3))
     def build(num_classes: int = 10, bias: bool = True) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(6, num_classes, bias))
@@ -273,7 +273,7 @@ def test_weights_of_other_shapes_are_refused_with_both(tmp_path: Path, suffix: s
     ],
     ids=["tensor", "list", "nested", "list inside", "numbers for names", "number"],
 )
-def test_what_is_no_state_dict_is_refused(tmp_path: Path, content: Any) -> None:
+def test_files_without_a_state_dict_are_refused(tmp_path: Path, content: Any) -> None:
     path = tmp_path / "weights.pth"
     torch.save(content, path)
     with pytest.raises(ValueError, match="holds no state dict; expected names with tensors") as caught:

@@ -1,1 +1,1 @@
-"""Folders of images: listing and reading them, here or in a bucket, splitting, augmenting."""
+"""Image folders: listing and reading, locally or from object stores; stratified splits; augmentation."""

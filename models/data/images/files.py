@@ -1,4 +1,4 @@
-"""Files of images: found and read in a folder, on a local path or behind any URL that fsspec knows."""
+"""Image files: listed and read from a local folder or from any URL that fsspec supports."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from urllib.parse import quote
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _SECRET_NAMES = re.compile("SECRET|TOKEN|PASSWORD|ACCESS_KEY|API_KEY|ACCOUNT_KEY|CREDENTIAL", re.IGNORECASE)
 _URL_ARGUMENTS = "x-amz-signature|x-amz-credential|x-amz-security-token|signature|sig|token|password|secret"
-_SHORTEST_SECRET = 4  # letters; replacing shorter ones would only make a text unreadable
+_SHORTEST_SECRET = 4  # characters; replacing shorter strings would only garble the message
 
 
 def is_url(root: str | Path) -> bool:
-    """Whether fsspec is to open it, such as ``s3://bucket/train`` or ``zip://train::images.zip``."""
+    """Return True for a URL for fsspec, such as ``s3://bucket/train`` or ``zip://train::images.zip``."""
     return isinstance(root, str) and "://" in root
 
 
-class Tree:
-    """A folder with what lies under it: images, and its sub-folders."""
+class FolderListing:
+    """The image files under a folder, and its direct sub-folders."""
 
     def __init__(self, root: str | Path) -> None:
         """List a folder.
 
         Raises:
-            FileNotFoundError: no such folder or bucket.
-            ValueError: a URL that nothing here can open.
-            RuntimeError: the store that a URL names does not let it be listed, such as for want of credentials.
+            FileNotFoundError: if there is no such folder or bucket.
+            ValueError: if fsspec has no file system for the URL.
+            RuntimeError: if the store refuses to be listed, for example without credentials.
         """
         self.root: str | Path = root if is_url(root) else Path(root)
         self.shown = without_secrets(str(root))
-        """The root as messages name it."""
-        names, folders = _listed_url(str(root), self.shown) if is_url(root) else _listed_path(Path(root))
+        """The root for messages, without secrets."""
+        names, folders = _list_url(str(root), self.shown) if is_url(root) else _list_path(Path(root))
         self.names = sorted((name for name in names if _is_image(name)), key=lambda name: name.split("/"))
-        """Images, as paths relative to the root with slashes, in order."""
+        """Sorted paths of the images, relative to the root, with slashes."""
         inside = {name.split("/")[0] for name in names if "/" in name} | folders
         self.folders = sorted(name for name in inside if name[0] != ".")
-        """Sub-folders directly under the root, in order."""
+        """Sorted names of the sub-folders directly under the root."""
 
     def file(self, name: str) -> str | Path:
-        """A path, or for a URL the URL as messages may name it."""
+        """Return the path of a file, or its URL without secrets."""
         return self.root / name if isinstance(self.root, Path) else f"{self.shown.rstrip('/')}/{name}"
 
 
@@ -51,31 +51,31 @@ def _is_image(name: str) -> bool:
     return not last.startswith(".") and os.path.splitext(last)[1].lower() in IMAGE_SUFFIXES
 
 
-def _listed_path(root: Path) -> tuple[list[str], set[str]]:
+def _list_path(root: Path) -> tuple[list[str], set[str]]:
     if not root.is_dir():
-        raise FileNotFoundError(f"image folder {root} is not there")
+        raise FileNotFoundError(f"image folder {root} does not exist")
     with os.scandir(root) as entries:
         top = sorted(entries, key=lambda entry: entry.name)
         folders = {entry.name for entry in top if entry.is_dir()}
         names = [entry.name for entry in top if entry.is_file()]
     for folder in sorted(folders):
-        for place, _, files in os.walk(root / folder):
-            prefix = os.path.relpath(place, root).replace(os.sep, "/")
+        for directory, _, files in os.walk(root / folder):
+            prefix = os.path.relpath(directory, root).replace(os.sep, "/")
             names += [f"{prefix}/{name}" for name in files]
     return names, folders
 
 
-def _listed_url(url: str, shown: str) -> tuple[list[str], set[str]]:
+def _list_url(url: str, shown: str) -> tuple[list[str], set[str]]:
     try:
-        files, path = _opened(url)
+        files, path = _open_store(url)
         found: dict[str, Any] = files.find(path, withdirs=True, detail=True)
-        is_there = bool(found) or files.isdir(path)
+        exists = bool(found) or files.isdir(path)
     except FileNotFoundError:
-        is_there, found = False, {}
-    except Exception as error:  # noqa: BLE001 - stores raise what they like; it is told, less what is secret in it
+        exists, found = False, {}
+    except Exception as error:  # noqa: BLE001  stores raise many types
         raise _store_error(shown, without_secrets(str(error), url), error) from None
-    if not is_there:
-        raise FileNotFoundError(f"image folder {shown} is not there: no such bucket or folder, or nothing is in it")
+    if not exists:
+        raise FileNotFoundError(f"image folder {shown} does not exist: no such bucket or folder, or it is empty")
     names, folders = [], set()
     for name, entry in found.items():
         inside = _relative(name, path)
@@ -90,8 +90,8 @@ def _relative(name: str, path: str) -> str:
     return name.strip("/").removeprefix(path.strip("/")).strip("/")
 
 
-def _opened(url: str) -> tuple[Any, str]:
-    """The file system of a URL, which fsspec keeps and opens once a process, and the path in it."""
+def _open_store(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL, which fsspec caches per process, and the path in it."""
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
     files, path = url_to_fs(url)
@@ -105,46 +105,46 @@ def _store_error(shown: str, text: str, error: Exception) -> Exception:
     if isinstance(error, ValueError):
         return ValueError(f"image folder {shown} cannot be opened: {text}")
     return RuntimeError(
-        f"image folder {shown} cannot be listed: {type(error).__name__}: {text}; see that the credentials in the "
-        "environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE; AWS_ENDPOINT_URL) may read it"
+        f"image folder {shown} cannot be listed: {type(error).__name__}: {text}; check that the credentials in the "
+        "environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE; AWS_ENDPOINT_URL) permit reading"
     )
 
 
 def read(root: str | Path, names: Sequence[str]) -> list[bytes | Path | Exception]:
-    """What `PIL.Image.open` takes for each file: paths as they are, and the bytes behind URLs, fetched side by side.
+    """Return each file in a form for `PIL.Image.open`: a path, or the bytes behind a URL, fetched concurrently.
 
-    A file that is gone gives an error in its place.
+    A missing file gives a FileNotFoundError in its place.
 
     Raises:
-        RuntimeError: the store did not give a file; the message has no secrets.
+        RuntimeError: if the store fails to return a file; the message has no secrets.
     """
     if isinstance(root, Path):
         return [root / name for name in names]
     shown = without_secrets(root).rstrip("/")
     try:
-        files, path = _opened(root)
+        files, path = _open_store(root)
         paths = [f"{path.rstrip('/')}/{name}" if path.strip("/") else name for name in names]
         contents: dict[str, bytes | Exception] = files.cat(paths, on_error="return")
-        # Some file systems answer by names of their own, in the order of the question.
-        found = [contents[p] for p in paths] if all(p in contents for p in paths) else list(contents.values())
+        # Some file systems return keys of their own, in the order of the request.
+        found: list[bytes | Path | Exception] = (
+            [contents[p] for p in paths] if all(p in contents for p in paths) else list(contents.values())
+        )
     except FileNotFoundError as error:
         return [error] * len(names)
-    except Exception as error:  # noqa: BLE001 - as in the listing
+    except Exception as error:  # noqa: BLE001  stores raise many types
         found = [error] * len(names)
-    answers: list[bytes | Path | Exception] = []
-    for name, answer in zip(names, found, strict=True):
-        if isinstance(answer, Exception) and not isinstance(answer, FileNotFoundError):
-            text = without_secrets(str(answer), root) or "no reason given"
-            raise RuntimeError(f"image {shown}/{name} cannot be fetched: {type(answer).__name__}: {text}")
-        answers.append(answer)
-    return answers
+    for name, content in zip(names, found, strict=True):
+        if isinstance(content, Exception) and not isinstance(content, FileNotFoundError):
+            text = without_secrets(str(content), root) or "no reason given"
+            raise RuntimeError(f"image {shown}/{name} cannot be fetched: {type(content).__name__}: {text}")
+    return found
 
 
 def without_secrets(text: str, url: str = "") -> str:
-    """The text without what is secret in it.
+    """Return the text with secrets replaced by ``***``.
 
-    That is users and passwords in URLs, those of ``url`` wherever they stand, signatures and tokens among the arguments
-    of URLs, and what environment variables hold whose names speak of secrets, tokens, passwords or keys.
+    Secrets are: users and passwords in URLs, and those of ``url`` anywhere in the text; signatures and tokens in URL
+    arguments; the values of environment variables whose names contain SECRET, TOKEN, PASSWORD, ACCESS_KEY and the like.
     """
     text = re.sub(r"://[^/@\s]*@", "://***@", text)
     text = re.sub(rf"(?i)\b({_URL_ARGUMENTS})=[^&\s]+", r"\1=***", text)

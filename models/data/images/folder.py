@@ -1,27 +1,29 @@
-"""Folders of images: read when they are asked for, labelled by their sub-folders."""
+"""Datasets of image files: decoded on access, labelled by sub-folder."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from gangline.models.data.images.augmentation import Augmentation
-from gangline.models.data.images.files import IMAGE_SUFFIXES, Tree, read
-from gangline.models.data.images.unreadable import Unreadable
+from gangline.models.data.images.files import IMAGE_SUFFIXES, FolderListing, read
+from gangline.models.data.reader import Unreadable
+
+_log = logging.getLogger("gangline")
 
 
 class Images(Dataset[Any]):
-    """Images that lie anywhere under a folder, in order of their names; items are tensors of ``image_shape``.
+    """The images at any depth under a folder, in order of their names; items are tensors of ``image_shape``.
 
-    ``folder`` is a path, or a URL of any store that fsspec knows (``s3://bucket/train`` through s3fs; its credentials
-    come from the environment variables of that store). Nothing is kept in memory but the names.
+    Only the file names are kept in memory.
     """
 
     def __init__(
@@ -38,27 +40,30 @@ class Images(Dataset[Any]):
         """List the files.
 
         Args:
-            root: the folder.
-            image_shape: (channels, height, width) of the items; 1 channel is grey, 3 are red, green and blue.
-            dtype: of the items; pixels are from 0 to 1 before ``augmentation`` normalises them.
-            skip_unreadable: so many files that cannot be read are left out of their batches, and listed in `skipped`.
-            num_workers: processes that read and decode for `Module.fit`, `score` and `predict`; 0: the one that trains.
-            augmentation: what is done to images.
-            seed: of what is random in that.
+            root: path of the folder, or a URL that fsspec can open (``s3://bucket/train`` through s3fs, with its
+                credentials from the environment).
+            image_shape: (channels, height, width) of the items; 1 channel is grey, 3 channels are RGB.
+            dtype: dtype of the items; pixels are in [0, 1] before ``augmentation`` normalises them.
+            skip_unreadable: number of unreadable files to leave out of their batches, and to list in `skipped`, before
+                failing. Each worker process of a DataLoader of your own counts by itself.
+            num_workers: number of processes that read and decode for `Module.fit`, `score` and `predict`; 0: read in
+                the training process.
+            augmentation: augmentation of the images.
+            seed: seed of the augmentation.
 
         Raises:
-            FileNotFoundError: no such folder or bucket.
-            ValueError: it has no images, or the augmentation is impossible for this shape.
-            RuntimeError: a store does not let itself be read.
-            TypeError: a wrong type.
+            FileNotFoundError: if there is no such folder or bucket.
+            ValueError: if the folder has no images, or the augmentation does not fit this shape.
+            RuntimeError: if a store refuses to be listed.
+            TypeError: if an argument has a wrong type.
         """
-        self._begin(Tree(root), image_shape, dtype, skip_unreadable, num_workers, augmentation, seed)
+        self._set_up(FolderListing(root), image_shape, dtype, skip_unreadable, num_workers, augmentation, seed)
         if not self._names:
             raise ValueError(f"image folder {self.shown} has no images ({', '.join(IMAGE_SUFFIXES)})")
 
-    def _begin(
+    def _set_up(
         self,
-        tree: Tree,
+        listing: FolderListing,
         image_shape: Sequence[int],
         dtype: torch.dtype,
         skip_unreadable: int,
@@ -69,21 +74,20 @@ class Images(Dataset[Any]):
         channels, height, width = image_shape
         if channels not in (1, 3) or min(height, width) < 1:
             raise ValueError(f"image_shape is {tuple(image_shape)}; expected 1 or 3 channels, height and width")
-        if isinstance(num_workers, bool) or not isinstance(num_workers, int):
-            raise TypeError(f"num_workers is {num_workers!r}; expected a number of processes")
-        if num_workers < 0:
-            raise ValueError(f"num_workers is {num_workers}; expected 0 or more")
-        self.root, self.shown = tree.root, tree.shown  # as messages name it: without what is secret in a URL
-        self._names = tree.names
-        self.files: list[Any] = [tree.file(name) for name in tree.names]
-        """A Path each, or a URL."""
+        _check_count("num_workers", num_workers, "processes")
+        _check_count("skip_unreadable", skip_unreadable, "files")
+        self.root, self.shown = listing.root, listing.shown
+        self._names = listing.names
+        self.files: list[Any] = [listing.file(name) for name in listing.names]
+        """The Path or the URL of each image, without secrets."""
         self.num_workers = num_workers
         self.augmentation = augmentation or Augmentation()
         self.augmentation.check(image_shape)
         self._shape, self._dtype, self._seed = (channels, height, width), dtype, seed
-        self._unreadable = Unreadable(skip_unreadable)
+        self._skip_limit = skip_unreadable
+        self._skipped: dict[str, str] = {}
+        # In shared memory, so that persistent workers of a DataLoader see it change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-        # Processes that last several epochs see it change.
 
     def __len__(self) -> int:
         return len(self._names)
@@ -92,63 +96,81 @@ class Images(Dataset[Any]):
         return self._items([index], int(self._epoch), skips=False)[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """The items, without those that are passed over; torch's DataLoader asks so for a batch."""
-        return self.items_of_epoch(indices, int(self._epoch))
+        """Return the items without those that are skipped; torch's DataLoader calls this for a batch."""
+        items = self.items_of_epoch(indices, int(self._epoch))
+        self.note_unreadable(item for item in items if isinstance(item, Unreadable))
+        return [item for item in items if not isinstance(item, Unreadable)]
 
     def items_of_epoch(self, indices: Sequence[int], epoch: int) -> list[Any]:
-        """The items as they are augmented in an epoch, without those that are passed over.
+        """Return the items, augmented as in an epoch; `Unreadable` in place of those that may be skipped.
 
         Raises:
-            ValueError: more files than ``skip_unreadable`` cannot be read; all of them are named.
-            RuntimeError: a store did not give a file.
+            ValueError: if an image cannot be read and ``skip_unreadable`` is 0.
+            RuntimeError: if a store fails to return a file.
         """
-        return self._items(indices, epoch, skips=self._unreadable.limit > 0)
+        return self._items(indices, epoch, skips=self._skip_limit > 0)
+
+    def note_unreadable(self, files: Iterable[Unreadable]) -> None:
+        """Add files to `skipped` and log a warning for each new one.
+
+        Raises:
+            ValueError: if there are more than ``skip_unreadable``; the message lists them.
+        """
+        for file, reason in files:
+            if file not in self._skipped:
+                self._skipped[file] = reason
+                _log.warning("image %s cannot be read and is skipped: %s", file, reason)
+        if len(self._skipped) > self._skip_limit:
+            listed = "".join(f"\n  {file}: {reason}" for file, reason in self._skipped.items())
+            raise ValueError(
+                f"{len(self._skipped)} images cannot be read, more than the {self._skip_limit} that skip_unreadable "
+                f"allows:{listed}"
+            )
 
     def set_epoch(self, epoch: int) -> None:
-        """Have images be augmented as in this epoch, also by processes of a DataLoader that run already."""
+        """Augment as in this epoch from now on, also in running worker processes of a DataLoader."""
         self._epoch.fill_(epoch)
 
     @property
     def skipped(self) -> list[tuple[str, str]]:
-        """The files passed over so far, with the reason, whichever process met them."""
-        return self._unreadable.files()
-
-    def report_skipped(self) -> None:
-        """Log a warning for each file passed over that none was logged for yet."""
-        self._unreadable.report()
+        """(file, reason) of the files skipped so far."""
+        return list(self._skipped.items())
 
     def augmented(self, augmentation: Augmentation) -> Any:
-        """The same images with another augmentation; they share their list of files passed over."""
+        """Return the same images with another augmentation; both share one list of skipped files."""
         augmentation.check(self._shape)
         other = copy.copy(self)
         other.augmentation = augmentation
         return other
 
     def _items(self, indices: Sequence[int], epoch: int, *, skips: bool) -> list[Any]:
-        kept: list[int] = []
+        items: list[Any] = [None] * len(indices)
+        readable: list[int] = []  # positions in items
         decoded: list[torch.Tensor] = []
-        for index, content in zip(indices, read(self.root, [self._names[i] for i in indices]), strict=True):
+        contents = read(self.root, [self._names[index] for index in indices])
+        for position, (index, content) in enumerate(zip(indices, contents, strict=True)):
             try:
                 decoded.append(self._decoded(content))
-                kept.append(index)
-            except Exception as error:  # whatever a decoder finds wrong with a file: it is the file that is named
-                reason = str(error) or type(error).__name__
+                readable.append(position)
+            except Exception as error:  # decoders raise many types
+                file, reason = str(self.files[index]), str(error) or type(error).__name__
                 if not skips:
-                    raise ValueError(f"image {self.files[index]} cannot be read: {reason}") from error
-                self._unreadable.add(str(self.files[index]), reason)
-        if skips and get_worker_info() is None:
-            self.report_skipped()
-        if not kept:
-            return []
+                    raise ValueError(f"image {file} cannot be read: {reason}") from error
+                items[position] = Unreadable(file, reason)
+        if not readable:
+            return items
         images = torch.stack(decoded).to(self._dtype) / 255
-        images = self.augmentation(images, self._shape, self._seed, epoch, kept)
-        return [self._item(image, index) for image, index in zip(images, kept, strict=True)]
+        samples = [indices[position] for position in readable]
+        images = self.augmentation(images, self._shape, self._seed, epoch, samples)
+        for position, sample, image in zip(readable, samples, images, strict=True):
+            items[position] = self._item(image, sample)
+        return items
 
-    def _item(self, image: torch.Tensor, index: int) -> Any:  # noqa: ARG002 - a folder with labels looks at it
+    def _item(self, image: torch.Tensor, index: int) -> Any:  # noqa: ARG002  ImageFolder adds the label
         return image
 
     def _decoded(self, content: bytes | Path | Exception) -> torch.Tensor:
-        """The pixels, uint8 of (channels, height, width), resized."""
+        """Return the pixels, uint8 of (channels, height, width), resized."""
         from PIL import Image
 
         if isinstance(content, Exception):
@@ -157,10 +179,10 @@ class Images(Dataset[Any]):
         height, width = self.augmentation.size_before(self._shape)
         with Image.open(BytesIO(content) if isinstance(content, bytes) else content) as file:
             image: Image.Image = file
-            if file.mode.startswith("I"):  # 16 bits a pixel, which convert() would cut off at 255
+            if file.mode.startswith("I"):  # 16 bits per pixel, which convert() would clip at 255
                 image = Image.fromarray((np.asarray(file, np.float32) / 257).round().astype(np.uint8))
             elif file.mode == "P" and "transparency" in file.info:
-                image = file.convert("RGBA")  # else Pillow warns of a transparency that nobody looks at
+                image = file.convert("RGBA")  # else Pillow warns about the unused transparency
             image = image.convert("L" if channels == 1 else "RGB")
             image = image.resize((width, height), Image.Resampling.BILINEAR)
         pixels = torch.from_numpy(np.array(image))
@@ -168,9 +190,9 @@ class Images(Dataset[Any]):
 
 
 class ImageFolder(Images):
-    """The images of a folder, one sub-folder a class, read when they are asked for.
+    """The images of a folder with one sub-folder per class.
 
-    Items are (image, label): a tensor of ``image_shape``, and the number of the sub-folder in alphabetical order.
+    Items are (image, label): a tensor of ``image_shape`` and the index of the sub-folder in alphabetical order.
     """
 
     def __init__(
@@ -185,34 +207,34 @@ class ImageFolder(Images):
         classes: Sequence[str] | None = None,
         seed: int = 0,
     ) -> None:
-        """List the files, as `Images` does.
+        """List the files; arguments and errors as of `Images`, and these.
 
         Args:
-            root: the folder.
+            root: see `Images`.
             image_shape: see `Images`.
             dtype: see `Images`.
             skip_unreadable: see `Images`.
             num_workers: see `Images`.
             augmentation: see `Images`.
-            classes: the names that the sub-folders must have, in the order of their numbers, such as those that a
-                network was trained on; None: the sub-folders' own, in alphabetical order.
+            classes: names that the sub-folders must have, in label order, such as those a network was trained on; None:
+                the sub-folders' names in alphabetical order.
             seed: see `Images`.
 
         Raises:
-            ValueError: it has no sub-folders, a class has no images, or its classes are not ``classes``.
+            ValueError: if there are no sub-folders, a class has no images, or the sub-folders are not ``classes``.
         """
-        tree = Tree(root)
-        if not tree.folders:
-            raise ValueError(f"image folder {tree.shown} has no sub-folders; expected one for each class")
-        self.classes = list(classes) if classes is not None else tree.folders
-        _check_classes(tree, self.classes)
+        listing = FolderListing(root)
+        if not listing.folders:
+            raise ValueError(f"image folder {listing.shown} has no sub-folders; expected one for each class")
+        self.classes = list(classes) if classes is not None else listing.folders
+        _check_classes(listing, self.classes)
         number = {name: label for label, name in enumerate(self.classes)}
-        tree.names = [name for name in tree.names if name.split("/")[0] in number and "/" in name]
-        self.labels = [number[name.split("/")[0]] for name in tree.names]
+        listing.names = [name for name in listing.names if name.split("/")[0] in number and "/" in name]
+        self.labels = [number[name.split("/")[0]] for name in listing.names]
         for label in sorted(set(range(len(self.classes))) - set(self.labels)):
-            folder = tree.file(self.classes[label])
+            folder = listing.file(self.classes[label])
             raise ValueError(f"class folder {folder} has no images ({', '.join(IMAGE_SUFFIXES)})")
-        self._begin(tree, image_shape, dtype, skip_unreadable, num_workers, augmentation, seed)
+        self._set_up(listing, image_shape, dtype, skip_unreadable, num_workers, augmentation, seed)
 
     @staticmethod
     def unlabelled(
@@ -224,7 +246,7 @@ class ImageFolder(Images):
         num_workers: int = 0,
         augmentation: Augmentation | None = None,
     ) -> Images:
-        """All images under a folder, with or without sub-folders, as `Module.predict` takes them: without labels."""
+        """Return all images under a folder, with or without sub-folders, for `Module.predict`: without labels."""
         return Images(
             root,
             image_shape,
@@ -238,12 +260,19 @@ class ImageFolder(Images):
         return image, self.labels[index]
 
 
-def _check_classes(tree: Tree, classes: Sequence[str]) -> None:
-    missing = [name for name in classes if name not in tree.folders]
-    extra = [name for name in tree.folders if name not in classes]
+def _check_count(name: str, value: Any, unit: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; expected a number of {unit}")
+    if value < 0:
+        raise ValueError(f"{name} is {value}; expected 0 or more")
+
+
+def _check_classes(listing: FolderListing, classes: Sequence[str]) -> None:
+    missing = [name for name in classes if name not in listing.folders]
+    extra = [name for name in listing.folders if name not in classes]
     if missing or extra:
-        differences = [f"has no {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(extra)} too"] * bool(extra)
+        differences = [f"has no {', '.join(missing)}"] * bool(missing) + [f"has also {', '.join(extra)}"] * bool(extra)
         raise ValueError(
-            f"image folder {tree.shown} {' and '.join(differences)}; expected the {len(classes)} classes "
+            f"image folder {listing.shown} {' and '.join(differences)}; expected the {len(classes)} classes "
             f"{', '.join(classes)}"
         )

@@ -1,4 +1,4 @@
-"""Splitting data label by label, by fractions or by numbers of samples."""
+"""Stratified splits: the same fraction, or number, of samples of every label in each part."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from gangline.models.random_streams import mixed_seed
 
 
 def split_each_label(data: Any, *parts: float, seed: int = 0) -> list[Any]:
-    """Split data so that each part has its share of every label; as MATLAB's ``splitEachLabel``.
+    """Split data so that each part has its fraction of every label, like MATLAB's ``splitEachLabel``.
 
     Args:
-        data: a data set with ``labels``, such as an `ImageFolder`, a Subset of one, or a tuple of (data, labels).
-        parts: for each part but the last, a fraction of each label's samples (a float below 1), or so many samples of
-            each label (an int). The last part is what remains.
-        seed: which samples; the same seed gives the same parts.
+        data: a dataset with ``labels``, such as an `ImageFolder`, a Subset of one, or a tuple (data, labels).
+        parts: size of each part but the last, per label: a fraction (a float below 1) or a number of samples (an int).
+            The last part is the remainder.
+        seed: seed of the selection.
 
     Returns:
-        One more than ``parts``: Subsets, or tuples of (data, labels); samples are in the order of ``data``. Every part
-        has at least one sample of each label.
+        One part more than ``parts``: Subsets, or tuples (data, labels), in the order of ``data``. Every part has at
+        least one sample of each label.
 
     Raises:
-        ValueError: parts that make no sense, or a label with too few samples, which is named.
-        TypeError: a part is no number, or the data have no labels.
+        ValueError: if the parts are invalid or a label has too few samples.
+        TypeError: if a part is not a number, or the data have no labels.
     """
     wanted = _checked_parts(parts)
     labels, names = _labels_of(data)
     chosen: list[list[int]] = [[] for _ in range(len(parts) + 1)]
     for label in np.unique(labels):
-        where = np.flatnonzero(labels == label)
+        indices = np.flatnonzero(labels == label)
         generator = torch.Generator().manual_seed(mixed_seed(seed, int(label)))
-        shuffled = where[torch.randperm(len(where), generator=generator).numpy()]
-        bounds = _bounds(len(where), wanted, f"label {names[label] if names else label}")
-        for part, begin, end in zip(chosen, [0, *bounds], [*bounds, len(where)], strict=True):
+        shuffled = indices[torch.randperm(len(indices), generator=generator).numpy()]
+        bounds = _bounds(len(indices), wanted, f"label {names[label] if names else label}")
+        for part, begin, end in zip(chosen, [0, *bounds], [*bounds, len(indices)], strict=True):
             part += shuffled[begin:end].tolist()
     found = [torch.tensor(sorted(part)) for part in chosen]
     if isinstance(data, tuple):
@@ -58,7 +58,7 @@ def _checked_parts(parts: Sequence[Any]) -> list[int | Fraction]:
             )
         if not (part >= 1 if isinstance(part, int) else 0 < part < 1):
             raise ValueError(f"a part is {part!r}; expected a fraction between 0 and 1, or 1 or more samples as an int")
-        wanted.append(part if isinstance(part, int) else Fraction(repr(part)))  # as printed: 0.1 is a tenth
+        wanted.append(part if isinstance(part, int) else Fraction(repr(part)))  # of the decimal: 0.1 is exactly a tenth
     total = sum(part for part in wanted if isinstance(part, Fraction))
     if total >= 1:
         raise ValueError(f"the parts {', '.join(map(str, parts))} sum to {float(total):g}; expected less than 1")
@@ -66,7 +66,7 @@ def _checked_parts(parts: Sequence[Any]) -> list[int | Fraction]:
 
 
 def _bounds(samples: int, wanted: Sequence[int | Fraction], what: str) -> list[int]:
-    """Where each part but the last ends among so many samples."""
+    """Return the end index of each part but the last, for one label with so many samples."""
     counts = [part if isinstance(part, int) else 1 for part in wanted]
     if samples <= sum(counts):
         raise ValueError(
@@ -86,7 +86,7 @@ def _bounds(samples: int, wanted: Sequence[int | Fraction], what: str) -> list[i
 
 
 def _labels_of(data: Any) -> tuple[np.ndarray[Any, Any], list[str] | None]:
-    """The labels as numbers, and the names of the numbers where there are any."""
+    """Return the labels as numbers, and the class names if there are any."""
     if isinstance(data, Subset):
         labels, names = _labels_of(data.dataset)
         return labels[list(data.indices)], names
@@ -101,5 +101,5 @@ def _labels_of(data: Any) -> tuple[np.ndarray[Any, Any], list[str] | None]:
     else:
         raise TypeError(f"data is a {type(data).__name__} without labels; expected an ImageFolder or (data, labels)")
     if not isinstance(given, torch.Tensor) or given.dim() != 1 or given.is_floating_point():
-        raise TypeError("the labels are no whole numbers, one a sample; expected those to split by")
+        raise TypeError("the labels are not one integer per sample; expected integer class numbers")
     return given.cpu().numpy(), getattr(data, "classes", None)
