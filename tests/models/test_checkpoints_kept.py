@@ -83,11 +83,11 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     save = checkpoint.save
 
-    def noting(module: Module, prefix: Path, epoch: Any, states: bool) -> None:
-        found.append((module.step, epoch))
-        save(module, prefix, epoch, states)
+    def record(snapshot: checkpoint.Snapshot, prefix: Path, epoch: Any, workers: Workers) -> None:
+        found.append((snapshot.run_state.step, epoch))
+        save(snapshot, prefix, epoch, workers)
 
-    monkeypatch.setattr(checkpoint, "save", noting)
+    monkeypatch.setattr(checkpoint, "save", record)
     return found
 
 

@@ -77,7 +77,7 @@ def test_a_network_trains_through_every_codec_and_its_replicas_stay_equal(kind: 
             kvstore=store,
             optimizer_params={"learning_rate": 0.1, "momentum": 0.9},
         )
-        first, second = (dict(replica.network.named_parameters()) for replica in module.replicas.all)
+        first, second = (dict(replica.network.named_parameters()) for replica in module.bound.replicas.all)
         assert all(torch.equal(first[name], second[name]) for name in first)
         assert dict(module.score((data, label), "acc", batch_size=32))["accuracy"] >= 0.97
         feeds_back = kind in ("2bit", "topk")

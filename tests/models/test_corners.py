@@ -54,7 +54,7 @@ def loader() -> DataLoader[Any]:
 
 
 def networks(module: Module) -> list[nn.Module]:
-    return [replica.network for replica in module.replicas.all]
+    return [replica.network for replica in module.bound.replicas.all]
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -290,9 +290,7 @@ def test_a_second_fit_uses_the_store_it_is_given() -> None:
     with Module(classifier(), nn.CrossEntropyLoss(), CONTEXTS[1]) as module:
         for store in ("device", "local"):
             module.fit(arrays(), num_epoch=1, batch_size=5, kvstore=store)
-            assert module._updates is not None
-            assert module._updates.store is not None
-            assert module._updates.store.type == store
+            assert module.store_type == store
 
 
 def test_what_the_user_initialised_stays_through_fit(caplog: pytest.LogCaptureFixture) -> None:
@@ -522,7 +520,7 @@ def test_a_loss_that_gives_a_vector_is_refused_with_its_shape(contexts: Any) -> 
     each = SAMPLES // len(contexts)
     with Module(classifier(), lambda out, of: F.cross_entropy(out, of, reduction="none"), contexts) as module:
         for train in (False, True):
-            with pytest.raises(ValueError, match=rf"gave shape \({each},\); expected a tensor without axes"):
+            with pytest.raises(ValueError, match=rf"gave shape \({each},\); expected a scalar tensor"):
                 module.forward(data, label, is_train=train)
 
 

@@ -261,13 +261,13 @@ def test_a_file_of_another_checkpoint_is_refused_by_name(tmp_path: Path) -> None
     prefix = saved_module(tmp_path / "a", save_optimizer_states=True)
     other = saved_module(tmp_path / "b", save_optimizer_states=True)
     os.replace(other.with_name("net-0003.state.safetensors"), prefix.with_name("net-0003.state.safetensors"))
-    with pytest.raises(ValueError, match=r"net-0003\.state\.safetensors is not of the checkpoint"):
+    with pytest.raises(ValueError, match=r"net-0003\.state\.safetensors does not belong to the checkpoint"):
         checkpoint.read(prefix, 3)
 
 
 def test_a_missing_checkpoint_names_those_there_are(tmp_path: Path) -> None:
     prefix = saved_module(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"net-0004\.json is not there.*\[3\]"):
+    with pytest.raises(FileNotFoundError, match=r"net-0004\.json does not exist.*\[3\]"):
         Module.load(prefix, 4, network=nn.Linear(2, 2))
 
 

@@ -226,7 +226,7 @@ def test_benchmark_trains_on_random_images(monkeypatch: pytest.MonkeyPatch, caps
         (["--cpus", "2", "--work-load-list", "3,x"], "--work-load-list is '3,x'; expected numbers"),
         (["--lr-step-epochs", "1.5"], "--lr-step-epochs is '1.5'"),
         (["--load-epoch", "2"], "--load-epoch needs --model-prefix"),
-        (["--load-epoch", "2", "--model-prefix", "nowhere/net"], "nowhere/net-0002.json is not there"),
+        (["--load-epoch", "2", "--model-prefix", "nowhere/net"], "nowhere/net-0002.json does not exist"),
         (["--data-dir", "nowhere"], "image folder nowhere is not there"),
         (["--lr", "-1"], "Invalid learning rate"),
         (["--gc-type", "3bit", "--cpus", "2"], "there is no compression type '3bit'; expected one of ['2bit', 'bf16'"),

@@ -127,7 +127,7 @@ def test_weights_are_transferred_to_other_classes(
         (["--val-dir", "held-out"], "--val-dir needs --data-dir"),
         (["--augment", "flip"], "--augment needs --data-dir"),
         (["--freeze-until", "fc"], "--freeze-until needs --pretrained"),
-        (["--pretrained", "none.safetensors"], "none.safetensors is not there"),
+        (["--pretrained", "none.safetensors"], "none.safetensors do not exist"),
         (["--lr-schedule", "cosine", "--lr-step-epochs", "2"], "only piecewise steps"),
         (["--lr-schedule", "steps"], "schedule 'steps' is unknown"),
         (["--warmup-epochs", "10"], "the warm-up takes 10 epochs of 10"),
