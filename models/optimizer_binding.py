@@ -1,4 +1,4 @@
-"""Optimizer binding: how a module sums gradients and updates weights, by a store or by an optimizer in place."""
+"""Optimizer binding: sums of gradients and updates of weights, by a store or by an optimizer in place."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from gangline.models.workers import Workers
 
 
 class OptimizerBinding(abc.ABC):
-    """What sums the gradients of a module's replicas and updates their weights.
+    """Sums the gradients of a module's replicas and updates their weights.
 
-    The methods without an implementation per subclass do nothing where there is no store.
+    Methods that only a store needs do nothing by default.
     """
 
     store: KVStore | None = None

@@ -121,7 +121,7 @@ def save(snapshot: Snapshot, prefix: str | Path, epoch: int | str, workers: Work
     if workers.is_first:
         try:
             _write(snapshot, prefix, epoch, parts)
-        except Exception as error:  # noqa: BLE001  raised below, after the other workers were told
+        except Exception as error:  # noqa: BLE001  raised below, after the other workers were informed
             failure = error
     message = workers.from_first(None if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:

@@ -108,7 +108,7 @@ def _sources(train_data: Any, eval_data: Any, options: FitOptions) -> tuple[Sour
 
 
 def _initialize(module: Trainable, train: Source, options: FitOptions) -> None:
-    """Initialize parameters and optimizer as far as `fit` was asked to and the user has not done it."""
+    """Initialize the parameters if `fit` was asked to, and the optimizer unless the user did."""
     request = (options.kvstore, options.optimizer, dict(options.optimizer_params or {}))
     set_by_fit = module.run_state.optimizer_set_by_fit
     sets_optimizer = not module.optimizer_initialized or (set_by_fit and request != module.optimizer_request)

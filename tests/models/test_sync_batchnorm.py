@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from gangline.models.batchnorm.thread_barrier import Aborted, ThreadBarrier
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gangline.models.batchnorm.sync_batchnorm import Mode, JointBatchNorm, copy_statistics
+from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, Mode, copy_statistics
+from gangline.models.batchnorm.thread_barrier import Aborted, ThreadBarrier
 from gangline.models.random_streams import stream
 
 pytestmark = pytest.mark.timeout(60)
