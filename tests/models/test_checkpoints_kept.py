@@ -289,7 +289,7 @@ def test_auto_does_not_begin_anew_beside_weights_whose_json_is_gone(tmp_path: Pa
     prefix = tmp_path / "net"
     fitted(prefix, 1)
     damage(tmp_path / "net-0001.json", "gone")
-    with pytest.raises(ValueError, match=r"net-0001\.safetensors is there, but the JSON"):
+    with pytest.raises(ValueError, match=r"net-0001\.safetensors exists, but the JSON"):
         fitted(prefix, 2, resume="auto")
 
 

@@ -276,7 +276,7 @@ def test_one_context_alone_warns_that_nothing_is_sent(caplog: pytest.LogCaptureF
             module.forward_backward_update(data, label)
             assert module.compression_residuals() == {}
             found.append(module.get_params())
-            said = ["one context alone sends no gradients, so compression_params changes nothing"]
+            said = ["a single context sends no gradients, so compression_params has no effect"]
             assert caplog.messages == (said if params else [])
     assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
 

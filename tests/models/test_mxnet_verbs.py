@@ -212,7 +212,7 @@ data = torch.ones(4, 2), torch.zeros(4, dtype=torch.long)
 with Module(torch.nn.Linear(2, 2), torch.nn.CrossEntropyLoss(), cpu()) as module:
     module.fit(data, data, num_epoch=1, batch_size=2)
 logger = logging.getLogger("gangline")
-assert not logger.handlers or {setup!r}, logger.handlers
+assert not logger.handlers
 assert logger.level == logging.NOTSET
 """
 
@@ -236,4 +236,3 @@ def test_a_plain_program_sees_the_lines_of_fit_on_stderr() -> None:
 
 def test_a_program_with_logging_of_its_own_gets_no_second_handler() -> None:
     assert run("logging.basicConfig(level=logging.WARNING)") == ""
-    assert run("logging.getLogger('gangline').addHandler(logging.NullHandler())") == ""

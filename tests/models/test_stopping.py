@@ -190,7 +190,7 @@ def test_in_another_thread_it_warns_and_hears_nothing(caplog: pytest.LogCaptureF
     thread.start()
     thread.join()
     assert inside == [before]
-    assert "main thread alone" in caplog.text
+    assert "outside the main thread" in caplog.text
 
 
 # -- patience -------------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def test_load_epoch_goes_on_where_the_checkpoint_stood(
     )
     assert code == 0
     assert all(torch.equal(value, weights(whole, 4)[name]) for name, value in weights(halves, 4).items())
-    rates = [checkpoint.read(whole, epoch).needed_optimizer_state().learning_rate for epoch in (1, 2, 3, 4)]
+    rates = [checkpoint.read(whole, epoch).require_optimizer_state().learning_rate for epoch in (1, 2, 3, 4)]
     assert rates == pytest.approx([0.002, 0.002, 0.0002, 0.00002])  # of the last update before each
     assert out.startswith("Validation-accuracy=")
 
@@ -179,7 +179,7 @@ def test_half_precision_computes_in_it_and_keeps_float32_weights(
     assert f"10 classes, {dtype}" in err
     assert float(out.removeprefix("Validation-accuracy=")) > 0.5
     saved = checkpoint.read(tmp_path / "net", 3)
-    states = saved.needed_optimizer_state().tensors
+    states = saved.require_optimizer_state().tensors
     assert {value.dtype for value in [*saved.params.values(), *states.values()]} == {torch.float32}
     assert (saved.loss_scale is not None) == (dtype == "float16")
 
