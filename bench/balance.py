@@ -139,11 +139,11 @@ class WaitingNetwork(nn.Module):
 
 def slow_down(module: Module, seconds: Sequence[float]) -> None:
     """Have the ``wait`` layer of each replica take so many seconds a sample, given for all contexts."""
-    for replica in module.replicas.all:
+    for replica in module.bound.replicas.all:
         wait = replica.network.get_submodule("wait")
         if not isinstance(wait, Wait):
             raise TypeError(f"the network's layer 'wait' is a {type(wait).__name__}; expected a Wait")
-        wait.seconds = seconds[replica.number]
+        wait.seconds = seconds[replica.context_index]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Module and what it trains: replicas, loops, data, metrics, checkpoints, the zoo, the training command."""
+"""Module and its parts: replicas, training loop, data, metrics, checkpoints, reports and a zoo of networks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from gangline.models.data.images.augmentation import Augmentation
     from gangline.models.data.images.folder import ImageFolder
     from gangline.models.data.images.splitting import split_each_label
-    from gangline.models.loop.callbacks import Checkpoint, ProgressBar, Speedometer, module_checkpoint
+    from gangline.models.loop.callbacks import Checkpoint, ProgressBar, Speedometer, do_checkpoint, module_checkpoint
     from gangline.models.loop.monitor import Monitor
     from gangline.models.loop.stopping import EarlyStopping, stop_on
     from gangline.models.module import Module
@@ -26,6 +26,7 @@ _HOMES = {
     "Speedometer": "loop.callbacks",
     "TensorBoard": "reports.tensorboard",
     "TrainingProgress": "reports.page",
+    "do_checkpoint": "loop.callbacks",
     "module_checkpoint": "loop.callbacks",
     "split_each_label": "data.images.splitting",
     "stop_on": "loop.stopping",
@@ -42,6 +43,7 @@ __all__ = [
     "Speedometer",
     "TensorBoard",
     "TrainingProgress",
+    "do_checkpoint",
     "module_checkpoint",
     "split_each_label",
     "stop_on",

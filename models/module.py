@@ -1,70 +1,213 @@
-"""Module: a network trained on one or several contexts, as one would train it."""
+"""Module: a network trained on one or several contexts with the result of training on one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import nn
 
+from gangline.collectives.compression import parse
+from gangline.collectives.context import Context, contexts
+from gangline.collectives.workload import check_work_load_list
+from gangline.kvstore import KVStore
+from gangline.kvstore.default_store import job_store
+from gangline.kvstore.optimizer import files
+from gangline.kvstore.optimizer.keyed import OptimizerState
+from gangline.kvstore.optimizer.spec import OptimizerSpec, check_learning_rate
+from gangline.kvstore.registry import IN_PROCESS
 from gangline.models.checkpoint import checkpoint
-from gangline.models.data.batches import move, zeros_of
+from gangline.models.data.batches import as_batch, num_samples, zeros_of
+from gangline.models.executor.bound_network import BoundNetwork
 from gangline.models.initializer import InitializerSpec, initialise
-from gangline.models.loop import evaluation, fit
-from gangline.models.steps import Steps
+from gangline.models.load_balance.controller import LoadBalancer
+from gangline.models.loop import evaluation
+from gangline.models.loop.callbacks import BatchCallback
+from gangline.models.loop.fit import BatchCallbacks, EpochCallbacks, FitOptions, Resume, fit
+from gangline.models.loop.monitor import Monitor
+from gangline.models.loss.loss_scale import LossScale
+from gangline.models.loss.summed_loss import Loss, Normalizer, SummedLoss
+from gangline.models.metrics.metric import EvalMetric
+from gangline.models.optimizer_binding import OptimizerBinding, bind_optimizer
+from gangline.models.run_state import Position, RunState
+from gangline.models.trainable import OptimizerRequest
+from gangline.models.training_step import TrainingStep
+from gangline.models.workers import Workers
 
 Params = Mapping[str, torch.Tensor]
 
 
-@dataclass
-class Position:
-    """Where training stands: what a run that goes on must know."""
+class Module:
+    """A network trained on one or several contexts, with the result of training on one.
 
-    epoch: int = 0
-    """Epochs completed."""
-    batch: int = 0
-    """Batches done of the epoch that runs."""
-    plan: dict[str, Any] = field(default_factory=dict)
-    """How that epoch is read: seed, shuffle, batch size, number of samples."""
-    random: dict[str, Any] = field(default_factory=dict)
-    """The host's random states as that epoch began."""
+    Each context with a load holds a replica. A batch is split over the replicas by ``work_load_list``, the gradients
+    of their shares are summed with the weights that make them the gradient of the whole batch, and the network's
+    weights are updated once. The user's network itself is the first replica, moved to its context.
 
+    Life cycle: `bind` (done by the first batch), `init_params` (optional), `init_optimizer`, then `forward`,
+    `backward` and `update` in a loop. `fit`, `score` and `predict` are complete loops.
 
-class Module(Steps):
-    """A network trained on one or several contexts as one would train it.
-
-    Each context with a load holds a replica; a batch is split over them by ``work_load_list``, each share's loss
-    counts by what it holds of the whole batch, gradients are summed and the weights updated once. The network
-    itself is the first replica, moved to its context.
-
-    Life: ``bind`` (the first batch does it) -> ``init_params`` (the network's own values serve) ->
-    ``init_optimizer`` -> ``forward``, ``backward``, ``update``, over and over. `fit`, `score` and `predict` do it all.
+    The attributes ``bound`` (replicas and executor) and ``run_state`` serve gangline's own loops, checkpoints and
+    reports, and may change without notice.
     """
 
-    data_generator: torch.Generator | None = None
-    """A DataLoader's own, of the running `fit`."""
-    _params_given = False
+    def __init__(
+        self,
+        network: nn.Module,
+        loss: Loss = None,
+        context: str | Context | Sequence[Context] = "auto",
+        work_load_list: Sequence[float] | str | None = None,
+        fixed_param_names: Sequence[str] | None = None,
+        compression_params: Mapping[str, Any] | None = None,
+        sync_batchnorm: bool = False,
+        loss_normalizer: Normalizer | None = None,
+        logger: logging.Logger | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        """Configure the module; replicas are created at their first use.
 
-    @cached_property
-    def about(self) -> dict[str, Any]:
-        """Plain data of the user's own that a checkpoint holds for its readers, such as the names of the classes."""
-        return {}
+        Args:
+            network: network that takes a batch's data as one argument, or as several if the data is a tuple or dict.
+            loss: torch loss, or function of (output, label); None: the network's output is the loss.
+            context: a context, a list of contexts, or words for `contexts`. With "parallel", the default store of
+                `init_optimizer` and `fit` is the one that joins all processes of the job in the environment.
+            work_load_list: one number >= 0 per context, in any unit; 0 leaves a context idle; None: equal loads. "auto"
+                measures the contexts during training, splits by their speed, updates the split every epoch, and runs
+                shares that do not fit into a context's memory in micro-steps.
+            fixed_param_names: names of parameters that are not trained.
+            compression_params: gradient compression between replicas and store, such as ``{"type": "2bit",
+                "threshold": 0.03}``; thresholds are in units of the mean over the global batch, see
+                `KVStore.set_gradient_compression`.
+            sync_batchnorm: compute batch statistics over all replicas.
+            loss_normalizer: function of the label that returns the divisor of a loss of the user's own; None: number
+                of samples.
+            logger: logger of `fit`; None: logger "gangline".
+            autocast: torch.bfloat16 or torch.float16: dtype of forward under torch's autocast; parameters and gradients
+                keep theirs. With float16 the loss is scaled, and steps whose gradients overflow are skipped.
 
-    @cached_property
-    def companions(self) -> dict[str, Any]:
-        """What else has a ``state()`` that a checkpoint holds, by name: the last fit's schedule and callbacks."""
-        return {}
+        Raises:
+            TypeError: if an argument has a wrong type.
+            ValueError: if a context does not exist, loads are invalid, a name is unknown, or the loss cannot be split.
+        """
+        if not isinstance(network, nn.Module):
+            raise TypeError(f"network is a {type(network).__name__}; expected a torch.nn.Module")
+        self.network = network
+        self.contexts = contexts(context)
+        self._job_store = job_store() if context == "parallel" else None
+        self.logger = logger or logging.getLogger("gangline")
+        self.load_balancer: LoadBalancer | None = None
+        """Measurements behind ``work_load_list="auto"``."""
+        if isinstance(work_load_list, str):
+            if work_load_list != "auto":
+                raise ValueError(f"work_load_list is {work_load_list!r}; expected one number per context, or 'auto'")
+            self.load_balancer = LoadBalancer(self.contexts, self.logger)
+            work_load_list = self.load_balancer.loads
+        loads = check_work_load_list(work_load_list, len(self.contexts))
+        self._compression = parse(compression_params).params if compression_params is not None else None
+        if autocast not in (None, torch.bfloat16, torch.float16):
+            raise ValueError(f"autocast is {autocast!r}; expected torch.bfloat16, torch.float16 or None")
+        self.loss_scale = LossScale() if autocast is torch.float16 else None
+        """Scale of the loss under float16; None otherwise."""
+        self.loss = SummedLoss(loss, loss_normalizer)
+        self.run_state = RunState()
+        self.bound = BoundNetwork(
+            network,
+            self.contexts,
+            loads if self.load_balancer is None else [1] * len(self.contexts),
+            _check_parameter_names(network, fixed_param_names or ()),
+            self.loss,
+            sync_batchnorm=bool(sync_batchnorm),
+            autocast=autocast,
+            measure=self.load_balancer is not None,
+        )
+        self._step = TrainingStep(
+            self.bound,
+            self.loss,
+            self.run_state,
+            loads=loads,
+            load_balancer=self.load_balancer,
+            loss_scale=self.loss_scale,
+            logger=self.logger,
+        )
+        self._for_training = True
+        self._params_set = False
+        self._pending_optimizer_state: OptimizerState | None = None
+        self.optimizer_request: OptimizerRequest | None = None
+        """Arguments of the last `init_optimizer`: (kvstore, optimizer, optimizer_params)."""
 
-    @cached_property
-    def position(self) -> Position:
-        """Where training stands."""
-        return Position()
+    def __repr__(self) -> str:
+        """Show network class, contexts, loads, store and optimizer."""
+        loads = ", ".join(f"{load:g}" for load in self.work_load_list)
+        auto = " (auto)" if self.load_balancer is not None else ""
+        optimizer = self.optimizer_request[1] if self.optimizer_request is not None else None
+        name = optimizer if isinstance(optimizer, str) or optimizer is None else optimizer.__name__
+        return (
+            f"Module({type(self.network).__name__}, context=[{', '.join(map(str, self.contexts))}], "
+            f"work_load_list=[{loads}]{auto}, kvstore={self.store_type!r}, optimizer={name!r})"
+        )
 
-    # -- parameters ---------------------------------------------------------------------------------------------
+    # -- binding and parameters ---------------------------------------------------------------------------------
+
+    def bind(
+        self,
+        data_shapes: Any,
+        label_shapes: Any = None,
+        for_training: bool = True,
+        inputs_need_grad: bool = False,
+        grad_req: str = "write",
+    ) -> None:
+        """Create the replicas before the first batch.
+
+        Args:
+            data_shapes: shape of a batch's data, such as ``(64, 1, 28, 28)``, or a tuple, list or dict of shapes.
+            label_shapes: the same for labels.
+            for_training: default of ``is_train`` in `forward`.
+            inputs_need_grad: compute gradients of the inputs, for `get_input_grads`.
+            grad_req: "write": each backward's gradients are those of its own batch's mean, and several of them before
+                an `update` are added. "add": several backwards before an `update` give the gradient of the mean over
+                all their batches, in which each valid element counts once.
+
+        Raises:
+            ValueError: if the batch sizes of the shapes differ, or ``grad_req`` is unknown.
+        """
+        if grad_req not in ("write", "add"):
+            raise ValueError(f"grad_req is {grad_req!r}; expected 'write' or 'add'")
+        if self.bound.is_bound:
+            self.logger.warning("the module is bound already; bind() is ignored")
+            return
+        zeros = zeros_of(data_shapes, "data_shapes")
+        size = num_samples(zeros, "data_shapes")
+        if label_shapes is not None:
+            labels = num_samples(zeros_of(label_shapes, "label_shapes"), "label_shapes")
+            if labels != size:
+                raise ValueError(f"data_shapes have a batch of {size}, but label_shapes one of {labels}")
+        self._for_training = bool(for_training)
+        self._step.inputs_need_grad = bool(inputs_need_grad)
+        self.grad_req = grad_req
+        self.bound.bind(zeros)
+
+    @property
+    def binded(self) -> bool:
+        """True if the replicas exist (MXNet's spelling)."""
+        return self.bound.is_bound
+
+    @property
+    def grad_req(self) -> str:
+        """Accumulation of gradients before an `update`, see `bind`."""
+        return self._step.grad_req
+
+    @grad_req.setter
+    def grad_req(self, grad_req: str) -> None:
+        self._step.grad_req = grad_req
+
+    @property
+    def params_initialized(self) -> bool:
+        """True after `init_params`, `load`, `load_params` or `init_optimizer`."""
+        return self._params_set or self.optimizer_initialized
 
     def init_params(
         self,
@@ -74,94 +217,542 @@ class Module(Steps):
         allow_extra: bool = False,
         force_init: bool = False,
     ) -> None:
-        """Give the parameters values: those of ``arg_params``, else the initializer's, else the network's own.
+        """Set the parameters from ``arg_params``, else by the initializer; the others keep the network's own values.
 
         Args:
-            initializer: a name of MXNet's ("xavier", "uniform", ...), (name, arguments), or a function that
-                fills a tensor; biases become 0 and normalisation layers what torch begins with.
-            arg_params: tensors by state_dict name; a leading ``module.`` on all of them is dropped.
-            allow_missing: let names that ``arg_params`` lacks take the initializer's or their own values.
+            initializer: MXNet's name ("xavier", "uniform", ...), (name, arguments), or a function that fills a tensor;
+                biases are set to 0, and normalization layers to torch's initial values.
+            arg_params: tensors by state_dict name; a leading ``module.`` of all names is dropped.
+            allow_missing: accept names that ``arg_params`` lacks.
             allow_extra: ignore names that the network does not have.
-            force_init: do it again though it was done.
+            force_init: initialize again; without it a second call has no effect but a warning.
 
         Raises:
-            RuntimeError: names are missing from ``arg_params``.
-            ValueError: it has extra ones, or a tensor of another shape.
+            RuntimeError: if names are missing from ``arg_params``.
+            ValueError: if it has extra names, or a tensor of another shape.
         """
-        if self._params_given and not force_init:
-            self.logger.warning("the parameters are initialised already; init_params() is ignored (force_init=True)")
+        if self._params_set and not force_init:
+            self.logger.warning("the parameters are initialized already; init_params() is ignored (force_init=True)")
             return
-        network = self.replicas.first.network
+        network = self.bound.replicas.first.network
         state = {}
         if arg_params is not None:
             state = checkpoint.matched(network, arg_params, allow_missing, allow_extra)
         if initializer is not None:
             initialise(network, initializer, skip=set(state))
             state = network.state_dict() | state
-        self._params_given = True
+        self._params_set = True
         self._load_state(state)
 
     def get_params(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers on the host, by state_dict name; running statistics averaged over replicas.
+        """Return parameters and buffers on the host, by state_dict name.
 
-        Those are this worker's; as an epoch ends, and in a checkpoint, the average is over all workers.
+        Running statistics are averaged over this worker's replicas; over all workers they are averaged at the end of
+        each epoch, and in checkpoints.
         """
-        return self.replicas.state_dict()
+        return self.bound.replicas.state_dict()
 
     def set_params(self, params: Params, allow_missing: bool = False, allow_extra: bool = False) -> None:
-        """Replace parameters and buffers everywhere, in the store too.
+        """Replace parameters and buffers of all replicas, and of the store.
 
-        In a job of several workers all of them call it, and rank 0's win.
+        Collective: in a job all workers must call it, and rank 0's values win.
 
         Raises:
-            RuntimeError: names are missing.
-            ValueError: extra ones, or a tensor of another shape.
+            RuntimeError: if names are missing.
+            ValueError: if there are extra names, or a tensor has another shape.
         """
-        self._load_state(checkpoint.matched(self.replicas.first.network, params, allow_missing, allow_extra))
+        self._load_state(checkpoint.matched(self.bound.replicas.first.network, params, allow_missing, allow_extra))
 
     def _load_state(self, state: Params) -> None:
-        self.replicas.average_buffers(self.workers)
-        self.replicas.load_state_dict(dict(state))
-        if self._updates is not None:
-            self._updates.take_over_weights()
-            self.take_over_first()
+        replicas, optimizer = self.bound.replicas, self._step.optimizer
+        replicas.average_buffers(self.workers)
+        replicas.load_state_dict(dict(state))
+        if optimizer is not None:
+            optimizer.assign_weights()
+            self._share_untrained(self.workers)
 
-    def summary(self, data_shapes: Any) -> str:
-        """A table of the network's layers, output shapes and parameter counts, by torchinfo.
+    def _share_untrained(self, workers: Workers) -> None:
+        """Copy rank 0's buffers and untrained parameters, which the store does not hold, to all workers. Collective."""
+        if workers.count > 1:
+            replicas = self.bound.replicas
+            trained = replicas.first.parameters
+            others = {name: tensor for name, tensor in replicas.state_dict().items() if name not in trained}
+            replicas.load_state_dict(workers.agree_on_tensors(others))
 
-        Args:
-            data_shapes: the shape of a batch's data, as `bind` takes it.
+    def save_params(self, path: str | Path) -> None:
+        """Write `get_params` to a safetensors file; in a job rank 0 writes.
+
+        Raises:
+            ValueError: if ``path`` does not end in ``.safetensors``.
         """
-        import torchinfo
+        path = Path(path)
+        if path.suffix != ".safetensors":
+            raise ValueError(f"path is {path}; expected a name that ends in .safetensors")
+        if self.workers.is_first:
+            files.save(path, self.get_params(), {})
 
-        data = zeros_of(data_shapes, "data_shapes")
-        first = self._make_replicas(data).first
-        return str(torchinfo.summary(first.network, input_data=move(data, first.context.torch_device), verbose=0))
+    def load_params(self, path: str | Path) -> None:
+        """Replace the parameters by those of a ``.safetensors``, ``.pth`` or ``.pt`` file; see `set_params`.
+
+        Raises:
+            FileNotFoundError: if the file does not exist.
+            RuntimeError: if names are missing from it.
+            ValueError: if it is damaged, of another format, or has other names or shapes.
+        """
+        self.set_params(checkpoint.read_weights(path))
+        self._params_set = True
 
     def average_statistics(self) -> None:
-        """Give every replica the average of running statistics, by samples seen; `fit` does it after each epoch.
+        """Average running statistics over all replicas, by samples seen; `fit` does it at the end of each epoch.
 
-        In a job of several workers all of them call it; those that are not in step get the store's weights, too.
+        Collective. Workers of an asynchronous store also pull the store's weights.
         """
-        self.replicas.average_buffers(self.workers)
-        if self._updates is not None and self.workers.count > 1 and not self.workers.in_step:
-            self._updates.pull_weights()
+        self.bound.replicas.average_buffers(self.workers)
+        if self._step.optimizer is not None and self.workers.count > 1 and not self.workers.in_step:
+            self._step.optimizer.pull_weights()
 
-    # -- whole loops, written on the verbs ----------------------------------------------------------------------
+    # -- optimizer ----------------------------------------------------------------------------------------------
 
-    fit = fit.fit
-    score = evaluation.score
-    predict = evaluation.predict
-    iter_predict = evaluation.iter_predict
+    def init_optimizer(
+        self, kvstore: str | KVStore | None = "local", optimizer: Any = "sgd", optimizer_params: Any = None
+    ) -> None:
+        """Set the store that sums gradients and the optimizer that updates weights, with fresh optimizer state.
+
+        Collective with a store of several workers; rank 0's parameters and buffers win.
+
+        Args:
+            kvstore: name of a store, a store, or None. A single context needs no store, and uses none for a name.
+            optimizer: name or class from torch.optim; see `OptimizerSpec.parse`.
+            optimizer_params: its arguments, by torch's names or MXNet's.
+
+        Raises:
+            ValueError: if a store, optimizer, argument or parameter name is unknown, or ``kvstore`` is None with
+                several contexts.
+            TypeError: if an argument has a wrong type.
+        """
+        spec = OptimizerSpec.parse((optimizer, dict(optimizer_params or {})))
+        store = self._resolve_store(kvstore)
+        replicas, previous = self.bound.replicas, self._step.optimizer
+        replicas.update_trained_parameters()
+        spec.check_keys(name for name, _ in self.network.named_parameters())
+        if not replicas.first.parameters:
+            raise ValueError("the network has no trained parameter")
+        binding = bind_optimizer(
+            replicas,
+            store,
+            spec,
+            previous=previous.store if previous is not None else None,
+            compression=self._compression,
+            state=self._pending_optimizer_state,
+            num_contexts=len(self.contexts),
+        )
+        try:
+            self._join(binding.workers)
+        except BaseException:
+            binding.close()
+            raise
+        self._pending_optimizer_state = None
+        if previous is not None:
+            previous.detach()
+            if binding.store is not previous.store:
+                previous.close()
+        if self._compression is not None and binding.store is None:
+            self.logger.warning("a single context sends no gradients, so compression_params has no effect")
+        self._step.set_optimizer(binding)
+        self.optimizer_request = (kvstore, optimizer, dict(optimizer_params or {}))
+        self.run_state.optimizer_set_by_fit = False
+
+    def _resolve_store(self, kvstore: str | KVStore | None) -> str | KVStore | None:
+        """Return the store asked for; for context "parallel" the default is the job's store."""
+        if self._job_store is None:
+            return kvstore
+        if kvstore in ("local", None):
+            return self._job_store
+        if kvstore in IN_PROCESS:
+            raise ValueError(
+                f"kvstore is {kvstore!r}, which does not leave this process, but context is 'parallel', all processes "
+                f"of the job; leave kvstore out ({self._job_store!r} is used then), or name an allreduce or dist_* "
+                "store"
+            )
+        return kvstore
+
+    def _join(self, workers: Workers) -> None:
+        """Take part in a job with these workers."""
+        if workers.count > 1 and self.bound.sync_batchnorm:
+            raise ValueError(
+                "sync_batchnorm=True synchronizes batch statistics over the contexts of one worker, not over "
+                f"{workers.count} workers yet; leave it out, or use one worker with more contexts"
+            )
+        self.bound.executor.first_context = workers.first_context
+        self._share_untrained(workers)
+
+    @property
+    def workers(self) -> Workers:
+        """The workers of the job, from `init_optimizer` on."""
+        return self._step.workers
+
+    @property
+    def optimizer_initialized(self) -> bool:
+        """True after `init_optimizer`."""
+        return self._step.optimizer is not None
+
+    @property
+    def store_type(self) -> str | None:
+        """Name of the store; None before `init_optimizer`, and if a single context needs no store."""
+        store = self._step.optimizer.store if self._step.optimizer is not None else None
+        return store.type if store is not None else None
+
+    @property
+    def learning_rate(self) -> float:
+        """The optimizer's learning rate; RuntimeError before `init_optimizer`."""
+        return self._require_optimizer("learning_rate").learning_rate
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the learning rate from the next update on."""
+        check_learning_rate(learning_rate)
+        self._require_optimizer("set_learning_rate()").set_learning_rate(learning_rate)
+
+    def optimizer_state(self) -> OptimizerState:
+        """Return a copy of the optimizer's state, on the host; RuntimeError before `init_optimizer`."""
+        return self._require_optimizer("optimizer_state()").state()
+
+    def compression_residuals(self) -> dict[str, torch.Tensor]:
+        """Return the residuals of gradient compression, on the host; see `KVStore.compression_residuals`."""
+        return self._step.optimizer.compression_residuals() if self._step.optimizer is not None else {}
+
+    def _require_optimizer(self, call: str) -> OptimizerBinding:
+        if self._step.optimizer is None:
+            raise RuntimeError(f"{call} came before init_optimizer(); call it first")
+        return self._step.optimizer
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def forward(self, data: Any, label: Any = None, is_train: bool | None = None) -> None:
+        """Run the network on a batch, split over the contexts.
+
+        Args:
+            data: tensor, array, tuple or dict, with the batch on the first axis of each tensor; or an object with
+                attributes ``data`` and ``label``, such as MXNet's DataBatch. In a job, this worker's part of the
+                batch; None if it has no samples and only takes part.
+            label: the labels, likewise; None computes no loss (unless the output is the loss).
+            is_train: training mode with gradients, or evaluation mode without; None: ``for_training`` of `bind`.
+
+        Raises:
+            ValueError: if the batch sizes of data and label differ, or there are no samples.
+        """
+        self._step.forward(*_unpack(data, label), train=self._for_training if is_train is None else is_train)
+
+    def backward(self, out_grads: Any = None) -> None:
+        """Compute gradients of the last forward's loss, or from gradients of its outputs.
+
+        A second backward before `update` adds to the first; see ``grad_req`` of `bind`.
+
+        Args:
+            out_grads: gradients of the outputs, for the whole batch; None: start from the loss.
+
+        Raises:
+            RuntimeError: if there was no forward in training mode, or there is neither a loss nor ``out_grads``.
+            ValueError: if ``out_grads`` has another batch size.
+        """
+        self._step.backward(out_grads)
+
+    def update(self) -> None:
+        """Sum the gradients, run the optimizer once, and give every replica the new weights.
+
+        Parameters without a gradient are left alone. If float16 gradients overflowed, the update is skipped. After an
+        error the gradients are discarded, and store and replicas have equal weights, some of them updated.
+
+        Raises:
+            RuntimeError: before `init_optimizer` or before `backward`.
+        """
+        self._step.update()
+
+    def forward_backward(self, data: Any, label: Any = None) -> None:
+        """Run `forward` in training mode, then `backward`.
+
+        With ``work_load_list="auto"`` a batch that does not fit into a context's memory is run again in micro-steps.
+        """
+        self._step.forward_backward(*_unpack(data, label))
+
+    def forward_backward_update(self, data: Any, label: Any = None) -> None:
+        """Run a whole training step; gradients are pushed to the store while backward is still running.
+
+        The store updates weights as their gradients arrive: if backward fails, some parameters may have been updated
+        and others not. Store and replicas then have equal weights, and a note on the error says how many buckets had
+        been pushed.
+        """
+        self._step.forward_backward_update(*_unpack(data, label))
+
+    def drop_gradients(self) -> None:
+        """Discard gradients that no `update` has used."""
+        self._step.drop_gradients()
+
+    def get_outputs(self, merge: bool = True) -> Any:
+        """Return the last forward's outputs, on the first context; with ``merge=False`` a list, one per replica."""
+        return self._step.outputs(merge)
+
+    def get_loss(self) -> torch.Tensor:
+        """Return the last forward's mean loss over this worker's batch: a scalar tensor on the first context."""
+        return self._step.loss()
+
+    def get_input_grads(self, merge: bool = True) -> Any:
+        """Return the gradients of the last batch's data; needs ``bind(..., inputs_need_grad=True)``.
+
+        Gradients of integer inputs, and of inputs that the loss does not depend on, are zeros.
+        """
+        return self._step.input_grads(merge)
+
+    def update_metric(self, eval_metric: EvalMetric, labels: Any) -> None:
+        """Count the last forward's outputs in a metric.
+
+        Args:
+            eval_metric: metric made by `gangline.models.metrics.metric.create`.
+            labels: labels of the batch; a list of one is unwrapped, as in MXNet.
+        """
+        eval_metric.update(as_batch(_unwrap(labels), "labels"), self.get_outputs(), self)
+
+    def install_monitor(self, monitor: Monitor) -> None:
+        """Attach a monitor to the network; call its ``tic`` before and ``toc_print`` after a step."""
+        monitor.install(self.network, reports=self.workers.is_first)
+
+    def begin_epoch(self) -> None:
+        """Update the loads of ``work_load_list="auto"`` from the last epoch's measurements."""
+        if self.load_balancer is not None:
+            self.load_balancer.begin_epoch()
+
+    @property
+    def work_load_list(self) -> list[float]:
+        """The current loads, one per context."""
+        return self._step.loads
+
+    @property
+    def step(self) -> int:
+        """Number of training batches run so far, on which the random streams of the contexts depend."""
+        return self.run_state.step
+
+    @property
+    def position(self) -> Position:
+        """Position of the last `fit` in its data."""
+        return self.run_state.position
+
+    @property
+    def normalizer(self) -> float:
+        """Divisor of the last forward's summed loss, on this worker."""
+        return self._step.normalizer
+
+    @property
+    def seconds_waiting(self) -> float:
+        """Seconds that steps have waited for the store, and through it for other workers; 0 without a store."""
+        return self._step.seconds_waiting
+
+    # -- loops --------------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        train_data: Any,
+        eval_data: Any = None,
+        eval_metric: Any = "acc",
+        *,
+        num_epoch: int,
+        batch_size: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        begin_epoch: int = 0,
+        kvstore: str | KVStore | None = "local",
+        optimizer: Any = "sgd",
+        optimizer_params: Mapping[str, Any] | None = None,
+        batch_end_callback: BatchCallbacks = None,
+        epoch_end_callback: EpochCallbacks = None,
+        eval_end_callback: BatchCallbacks = None,
+        validation_metric: Any = None,
+        resume: Resume | None = None,
+        accumulate: int = 1,
+        lr_scheduler: Any = None,
+        eval_frequency: Any = 1,
+        monitor: Monitor | None = None,
+        initializer: InitializerSpec | None = None,
+        arg_params: Params | None = None,
+        allow_missing: bool = False,
+        force_init: bool = False,
+        eval_batch_end_callback: BatchCallbacks = None,
+    ) -> str:
+        """Train from ``begin_epoch`` to ``num_epoch``.
+
+        Collective with a store of several workers, with the same arguments. Arrays and datasets hold the data of the
+        whole job, and each worker reads its own share of each batch (loads: GANGLINE_WORK_LOAD_LIST, one number per
+        worker); a DataLoader or iterable holds this worker's own batches, and an epoch ends when the last worker has
+        no more of them. Callbacks are called on every worker; rank 0 logs and writes checkpoints. If a worker fails,
+        it leaves the job if the store was created here: the others get a DeadNodeError, and the job can be resumed
+        from a checkpoint.
+
+        A callback that returns True ends training after the current update or epoch, and so does a signal inside
+        `stop_on`. In a job the request of one worker ends all of them after the same update, the current or the next
+        one (with dist_async after at most 100 updates, or at the end of an epoch if each worker has batches of its
+        own). `Checkpoint` callbacks then save.
+
+        If the program has not configured logging, progress is printed to stderr.
+
+        Args:
+            train_data: a TUPLE of two (tensors, arrays or dicts of them) or a Dataset, which need ``batch_size``; or a
+                DataLoader or another iterable of (data, label) batches, which can be iterated once per epoch.
+            eval_data: the same, for validation as often as ``eval_frequency`` says.
+            eval_metric: argument of `gangline.models.metrics.metric.create`.
+            num_epoch: total number of epochs, including those of a resumed run.
+            batch_size: number of samples in a batch over all contexts of all workers.
+            shuffle: read arrays and datasets in a random order that depends on seed and epoch.
+            seed: seed of the order and of the contexts' random streams.
+            begin_epoch: number of the first epoch.
+            kvstore: argument of `init_optimizer`. An optimizer set by the user's own call of `init_optimizer` stays,
+                with a warning if another one is asked for; one set by an earlier `fit` is replaced.
+            optimizer: argument of `init_optimizer`.
+            optimizer_params: argument of `init_optimizer`; None: torch's defaults.
+            batch_end_callback: one or several, called with a `BatchEndParam` after each update, with the index of its
+                last batch and this worker's part of that (None: no samples). A callback's ``close()`` is called at the
+                end, and its ``state()`` and ``load_state(state)``, of plain data, are used for checkpoints.
+            epoch_end_callback: one or several, called after each epoch with (epoch, network, params, buffers); those
+                that save are called last, after validation.
+            eval_end_callback: one or several, called after each validation, such as `EarlyStopping`.
+            validation_metric: metric for validation; None: ``eval_metric``.
+            resume: a checkpoint prefix (its newest), (prefix, epoch), or "auto": the newest of a `Checkpoint` callback
+                of this call, or a new run if there is none yet.
+            accumulate: number of batches per update, whose gradient is that of the mean over all of them, in which
+                each valid element counts once; the last update of an epoch may have fewer batches.
+            lr_scheduler: learning rate of each update: argument of `schedule`, such as ("cosine", {"warmup_epochs":
+                1}), or a function that makes a torch scheduler of an optimizer, which steps after each epoch
+                (``TorchScheduler(function, "batch")``: each update). None: the rate stays, or callbacks set it.
+            eval_frequency: number of epochs between validations, or (number, "batches"); one is always at the end.
+            monitor: logs statistics of outputs, weights and gradients.
+            initializer: argument of `init_params`, which is called before training if this or ``arg_params`` is given.
+            arg_params: argument of `init_params`.
+            allow_missing: argument of `init_params`.
+            force_init: argument of `init_params`.
+            eval_batch_end_callback: one or several, called after each batch of a validation.
+
+        Returns:
+            The reason for the end: "epochs" if all are done; "callback", or the ``reason`` attribute of the callback
+            ("patience" of `EarlyStopping`); or the name of the signal, such as "SIGTERM".
+
+        Raises:
+            TypeError: if an argument has a wrong type.
+            ValueError: if an argument is invalid, or a checkpoint belongs to another run.
+            MismatchError: if workers have different data, batch sizes, epochs or checkpoints.
+            FileNotFoundError: if the checkpoint does not exist.
+        """
+        options = FitOptions(
+            num_epoch=num_epoch,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            begin_epoch=begin_epoch,
+            kvstore=kvstore,
+            optimizer=optimizer,
+            optimizer_params=optimizer_params,
+            batch_end_callback=batch_end_callback,
+            epoch_end_callback=epoch_end_callback,
+            eval_end_callback=eval_end_callback,
+            validation_metric=validation_metric,
+            resume=resume,
+            accumulate=accumulate,
+            lr_scheduler=lr_scheduler,
+            eval_frequency=eval_frequency,
+            monitor=monitor,
+            initializer=initializer,
+            arg_params=arg_params,
+            allow_missing=allow_missing,
+            force_init=force_init,
+            eval_batch_end_callback=eval_batch_end_callback,
+        )
+        return fit(self, train_data, eval_data, eval_metric, options)
+
+    def score(
+        self,
+        eval_data: Any,
+        eval_metric: Any = "acc",
+        *,
+        batch_size: int | None = None,
+        num_batch: int | None = None,
+        batch_end_callback: BatchCallback | Iterable[BatchCallback] | None = None,
+        score_end_callback: BatchCallback | Iterable[BatchCallback] | None = None,
+        epoch: int = 0,
+    ) -> list[tuple[str, float]]:
+        """Evaluate a metric over data, in evaluation mode, and return a list of (name, value).
+
+        Collective in a job, from `init_optimizer` on: the workers share arrays and datasets, and all get the value
+        over the samples of all. ``batch_end_callback`` sees the worker's own samples.
+
+        Args:
+            eval_data: as for `fit`.
+            eval_metric: argument of `gangline.models.metrics.metric.create`.
+            batch_size: number of samples in a batch over all contexts of all workers, for arrays and datasets.
+            num_batch: maximum number of batches.
+            batch_end_callback: one or several, called after each batch.
+            score_end_callback: one or several, called at the end.
+            epoch: epoch passed to callbacks.
+        """
+        return evaluation.score(
+            self,
+            eval_data,
+            eval_metric,
+            batch_size=batch_size,
+            num_batch=num_batch,
+            batch_end_callback=batch_end_callback,
+            score_end_callback=score_end_callback,
+            epoch=epoch,
+        )
+
+    def predict(self, data: Any, *, batch_size: int | None = None, num_batch: int | None = None) -> Any:
+        """Return the outputs for all samples, in order, on the host, in evaluation mode.
+
+        Collective in a job, from `init_optimizer` on: the workers share arrays and datasets, and all get all outputs.
+        From a DataLoader or iterable each worker gets the outputs of its own batches.
+
+        Args:
+            data: a tensor, array or dict of them, or the data of `fit`; labels are ignored.
+            batch_size: number of samples in a batch over all contexts of all workers, for arrays and datasets.
+            num_batch: maximum number of batches.
+
+        Raises:
+            ValueError: if there is no batch.
+        """
+        return evaluation.predict(self, data, batch_size=batch_size, num_batch=num_batch)
+
+    def iter_predict(
+        self, data: Any, *, batch_size: int | None = None, num_batch: int | None = None
+    ) -> Iterator[tuple[Any, int, Any]]:
+        """Yield (outputs, batch index, data) for each batch, in order; outputs are on the first context.
+
+        In a job each worker gets its own part of each batch, and skips batches of which it has none. Arguments are
+        those of `predict`.
+        """
+        return evaluation.iter_predict(self, data, batch_size=batch_size, num_batch=num_batch)
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, prefix: str | Path, epoch: int | str, save_optimizer_states: bool = False) -> None:
-        """Write ``PREFIX-%04d`` files, or ``PREFIX-best`` for "best"; see `gangline.models.checkpoint.checkpoint`.
+        """Write the checkpoint files ``PREFIX-0003.*``, or ``PREFIX-best.*``.
 
-        In a job of several workers all of them call it; rank 0 writes, and all return when that is done.
+        Collective: all workers must call it; rank 0 writes, and all return when that is done.
+
+        Args:
+            prefix: path without the number; its folder is created.
+            epoch: number of epochs completed, 0 or more; or "best".
+            save_optimizer_states: include the optimizer's state, which `resume` needs.
+
+        Raises:
+            RuntimeError: if the optimizer's state is asked for before `init_optimizer`, or rank 0 could not write.
         """
-        checkpoint.save(self, prefix, epoch, save_optimizer_states)
+        replicas = self.bound.replicas
+        snapshot = checkpoint.Snapshot(
+            params=self.get_params(),
+            replica_buffers=replicas.differing_buffers(self.workers.count),
+            samples_seen=replicas.samples_seen,
+            run_state=self.run_state,
+            optimizer_state=self.optimizer_state if save_optimizer_states else None,
+            compression_residuals=self.compression_residuals() if save_optimizer_states else {},
+            load_balancer=self.load_balancer.state() if self.load_balancer is not None else None,
+            loss_scale=self.loss_scale.state() if self.loss_scale is not None else None,
+        )
+        checkpoint.save(snapshot, prefix, epoch, self.workers)
 
     @classmethod
     def load(
@@ -173,63 +764,104 @@ class Module(Steps):
         load_optimizer_states: bool = False,
         **options: Any,
     ) -> Module:
-        """A module with the parameters of a checkpoint.
+        """Create a module with the parameters of a checkpoint.
 
         Args:
-            prefix: as given to `save_checkpoint`.
-            epoch: likewise.
-            network: the network the checkpoint is of; code is not part of a checkpoint.
-            load_optimizer_states: have `init_optimizer` take over the checkpoint's optimizer state.
+            prefix: as for `save_checkpoint`.
+            epoch: as for `save_checkpoint`.
+            network: network of the checkpoint, which does not contain code.
+            load_optimizer_states: make `init_optimizer` start from the checkpoint's optimizer state.
             options: further arguments of `Module`.
 
         Raises:
-            FileNotFoundError: no such checkpoint.
-            ValueError: a torn or foreign file, extra names, other shapes, or no optimizer state in it.
-            RuntimeError: names are missing from it.
+            FileNotFoundError: if the checkpoint does not exist.
+            ValueError: if a file is damaged, or has extra names, other shapes, or no optimizer state.
+            RuntimeError: if names are missing from it.
         """
         saved = checkpoint.read(prefix, epoch)
         module = cls(network, **options)
-        if module.has_lazy_parameters:
-            network.load_state_dict(saved.params)  # which gives them their shapes
+        if module.bound.lazy_parameters():
+            network.load_state_dict(saved.params)  # gives lazy parameters their shapes
         module.set_params(saved.params)
-        module.about.update(saved.about)
-        module._params_given = True
+        module.run_state.metadata.update(saved.metadata)
+        module._params_set = True
         if load_optimizer_states:
-            module._pending_state = saved.needed_optimizer_state()
+            module._pending_optimizer_state = saved.require_optimizer_state()
         return module
 
     def resume(self, saved: checkpoint.Checkpoint) -> None:
-        """Stand where a checkpoint stood; after `init_optimizer`, and with its contexts and workers, bit for bit.
+        """Restore the state of a checkpoint after `init_optimizer`; with equal contexts and workers, bit for bit.
 
-        In a job of several workers all of them call it, with the same checkpoint.
-
-        The learning rate is taken over too, unless this run's optimizer was given another one to begin with.
+        Collective, with the same checkpoint on all workers. The learning rate is restored unless this run's optimizer
+        was created with another initial rate.
 
         Raises:
-            ValueError: extra names, other shapes, another optimizer, or no optimizer state in it.
-            RuntimeError: names are missing from it; or before ``init_optimizer``.
+            ValueError: if the checkpoint has extra names, other shapes, another optimizer, or no optimizer state.
+            RuntimeError: if names are missing from it; or before `init_optimizer`.
         """
-        updates = self._needs_updates("resume()")
+        optimizer, replicas = self._require_optimizer("resume()"), self.bound.replicas
         saved = saved.of_worker(self.workers.rank, self.workers.count)
-        state = saved.needed_optimizer_state()
-        params = checkpoint.matched(self.replicas.first.network, saved.params, False, False)
-        updates.load_state(state)
+        state = saved.require_optimizer_state()
+        params = checkpoint.matched(replicas.first.network, saved.params, False, False)
+        optimizer.load_state(state)
         self._load_state(params)
         if self.learning_rate == state.initial_learning_rate:
             self.set_learning_rate(state.learning_rate)
-        updates.load_compression_residuals(saved.compression_residuals)
+        optimizer.load_compression_residuals(saved.compression_residuals)
         if self.loss_scale is not None and saved.loss_scale is not None:
             self.loss_scale.load_state(saved.loss_scale)
-        if self.auto is not None and saved.auto is not None:
-            self.auto.load_state(saved.auto)
-            self.work_load_list = self.auto.loads
-        self._step = saved.step
-        self.position = Position(**saved.position)
-        if len(saved.samples_seen) == len(self.replicas.all):
-            self.replicas.set_own_buffers(saved.replica_buffers, saved.samples_seen)
+        if self.load_balancer is not None and saved.load_balancer is not None:
+            self.load_balancer.load_state(saved.load_balancer)
+        self.run_state.step = saved.step
+        self.run_state.position = Position(**saved.position)
+        if len(saved.samples_seen) == len(replicas.all):
+            replicas.set_own_buffers(saved.replica_buffers, saved.samples_seen)
 
-    def replica_buffers(self) -> tuple[dict[str, list[torch.Tensor]], list[int]]:
-        """Each replica's buffers where they may differ, by name, and the samples it has seen since they were equal."""
-        seen = self.replicas.samples_seen
-        may_differ = any(seen) and (len(seen) > 1 or self.workers.count > 1)
-        return (self.replicas.own_buffers() if may_differ else {}), seen
+    # -- end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop the threads, and close the store if it was created here; the network keeps its weights."""
+        self._close_store()
+        self._step.close()
+        self.bound.close()
+
+    def leave(self) -> None:
+        """Leave the job if the store was created here, so that other workers do not wait for this one."""
+        if self._step.optimizer is not None and self._step.optimizer.owns_store:
+            self._close_store()
+
+    def _close_store(self) -> None:
+        if self._step.optimizer is not None:
+            self._step.optimizer.close()
+        self._step.set_optimizer(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _check_parameter_names(network: nn.Module, names: Sequence[str]) -> list[str]:
+    if isinstance(names, str):
+        raise TypeError(f"fixed_param_names is {names!r}; expected a list of names")
+    known = [name for name, _ in network.named_parameters()]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"fixed_param_names has {unknown}, which are no parameters; they are {known}")
+    return list(names)
+
+
+def _unpack(data: Any, label: Any) -> tuple[Any, Any]:
+    """Return data and label of an object that has both as attributes, such as MXNet's DataBatch."""
+    is_array = isinstance(data, (torch.Tensor, np.ndarray))
+    if label is not None or is_array or not (hasattr(data, "data") and hasattr(data, "label")):
+        return data, label
+    return _unwrap(data.data), _unwrap(data.label)
+
+
+def _unwrap(batch: Any) -> Any:
+    """Return the only array of a list, as in MXNet's batches; an empty list means None."""
+    if isinstance(batch, list) and len(batch) < 2:
+        return batch[0] if batch else None
+    return batch

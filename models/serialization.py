@@ -1,4 +1,4 @@
-"""Parcels: plain data and tensors as bytes, for workers to hand one another."""
+"""Serialization of plain data and tensors, for exchanges between workers."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ import msgpack
 import torch
 
 _TENSOR = 1
-"""msgpack's number for our own kind of value: [dtype's name, shape, bytes]."""
+"""MessagePack extension code of a tensor, stored as [dtype name, shape, bytes]."""
 
 
 def pack(value: Any) -> bytes:
-    """Numbers, strings, lists and dicts, with tensors among them, as bytes of MessagePack.
+    """Serialize numbers, strings, lists, dicts and tensors to MessagePack.
 
     Raises:
-        TypeError: it holds something else.
+        TypeError: if ``value`` contains any other type.
     """
-    packed: bytes = msgpack.packb(value, default=_packed_tensor)
+    packed: bytes = msgpack.packb(value, default=_pack_tensor)
     return packed
 
 
 def unpack(data: bytes) -> Any:
-    """What `pack` was given; tuples come back as lists, tensors on the host."""
-    return msgpack.unpackb(data, ext_hook=_unpacked_tensor, strict_map_key=False)
+    """Deserialize the output of `pack`; tuples become lists, and tensors are on the host."""
+    return msgpack.unpackb(data, ext_hook=_unpack_tensor, strict_map_key=False)
 
 
 def digest(tensor: torch.Tensor) -> bytes:
-    """16 bytes that two tensors have in common only if they are equal, bit for bit."""
+    """Return a 16-byte hash of the tensor's bytes."""
     return hashlib.blake2b(_bytes(tensor), digest_size=16).digest()
 
 
-def _packed_tensor(value: Any) -> msgpack.ExtType:
+def _pack_tensor(value: Any) -> msgpack.ExtType:
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"a parcel holds a {type(value).__name__}; expected plain data and tensors")
+        raise TypeError(f"cannot serialize a {type(value).__name__}; expected plain data and tensors")
     dtype = str(value.dtype).removeprefix("torch.")
     return msgpack.ExtType(_TENSOR, msgpack.packb([dtype, list(value.shape), _bytes(value)]))
 
 
-def _unpacked_tensor(code: int, data: bytes) -> torch.Tensor:
+def _unpack_tensor(code: int, data: bytes) -> torch.Tensor:
     if code != _TENSOR:
-        raise ValueError(f"a parcel holds a value of kind {code}; expected {_TENSOR}, a tensor")
+        raise ValueError(f"serialized data has a value of extension type {code}; expected {_TENSOR}, a tensor")
     name, shape, content = msgpack.unpackb(data)
     dtype = getattr(torch, name)
     flat = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)

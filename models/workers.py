@@ -1,4 +1,4 @@
-"""Workers: what a module knows of the job it is trained in, and what workers tell each other."""
+"""The workers of a job: ranks, loads and exchanges of plain data."""
 
 from __future__ import annotations
 
@@ -18,85 +18,85 @@ _LOADS = "GANGLINE_WORK_LOAD_LIST"
 
 
 class Workers:
-    """The workers of a job, as one of them sees them; a process without a job is one that is alone.
+    """The workers of a job, seen from one of them; outside a job there is one worker, rank 0.
 
-    What is called "a collective" here is called by all workers, in the same order.
+    Methods marked "Collective" must be called by all workers, in the same order.
     """
 
     def __init__(self, store: KVStore | None = None, num_contexts: int = 1) -> None:
-        """Meet the others; a collective.
+        """Connect to the other workers. Collective.
 
         Args:
-            store: what joins the workers; None: this one is alone.
-            num_contexts: how many contexts this worker has.
+            store: store that joins the workers; None: this worker is alone.
+            num_contexts: number of contexts of this worker.
 
         Raises:
-            ValueError: GANGLINE_WORK_LOAD_LIST makes no sense, or has not one number a worker.
+            ValueError: if GANGLINE_WORK_LOAD_LIST is malformed, or does not have one number per worker.
         """
         self._store = store if store is not None and store.num_workers > 1 else None
         self.rank = self._store.rank if self._store is not None else 0
         self.count = self._store.num_workers if self._store is not None else 1
         self.in_step = self._store is not None and not self._store.is_async
-        """Whether there are others, and every step of theirs is one of this worker's too."""
+        """True if there are other workers, and every worker takes part in every step."""
         self.stop: str | None = None
-        """Why all workers are to stop, once one has asked for it and an exchange has told all; the same on all."""
-        self._asks: str | None = None
+        """Reason why all workers must stop, equal on all of them; None while none has asked for it."""
+        self._stop_request: str | None = None
         self._clock = 0.0
         self.loads = _loads(self.count) if self.count > 1 else [1.0]
         self.first_context = sum(self.exchange(num_contexts)[: self.rank])
-        """The number, in the whole job, of this worker's first context."""
+        """Job-wide index of this worker's first context."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker reports and writes files."""
+        """True on rank 0, which logs and writes files."""
         return self.rank == 0
 
     def share(self, samples: int) -> slice:
-        """Which of a batch's samples are this worker's, by the loads; perhaps none."""
+        """Return this worker's slice of a batch of ``samples``, split by the loads; it may be empty."""
         return split_batch(samples, self.loads)[self.rank]
 
     def exchange(self, value: Any) -> list[Any]:
-        """Give plain data and tensors, and get what each worker gave, in rank order; a collective.
+        """All-gather plain data and tensors; return the values in rank order. Collective.
 
-        Beside it travel what this worker asks for and the time, so that neither costs a way of its own.
+        Each message also carries this worker's stop request and its clock, which saves separate exchanges for them.
         """
         if self._store is None:
             return [value]
-        told = self._store.exchange(pack([self._asks, time.monotonic(), value]))
-        everybody = [unpack(data) for data in told]
-        self._clock = everybody[0][1]
-        self.stop = self.stop or next((asks for asks, _, _ in everybody if asks is not None), None)
-        return [given for _, _, given in everybody]
+        messages = self._store.exchange(pack([self._stop_request, time.monotonic(), value]))
+        received = [unpack(data) for data in messages]
+        self._clock = received[0][1]
+        self.stop = self.stop or next((request for request, _, _ in received if request is not None), None)
+        return [theirs for _, _, theirs in received]
 
     def ask_to_stop(self, reason: str) -> None:
-        """Have `stop` say so on all workers, from the next exchange on; the first reason counts."""
-        self._asks = self._asks or reason
+        """Request that all workers stop; `stop` is set at the next exchange, to the first reason given."""
+        self._stop_request = self._stop_request or reason
         if self._store is None:
             self.stop = self.stop or reason
 
     def forget_stop(self) -> None:
-        """Begin a run that nobody has asked to stop; all workers do it before the same exchange."""
-        self.stop = self._asks = None
+        """Clear stop requests before a new run; all workers must call it before the same exchange."""
+        self.stop = self._stop_request = None
 
     @property
     def clock(self) -> float:
-        """Seconds, as rank 0 had them in the last exchange: the same on all workers. Alone: now."""
+        """Monotonic seconds of rank 0 at the last exchange, equal on all workers; without other workers, now."""
         return time.monotonic() if self._store is None else self._clock
 
     def from_first(self, value: Any) -> Any:
-        """What rank 0 gives; a collective."""
+        """Return rank 0's value. Collective."""
         return self.exchange(value if self.is_first else None)[0]
 
     def any(self, flag: bool) -> bool:
-        """Whether any worker in step with this one says so; a collective of those."""
+        """Return True if ``flag`` is set on any worker. Collective among workers in step; otherwise local."""
         return flag if not self.in_step else any(self.exchange(flag))
 
     def total(self, number: float) -> float:
-        """The sum over the workers in step with this one, added in rank order; a collective of those."""
+        """Return the sum over workers, in rank order. Collective among workers in step; otherwise local."""
         return number if not self.in_step else sum(self.exchange(number))
 
     def agree_on_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Rank 0's, on the host, of those tensors that are not equal on all workers; a collective."""
+        """Return rank 0's values, on the host, of the tensors that differ between workers. Collective."""
         if self.count == 1:
             return {}
         digests = self.exchange({name: digest(tensor) for name, tensor in tensors.items()})
@@ -105,14 +105,18 @@ class Workers:
         return {name: tensor for name, tensor in found.items() if name in tensors}
 
     def check_same(self, what: str, settings: Mapping[str, Any]) -> None:
-        """See that all workers have the same settings; a collective.
+        """Check that all workers have the same settings. Collective.
+
+        Args:
+            what: call named at the start of the error message.
+            settings: plain data by name.
 
         Raises:
-            MismatchError: they have not; the same text on all workers.
+            MismatchError: if a setting differs; the message is the same on all workers.
         """
-        everybody = self.exchange(dict(settings))
-        first = everybody[0]
-        for rank, theirs in enumerate(everybody):
+        received = self.exchange(dict(settings))
+        first = received[0]
+        for rank, theirs in enumerate(received):
             for name in first:
                 if theirs[name] != first[name]:
                     raise MismatchError(
@@ -128,7 +132,7 @@ def _loads(count: int) -> list[float]:
     try:
         loads: list[float] = [float(word) if "." in word or "e" in word else int(word) for word in words.split(",")]
     except ValueError:
-        raise ValueError(f"{_LOADS} is {words!r}; expected one number a worker, such as 3,1") from None
+        raise ValueError(f"{_LOADS} is {words!r}; expected one number per worker, such as 3,1") from None
     if len(loads) != count:
         raise ValueError(f"{_LOADS} is {words!r}, which has {len(loads)} entries for {count} workers")
     return check_work_load_list(loads, count)

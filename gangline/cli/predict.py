@@ -84,7 +84,7 @@ def _predictions(options: PredictOptions) -> list[list[str]]:
         raise UsageError(f"--top-k is {top_k}, but there are {len(classes)} classes")
     images = ImageFolder.unlabelled(
         options.data_dir,
-        module.about["image_shape"],
+        module.run_state.metadata["image_shape"],
         augmentation=normalised,
         num_workers=options.data_workers,
         skip_unreadable=options.skip_unreadable,
@@ -105,19 +105,19 @@ def _scores(options: ScoreOptions) -> list[tuple[str, float]]:
     from gangline.models.data.images.folder import ImageFolder
 
     module, normalised = _loaded(options)
-    metrics = metrics_of(options.top_k, module.about["num_classes"])
+    metrics = metrics_of(options.top_k, module.run_state.metadata["num_classes"])
     images = ImageFolder(
         options.data_dir,
-        module.about["image_shape"],
+        module.run_state.metadata["image_shape"],
         augmentation=normalised,
-        classes=module.about.get("classes"),
+        classes=module.run_state.metadata.get("classes"),
         num_workers=options.data_workers,
         skip_unreadable=options.skip_unreadable,
     )
-    if len(images.classes) != module.about["num_classes"]:
+    if len(images.classes) != module.run_state.metadata["num_classes"]:
         raise UsageError(
             f"--data-dir {options.data_dir} has {len(images.classes)} classes, but the network was trained on "
-            f"{module.about['num_classes']}"
+            f"{module.run_state.metadata['num_classes']}"
         )
     return module.score(images, metrics, batch_size=options.batch_size)
 
@@ -133,7 +133,7 @@ def _loaded(options: _CheckpointOptions) -> tuple[Module, Augmentation]:
 
     prefix, word = options.model_prefix, options.load_epoch
     saved = checkpoint.read(prefix, _epoch(prefix, word))
-    about = saved.about | ({"network": options.network} if options.network else {})
+    about = saved.metadata | ({"network": options.network} if options.network else {})
     missing = [name for name in _KNOWN if about.get(name) is None]
     if missing:
         raise ValueError(
@@ -146,7 +146,7 @@ def _loaded(options: _CheckpointOptions) -> tuple[Module, Augmentation]:
     network = registry.create(about["network"], about["num_classes"])
     module = Module(network, nn.CrossEntropyLoss(), context, options.loads())
     module.set_params(saved.params)
-    module.about.update(about)
+    module.run_state.metadata.update(about)
     return module, Augmentation(mean=about.get("mean"), std=about.get("std"))
 
 
@@ -168,4 +168,4 @@ def _epoch(prefix: str, word: str) -> int | str:
 
 def _names(module: Module) -> list[str]:
     """Return the names of the classes, or their numbers if the checkpoint has no names."""
-    return list(module.about.get("classes") or map(str, range(module.about["num_classes"])))
+    return list(module.run_state.metadata.get("classes") or map(str, range(module.run_state.metadata["num_classes"])))

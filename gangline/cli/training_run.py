@@ -76,7 +76,7 @@ def run(options: TrainOptions) -> dict[str, Any] | None:
         compression_params=_compression(options.gc_type, options.gc_threshold),
         autocast=autocast,
     )
-    module.about.update(about, network=options.network, num_classes=model.num_classes)
+    module.run_state.metadata.update(about, network=options.network, num_classes=model.num_classes)
     batch_size, rate = options.batch_size, options.lr
     if options.scale_batch:
         workers = 1 if store in IN_PROCESS and context != "parallel" else num_workers()

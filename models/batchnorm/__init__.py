@@ -1,1 +1,1 @@
-"""Batch normalisation over several replicas: joint statistics and running averages."""
+"""Batch normalization over several replicas: synchronized statistics within a process, averaged running statistics."""

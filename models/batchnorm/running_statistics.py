@@ -1,4 +1,4 @@
-"""Running statistics: what buffers of replicas that have seen different samples are together."""
+"""Averages of running statistics over replicas that have seen different samples."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from gangline.models.serialization import digest
 from gangline.models.workers import Workers
 
 Buffers = Mapping[str, Sequence[torch.Tensor]]
-"""Each buffer as every replica has it, by state_dict name."""
+"""Each replica's value of every buffer, by state_dict name."""
 
 
 def averaged(buffers: Buffers, samples_seen: Sequence[int]) -> dict[str, torch.Tensor]:
-    """One value for each buffer that replicas differ in: its average by the samples they have seen.
+    """Return the average of each buffer that differs between replicas, weighted by samples seen.
 
-    Of integers, such as how many batches were tracked, it is the value of the replica that has seen most.
+    For integer buffers, such as num_batches_tracked, the value of the replica that has seen most samples is taken.
     """
     averages: dict[str, torch.Tensor] = {}
     if not any(samples_seen):
@@ -33,12 +33,12 @@ def averaged(buffers: Buffers, samples_seen: Sequence[int]) -> dict[str, torch.T
 
 
 def averaged_over(workers: Workers, buffers: Buffers, samples_seen: Sequence[int]) -> dict[str, torch.Tensor]:
-    """`averaged`, over the replicas of all workers; a collective. Only buffers that differ travel."""
+    """Return `averaged` over the replicas of all workers; only buffers that differ are sent. Collective."""
     own = {name: [digest(value) for value in values] for name, values in buffers.items()}
-    everybody = workers.exchange([list(samples_seen), own])
-    seen = [count for counts, _ in everybody for count in counts]
+    received = workers.exchange([list(samples_seen), own])
+    seen = [count for counts, _ in received for count in counts]
     differing = [
-        name for name in buffers if len({one for _, digests in everybody for one in digests[name]}) > 1 and any(seen)
+        name for name in buffers if len({one for _, digests in received for one in digests[name]}) > 1 and any(seen)
     ]
     if not differing:
         return {}

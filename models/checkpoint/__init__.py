@@ -1,1 +1,1 @@
-"""Checkpoints: writing, reading, and which ones are kept."""
+"""Checkpoints: writing and reading them atomically, and which of them are kept."""

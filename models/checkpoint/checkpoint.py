@@ -1,14 +1,13 @@
-"""Checkpoints: what they hold, and writing them so that a killed run always leaves a whole one.
+"""Checkpoints that are complete at every moment, even if their writer is killed.
 
-``PREFIX-0003.safetensors`` holds parameters and buffers by state_dict name, ``PREFIX-0003.state.safetensors``
-the optimizer's state, compression residuals and each replica's own buffers, ``PREFIX-0003.json`` the rest: where
-training stood, the learning rate, the random states, the automatic split. The number is that of epochs completed;
-``PREFIX-best`` is one more, which `Checkpoint(keep_best=...)` keeps.
-Rank 0 writes for all workers of a job, and holds what each of them alone has.
+``PREFIX-0003.safetensors`` holds parameters and buffers by state_dict name, ``PREFIX-0003.state.safetensors`` the
+optimizer's state, compression residuals and each replica's own buffers, and ``PREFIX-0003.json`` the rest: position,
+learning rate, random states, load balancing. The number is that of epochs completed; `Checkpoint(keep_best=...)` also
+writes ``PREFIX-best``. Rank 0 writes for all workers of a job, including the state that each of them alone has.
 
-All three carry one id. The tensors are written aside first; renaming the JSON into place is the moment at which
-the checkpoint exists, and only then the tensors are renamed. Whoever reads a JSON whose tensors still lie aside
-renames them first. So at every moment a reader finds the old checkpoint or the new one.
+All three files carry one id. The tensors are written under temporary names; renaming the JSON file into place creates
+the checkpoint, and the tensors are renamed after that. A reader that finds a JSON file whose tensors still have
+temporary names renames them first. So a reader always finds either the old checkpoint or the new one.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,9 +30,8 @@ from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.models.batchnorm.running_statistics import Buffers, averaged_over
 from gangline.models.checkpoint.retention import BEST, epochs, number_of, paths_of
 from gangline.models.random_streams import host_states
-
-if TYPE_CHECKING:
-    from gangline.models.module import Module
+from gangline.models.run_state import RunState
+from gangline.models.workers import Workers
 
 _FORMAT = 2
 _ATTEMPTS = 5
@@ -41,15 +39,34 @@ _OPTIMIZER, _REPLICA, _RESIDUAL = "optimizer/", "replica/", "residual/"
 
 
 @dataclass
+class Snapshot:
+    """State of a module on one worker, to be written by `save`."""
+
+    params: dict[str, torch.Tensor]
+    """Parameters and buffers on the host, averaged over this worker's replicas."""
+    replica_buffers: Buffers
+    """Each replica's own buffers, if they may differ."""
+    samples_seen: list[int]
+    """Samples of each replica since running statistics were last averaged."""
+    run_state: RunState
+    optimizer_state: Callable[[], OptimizerState] | None
+    """Returns the optimizer's state, on rank 0; None: a checkpoint without it, which cannot be resumed."""
+    compression_residuals: dict[str, torch.Tensor]
+    load_balancer: dict[str, Any] | None
+    loss_scale: dict[str, Any] | None
+
+
+@dataclass
 class Checkpoint:
-    """What was read."""
+    """A checkpoint that was read."""
 
     path: Path
     """The JSON file."""
     id: str
-    """No two have the same."""
+    """Unique id."""
     params: dict[str, torch.Tensor]
     position: dict[str, Any]
+    """Fields of `Position`."""
     step: int
     optimizer_state: OptimizerState | None
     replica_buffers: dict[str, list[torch.Tensor]]
@@ -58,136 +75,131 @@ class Checkpoint:
     """The host's random states when it was written."""
     compression_residuals: dict[str, torch.Tensor]
     loss_scale: dict[str, Any] | None
-    """Of float16's loss."""
-    auto: dict[str, Any] | None
-    """What ``work_load_list="auto"`` had found out."""
-    about: dict[str, Any]
-    """`Module.about`."""
-    companions: dict[str, Any]
-    """The states of `Module.companions`, by name."""
+    load_balancer: dict[str, Any] | None
+    metadata: dict[str, Any]
+    """See `RunState.metadata`."""
+    stateful: dict[str, Any]
+    """States of `RunState.stateful`, by name."""
     other_workers: list[Checkpoint] = field(default_factory=list)
-    """The same as the workers of rank 1 and so on need it, where it was written in a job of several."""
+    """The checkpoint as ranks 1 and up must resume it."""
 
     def of_worker(self, rank: int, count: int) -> Checkpoint:
-        """What a worker goes on from; in a job of another size, without what only the old workers can go on with."""
+        """Return the checkpoint for one of ``count`` workers; if it was written by another number, without their own.
+
+        State of individual workers (their replicas' buffers and compression residuals) then is left out.
+        """
         if count != len(self.other_workers) + 1:
             return replace(self, replica_buffers={}, samples_seen=[], compression_residuals={}, other_workers=[])
         return self.other_workers[rank - 1] if rank else self
 
-    def needed_optimizer_state(self) -> OptimizerState:
-        """The optimizer's state; ValueError where the checkpoint has none."""
+    def require_optimizer_state(self) -> OptimizerState:
+        """Return the optimizer's state; ValueError if the checkpoint has none."""
         if self.optimizer_state is None:
             raise ValueError(f"{self.path} has no optimizer state; save with save_optimizer_states=True")
         return self.optimizer_state
 
 
-def save(module: Module, prefix: str | Path, epoch: int | str, save_optimizer_states: bool) -> None:
-    """Write the checkpoint ``prefix``-``epoch`` of a module.
+def save(snapshot: Snapshot, prefix: str | Path, epoch: int | str, workers: Workers) -> None:
+    """Write the checkpoint ``prefix``-``epoch``. Collective.
 
     Args:
-        module: its replicas may stand in mid-epoch.
-        prefix: a path without the number; its folder is made.
-        epoch: epochs completed, 0 or more; or "best".
-        save_optimizer_states: without them the checkpoint serves prediction and a fresh start, not `resume`.
+        snapshot: state of this worker.
+        prefix: path without the number; its folder is created.
+        epoch: number of epochs completed, 0 or more; or "best".
+        workers: workers of the job.
 
     Raises:
-        RuntimeError: states are asked for before ``init_optimizer``; or rank 0 of a job could not write.
+        OSError: if the files cannot be written.
+        RuntimeError: on other ranks, if rank 0 could not write.
     """
-    paths_of(prefix, epoch)  # what cannot be a name is an error of each worker
-    workers = module.workers
-    buffers, samples_seen = module.replica_buffers()
-    params = module.get_params()
-    params |= averaged_over(workers, buffers, samples_seen) if workers.count > 1 else {}
-    parts = workers.exchange(_part(module, buffers, samples_seen, save_optimizer_states))
+    paths_of(prefix, epoch)  # an invalid epoch must raise on every worker
+    if workers.count > 1:
+        averages = averaged_over(workers, snapshot.replica_buffers, snapshot.samples_seen)
+        snapshot = replace(snapshot, params=snapshot.params | averages)
+    parts = workers.exchange(_worker_part(snapshot))
     failure: Exception | None = None
     if workers.is_first:
         try:
-            _write(module, prefix, epoch, params, module.optimizer_state() if save_optimizer_states else None, parts)
-        except Exception as error:  # noqa: BLE001  raised below, once the others know
+            _write(snapshot, prefix, epoch, parts)
+        except Exception as error:  # noqa: BLE001  raised below, after the other workers were informed
             failure = error
-    told = workers.from_first(None if failure is None else f"{type(failure).__name__}: {failure}")
+    message = workers.from_first(None if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure
-    if told is not None:
-        raise RuntimeError(f"rank 0 could not write checkpoint {prefix}-{number_of(epoch)}: {told}")
+    if message is not None:
+        raise RuntimeError(f"rank 0 could not write checkpoint {prefix}-{number_of(epoch)}: {message}")
 
 
-def _part(module: Module, buffers: Buffers, samples_seen: list[int], with_residuals: bool) -> dict[str, Any]:
-    """What a checkpoint holds of each worker by itself, as plain data and tensors."""
+def _worker_part(snapshot: Snapshot) -> dict[str, Any]:
+    """Return what a checkpoint stores per worker, as plain data and tensors."""
+    run_state = snapshot.run_state
     return {
-        "buffers": dict(buffers),
-        "residuals": module.compression_residuals() if with_residuals else {},
+        "buffers": dict(snapshot.replica_buffers),
+        "residuals": snapshot.compression_residuals,
         "plain": {
-            "samples_seen": samples_seen,
-            "random": host_states(module.data_generator),
-            "epoch_began": {"plan": module.position.plan, "random": module.position.random},
-            "auto": module.auto.state() if module.auto is not None else None,
+            "samples_seen": snapshot.samples_seen,
+            "random": host_states(run_state.data_generator),
+            "epoch_began": {"plan": run_state.position.plan, "random": run_state.position.random},
+            "auto": snapshot.load_balancer,
         },
     }
 
 
-def _write(
-    module: Module,
-    prefix: str | Path,
-    epoch: int | str,
-    params: Mapping[str, torch.Tensor],
-    optimizer: OptimizerState | None,
-    parts: list[dict[str, Any]],
-) -> None:
+def _write(snapshot: Snapshot, prefix: str | Path, epoch: int | str, parts: list[dict[str, Any]]) -> None:
     weights, state, description = paths_of(prefix, epoch)
-    save_id = uuid.uuid4().hex
-    tensors = {f"{_OPTIMIZER}{place}": tensor for place, tensor in optimizer.tensors.items()} if optimizer else {}
+    run_state, save_id = snapshot.run_state, uuid.uuid4().hex
+    optimizer = snapshot.optimizer_state() if snapshot.optimizer_state is not None else None
+    tensors = {f"{_OPTIMIZER}{name}": tensor for name, tensor in optimizer.tensors.items()} if optimizer else {}
     for rank, part in enumerate(parts):
-        for name, of_replicas in part["buffers"].items():
-            tensors |= {f"{_of(rank)}{_REPLICA}{index}/{name}": tensor for index, tensor in enumerate(of_replicas)}
-        tensors |= {f"{_of(rank)}{_RESIDUAL}{name}": tensor for name, tensor in part["residuals"].items()}
-    position = asdict(module.position)
+        for name, per_replica in part["buffers"].items():
+            tensors |= {f"{_worker(rank)}{_REPLICA}{index}/{name}": value for index, value in enumerate(per_replica)}
+        tensors |= {f"{_worker(rank)}{_RESIDUAL}{name}": tensor for name, tensor in part["residuals"].items()}
+    position = asdict(run_state.position)
     if not position["batch"] and epoch != BEST:
-        position["epoch"] = epoch  # a loop of the user's own has no other count
+        position["epoch"] = epoch  # a user's own loop does not count epochs
     first, *others = [part["plain"] for part in parts]
     content = {
         "format": _FORMAT,
         "id": save_id,
         "epoch": epoch,
         "position": position,
-        "step": module.step,
+        "step": run_state.step,
         "optimizer": optimizer.header() if optimizer else None,
         "samples_seen": first["samples_seen"],
         "random": first["random"],
-        "loss_scale": module.loss_scale.state() if module.loss_scale is not None else None,
+        "loss_scale": snapshot.loss_scale,
         "auto": first["auto"],
-        "about": module.about,
-        "companions": {name: companion.state() for name, companion in module.companions.items()},
+        "about": run_state.metadata,
+        "companions": {name: each.state() for name, each in run_state.stateful.items()},
         "other_workers": others,
     }
     description.parent.mkdir(parents=True, exist_ok=True)
-    _finish(prefix, epoch)
-    _clean(prefix, epoch)
-    files.write_aside(_aside(weights, save_id), params, {"id": save_id, "epoch": epoch})
-    files.write_aside(_aside(state, save_id), tensors, {"id": save_id})
-    aside = _aside(description, save_id)
-    with aside.open("w") as file:
+    _rename_tensors(prefix, epoch)
+    _remove_temporary_files(prefix, epoch)
+    files.write_aside(_temporary(weights, save_id), snapshot.params, {"id": save_id, "epoch": epoch})
+    files.write_aside(_temporary(state, save_id), tensors, {"id": save_id})
+    temporary = _temporary(description, save_id)
+    with temporary.open("w") as file:
         json.dump(content, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    aside.replace(description)  # from here on it is the checkpoint
-    _finish(prefix, epoch)
+    temporary.replace(description)  # from here on the new checkpoint exists
+    _rename_tensors(prefix, epoch)
 
 
 def read(prefix: str | Path, epoch: int | str) -> Checkpoint:
-    """Read a checkpoint: the one of a number, or "best".
+    """Read the checkpoint with a number, or "best".
 
     Raises:
-        FileNotFoundError: there is none; the message lists those there are.
-        ValueError: a torn or foreign file, by name.
+        FileNotFoundError: if it does not exist; the message lists those that do.
+        ValueError: if a file, which the message names, is damaged or does not belong to the checkpoint.
     """
     weights, state, description = paths_of(prefix, epoch)
     if not description.is_file():
-        there = epochs(prefix)
-        raise FileNotFoundError(f"{description} is not there; checkpoints of that prefix: {there or 'none'}")
-    for attempt in range(_ATTEMPTS):  # a writer may rename between our steps
-        content = _content(description)
-        _finish(prefix, epoch)
+        raise FileNotFoundError(f"{description} does not exist; checkpoints of that prefix: {epochs(prefix) or 'none'}")
+    for attempt in range(_ATTEMPTS):  # a writer may replace files while we read
+        content = _read_description(description)
+        _rename_tensors(prefix, epoch)
         params, weights_header = files.load(weights)
         tensors, state_header = files.load(state)
         foreign = [
@@ -198,20 +210,19 @@ def read(prefix: str | Path, epoch: int | str) -> Checkpoint:
         if not foreign:
             break
         if attempt == _ATTEMPTS - 1:
-            raise ValueError(f"{foreign[0]} is not of the checkpoint that {description} describes")
+            raise ValueError(f"{foreign[0]} does not belong to the checkpoint that {description} describes")
     try:
-        return _made(description, content, params, tensors)
-    except (KeyError, TypeError, AttributeError) as error:  # JSON that has another form than ours
+        return _assemble(description, content, params, tensors)
+    except (KeyError, TypeError, AttributeError) as error:  # JSON of another structure
         raise ValueError(f"{description} is damaged: {type(error).__name__}: {error}") from error
 
 
-def _made(
+def _assemble(
     description: Path, content: dict[str, Any], params: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]
 ) -> Checkpoint:
-    """The checkpoint whose files hold these."""
     optimizer = None
     if content["optimizer"] is not None:
-        optimizer = OptimizerState.from_parts(content["optimizer"], _beginning(tensors, _OPTIMIZER))
+        optimizer = OptimizerState.from_parts(content["optimizer"], _with_prefix(tensors, _OPTIMIZER))
     checkpoint = Checkpoint(
         path=description,
         id=content["id"],
@@ -219,41 +230,41 @@ def _made(
         position=content["position"],
         step=content["step"],
         optimizer_state=optimizer,
-        replica_buffers=_buffers(tensors, 0, len(content["samples_seen"])),
+        replica_buffers=_replica_buffers(tensors, 0, len(content["samples_seen"])),
         samples_seen=content["samples_seen"],
         random=content["random"],
-        compression_residuals=_beginning(tensors, _RESIDUAL),
+        compression_residuals=_with_prefix(tensors, _RESIDUAL),
         loss_scale=content["loss_scale"],
-        auto=content["auto"],
-        about=content.get("about", {}),
-        companions=content.get("companions", {}),
+        load_balancer=content["auto"],
+        metadata=content.get("about", {}),
+        stateful=content.get("companions", {}),
     )
     for rank, other in enumerate(content.get("other_workers", ()), 1):
         of_worker = replace(
             checkpoint,
             position=checkpoint.position | other["epoch_began"],
-            replica_buffers=_buffers(tensors, rank, len(other["samples_seen"])),
+            replica_buffers=_replica_buffers(tensors, rank, len(other["samples_seen"])),
             samples_seen=other["samples_seen"],
             random=other["random"],
-            compression_residuals=_beginning(tensors, f"{_of(rank)}{_RESIDUAL}"),
-            auto=other["auto"],
+            compression_residuals=_with_prefix(tensors, f"{_worker(rank)}{_RESIDUAL}"),
+            load_balancer=other["auto"],
         )
         checkpoint.other_workers.append(of_worker)
     return checkpoint
 
 
-def _of(rank: int) -> str:
+def _worker(rank: int) -> str:
     return f"worker/{rank}/" if rank else ""
 
 
-def _beginning(tensors: Mapping[str, torch.Tensor], start: str) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+def _with_prefix(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _buffers(tensors: Mapping[str, torch.Tensor], rank: int, replicas: int) -> dict[str, list[torch.Tensor]]:
+def _replica_buffers(tensors: Mapping[str, torch.Tensor], rank: int, replicas: int) -> dict[str, list[torch.Tensor]]:
     found: dict[str, list[torch.Tensor]] = {}
     for index in range(replicas):
-        for name, tensor in _beginning(tensors, f"{_of(rank)}{_REPLICA}{index}/").items():
+        for name, tensor in _with_prefix(tensors, f"{_worker(rank)}{_REPLICA}{index}/").items():
             found.setdefault(name, []).append(tensor)
     return found
 
@@ -261,18 +272,18 @@ def _buffers(tensors: Mapping[str, torch.Tensor], rank: int, replicas: int) -> d
 def matched(
     network: nn.Module, params: Mapping[str, Any], allow_missing: bool, allow_extra: bool
 ) -> dict[str, torch.Tensor]:
-    """Those of ``params`` that the network has, checked.
+    """Return the entries of ``params`` that the network has, after checking names and shapes.
 
     Args:
-        network: whose state_dict names and shapes count; ``num_batches_tracked`` may always be missing.
-        params: tensors by name; where all names begin with ``module.``, as DDP writes them, that is dropped.
-        allow_missing: let the network have names that ``params`` lacks.
-        allow_extra: let ``params`` have names that the network lacks.
+        network: network with the expected state_dict names and shapes; ``num_batches_tracked`` may always be missing.
+        params: tensors by name; if all names start with ``module.``, as DDP writes them, the prefix is dropped.
+        allow_missing: accept names of the network that ``params`` lacks.
+        allow_extra: ignore names in ``params`` that the network lacks.
 
     Raises:
-        RuntimeError: names are missing.
-        ValueError: there are extra ones, or a tensor has another shape.
-        TypeError: a value is no tensor.
+        RuntimeError: if names are missing.
+        ValueError: if there are extra names, or a tensor has another shape.
+        TypeError: if a value is not a tensor.
     """
     own = {name: value for name, value in network.state_dict().items() if isinstance(value, torch.Tensor)}
     given = dict(params)
@@ -296,16 +307,26 @@ def matched(
 
 
 def load_weights(network: nn.Module, path: str | Path) -> None:
-    """Fill a network from a ``.safetensors`` file, or from a ``.pth`` or ``.pt`` file of plain tensors.
+    """Load a network's parameters and buffers from a file that `read_weights` accepts.
 
     Raises:
-        FileNotFoundError: no such file.
-        RuntimeError: names are missing from it.
-        ValueError: it is torn, of another kind, or has other names or shapes.
+        FileNotFoundError: if the file does not exist.
+        RuntimeError: if names are missing from it.
+        ValueError: if it is damaged, of another format, or has other names or shapes.
+    """
+    network.load_state_dict(matched(network, read_weights(path), False, False), strict=False)
+
+
+def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
+    """Read named tensors from a ``.safetensors`` file, or from a ``.pth`` or ``.pt`` file without other objects.
+
+    Raises:
+        FileNotFoundError: if the file does not exist.
+        ValueError: if it is damaged, or of another format.
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"weights {path} is not there")
+        raise FileNotFoundError(f"weights {path} do not exist")
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -313,50 +334,50 @@ def load_weights(network: nn.Module, path: str | Path) -> None:
         try:
             params = load_file(path)
         except SafetensorError as error:
-            raise ValueError(f"weights {path} is torn or no safetensors file: {error}") from error
+            raise ValueError(f"weights {path} are damaged, or not a safetensors file: {error}") from error
     elif path.suffix in (".pth", ".pt"):
         try:
             params = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises whatever its reader meets
-            raise ValueError(f"weights {path} is torn, or holds more than plain tensors: {error}") from error
+        except Exception as error:  # torch's reader raises many types
+            raise ValueError(f"weights {path} are damaged, or hold more than plain tensors: {error}") from error
     else:
-        raise ValueError(f"weights {path} ends in {path.suffix!r}; expected .safetensors, .pth or .pt")
+        raise ValueError(f"weights {path} end in {path.suffix!r}; expected .safetensors, .pth or .pt")
     named = isinstance(params, Mapping) and all(isinstance(name, str) for name in params)
     if not named or not all(isinstance(value, torch.Tensor) for value in params.values()):
-        raise ValueError(f"weights {path} holds no state dict; expected names with tensors")
-    network.load_state_dict(matched(network, params, False, False), strict=False)
+        raise ValueError(f"weights {path} hold no state dict; expected tensors by name")
+    return dict(params)
 
 
-def _content(description: Path) -> dict[str, Any]:
+def _read_description(description: Path) -> dict[str, Any]:
     try:
         content = json.loads(description.read_text())
         known = content["format"] == _FORMAT and isinstance(content["id"], str)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{description} is torn, or no checkpoint of gangline's") from error
+        raise ValueError(f"{description} is damaged, or not a checkpoint of gangline") from error
     if not known:
         raise ValueError(f"{description} has format {content['format']!r}; expected {_FORMAT}")
     return dict(content)
 
 
-def _aside(path: Path, save_id: str) -> Path:
+def _temporary(path: Path, save_id: str) -> Path:
     return path.with_name(f"{path.name}.{save_id}.aside")
 
 
-def _finish(prefix: str | Path, epoch: int | str) -> None:
-    """Rename the tensors of a checkpoint that exists into place, if its writer did not come to it."""
+def _rename_tensors(prefix: str | Path, epoch: int | str) -> None:
+    """Rename the tensor files of an existing checkpoint into place, in case its writer was interrupted."""
     weights, state, description = paths_of(prefix, epoch)
     if description.is_file():
-        save_id = _content(description)["id"]
+        save_id = _read_description(description)["id"]
         for path in (weights, state):
             with contextlib.suppress(FileNotFoundError):
-                _aside(path, save_id).replace(path)
+                _temporary(path, save_id).replace(path)
 
 
-def _clean(prefix: str | Path, epoch: int | str) -> None:
-    """Remove what writers left aside that never came to their end; only a writer of the same checkpoint may."""
+def _remove_temporary_files(prefix: str | Path, epoch: int | str) -> None:
+    """Remove files of interrupted writers; only a writer of the same checkpoint may call it."""
     for path in paths_of(prefix, epoch):
-        for aside in path.parent.glob(f"{_escaped(path.name)}.*.aside"):
-            aside.unlink(missing_ok=True)
+        for temporary in path.parent.glob(f"{_escaped(path.name)}.*.aside"):
+            temporary.unlink(missing_ok=True)
 
 
 def _escaped(name: str) -> str:

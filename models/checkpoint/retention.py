@@ -1,4 +1,4 @@
-"""Which checkpoints a prefix has, what their files are called, and which of them are kept."""
+"""File names of checkpoints, the checkpoints that exist, and removal of old ones."""
 
 from __future__ import annotations
 
@@ -6,34 +6,35 @@ import re
 from pathlib import Path
 
 BEST = "best"
-"""What stands in the place of the number of the checkpoint with the best validation."""
+"""Name, in place of a number, of the checkpoint with the best validation metric."""
 
 
 def epochs(prefix: str | Path) -> list[int]:
-    """The numbers of the checkpoints of a prefix, in order."""
-    return _stems(Path(prefix), r"\.json")
+    """Return the numbers of a prefix's checkpoints in ascending order."""
+    return _numbers(Path(prefix), r"\.json")
 
 
-def unexplained(prefix: str | Path) -> Path | None:
-    """Weights whose JSON has gone, where a prefix has no checkpoint at all: no writer of ours leaves that."""
-    lost = [] if epochs(prefix) else _stems(Path(prefix), r"\.safetensors")
-    return paths_of(prefix, lost[-1])[0] if lost else None
+def orphaned_weights(prefix: str | Path) -> Path | None:
+    """Return weights without a JSON file, if the prefix has no checkpoint at all; no interrupted save leaves that."""
+    orphans = [] if epochs(prefix) else _numbers(Path(prefix), r"\.safetensors")
+    return paths_of(prefix, orphans[-1])[0] if orphans else None
 
 
-def _stems(prefix: Path, suffix: str) -> list[int]:
-    """The numbers for which there is a file that ends so, in order."""
+def _numbers(prefix: Path, suffix: str) -> list[int]:
+    """Return the numbers of files ``PREFIX-NUMBER`` with a suffix (a regular expression) in ascending order."""
     pattern = re.compile(re.escape(prefix.name) + r"-(\d{4,})" + suffix)
     names = [path.name for path in prefix.parent.iterdir()] if prefix.parent.is_dir() else []
     return sorted({int(match[1]) for name in names if (match := pattern.fullmatch(name))})
 
 
 def remove_older(prefix: str | Path, epoch: int, keep: int) -> None:
-    """Remove checkpoints before number ``epoch``, until ``keep`` with that one are left; never the best.
+    """Remove checkpoints before number ``epoch`` until ``keep`` are left, that one included; never the best.
 
-    The JSON goes first: what is cut off there has left weights that are no checkpoint, which the next call removes.
+    The JSON file is removed first, so that an interrupted removal leaves no broken checkpoint; the next call removes
+    the rest.
     """
     kept = [number for number in epochs(prefix) if number <= epoch][-keep:]
-    for number in _stems(Path(prefix), r"(?:\.json|(?:\.state)?\.safetensors)"):
+    for number in _numbers(Path(prefix), r"(?:\.json|(?:\.state)?\.safetensors)"):
         if number < kept[0]:
             weights, state, description = paths_of(prefix, number)
             for path in (description, state, weights):
@@ -41,7 +42,12 @@ def remove_older(prefix: str | Path, epoch: int, keep: int) -> None:
 
 
 def number_of(epoch: int | str) -> str:
-    """How a checkpoint's files are numbered."""
+    """Return an epoch as it appears in file names.
+
+    Raises:
+        TypeError: if ``epoch`` is neither an int nor "best".
+        ValueError: if it is negative.
+    """
     if epoch == BEST:
         return BEST
     if isinstance(epoch, bool) or not isinstance(epoch, int):
@@ -52,11 +58,11 @@ def number_of(epoch: int | str) -> str:
 
 
 def paths_of(prefix: str | Path, epoch: int | str) -> tuple[Path, Path, Path]:
-    """The files of a checkpoint: weights, state, and the JSON, with which it exists.
+    """Return the files of a checkpoint: weights, state, and the JSON file that makes it exist.
 
     Raises:
-        TypeError: ``epoch`` is no int.
-        ValueError: it is below 0.
+        TypeError: if ``epoch`` is neither an int nor "best".
+        ValueError: if it is negative.
     """
     stem = f"{Path(prefix).name}-{number_of(epoch)}"
     folder = Path(prefix).parent

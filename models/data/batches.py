@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from gangline.kvstore.numpy_arrays import readable
 
@@ -118,3 +119,10 @@ def zeros_of(shapes: Any, what: str) -> Batch:
             return torch.zeros(*shapes)
         return tuple(zeros_of(shape, what) for shape in shapes)
     raise TypeError(f"{what} is {shapes!r}; expected a shape such as (64, 1, 28, 28), or a tuple or dict of shapes")
+
+
+def call_network(network: nn.Module, inputs: Batch) -> Any:
+    """Call a network with a batch: tuples as positional arguments, dicts as keywords."""
+    if isinstance(inputs, dict):
+        return network(**inputs)
+    return network(*inputs) if isinstance(inputs, tuple) else network(inputs)

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from gangline.models.data.batches import Batch, as_batch, map_tensors, take, tensors_of
-from gangline.models.executor.executor import call_network
+from gangline.models.data.batches import Batch, as_batch, call_network, map_tensors, take, tensors_of
 
 IGNORED = -100
 """Default ``ignore_index`` of torch's CrossEntropyLoss and NLLLoss."""

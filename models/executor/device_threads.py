@@ -1,4 +1,4 @@
-"""Functions run side by side, one a context."""
+"""Threads that run one function per context in parallel."""
 
 from __future__ import annotations
 
@@ -11,40 +11,41 @@ from typing import Any, TypeVar
 import torch
 
 from gangline.collectives.context import Context
-from gangline.models.executor.thread_barrier import Aborted
+from gangline.models.batchnorm.thread_barrier import Aborted
 
 Result = TypeVar("Result")
-_PARALLEL = 1 << 18  # elements: enough for torch to share an addition out
+_PARALLEL = 1 << 18  # elements: enough for torch to parallelize an addition
 
 
 class DeviceThreads:
-    """Runs calls for several contexts at once.
+    """Runs calls for several contexts in parallel.
 
-    CPU contexts, and a GPU that stands twice, get a long-lived thread each, with their share of torch's threads.
-    Distinct GPUs need none: what is launched on them runs side by side anyway. One context runs in the caller.
+    CPU contexts, and GPUs listed twice, get one long-lived thread each, with an equal part of torch's intra-op threads.
+    Distinct GPUs need no threads, because kernel launches are asynchronous. A single context runs in the caller.
     """
 
-    def __init__(self, contexts: Sequence[Context], *, alone: bool = False) -> None:
-        """Start the threads that are needed.
+    def __init__(self, contexts: Sequence[Context], *, always: bool = False) -> None:
+        """Start the threads.
 
         Args:
-            contexts: where calls will run.
-            alone: give each a thread in any case: calls wait for one another within, or are timed.
+            contexts: contexts of the calls.
+            always: start one thread per context even for distinct GPUs, for calls that wait for one another or are
+                timed.
         """
         gpus = [context for context in contexts if context.device_type == "gpu"]
         distinct = len(set(gpus)) == len(gpus) == len(contexts)
-        self.uses_threads = len(contexts) > 1 and (alone or not distinct)
+        self.uses_threads = len(contexts) > 1 and (always or not distinct)
         self._contexts = list(contexts)
         self._threads: list[ThreadPoolExecutor] = []
         if self.uses_threads:
             self._start_threads()
 
     def _start_threads(self) -> None:
-        # torch's count for later threads changes too, so it is given back when all have begun.
+        # torch.set_num_threads in a thread also changes the count for threads started later, so it is restored.
         callers = torch.get_num_threads()
         share = max(1, callers // len(self._contexts))
         for context in self._contexts:
-            thread = ThreadPoolExecutor(1, f"gangline-{context}", _use_threads, (share,))
+            thread = ThreadPoolExecutor(1, f"gangline-{context}", _set_num_threads, (share,))
             thread.submit(lambda: None).result()
             self._threads.append(thread)
         torch.set_num_threads(callers)
@@ -52,34 +53,36 @@ class DeviceThreads:
     def run(
         self, calls: Sequence[tuple[int, Callable[[], Result]]], *, one_after_another: bool = False
     ) -> list[Result]:
-        """Run each (context number, function) and return the results, in order, when all are over.
+        """Run each (context index, function); return the results in order when all have finished.
 
         Args:
-            calls: at most one a context.
-            one_after_another: the next begins when the last is over; each still runs in its own thread.
+            calls: at most one per context.
+            one_after_another: start each call when the previous one has finished; each still runs in its own thread.
 
         Raises:
-            Exception: the first that a call raised, with a note that names its context.
+            Exception: the first exception of a call, with a note that names its context.
         """
         tasks = [
-            (number, partial(self._named, number, function, self._callers_state(self._contexts[number])))
-            for number, function in calls
+            (index, partial(self._run_with_note, index, function, self._caller_state(self._contexts[index])))
+            for index, function in calls
         ]
         if not self.uses_threads:
             return [task() for _, task in tasks]
         if one_after_another:
-            return [self._threads[number].submit(task).result() for number, task in tasks]
-        futures = [self._threads[number].submit(task) for number, task in tasks]
+            return [self._threads[index].submit(task).result() for index, task in tasks]
+        futures = [self._threads[index].submit(task) for index, task in tasks]
         errors = [error for future in futures if (error := future.exception()) is not None]  # waits for all of them
         try:
             if errors:
                 raise next((error for error in errors if not isinstance(error, Aborted)), errors[0])
             return [future.result() for future in futures]
-        finally:  # an error holds this frame: the frame must not hold the error, or what both hold stays for long
+        finally:  # breaks the reference cycle between this frame and the exceptions
             errors.clear()
             futures.clear()
 
-    def _named(self, number: int, function: Callable[[], Result], state: list[AbstractContextManager[Any]]) -> Result:
+    def _run_with_note(
+        self, index: int, function: Callable[[], Result], state: list[AbstractContextManager[Any]]
+    ) -> Result:
         try:
             with ExitStack() as stack:
                 for part in state:
@@ -87,11 +90,11 @@ class DeviceThreads:
                 return function()
         except Exception as error:
             if len(self._contexts) > 1:
-                error.add_note(f"in the replica on {self._contexts[number]}")
+                error.add_note(f"in the replica on {self._contexts[index]}")
             raise
 
-    def _callers_state(self, context: Context) -> list[AbstractContextManager[Any]]:
-        """What belongs to a thread and must hold in the replica's too: autocast, and the streams of GPUs."""
+    def _caller_state(self, context: Context) -> list[AbstractContextManager[Any]]:
+        """Return the caller's thread-local state to enter in the thread of ``context``: autocast and CUDA streams."""
         state: list[AbstractContextManager[Any]] = [
             torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=torch.is_autocast_cache_enabled())
             for kind in ("cpu", "cuda")
@@ -103,20 +106,21 @@ class DeviceThreads:
         return state
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         for thread in self._threads:
             thread.shutdown()
 
 
-def _use_threads(count: int) -> None:
-    """Have this thread's operations use so many of torch's threads, for good.
+def _set_num_threads(count: int) -> None:
+    """Limit this thread's intra-op parallelism to ``count`` threads.
 
-    A thread takes torch's latest count when its first parallel operation runs, even after a count was set in it; asking
-    for the count settles that now, before anybody sets another (backward was 1.5 times slower without).
+    A thread adopts torch's global count at its first parallel operation, even after torch.set_num_threads was called
+    in it; torch.get_num_threads triggers that now, before another thread changes the global count. (Without it,
+    backward was 1.5 times slower.)
 
-    A thread that works alone opens a team of two once all the same. OpenMP's idle threads, such as the caller's after
-    an update, spin for milliseconds unless OpenMP knows of more threads than cores; then they sleep at once. (Two
-    replicas' forward on two cores took 14 ms, not 8, while one of them shared its core with such a thread.)
+    With a count of 1 the thread first opens a team of two. Idle OpenMP threads, such as the caller's after an update,
+    spin for milliseconds unless OpenMP counts more threads than cores; then they sleep at once. (The forward of two
+    replicas on two cores took 14 ms instead of 8 while one of them shared its core with a spinning thread.)
     """
     if count == 1:
         torch.set_num_threads(2)

@@ -1,4 +1,4 @@
-"""Forward and backward over the replicas, side by side."""
+"""Forward and backward passes over the replicas, in parallel."""
 
 from __future__ import annotations
 
@@ -8,36 +8,35 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
-from gangline.models.batchnorm.sync_batchnorm import Joined, copy_statistics
-from gangline.models.data.batches import Batch, map_tensors, move, take, tensors_of
+from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, copy_statistics
+from gangline.models.batchnorm.thread_barrier import ThreadBarrier
+from gangline.models.data.batches import Batch, call_network, map_tensors, move, take, tensors_of
 from gangline.models.executor.device_threads import DeviceThreads
-from gangline.models.executor.thread_barrier import ThreadBarrier
-from gangline.models.load_balance.memory_limits import is_out_of_memory
 from gangline.models.loss.summed_loss import SummedLoss
 from gangline.models.random_streams import generator_of, stream
 from gangline.models.replicas import Replica
 
 _log = logging.getLogger("gangline")
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # host allocator, CUDA, cuBLAS and cuDNN
 Root = tuple["Share", list[torch.Tensor], list[torch.Tensor | None]]
-"""A share, the tensors its backward begins at, and their gradients (None: 1)."""
+"""A share, the tensors its backward starts from, and their gradients (None: 1)."""
 
 
 @dataclass
 class Share:
-    """What one replica makes of its part of a batch."""
+    """Result of one replica's forward on its share of a batch."""
 
     replica: Replica
     samples: int
     inputs: Batch
     output: Batch
     loss: torch.Tensor | None
-    """The loss as a sum over the share; None without a label."""
+    """Loss summed over the share; None without a label."""
     count: float
-    """What the share adds to the batch's normaliser."""
+    """The share's part of the batch's normalizer."""
 
 
 class Executor:
@@ -55,32 +54,34 @@ class Executor:
         """Start the threads.
 
         Args:
-            replicas: all of the module's.
-            loss: what is summed over a share.
-            sync_batchnorm: join batch statistics over the replicas.
-            autocast: the dtype that forward computes in where torch's autocast does; None: the network's own.
-            measure: time each replica, for `laps`.
+            replicas: all replicas of the module.
+            loss: loss summed over each share.
+            sync_batchnorm: synchronize batch statistics over the replicas.
+            autocast: dtype of forward under torch's autocast; None: no autocast.
+            measure: time each replica, for `take_times`.
 
         Raises:
-            ValueError: a layer's batch statistics cannot be joined.
+            ValueError: if the batch statistics of a layer cannot be synchronized.
         """
         self._replicas = list(replicas)
         self._loss = loss
         self._autocast = autocast
-        self._draws: bool | None = None  # whether the network draws random numbers; None until it was seen to run
+        self._is_random: bool | None = None  # whether the network draws random numbers; None before the first run
         contexts = [replica.context for replica in replicas]
-        self._joined: Joined | None = None
+        self._batchnorm: JointBatchNorm | None = None
         if sync_batchnorm and len(replicas) > 1:
             gpus = [context for context in contexts if context.device_type == "gpu"]
-            by_graph = len(set(gpus)) < len(gpus)  # one thread of autograd's serves both replicas of such a GPU
-            self._joined = Joined([replica.network for replica in replicas], "graph" if by_graph else "threads")
-        # Threads, too, where each is to be measured: one backward call for all would end for all at once.
-        self._side_by_side = DeviceThreads(contexts, alone=self._joined is not None or measure)
-        self._clocks = [_Clock(replica) for replica in replicas] if measure else []
+            shares_gpu = len(set(gpus)) < len(gpus)  # one autograd thread serves both replicas of such a GPU
+            self._batchnorm = JointBatchNorm(
+                [replica.network for replica in replicas], "graph" if shares_gpu else "threads"
+            )
+        # Timing needs threads too: one backward call over all replicas would end for all of them at once.
+        self._threads = DeviceThreads(contexts, always=self._batchnorm is not None or measure)
+        self._timers = [_Timer(replica) for replica in replicas] if measure else []
         self.out_of_memory: list[int] = []
-        """Numbers of the contexts that ran out of memory, or may have, in the pass that failed last."""
+        """Indices of the contexts that ran out of memory, or may have, in the pass that failed last."""
         self.first_context = 0
-        """The number, among the contexts of all workers, of this one's first: no two share a random stream."""
+        """Job-wide index of this worker's first context, which makes random streams distinct."""
 
     def forward(
         self,
@@ -98,21 +99,22 @@ class Executor:
         Args:
             data: the batch, on the host or any device.
             label: its labels; None computes no loss, unless the output is the loss.
-            slices: one a context; a replica whose slice is empty does not run.
+            slices: one per context; replicas with an empty slice do not run.
             train: training mode, with gradients, or evaluation mode without.
-            inputs_need_grad: keep what gradients of the inputs need.
-            seed: (seed, step), for the random streams of the contexts.
-            divisor: have each replica go on to the `backward` of its share, where `can_go_on`; None: forward alone.
+            inputs_need_grad: record operations on the inputs, for their gradients.
+            seed: seed and step, for the random streams of the contexts.
+            divisor: divisor of the loss for an immediate backward in each replica, which needs `can_fuse_backward`;
+                None: forward alone.
         """
-        places = self.places(slices)
-        in_turn = train and self._draws is not False
-        meeting = self._meeting(places, in_turn) if train else None
+        active = self.active_replicas(slices)
+        in_turn = train and self._is_random is not False
+        barrier = self._make_barrier(active, in_turn) if train else None
 
-        def call(place: int) -> Share:
-            replica = self._replicas[place]
-            part = slices[replica.number]
+        def call(index: int) -> Share:
+            replica = self._replicas[index]
+            part = slices[replica.context_index]
             label_part = take(label, part) if label is not None else None
-            with self._noted([place], meeting, timed=train), self._joined_forward(meeting, place):
+            with self._monitored([index], barrier, timed=train), self._forward_section(barrier, index):
                 share = self._forward(
                     replica, take(data, part), label_part, part.stop - part.start, train, inputs_need_grad, seed
                 )
@@ -120,52 +122,64 @@ class Executor:
                     torch.autograd.backward(share.loss / divisor)
                 return share
 
-        calls = [(place, partial(call, place)) for place in places]
+        calls = [(index, partial(call, index)) for index in active]
         self.out_of_memory.clear()
         with self._mode(train):
-            watch = train and self._draws is False
+            watch = train and self._is_random is False
             with self._watching_generators() if watch else contextlib.nullcontext():
-                shares = self._side_by_side.run(calls, one_after_another=in_turn and meeting is None)
+                shares = self._threads.run(calls, one_after_another=in_turn and barrier is None)
         if train:
-            self._tell_the_idle(places)
+            self._copy_statistics_to_idle(active)
         if divisor is not None:
-            _check_depends([share for share in shares if share.loss is not None and share.loss.requires_grad], shares)
+            _check_loss_has_graph(
+                [share for share in shares if share.loss is not None and share.loss.requires_grad], shares
+            )
         return shares
 
-    def places(self, slices: Sequence[slice]) -> list[int]:
-        """The places of the replicas whose slice holds samples."""
-        return [p for p, r in enumerate(self._replicas) if slices[r.number].stop > slices[r.number].start]
+    def active_replicas(self, slices: Sequence[slice]) -> list[int]:
+        """Return the indices of the replicas whose slice has samples."""
+        return [
+            index
+            for index, replica in enumerate(self._replicas)
+            if slices[replica.context_index].stop > slices[replica.context_index].start
+        ]
 
     @property
-    def can_go_on(self) -> bool:
-        """Whether replicas need not meet between forward and backward; it saves waking their threads twice."""
-        return self._side_by_side.uses_threads and self._joined is None and self._draws is False
+    def can_fuse_backward(self) -> bool:
+        """True if replicas can run backward right after forward without a barrier, which saves a thread hand-over."""
+        return self._threads.uses_threads and self._batchnorm is None and self._is_random is False
 
-    def _tell_the_idle(self, places: Sequence[int]) -> None:
-        """Where batch statistics are joined, give the running ones to the replicas that had no share."""
-        if self._joined is not None and len(places) < len(self._replicas):
-            idle = [replica.network for place, replica in enumerate(self._replicas) if place not in places]
-            copy_statistics(self._replicas[places[0]].network, idle)
+    def _copy_statistics_to_idle(self, active: Sequence[int]) -> None:
+        """With synchronized batch statistics, copy the running ones to replicas that had no share."""
+        if self._batchnorm is not None and len(active) < len(self._replicas):
+            idle = [replica.network for index, replica in enumerate(self._replicas) if index not in active]
+            copy_statistics(self._replicas[active[0]].network, idle)
 
-    def _meeting(self, places: Sequence[int], in_turn: bool) -> ThreadBarrier | None:
-        """Where the replicas with samples meet in this pass, if they have to."""
-        return (
-            ThreadBarrier(places, one_after_another=in_turn) if self._joined is not None and len(places) > 1 else None
-        )
+    def _make_barrier(self, active: Sequence[int], in_turn: bool) -> ThreadBarrier | None:
+        """Return a barrier for this pass if batch statistics are synchronized."""
+        if self._batchnorm is None or len(active) < 2:
+            return None
+        return ThreadBarrier(active, one_after_another=in_turn)
 
-    def _joined_forward(self, meeting: ThreadBarrier | None, place: int) -> contextlib.AbstractContextManager[None]:
-        if meeting is None or self._joined is None:
+    def _forward_section(self, barrier: ThreadBarrier | None, index: int) -> contextlib.AbstractContextManager[None]:
+        if barrier is None or self._batchnorm is None:
             return contextlib.nullcontext()
-        return self._joined.forward_section(meeting, place, generator_of(self._replicas[place].context.torch_device))
+        return self._batchnorm.forward_section(barrier, index, generator_of(self._replicas[index].context.torch_device))
+
+    def _backward_section(self, barrier: ThreadBarrier | None, index: int) -> contextlib.AbstractContextManager[None]:
+        if barrier is None or self._batchnorm is None:
+            return contextlib.nullcontext()
+        generator = generator_of(self._replicas[index].context.torch_device)
+        return self._batchnorm.backward_section(barrier, index, generator)
 
     @contextlib.contextmanager
     def _watching_generators(self) -> Iterator[None]:
-        """Notice a network that draws random numbers now, though it drew none before."""
+        """Detect that a network draws random numbers which drew none before."""
         generators = [generator_of(device) for device in {replica.context.torch_device for replica in self._replicas}]
         before = [generator.get_state() for generator in generators]
         yield
         if any(not torch.equal(was, g.get_state()) for was, g in zip(before, generators, strict=True)):
-            self._draws = True
+            self._is_random = True
             _log.warning(
                 "the network began to draw random numbers; from the next batch on each context has a stream of its own"
             )
@@ -184,7 +198,7 @@ class Executor:
         inputs = move(data, device)
         if inputs_need_grad:
             inputs = map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), inputs)
-        seeded = train and self._draws is not False
+        seeded = train and self._is_random is not False
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(train))
             if seeded:
@@ -207,29 +221,30 @@ class Executor:
 
     @contextlib.contextmanager
     def _stream(self, replica: Replica, seed: tuple[int, ...]) -> Iterator[None]:
-        """A random stream of the replica's own for this step; what draws from it is noticed."""
-        with stream(replica.context.torch_device, *seed, self.first_context + replica.number) as drew:
+        """Seed the device's generator for this replica and step, and record whether it was used."""
+        with stream(replica.context.torch_device, *seed, self.first_context + replica.context_index) as drew:
             yield
-        self._draws = bool(self._draws) or drew[0]
+        self._is_random = bool(self._is_random) or drew[0]
 
     def backward(self, shares: Sequence[Share], divisor: float) -> None:
-        """Add the gradients of the shares' losses, each divided by ``divisor``, to those of each replica."""
+        """Run backward from the losses of the shares, each divided by ``divisor``."""
         roots: list[Root] = [
             (share, [share.loss / divisor], [None])
             for share in shares
             if share.loss is not None and share.loss.requires_grad
         ]
-        _check_depends(roots, shares)
-        if self._joined is not None and roots:  # what counts nothing itself has counted in the others' statistics
-            own = {share.replica for share, _, _ in roots}
+        _check_loss_has_graph(roots, shares)
+        if self._batchnorm is not None and roots:
+            # A share without a loss of its own still contributed to the other replicas' batch statistics.
+            with_loss = {share.replica for share, _, _ in roots}
             for share in shares:
                 outputs = [tensor for tensor in tensors_of(share.output) if tensor.requires_grad]
-                if share.replica not in own and outputs:
+                if share.replica not in with_loss and outputs:
                     roots.append((share, outputs, [torch.zeros_like(output) for output in outputs]))
         self._run_backward(roots)
 
     def backward_from(self, shares: Sequence[Share], out_grads: Batch) -> None:
-        """Add the gradients that follow from those of the outputs, given for the whole batch."""
+        """Run backward from the outputs, given their gradients for the whole batch."""
         start = 0
         roots: list[Root] = []
         for share in shares:
@@ -239,49 +254,41 @@ class Executor:
         self._run_backward(roots)
 
     def _run_backward(self, roots: Sequence[Root]) -> None:
-        places = [self._replicas.index(share.replica) for share, _, _ in roots]
-        in_turn = bool(self._draws)  # what a checkpointed layer computes again draws again, from a shared generator
-        by_graph = self._joined is not None and self._joined.by == "graph"
-        meeting = self._meeting(places, in_turn and not by_graph)
-        if by_graph or not self._side_by_side.uses_threads:
-            self._run_backward_at_once(roots, places, meeting)
+        active = [self._replicas.index(share.replica) for share, _, _ in roots]
+        in_turn = bool(self._is_random)  # checkpointed layers draw again when recomputed, from a shared generator
+        by_graph = self._batchnorm is not None and self._batchnorm.mode == "graph"
+        barrier = self._make_barrier(active, in_turn and not by_graph)
+        if by_graph or not self._threads.uses_threads:
+            self._run_one_backward(roots, active, barrier)
         else:
-            self._run_backward_in_threads(roots, places, meeting, in_turn)
-        if places:
-            self._tell_the_idle(places)  # a checkpointed layer runs, and counts, once more in backward
+            self._run_backward_in_threads(roots, active, barrier, in_turn)
+        if active:
+            self._copy_statistics_to_idle(active)  # recomputed layers update running statistics again
 
     def _run_backward_in_threads(
-        self, roots: Sequence[Root], places: Sequence[int], meeting: ThreadBarrier | None, in_turn: bool
+        self, roots: Sequence[Root], active: Sequence[int], barrier: ThreadBarrier | None, in_turn: bool
     ) -> None:
-
-        def call(place: int, tensors: list[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
-            with self._noted([place], meeting), self._joined_backward(meeting, place):
+        def call(index: int, tensors: list[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
+            with self._monitored([index], barrier), self._backward_section(barrier, index):
                 torch.autograd.backward(tensors, grads)
 
-        calls = [(place, partial(call, place, ts, gs)) for place, (_, ts, gs) in zip(places, roots, strict=True)]
-        self._side_by_side.run(calls, one_after_another=in_turn and meeting is None)
+        calls = [(index, partial(call, index, ts, gs)) for index, (_, ts, gs) in zip(active, roots, strict=True)]
+        self._threads.run(calls, one_after_another=in_turn and barrier is None)
 
-    def _run_backward_at_once(
-        self, roots: Sequence[Root], places: Sequence[int], meeting: ThreadBarrier | None
-    ) -> None:
-        """One call: the backward passes of distinct GPUs then run side by side with no Python in between."""
+    def _run_one_backward(self, roots: Sequence[Root], active: Sequence[int], barrier: ThreadBarrier | None) -> None:
+        """Run one backward call over all replicas, so that distinct GPUs run in parallel without Python in between."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._noted(places, meeting))
-            for place in places:
-                stack.enter_context(self._joined_backward(meeting, place))
+            stack.enter_context(self._monitored(active, barrier))
+            for index in active:
+                stack.enter_context(self._backward_section(barrier, index))
             if roots:
                 torch.autograd.backward([t for _, ts, _ in roots for t in ts], [g for _, _, gs in roots for g in gs])
 
-    def _joined_backward(self, meeting: ThreadBarrier | None, place: int) -> contextlib.AbstractContextManager[None]:
-        if meeting is None or self._joined is None:
-            return contextlib.nullcontext()
-        return self._joined.backward_section(meeting, place, generator_of(self._replicas[place].context.torch_device))
-
     @contextlib.contextmanager
     def _mode(self, train: bool) -> Iterator[None]:
-        """Have all replicas train or evaluate for a while.
+        """Switch all replicas to training mode for good, or to evaluation mode for the block.
 
-        Which parts are frozen with ``.eval()`` is read off the user's network, and holds in every replica.
+        Submodules frozen with ``.eval()`` in the user's network are frozen in every replica.
         """
         networks = [replica.network for replica in self._replicas]
         if train:
@@ -302,47 +309,49 @@ class Executor:
                 module.training = training
 
     @contextlib.contextmanager
-    def _noted(self, places: Sequence[int], meeting: ThreadBarrier | None, *, timed: bool = True) -> Iterator[None]:
-        """Note the seconds of what runs, less those it waits for other replicas, and who ran out of memory."""
+    def _monitored(
+        self, indices: Sequence[int], barrier: ThreadBarrier | None, *, timed: bool = True
+    ) -> Iterator[None]:
+        """Time the block per replica (barrier waits excluded), and record contexts that run out of memory."""
         try:
             with contextlib.ExitStack() as stack:
-                for place in places if self._clocks and timed else []:
-                    stack.enter_context(self._clocks[place].running())
-                    if meeting is not None:
-                        stack.callback(self._clocks[place].forget, meeting, place)
+                for index in indices if self._timers and timed else []:
+                    stack.enter_context(self._timers[index].running())
+                    if barrier is not None:
+                        stack.callback(self._timers[index].subtract_wait, barrier, index)
                 yield
         except Exception as error:
             if is_out_of_memory(error):
-                self.out_of_memory += [self._replicas[place].number for place in places]
+                self.out_of_memory += [self._replicas[index].context_index for index in indices]
             raise
 
-    def laps(self) -> list[Lap]:
-        """What each replica has worked since this was last asked."""
-        return [clock.lap() for clock in self._clocks]
+    def take_times(self) -> list[ElapsedTime]:
+        """Return each replica's working time since the last call."""
+        return [timer.take() for timer in self._timers]
 
     def close(self) -> None:
-        """End the threads."""
-        self._side_by_side.close()
+        """Stop the threads."""
+        self._threads.close()
 
 
-def _check_depends(roots: Sequence[object], shares: Sequence[Share]) -> None:
+def _check_loss_has_graph(roots: Sequence[object], shares: Sequence[Share]) -> None:
     if not roots and any(share.count for share in shares):
         raise RuntimeError("the loss depends on no parameter that is trained; backward has nothing to do")
 
 
 @dataclass
-class Lap:
-    """What a replica has worked: seconds of its thread on the host, or between events on its GPU's stream."""
+class ElapsedTime:
+    """Working time of a replica: seconds of its thread on the host, or between events on its GPU's stream."""
 
     on_host: float
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]]
 
-    def is_over(self) -> bool:
-        """Whether the GPU has come to the end of it."""
+    def is_complete(self) -> bool:
+        """Return True if the GPU has passed all events."""
         return all(bool(end.query()) for _, end in self.events)  # type: ignore[no-untyped-call]
 
     def seconds(self) -> float | None:
-        """The sum, once it is over; None where nothing was done."""
+        """Wait for the GPU and return the sum; None if the replica did not run."""
         for begin, end in self.events:
             end.synchronize()
             self.on_host += begin.elapsed_time(end) / 1e3
@@ -350,40 +359,40 @@ class Lap:
         return self.on_host if self.on_host > 0 else None
 
 
-class _Clock:
-    """Times a replica."""
+class _Timer:
+    """Measures the working time of a replica."""
 
     def __init__(self, replica: Replica) -> None:
         self._device = replica.context.torch_device
-        self._lap = Lap(0.0, [])
+        self._time = ElapsedTime(0.0, [])
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         if self._device.type == "cuda":
             begin = self._event()
             yield
-            self._lap.events.append((begin, self._event()))
+            self._time.events.append((begin, self._event()))
         else:
             began = time.perf_counter()
             yield
-            self._lap.on_host += time.perf_counter() - began
+            self._time.on_host += time.perf_counter() - began
 
-    def forget(self, meeting: ThreadBarrier, place: int) -> None:
-        """Take off what was spent waiting for others; a GPU has then run dry about as long."""
-        self._lap.on_host -= meeting.waited[place]
+    def subtract_wait(self, barrier: ThreadBarrier, index: int) -> None:
+        """Subtract the time spent at the barrier, during which a GPU's stream was idle as well."""
+        self._time.on_host -= barrier.waited[index]
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def lap(self) -> Lap:
-        lap, self._lap = self._lap, Lap(0.0, [])
-        return lap
+    def take(self) -> ElapsedTime:
+        taken, self._time = self._time, ElapsedTime(0.0, [])
+        return taken
 
 
-def call_network(network: torch.nn.Module, inputs: Batch) -> Any:
-    """Positional arguments from a tuple, keywords from a dict."""
-    if isinstance(inputs, dict):
-        return network(**inputs)
-    return network(*inputs) if isinstance(inputs, tuple) else network(inputs)
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if the error is an out-of-memory error of torch or Python."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)

@@ -1,1 +1,1 @@
-"""Splitting batches by measured speed and memory."""
+"""Splitting batches over contexts by their measured speed and memory (``work_load_list="auto"``)."""

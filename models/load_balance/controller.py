@@ -1,4 +1,4 @@
-"""``work_load_list="auto"``: a split that follows measured speed, and micro-steps where memory is too small."""
+"""Load balancing: a split that follows measured speed, and micro-steps where a context's memory is too small."""
 
 from __future__ import annotations
 
@@ -7,88 +7,91 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gangline.collectives.context import Context
-from gangline.models.executor.executor import Executor, Lap, Share
-from gangline.models.load_balance.memory_limits import Limits, empty_caches, is_out_of_memory
-from gangline.models.load_balance.speed_model import AutoLoads
+from gangline.models.executor.executor import ElapsedTime, Executor, Share, is_out_of_memory
+from gangline.models.load_balance.memory_limits import MemoryLimits, empty_caches
+from gangline.models.load_balance.speed_model import SpeedModel
 
 
 class LoadBalancer:
-    """What a module learns of its contexts while it trains, and what it does with that."""
+    """Measures the contexts of a module while it trains, and derives loads and micro-steps from that."""
 
     def __init__(self, contexts: Sequence[Context], logger: logging.Logger) -> None:
-        """Begin with equal loads and no limits."""
+        """Start with equal loads and no memory limits."""
         self._contexts = list(contexts)
-        self._speeds = AutoLoads([str(context) for context in contexts], logger)
-        self.limits = Limits(contexts, logger)
-        """How many samples contexts hold at once."""
-        self._laps: list[tuple[list[int], list[Lap]]] = []  # (samples, what they took) of batches not looked at yet
+        self._speeds = SpeedModel([str(context) for context in contexts], logger)
+        self.limits = MemoryLimits(contexts, logger)
+        """Numbers of samples that fit into the contexts' memory."""
+        self._pending: list[tuple[list[int], list[ElapsedTime]]] = []  # (samples, times) of batches not yet evaluated
 
     @property
     def loads(self) -> list[float]:
-        """One a context, for `split_batch`."""
+        """Current loads, one per context, for `split_batch`."""
         return list(self._speeds.loads)
 
     def begin_batch(self) -> None:
-        """Look at the speeds where it is time."""
-        self._read_laps(wait=False)
+        """Update the loads if enough batches have been measured."""
+        self._record_finished(wait=False)
         if self._speeds.due():
-            self._speeds.look()
+            self._speeds.update_loads()
 
     def begin_epoch(self) -> None:
-        """Look at the speeds."""
-        self._read_laps(wait=True)
+        """Update the loads from all measurements."""
+        self._record_finished(wait=True)
         self._speeds.begin_epoch()
 
-    def record(self, shares: Sequence[Share], passes: Executor) -> None:
-        """Note what a training batch took; a GPU may not have come to its end yet."""
+    def record(self, shares: Sequence[Share], executor: Executor) -> None:
+        """Record the times of a training batch; a GPU may not have finished it yet."""
         samples = [0] * len(self._contexts)
         for share in shares:
-            samples[share.replica.number] += share.samples
-        self._laps.append((samples, passes.laps()))
+            samples[share.replica.context_index] += share.samples
+        self._pending.append((samples, executor.take_times()))
 
-    def _read_laps(self, *, wait: bool) -> None:
-        """Record what batches took, those that are over or, with ``wait``, all."""
-        while self._laps and (wait or all(lap.is_over() for lap in self._laps[0][1])):
-            samples, laps = self._laps.pop(0)
-            self._speeds.record(samples, [lap.seconds() for lap in laps])
+    def _record_finished(self, *, wait: bool) -> None:
+        """Pass times of finished batches to the speed model; with ``wait``, of all batches."""
+        while self._pending and (wait or all(time.is_complete() for time in self._pending[0][1])):
+            samples, times = self._pending.pop(0)
+            self._speeds.record(samples, [time.seconds() for time in times])
 
-    def in_rounds(
+    def run_micro_steps(
         self,
         slices: Sequence[slice],
-        passes: Executor,
+        executor: Executor,
         run: Callable[..., list[Share]],
-        put_back: Callable[[], None] = lambda: None,
+        restore: Callable[[], None] = lambda: None,
     ) -> list[Share]:
-        """Run the parts of a batch that fit into each context's memory; where one does not, all again in smaller ones.
+        """Run a batch in parts that fit into each context's memory; on out-of-memory, restart with smaller parts.
 
         Args:
-            slices: one a context, of the batch.
-            passes: what runs them.
-            run: runs a round, given its ``slices`` and ``number``.
-            put_back: undoes what a round that failed has done.
+            slices: one per context, of the batch.
+            executor: executor that ``run`` uses.
+            run: runs one micro-step, given its ``slices`` and ``number``.
+            restore: undoes the effects of a failed attempt.
+
+        Returns:
+            The shares of all micro-steps, ordered by context.
 
         Raises:
-            Exception: whatever a round raised, if it was not for memory or no part could be smaller.
+            Exception: the error of a micro-step, if it is not for memory or no part can be made smaller.
         """
         while True:
-            rounds = self.limits.rounds(slices)
+            steps = self.limits.micro_steps(slices)
             try:
-                shares = [share for number, parts in enumerate(rounds) for share in run(slices=parts, number=number)]
+                shares = [share for number, parts in enumerate(steps) for share in run(slices=parts, number=number)]
             except Exception as error:
-                put_back()
-                passes.laps()  # what the failed attempt took says nothing of the contexts' speed
-                if not is_out_of_memory(error) or not self.limits.lower(passes.out_of_memory, rounds):
+                restore()
+                executor.take_times()  # the times of a failed attempt are no measure of speed
+                if not is_out_of_memory(error) or not self.limits.lower(executor.out_of_memory, steps):
                     raise
             else:
-                return sorted(shares, key=lambda share: share.replica.number)
-            empty_caches(self._contexts)  # here the error is gone, and with it what its frames held
+                return sorted(shares, key=lambda share: share.replica.context_index)
+            empty_caches(self._contexts)  # outside the handler: the exception's frames hold tensors
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as plain data."""
-        return {"speeds": self._speeds.state(), "most": list(self.limits.most)}
+        """Return plain data for a checkpoint."""
+        return {"speeds": self._speeds.state(), "most": list(self.limits.max_samples)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` returned; with other contexts, from the beginning, and the log says so."""
+        """Restore what `state` returned; with other contexts, start from equal loads and log a warning."""
         self._speeds.load_state(state["speeds"])
         if state["speeds"]["contexts"] == [str(context) for context in self._contexts]:
-            self.limits.most = list(state["most"])
+            self.limits.max_samples = list(state["most"])

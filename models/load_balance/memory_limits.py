@@ -1,4 +1,4 @@
-"""Memory: how many samples each context holds at once, learnt from running out of it."""
+"""Memory limits: the number of samples each context can process at once, learnt from out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -10,71 +10,61 @@ import torch
 
 from gangline.collectives.context import Context
 
-_WORDS = ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # the host's allocator, CUDA, cuBLAS and cuDNN
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch, or Python, says that there is no memory left."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
-
 
 def empty_caches(contexts: Sequence[Context]) -> None:
-    """Give back to the GPUs among these contexts what torch keeps for later."""
+    """Return unused memory of torch's caching allocator to the GPUs among these contexts."""
     for device in {context.torch_device for context in contexts if context.device_type == "gpu"}:
         with torch.cuda.device(device):
             torch.cuda.empty_cache()
 
 
-class Limits:
-    """The most samples that each context takes at once; a larger share runs in micro-steps."""
+class MemoryLimits:
+    """The maximum number of samples each context processes at once; larger shares run in micro-steps."""
 
     def __init__(self, contexts: Sequence[Context], logger: logging.Logger) -> None:
         self._contexts = list(contexts)
         self._logger = logger
-        self.most: list[int | None] = [None] * len(contexts)
-        """One a context; None: no limit is known."""
+        self.max_samples: list[int | None] = [None] * len(contexts)
+        """One per context; None: no limit is known."""
 
-    def rounds(self, slices: Sequence[slice]) -> list[list[slice]]:
-        """Each context's slice cut into equal parts that fit, the parts of one round side by side.
+    def micro_steps(self, slices: Sequence[slice]) -> list[list[slice]]:
+        """Cut each context's slice into equal parts that fit.
 
         Args:
-            slices: one a context, of the batch.
+            slices: one per context, of the batch.
 
         Returns:
-            For each round a slice a context; empty ones for contexts that are done.
+            For each micro-step one slice per context; empty ones for contexts that have finished.
         """
-        cuts = [_cut(part, most) for part, most in zip(slices, self.most, strict=True)]
+        cuts = [_cut(part, limit) for part, limit in zip(slices, self.max_samples, strict=True)]
         return [
             [cut[number] if number < len(cut) else slice(0, 0) for cut in cuts] for number in range(max(map(len, cuts)))
         ]
 
-    def lower(self, numbers: Sequence[int], rounds: Sequence[Sequence[slice]]) -> bool:
-        """Halve what these contexts take at once; False where none of them can take less.
+    def lower(self, indices: Sequence[int], micro_steps: Sequence[Sequence[slice]]) -> bool:
+        """Halve the limits of contexts that ran out of memory; return False if none can be lowered.
 
         Args:
-            numbers: of the contexts that ran out of memory, or may have.
-            rounds: what they were given, as `rounds` cut it.
+            indices: contexts that ran out of memory, or may have.
+            micro_steps: slices that were tried, as `micro_steps` returned them.
         """
-        tried = {number: max(parts[number].stop - parts[number].start for parts in rounds) for number in numbers}
+        tried = {index: max(parts[index].stop - parts[index].start for parts in micro_steps) for index in indices}
         if not tried or max(tried.values()) < 2:
             return False
-        for number, samples in tried.items():
-            context = self._contexts[number]
-            self.most[number] = max(1, samples // 2)
+        for index, samples in tried.items():
+            self.max_samples[index] = max(1, samples // 2)
             self._logger.warning(
-                "%s ran out of memory with %d samples; the batch is done again, and from now on its share runs in "
+                "%s ran out of memory with %d samples; the batch is run again, and from now on its share runs in "
                 "micro-steps of at most %d samples",
-                context,
+                self._contexts[index],
                 samples,
-                self.most[number],
+                self.max_samples[index],
             )
         return True
 
 
-def _cut(part: slice, most: int | None) -> list[slice]:
+def _cut(part: slice, limit: int | None) -> list[slice]:
     samples = part.stop - part.start
-    pieces = math.ceil(samples / most) if most else 1
+    pieces = math.ceil(samples / limit) if limit else 1
     ends = [part.start + samples * (number + 1) // pieces for number in range(pieces)]
     return [slice(begin, end) for begin, end in zip([part.start, *ends], ends, strict=False)]

@@ -1,1 +1,1 @@
-"""The training loop: fit, epochs, evaluation, callbacks, schedules and stopping."""
+"""The training loop: fit, epochs, evaluation, callbacks, learning-rate schedules and stopping."""

@@ -19,53 +19,55 @@ from torch import nn
 from gangline.models.checkpoint.retention import BEST, remove_older
 from gangline.models.loop.improvement import is_better, worst
 from gangline.models.metrics.metric import EvalMetric
+from gangline.models.trainable import Trainable
 
 if TYPE_CHECKING:
     from tqdm import tqdm
-
-    from gangline.models.module import Module
 
 _log = logging.getLogger("gangline")
 
 
 @dataclass(frozen=True)
 class BatchEndParam:
-    """Where a loop stands after a batch."""
+    """State of a loop after a batch."""
 
     epoch: int
     nbatch: int
-    """The batch's number in its epoch, from 0."""
+    """Index of the batch in its epoch."""
     eval_metric: EvalMetric
     locals: dict[str, Any] = field(default_factory=dict)
-    """``module``, ``data``, ``label``, and ``num_batches`` of an epoch (None where unknown)."""
+    """``module``, ``data``, ``label``, and ``num_batches`` of an epoch (None if unknown)."""
     batches: int = 1
-    """How many batches made the update, the last of which this is."""
+    """Number of batches in the update; this is the last of them."""
 
 
 BatchCallback = Callable[[BatchEndParam], object]
-"""What it returns matters to `fit` alone, which ends on True; see there."""
+"""Batch callback; `fit` ends if it returns True."""
 EpochCallback = Callable[[int, nn.Module, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], object]
 
 
 class Speedometer:
-    """Logs samples per second and the metric every ``frequent`` batches, in MXNet's words.
+    """Logs samples per second and the metric every ``frequent`` batches, in MXNet's format.
 
-    In a job rank 0 does it for all workers; the metric is of its own samples.
+    In a job rank 0 logs the speed of all workers, and the metric of its own samples.
     """
 
     def __init__(self, batch_size: int, frequent: int = 50, auto_reset: bool = True) -> None:
-        """Say how to count.
+        """Configure the callback.
 
         Args:
-            batch_size: samples in a batch, over all workers.
-            frequent: log every so many batches.
-            auto_reset: begin the metric anew after each line, so that a line tells of its own batches.
+            batch_size: number of samples in a batch, over all workers.
+            frequent: number of batches between two lines.
+            auto_reset: reset the metric after each line, so that a line covers its own batches only.
+
+        Raises:
+            ValueError: if ``frequent`` is below 1.
         """
         if frequent < 1:
             raise ValueError(f"frequent is {frequent}; expected 1 or more")
         self.batch_size, self.frequent, self.auto_reset = batch_size, frequent, auto_reset
         self._since = 0.0
-        self._begin: tuple[int, int] | None = None  # epoch and batch from which on is counted
+        self._begin: tuple[int, int] | None = None  # epoch and batch at which counting began
 
     def __call__(self, param: BatchEndParam) -> None:
         """Count a batch."""
@@ -87,10 +89,10 @@ class Speedometer:
 
 
 class ProgressBar:
-    """A tqdm bar for each epoch, with the metric beside it; in a job rank 0 shows it, with its own samples' metric."""
+    """A tqdm progress bar for each epoch, with the metric; in a job rank 0 shows it, for its own samples."""
 
     def __init__(self, total: int | None = None) -> None:
-        """``total`` batches make an epoch; None asks the data."""
+        """Configure the callback; ``total`` is the number of batches in an epoch, None takes it from the data."""
         self._total = total
         self._bar: tqdm[Any] | None = None
         self._epoch = -1
@@ -112,7 +114,7 @@ class ProgressBar:
             self.close()
 
     def close(self) -> None:
-        """Take the bar away; `fit` does it when it ends."""
+        """Remove the bar; `fit` calls this at its end."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -124,16 +126,16 @@ def _reports(param: BatchEndParam) -> bool:
 
 
 class Checkpoint:
-    """Saves the module's checkpoint, optimizer state and all, every so many epochs, batches or minutes.
+    """Saves checkpoints of a module every so many epochs, batches or minutes.
 
-    Serves as both kinds of callback. An epoch's end is saved under the number of epochs completed; so is the
-    middle of the epoch after it, which replaces it until that epoch ends. In a job every worker has one. When `fit`
-    is stopped in the middle, it has one saved there.
+    Serves as batch callback and as epoch callback. A checkpoint at the end of an epoch is numbered by the epochs
+    completed; so is one in the middle of the next epoch, which replaces it. In a job every worker needs the callback.
+    If `fit` is stopped in the middle of an epoch, it saves a checkpoint there.
     """
 
     def __init__(
         self,
-        module: Module,
+        module: Trainable | None,
         prefix: str | Path,
         period: int | None = None,
         save_optimizer_states: bool = True,
@@ -143,47 +145,58 @@ class Checkpoint:
         keep_best: str | None = None,
         mode: str = "max",
     ) -> None:
-        """Say where and how often.
+        """Configure the callback.
 
         Args:
-            module: whose checkpoint it is.
+            module: module to save; None: the one whose `fit` gets this callback.
             prefix: as for `Module.save_checkpoint`.
-            period: every so many epochs (or batches, as a batch callback); None: 1, or never where there are minutes.
-            save_optimizer_states: whether a run can go on from it.
-            minutes: save after a batch (or epoch, as an epoch callback) where so many have gone by since the last one;
-                in a job by rank 0's clock.
-            keep: how many of the prefix to keep, this one included; older ones are removed. None: all.
-            keep_best: the name of a metric: after each validation that has a better value of it than all before,
-                ``PREFIX-best`` is saved, too.
-            mode: "max" or "min": which values are better.
+            period: number of epochs (as a batch callback: batches) between two checkpoints; None: 1, or no limit if
+                ``minutes`` is given.
+            save_optimizer_states: include the optimizer's state, which `resume` needs.
+            minutes: save after a batch (as an epoch callback: epoch) if so many minutes have passed since the last
+                checkpoint, by rank 0's clock.
+            keep: number of checkpoints to keep; older ones are removed. None: all.
+            keep_best: name of a metric; ``PREFIX-best`` is saved after each validation that improves it.
+            mode: "max" or "min": the direction of improvement.
 
         Raises:
-            ValueError: a period or keep below 1, minutes that are not above 0, or an unknown mode.
+            ValueError: if ``period`` or ``keep`` is below 1, ``minutes`` is not above 0, or ``mode`` is unknown.
         """
         for name, value in (("period", period), ("keep", keep)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected 1 or more")
         if minutes is not None and not 0 < minutes < math.inf:
             raise ValueError(f"minutes is {minutes}; expected a finite number above 0")
-        self.module, self.prefix, self.save_optimizer_states = module, Path(prefix), save_optimizer_states
+        self._module, self.prefix, self.save_optimizer_states = module, Path(prefix), save_optimizer_states
         self.period = 1 if period is None and minutes is None else period
         self.minutes, self.keep, self.keep_best, self.mode = minutes, keep, keep_best, mode
         self.best = worst(mode)
-        """The best value of ``keep_best`` so far."""
+        """Best value of ``keep_best`` so far."""
         self._since: float | None = None
-        self._saved_at: tuple[int, int] | None = None  # the module's step, and the epochs completed
+        self._saved_at: tuple[int, int] | None = None  # step and epochs completed
+
+    @property
+    def module(self) -> Trainable:
+        """The module to save; RuntimeError if none was given and no `fit` has begun."""
+        if self._module is None:
+            raise RuntimeError(f"the checkpoint callback of {self.prefix} has no module; pass it to fit(), or give one")
+        return self._module
+
+    def attach(self, module: Trainable) -> None:
+        """Save this module, if none was given before."""
+        self._module = self._module if self._module is not None else module
 
     def __call__(self, when: int | BatchEndParam, *_: Any) -> None:
-        """Save if it is time."""
+        """Save if it is due."""
         if isinstance(when, BatchEndParam):
             begun, done, completed = when.nbatch + 1 - when.batches, when.nbatch + 1, when.epoch
         else:
             begun, done, completed = when, when + 1, when + 1
-        is_due = self._minutes_are_over()
+        is_due = self._minutes_have_passed()
         if is_due or (self.period is not None and done // self.period > begun // self.period):
             self.save(completed)
 
-    def _minutes_are_over(self) -> bool:
+    def _minutes_have_passed(self) -> bool:
         if self.minutes is None:
             return False
         now = self.module.workers.clock
@@ -192,25 +205,25 @@ class Checkpoint:
         return now - self._since >= 60 * self.minutes
 
     def save_at_stop(self, completed: int) -> None:
-        """Save what `fit` leaves when it is stopped, unless that is what was saved last."""
-        if self._saved_at != (self.module.step, completed):
+        """Save when `fit` is stopped, unless this state was saved last."""
+        if self._saved_at != (self.module.run_state.step, completed):
             self.save(completed)
 
     def save(self, completed: int) -> None:
-        """Save now, after so many epochs completed; a collective of a job's workers."""
+        """Save now, under the number of epochs completed. Collective."""
         self.module.save_checkpoint(self.prefix, completed, self.save_optimizer_states)
-        self._saved_at, self._since = (self.module.step, completed), self.module.workers.clock
+        self._saved_at, self._since = (self.module.run_state.step, completed), self.module.workers.clock
         if self.keep is not None and self.module.workers.is_first:
             try:
                 remove_older(self.prefix, completed, self.keep)
             except OSError as error:
-                _log.warning("an older checkpoint cannot be removed, and stays: %s", error)
+                _log.warning("an older checkpoint could not be removed: %s", error)
 
     def after_validation(self, values: Mapping[str, float]) -> None:
-        """Save the best, if this is it; `fit` calls it after each validation, on all workers.
+        """Save ``PREFIX-best`` if the metric has improved; `fit` calls this after each validation, on all workers.
 
         Args:
-            values: of the metrics, by name, the same on all workers.
+            values: the metrics by name, equal on all workers.
         """
         if self.keep_best is not None and is_better(values[self.keep_best], self.best, self.mode):
             self.best = values[self.keep_best]
@@ -218,24 +231,29 @@ class Checkpoint:
 
     @property
     def awaited_metric(self) -> str | None:
-        """What validations must have, if anything; `fit` sees to it."""
+        """Metric that validations must have, if any, which `fit` checks."""
         return self.keep_best
 
     def plan(self) -> list[Any]:
-        """What must be equal on all workers of a job."""
+        """Return the settings that must be equal on all workers."""
         return [self.period, self.minutes, self.keep_best, self.mode, self.save_optimizer_states]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of this."""
+        """Return plain data for a checkpoint."""
         return {"best": self.best}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Have the best value be that of the run that goes on."""
+        """Restore what `state` returned."""
         self.best = state["best"]
 
 
 def module_checkpoint(
-    module: Module, prefix: str | Path, period: int = 1, save_optimizer_states: bool = False
+    module: Trainable, prefix: str | Path, period: int = 1, save_optimizer_states: bool = False
 ) -> Checkpoint:
-    """MXNet's name for an epoch callback that saves."""
+    """Return an epoch callback that saves a module; MXNet's name for `Checkpoint`."""
     return Checkpoint(module, prefix, period, save_optimizer_states)
+
+
+def do_checkpoint(prefix: str | Path, period: int = 1) -> Checkpoint:
+    """Return an epoch callback that saves the module whose `fit` gets it, without optimizer state; MXNet's name."""
+    return Checkpoint(None, prefix, period, save_optimizer_states=False)

@@ -1,12 +1,12 @@
-"""Epochs: the loop that `fit` runs once all is checked and set up."""
+"""Epochs: the loop that `fit` runs after all arguments are checked."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,28 +14,49 @@ from gangline.models.checkpoint import checkpoint
 from gangline.models.data.sources import Source
 from gangline.models.loop.callbacks import BatchCallback, Checkpoint, EpochCallback
 from gangline.models.loop.eval_frequency import EvalFrequency
-from gangline.models.loop.evaluation import after, score
+from gangline.models.loop.evaluation import batch_end_param, score
 from gangline.models.loop.monitor import Monitor
 from gangline.models.loop.rates import Rates
-from gangline.models.loop.stopping import signal_heard
+from gangline.models.loop.stopping import received_signal
 from gangline.models.metrics.metric import EvalMetric
 from gangline.models.random_streams import host_states, set_host_states
-
-if TYPE_CHECKING:
-    from gangline.models.module import Module
+from gangline.models.run_state import Position
+from gangline.models.trainable import Trainable
 
 ALL_EPOCHS = "epochs"
-"""Why training ended, where nothing has stopped it."""
+"""Return value of a `fit` that was not stopped."""
 _CALLBACK = "callback"
 _ASYNC_STEPS = 100
-"""Workers that are not in step, but have equally many batches, meet after so many to hear whether one wants to stop."""
+"""Steps between exchanges of stop requests, for workers that are not in step but have equally many batches."""
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """The callbacks of a `fit`."""
+
+    batch_end: Sequence[BatchCallback]
+    epoch_end: Sequence[EpochCallback]
+    eval_batch_end: Sequence[BatchCallback]
+    eval_end: Sequence[BatchCallback]
+
+    @property
+    def all(self) -> list[Any]:
+        """Every callback, once."""
+        kinds = (self.batch_end, self.epoch_end, self.eval_batch_end, self.eval_end)
+        return list({id(callback): callback for kind in kinds for callback in kind}.values())
+
+    @property
+    def savers(self) -> list[Checkpoint]:
+        """The callbacks that save checkpoints during training, each once."""
+        callbacks: list[Any] = [*self.batch_end, *self.epoch_end]
+        return list(dict.fromkeys(each for each in callbacks if isinstance(each, Checkpoint)))
 
 
 @dataclass
 class Epochs:
-    """Training, epoch by epoch, written on Module's verbs."""
+    """Training of a module, epoch by epoch."""
 
-    module: Module
+    module: Trainable
     train: Source
     evaluation: Source | None
     metric: EvalMetric
@@ -45,54 +66,48 @@ class Epochs:
     num_epoch: int
     accumulate: int
     monitor: Monitor | None
-    batch_callbacks: Sequence[BatchCallback]
-    epoch_callbacks: Sequence[EpochCallback]
-    eval_callbacks: Sequence[BatchCallback]
+    callbacks: Callbacks
     batches_per_epoch: int | None
-    """Of the worker that has most; None where somebody does not know."""
-    savers: list[Checkpoint] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Find the callbacks that save."""
-        self.savers = savers_of([*self.batch_callbacks, *self.epoch_callbacks])
+    """Number of batches of the worker that has most; None if a worker does not know."""
 
     def run(self, begin_epoch: int, skip: int, saved: checkpoint.Checkpoint | None) -> str:
-        """Train, from batch ``skip`` of an epoch on; returns why that ended."""
+        """Train from batch ``skip`` of an epoch on; return the reason for the end."""
         self.eval_frequency.begin(begin_epoch, skip)
         for epoch in range(begin_epoch, self.num_epoch):
             began = time.perf_counter()
             self.metric.reset()
             parts = self._begin_epoch(epoch, skip, saved)
-            with self._adding():
-                is_cut = self._train(enumerate(parts, skip), epoch)
+            with self._accumulating():
+                stopped = self._train(enumerate(parts, skip), epoch)
             skip = 0
-            if is_cut:
-                for saver in self.savers:
+            if stopped:
+                for saver in self.callbacks.savers:
                     saver.save_at_stop(epoch)
             else:
                 self._end_epoch(epoch, began)
-            if self.module.workers.stop is not None and (is_cut or epoch + 1 < self.num_epoch):
+            if self.module.workers.stop is not None and (stopped or epoch + 1 < self.num_epoch):
                 return self.module.workers.stop
         return ALL_EPOCHS
 
     def _begin_epoch(self, epoch: int, skip: int, saved: checkpoint.Checkpoint | None) -> Iterator[Any]:
-        """This worker's part of each batch; what a checkpoint in the epoch's middle must know is noted first."""
+        """Return this worker's parts of the batches, and record what a checkpoint in mid-epoch needs."""
         module, train = self.module, self.train
+        run_state = module.run_state
         if saved is not None and skip:
-            # The sampler draws again what it drew as the epoch began; then random states are those of the checkpoint.
+            # The sampler repeats its draws from the start of the epoch; then the checkpoint's random states are set.
             random = saved.random
-            set_host_states(module.position.random, train.generator)
+            set_host_states(run_state.position.random, train.generator)
             return train.parts(module.workers, epoch, skip, lambda: set_host_states(random, train.generator))
         if saved is not None and epoch == saved.position["epoch"]:
-            begun = saved.position["batch"]  # a plain iterable, whose epoch begins anew
+            begun = saved.position["batch"]  # above 0 for a plain iterable, whose epoch starts again
             set_host_states(saved.position["random"] if begun else saved.random, train.generator)
-        module.position = type(module.position)(epoch, 0, train.plan(), host_states(train.generator))
+        run_state.position = Position(epoch, 0, train.plan(), host_states(train.generator))
         module.begin_epoch()
         return train.parts(module.workers, epoch)
 
     @contextmanager
-    def _adding(self) -> Iterator[None]:
-        """Have the module add up the gradients of batches while an epoch runs, where several make an update."""
+    def _accumulating(self) -> Iterator[None]:
+        """Switch the module to ``grad_req="add"`` inside the block, if several batches make an update."""
         module, grad_req = self.module, self.module.grad_req
         try:
             if self.accumulate > 1:
@@ -101,17 +116,17 @@ class Epochs:
         finally:
             module.grad_req = grad_req
             if self.accumulate > 1:
-                module.drop_gradients()  # of a window that an error has cut off
+                module.drop_gradients()  # of an update that an error has interrupted
 
     def _train(self, parts: Iterable[tuple[int, Any]], epoch: int) -> bool:
-        """Run the batches of an epoch; True if all workers are to stop before its end."""
-        module, waiting = self.module, 0  # batches whose gradients no update has used
+        """Run the batches of an epoch; return True if all workers stop before its end."""
+        module, accumulated = self.module, 0
         for nbatch, part in parts:
             if part is None and module.workers.count == 1:
-                continue  # nothing of this batch could be read: no update, and nobody else to make one
+                continue  # no sample of this batch could be read, so there is nothing to update from
             data, label = part if part is not None else (None, None)
-            if not waiting:
-                hear_signals(self.module)  # before what workers exchange in this step, which tells the others
+            if not accumulated:
+                check_signals(self.module)  # before the exchange of this step, which informs the other workers
                 self._set_rate(epoch, nbatch)
                 if self.monitor is not None:
                     self.monitor.tic()
@@ -119,39 +134,40 @@ class Epochs:
                 module.forward_backward_update(data, label)
             else:
                 module.forward_backward(data, label)
-            waiting += 1
-            due = waiting == self.accumulate
-            if due and self.accumulate > 1:
+            accumulated += 1
+            is_due = accumulated == self.accumulate
+            if is_due and self.accumulate > 1:
                 module.update()
             if part is not None:
                 self.metric.update(label, module.get_outputs(), module)
-            if due:
+            if is_due:
                 is_last = nbatch + 1 == self.batches_per_epoch
-                self._after_update(epoch, nbatch, waiting, data, label, is_last)
-                waiting = 0
+                self._after_update(epoch, nbatch, accumulated, data, label, is_last)
+                accumulated = 0
                 if module.workers.stop is not None and not is_last:
                     return True
-        if waiting:
+        if accumulated:
             module.update()
-            self._after_update(epoch, nbatch, waiting, data, label, is_last=True)
+            self._after_update(epoch, nbatch, accumulated, data, label, is_last=True)
         return False
 
     def _after_update(self, epoch: int, nbatch: int, batches: int, data: Any, label: Any, is_last: bool) -> None:
         module = self.module
-        module.position.batch = nbatch + 1
+        module.run_state.position.batch = nbatch + 1
         self.rates.after_update()
         if self.monitor is not None:
             self.monitor.toc_print()
         validates = not is_last and self.evaluation is not None and self.eval_frequency.is_due(epoch, nbatch + 1)
-        if validates or self.batch_callbacks:
-            param = after(module, self.train, self.metric, epoch, nbatch, data, label, batches)
-            now, then = _without_savers(self.batch_callbacks) if validates else (self.batch_callbacks, [])
-            self._call(now, param)
+        callbacks = self.callbacks.batch_end
+        if validates or callbacks:
+            param = batch_end_param(module, self.train, self.metric, epoch, nbatch, data, label, batches)
+            before, after = _split_savers(callbacks) if validates else (callbacks, [])
+            self._call(before, param)
             if validates:
-                module.average_statistics()  # what is scored is what a checkpoint of this moment holds
+                module.average_statistics()  # a checkpoint of this moment must hold what is scored
                 self._validate(epoch, f"Epoch[{epoch}] Batch [{nbatch + 1}]")
-            self._call(then, param)
-        hear_signals(self.module)
+            self._call(after, param)
+        check_signals(self.module)
         workers = module.workers
         if workers.count > 1 and not workers.in_step and self.train.is_shared and not is_last:
             done = nbatch + 1
@@ -161,46 +177,52 @@ class Epochs:
     def _end_epoch(self, epoch: int, began: float) -> None:
         module, workers = self.module, self.module.workers
         module.average_statistics()
-        module.position = type(module.position)(epoch + 1)
+        module.run_state.position = Position(epoch + 1)
         self.metric.gather(workers)
         for name, value in self.metric.get_global_name_value():
             log(module, "Epoch[%d] Train-%s=%f", epoch, name, value)
         log(module, "Epoch[%d] Time cost=%.3f", epoch, time.perf_counter() - began)
         self.rates.after_epoch()
-        now, then = _without_savers(self.epoch_callbacks)
-        if now:
+        before, after = _split_savers(self.callbacks.epoch_end)
+        if before:
             params = module.get_params()
             names = {name for name, _ in module.network.named_parameters(remove_duplicate=False)}
             arg_params = {name: value for name, value in params.items() if name in names}
             buffers = {name: value for name, value in params.items() if name not in names}
-            self._call(now, epoch, module.network, arg_params, buffers)
+            self._call(before, epoch, module.network, arg_params, buffers)
         ends = epoch + 1 == self.num_epoch
         if self.evaluation is not None and (self.eval_frequency.is_due_at_end(epoch) or ends):
             self._validate(epoch, f"Epoch[{epoch}]")
-        hear_signals(self.module)
-        workers.exchange(None)  # what anybody has asked for so far, all know from here on
-        self._call(then, epoch)  # behind validation, whose outcome is part of what they save
+        check_signals(self.module)
+        workers.exchange(None)  # after this, all workers know the stop requests of this epoch
+        self._call(after, epoch)  # after validation, whose result is part of what they save
         if workers.stop is not None and not ends:
-            for saver in self.savers:
+            for saver in self.callbacks.savers:
                 saver.save_at_stop(epoch + 1)
 
     def _validate(self, epoch: int, where: str) -> None:
         assert self.evaluation is not None
         module = self.module
-        states = host_states(None)  # a loader that scoring iterates draws; training must not see it
-        call = lambda param: self._call(self.eval_callbacks, param)  # noqa: E731
-        values = score(module, self.evaluation, self.validation, score_end_callback=call, epoch=epoch)
+        states = host_states(None)  # a loader used for scoring may draw random numbers, which must not affect training
+        values = score(
+            module,
+            self.evaluation,
+            self.validation,
+            batch_end_callback=self.callbacks.eval_batch_end,
+            score_end_callback=lambda param: self._call(self.callbacks.eval_end, param),
+            epoch=epoch,
+        )
         set_host_states(states, None)
         for name, value in values:
             log(module, "%s Validation-%s=%f", where, name, value)
         self.rates.after_validation(dict(values))
-        for saver in self.savers:
+        for saver in self.callbacks.savers:
             saver.after_validation(dict(values))
 
-    def _call(self, callbacks: Iterable[Any], *told: Any) -> None:
+    def _call(self, callbacks: Iterable[Any], *arguments: Any) -> None:
         for callback in callbacks:
-            answer = callback(*told)
-            if isinstance(answer, (bool, np.bool_)) and answer:
+            result = callback(*arguments)
+            if isinstance(result, (bool, np.bool_)) and result:
                 self.module.workers.ask_to_stop(getattr(callback, "reason", _CALLBACK))
 
     def _set_rate(self, epoch: int, nbatch: int) -> None:
@@ -209,24 +231,20 @@ class Epochs:
             self.module.set_learning_rate(rate)
 
 
-def savers_of(callbacks: Iterable[Any]) -> list[Checkpoint]:
-    """Those that save, each once."""
-    return list(dict.fromkeys(callback for callback in callbacks if isinstance(callback, Checkpoint)))
-
-
-def _without_savers(callbacks: Sequence[Any]) -> tuple[list[Any], list[Checkpoint]]:
+def _split_savers(callbacks: Sequence[Any]) -> tuple[list[Any], list[Checkpoint]]:
+    """Return the other callbacks, and those that save."""
     others = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
     return others, [callback for callback in callbacks if isinstance(callback, Checkpoint)]
 
 
-def hear_signals(module: Module) -> None:
-    """Ask all workers to stop, if this one has heard a signal."""
-    name = signal_heard()
+def check_signals(module: Trainable) -> None:
+    """Request that all workers stop, if this process has received a signal."""
+    name = received_signal()
     if name is not None:
         module.workers.ask_to_stop(name)
 
 
-def log(module: Module, line: str, *values: Any) -> None:
-    """Log a line, once in a job."""
+def log(module: Trainable, message: str, *values: Any) -> None:
+    """Log a line on rank 0."""
     if module.workers.is_first:
-        module.logger.info(line, *values)
+        module.logger.info(message, *values)

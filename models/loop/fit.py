@@ -1,192 +1,88 @@
-"""fit, written on Module's verbs alone."""
+"""fit: checks of its arguments, resuming, and set-up of the loop over epochs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from gangline.kvstore import KVStore
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.models.checkpoint import checkpoint
-from gangline.models.checkpoint.retention import epochs as numbers_of
-from gangline.models.checkpoint.retention import unexplained
+from gangline.models.checkpoint.retention import epochs as saved_epochs
+from gangline.models.checkpoint.retention import orphaned_weights
 from gangline.models.data.sources import Source, source
 from gangline.models.loop.callbacks import BatchCallback, Checkpoint, EpochCallback
-from gangline.models.loop.epochs import Epochs, hear_signals, savers_of
+from gangline.models.loop.epochs import Callbacks, Epochs, check_signals
 from gangline.models.loop.eval_frequency import EvalFrequency
-from gangline.models.loop.evaluation import many
+from gangline.models.loop.evaluation import as_list
 from gangline.models.loop.improvement import check_metric
 from gangline.models.loop.monitor import Monitor
 from gangline.models.loop.rates import Rates
 from gangline.models.metrics.metric import EvalMetric, create
 from gangline.models.random_streams import host_states, set_host_states
+from gangline.models.run_state import Stateful
+from gangline.models.trainable import Trainable
 
-if TYPE_CHECKING:
-    from gangline.kvstore import KVStore
-    from gangline.models.module import Module
-
+BatchCallbacks = BatchCallback | Iterable[BatchCallback] | None
+EpochCallbacks = EpochCallback | Iterable[EpochCallback] | None
 Resume = str | Path | tuple[str | Path, int]
 _DEFAULT_REQUEST: tuple[str, str, dict[str, Any]] = ("local", "sgd", {})
 
 
-def fit(
-    module: Module,
-    train_data: Any,
-    eval_data: Any = None,
-    eval_metric: Any = "acc",
-    *,
-    num_epoch: int,
-    batch_size: int | None = None,
-    shuffle: bool = True,
-    seed: int = 0,
-    begin_epoch: int = 0,
-    kvstore: str | KVStore | None = "local",
-    optimizer: Any = "sgd",
-    optimizer_params: dict[str, Any] | None = None,
-    batch_end_callback: BatchCallback | Iterable[BatchCallback] | None = None,
-    epoch_end_callback: EpochCallback | Iterable[EpochCallback] | None = None,
-    eval_end_callback: BatchCallback | Iterable[BatchCallback] | None = None,
-    validation_metric: Any = None,
-    resume: Resume | None = None,
-    accumulate: int = 1,
-    lr_scheduler: Any = None,
-    eval_frequency: Any = 1,
-    monitor: Monitor | None = None,
-) -> str:
-    """Train from ``begin_epoch`` to ``num_epoch``.
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """Options of `Module.fit`; see there."""
 
-    With a store of several workers all of them call it, with the same arguments. Arrays and datasets hold the data of
-    the whole job, and each worker reads its own share of each batch (loads: GANGLINE_WORK_LOAD_LIST, one number a
-    worker); a DataLoader or iterable holds this worker's own batches, and an epoch ends when the last worker has run
-    out of them. Callbacks are called on every worker; rank 0 logs and writes checkpoints. A worker that fails leaves
-    the job, if the store was made here: the others get a DeadNodeError, and all go on from a checkpoint.
+    num_epoch: int
+    batch_size: int | None
+    shuffle: bool
+    seed: int
+    begin_epoch: int
+    kvstore: str | KVStore | None
+    optimizer: Any
+    optimizer_params: Mapping[str, Any] | None
+    batch_end_callback: BatchCallbacks
+    epoch_end_callback: EpochCallbacks
+    eval_end_callback: BatchCallbacks
+    eval_batch_end_callback: BatchCallbacks
+    validation_metric: Any
+    resume: Resume | None
+    accumulate: int
+    lr_scheduler: Any
+    eval_frequency: Any
+    monitor: Monitor | None
+    initializer: Any
+    arg_params: Mapping[str, torch.Tensor] | None
+    allow_missing: bool
+    force_init: bool
 
-    A callback that returns True ends training after the update, or epoch, that it was called for; so does a signal
-    within `stop_on`. In a job one worker's word is enough: it travels with what workers exchange in each step, so all
-    of them end together, after the same update, which is that one or the next (workers of dist_async hear it after
-    every 100 updates, or at an epoch's end where each has batches of its own). `Checkpoint` callbacks then save.
 
-    Args:
-        module: what is trained. What the user's own `init_optimizer` set stays, with a warning if another store or
-            optimizer is asked for here; what an earlier `fit` set is replaced if another is.
-        train_data: a TUPLE of two (tensors, arrays or dicts of them) or a Dataset, which need ``batch_size``; or a
-            DataLoader or another iterable of (data, label) batches, iterable anew each epoch.
-        eval_data: likewise, scored as often as ``eval_frequency`` says.
-        eval_metric: as `gangline.models.metrics.metric.create` takes it.
-        num_epoch: the epoch to end before; with ``resume`` too it counts from the first run's beginning.
-        batch_size: samples in a batch over all contexts of all workers.
-        shuffle: read arrays and datasets by a permutation of (seed, epoch).
-        seed: of the permutations and of the contexts' random streams.
-        begin_epoch: the number of the first epoch.
-        kvstore: as `Module.init_optimizer` takes it.
-        optimizer: likewise.
-        optimizer_params: likewise; None: torch's own defaults.
-        batch_end_callback: one or several, called after each update with the number of its last batch, and the part of
-            that which this worker had (None: nothing). Callbacks that have a ``close`` are closed at the end; what
-            those have that have a ``state()`` and a ``load_state(state)``, of plain data, is part of checkpoints.
-        epoch_end_callback: one or several, called after each epoch with (epoch, network, params, buffers); those that
-            save come last, behind validation.
-        eval_end_callback: one or several, called after each scoring, such as `EarlyStopping`.
-        validation_metric: None: as ``eval_metric``.
-        resume: a checkpoint prefix (its newest), (prefix, epoch), or "auto": the newest of a `Checkpoint` callback
-            given here, or a fresh start if there is none yet.
-        accumulate: batches to an update, whose gradient is that of the mean over all of them, each valid element
-            counted once; the last ones of an epoch make an update however few they are.
-        lr_scheduler: the learning rate of each update: what `schedule` takes, such as ("cosine", {"warmup_epochs": 1}),
-            or a function that makes a torch scheduler of an optimizer, which steps after each epoch
-            (``TorchScheduler(function, "batch")``: each update). None: the rate stays, or callbacks set it.
-        eval_frequency: validate after every so many epochs, or (number, "batches") of the whole run; at the end, too.
-        monitor: looks at outputs, weights and gradients.
-
-    Returns:
-        Why it ended: "epochs" if all are done; "callback", or the ``reason`` that the callback has ("patience" of
-        `EarlyStopping`); or the name of the signal, such as "SIGTERM".
-
-    Raises:
-        TypeError: a wrong type.
-        ValueError: anything that makes no sense, or a checkpoint of another run.
-        MismatchError: workers were given different data, batch sizes, epochs or checkpoints.
-        FileNotFoundError: no such checkpoint.
-    """
-    _check_epochs(begin_epoch, num_epoch)
-    _check_int("accumulate", accumulate, least=1)
-    needing = [_needs_batch_size(data) for data in (train_data, eval_data)]
-    train = source(train_data, batch_size if needing[0] or not needing[1] else None, shuffle=shuffle, seed=seed)
-    evaluation = None
-    if eval_data is not None:
-        evaluation = source(eval_data, batch_size if needing[1] else None, shuffle=False, seed=0, what="eval_data")
+def fit(module: Trainable, train_data: Any, eval_data: Any, eval_metric: Any, options: FitOptions) -> str:
+    """Train a module; see `Module.fit`."""
+    _check_epochs(options.begin_epoch, options.num_epoch)
+    _check_int("accumulate", options.accumulate, least=1)
+    train, evaluation = _sources(train_data, eval_data, options)
     metric = create(eval_metric, module.loss.loss)
-    validation = create(validation_metric if validation_metric is not None else eval_metric, module.loss.loss)
-    callbacks = many(batch_end_callback), many(epoch_end_callback), many(eval_end_callback)
-    every_callback = list({id(callback): callback for kind in callbacks for callback in kind}.values())
-    savers = savers_of(every_callback)
-    saved = _checkpoint(resume, savers)
-    module.seed, module.data_generator = seed, train.generator
-    request = (kvstore, optimizer, dict(optimizer_params or {}))
-    if not module.optimizer_initialized or (module.optimizer_is_fits and request != module.optimizer_request):
-        if module.has_lazy_parameters:
-            states = host_states(train.generator)
-            module.bind_to(train.first()[0])
-            set_host_states(states, train.generator)
-        module.init_optimizer(*request)
-        module.optimizer_is_fits = True
-    elif request not in (_DEFAULT_REQUEST, module.optimizer_request):
-        module.logger.warning(
-            "init_optimizer() was called before: what fit() is given as kvstore and optimizer is ignored"
-        )
+    validation_metric = options.validation_metric if options.validation_metric is not None else eval_metric
+    validation = create(validation_metric, module.loss.loss)
+    callbacks = Callbacks(
+        as_list(options.batch_end_callback),
+        as_list(options.epoch_end_callback),
+        as_list(options.eval_batch_end_callback),
+        as_list(options.eval_end_callback),
+    )
+    saved = _read_checkpoint(options.resume, _savers(callbacks))
+    module.run_state.seed, module.run_state.data_generator = options.seed, train.generator
+    _initialize(module, train, options)
     try:
-        per_epoch = _batches_per_epoch(module, train)
-        rates = Rates(lr_scheduler, _base_rate(module), num_epoch, per_epoch)
-        frequency = EvalFrequency(eval_frequency, per_epoch)
-        _check_metrics([rates, *every_callback], validation if evaluation is not None else None)
-        module.companions.clear()
-        module.companions.update(_companions(every_callback, rates))
-        module.workers.forget_stop()
-        hear_signals(module)
-        settings = {
-            "num_epoch": num_epoch,
-            "begin_epoch": begin_epoch,
-            "accumulate": accumulate,
-            "lr_scheduler": rates.plan(),
-            "eval_frequency": [frequency.number, frequency.unit],
-            "the Checkpoint callbacks": [saver.plan() for saver in savers],
-        }
-        _check_same(module, train, evaluation, saved, settings)
-        if frequency.unit == "batches" and module.workers.count > 1 and not (train.is_shared or module.workers.in_step):
-            raise ValueError(
-                f"eval_frequency is {eval_frequency}, but workers of {kvstore!r} that have batches of their own do not "
-                "meet within an epoch; validate after epochs"
-            )
-        if module.workers.stop is not None:
-            return module.workers.stop
-        skip = 0
-        if saved is not None:
-            _check_goes_on(module, train, saved)
-            saved = saved.of_worker(module.workers.rank, module.workers.count)
-            module.resume(saved)
-            _load_companions(module, saved)
-            begin_epoch, skip = _resumed_position(module, train)
-        else:
-            module.position.epoch = begin_epoch
-        if monitor is not None:
-            monitor.install(module.network, reports=module.workers.is_first)
-        loop = Epochs(
-            module,
-            train,
-            evaluation,
-            metric,
-            validation,
-            rates,
-            frequency,
-            num_epoch,
-            accumulate,
-            monitor,
-            *callbacks,
-            per_epoch,
-        )
-        return loop.run(begin_epoch, skip, saved)
+        with _log_to_stderr():
+            return _run(module, train, evaluation, metric, validation, callbacks, options, saved)
     except BaseException:
         if module.workers.count > 1:
             module.leave()
@@ -194,65 +90,186 @@ def fit(
     finally:
         for data in (train, evaluation) if evaluation is not None else (train,):
             data.close()
-        for callback in every_callback if monitor is None else [*every_callback, monitor]:
+        for callback in callbacks.all if options.monitor is None else [*callbacks.all, options.monitor]:
             if hasattr(callback, "close"):
                 callback.close()
 
 
-def _check_metrics(waiting: Iterable[Any], validation: EvalMetric | None) -> None:
-    """See that validations have what some wait for."""
-    for each in waiting:
-        metric = getattr(each, "awaited_metric", None)
+def _sources(train_data: Any, eval_data: Any, options: FitOptions) -> tuple[Source, Source | None]:
+    """Return the sources of both data; ``batch_size`` goes to those that need it."""
+    needs_size = _needs_batch_size(train_data), _needs_batch_size(eval_data)
+    size = options.batch_size
+    train = source(
+        train_data, size if needs_size[0] or not needs_size[1] else None, shuffle=options.shuffle, seed=options.seed
+    )
+    if eval_data is None:
+        return train, None
+    return train, source(eval_data, size if needs_size[1] else None, shuffle=False, seed=0, what="eval_data")
+
+
+def _initialize(module: Trainable, train: Source, options: FitOptions) -> None:
+    """Initialize the parameters if `fit` was asked to, and the optimizer unless the user did."""
+    request = (options.kvstore, options.optimizer, dict(options.optimizer_params or {}))
+    set_by_fit = module.run_state.optimizer_set_by_fit
+    sets_optimizer = not module.optimizer_initialized or (set_by_fit and request != module.optimizer_request)
+    sets_params = options.initializer is not None or options.arg_params is not None
+    if (sets_optimizer or sets_params) and module.bound.lazy_parameters():
+        states = host_states(train.generator)
+        module.bound.bind(train.first()[0])
+        set_host_states(states, train.generator)
+    if sets_params:
+        module.init_params(
+            options.initializer,
+            options.arg_params,
+            allow_missing=options.allow_missing,
+            force_init=options.force_init,
+        )
+    if sets_optimizer:
+        module.init_optimizer(*request)
+        module.run_state.optimizer_set_by_fit = True
+    elif request not in (_DEFAULT_REQUEST, module.optimizer_request):
+        module.logger.warning("init_optimizer() was called before; fit() ignores its own kvstore and optimizer")
+
+
+def _run(
+    module: Trainable,
+    train: Source,
+    evaluation: Source | None,
+    metric: EvalMetric,
+    validation: EvalMetric,
+    callbacks: Callbacks,
+    options: FitOptions,
+    saved: checkpoint.Checkpoint | None,
+) -> str:
+    """Check the rest, resume, and run the epochs."""
+    per_epoch = _batches_per_epoch(module, train)
+    rates = Rates(options.lr_scheduler, _base_rate(module), options.num_epoch, per_epoch)
+    frequency = EvalFrequency(options.eval_frequency, per_epoch)
+    _check_metrics([rates, *callbacks.all], validation if evaluation is not None else None)
+    savers = _savers(callbacks)
+    for saver in savers:
+        saver.attach(module)
+    module.run_state.stateful = _stateful(callbacks.all, rates)
+    module.workers.forget_stop()
+    check_signals(module)
+    settings = {
+        "num_epoch": options.num_epoch,
+        "begin_epoch": options.begin_epoch,
+        "accumulate": options.accumulate,
+        "lr_scheduler": rates.plan(),
+        "eval_frequency": [frequency.number, frequency.unit],
+        "the Checkpoint callbacks": [saver.plan() for saver in savers],
+    }
+    _check_same(module, train, evaluation, saved, settings)
+    if frequency.unit == "batches" and module.workers.count > 1 and not (train.is_shared or module.workers.in_step):
+        raise ValueError(
+            f"eval_frequency is {options.eval_frequency}, but workers of {options.kvstore!r} with batches of their own "
+            "cannot validate together within an epoch; validate after epochs"
+        )
+    if module.workers.stop is not None:
+        return module.workers.stop
+    begin_epoch, skip = options.begin_epoch, 0
+    if saved is not None:
+        _check_same_workers(module, train, saved)
+        saved = saved.of_worker(module.workers.rank, module.workers.count)
+        module.resume(saved)
+        _load_stateful(module, saved)
+        begin_epoch, skip = _resumed_position(module, train)
+    else:
+        module.run_state.position.epoch = begin_epoch
+    if options.monitor is not None:
+        options.monitor.install(module.network, reports=module.workers.is_first)
+    loop = Epochs(
+        module,
+        train,
+        evaluation,
+        metric,
+        validation,
+        rates,
+        frequency,
+        options.num_epoch,
+        options.accumulate,
+        options.monitor,
+        callbacks,
+        per_epoch,
+    )
+    return loop.run(begin_epoch, skip, saved)
+
+
+@contextmanager
+def _log_to_stderr() -> Iterator[None]:
+    """Print the lines of logger "gangline" inside the block, if the program has not configured logging."""
+    logger = logging.getLogger("gangline")
+    if logger.hasHandlers():
+        yield
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    if level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def _check_metrics(users: Iterable[Any], validation: EvalMetric | None) -> None:
+    """Check that validations have the metrics that schedulers and callbacks wait for."""
+    for user in users:
+        metric = getattr(user, "awaited_metric", None)
         if metric is not None:
             names = [name for name, _ in validation.get_name_value()] if validation is not None else []
-            who = each.driven.name if isinstance(each, Rates) and each.driven is not None else type(each).__name__
-            check_metric(who, metric, names)
+            driven = user.driven if isinstance(user, Rates) else None
+            check_metric(driven.name if driven is not None else type(user).__name__, metric, names)
 
 
-def _batches_per_epoch(module: Module, train: Source) -> int | None:
-    """How many the worker has that has most; None where somebody does not know."""
+def _batches_per_epoch(module: Trainable, train: Source) -> int | None:
+    """Return the number of batches of the worker that has most; None if a worker does not know."""
     counts = module.workers.exchange(train.num_batches())
     return max(counts) if None not in counts else None
 
 
-def _base_rate(module: Module) -> float:
-    """The rate that the optimizer was asked to begin with."""
+def _base_rate(module: Trainable) -> float:
+    """Return the learning rate that the optimizer was created with."""
     assert module.optimizer_request is not None
     _, optimizer, params = module.optimizer_request
     return float(OptimizerSpec.parse((optimizer, dict(params))).arguments["lr"])
 
 
-def _companions(callbacks: Iterable[Any], rates: Rates) -> dict[str, Any]:
-    """What has a state that a checkpoint holds, by names that the same run has again."""
+def _stateful(callbacks: Iterable[Any], rates: Rates) -> dict[str, Stateful]:
+    """Return the objects whose state checkpoints store, under names that are the same in every run."""
     found: dict[str, Any] = {} if rates.driven is None else {"lr_scheduler": rates.driven}
     for callback in callbacks:
-        if all(callable(getattr(callback, verb, None)) for verb in ("state", "load_state")):
+        if all(callable(getattr(callback, method, None)) for method in ("state", "load_state")):
             kind = type(callback).__name__
             number = sum(name.startswith(f"{kind}/") for name in found)
             found[f"{kind}/{number}"] = callback
     return found
 
 
-def _load_companions(module: Module, saved: checkpoint.Checkpoint) -> None:
-    for name, companion in module.companions.items():
-        if name in saved.companions:
-            companion.load_state(saved.companions[name])
+def _load_stateful(module: Trainable, saved: checkpoint.Checkpoint) -> None:
+    for name, each in module.run_state.stateful.items():
+        if name in saved.stateful:
+            each.load_state(saved.stateful[name])
         elif name == "lr_scheduler":
-            module.logger.warning("%s was saved without this lr_scheduler, which begins anew", saved.path)
+            module.logger.warning("%s was saved without this lr_scheduler, which starts from its beginning", saved.path)
 
 
 def _check_same(
-    module: Module,
+    module: Trainable,
     train: Source,
     evaluation: Source | None,
     saved: checkpoint.Checkpoint | None,
     settings: dict[str, Any],
 ) -> None:
-    """See that all workers are about to do the same."""
+    """Check that `fit` has the same settings and data on all workers."""
     for what, data in (("train_data", train), ("eval_data", evaluation)):
         shared = data is not None and data.is_shared
         settings[what] = "none" if data is None else data.plan() if shared else "batches of each worker's own"
-    settings["the checkpoint to go on from"] = saved.id if saved is not None else None
+    settings["the checkpoint to resume"] = saved.id if saved is not None else None
     module.workers.check_same("fit()", settings)
 
 
@@ -268,7 +285,11 @@ def _check_int(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name} is {value}; expected {least} or more")
 
 
-def _checkpoint(resume: Resume | None, savers: list[Checkpoint]) -> checkpoint.Checkpoint | None:
+def _savers(callbacks: Callbacks) -> list[Checkpoint]:
+    return [callback for callback in callbacks.all if isinstance(callback, Checkpoint)]
+
+
+def _read_checkpoint(resume: Resume | None, savers: list[Checkpoint]) -> checkpoint.Checkpoint | None:
     if resume is None:
         return None
     if isinstance(resume, tuple):
@@ -278,37 +299,39 @@ def _checkpoint(resume: Resume | None, savers: list[Checkpoint]) -> checkpoint.C
         if not savers:
             raise ValueError("resume is 'auto', but no Checkpoint callback says where checkpoints are; give one")
         prefix = savers[0].prefix
-    there = numbers_of(prefix)
-    if there:
-        return checkpoint.read(prefix, there[-1])
+    existing = saved_epochs(prefix)
+    if existing:
+        return checkpoint.read(prefix, existing[-1])
     if resume != "auto":
         raise FileNotFoundError(f"there is no checkpoint {prefix}-*.json to resume from")
-    lost = unexplained(prefix)
-    if lost is not None:
+    orphan = orphaned_weights(prefix)
+    if orphan is not None:
         raise ValueError(
-            f"{lost} is there, but the JSON beside it is not, so nobody knows where that run stood; bring it back, or "
-            "remove the file to begin anew"
+            f"{orphan} exists, but the JSON file beside it does not, so the run cannot be resumed; restore it, or "
+            "remove the weights to start a new run"
         )
     return None
 
 
-def _check_goes_on(module: Module, train: Source, saved: checkpoint.Checkpoint) -> None:
-    """See that a run by other workers can go on in an epoch's middle."""
+def _check_same_workers(module: Trainable, train: Source, saved: checkpoint.Checkpoint) -> None:
+    """Check that a checkpoint in mid-epoch can be resumed with this number of workers."""
     wrote, are = len(saved.other_workers) + 1, module.workers.count
     if saved.position["batch"] and wrote != are and train.can_skip and not train.is_shared and max(wrote, are) > 1:
         raise ValueError(
-            f"{saved.path} stands {saved.position['batch']} batches into an epoch of {wrote} workers with batches of "
-            f"their own, but there are {are} now; go on with {wrote}, or from the end of an epoch"
+            f"{saved.path} was saved {saved.position['batch']} batches into an epoch of {wrote} workers with batches "
+            f"of their own, but there are {are} now; resume with {wrote}, or from the end of an epoch"
         )
 
 
-def _resumed_position(module: Module, train: Source) -> tuple[int, int]:
-    position = module.position
+def _resumed_position(module: Trainable, train: Source) -> tuple[int, int]:
+    """Return the epoch to resume in, and the number of its batches to skip."""
+    position = module.run_state.position
     if not position.batch:
         return position.epoch, 0
     if not train.can_skip:
         module.logger.warning(
-            "the checkpoint stands %d batches into epoch %d, but train_data is a plain iterable: the epoch begins anew",
+            "the checkpoint was saved %d batches into epoch %d, but train_data is a plain iterable: the epoch starts "
+            "again",
             position.batch,
             position.epoch,
         )
@@ -316,8 +339,8 @@ def _resumed_position(module: Module, train: Source) -> tuple[int, int]:
     plan = train.plan()
     if plan != position.plan:
         raise ValueError(
-            f"the checkpoint stands in the middle of an epoch read by {position.plan}, but this run reads by {plan}; "
-            "give the same data, batch_size, shuffle and seed"
+            f"the checkpoint was saved in the middle of an epoch read by {position.plan}, but this run reads by "
+            f"{plan}; give the same data, batch_size, shuffle and seed"
         )
     return position.epoch, position.batch
 

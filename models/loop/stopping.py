@@ -1,4 +1,4 @@
-"""Stopping: signals that end training cleanly, and patience with a metric that no longer improves."""
+"""Stopping: signals that end training cleanly, and early stopping on a metric."""
 
 from __future__ import annotations
 
@@ -15,75 +15,75 @@ from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.loop.improvement import check_metric, is_better, worst
 
 _log = logging.getLogger("gangline")
-_heard: str | None = None
-"""The name of the signal that a block of `stop_on` has heard."""
+_received: str | None = None
+"""Name of the signal received inside a `stop_on` block."""
 _blocks = 0
 
 
 @contextmanager
 def stop_on(*numbers: signal.Signals) -> Iterator[None]:
-    """A block in which these signals have `fit` end, once the step that runs is over, instead of killing the process.
+    """Make signals end `fit` after the current step, instead of killing the process, inside the block.
 
-    In a job all workers end after the same step if one of them hears the signal. The first signal is taken as said; a
-    second one does what it did before the block. Only the main thread can hear signals: in another one nothing
-    happens but a warning.
+    In a job all workers end after the same step if one of them receives the signal. A second signal has the effect it
+    had before the block. Python delivers signals to the main thread only; in any other thread the block has no effect
+    but a warning.
 
     Args:
-        numbers: such as `signal.SIGTERM`.
+        numbers: signals, such as `signal.SIGTERM`.
     """
-    global _heard, _blocks
+    global _received, _blocks
     if threading.current_thread() is not threading.main_thread():
-        _log.warning("stop_on() hears signals in the main thread alone: here it does nothing")
+        _log.warning("stop_on() has no effect outside the main thread, which alone receives signals")
         yield
         return
     before = {number: signal.getsignal(number) for number in numbers}
 
-    def take(number: int, _: FrameType | None) -> None:
-        global _heard
-        _heard = signal.Signals(number).name
+    def handle(number: int, _: FrameType | None) -> None:
+        global _received
+        _received = signal.Signals(number).name
         for each, handler in before.items():
             signal.signal(each, handler if handler is not None else signal.SIG_DFL)
 
     for number in numbers:
-        signal.signal(number, take)
+        signal.signal(number, handle)
     _blocks += 1
     try:
         yield
     finally:
         _blocks -= 1
         for number, handler in before.items():
-            if signal.getsignal(number) is take:
+            if signal.getsignal(number) is handle:
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         if not _blocks:
-            _heard = None
+            _received = None
 
 
-def signal_heard() -> str | None:
-    """The name of the signal that a block of `stop_on` has heard, if one has."""
-    return _heard
+def received_signal() -> str | None:
+    """Return the name of the signal received inside a `stop_on` block, if any."""
+    return _received
 
 
 class EarlyStopping:
-    """An ``eval_end_callback`` of `fit` that ends training when a metric has not improved for some validations.
+    """An ``eval_end_callback`` of `fit` that ends training if a metric has not improved for some validations.
 
-    What it has counted belongs to checkpoints, so that a run that goes on counts on.
+    Checkpoints store its counts, so that a resumed run continues them.
     """
 
     reason = "patience"
-    """What `fit` returns when this has ended it."""
+    """Return value of a `fit` that was ended by this callback."""
 
     def __init__(self, patience: int, metric: str = "accuracy", mode: str = "max", min_delta: float = 0.0) -> None:
-        """Say how long to wait.
+        """Configure the callback.
 
         Args:
-            patience: end after so many validations in a row without an improvement.
-            metric: by the name that validations log it under.
-            mode: "max" or "min": what is better.
-            min_delta: by how much more than the best a value must be better to count.
+            patience: number of validations in a row without an improvement after which training ends.
+            metric: name of the metric, as validations log it.
+            mode: "max" or "min": the direction of improvement.
+            min_delta: minimum difference to the best value that counts as an improvement.
 
         Raises:
-            ValueError: a patience below 1, an unknown mode, a negative min_delta.
-            TypeError: a patience that is no int.
+            ValueError: if ``patience`` is below 1, ``mode`` is unknown, or ``min_delta`` is negative or not finite.
+            TypeError: if ``patience`` is not an int.
         """
         if isinstance(patience, bool) or not isinstance(patience, int):
             raise TypeError(f"patience is {patience!r}; expected an int")
@@ -93,12 +93,12 @@ class EarlyStopping:
             raise ValueError(f"min_delta is {min_delta}; expected a finite number, 0 or more")
         self.patience, self.metric, self.mode, self.min_delta = patience, metric, mode, min_delta
         self.best = worst(mode)
-        """The best value so far."""
+        """Best value so far."""
         self.waited = 0
-        """Validations since it was reached."""
+        """Validations since the best value."""
 
     def __call__(self, param: BatchEndParam) -> bool:
-        """Look at a validation; True ends training."""
+        """Count a validation; return True to end training."""
         values = dict(param.eval_metric.get_global_name_value())
         check_metric("EarlyStopping", self.metric, list(values))
         if is_better(values[self.metric], self.best, self.mode, self.min_delta):
@@ -109,13 +109,13 @@ class EarlyStopping:
 
     @property
     def awaited_metric(self) -> str:
-        """What validations must have; `fit` sees to it."""
+        """Metric that validations must have, which `fit` checks."""
         return self.metric
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
+        """Return plain data for a checkpoint."""
         return {"best": self.best, "waited": self.waited}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Count on from there."""
+        """Restore what `state` returned."""
         self.best, self.waited = state["best"], state["waited"]

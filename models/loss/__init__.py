@@ -1,1 +1,1 @@
-"""Losses as exact sums over shares of a batch, their scale and their normaliser."""
+"""Losses as exact sums over shares of a batch, their normalizers, and the scale of float16 losses."""

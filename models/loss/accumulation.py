@@ -1,62 +1,62 @@
-"""By what summed gradients are divided, when several batches or parts of one make an update together."""
+"""Normalization of gradients accumulated over several batches or micro-steps."""
 
 from __future__ import annotations
 
 _MIXED = (
-    "backward(out_grads) and backward() came for one update under grad_req='add', and only the loss's gradients could "
-    "be weighted; call update() between them"
+    "backward(out_grads) and backward() were both called for one update under grad_req='add', but only gradients of "
+    "the loss can be weighted; call update() between them"
 )
 
 
-class Weighting:
-    """The valid elements of an update, counted over devices and over micro-steps.
+class GradientAccumulation:
+    """Counts what the losses of one update are normalized by, over devices and micro-steps.
 
-    The gradients of a micro-step are those of its summed loss divided by a divisor that all micro-steps share; when the
-    last is done, `factor` turns their sum into the gradient of the mean over all elements counted. A mean of the
-    micro-steps' means would weigh the elements of a micro-step with few of them too much.
+    Each micro-step's gradient is that of its summed loss over a divisor common to all micro-steps; at the end `factor`
+    turns their sum into the gradient of the mean over all elements. (A mean of the micro-steps' means would give the
+    elements of a small micro-step too much weight.)
     """
 
     def __init__(self) -> None:
         self._divisor = 0.0
         self._total = 0.0
-        self._given = False
+        self._has_output_gradients = False
 
-    def take_given(self) -> None:
-        """Note that a micro-step's gradients came from outside, and are to be added as they are.
+    def add_output_gradients(self) -> None:
+        """Record that a micro-step starts from gradients of the outputs, which are added unscaled.
 
         Raises:
-            RuntimeError: others of this update came from losses.
+            RuntimeError: if another micro-step of this update starts from a loss.
         """
         if self._divisor:
             raise RuntimeError(_MIXED)
-        self._given = True
+        self._has_output_gradients = True
 
     def divisor(self, expected: float) -> float:
-        """What this micro-step's summed loss is divided by: ``expected`` of the update's first.
+        """Return the divisor of this micro-step's summed loss: ``expected`` of the update's first micro-step.
 
         Raises:
-            RuntimeError: gradients of this update were given from outside.
+            RuntimeError: if another micro-step of this update starts from gradients of the outputs.
         """
-        if self._given:
+        if self._has_output_gradients:
             raise RuntimeError(_MIXED)
         if not self._divisor:
             self._divisor = expected or 1.0
         return self._divisor
 
     def count(self, normalizer: float) -> None:
-        """Count what a micro-step adds to the update's normaliser."""
+        """Add a micro-step's normalizer to the total."""
         self._total += normalizer
 
     @property
     def total(self) -> float:
-        """What has counted so far."""
+        """Sum of the normalizers so far."""
         return self._total
 
     @property
     def factor(self) -> float:
-        """What the sum of the gradients is multiplied by; where nothing counted they are 0, and stay so as in torch."""
+        """Factor of the summed gradients; 1 if nothing was counted, since they are 0 then."""
         return self.factor_for(self._total)
 
     def factor_for(self, total: float) -> float:
-        """The same, where ``total`` has counted with other workers."""
+        """Return `factor` for a total over all workers."""
         return self._divisor / total if total and self._divisor else 1.0

@@ -1,7 +1,7 @@
-"""A loss as a sum over a share of the batch, and what the share adds to the batch's normaliser.
+"""A loss as a sum over a share of the batch, with the share's part of the batch's normalizer.
 
-The gradient of a whole batch is then exact however the batch was shared out: add the sums, add the counts, divide
-once. A share's own mean would weigh its samples by the share's size, and be NaN where all its labels are ignored.
+The gradient of the whole batch is then exact for any split: add the sums, add the counts, divide once. The mean of a
+share would weight its samples by the share's size, and be NaN if all its labels are ignored.
 """
 
 from __future__ import annotations
@@ -47,19 +47,23 @@ _MODULE_OF: dict[Any, Callable[[], nn.Module]] = {
 
 
 class SummedLoss:
-    """What a loss is to a replica: `sum_and_count` of its share.
+    """Loss of a share as a sum and a count, see `sum_and_count`.
 
-    torch's losses of (output, label) are summed and counted as torch counts for reduction="mean": class weights of
-    the labels not ignored, elements, or samples; with reduction="sum" the batch's normaliser is 1. Any other
-    callable is a mean over samples, or over what ``normalizer(label)`` counts. None: the output is the loss.
+    torch's losses of (output, label) are summed, and counted as torch does for reduction="mean": class weights of the
+    labels not ignored, elements, or samples; with reduction="sum" the batch's normalizer is 1. Any other callable is
+    taken as a mean over samples, or over what ``normalizer(label)`` counts. With None the output is the loss.
     """
 
     def __init__(self, loss: Loss, normalizer: Normalizer | None = None) -> None:
-        """Check the loss and find out how it counts.
+        """Check the loss and determine its normalizer.
+
+        Args:
+            loss: a torch loss, a function of (output, label), or None.
+            normalizer: function of the label that returns the divisor of a loss of the user's own.
 
         Raises:
-            TypeError: the loss or the normalizer is not callable.
-            ValueError: the loss has parameters, or its reduction is "none".
+            TypeError: if the loss or the normalizer is not callable.
+            ValueError: if the loss has parameters, or its reduction is "none".
         """
         if loss is not None and not callable(loss):
             raise TypeError(f"loss is {loss!r}; expected a torch loss, a function of (output, label), or None")
@@ -87,13 +91,17 @@ class SummedLoss:
     def sum_and_count(
         self, output: Batch, label: Batch, host_label: Batch, samples: int
     ) -> tuple[torch.Tensor | None, float]:
-        """The share's loss as a sum, and its part of the batch's normaliser; (None, 0) where there is no loss.
+        """Return the share's summed loss and its part of the batch's normalizer; (None, 0) if there is no loss.
 
         Args:
             output: the network's output for the share.
-            label: the share's labels on the output's device.
-            host_label: the same labels where the caller had them, so that counting copies nothing from a GPU.
-            samples: how many samples the share has.
+            label: labels of the share, on the output's device.
+            host_label: the same labels as the caller gave them, so that counting copies nothing from a GPU.
+            samples: number of samples in the share.
+
+        Raises:
+            TypeError: if a torch loss gets an output or a label that is not a tensor.
+            ValueError: if output and label do not fit, or a loss of the user's own returns more than one number.
         """
         if self.loss is None:
             if not isinstance(output, torch.Tensor) or not output.is_floating_point():
@@ -104,7 +112,7 @@ class SummedLoss:
         if self.is_sum:
             return self._placed(output)(output, label), 1.0
         if self._counts_as_torch:
-            _check_tensor(output, f"the output that {type(self.loss).__name__} gets")
+            _check_tensor(output, f"the output for {type(self.loss).__name__}")
             count = self._torch_count(output, host_label)
             return self._placed(output)(output, label), count
         count = float(samples if self.normalizer is None else self.normalizer(host_label))
@@ -113,15 +121,15 @@ class SummedLoss:
         value = self._placed(output)(output, label)
         if not isinstance(value, torch.Tensor) or value.dim():
             shape = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-            raise ValueError(f"loss {self.loss} gave {shape}; expected a tensor without axes, the mean over samples")
+            raise ValueError(f"loss {self.loss} gave {shape}; expected a scalar tensor, the mean over samples")
         return _wide(value) * count, count
 
     def known_normalizer(self, label: Batch | None, samples: int) -> float | None:
-        """What a batch's summed loss is divided by, where the labels alone say it; None where that takes outputs.
+        """Return the normalizer of a whole batch if its labels determine it; None if the outputs are needed.
 
         Args:
-            label: the labels of the whole batch.
-            samples: how many samples it has.
+            label: labels of the whole batch.
+            samples: number of samples in it.
         """
         if label is None or self.loss is None or self.normalizer is not None:
             return None
@@ -131,10 +139,10 @@ class SummedLoss:
             return float(samples)
         if self._counts_classes(label) and getattr(self.loss, "weight", None) is None:
             return self._class_count(label)
-        return None  # weights are added up share by share, and may round otherwise over the whole batch
+        return None  # class weights summed over the whole batch may round differently than share by share
 
     def _placed(self, output: Batch) -> Any:
-        """The loss with its own tensors (class weights, say) on the output's device."""
+        """Return the loss with its buffers, such as class weights, on the output's device."""
         if not isinstance(self._summed, nn.Module):
             return self._summed
         device = _device(output)
@@ -147,10 +155,10 @@ class SummedLoss:
     def _torch_count(self, output: torch.Tensor, label: torch.Tensor) -> float:
         loss: Any = self.loss
         name = type(loss).__name__
-        _check_tensor(label, f"the label that {name} gets")
+        _check_tensor(label, f"the label for {name}")
         if self._counts_classes(label):
             return self._class_count(label)
-        if isinstance(loss, nn.CrossEntropyLoss):  # class probabilities: one count for each distribution
+        if isinstance(loss, nn.CrossEntropyLoss):  # class probabilities: one per distribution
             return output.numel() / output.shape[1]
         if loss.reduction == "batchmean":
             return float(output.shape[0])
@@ -159,12 +167,12 @@ class SummedLoss:
         if output.dim() != label.dim():
             raise ValueError(
                 f"{name} got an output of shape {tuple(output.shape)} and a label of shape {tuple(label.shape)}, "
-                "which would mix samples; expected as many axes (reshape or unsqueeze one of them)"
+                "which would mix samples; expected the same number of axes (reshape or unsqueeze one of them)"
             )
         return float(math.prod(max(sizes) for sizes in zip(output.shape, label.shape, strict=True)))
 
     def _counts_classes(self, label: Batch) -> TypeGuard[torch.Tensor]:
-        """Whether the loss takes these labels as class indices."""
+        """Return True if the loss takes these labels as class indices."""
         by_class = any(_is_plain(self.loss, kind) for kind in _BY_CLASS)
         return by_class and isinstance(label, torch.Tensor) and not label.is_floating_point()
 
@@ -177,18 +185,18 @@ class SummedLoss:
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
-    """A loss in a precision that can hold a sum over many samples."""
+    """Return half-precision losses as float32, which can hold a sum over many samples."""
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def _is_plain(loss: Any, kind: type[nn.Module]) -> bool:
-    """Whether the loss is of torch's kind, or of a subclass that does not compute another value."""
+    """Return True if the loss is of this torch class, or of a subclass with the same forward."""
     return isinstance(loss, kind) and type(loss).forward is kind.forward
 
 
 def _check_tensor(value: Any, what: str) -> None:
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{what} is a {type(value).__name__}; expected a tensor (or pass a loss function of your own)")
+        raise TypeError(f"{what} is a {type(value).__name__}; expected a tensor (or pass your own loss function)")
 
 
 def _device(output: Batch) -> torch.device:

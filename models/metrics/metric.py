@@ -15,7 +15,7 @@ from gangline.models.metrics.sync import value_over
 if TYPE_CHECKING:
     import torchmetrics
 
-    from gangline.models.steps import Steps
+    from gangline.models.trainable import Trainable
     from gangline.models.workers import Workers
 
 _log = logging.getLogger("gangline")
@@ -28,7 +28,7 @@ class EvalMetric(abc.ABC):
     """
 
     @abc.abstractmethod
-    def update(self, label: Any, output: Any, module: Steps) -> None:
+    def update(self, label: Any, output: Any, module: Trainable) -> None:
         """Add one batch: its labels, the outputs for it, and the module that computed them."""
 
     @abc.abstractmethod
@@ -97,7 +97,7 @@ class _Composite(EvalMetric):
     def __init__(self, metrics: Sequence[EvalMetric]) -> None:
         self._metrics = metrics
 
-    def update(self, label: Any, output: Any, module: Steps) -> None:
+    def update(self, label: Any, output: Any, module: Trainable) -> None:
         for metric in self._metrics:
             metric.update(label, output, module)
 
@@ -130,14 +130,14 @@ class _One(EvalMetric):
         self._gathered: float | None = None  # the global value over all workers
 
     @abc.abstractmethod
-    def _arguments(self, label: Any, output: Any, module: Steps) -> tuple[Any, ...] | None:
+    def _arguments(self, label: Any, output: Any, module: Trainable) -> tuple[Any, ...] | None:
         """Return the arguments of the torchmetrics object's update() for a batch; None if nothing is counted."""
 
     @abc.abstractmethod
     def _make(self, output: Any) -> torchmetrics.Metric:
         """Create the torchmetrics object, given the first outputs."""
 
-    def update(self, label: Any, output: Any, module: Steps) -> None:
+    def update(self, label: Any, output: Any, module: Trainable) -> None:
         self._gathered = None
         arguments = self._arguments(label, output, module)
         if arguments is None:
@@ -183,7 +183,7 @@ class _Torchmetric(_One):
         super().__init__(type(metric).__name__)
         self._given = metric
 
-    def _arguments(self, label: Any, output: Any, module: Steps) -> tuple[Any, ...]:  # noqa: ARG002
+    def _arguments(self, label: Any, output: Any, module: Trainable) -> tuple[Any, ...]:  # noqa: ARG002
         return _tensors(self._name, output, label)
 
     def _make(self, output: Any) -> torchmetrics.Metric:
@@ -212,7 +212,7 @@ class _Named(_One):
         self._factory, self._prepare = make, prepare
         self._first: torch.Tensor | None = None
 
-    def _arguments(self, label: Any, output: Any, module: Steps) -> tuple[Any, ...] | None:  # noqa: ARG002
+    def _arguments(self, label: Any, output: Any, module: Trainable) -> tuple[Any, ...] | None:  # noqa: ARG002
         prepared = self._prepare(*_tensors(self._name, output, label))
         self._first = prepared[0]
         return prepared if prepared[1].numel() else None
@@ -231,7 +231,7 @@ class _Mean(_One):
         super().__init__(name, finish)
         self._batch = batch
 
-    def _arguments(self, label: Any, output: Any, module: Steps) -> tuple[Any, ...] | None:  # noqa: ARG002
+    def _arguments(self, label: Any, output: Any, module: Trainable) -> tuple[Any, ...] | None:  # noqa: ARG002
         value, weight = self._batch(label, output)
         return (float(value), weight) if weight else None
 
@@ -249,7 +249,7 @@ class _LossMetric(_Mean):
     def __init__(self, loss: Any) -> None:  # noqa: ARG002  the signature of all named metrics
         super().__init__("loss", lambda *_: (0.0, 0.0))
 
-    def _arguments(self, label: Any, output: Any, module: Steps) -> tuple[Any, ...] | None:  # noqa: ARG002
+    def _arguments(self, label: Any, output: Any, module: Trainable) -> tuple[Any, ...] | None:  # noqa: ARG002
         return (float(module.get_loss()), module.normalizer) if module.normalizer else None
 
 

@@ -1,1 +1,1 @@
-"""Gradients in flat buckets that leave for the store during backward."""
+"""Reducer: gradients leave for the store in buckets during backward, and updated weights return."""

@@ -1,4 +1,4 @@
-"""The flow of gradients to the store: gathered in flat buckets during backward, which leave as they fill."""
+"""Reducer: gradients gathered in flat buckets that are pushed to the store as soon as backward has filled them."""
 
 from __future__ import annotations
 
@@ -20,124 +20,129 @@ _log = logging.getLogger("gangline")
 
 
 @dataclass(eq=False)
-class Filling:
-    """A bucket with its flat tensors on every replica, and how far it is filled in the backward that runs."""
+class BucketState:
+    """A bucket with its flat tensors on every replica, and its progress in the current backward."""
 
     bucket: Bucket
     priority: int
     names: list[str]
     weights: list[torch.Tensor]
+    """Flat weights, one tensor per replica."""
     gradients: list[torch.Tensor | None]
-    """None where a replica's gradients stay where autograd puts them."""
-    weight_of: list[dict[str, torch.Tensor]] = field(init=False)
-    gradient_of: list[dict[str, torch.Tensor]] = field(init=False)
-    awaited: dict[int, set[str]] = field(default_factory=dict)
-    """The gradients that have yet to arrive, by the replica's place; empty where the bucket waits for the end."""
-    filled: list[torch.cuda.Event] = field(default_factory=list)
-    left: Work | None = None
+    """Flat gradients, one per replica; None on the host, where gradients stay where autograd accumulates them."""
+    weight_views: list[dict[str, torch.Tensor]] = field(init=False)
+    gradient_views: list[dict[str, torch.Tensor]] = field(init=False)
+    pending: dict[int, set[str]] = field(default_factory=dict)
+    """Names of gradients yet to arrive, by replica index; empty if the bucket is not pushed before `finish`."""
+    events: list[torch.cuda.Event] = field(default_factory=list)
+    """Events after which the flat gradients on GPUs are complete."""
+    push: Work | None = None
+    """The bucket's push in this step, if it was started."""
 
     def __post_init__(self) -> None:
-        self.gradient_of = [_by_name(self.bucket, flat) if flat is not None else {} for flat in self.gradients]
-        self.weight_of = [_by_name(self.bucket, flat) for flat in self.weights]
+        self.gradient_views = [_views(self.bucket, flat) if flat is not None else {} for flat in self.gradients]
+        self.weight_views = [_views(self.bucket, flat) for flat in self.weights]
 
 
 class Reducer:
-    """Takes the gradients of all replicas to a store, and the new weights back.
+    """Pushes the gradients of all replicas to a store, and pulls the new weights.
 
-    The first backward is watched: its order becomes that of the buckets, and what it shows to be sparse stays out of
-    them. From then on the replicas' parameters are views of flat tensors, into which the store's weights are copied
-    whole, and hooks see a bucket's gradients arrive. On a GPU a hook moves each into a flat tensor, so that a bucket
-    is one transfer; on the host there is none to be saved, and the store adds up gradients where autograd left them.
+    The first backward is only recorded: the order in which its gradients arrive becomes that of the buckets, and
+    parameters with sparse gradients stay out of them. From then on the replicas' parameters are views of flat tensors,
+    into which the store's weights are copied whole, and hooks count the gradients of each bucket. On a GPU a hook
+    copies each gradient into a flat tensor, so that a bucket is one transfer; on the host there is no transfer to
+    save, and the store adds up gradients where autograd accumulated them.
 
-    Autograd does not accumulate into the flat tensor, which would have to be read and cleared first; one copy costs
-    half of that, and whatever a user does to ``.grad`` cannot detach a bucket.
+    Autograd does not accumulate into the flat tensor, because it would have to be cleared and read first; one copy
+    costs half of that, and no assignment to ``.grad`` by the user can detach a bucket.
     """
 
     def __init__(self, replicas: Sequence[Replica], store: KVStore) -> None:
-        """Hook into the parameters that are trained."""
+        """Register hooks on the trained parameters."""
         self._replicas = list(replicas)
         self._store = store
-        self._fillings: list[Filling] = []
-        self._home: dict[str, Filling] = {}
-        self._arrivals: dict[str, int] = {}  # of the watched backward: how often each gradient arrived, in order
-        self._places: list[int] = []  # of the replicas that take part in this backward
-        self._repeated: set[str] = set()
-        self._moved: set[str] = set()
+        self._buckets: list[BucketState] = []
+        self._bucket_of: dict[str, BucketState] = {}
+        self._arrivals: dict[str, int] = {}  # arrivals of each gradient in the recorded backward, in order
+        self._active: list[int] = []  # indices of the replicas that take part in this backward
+        self._repeated: set[str] = set()  # parameters whose gradient arrives more than once
+        self._warned: set[str] = set()
         self._lock = threading.Lock()
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, place, name))  # type: ignore[no-untyped-call]
-            for place, replica in enumerate(replicas)
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index, name))  # type: ignore[no-untyped-call]
+            for index, replica in enumerate(replicas)
             for name, parameter in replica.parameters.items()
         ]
 
-    def begin(self, places: Iterable[int], *, leave_early: bool) -> None:
-        """Get ready for a backward.
+    def begin(self, active: Iterable[int], *, push_early: bool) -> None:
+        """Prepare for a backward.
 
         Args:
-            places: of the replicas that take part in it.
-            leave_early: hand each bucket to the store as soon as all of them have filled it; else `finish` does.
+            active: indices of the replicas that take part in it.
+            push_early: push each bucket as soon as all of them have filled it, instead of in `finish`.
         """
-        self._places = list(places)
-        if not self._fillings:
+        self._active = list(active)
+        if not self._buckets:
             self._arrivals.clear()
-        for filling in self._fillings:
-            filling.left = None
-            filling.filled.clear()
-            waits = not leave_early or self._repeated.intersection(filling.names)
-            filling.awaited = {} if waits else {place: set(filling.names) for place in self._places}
+        for state in self._buckets:
+            state.push = None
+            state.events.clear()
+            waits = not push_early or self._repeated.intersection(state.names)
+            state.pending = {} if waits else {index: set(state.names) for index in self._active}
 
-    def _arrived(self, place: int, name: str, parameter: torch.Tensor) -> None:
-        """A gradient is complete: autograd calls this, in the thread that made it."""
-        filling = self._home.get(name)
-        if filling is None:
-            if not self._fillings and self._places and place == self._places[0]:
+    def _on_gradient(self, index: int, name: str, parameter: torch.Tensor) -> None:
+        """Count a gradient that autograd has just accumulated; runs in the autograd thread."""
+        state = self._bucket_of.get(name)
+        if state is None:
+            if not self._buckets and self._active and index == self._active[0]:
                 self._arrivals[name] = self._arrivals.get(name, 0) + 1
             return
-        if filling.left is not None:
+        if state.push is not None:
             raise RuntimeError(
-                f"parameter {name!r} got another gradient when its bucket had gone to the store already, as happens "
-                "where layers that share a weight are checkpointed with use_reentrant=True; call forward_backward() "
-                "and update() instead of forward_backward_update()"
+                f"parameter {name!r} got another gradient after its bucket was pushed, which happens if layers that "
+                "share a weight are checkpointed with use_reentrant=True; call forward_backward() and update() "
+                "instead of forward_backward_update()"
             )
-        if not _gather(parameter, filling.gradient_of[place].get(name)):
+        if not _copy_to_bucket(parameter, state.gradient_views[index].get(name)):
             return
         with self._lock:
-            awaited = filling.awaited.get(place)
-            if awaited is None:
+            pending = state.pending.get(index)
+            if pending is None:
                 return
-            awaited.discard(name)
-            if awaited:
+            pending.discard(name)
+            if pending:
                 return
             if parameter.is_cuda:
-                filling.filled.append(torch.cuda.current_stream(parameter.device).record_event())
-            del filling.awaited[place]
-            if filling.awaited:
+                state.events.append(torch.cuda.current_stream(parameter.device).record_event())
+            del state.pending[index]
+            if state.pending:
                 return
-        self._filled(filling)
+        self._on_full(state)
 
-    def _filled(self, filling: Filling) -> None:
-        """All that a backward was to bring has come."""
-        self._leave(filling, self._places, None, async_op=True)
+    def _on_full(self, state: BucketState) -> None:
+        """Push a bucket that has all gradients of this backward."""
+        self._push(state, self._active, None, async_op=True)
 
-    def _leave(
-        self, filling: Filling, places: Sequence[int], names: Sequence[str] | None, *, async_op: bool = False
+    def _push(
+        self, state: BucketState, indices: Sequence[int], names: Sequence[str] | None, *, async_op: bool = False
     ) -> None:
-        for event in filling.filled:
+        for event in state.events:
             torch.cuda.current_stream(event.device).wait_event(event)
-        if self._store.compresses:  # all must send, or residuals would change hands
-            places = range(len(self._replicas))
-        values = self._values(filling, places, names or filling.names)
-        filling.left = self._store.push_bucket(filling.bucket, values, names, filling.priority, async_op=async_op)
+        if self._store.compresses:  # every replica must push, or residuals would be applied to other replicas
+            indices = range(len(self._replicas))
+        values = self._values(state, indices, names or state.names)
+        state.push = self._store.push_bucket(state.bucket, values, names, state.priority, async_op=async_op)
 
-    def _values(self, filling: Filling, places: Sequence[int], names: Sequence[str]) -> list[BucketValue]:
-        return [self._value(filling, place, names) for place in places]
+    def _values(self, state: BucketState, indices: Sequence[int], names: Sequence[str]) -> list[BucketValue]:
+        return [self._value(state, index, names) for index in indices]
 
-    def _value(self, filling: Filling, place: int, names: Sequence[str]) -> BucketValue:
-        """What a replica has for a bucket; zeros for what it lacks and has to send all the same."""
-        flat, views, parameters = filling.gradients[place], filling.gradient_of[place], self._replicas[place].parameters
+    def _value(self, state: BucketState, index: int, names: Sequence[str]) -> BucketValue:
+        """Return a replica's gradients of a bucket, with zeros for missing ones where all must be pushed."""
+        flat, views = state.gradients[index], state.gradient_views[index]
+        parameters = self._replicas[index].parameters
         if flat is not None:
             for name in names:
-                if not _gather(parameters[name], views[name]):
+                if not _copy_to_bucket(parameters[name], views[name]):
                     views[name].zero_()
             return flat
         gradients = {name: parameters[name].grad for name in names}
@@ -146,90 +151,90 @@ class Reducer:
         return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
     def finish(self) -> None:
-        """Push what has not left, and pull all weights into the replicas.
+        """Push what was not pushed yet, and pull all weights into the replicas.
 
-        Parameters that no replica has a gradient for are left alone.
+        Parameters for which no replica has a gradient are left alone.
         """
-        self._places = []
-        apart = [name for name in self._replicas[0].parameters if name not in self._home]
-        for filling in self._fillings:
-            filling.awaited = {}  # a backward of somebody else's must not fill it
-            if filling.left is None:
-                apart += self._close(filling)
-        self._move_apart(apart)
+        self._active = []
+        unbucketed = [name for name in self._replicas[0].parameters if name not in self._bucket_of]
+        for state in self._buckets:
+            state.pending = {}  # a backward outside of a step must not push the bucket
+            if state.push is None:
+                unbucketed += self._push_incomplete(state)
+        self._exchange_unbucketed(unbucketed)
         self._pull_buckets()
-        if not self._fillings and self._arrivals:
-            self._repeated = self._repeated_here()
-            self._form(list(self._arrivals), self._lone_here())
+        if not self._buckets and self._arrivals:
+            self._repeated = self._repeated_arrivals()
+            self._form_buckets(list(self._arrivals), self._excluded())
 
     def _pull_buckets(self) -> None:
-        for filling in sorted(self._fillings, key=lambda filling: -filling.priority):
-            if filling.left is not None:
-                filling.left.wait()
-                self._keep_views(filling)
-                self._store.pull_bucket(filling.bucket, filling.weights, filling.priority)
-                filling.left = None
+        for state in sorted(self._buckets, key=lambda state: -state.priority):
+            if state.push is not None:
+                state.push.wait()
+                self._restore_views(state)
+                self._store.pull_bucket(state.bucket, state.weights, state.priority)
+                state.push = None
 
     def abandon(self) -> tuple[int, int]:
-        """After a failed backward: have the replicas hold what the store holds.
+        """After a failed backward, pull the store's weights into the replicas.
 
         Returns:
-            How many buckets had gone to the store, of how many.
+            The number of buckets that had been pushed, and the number of buckets.
         """
-        self._places = []
-        gone = [filling for filling in self._fillings if filling.left is not None]
+        self._active = []
+        pushed = [state for state in self._buckets if state.push is not None]
         if self._store.updates_wait:  # nothing has been updated
             self._store.drop_updates()
-            gone = []
-        for filling in self._fillings:
-            filling.awaited = {}
-            self._keep_views(filling)
-            self._store.pull_bucket(filling.bucket, filling.weights)  # behind its push, if there was one
-            filling.left = None
-        apart = [name for name in self._replicas[0].parameters if name not in self._home]
-        self._store.pull(apart, [self._weights(name) for name in apart])
-        return len(gone), len(self._fillings)
+            pushed = []
+        for state in self._buckets:
+            state.pending = {}
+            self._restore_views(state)
+            self._store.pull_bucket(state.bucket, state.weights)  # ordered after its push, if there was one
+            state.push = None
+        unbucketed = [name for name in self._replicas[0].parameters if name not in self._bucket_of]
+        self._store.pull(unbucketed, [self._weights(name) for name in unbucketed])
+        return len(pushed), len(self._buckets)
 
-    def _close(self, filling: Filling) -> list[str]:
-        """Push a bucket that backward left open; returns the names whose gradients turned out to be sparse."""
-        sparse = [name for name in filling.names if any(is_sparse(p.grad) for p in self._parameters(name))]
+    def _push_incomplete(self, state: BucketState) -> list[str]:
+        """Push a bucket that backward did not fill; return names whose gradients turned out to be sparse."""
+        sparse = [name for name in state.names if any(is_sparse(p.grad) for p in self._parameters(name))]
         present = [
             name
-            for name in filling.names
+            for name in state.names
             if name not in sparse and any(parameter.grad is not None for parameter in self._parameters(name))
         ]
         if present:
             used = [
-                place
-                for place, replica in enumerate(self._replicas)
+                index
+                for index, replica in enumerate(self._replicas)
                 if any(replica.parameters[name].grad is not None for name in present)
             ]
-            self._leave(filling, used, present)
+            self._push(state, used, present)
         return sparse
 
-    def _move_apart(self, names: Sequence[str]) -> None:
-        """Push and pull key by key; between them, where updates wait, have all of them made."""
+    def _exchange_unbucketed(self, names: Sequence[str]) -> None:
+        """Push and pull parameters outside of buckets one by one."""
         dense: dict[str, list[torch.Tensor]] = {}
-        rows: dict[str, torch.Tensor | None] = {}  # which to pull; None: all
+        rows: dict[str, torch.Tensor | None] = {}  # rows to pull; None: all
         for name in names:
             gradients = [p.grad for p in self._parameters(name) if p.grad is not None]
             if gradients and all(is_sparse(gradient) for gradient in gradients):
                 self._store.push(name, gradients)
                 own = [gradient._indices()[0].to(gradients[0].device) for gradient in gradients]
-                rows[name] = torch.cat(own) if self._store.num_workers == 1 else None  # others have changed others
+                rows[name] = torch.cat(own) if self._store.num_workers == 1 else None  # others changed other rows
             elif gradients and self._store.compresses:
                 dense[name] = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters(name)]
             elif gradients:
                 dense[name] = gradients
-        self._move_dense(list(dense), list(dense.values()))
+        self._exchange_dense(list(dense), list(dense.values()))
         for name, numbers in rows.items():
             if numbers is None:
                 self._store.pull(name, self._weights(name))
             else:
                 self._store.row_sparse_pull(name, self._weights(name), row_ids=numbers)
 
-    def _move_dense(self, names: Sequence[str], values: Sequence[list[torch.Tensor]]) -> None:
-        """Push and pull what is dense, behind all other pushes; where updates wait, have them made."""
+    def _exchange_dense(self, names: Sequence[str], values: Sequence[list[torch.Tensor]]) -> None:
+        """Push and pull dense parameters after all other pushes; if updates wait, run them in between."""
         weights = [self._weights(name) for name in names]
         if not self._store.updates_wait:
             if names:
@@ -237,53 +242,54 @@ class Reducer:
             return
         if names:
             self._store.push(list(names), list(values))
-        for filling in self._fillings:
-            if filling.left is not None:
-                filling.left.wait()  # what it has failed with comes before any update
+        for state in self._buckets:
+            if state.push is not None:
+                state.push.wait()  # a failed push must raise before any update
         self._store.update()
         if names:
             self._store.pull(list(names), weights)
 
-    def _repeated_here(self) -> set[str]:
+    def _repeated_arrivals(self) -> set[str]:
         return {name for name, count in self._arrivals.items() if count > 1}
 
-    def _lone_here(self) -> set[str]:
-        """What stays out of buckets."""
+    def _excluded(self) -> set[str]:
+        """Return the parameters that stay out of buckets."""
         on_gpu = any(replica.context.device_type == "gpu" for replica in self._replicas)
-        lone = _fused_by_cudnn(self._replicas[0]) if on_gpu else set()
-        return lone | {n for n in self._replicas[0].parameters if any(is_sparse(p.grad) for p in self._parameters(n))}
+        excluded = _cudnn_weights(self._replicas[0]) if on_gpu else set()
+        sparse = {n for n in self._replicas[0].parameters if any(is_sparse(p.grad) for p in self._parameters(n))}
+        return excluded | sparse
 
-    def _form(self, order: Sequence[str], lone: Container[str]) -> None:
-        """Make the buckets, in the order in which the watched backward finished."""
+    def _form_buckets(self, order: Sequence[str], excluded: Container[str]) -> None:
+        """Create the buckets in the order of arrival, and make the parameters views of them."""
         first = self._replicas[0].parameters
-        names = [name for name in order if name not in lone]
+        names = [name for name in order if name not in excluded]
         for number, bucket in enumerate(plan([(name, first[name].detach()) for name in names], BUCKET_BYTES)):
             self._store.fuse(bucket)
             devices = [replica.context.torch_device for replica in self._replicas]
-            filling = Filling(
+            state = BucketState(
                 bucket,
-                number,  # what is needed first in the next forward arrives last, and goes first
+                number,  # the last to arrive belongs to the first layers, which the next forward needs first
                 [str(key) for key in bucket.keys],
                 [bucket.empty(device) for device in devices],
                 [bucket.empty(device) if device.type == "cuda" else None for device in devices],
             )
-            self._fillings.append(filling)
-            for place in range(len(self._replicas)):
-                for name, view in filling.weight_of[place].items():
-                    parameter = self._replicas[place].parameters[name]
+            self._buckets.append(state)
+            for replica, views in zip(self._replicas, state.weight_views, strict=True):
+                for name, view in views.items():
+                    parameter = replica.parameters[name]
                     view.copy_(parameter.detach())
                     parameter.data = view
-                    self._home[name] = filling
+                    self._bucket_of[name] = state
 
-    def _keep_views(self, filling: Filling) -> None:
-        """Have the parameters be the bucket's views again where something gave them memory of their own."""
-        for place in range(len(self._replicas)):
-            for name, view in filling.weight_of[place].items():
-                parameter = self._replicas[place].parameters[name]
+    def _restore_views(self, state: BucketState) -> None:
+        """Make parameters views of the bucket again if user code gave them other memory."""
+        for replica, views in zip(self._replicas, state.weight_views, strict=True):
+            for name, view in views.items():
+                parameter = replica.parameters[name]
                 if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
                     parameter.data = view
-                    if name not in self._moved:
-                        self._moved.add(name)
+                    if name not in self._warned:
+                        self._warned.add(name)
                         _log.warning("parameter %r had moved to memory of its own; it is back in its bucket", name)
 
     def _parameters(self, name: str) -> list[nn.Parameter]:
@@ -293,34 +299,34 @@ class Reducer:
         return [parameter.data for parameter in self._parameters(name)]
 
     def close(self) -> None:
-        """Take the hooks away; parameters stay views of the flat tensors."""
+        """Remove the hooks; parameters stay views of the flat tensors."""
         for hook in self._hooks:
             hook.remove()
 
 
 @torch.no_grad()
-def _gather(parameter: torch.Tensor, view: torch.Tensor | None) -> bool:
-    """Have ``parameter.grad`` be ``view``, if there is one, with its values; False where it is None or sparse."""
+def _copy_to_bucket(parameter: torch.Tensor, view: torch.Tensor | None) -> bool:
+    """Copy a gradient into its view of the bucket, if there is one; return False if it is None or sparse."""
     gradient = parameter.grad
     if gradient is None or is_sparse(gradient):
         return False
     if view is not None and (gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride()):
         view.copy_(gradient)
-        parameter.grad = view.detach()  # an object of its own, or a user's ``grad.data = ...`` would move the view
+        parameter.grad = view.detach()  # a separate tensor object: a user's ``grad.data = ...`` must not move the view
     return True
 
 
 def is_sparse(gradient: torch.Tensor | None) -> bool:
-    """Whether there is a gradient, and it is a sparse one."""
+    """Return True if there is a gradient and it is sparse."""
     return gradient is not None and gradient.layout != torch.strided
 
 
-def _by_name(bucket: Bucket, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+def _views(bucket: Bucket, flat: torch.Tensor) -> dict[str, torch.Tensor]:
     return {str(key): view for key, view in bucket.views(flat).items()}
 
 
-def _fused_by_cudnn(replica: Replica) -> set[str]:
-    """The weights of recurrent layers, which cuDNN wants in one piece of memory of its own."""
+def _cudnn_weights(replica: Replica) -> set[str]:
+    """Return the weights of recurrent layers, which cuDNN requires in one contiguous block."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in replica.network.named_modules()

@@ -61,7 +61,7 @@ class Meter:
             measure: True to evaluate the metric on its last batch.
         """
         now, module = time.perf_counter(), self._module
-        seen, waited = module.replicas.samples_seen, module.seconds_waiting
+        seen, waited = module.bound.replicas.samples_seen, module.seconds_waiting
         if param.epoch != self._epoch:
             self._epoch, before = param.epoch, [0] * len(seen)  # the counters restart in each epoch
         else:
@@ -70,9 +70,9 @@ class Meter:
             self._seconds += now - self._since
             self._waiting += waited - self._waited
             names, own = list(self._samples), 0
-            for replica, count, was in zip(module.replicas.all, seen, before, strict=True):
+            for replica, count, was in zip(module.bound.replicas.all, seen, before, strict=True):
                 new = count - was if count >= was else count
-                self._samples[names[replica.number]] += new
+                self._samples[names[replica.context_index]] += new
                 own += new
             self._total += samples_of_job(module, param, own)
         self._since, self._seen, self._waited = now, seen, waited

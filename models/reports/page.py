@@ -199,7 +199,7 @@ def settings(module: Module, param: BatchEndParam) -> dict[str, str]:
     """Return the settings of a started run, as text by name."""
     workers, plan = module.workers, module.position.plan
     parameters = sum(parameter.numel() for parameter in module.network.parameters())
-    trained = sum(parameter.numel() for parameter in module.replicas.first.parameters.values())
+    trained = sum(parameter.numel() for parameter in module.bound.replicas.first.parameters.values())
     store, optimizer, arguments = module.optimizer_request or (None, "", {})
     data = param.locals["data"]
     size = plan.get("batch_size") or (num_samples(data, "data") if data is not None else None)
@@ -209,7 +209,7 @@ def settings(module: Module, param: BatchEndParam) -> dict[str, str]:
         + (f", {trained:,} trained" if trained != parameters else ""),
         "loss": "the network's output" if loss is None else getattr(loss, "__name__", type(loss).__name__),
         "contexts": ", ".join(map(str, module.contexts)),
-        "loads": ", ".join(f"{load:g}" for load in module.work_load_list) + (" (auto)" if module.auto else ""),
+        "loads": ", ".join(f"{load:g}" for load in module.work_load_list) + (" (auto)" if module.load_balancer else ""),
         "store": str(getattr(store, "type", store)),
         "optimizer": f"{optimizer if isinstance(optimizer, str) else optimizer.__name__}, "
         + ", ".join(f"{name} {value}" for name, value in arguments.items()),

@@ -276,7 +276,7 @@ def test_a_norm_that_is_nan_makes_weights_nan(name: str, spoilt: int) -> None:
         module.init_optimizer("device", "sgd", {"learning_rate": 1.0, name: 1.0})
         module.forward(arrays()[0], is_train=True)
         module.backward(torch.ones(SAMPLES, CLASSES, dtype=torch.float64))
-        for replica in module.replicas.all:
+        for replica in module.bound.replicas.all:
             for key in ("0.weight", "0.bias"):
                 gradient = replica.parameters[key].grad
                 assert gradient is not None

@@ -77,7 +77,7 @@ def test_a_network_trains_through_every_codec_and_its_replicas_stay_equal(kind: 
             kvstore=store,
             optimizer_params={"learning_rate": 0.1, "momentum": 0.9},
         )
-        first, second = (dict(replica.network.named_parameters()) for replica in module.replicas.all)
+        first, second = (dict(replica.network.named_parameters()) for replica in module.bound.replicas.all)
         assert all(torch.equal(first[name], second[name]) for name in first)
         assert dict(module.score((data, label), "acc", batch_size=32))["accuracy"] >= 0.97
         feeds_back = kind in ("2bit", "topk")
@@ -276,7 +276,7 @@ def test_one_context_alone_warns_that_nothing_is_sent(caplog: pytest.LogCaptureF
             module.forward_backward_update(data, label)
             assert module.compression_residuals() == {}
             found.append(module.get_params())
-            said = ["one context alone sends no gradients, so compression_params changes nothing"]
+            said = ["a single context sends no gradients, so compression_params has no effect"]
             assert caplog.messages == (said if params else [])
     assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
 

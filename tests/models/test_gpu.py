@@ -35,7 +35,7 @@ def groups_of_gpus() -> list[list[Context]]:
 
 
 def replicas_are_equal(module: Module) -> None:
-    first, *others = [dict(replica.network.named_parameters()) for replica in module.replicas.all]
+    first, *others = [dict(replica.network.named_parameters()) for replica in module.bound.replicas.all]
     for other in others:
         assert all(torch.equal(value.cpu(), other[name].cpu()) for name, value in first.items())
 
@@ -279,7 +279,7 @@ def test_buckets_leave_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -> N
             module.init_optimizer(store, "sgd", {"lr": 0.1})
             data, label = torch.randn(16, 32), torch.randint(CLASSES, (16,))
             module.forward_backward_update(data, label)
-            for replica in module.replicas.all:
+            for replica in module.bound.replicas.all:
                 replica.network.get_parameter("0.weight").register_hook(
                     lambda _, store=store, number=replica.number: store.arrived.append(number)
                 )
@@ -349,7 +349,7 @@ def test_auto_runs_a_batch_that_does_not_fit_in_micro_steps(caplog: pytest.LogCa
             optimizer.zero_grad()
             nn.functional.cross_entropy(reference(data), label).backward()
             optimizer.step()
-        most = module.auto.limits.most[0]
+        most = module.load_balancer.limits.max_samples[0]
         assert most is not None
         assert 1 <= most <= 256
         assert distance(module.get_params(), reference.state_dict()) <= 1e-4

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from gangline import cpu
 from gangline.collectives.workload import split_batch
-from gangline.models.load_balance.memory_limits import Limits, is_out_of_memory
+from gangline.models.executor.executor import is_out_of_memory
+from gangline.models.load_balance.memory_limits import MemoryLimits
 
 
-def limits(*most: int | None) -> Limits:
-    made = Limits([cpu(index) for index in range(len(most))], logging.getLogger("gangline"))
-    made.most = list(most)
+def limits(*most: int | None) -> MemoryLimits:
+    made = MemoryLimits([cpu(index) for index in range(len(most))], logging.getLogger("gangline"))
+    made.max_samples = list(most)
     return made
 
 
@@ -26,7 +27,7 @@ def sizes(parts: list[slice]) -> list[int]:
     return [part.stop - part.start for part in parts]
 
 
-# -- rounds ---------------------------------------------------------------------------------------------------------
+# -- micro-steps ----------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -39,7 +40,7 @@ def test_the_parts_cover_each_slice_in_order_and_fit_in_as_few_rounds_as_can_be(
     samples: int, contexts: list[tuple[int, int | None]]
 ) -> None:
     slices = split_batch(samples, [load for load, _ in contexts])
-    rounds = limits(*(most for _, most in contexts)).rounds(slices)
+    rounds = limits(*(most for _, most in contexts)).micro_steps(slices)
     needed = []
     for number, (whole, (_, most)) in enumerate(zip(slices, contexts, strict=True)):
         parts = [parts[number] for parts in rounds]
@@ -70,8 +71,8 @@ def test_the_parts_cover_each_slice_in_order_and_fit_in_as_few_rounds_as_can_be(
         ([slice(0, 0), slice(0, 4)], [1, None], [[0, 4]]),
     ],
 )
-def test_rounds(slices: list[slice], most: list[int | None], expected: list[list[int]]) -> None:
-    assert [sizes(parts) for parts in limits(*most).rounds(slices)] == expected
+def test_micro_steps(slices: list[slice], most: list[int | None], expected: list[list[int]]) -> None:
+    assert [sizes(parts) for parts in limits(*most).micro_steps(slices)] == expected
 
 
 # -- lower ----------------------------------------------------------------------------------------------------------
@@ -81,43 +82,43 @@ def test_who_ran_out_takes_half_of_what_it_tried_from_then_on(caplog: pytest.Log
     made = limits(None, None, 7)
     slices = [slice(0, 9), slice(9, 14), slice(14, 30)]
     with caplog.at_level(logging.WARNING, "gangline"):
-        assert made.lower([0, 2], made.rounds(slices))  # tried 9 at once, and 16 as 5, 5 and 6
-    assert made.most == [4, None, 3]
+        assert made.lower([0, 2], made.micro_steps(slices))  # tried 9 at once, and 16 as 5, 5 and 6
+    assert made.max_samples == [4, None, 3]
     assert caplog.messages == [
-        "cpu(0) ran out of memory with 9 samples; the batch is done again, and from now on its share runs in "
+        "cpu(0) ran out of memory with 9 samples; the batch is run again, and from now on its share runs in "
         "micro-steps of at most 4 samples",
-        "cpu(2) ran out of memory with 6 samples; the batch is done again, and from now on its share runs in "
+        "cpu(2) ran out of memory with 6 samples; the batch is run again, and from now on its share runs in "
         "micro-steps of at most 3 samples",
     ]
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000))
 def test_halving_comes_to_what_fits_or_to_one_sample(samples: int, fits: int) -> None:
-    made = Limits([cpu()], logging.Logger("nobody listens", logging.CRITICAL))
+    made = MemoryLimits([cpu()], logging.Logger("nobody listens", logging.CRITICAL))
     tries = 0
-    while max(sizes([parts[0] for parts in made.rounds([slice(0, samples)])])) > fits:
-        assert made.lower([0], made.rounds([slice(0, samples)]))
+    while max(sizes([parts[0] for parts in made.micro_steps([slice(0, samples)])])) > fits:
+        assert made.lower([0], made.micro_steps([slice(0, samples)]))
         tries += 1
     assert tries <= math.log2(samples) + 1
-    assert made.most[0] is None or 2 * made.most[0] + 1 >= min(fits, samples)
+    assert made.max_samples[0] is None or 2 * made.max_samples[0] + 1 >= min(fits, samples)
 
 
 def test_a_single_sample_cannot_be_halved() -> None:
     made = limits(1, None)
     assert not made.lower([0], [[slice(0, 1), slice(1, 9)], [slice(1, 2), slice(0, 0)]])
-    assert made.most == [1, None]
+    assert made.max_samples == [1, None]
 
 
 def test_nobody_to_blame_is_nothing_to_lower() -> None:
     made = limits(None, 8)
-    assert not made.lower([], made.rounds([slice(0, 4), slice(4, 8)]))
-    assert made.most == [None, 8]
+    assert not made.lower([], made.micro_steps([slice(0, 4), slice(4, 8)]))
+    assert made.max_samples == [None, 8]
 
 
 def test_beside_one_that_can_take_less_a_single_sample_stays_one() -> None:
     made = limits(None, None)
     assert made.lower([0, 1], [[slice(0, 1), slice(1, 9)]])
-    assert made.most == [1, 4]
+    assert made.max_samples == [1, 4]
 
 
 # -- what counts as running out -------------------------------------------------------------------------------------

@@ -154,10 +154,8 @@ def test_an_idle_context_holds_no_replica() -> None:
     with Module(linear(), nn.MSELoss(), CONTEXTS, [0, 2, 0]) as module:
         module.init_optimizer("device", "sgd")
         module.forward_backward_update(counted(3, 2), counted(3, 3))
-        assert module._replicas is not None
-        assert [str(replica.context) for replica in module._replicas.all] == ["cpu(1)"]
-        assert module._updates is not None
-        assert module._updates.store is None  # one replica needs no store
+        assert [str(replica.context) for replica in module.bound.replicas.all] == ["cpu(1)"]
+        assert module.store_type is None  # one replica needs no store
 
 
 def test_lazy_layers_learn_their_shape_from_the_first_batch_or_from_bind() -> None:
@@ -188,8 +186,7 @@ def test_set_params_reaches_the_store_and_every_replica(store: str) -> None:
         module.set_params({"weight": torch.full((3, 2), 7.0), "bias": torch.zeros(3)})
         module.forward_backward_update(counted(4, 2), counted(4, 3))  # a rate of 0: what the store holds comes back
         assert torch.equal(module.get_params()["weight"], torch.full((3, 2), 7.0))
-        assert module._replicas is not None
-        assert all(bool((r.parameters["weight"] == 7).all()) for r in module._replicas.all)
+        assert all(bool((r.parameters["weight"] == 7).all()) for r in module.bound.replicas.all)
 
 
 def test_params_must_fit() -> None:
@@ -233,11 +230,10 @@ def test_running_statistics_are_averaged_by_samples_seen() -> None:
         averaged = module.get_params()
         assert averaged["0.running_mean"].tolist() == pytest.approx([(3 * 2.0 + 2 * 15.0) / 5])
         assert averaged["0.running_var"].tolist() == pytest.approx([(3 * 4.0 + 2 * 50.0) / 5])
-        assert module._replicas is not None
-        means = [float(replica.network[0].running_mean) for replica in module._replicas.all]  # type: ignore[index]
+        means = [float(replica.network[0].running_mean) for replica in module.bound.replicas.all]  # type: ignore[index]
         assert means == [2.0, 15.0]  # asking changed no replica
         module.average_statistics()
-        means = [float(replica.network[0].running_mean) for replica in module._replicas.all]  # type: ignore[index]
+        means = [float(replica.network[0].running_mean) for replica in module.bound.replicas.all]  # type: ignore[index]
         assert means == [pytest.approx(7.2)] * 2
         assert int(averaged["0.num_batches_tracked"]) == 1
 
@@ -282,10 +278,10 @@ def test_a_network_that_begins_to_draw_late_is_noticed(caplog: pytest.LogCapture
         Late.draws = True
         module.forward(torch.ones(4, 9), is_train=True)
         assert "the network began to draw random numbers" in caplog.text
-        module._step = 7
+        module.run_state.step = 7
         module.forward(torch.ones(4, 9), is_train=True)
         first = module.get_outputs()
-        module._step = 7
+        module.run_state.step = 7
         module.forward(torch.ones(4, 9), is_train=True)
         assert torch.equal(first, module.get_outputs())
 
@@ -299,8 +295,7 @@ def test_parts_frozen_in_evaluation_mode_stay_so_after_scoring() -> None:
             module.forward(counted(4, 2), is_train=False)
             assert torch.allclose(module.get_outputs(), counted(4, 2))  # as torch begins, and no dropout
         module.forward(counted(4, 2), is_train=True)
-        assert module._replicas is not None
-        for replica in module._replicas.all:
+        for replica in module.bound.replicas.all:
             assert [part.training for part in replica.network.modules()] == [True, False, True]
 
 
@@ -349,9 +344,9 @@ def test_a_second_fit_goes_on_and_another_request_begins_anew() -> None:
     options: dict[str, Any] = {"batch_size": 4, "eval_metric": "mse", "optimizer": "sgd"}
     with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module:
         module.fit(data, num_epoch=1, optimizer_params={"lr": 1e-3, "momentum": 0.9}, **options)
-        updates = module._updates
+        optimizer = module._step.optimizer
         module.fit(data, num_epoch=2, begin_epoch=1, optimizer_params={"lr": 1e-3, "momentum": 0.9}, **options)
-        assert module._updates is updates
+        assert module._step.optimizer is optimizer
         module.fit(data, num_epoch=3, begin_epoch=2, optimizer_params={"lr": 1e-4}, **options)
         assert module.learning_rate == 1e-4
     with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module:
@@ -371,14 +366,6 @@ def test_a_store_of_ones_own_is_used_and_left_open() -> None:
             module.set_learning_rate(0.5)
             assert store.learning_rate == 0.5
         store.push("weight", torch.zeros(3, 2))  # still open
-
-
-def test_the_summary_names_layers_and_counts_parameters() -> None:
-    with Module(nn.Sequential(linear(), nn.ReLU()), context=CONTEXTS[:2]) as module:
-        text = module.summary((4, 2))
-    assert "Linear" in text
-    assert "Total params: 9" in text
-    assert "[4, 3]" in text
 
 
 # -- memory ---------------------------------------------------------------------------------------------------------
@@ -415,7 +402,7 @@ def test_what_a_training_module_holds(contexts: int, copies: int, store: str) ->
         for _ in range(2):
             module.forward_backward_update(data, label)
         assert (live_bytes() - before) // weights == copies
-        module._replicas.clear_gradients()  # type: ignore[union-attr]
+        module.bound.replicas.clear_gradients()  # type: ignore[union-attr]
         assert (live_bytes() - before) // weights == copies - contexts
 
 
@@ -435,7 +422,7 @@ def test_what_a_training_module_holds(contexts: int, copies: int, store: str) ->
         ({"work_load_list": [1, float("nan")]}, ValueError, r"work_load_list\[1\] is nan"),
         ({"work_load_list": [float("inf"), 1]}, ValueError, r"work_load_list\[0\] is inf"),
         ({"work_load_list": [True, 1]}, TypeError, r"work_load_list\[0\] is True"),
-        ({"work_load_list": "31"}, ValueError, "work_load_list is '31'; expected one number a context, or 'auto'"),
+        ({"work_load_list": "31"}, ValueError, "work_load_list is '31'; expected one number per context, or 'auto'"),
         ({"autocast": torch.float64}, ValueError, "autocast is torch.float64; expected torch.bfloat16"),
         ({"fixed_param_names": ["gain"]}, ValueError, r"\['gain'\], which are no parameters; they are \['weight'"),
         ({"fixed_param_names": "bias"}, TypeError, "expected a list of names"),

@@ -92,7 +92,7 @@ def test_outputs_are_half_and_all_that_is_kept_stays_float32(half: torch.dtype, 
             assert module.get_outputs().dtype is half
             assert all(
                 parameter.grad is not None and parameter.grad.dtype is torch.float32
-                for replica in module.replicas.all
+                for replica in module.bound.replicas.all
                 for parameter in replica.parameters.values()
             )
             module.update()
@@ -188,7 +188,7 @@ def test_a_float64_network_is_float64_throughout(count: int) -> None:
             data, label = batch(seed=step)
             module.forward_backward(data.double(), label)
             assert module.get_loss().dtype is torch.float64
-            gradients = [p.grad for replica in module.replicas.all for p in replica.parameters.values()]
+            gradients = [p.grad for replica in module.bound.replicas.all for p in replica.parameters.values()]
             assert {gradient.dtype for gradient in gradients if gradient is not None} == {torch.float64}
             module.update()
             plain.zero_grad()
@@ -246,7 +246,7 @@ def test_an_overflow_on_one_replica_alone_skips_the_step_for_all(count: int) -> 
         module.forward_backward(data, label)
         finite = [
             all(bool(p.grad.isfinite().all()) for p in replica.parameters.values() if p.grad is not None)
-            for replica in module.replicas.all
+            for replica in module.bound.replicas.all
         ]
         assert finite == [True] * (count - 1) + [False]
         module.update()

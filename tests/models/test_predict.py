@@ -135,7 +135,7 @@ def test_wrong_words_are_one_line(trained: Path, tmp_path: Path, capsys: pytest.
     module.save_checkpoint(tmp_path / "bare", 1)
     for command, folder, of, more, message in (
         ("predict", images, tmp_path / "nothing", [], "there is no checkpoint"),
-        ("predict", images, prefix, ["--load-epoch", "77"], "net-0077.json is not there"),
+        ("predict", images, prefix, ["--load-epoch", "77"], "net-0077.json does not exist"),
         ("predict", images, prefix, ["--load-epoch", "last"], "--load-epoch is 'last'; expected a number of epochs"),
         ("predict", images, prefix, ["--top-k", "4"], "--top-k is 4, but there are 3 classes"),
         ("predict", tmp_path / "no", prefix, [], "does not exist"),

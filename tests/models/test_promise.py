@@ -116,8 +116,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 def gradients_of(module: Module) -> dict[str, torch.Tensor]:
     """The sums over replicas, of the parameters that any of them has a gradient for."""
     found = {}
-    for name in module.replicas.first.parameters:
-        grads = [replica.parameters[name].grad for replica in module.replicas.all]
+    for name in module.bound.replicas.first.parameters:
+        grads = [replica.parameters[name].grad for replica in module.bound.replicas.all]
         if any(grad is not None for grad in grads):
             found[name] = sum(grad for grad in grads if grad is not None)
     return found  # type: ignore[return-value]
@@ -178,8 +178,7 @@ class Job:
 
 
 def replicas_are_equal(module: Module) -> None:
-    assert module._replicas is not None
-    first, *others = [dict(replica.network.named_parameters()) for replica in module._replicas.all]
+    first, *others = [dict(replica.network.named_parameters()) for replica in module.bound.replicas.all]
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
 
@@ -248,7 +247,7 @@ def test_a_share_whose_labels_are_all_ignored_adds_exactly_nothing() -> None:
         module.init_optimizer("device", "sgd", {"lr": 0.1})
         module.forward_backward(data, label)
         assert torch.equal(module.get_loss(), nn.functional.cross_entropy(network(data), label))
-        second = module._replicas.all[1].parameters if module._replicas else {}
+        second = module.bound.replicas.all[1].parameters
         assert all(p.grad is not None and not p.grad.any() for p in second.values())
 
 

@@ -131,8 +131,7 @@ def by_module(
 
 
 def replicas_are_equal(module: Module) -> None:
-    assert module._replicas is not None
-    first, *others = [replica.network.state_dict() for replica in module._replicas.all]
+    first, *others = [replica.network.state_dict() for replica in module.bound.replicas.all]
     for state in others:
         for name, value in first.items():
             assert torch.equal(state[name], value), name

@@ -185,7 +185,7 @@ def test_a_process_killed_in_mid_epoch_on_digits_resumes_to_the_same_bits(tmp_pa
     train_digits(str(tmp_path / "killed" / "net"), resume="auto")
     whole, resumed = (checkpoint.read(tmp_path / folder / "net-final", 0) for folder in ("whole", "killed"))
     assert all(torch.equal(whole.params[name], value) for name, value in resumed.params.items())
-    states = whole.needed_optimizer_state().tensors, resumed.needed_optimizer_state().tensors
+    states = whole.require_optimizer_state().tensors, resumed.require_optimizer_state().tensors
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
 
@@ -230,9 +230,9 @@ def test_a_save_cut_off_at_any_step_leaves_the_old_checkpoint_or_the_new(
     committed = torch.equal(saved.params["weight"], values[1])
     assert committed or torch.equal(saved.params["weight"], values[0])
     assert committed or not whole
-    momentum = saved.needed_optimizer_state().tensors['"weight"/momentum_buffer']
+    momentum = saved.require_optimizer_state().tensors['"weight"/momentum_buffer']
     module.save_checkpoint(prefix, 1, save_optimizer_states=True)
-    newest = checkpoint.read(prefix, 1).needed_optimizer_state().tensors['"weight"/momentum_buffer']
+    newest = checkpoint.read(prefix, 1).require_optimizer_state().tensors['"weight"/momentum_buffer']
     assert torch.equal(momentum, newest) == committed  # state and weights are of one moment
     module.save_checkpoint(prefix, 0, save_optimizer_states=True)  # sweeps up what the cut left aside
     assert not list(tmp_path.glob("*.aside"))
@@ -261,13 +261,13 @@ def test_a_file_of_another_checkpoint_is_refused_by_name(tmp_path: Path) -> None
     prefix = saved_module(tmp_path / "a", save_optimizer_states=True)
     other = saved_module(tmp_path / "b", save_optimizer_states=True)
     os.replace(other.with_name("net-0003.state.safetensors"), prefix.with_name("net-0003.state.safetensors"))
-    with pytest.raises(ValueError, match=r"net-0003\.state\.safetensors is not of the checkpoint"):
+    with pytest.raises(ValueError, match=r"net-0003\.state\.safetensors does not belong to the checkpoint"):
         checkpoint.read(prefix, 3)
 
 
 def test_a_missing_checkpoint_names_those_there_are(tmp_path: Path) -> None:
     prefix = saved_module(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"net-0004\.json is not there.*\[3\]"):
+    with pytest.raises(FileNotFoundError, match=r"net-0004\.json does not exist.*\[3\]"):
         Module.load(prefix, 4, network=nn.Linear(2, 2))
 
 
@@ -280,7 +280,7 @@ def test_load_gives_the_weights_and_the_optimizer_state(tmp_path: Path) -> None:
     assert all(torch.equal(saved.params[name], value) for name, value in module.get_params().items())
     module.init_optimizer("device", "sgd", {"lr": 0.1, "momentum": 0.9})
     loaded = module.optimizer_state().tensors
-    assert all(torch.equal(value, loaded[name]) for name, value in saved.needed_optimizer_state().tensors.items())
+    assert all(torch.equal(value, loaded[name]) for name, value in saved.require_optimizer_state().tensors.items())
     module.close()
 
 

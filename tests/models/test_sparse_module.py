@@ -164,13 +164,13 @@ class Job:
 
 
 def replicas_are_equal(module: Module) -> None:
-    first, *others = [dict(replica.network.named_parameters()) for replica in module.replicas.all]
+    first, *others = [dict(replica.network.named_parameters()) for replica in module.bound.replicas.all]
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
 
 
 def tables_of(module: Module) -> list[torch.Tensor]:
-    return [replica.network.get_parameter("table.weight").detach() for replica in module.replicas.all]
+    return [replica.network.get_parameter("table.weight").detach() for replica in module.bound.replicas.all]
 
 
 loads = st.lists(st.one_of(st.integers(0, 5), st.sampled_from([0.5, 0.001, 7.3])), min_size=1, max_size=4).filter(any)
@@ -493,7 +493,7 @@ def test_a_step_of_a_million_rows_costs_by_those_it_names(optimizer: str, argume
             words, label = batch(step)
             named |= set(words.flatten().tolist())
             module.forward_backward(words, label)
-            for replica in module.replicas.all:
+            for replica in module.bound.replicas.all:
                 gradient = replica.network.get_parameter("table.weight").grad
                 assert gradient is not None
                 assert gradient._values().numel() <= 16 * LENGTH * WIDE

@@ -21,7 +21,7 @@ from gangline.collectives.processes.spawning import spawn
 from gangline.kvstore import create
 from gangline.models.checkpoint import checkpoint
 from gangline.models.loop.callbacks import BatchEndParam
-from gangline.models.loop.stopping import EarlyStopping, signal_heard, stop_on
+from gangline.models.loop.stopping import EarlyStopping, received_signal, stop_on
 from tests.kvstore.parameter_server.processes import run_job
 
 SAMPLES, BATCHES, EPOCHS = 24, 4, 3
@@ -154,10 +154,10 @@ def test_a_signal_ends_training_after_the_step_that_runs(tmp_path: Path) -> None
     stop = At(6, terminate)
     with stop_on(signal.SIGTERM):
         reason, _ = fitted(tmp_path / "net", stop)
-        assert signal_heard() == "SIGTERM"
+        assert received_signal() == "SIGTERM"
         assert signal.getsignal(signal.SIGTERM) is before  # a second one kills
     assert (reason, len(stop.seen)) == ("SIGTERM", 6)
-    assert (signal_heard(), signal.getsignal(signal.SIGTERM)) == (None, before)
+    assert (received_signal(), signal.getsignal(signal.SIGTERM)) == (None, before)
     _, resumed = fitted(tmp_path / "net", resume="auto")
     assert equal(fitted(None)[1], resumed)
 
@@ -190,7 +190,7 @@ def test_in_another_thread_it_warns_and_hears_nothing(caplog: pytest.LogCaptureF
     thread.start()
     thread.join()
     assert inside == [before]
-    assert "main thread alone" in caplog.text
+    assert "outside the main thread" in caplog.text
 
 
 # -- patience -------------------------------------------------------------------------------------------------------

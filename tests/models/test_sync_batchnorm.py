@@ -1,4 +1,4 @@
-"""Joint batch normalisation: replicas in threads give what one network over the whole batch gives."""
+"""Joint batch normalization: replicas in threads give what one network over the whole batch gives."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gangline.models.batchnorm.sync_batchnorm import By, Joined, copy_statistics
-from gangline.models.executor.thread_barrier import Aborted, ThreadBarrier
+from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, Mode, copy_statistics
+from gangline.models.batchnorm.thread_barrier import Aborted, ThreadBarrier
 from gangline.models.random_streams import stream
 
 pytestmark = pytest.mark.timeout(60)
-JOINS: list[By] = ["threads", "graph"]
+JOINS: list[Mode] = ["threads", "graph"]
 
 
 @pytest.fixture(autouse=True)
@@ -87,10 +87,10 @@ def wholly(network: nn.Module, data: torch.Tensor, gradient: torch.Tensor) -> Tr
 
 
 def shared_out(
-    network: nn.Module, data: torch.Tensor, gradient: torch.Tensor, sizes: Sequence[int], by: By = "threads"
+    network: nn.Module, data: torch.Tensor, gradient: torch.Tensor, sizes: Sequence[int], by: Mode = "threads"
 ) -> Trained:
     networks = [copy.deepcopy(network) for _ in sizes]
-    joined = Joined(networks, by)
+    joined = JointBatchNorm(networks, by)
     inputs = [share.clone().requires_grad_() for share in data.split(list(sizes))]
     gradients = gradient.split(list(sizes))
     there, back = ThreadBarrier(range(len(sizes))), ThreadBarrier(range(len(sizes)))
@@ -132,7 +132,7 @@ def convolutions() -> nn.Module:
 
 @pytest.mark.parametrize("by", JOINS)
 @pytest.mark.parametrize("sizes", [[4, 4], [6, 1], [1, 1, 1, 1], [1, 5, 2], [8], [3, 0, 4]], ids=str)
-def test_nested_layers_give_what_one_network_over_the_whole_batch_gives(by: By, sizes: list[int]) -> None:
+def test_nested_layers_give_what_one_network_over_the_whole_batch_gives(by: Mode, sizes: list[int]) -> None:
     network, data, gradient = convolutions(), random(sum(sizes), 2, 6, 6), random(sum(sizes), 3, seed=2)
     shared_out(network, data, gradient, sizes, by).is_close_to(wholly(network, data, gradient))
 
@@ -156,7 +156,7 @@ def test_nested_layers_give_what_one_network_over_the_whole_batch_gives(by: By, 
     ids=["NC", "NCL", "NCHW", "NCDHW"],
 )
 def test_every_kind_and_option_is_torchs(
-    by: By, arguments: dict[str, Any], layer: Callable[..., nn.Module], shape: tuple[int, ...]
+    by: Mode, arguments: dict[str, Any], layer: Callable[..., nn.Module], shape: tuple[int, ...]
 ) -> None:
     network = nn.Sequential(layer(5, **arguments), layer(5, **arguments)).double()
     data, gradient = 3 * random(9, 5, *shape) + 2, random(9, 5, *shape, seed=2)
@@ -199,7 +199,7 @@ def test_under_autocast_types_are_torchs() -> None:
     network = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2), nn.BatchNorm1d(2))
     data, gradient = random(8, 4).float(), random(8, 2, seed=2).bfloat16()
     networks = [copy.deepcopy(network) for _ in range(2)]
-    joined, there, back = Joined(networks), ThreadBarrier(range(2)), ThreadBarrier(range(2))
+    joined, there, back = JointBatchNorm(networks), ThreadBarrier(range(2)), ThreadBarrier(range(2))
 
     def step(place: int) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16), joined.forward_section(there, place):
@@ -222,7 +222,7 @@ def test_under_autocast_types_are_torchs() -> None:
 
 
 @pytest.mark.parametrize("by", JOINS)
-def test_frozen_layers_keep_their_statistics_and_other_norms_are_left_alone(by: By) -> None:
+def test_frozen_layers_keep_their_statistics_and_other_norms_are_left_alone(by: Mode) -> None:
     network = nn.Sequential(
         nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.InstanceNorm1d(3, affine=True, track_running_stats=False)
     ).double()
@@ -244,7 +244,7 @@ def test_a_frozen_layer_that_has_no_running_statistics_uses_the_whole_batchs_as_
 
 def test_torchs_layer_for_process_groups_is_left_alone() -> None:
     networks = [nn.Sequential(nn.SyncBatchNorm(3), nn.BatchNorm1d(3)) for _ in range(2)]
-    with Joined(networks).forward_section(ThreadBarrier([0, 1]), 0):
+    with JointBatchNorm(networks).forward_section(ThreadBarrier([0, 1]), 0):
         assert "forward" not in vars(networks[0][0])
         assert "forward" in vars(networks[0][1])
 
@@ -270,7 +270,7 @@ def test_a_layer_called_twice_and_one_before_which_nothing_is_trained() -> None:
 
 
 @pytest.mark.parametrize("by", JOINS)
-def test_a_share_of_which_nothing_reaches_the_layer_takes_part_with_nothing(by: By) -> None:
+def test_a_share_of_which_nothing_reaches_the_layer_takes_part_with_nothing(by: Mode) -> None:
     class Selecting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -282,7 +282,7 @@ def test_a_share_of_which_nothing_reaches_the_layer_takes_part_with_nothing(by: 
     network, data = Selecting().double(), random(6, 2).abs()
     data[4:] *= -1
     networks = [copy.deepcopy(network) for _ in range(2)]
-    joined, there = Joined(networks, by), ThreadBarrier(range(2))
+    joined, there = JointBatchNorm(networks, by), ThreadBarrier(range(2))
 
     def forward(place: int) -> None:
         with joined.forward_section(there, place):
@@ -315,7 +315,7 @@ def test_what_checkpointing_computes_again_is_joined_again(reentrant: bool) -> N
 
 
 class Norm(nn.Module):
-    """Batch normalisation, and what else a test wants a replica to do."""
+    """Batch normalization, and what else a test wants a replica to do."""
 
     def __init__(self, *then: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -340,7 +340,7 @@ def fail(network: Any, data: torch.Tensor) -> torch.Tensor:
 
 
 def forwards(networks: Sequence[nn.Module], *, one_after_another: bool = False, samples: int = 3) -> list[Any]:
-    joined = Joined(networks)
+    joined = JointBatchNorm(networks)
     meeting = ThreadBarrier(range(len(networks)), one_after_another=one_after_another)
 
     def forward(place: int) -> torch.Tensor:
@@ -397,7 +397,7 @@ def test_one_value_per_channel_is_torchs_error_for_the_whole_batch_only() -> Non
 
 def test_an_error_in_backward_wakes_the_others() -> None:
     networks = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Tanh()) for _ in range(2)]
-    joined, there, back = Joined(networks), ThreadBarrier(range(2)), ThreadBarrier(range(2))
+    joined, there, back = JointBatchNorm(networks), ThreadBarrier(range(2)), ThreadBarrier(range(2))
     networks[1][2].register_full_backward_hook(lambda module, grads, _: fail(module, grads[0]))
 
     def step(place: int) -> None:
@@ -414,7 +414,7 @@ def test_an_error_in_backward_wakes_the_others() -> None:
 @pytest.mark.parametrize("places", [[], [0], [0, 1]], ids=str)
 def test_backward_with_other_replicas_than_forward_is_refused(places: list[int]) -> None:
     networks = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(3)]
-    joined, there, back = Joined(networks), ThreadBarrier(range(3)), ThreadBarrier(places)
+    joined, there, back = JointBatchNorm(networks), ThreadBarrier(range(3)), ThreadBarrier(places)
 
     def step(place: int) -> None:
         with joined.forward_section(there, place):
@@ -435,7 +435,7 @@ def test_a_layer_with_a_forward_of_its_own_is_refused_by_name() -> None:
             return super().forward(data).relu()
 
     with pytest.raises(ValueError, match=r"layer 'deep\.0' is a Own with a forward of its own"):
-        Joined([nn.ModuleDict({"deep": nn.Sequential(Own(3))})])
+        JointBatchNorm([nn.ModuleDict({"deep": nn.Sequential(Own(3))})])
 
 
 def test_nothing_is_left_on_the_network() -> None:
@@ -453,7 +453,7 @@ def test_nothing_is_left_on_the_network() -> None:
 
 def test_idle_replicas_are_given_the_running_statistics() -> None:
     networks = [nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(), nn.BatchNorm1d(2, affine=False)) for _ in range(3)]
-    joined, meeting = Joined(networks), ThreadBarrier([0, 2])
+    joined, meeting = JointBatchNorm(networks), ThreadBarrier([0, 2])
 
     def forward(place: int) -> None:
         with joined.forward_section(meeting, place, torch.default_generator):
@@ -478,7 +478,7 @@ def dropped(order: Sequence[int]) -> list[torch.Tensor]:
     torch.manual_seed(3)
     networks = [dropping()]
     networks += [copy.deepcopy(networks[0]) for _ in order[1:]]
-    joined = Joined(networks)
+    joined = JointBatchNorm(networks)
     there, back = (ThreadBarrier(range(len(order)), one_after_another=True) for _ in range(2))
     before = torch.get_rng_state()
 

@@ -107,7 +107,7 @@ def test_load_epoch_goes_on_where_the_checkpoint_stood(
     )
     assert code == 0
     assert all(torch.equal(value, weights(whole, 4)[name]) for name, value in weights(halves, 4).items())
-    rates = [checkpoint.read(whole, epoch).needed_optimizer_state().learning_rate for epoch in (1, 2, 3, 4)]
+    rates = [checkpoint.read(whole, epoch).require_optimizer_state().learning_rate for epoch in (1, 2, 3, 4)]
     assert rates == pytest.approx([0.002, 0.002, 0.0002, 0.00002])  # of the last update before each
     assert out.startswith("Validation-accuracy=")
 
@@ -173,7 +173,7 @@ def test_half_precision_computes_in_it_and_keeps_float32_weights(
     assert f"10 classes, {dtype}" in err
     assert float(out.removeprefix("Validation-accuracy=")) > 0.5
     saved = checkpoint.read(tmp_path / "net", 3)
-    states = saved.needed_optimizer_state().tensors
+    states = saved.require_optimizer_state().tensors
     assert {value.dtype for value in [*saved.params.values(), *states.values()]} == {torch.float32}
     assert (saved.loss_scale is not None) == (dtype == "float16")
 
@@ -219,7 +219,7 @@ def test_benchmark_trains_on_random_images(monkeypatch: pytest.MonkeyPatch, caps
         (["--cpus", "2", "--work-load-list", "3,x"], "--work-load-list is '3,x'; expected numbers"),
         (["--lr-step-epochs", "1.5"], "--lr-step-epochs is '1.5'"),
         (["--load-epoch", "2"], "--load-epoch needs --model-prefix"),
-        (["--load-epoch", "2", "--model-prefix", "nowhere/net"], "nowhere/net-0002.json is not there"),
+        (["--load-epoch", "2", "--model-prefix", "nowhere/net"], "nowhere/net-0002.json does not exist"),
         (["--data-dir", "nowhere"], "image folder nowhere does not exist"),
         (["--lr", "-1"], "Invalid learning rate"),
         (["--gc-threshold", "0.1", "--cpus", "2"], "--gc-threshold is 0.1, but --gc-type is None; only 2bit has a"),

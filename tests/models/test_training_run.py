@@ -28,7 +28,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(prefix: Path, epoch: int | str) -> dict[str, float]:
     """The optimizer's, of a checkpoint."""
-    state = checkpoint.read(prefix, epoch).needed_optimizer_state()
+    state = checkpoint.read(prefix, epoch).require_optimizer_state()
     return {"initial": state.initial_learning_rate, "now": state.learning_rate}
 
 
@@ -61,7 +61,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_keeps_few(
     assert "Epoch[1]" not in err
     assert "Epoch[3]" in err
     assert epochs(prefix) == [3, 4]
-    assert checkpoint.read(prefix, "best").about["num_classes"] == 10
+    assert checkpoint.read(prefix, "best").metadata["num_classes"] == 10
     assert settings(prefix, 4)["now"] < settings(prefix, 3)["now"] < 0.05
 
 
@@ -105,7 +105,7 @@ def test_weights_are_transferred_to_other_classes(
     assert code == 0
     assert float(out.split("=")[1]) > 0.8
     saved = checkpoint.read(tmp_path / "m", 3)
-    assert saved.about["classes"] == ["digit0", "digit1", "digit2"]
+    assert saved.metadata["classes"] == ["digit0", "digit1", "digit2"]
     assert torch.equal(saved.params[f"{layers[0]}.weight"], source.state_dict()[f"{layers[0]}.weight"])
     assert not torch.equal(saved.params[f"{layers[1]}.weight"], source.state_dict()[f"{layers[1]}.weight"])
     assert len(saved.params[f"{layers[-1]}.weight"]) == 3
@@ -126,7 +126,7 @@ def test_weights_are_transferred_to_other_classes(
         (["--val-dir", "held-out"], "--val-dir needs --data-dir"),
         (["--augment", "flip"], "--augment needs --data-dir"),
         (["--freeze-until", "fc"], "--freeze-until needs --pretrained"),
-        (["--pretrained", "none.safetensors"], "none.safetensors is not there"),
+        (["--pretrained", "none.safetensors"], "none.safetensors do not exist"),
         (
             ["--lr-schedule", "cosine", "--lr-step-epochs", "2"],
             "--lr-step-epochs is 2, but --lr-schedule is cosine; only piecewise steps",

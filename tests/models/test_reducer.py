@@ -186,11 +186,11 @@ def same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 
 def agree(module: Module, store: KVStore | None = None) -> None:
     """Raise unless all replicas, and the store, have the same bits."""
-    first, *others = [dict(replica.network.named_parameters()) for replica in module.replicas.all]
+    first, *others = [dict(replica.network.named_parameters()) for replica in module.bound.replicas.all]
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
     if store is not None:
-        for name in module.replicas.first.parameters:
+        for name in module.bound.replicas.first.parameters:
             out = torch.empty_like(first[name])
             store.pull(name, out)
             assert torch.equal(out, first[name]), name
@@ -280,7 +280,7 @@ def test_buckets_hold_and_leave_in_the_order_of_the_first_backward(count: int) -
 def test_a_step_pushes_each_key_once_and_pulls_each_bucket_once(count: int, early: bool) -> None:
     with Recorder() as store, Module(perceptron(), nn.MSELoss(), contexts(count)) as module:
         module.init_optimizer(store, "sgd", {"lr": 0.1})
-        names = list(module.replicas.first.parameters)
+        names = list(module.bound.replicas.first.parameters)
         for number, size in enumerate((6, 6, 1, 7)):  # of the third only one replica has a part
             store.forget()
             if early:
@@ -485,7 +485,7 @@ def test_a_gradient_that_turns_sparse_later_leaves_its_bucket(sparse: list[int])
         for step in range(5):
             if step in (2, 4):  # turns sparse, and dense again
                 for place in sparse:
-                    module.replicas.all[place].network[0].sparse = step == 2  # type: ignore[index]
+                    module.bound.replicas.all[place].network[0].sparse = step == 2  # type: ignore[index]
             data = torch.randint(10, (6, 2), generator=generator)
             label = torch.randn(6, CLASSES, generator=generator, dtype=torch.float64)
             module.forward_backward_update(data, label)
@@ -659,7 +659,7 @@ def test_what_a_user_does_to_all_gradients_before_update_counts(change: str, cou
             plain.zero_grad()
             F.mse_loss(reference(data), label).backward()
             if step != 1:
-                for replica in module.replicas.all:
+                for replica in module.bound.replicas.all:
                     BEFORE_UPDATE[change](replica.network)
                 BEFORE_UPDATE[change](reference)
             module.update()
@@ -888,7 +888,7 @@ def test_a_gradient_that_comes_after_its_bucket_left_is_named_and_separate_steps
     with create("local") as store, Module(network, nn.MSELoss(), contexts(count)) as module:
         module.init_optimizer(store, "sgd", {"lr": 0.1})
         module.forward_backward_update(*doubles())
-        for replica in module.replicas.all:
+        for replica in module.bound.replicas.all:
             replica.network.recompute = True  # type: ignore[assignment]
         with pytest.raises(
             RuntimeError, match=r"'shared\.\w+' got another gradient.*use_reentrant=True; call forward_backward\(\)"
@@ -1049,4 +1049,4 @@ def test_on_the_host_backward_copies_no_gradient_and_a_bucket_holds_no_memory(co
         with Operations() as operations:
             module.backward()
         assert not operations.copies
-        assert all(filling.gradients == [None] * count for filling in module._updates._flow._fillings)  # type: ignore[union-attr]
+        assert all(bucket.gradients == [None] * count for bucket in module._step.optimizer._reducer._buckets)

@@ -83,11 +83,11 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     save = checkpoint.save
 
-    def noting(module: Module, prefix: Path, epoch: Any, states: bool) -> None:
-        found.append((module.step, epoch))
-        save(module, prefix, epoch, states)
+    def record(snapshot: checkpoint.Snapshot, prefix: Path, epoch: Any, workers: Workers) -> None:
+        found.append((snapshot.run_state.step, epoch))
+        save(snapshot, prefix, epoch, workers)
 
-    monkeypatch.setattr(checkpoint, "save", noting)
+    monkeypatch.setattr(checkpoint, "save", record)
     return found
 
 
@@ -289,7 +289,7 @@ def test_auto_does_not_begin_anew_beside_weights_whose_json_is_gone(tmp_path: Pa
     prefix = tmp_path / "net"
     fitted(prefix, 1)
     damage(tmp_path / "net-0001.json", "gone")
-    with pytest.raises(ValueError, match=r"net-0001\.safetensors is there, but the JSON"):
+    with pytest.raises(ValueError, match=r"net-0001\.safetensors exists, but the JSON"):
         fitted(prefix, 2, resume="auto")
 
 

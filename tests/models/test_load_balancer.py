@@ -134,7 +134,7 @@ def test_weights_are_those_of_one_device_though_the_split_changes() -> None:
         module.fit(data, num_epoch=3, batch_end_callback=lambda _: splits.add(tuple(module.work_load_list)))
         assert len(splits) > 1
         assert distance(module.get_params(), plainly(reference, data * 3)) <= 1e-9
-        first, second = (dict(replica.network.named_parameters()) for replica in module.replicas.all)
+        first, second = (dict(replica.network.named_parameters()) for replica in module.bound.replicas.all)
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -246,7 +246,7 @@ def small(
 
 
 def doubles(module: Module) -> Iterator[Small]:
-    for replica in module.replicas.all:
+    for replica in module.bound.replicas.all:
         assert isinstance(replica.network, Small)
         yield replica.network
 
@@ -316,7 +316,7 @@ def test_running_statistics_know_nothing_of_attempts_that_failed(strikes_in: str
         assert statistics.num_batches_tracked == len(double.ran)
         torch.testing.assert_close(statistics.running_mean, expected.running_mean, rtol=0, atol=0)
         torch.testing.assert_close(statistics.running_var, expected.running_var, rtol=0, atol=0)
-        assert module.replicas.all[0].samples_seen == 16
+        assert module.bound.replicas.all[0].samples_seen == 16
 
 
 @pytest.mark.parametrize("strikes_in", ["forward", "backward"])
@@ -324,8 +324,8 @@ def test_the_random_streams_know_nothing_of_attempts_that_failed(strikes_in: str
     def run(fails: bool) -> dict[str, torch.Tensor]:
         with small([5 if fails else UNLIMITED], strikes_in, dropout=True) as module:
             if not fails:  # begin with what the other run learns from its first attempts
-                module.auto.limits.most = [4]
-            module.seed = 3
+                module.load_balancer.limits.max_samples = [4]
+            module.run_state.seed = 3
             state = torch.get_rng_state()
             for data, label in batches(4, 16):
                 module.forward_backward_update(data, label)

@@ -12,7 +12,7 @@ from itertools import product
 import pytest
 
 from gangline.collectives.workload import split_batch
-from gangline.models.load_balance.speed_model import AutoLoads
+from gangline.models.load_balance.speed_model import SpeedModel
 
 LOGGER = logging.getLogger("gangline")
 Costs = Sequence[tuple[float, float]]
@@ -48,28 +48,28 @@ class Job:
     costs: Costs
     size: int
     noise: float = 0.0
-    auto: AutoLoads = field(init=False)
+    model: SpeedModel = field(init=False)
 
     def __post_init__(self) -> None:
-        self.auto = AutoLoads([f"cpu({index})" for index in range(len(self.costs))], LOGGER)
+        self.model = SpeedModel([f"cpu({index})" for index in range(len(self.costs))], LOGGER)
         self.random = random.Random(len(self.costs) + self.size)
         self.changes = 0
 
     def batch(self, size: int) -> None:
-        counts = counts_of(self.auto.loads, size)
+        counts = counts_of(self.model.loads, size)
         seconds = [
             share_seconds(cost, n) * (1 + abs(self.random.gauss(0, self.noise))) if n else None
             for cost, n in zip(self.costs, counts, strict=True)
         ]
-        self.auto.record(counts, seconds)
-        if self.auto.due():
-            self.changes += self.auto.look()
+        self.model.record(counts, seconds)
+        if self.model.due():
+            self.changes += self.model.update_loads()
 
     def epochs(self, count: int, batches: int = 20, last: int | None = None) -> Job:
         for _ in range(count):
-            before = self.auto.loads
-            self.auto.begin_epoch()
-            self.changes += self.auto.loads != before
+            before = self.model.loads
+            self.model.begin_epoch()
+            self.changes += self.model.loads != before
             for _ in range(batches):
                 self.batch(self.size)
             if last:
@@ -78,7 +78,7 @@ class Job:
 
     @property
     def counts(self) -> list[int]:
-        return counts_of(self.auto.loads, self.size)
+        return counts_of(self.model.loads, self.size)
 
     @property
     def to_best(self) -> float:
@@ -119,7 +119,7 @@ def test_settled_loads_stay_though_timings_are_noisy(name: str) -> None:
 
 def test_equal_contexts_keep_equal_loads() -> None:
     job = Job([(0.01, 1e-3)] * 4, 32).epochs(3)
-    assert job.auto.loads == [0.25] * 4
+    assert job.model.loads == [0.25] * 4
     assert job.changes == 0
 
 
@@ -158,7 +158,7 @@ def test_an_epoch_of_one_batch_is_enough() -> None:
 
 def test_a_context_that_one_sample_holds_up_idles() -> None:
     job = Job([(0, 1e-3), (0, 0.1)], 32).epochs(1)
-    assert job.auto.loads == [1.0, 0.0]
+    assert job.model.loads == [1.0, 0.0]
 
 
 def test_an_idle_context_that_became_fast_works_again() -> None:
@@ -172,7 +172,7 @@ def test_trials_of_an_idle_context_cost_little() -> None:
     taken = 0.0
     tried = 0
     for _ in range(60):
-        job.auto.begin_epoch()
+        job.model.begin_epoch()
         for _ in range(20):
             taken += step_seconds(job.counts, job.costs)
             tried += job.counts[1] > 0
@@ -185,14 +185,14 @@ def test_trials_of_an_idle_context_cost_little() -> None:
 
 
 def test_looks_are_due_after_2_4_8_batches_without_the_first_and_not_after_the_first_epoch() -> None:
-    auto = AutoLoads(["cpu(0)", "cpu(1)"], LOGGER)
+    auto = SpeedModel(["cpu(0)", "cpu(1)"], LOGGER)
     auto.begin_epoch()
     due = []
     for batch in range(40):
         auto.record([4, 4], [0.004, 0.004])
         if auto.due():
             due.append(batch)
-            assert not auto.look()
+            assert not auto.update_loads()
             assert not auto.due()
     assert due == [2, 4, 8, 16, 32]
     auto.begin_epoch()
@@ -202,58 +202,58 @@ def test_looks_are_due_after_2_4_8_batches_without_the_first_and_not_after_the_f
 
 
 def test_the_first_batch_of_a_context_does_not_count() -> None:
-    auto = AutoLoads(["cpu(0)", "cpu(1)"], LOGGER)
+    auto = SpeedModel(["cpu(0)", "cpu(1)"], LOGGER)
     auto.record([4, 4], [0.004, 3.0])
-    assert not auto.look()
+    assert not auto.update_loads()
     for _ in range(2):
         auto.record([4, 4], [0.004, 0.004])
-    assert not auto.look()
+    assert not auto.update_loads()
     assert auto.loads == [0.5, 0.5]
 
 
 def test_looking_again_without_anything_new_changes_nothing() -> None:
     job = Job([(0, 1e-3), (0, 3e-3)], 64).epochs(1)
-    job.auto.look()
-    loads = list(job.auto.loads)
-    assert not job.auto.look()
-    assert job.auto.loads == loads
+    job.model.update_loads()
+    loads = list(job.model.loads)
+    assert not job.model.update_loads()
+    assert job.model.loads == loads
 
 
 def test_shares_without_samples_keep_their_contexts_estimate() -> None:
     job = Job([(0, 1e-3), (0, 3e-3)], 64).epochs(2)
-    before = job.auto.loads
-    job.auto.begin_epoch()
+    before = job.model.loads
+    job.model.begin_epoch()
     for _ in range(10):
-        job.auto.record([1, 0], [0.001, None])
-    job.auto.begin_epoch()
-    assert job.auto.loads == before
+        job.model.record([1, 0], [0.001, None])
+    job.model.begin_epoch()
+    assert job.model.loads == before
 
 
 @pytest.mark.parametrize("seconds", [None, 0.0])
 def test_times_that_were_not_measured_count_as_average_ones(seconds: float | None) -> None:
-    auto = AutoLoads(["cpu(0)", "cpu(1)", "cpu(2)"], LOGGER)
+    auto = SpeedModel(["cpu(0)", "cpu(1)", "cpu(2)"], LOGGER)
     auto.begin_epoch()
     for _ in range(10):
         counts = counts_of(auto.loads, 40)
         auto.record(counts, [0.001 * counts[0], 0.003 * counts[1], seconds])
         if auto.due():
-            auto.look()
+            auto.update_loads()
     assert counts_of(auto.loads, 40) == [22, 7, 11]
 
 
 def test_nothing_measured_at_all_leaves_the_loads_equal() -> None:
-    auto = AutoLoads(["cpu(0)", "cpu(1)"], LOGGER)
+    auto = SpeedModel(["cpu(0)", "cpu(1)"], LOGGER)
     for _ in range(5):
         auto.record([4, 4], [None, None])
         assert not auto.due()
     auto.begin_epoch()
-    assert not auto.look()
+    assert not auto.update_loads()
     assert auto.loads == [0.5, 0.5]
 
 
 def test_one_context_has_it_all() -> None:
     job = Job([(0.1, 1e-3)], 8).epochs(3)
-    assert job.auto.loads == [1.0]
+    assert job.model.loads == [1.0]
     assert job.changes == 0
 
 
@@ -263,61 +263,61 @@ def test_one_context_has_it_all() -> None:
 @pytest.mark.parametrize("size", [7, 64, 333, 2000])
 def test_loads_are_short_parts_of_one_that_give_back_the_split(size: int) -> None:
     job = Job([(0, 1e-3), (0, 2.3e-3)], size).epochs(3)
-    assert sum(job.auto.loads) == pytest.approx(1, abs=2e-4)
-    assert [round(load, 4) for load in job.auto.loads] == job.auto.loads
+    assert sum(job.model.loads) == pytest.approx(1, abs=2e-4)
+    assert [round(load, 4) for load in job.model.loads] == job.model.loads
     assert job.counts[1] == pytest.approx(size / 3.3, abs=0.02 * size + 1)
 
 
 def test_a_look_logs_the_split_and_the_speeds(caplog: pytest.LogCaptureFixture) -> None:
-    auto = AutoLoads(["cpu(0)", "cpu(1)"], LOGGER)
+    auto = SpeedModel(["cpu(0)", "cpu(1)"], LOGGER)
     for _ in range(3):
         auto.record([32, 32], [0.32, 0.96])
     with caplog.at_level(logging.INFO, "gangline"):
-        assert auto.look()
+        assert auto.update_loads()
     assert caplog.messages == ["work_load_list auto: cpu(0) 0.7500, cpu(1) 0.2500 (100.0 and 33.3 samples/s)"]
 
 
 def test_three_contexts_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    auto = AutoLoads(["gpu(0)", "gpu(2)", "cpu(0)"], LOGGER)
+    auto = SpeedModel(["gpu(0)", "gpu(2)", "cpu(0)"], LOGGER)
     for _ in range(3):
         auto.record([4, 4, 4], [0.004, 0.004, 0.004])
     with caplog.at_level(logging.INFO, "gangline"):
-        auto.look()
+        auto.update_loads()
     (line,) = caplog.messages
     assert line.endswith("gpu(0) 0.3333, gpu(2) 0.3333, cpu(0) 0.3333 (1000.0, 1000.0 and 1000.0 samples/s)")
 
 
 def test_one_context_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    auto = AutoLoads(["cpu(0)"], LOGGER)
+    auto = SpeedModel(["cpu(0)"], LOGGER)
     for _ in range(3):
         auto.record([4], [0.004])
     with caplog.at_level(logging.INFO, "gangline"):
-        auto.look()
+        auto.update_loads()
     assert caplog.messages == ["work_load_list auto: cpu(0) 1.0000 (1000.0 samples/s)"]
 
 
 def test_state_goes_through_json_and_training_goes_on_with_it() -> None:
     job = Job([(0.01, 1e-3), (0.002, 3e-3)], 64, noise=0.05).epochs(3)
-    state = json.loads(json.dumps(job.auto.state()))
+    state = json.loads(json.dumps(job.model.state()))
     other = Job(job.costs, 64, noise=0.05)
-    other.auto.load_state(state)
-    assert other.auto.loads == job.auto.loads
-    assert other.auto.state() == state
+    other.model.load_state(state)
+    assert other.model.loads == job.model.loads
+    assert other.model.state() == state
     assert other.epochs(3).to_best <= 1.05
 
 
 def test_a_fresh_state_is_taken_back_too() -> None:
-    auto = AutoLoads(["cpu(0)", "cpu(1)"], LOGGER)
+    auto = SpeedModel(["cpu(0)", "cpu(1)"], LOGGER)
     fresh = auto.state()
     job = Job([(0, 1e-3), (0, 3e-3)], 64).epochs(2)
-    job.auto.load_state(fresh)
-    assert job.auto.loads == [0.5, 0.5]
+    job.model.load_state(fresh)
+    assert job.model.loads == [0.5, 0.5]
     assert job.epochs(1).counts == [48, 16]
 
 
 def test_the_state_of_other_contexts_is_refused_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    state = Job([(0, 1e-3), (0, 3e-3)], 64).epochs(2).auto.state()
-    auto = AutoLoads(["gpu(0)", "gpu(1)", "gpu(2)"], LOGGER)
+    state = Job([(0, 1e-3), (0, 3e-3)], 64).epochs(2).model.state()
+    auto = SpeedModel(["gpu(0)", "gpu(1)", "gpu(2)"], LOGGER)
     auto.load_state(state)
     assert auto.loads == [0.3333] * 3
-    assert "the loads saved are of cpu(0), cpu(1); those of gpu(0), gpu(1), gpu(2) are measured anew" in caplog.text
+    assert "the saved loads are those of cpu(0), cpu(1); gpu(0), gpu(1), gpu(2) will be measured again" in caplog.text

@@ -1,0 +1,103 @@
+"""A network bound to contexts: its replicas and the executor that runs them, created on first use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from gangline.collectives.context import Context
+from gangline.collectives.host_memory import keep_freed_memory
+from gangline.models.data.batches import Batch, call_network, map_tensors
+from gangline.models.executor.executor import Executor
+from gangline.models.loss.summed_loss import SummedLoss
+from gangline.models.replicas import Replicas
+
+
+class BoundNetwork:
+    """Replicas of a network on contexts, and their executor.
+
+    Both are created by `bind`, or when they are first used, so that lazy layers can take their shapes from a batch.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        contexts: Sequence[Context],
+        loads: Sequence[float],
+        fixed: Sequence[str],
+        loss: SummedLoss,
+        *,
+        sync_batchnorm: bool,
+        autocast: torch.dtype | None,
+        measure: bool,
+    ) -> None:
+        """Record the arguments of `Replicas` and `Executor`."""
+        self.network = network
+        self._contexts, self._loads, self._fixed = list(contexts), list(loads), list(fixed)
+        self._loss, self.sync_batchnorm, self._autocast, self._measure = loss, sync_batchnorm, autocast, measure
+        self._created: tuple[Replicas, Executor] | None = None
+
+    @property
+    def is_bound(self) -> bool:
+        """True if the replicas exist."""
+        return self._created is not None
+
+    @property
+    def replicas(self) -> Replicas:
+        """The replicas; RuntimeError while lazy parameters have no shape."""
+        return self._create(None)[0]
+
+    @property
+    def executor(self) -> Executor:
+        """The executor; RuntimeError while lazy parameters have no shape."""
+        return self._create(None)[1]
+
+    def bind(self, data: Batch | None) -> None:
+        """Create the replicas, if they do not exist, for batches like ``data``."""
+        self._create(data)
+
+    def lazy_parameters(self) -> list[str]:
+        """Return the names of parameters that have no shape yet."""
+        return [
+            name
+            for name, parameter in self.network.named_parameters()
+            if isinstance(parameter, nn.parameter.UninitializedParameter)
+        ]
+
+    def _create(self, data: Batch | None) -> tuple[Replicas, Executor]:
+        if self._created is None:
+            if any(context.device_type == "cpu" for context in self._contexts):
+                keep_freed_memory()
+            self._initialize_lazy_layers(data)
+            replicas = Replicas(self.network, self._contexts, self._loads, self._fixed)
+            executor = Executor(
+                replicas.all,
+                self._loss,
+                sync_batchnorm=self.sync_batchnorm,
+                autocast=self._autocast,
+                measure=self._measure,
+            )
+            self._created = replicas, executor
+        return self._created
+
+    def _initialize_lazy_layers(self, data: Batch | None) -> None:
+        """Run lazy layers once on the batch's first sample, which gives their parameters shapes."""
+        lazy = self.lazy_parameters()
+        if not lazy:
+            return
+        if data is None:
+            raise RuntimeError(f"parameters {lazy} have no shape yet; call bind(data_shapes) or forward() first")
+        training = self.network.training
+        self.network.eval()
+        with torch.no_grad():
+            inputs = map_tensors(lambda tensor: tensor[:1].cpu(), data)
+            call_network(self.network.cpu(), inputs)
+        self.network.train(training)
+
+    def close(self) -> None:
+        """Stop the executor's threads and drop the replicas; the network keeps its weights."""
+        if self._created is not None:
+            self._created[1].close()
+        self._created = None

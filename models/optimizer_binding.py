@@ -1,0 +1,277 @@
+"""Optimizer binding: sums of gradients and updates of weights, by a store or by an optimizer in place."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gangline.kvstore import KVStore, create
+from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
+from gangline.kvstore.optimizer.spec import OptimizerSpec
+from gangline.kvstore.sparse import RowSparse, summed
+from gangline.models.reducer.reducer import Reducer
+from gangline.models.reducer.worker_reducer import ExpectedGradients, WorkerReducer
+from gangline.models.replicas import Replicas
+from gangline.models.workers import Workers
+
+
+class OptimizerBinding(abc.ABC):
+    """Sums the gradients of a module's replicas and updates their weights.
+
+    Methods that only a store needs do nothing by default.
+    """
+
+    store: KVStore | None = None
+    owns_store = False
+    """True if the store was created here, and is closed here."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers = workers
+
+    @property
+    @abc.abstractmethod
+    def learning_rate(self) -> float:
+        """The optimizer's learning rate."""
+
+    @abc.abstractmethod
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the learning rate from the next update on."""
+
+    @abc.abstractmethod
+    def update(self) -> None:
+        """Sum the replicas' gradients, update the weights once, and give them to every replica."""
+
+    @abc.abstractmethod
+    def state(self) -> OptimizerState:
+        """Return a copy of the optimizer's state, on the host."""
+
+    @abc.abstractmethod
+    def load_state(self, state: OptimizerState) -> None:
+        """Replace the optimizer's state."""
+
+    def begin_backward(  # noqa: B027
+        self, active: Sequence[int], *, push_early: bool, expected: ExpectedGradients | None = None
+    ) -> None:
+        """Prepare for a backward.
+
+        Args:
+            active: indices of the replicas that run it.
+            push_early: push gradients during this backward, which `update` must follow directly.
+            expected: gradients that workers in step agreed on; None: they agree in `update`.
+        """
+
+    def abandon(self, error: BaseException) -> None:  # noqa: B027
+        """After a failed backward, make the weights of replicas and store equal, and add notes to the error."""
+
+    def assign_weights(self) -> None:  # noqa: B027
+        """Copy the replicas' weights to the store; with several workers rank 0's win."""
+
+    def pull_weights(self) -> None:  # noqa: B027
+        """Copy the store's weights to the replicas."""
+
+    def compression_residuals(self) -> dict[str, torch.Tensor]:
+        """Return the residuals of gradient compression, on the host."""
+        return {}
+
+    def load_compression_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:  # noqa: B027
+        """Restore residuals, if gradients are compressed."""
+
+    def detach(self) -> None:  # noqa: B027
+        """Remove the hooks from the replicas' parameters."""
+
+    def close(self) -> None:  # noqa: B027
+        """Detach, and close the store if it was created here."""
+
+
+class InPlaceOptimizer(OptimizerBinding):
+    """Optimizer that updates the weights of a single replica in place, without a store."""
+
+    def __init__(self, replicas: Replicas, optimizer: KeyedOptimizer) -> None:
+        super().__init__(Workers())
+        self._replicas, self._optimizer = replicas, optimizer
+
+    @property
+    def learning_rate(self) -> float:  # noqa: D102  inherited
+        return self._optimizer.learning_rate
+
+    def set_learning_rate(self, learning_rate: float) -> None:  # noqa: D102  inherited
+        self._optimizer.learning_rate = learning_rate
+
+    def update(self) -> None:  # noqa: D102  inherited
+        self._optimizer.update([(name, _as_value(grad)) for name, grad in self._replicas.gradients().items()])
+
+    def state(self) -> OptimizerState:  # noqa: D102  inherited
+        return self._optimizer.state()
+
+    def load_state(self, state: OptimizerState) -> None:  # noqa: D102  inherited
+        self._optimizer.load_state(state)
+
+
+class StoreOptimizer(OptimizerBinding):
+    """Optimizer of a store, to which a `Reducer` pushes the replicas' gradients."""
+
+    store: KVStore
+
+    def __init__(self, replicas: Replicas, store: KVStore, workers: Workers, *, owns_store: bool) -> None:
+        """Register the reducer's hooks; the store must hold the weights already."""
+        super().__init__(workers)
+        self._replicas, self.store, self.owns_store = replicas, store, owns_store
+        self._reducer: Reducer = (
+            WorkerReducer(replicas.all, store, workers) if workers.in_step else Reducer(replicas.all, store)
+        )
+
+    @property
+    def learning_rate(self) -> float:  # noqa: D102  inherited
+        return self.store.learning_rate
+
+    def set_learning_rate(self, learning_rate: float) -> None:  # noqa: D102  inherited
+        self.store.set_learning_rate(learning_rate)
+
+    def begin_backward(  # noqa: D102  inherited
+        self, active: Sequence[int], *, push_early: bool, expected: ExpectedGradients | None = None
+    ) -> None:
+        if isinstance(self._reducer, WorkerReducer):
+            self._reducer.expect(expected)
+        self._reducer.begin(active, push_early=push_early)
+
+    def update(self) -> None:  # noqa: D102  inherited
+        self._reducer.finish()
+
+    def abandon(self, error: BaseException) -> None:  # noqa: D102  inherited
+        if self.workers.count > 1:
+            error.add_note(
+                f"it was raised on rank {self.workers.rank} of {self.workers.count}, whose workers are out of step "
+                "now: end the job and resume from a checkpoint"
+            )
+            return
+        try:
+            pushed, buckets = self._reducer.abandon()
+        except Exception as second:  # noqa: BLE001  the first error is the one to raise
+            error.add_note(f"the store's weights could not be pulled into the replicas either: {second}")
+            return
+        if pushed:
+            error.add_note(
+                f"{pushed} of {buckets} buckets had been pushed to the store; the replicas hold the weights updated "
+                "with them"
+            )
+
+    def assign_weights(self) -> None:  # noqa: D102  inherited
+        names = list(self._replicas.first.parameters)
+        self.store.assign(names, [self._replicas.weights(name)[0] for name in names])
+        if self.workers.count > 1:  # rank 0's values won
+            self.pull_weights()
+
+    def pull_weights(self) -> None:  # noqa: D102  inherited
+        names = list(self._replicas.first.parameters)
+        self.store.pull(names, [self._replicas.weights(name) for name in names])
+
+    def state(self) -> OptimizerState:  # noqa: D102  inherited
+        return self.store.optimizer_state()
+
+    def load_state(self, state: OptimizerState) -> None:  # noqa: D102  inherited
+        self.store.load_optimizer_state(state)
+
+    def compression_residuals(self) -> dict[str, torch.Tensor]:  # noqa: D102  inherited
+        return self.store.compression_residuals()
+
+    def load_compression_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:  # noqa: D102  inherited
+        if self.store.compresses:
+            self.store.load_compression_residuals(residuals)
+
+    def detach(self) -> None:  # noqa: D102  inherited
+        self._reducer.close()
+
+    def close(self) -> None:  # noqa: D102  inherited
+        self.detach()
+        if self.owns_store:
+            self.store.close()
+
+
+def bind_optimizer(
+    replicas: Replicas,
+    kvstore: str | KVStore | None,
+    spec: OptimizerSpec,
+    *,
+    previous: KVStore | None = None,
+    compression: Mapping[str, Any] | None = None,
+    state: OptimizerState | None = None,
+    num_contexts: int = 1,
+) -> OptimizerBinding:
+    """Bind an optimizer to the weights of replicas; a single replica of a single worker needs no store.
+
+    Collective with a store of several workers; rank 0's weights win.
+
+    Args:
+        replicas: replicas to update.
+        kvstore: name of a store, a store, or None.
+        spec: the optimizer.
+        previous: store that holds these weights already, if there is one.
+        compression: gradient compression of the store; None: no compression.
+        state: optimizer state to start from.
+        num_contexts: number of contexts of this worker.
+
+    Raises:
+        TypeError: if ``kvstore`` is anything else.
+        ValueError: if the name is unknown, ``kvstore`` is None with several replicas, the optimizer does not accept a
+            parameter, or the store holds the keys of another module.
+    """
+    if kvstore is not None and not isinstance(kvstore, (str, KVStore)):
+        raise TypeError(f"kvstore is {kvstore!r}; expected a store, its name, or None")
+    if kvstore is None and len(replicas.all) > 1:
+        raise ValueError(f"kvstore is None, but gradients of {len(replicas.all)} contexts need one to sum them")
+    optimizer = KeyedOptimizer(spec)
+    for name, parameter in replicas.first.parameters.items():
+        optimizer.add(name, parameter)
+    if state is not None:
+        optimizer.load_state(state)  # before the store is changed: a state that does not fit must change nothing
+    if kvstore is None:
+        return InPlaceOptimizer(replicas, optimizer)
+    owns_store = isinstance(kvstore, str)
+    store = create(kvstore) if isinstance(kvstore, str) else kvstore
+    workers = Workers(store, num_contexts)
+    if owns_store and len(replicas.all) == 1 and store.num_workers == 1:
+        store.close()
+        return InPlaceOptimizer(replicas, optimizer)
+    if compression is not None:
+        store.set_gradient_compression(compression)
+    _init_store(store, replicas, spec, holds_weights=store is previous)
+    if state is not None:
+        store.load_optimizer_state(state)
+    return StoreOptimizer(replicas, store, workers, owns_store=owns_store)
+
+
+def _init_store(store: KVStore, replicas: Replicas, spec: OptimizerSpec, *, holds_weights: bool) -> None:
+    """Give the store the optimizer and the replicas' weights."""
+    _check_no_max_norm(replicas.first.network)
+    names = list(replicas.first.parameters)
+    held = [name for name in names if name in store]
+    if held and not holds_weights:
+        raise ValueError(f"the {store.type!r} store holds keys {held} already; give each module a store of its own")
+    store.set_optimizer(spec)
+    weights = {name: replicas.weights(name) for name in names}
+    new = [name for name in names if name not in held]
+    store.broadcast(new, [weights[name][0] for name in new], [weights[name] for name in new])
+    if held:
+        store.assign(held, [weights[name][0] for name in held])
+        if store.num_workers > 1:  # rank 0's values won
+            store.pull(held, [weights[name] for name in held])
+
+
+def _check_no_max_norm(network: nn.Module) -> None:
+    for name, module in network.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ValueError(
+                f"layer {name!r} has max_norm={module.max_norm}: its forward changes weights, and the store would undo "
+                "that; normalize the layer's output instead, or train on one context without a store"
+            )
+
+
+def _as_value(gradient: torch.Tensor) -> torch.Tensor | RowSparse:
+    """Return a dense gradient unchanged, and a sparse one as rows without duplicates."""
+    if gradient.layout == torch.strided:
+        return gradient
+    return summed([RowSparse.from_coo(gradient)], gradient.device)

@@ -1,0 +1,432 @@
+"""Training steps: forward, backward and update of batches over the replicas of a module."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from gangline.collectives.workload import split_batch
+from gangline.models.data.batches import Batch, as_batch, checked_batch, concat, map_tensors, num_samples
+from gangline.models.executor.autograd_graph import reachable_parameters
+from gangline.models.executor.bound_network import BoundNetwork
+from gangline.models.executor.executor import Share
+from gangline.models.load_balance.controller import LoadBalancer
+from gangline.models.loss.accumulation import GradientAccumulation
+from gangline.models.loss.loss_scale import LossScale
+from gangline.models.loss.summed_loss import SummedLoss
+from gangline.models.optimizer_binding import OptimizerBinding
+from gangline.models.reducer.worker_reducer import ExpectedGradients, named_by_any
+from gangline.models.run_state import RunState
+from gangline.models.workers import Workers
+
+
+class TrainingStep:
+    """Runs batches forward and backward over the replicas, and updates the weights from their gradients.
+
+    Each share's loss is summed and divided by the normalizer of the whole batch, over all contexts and workers, so
+    that the sum of all gradients is that of the batch's mean loss.
+    """
+
+    def __init__(
+        self,
+        bound: BoundNetwork,
+        loss: SummedLoss,
+        run_state: RunState,
+        *,
+        loads: Sequence[float],
+        load_balancer: LoadBalancer | None,
+        loss_scale: LossScale | None,
+        logger: logging.Logger,
+    ) -> None:
+        """Start without an optimizer.
+
+        Args:
+            bound: replicas and executor.
+            loss: loss of a share.
+            run_state: holds the seed, and the step, which is counted here.
+            loads: one per context, for fixed loads.
+            load_balancer: source of loads that follow measured speed; None: fixed loads.
+            loss_scale: scale of float16 losses; None: no scaling.
+            logger: logger of skipped steps.
+        """
+        self._bound, self._loss, self._run_state, self._logger = bound, loss, run_state, logger
+        self._loads, self._load_balancer, self._loss_scale = list(loads), load_balancer, loss_scale
+        self.grad_req = "write"
+        self.inputs_need_grad = False
+        self.optimizer: OptimizerBinding | None = None
+        self.workers = Workers()
+        self.seconds_waiting = 0.0
+        self.normalizer = 0.0
+        """Normalizer of the last forward's summed loss, on this worker."""
+        self._shares: list[Share] = []
+        self._has_no_samples = False
+        self._accumulation = GradientAccumulation()
+        self._input_factor = 1.0  # turns gradients of the inputs into those of the batch's own mean
+        self._gradients_used = True
+
+    def set_optimizer(self, optimizer: OptimizerBinding | None) -> None:
+        """Set what `update` runs, and take part in its workers' steps; None: nothing, and no other workers."""
+        self.optimizer = optimizer
+        self.workers = optimizer.workers if optimizer is not None else Workers()
+
+    @property
+    def loads(self) -> list[float]:
+        """The current loads, one per context."""
+        return self._load_balancer.loads if self._load_balancer is not None else self._loads
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def forward(self, data: Any, label: Any, *, train: bool) -> None:
+        """Run a batch forward; see `Module.forward`."""
+        data, label = self._checked(data, label)
+        self._bound.bind(data)
+        if train:
+            self._begin_batch()
+        self._shares = []  # frees the last batch's graph before the next one is built
+        if data is not None:
+            slices = split_batch(num_samples(data, "data"), self.loads)
+            run = partial(self._run_forward, data, label, train=train)
+            if self._load_balancer is not None and not train:
+                self._shares = self._load_balancer.run_micro_steps(slices, self._bound.executor, run)
+            else:
+                self._shares = run(slices)
+        self.normalizer = self._normalizer_of(self._shares)
+        self._run_state.step += train
+
+    def _checked(self, data: Any, label: Any) -> tuple[Batch | None, Batch | None]:
+        """Return data and label as batches; data may be None (no samples) on one of several workers."""
+        self._has_no_samples = data is None and self.workers.count > 1
+        return (None, None) if self._has_no_samples else checked_batch(data, label)
+
+    def _begin_batch(self) -> None:
+        if self._gradients_used:
+            self._bound.replicas.clear_gradients()
+            self._accumulation = GradientAccumulation()
+        if self._load_balancer is not None:
+            self._load_balancer.begin_batch()
+
+    def _run_forward(
+        self,
+        data: Batch,
+        label: Batch | None,
+        slices: Sequence[slice],
+        train: bool,
+        number: int = 0,
+        divisor: float | None = None,
+    ) -> list[Share]:
+        """Run one pass over the replicas; ``number`` counts the micro-steps of a batch."""
+        seed, step = self._run_state.seed, self._run_state.step
+        return self._bound.executor.forward(
+            data,
+            label,
+            slices,
+            train=train,
+            inputs_need_grad=self.inputs_need_grad and train,
+            seed=(seed, step, number) if number else (seed, step),
+            divisor=divisor,
+        )
+
+    def _normalizer_of(self, shares: Sequence[Share]) -> float:
+        return 1.0 if self._loss.is_sum else sum(share.count for share in shares)
+
+    # -- backward -----------------------------------------------------------------------------------------------
+
+    def backward(self, out_grads: Any) -> None:
+        """Run backward from the loss, or from gradients of the outputs; see `Module.backward`."""
+        if not self._bound.is_bound or not (self._shares or self._has_no_samples):
+            raise RuntimeError("backward() came before forward(); call forward(data, label) first")
+        if self._shares and not any(tensor.requires_grad for tensor in _graph_tensors(self._shares)):
+            raise RuntimeError("backward() needs a forward() in training mode; call forward(..., is_train=True)")
+        if out_grads is None:
+            self._backward_from_loss(push_early=False)
+        else:
+            self._backward_from_outputs(out_grads)
+        self._gradients_used = False
+
+    def _backward_from_outputs(self, out_grads: Any) -> None:
+        grads = as_batch(out_grads, "out_grads")
+        size = sum(share.samples for share in self._shares)
+        if num_samples(grads, "out_grads") != size:
+            raise ValueError(f"out_grads has {num_samples(grads, 'out_grads')} samples, but the batch has {size}")
+        if self.grad_req == "add":
+            self._accumulation.add_output_gradients()
+        self._begin_backward(self._shares, push_early=False)
+        scale = self._scale
+        self._input_factor = 1 / scale
+        with self._discarding_gradients_on_error():
+            self._bound.executor.backward_from(self._shares, map_tensors(lambda grad: grad * scale, grads))
+
+    def _backward_from_loss(self, *, push_early: bool) -> None:
+        if self._shares:
+            _check_loss(self._shares)
+        divisor, expected = self.normalizer, None
+        accumulates = self.grad_req == "add" and not self._loss.is_sum
+        if accumulates:
+            divisor = self._accumulation.divisor(self.normalizer)
+            push_early = push_early and not self.workers.in_step  # update() determines the divisor
+        elif self.workers.in_step:
+            divisor, expected = self._agree(push_early=push_early)
+        with self._discarding_gradients_on_error():
+            self._backward_of(self._shares, divisor, push_early=push_early, expected=expected)
+        if accumulates:
+            self._accumulation.count(self.normalizer)
+        self._set_input_factor(divisor)
+        if self._load_balancer is not None and self._shares:
+            self._load_balancer.record(self._shares, self._bound.executor)
+
+    def _agree(self, *, push_early: bool) -> tuple[float, ExpectedGradients | None]:
+        """Exchange the whole batch's normalizer, and which gradients the workers in step will have."""
+        replicas = self._bound.replicas
+        names = list(replicas.first.parameters)
+        on_replicas: dict[int, set[str]] = {}
+        for share in self._shares if push_early else ():
+            if share.loss is not None:
+                found = reachable_parameters([share.loss], share.replica.parameters)
+                on_replicas.setdefault(replicas.all.index(share.replica), set()).update(found)
+        own = bytes(any(name in found for found in on_replicas.values()) for name in names)
+        received = self._timed(self.workers.exchange, [self.normalizer, own])
+        divisor = 1.0 if self._loss.is_sum else sum(normalizer for normalizer, _ in received)
+        if not push_early:
+            return divisor, None
+        return divisor, ExpectedGradients(named_by_any(names, [flags for _, flags in received]), on_replicas)
+
+    def _backward_of(
+        self,
+        shares: Sequence[Share],
+        divisor: float,
+        *,
+        push_early: bool,
+        expected: ExpectedGradients | None = None,
+    ) -> None:
+        self._begin_backward(shares, push_early=push_early, expected=expected)
+        self._bound.executor.backward(shares, divisor / self._scale)
+
+    def _begin_backward(
+        self, shares: Sequence[Share], *, push_early: bool, expected: ExpectedGradients | None = None
+    ) -> None:
+        if self.optimizer is not None:
+            active = [self._bound.replicas.all.index(share.replica) for share in shares]
+            self.optimizer.begin_backward(active, push_early=push_early, expected=expected)
+
+    @property
+    def _scale(self) -> float:
+        return self._loss_scale.value if self._loss_scale is not None else 1.0
+
+    def _set_input_factor(self, divisor: float) -> None:
+        self._input_factor = divisor / (self.normalizer or float("nan")) / self._scale
+
+    @contextmanager
+    def _discarding_gradients_on_error(self) -> Iterator[None]:
+        """After an error in backward, mark the gradients, which are incomplete, as used."""
+        try:
+            yield
+        except BaseException:
+            self._gradients_used = True
+            raise
+
+    # -- update -------------------------------------------------------------------------------------------------
+
+    def update(self) -> None:
+        """Update the weights; see `Module.update`."""
+        if self.optimizer is None:
+            raise RuntimeError("update() came before init_optimizer(); call it first")
+        if self._gradients_used:
+            raise RuntimeError("update() came before backward(); call forward() and backward() first")
+        replicas = self._bound.replicas
+        factor = self._accumulation.factor
+        if self.workers.in_step and self.grad_req == "add":
+            factor = self._accumulation.factor_for(self._timed(self.workers.total, self._accumulation.total))
+        if self._loss_scale is not None:
+            factor /= self._loss_scale.value
+            if not self._loss_scale.accepts(replicas.all_gradients(), self.workers.any):
+                self._logger.debug("gradients overflowed float16; the step is skipped")
+                self._gradients_used = True
+                return
+        self._gradients_used = True  # also after an error, which may leave gradients incomplete
+        if factor != 1.0:
+            replicas.scale_gradients(factor)
+        try:
+            self._timed(self.optimizer.update)
+        except BaseException as error:
+            self.optimizer.abandon(error)
+            raise
+
+    def drop_gradients(self) -> None:
+        """Discard gradients that no update has used."""
+        self._gradients_used = True
+
+    def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function; with a store, add its time to `seconds_waiting`."""
+        if self.optimizer is None or self.optimizer.store is None:
+            return call(*arguments)
+        began = time.perf_counter()
+        result = call(*arguments)
+        self.seconds_waiting += time.perf_counter() - began
+        return result
+
+    # -- whole steps --------------------------------------------------------------------------------------------
+
+    def forward_backward(self, data: Any, label: Any) -> None:
+        """Run a batch forward and backward; see `Module.forward_backward`."""
+        if self._load_balancer is None or self._bound.sync_batchnorm:  # joint statistics need the whole batch at once
+            self.forward(data, label, train=True)
+            self.backward(None)
+        else:
+            self._forward_backward_in_micro_steps(self._load_balancer, data, label)
+
+    def _forward_backward_in_micro_steps(self, load_balancer: LoadBalancer, data: Any, label: Any) -> None:
+        """Run a batch so that an attempt for which memory is too small can be undone and repeated in smaller parts."""
+        data, label = self._checked(data, label)
+        self._bound.bind(data)
+        replicas, executor = self._bound.replicas, self._bound.executor
+        self._begin_batch()
+        self._shares = []
+        samples = num_samples(data, "data") if data is not None else 0
+        accumulation = self._accumulation if self.grad_req == "add" else GradientAccumulation()
+        divisor = 1.0 if self._loss.is_sum else accumulation.divisor(samples)
+        kept = replicas.detach_gradients()
+        restore = replicas.snapshot()
+        with self._discarding_gradients_on_error():
+            if data is not None:
+                run = partial(self._run_micro_step, data, label, divisor)
+                self._shares = load_balancer.run_micro_steps(split_batch(samples, self.loads), executor, run, restore)
+        self.normalizer = self._normalizer_of(self._shares)
+        if not self._loss.is_sum:
+            accumulation.count(self.normalizer)
+        if self.grad_req == "write":
+            factor = accumulation.factor_for(self._timed(self.workers.total, accumulation.total))
+            if factor != 1.0:
+                replicas.scale_gradients(factor)
+        replicas.add_gradients(kept)
+        self._set_input_factor(divisor)
+        self._run_state.step += 1
+        self._gradients_used = False
+        if self._shares:
+            load_balancer.record(self._shares, executor)
+
+    def _run_micro_step(
+        self, data: Batch, label: Batch | None, divisor: float, slices: Sequence[slice], number: int
+    ) -> list[Share]:
+        """Run forward and backward of a part of a batch, and free its graph."""
+        shares = self._run_forward(data, label, slices, True, number)
+        _check_loss(shares)
+        self._backward_of(shares, divisor, push_early=False)
+        for share in shares:
+            share.output = map_tensors(torch.Tensor.detach, share.output)
+            share.loss = share.loss.detach() if share.loss is not None else None
+        return shares
+
+    def forward_backward_update(self, data: Any, label: Any) -> None:
+        """Run a whole step; see `Module.forward_backward_update`."""
+        push_early = self._load_balancer is None and self._loss_scale is None and self._gradients_used
+        if self.optimizer is None or not push_early:
+            self.forward_backward(data, label)
+        else:
+            data, label = self._checked(data, label)
+            normalizer = self._known_normalizer(data, label)
+            if normalizer is None:
+                self.forward(data, label, train=True)
+            try:
+                if normalizer is None:
+                    self._backward_from_loss(push_early=True)
+                else:
+                    self._fused_forward_backward(self.optimizer, data, label, normalizer)
+            except BaseException as error:
+                self.optimizer.abandon(error)
+                raise
+            self._gradients_used = False
+        self.update()
+
+    def _known_normalizer(self, data: Batch | None, label: Batch | None) -> float | None:
+        """Return the batch's normalizer if it is known before forward and no other worker contributes to it."""
+        if data is None or self.workers.in_step:
+            return None
+        if self.grad_req != "write" or not self._bound.executor.can_fuse_backward:
+            return None
+        return self._loss.known_normalizer(label, num_samples(data, "data"))
+
+    def _fused_forward_backward(
+        self, optimizer: OptimizerBinding, data: Batch, label: Batch | None, normalizer: float
+    ) -> None:
+        """Run forward and backward of each replica in one thread task."""
+        self._begin_batch()
+        self._shares = []
+        slices = split_batch(num_samples(data, "data"), self.loads)
+        optimizer.begin_backward(self._bound.executor.active_replicas(slices), push_early=True)
+        with self._discarding_gradients_on_error():
+            self._shares = self._run_forward(data, label, slices, True, divisor=normalizer)
+        self.normalizer = normalizer
+        self._set_input_factor(normalizer)
+        self._run_state.step += 1
+
+    # -- results ------------------------------------------------------------------------------------------------
+
+    def outputs(self, merge: bool) -> Any:
+        """Return the last forward's outputs; see `Module.get_outputs`."""
+        self._check_forwarded("get_outputs")
+        return self._gather([map_tensors(torch.Tensor.detach, share.output) for share in self._shares], merge)
+
+    def loss(self) -> torch.Tensor:
+        """Return the last forward's loss; see `Module.get_loss`."""
+        self._check_forwarded("get_loss")
+        losses = [share.loss.detach() for share in self._shares if share.loss is not None]
+        if not losses:
+            raise RuntimeError("get_loss() has no loss: forward() got no label")
+        return torch.stack([loss.to(losses[0].device) for loss in losses]).sum() / self.normalizer
+
+    def input_grads(self, merge: bool) -> Any:
+        """Return the gradients of the inputs; see `Module.get_input_grads`."""
+        self._check_forwarded("get_input_grads")
+        if not self.inputs_need_grad:
+            raise RuntimeError("get_input_grads() needs bind(..., inputs_need_grad=True)")
+        if self._gradients_used:
+            raise RuntimeError("get_input_grads() came before backward()")
+        factor = self._input_factor
+        grads = [
+            map_tensors(lambda t: t.grad * factor if t.grad is not None else torch.zeros_like(t), share.inputs)
+            for share in self._shares
+        ]
+        return self._gather(grads, merge)
+
+    def _gather(self, parts: Sequence[Batch], merge: bool) -> Any:
+        """Concatenate the shares' parts on the first context, or per replica in a list."""
+        if merge:
+            return concat(parts, self._shares[0].replica.context.torch_device)
+        by_replica: dict[Any, list[Batch]] = {}
+        for share, part in zip(self._shares, parts, strict=True):
+            by_replica.setdefault(share.replica, []).append(part)
+        return [
+            own[0] if len(own) == 1 else concat(own, replica.context.torch_device)
+            for replica, own in by_replica.items()
+        ]
+
+    def _check_forwarded(self, call: str) -> None:
+        if not self._shares:
+            raise RuntimeError(f"{call}() came before forward()")
+
+    def close(self) -> None:
+        """Free the last batch."""
+        self._shares = []
+
+
+def _check_loss(shares: Sequence[Share]) -> None:
+    if shares[0].loss is None:
+        raise RuntimeError(
+            "backward() has no loss: forward() got no label, or loss=None and the outputs are not a loss; "
+            "give a label, or call backward(out_grads)"
+        )
+
+
+def _graph_tensors(shares: Iterable[Share]) -> Iterator[torch.Tensor]:
+    for share in shares:
+        if share.loss is not None:
+            yield share.loss
+        found: list[torch.Tensor] = []
+        map_tensors(found.append, share.output)
+        yield from found

@@ -1,0 +1,238 @@
+"""Verbs and arguments that scripts written for MXNet's Module use, and the lines that fit prints by itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gangline import Module, Monitor, cpu, do_checkpoint
+from gangline.models.metrics.metric import create as create_metric
+
+CONTEXTS = [cpu(0), cpu(1)]
+
+
+@dataclass
+class DataBatch:
+    """MXNet's batch: lists of arrays."""
+
+    data: list[torch.Tensor]
+    label: list[torch.Tensor] | None = None
+
+
+def classifier() -> nn.Linear:
+    torch.manual_seed(3)
+    return nn.Linear(4, 3)
+
+
+def batch(samples: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(samples, 4, generator=generator), torch.arange(samples) % 3
+
+
+def module_of(network: nn.Module | None = None) -> Module:
+    return Module(network or classifier(), nn.CrossEntropyLoss(), CONTEXTS)
+
+
+# -- steps ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_data_batch_is_what_its_data_and_label_are() -> None:
+    data, label = batch()
+    found = []
+    for arguments in ((data, label), (DataBatch([data], [label]),)):
+        with module_of() as module:
+            module.init_optimizer("local", "sgd", {"lr": 0.1})
+            module.forward(*arguments, is_train=True)
+            module.backward()
+            module.update()
+            module.forward_backward(*arguments)
+            module.update()
+            module.forward_backward_update(*arguments)
+            found.append(module.get_params())
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_data_batch_without_labels_and_one_of_several_arrays() -> None:
+    data, _ = batch()
+    with module_of() as module:
+        for label in (None, []):
+            module.forward(DataBatch([data], label), is_train=False)
+            assert torch.allclose(module.get_outputs(), classifier()(data))
+    with Module(nn.Bilinear(4, 4, 1), context=CONTEXTS) as module:
+        module.forward(DataBatch([data, data]), is_train=False)
+        assert module.get_outputs().shape == (8, 1)
+
+
+def test_update_metric_counts_the_last_outputs() -> None:
+    data, label = batch(9)
+    expected = float((classifier()(data).argmax(1) == label).double().mean())
+    with module_of() as module:
+        metric = create_metric("acc", module.loss.loss)
+        for part in (slice(0, 5), slice(5, 9)):
+            module.forward(data[part], is_train=False)
+            module.update_metric(metric, [label[part]])
+    assert metric.get_name_value() == [("accuracy", pytest.approx(expected))]
+
+
+def test_an_installed_monitor_sees_the_steps_of_a_loop_of_ones_own() -> None:
+    data, label = batch()
+    monitor = Monitor(1, pattern="weight|bias")
+    with module_of() as module:
+        module.init_optimizer("local", "sgd", {"lr": 0.1})
+        module.install_monitor(monitor)
+        monitor.tic()
+        module.forward_backward(data, label)
+        names = [name for _, name, _ in monitor.toc()]
+        monitor.close()
+    assert names == ["weight", "weight_grad", "bias", "bias_grad"]
+
+
+# -- parameters -----------------------------------------------------------------------------------------------------
+
+
+def test_saved_params_load_into_another_module_and_into_plain_torch(tmp_path: Path) -> None:
+    path = tmp_path / "net.safetensors"
+    with module_of() as module:
+        module.save_params(path)
+        params = module.get_params()
+    with module_of(nn.Linear(4, 3)) as module:
+        module.init_optimizer("device", "sgd", {"lr": 0.0})
+        module.load_params(path)
+        module.forward_backward_update(*batch())  # a rate of 0: the store's weights come back
+        assert all(torch.equal(value, params[name]) for name, value in module.get_params().items())
+        torch.save(module.get_params(), tmp_path / "net.pth")
+        module.load_params(tmp_path / "net.pth")
+
+
+def test_params_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with module_of() as module:
+        with pytest.raises(ValueError, match=r"net\.params; expected a name that ends in \.safetensors"):
+            module.save_params(tmp_path / "net.params")
+        with pytest.raises(FileNotFoundError, match="do not exist"):
+            module.load_params(tmp_path / "net.safetensors")
+        module.save_params(tmp_path / "net.safetensors")
+    with module_of(nn.Linear(5, 3)) as module, pytest.raises(ValueError, match=r"'weight' has shape \(3, 4\)"):
+        module.load_params(tmp_path / "net.safetensors")
+
+
+def test_params_initialized_says_whether_values_were_set(tmp_path: Path) -> None:
+    with module_of() as module:
+        assert not module.params_initialized
+        module.init_params("xavier")
+        assert module.params_initialized
+        module.save_params(tmp_path / "net.safetensors")
+    with module_of() as module:
+        module.load_params(tmp_path / "net.safetensors")
+        assert module.params_initialized
+    with module_of() as module:
+        module.init_optimizer()
+        assert module.params_initialized
+
+
+# -- fit ------------------------------------------------------------------------------------------------------------
+
+
+def test_fit_initialises_parameters_as_it_is_told() -> None:
+    options: dict[str, Any] = {"num_epoch": 1, "batch_size": 4, "optimizer_params": {"lr": 0.0}}
+    with module_of() as module:
+        module.fit(batch(), initializer="one", **options)
+        assert torch.equal(module.get_params()["weight"], torch.ones(3, 4))
+        assert not module.get_params()["bias"].any()
+        module.fit(batch(), initializer="zeros", **options)  # initialised already
+        assert module.get_params()["weight"].all()
+        module.fit(batch(), initializer="zeros", force_init=True, **options)
+        assert not module.get_params()["weight"].any()
+    bias = {"bias": torch.full((3,), 2.0)}
+    with module_of() as module:
+        with pytest.raises(RuntimeError, match=r"parameters \['weight'\] are missing"):
+            module.fit(batch(), arg_params=bias, **options)
+        module.fit(batch(), arg_params=bias, allow_missing=True, **options)
+        assert torch.equal(module.get_params()["bias"], bias["bias"])
+        assert torch.equal(module.get_params()["weight"], classifier().weight)
+
+
+def test_fit_initialises_lazy_layers_once_they_have_a_shape() -> None:
+    with module_of(nn.LazyLinear(3)) as module:
+        module.fit(batch(), num_epoch=1, batch_size=4, initializer="one", optimizer_params={"lr": 0.0})
+        assert torch.equal(module.get_params()["weight"], torch.ones(3, 4))
+
+
+def test_the_eval_batch_end_callback_is_called_after_each_batch_of_a_validation() -> None:
+    seen: list[tuple[int, int]] = []
+    with module_of() as module:
+        module.fit(
+            batch(),
+            batch(5),
+            num_epoch=2,
+            batch_size=4,
+            eval_batch_end_callback=lambda param: seen.append((param.epoch, param.nbatch)),
+        )
+    assert seen == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_do_checkpoint_saves_the_module_that_is_fitted(tmp_path: Path) -> None:
+    prefix = tmp_path / "net"
+    with module_of() as module:
+        module.fit(batch(), num_epoch=4, batch_size=4, epoch_end_callback=do_checkpoint(prefix, 2))
+        params = module.get_params()
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["net-0002.json", "net-0004.json"]
+    with Module.load(prefix, 4, network=nn.Linear(4, 3), context=cpu()) as loaded:
+        assert all(torch.equal(value, params[name]) for name, value in loaded.get_params().items())
+    with pytest.raises(RuntimeError, match=r"has no module; pass it to fit\(\)"):
+        do_checkpoint(prefix)(0)
+
+
+# -- what is shown --------------------------------------------------------------------------------------------------
+
+
+def test_repr_shows_network_contexts_loads_store_and_optimizer() -> None:
+    with Module(classifier(), nn.CrossEntropyLoss(), CONTEXTS, [3, 1]) as module:
+        assert repr(module) == (
+            "Module(Linear, context=[cpu(0), cpu(1)], work_load_list=[3, 1], kvstore=None, optimizer=None)"
+        )
+        module.init_optimizer("device", torch.optim.Adam)
+        assert repr(module).endswith("kvstore='device', optimizer='Adam')")
+    with Module(classifier(), context=CONTEXTS, work_load_list="auto") as module:
+        assert "work_load_list=[0.5, 0.5] (auto)" in repr(module)
+
+
+PLAIN_PROGRAM = """
+import logging, sys
+import torch
+from gangline import Module, cpu
+{setup}
+data = torch.ones(4, 2), torch.zeros(4, dtype=torch.long)
+with Module(torch.nn.Linear(2, 2), torch.nn.CrossEntropyLoss(), cpu()) as module:
+    module.fit(data, data, num_epoch=1, batch_size=2)
+logger = logging.getLogger("gangline")
+assert not logger.handlers
+assert logger.level == logging.NOTSET
+"""
+
+
+def run(setup: str) -> str:
+    program = PLAIN_PROGRAM.format(setup=setup)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout
+    return done.stderr
+
+
+def test_a_plain_program_sees_the_lines_of_fit_on_stderr() -> None:
+    lines = run("").splitlines()
+    assert [line.split("=")[0] for line in lines] == [
+        "Epoch[0] Train-accuracy",
+        "Epoch[0] Time cost",
+        "Epoch[0] Validation-accuracy",
+    ]
+
+
+def test_a_program_with_logging_of_its_own_gets_no_second_handler() -> None:
+    assert run("logging.basicConfig(level=logging.WARNING)") == ""
