@@ -1,4 +1,4 @@
-"""Functions side by side: whose thread they run in, when, and with how many of torch's threads."""
+"""DeviceThreads: in which thread calls run, when, and with how many of torch's threads."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def _threads_to_share() -> Iterator[None]:
 
 @pytest.fixture
 def pair() -> Iterator[DeviceThreads]:
-    side_by_side = DeviceThreads(CONTEXTS)
-    yield side_by_side
-    side_by_side.close()
+    device_threads = DeviceThreads(CONTEXTS)
+    yield device_threads
+    device_threads.close()
 
 
 def both(function: Callable[[], object]) -> list[tuple[int, Callable[[], object]]]:
@@ -57,9 +57,9 @@ def test_each_context_keeps_its_own_thread(pair: DeviceThreads) -> None:
 
 
 def test_a_context_that_stands_twice_has_two_threads() -> None:
-    side_by_side = DeviceThreads([cpu(), cpu()])
-    assert len(set(side_by_side.run(both(threading.get_ident)))) == 2
-    side_by_side.close()
+    device_threads = DeviceThreads([cpu(), cpu()])
+    assert len(set(device_threads.run(both(threading.get_ident)))) == 2
+    device_threads.close()
 
 
 def test_threads_are_named_after_their_contexts(pair: DeviceThreads) -> None:
@@ -78,10 +78,10 @@ def test_one_context_runs_in_the_callers_thread() -> None:
 
 
 def test_close_ends_the_threads() -> None:
-    side_by_side = DeviceThreads([cpu(0), cpu(1), cpu(2)])
-    threads = side_by_side.run([(number, threading.current_thread) for number in range(3)])
+    device_threads = DeviceThreads([cpu(0), cpu(1), cpu(2)])
+    threads = device_threads.run([(number, threading.current_thread) for number in range(3)])
     assert all(thread.is_alive() for thread in threads)
-    side_by_side.close()
+    device_threads.close()
     assert not any(thread.is_alive() for thread in threads)
 
 
@@ -188,22 +188,22 @@ def backward_of_a_convolution() -> None:
     ("contexts", "share"), [(CONTEXTS, 3), ([cpu(0), cpu(1), cpu(2), cpu(3)], 1), ([cpu(i) for i in range(8)], 1)]
 )
 def test_a_thread_uses_its_contexts_share_for_good(contexts: list[Context], share: int) -> None:
-    side_by_side = DeviceThreads(contexts)
+    device_threads = DeviceThreads(contexts)
     calls = lambda function: [(number, function) for number in range(len(contexts))]  # noqa: E731
     expected = [share] * len(contexts)
     try:
-        assert side_by_side.run(calls(torch.get_num_threads)) == expected
+        assert device_threads.run(calls(torch.get_num_threads)) == expected
         for function in (large_sum, backward_of_a_convolution):
-            side_by_side.run(calls(function))
-            assert side_by_side.run(calls(torch.get_num_threads)) == expected
+            device_threads.run(calls(function))
+            assert device_threads.run(calls(torch.get_num_threads)) == expected
         for count in (2, 5):
             torch.set_num_threads(count)
             for function in (torch.get_num_threads, large_sum, backward_of_a_convolution):
-                side_by_side.run(calls(function))
-                assert side_by_side.run(calls(torch.get_num_threads)) == expected
+                device_threads.run(calls(function))
+                assert device_threads.run(calls(torch.get_num_threads)) == expected
             assert torch.get_num_threads() == count
     finally:
-        side_by_side.close()
+        device_threads.close()
 
 
 def test_a_thread_that_never_worked_keeps_its_share_when_the_caller_sets_another(pair: DeviceThreads) -> None:

@@ -52,7 +52,7 @@ def squares(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     ],
     ids=["mean", "ignored", "weighted", "sum", "own", "normalizer"],
 )
-def test_one_go_and_two_passes_give_the_same_bits(loss: Any, normalizer: Callable[[Any], float] | None) -> None:
+def test_fused_and_separate_passes_give_the_same_bits(loss: Any, normalizer: Callable[[Any], float] | None) -> None:
     with module_of(network(), loss, normalizer) as one_go, module_of(network(), loss, normalizer) as passes:
         for step in range(4):
             data, label = batch(step, samples=7 + step)

@@ -253,7 +253,7 @@ def doubles(module: Module) -> Iterator[Small]:
 
 @pytest.mark.parametrize("strikes_in", ["forward", "backward"])
 @pytest.mark.parametrize("limits", [(UNLIMITED, 5), (3, UNLIMITED), (3, 2), (1, 1)])
-def test_a_batch_that_does_not_fit_is_done_again_and_nothing_is_lost(strikes_in: str, limits: Sequence[int]) -> None:
+def test_a_batch_that_does_not_fit_is_run_again_and_nothing_is_lost(strikes_in: str, limits: Sequence[int]) -> None:
     data = [*batches(5, 16), *batches(1, 7)]
     with small(limits, strikes_in) as module:
         reference = copy.deepcopy(module.network)

@@ -1,4 +1,4 @@
-"""How a batch is cut so that it fits into each context's memory, as functions of what was learnt."""
+"""Micro-steps that fit into each context's memory, and the limits learnt from out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_micro_steps(slices: list[slice], most: list[int | None], expected: list
 # -- lower ----------------------------------------------------------------------------------------------------------
 
 
-def test_who_ran_out_takes_half_of_what_it_tried_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_contexts_that_ran_out_of_memory_get_half_of_what_they_tried(caplog: pytest.LogCaptureFixture) -> None:
     made = limits(None, None, 7)
     slices = [slice(0, 9), slice(9, 14), slice(14, 30)]
     with caplog.at_level(logging.WARNING, "gangline"):
@@ -109,7 +109,7 @@ def test_a_single_sample_cannot_be_halved() -> None:
     assert made.max_samples == [1, None]
 
 
-def test_nobody_to_blame_is_nothing_to_lower() -> None:
+def test_without_a_context_that_ran_out_nothing_is_lowered() -> None:
     made = limits(None, 8)
     assert not made.lower([], made.micro_steps([slice(0, 4), slice(4, 8)]))
     assert made.max_samples == [None, 8]

@@ -139,7 +139,7 @@ def test_params_initialized_says_whether_values_were_set(tmp_path: Path) -> None
 # -- fit ------------------------------------------------------------------------------------------------------------
 
 
-def test_fit_initialises_parameters_as_it_is_told() -> None:
+def test_fit_initializes_parameters() -> None:
     options: dict[str, Any] = {"num_epoch": 1, "batch_size": 4, "optimizer_params": {"lr": 0.0}}
     with module_of() as module:
         module.fit(batch(), initializer="one", **options)
@@ -158,7 +158,7 @@ def test_fit_initialises_parameters_as_it_is_told() -> None:
         assert torch.equal(module.get_params()["weight"], classifier().weight)
 
 
-def test_fit_initialises_lazy_layers_once_they_have_a_shape() -> None:
+def test_fit_initializes_lazy_layers_once_they_have_a_shape() -> None:
     with module_of(nn.LazyLinear(3)) as module:
         module.fit(batch(), num_epoch=1, batch_size=4, initializer="one", optimizer_params={"lr": 0.0})
         assert torch.equal(module.get_params()["weight"], torch.ones(3, 4))

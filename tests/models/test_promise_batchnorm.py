@@ -269,7 +269,7 @@ def test_without_it_each_share_is_normalised_by_itself() -> None:
         assert distance(module.get_params(), expected) > 1e-4
 
 
-def test_a_layer_whose_statistics_cannot_be_joined_is_named() -> None:
+def test_a_layer_whose_statistics_cannot_be_synchronized_is_named() -> None:
     class Own(nn.BatchNorm1d):
         def forward(self, data: torch.Tensor) -> torch.Tensor:
             return super().forward(data).relu()

@@ -1,4 +1,4 @@
-"""The flow of gradients: when buckets leave, in what order, how often, and that no way of stepping changes a bit."""
+"""Reducer: when, in what order and how often buckets are pushed, and equal bits whichever way steps are run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loads that "auto" settles, from made-up timings: a share of n samples takes fixed + per_sample * n, and noise."""
+"""Loads derived from synthetic timings: a share of n samples takes fixed + per_sample * n, and noise."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_trials_of_an_idle_context_cost_little() -> None:
 # -- what is recorded, and when to look -----------------------------------------------------------------------------
 
 
-def test_looks_are_due_after_2_4_8_batches_without_the_first_and_not_after_the_first_epoch() -> None:
+def test_updates_are_due_after_2_4_8_batches_without_the_first_and_not_after_the_first_epoch() -> None:
     auto = SpeedModel(["cpu(0)", "cpu(1)"], LOGGER)
     auto.begin_epoch()
     due = []
@@ -211,7 +211,7 @@ def test_the_first_batch_of_a_context_does_not_count() -> None:
     assert auto.loads == [0.5, 0.5]
 
 
-def test_looking_again_without_anything_new_changes_nothing() -> None:
+def test_an_update_without_new_measurements_changes_nothing() -> None:
     job = Job([(0, 1e-3), (0, 3e-3)], 64).epochs(1)
     job.model.update_loads()
     loads = list(job.model.loads)
@@ -268,7 +268,7 @@ def test_loads_are_short_parts_of_one_that_give_back_the_split(size: int) -> Non
     assert job.counts[1] == pytest.approx(size / 3.3, abs=0.02 * size + 1)
 
 
-def test_a_look_logs_the_split_and_the_speeds(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_update_logs_the_split_and_the_speeds(caplog: pytest.LogCaptureFixture) -> None:
     auto = SpeedModel(["cpu(0)", "cpu(1)"], LOGGER)
     for _ in range(3):
         auto.record([32, 32], [0.32, 0.96])

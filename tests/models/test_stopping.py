@@ -178,7 +178,7 @@ def test_without_a_signal_the_handlers_come_back() -> None:
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
-def test_in_another_thread_it_warns_and_hears_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_in_another_thread_it_warns_and_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     before = signal.getsignal(signal.SIGTERM)
     inside: list[Any] = []
 

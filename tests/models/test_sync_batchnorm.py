@@ -37,8 +37,8 @@ def _one_torch_thread() -> Iterator[None]:
 def in_threads(functions: Sequence[Callable[[], Any]], order: Sequence[int] | None = None) -> list[Any]:
     """What each function returned or raised, each in a thread of its own, begun in the order given."""
     with ThreadPoolExecutor(len(functions)) as pool:
-        futures = {place: pool.submit(functions[place]) for place in order or range(len(functions))}
-        return [futures[place].exception() or futures[place].result() for place in range(len(functions))]
+        futures = {index: pool.submit(functions[index]) for index in order or range(len(functions))}
+        return [futures[index].exception() or futures[index].result() for index in range(len(functions))]
 
 
 def all_well(results: list[Any]) -> list[Any]:
@@ -90,28 +90,28 @@ def shared_out(
     network: nn.Module, data: torch.Tensor, gradient: torch.Tensor, sizes: Sequence[int], by: Mode = "threads"
 ) -> Trained:
     networks = [copy.deepcopy(network) for _ in sizes]
-    joined = JointBatchNorm(networks, by)
+    batchnorm = JointBatchNorm(networks, by)
     inputs = [share.clone().requires_grad_() for share in data.split(list(sizes))]
     gradients = gradient.split(list(sizes))
     there, back = ThreadBarrier(range(len(sizes))), ThreadBarrier(range(len(sizes)))
 
-    def forward(place: int) -> torch.Tensor:
-        with joined.forward_section(there, place):
-            output: torch.Tensor = networks[place](inputs[place])
+    def forward(index: int) -> torch.Tensor:
+        with batchnorm.forward_section(there, index):
+            output: torch.Tensor = networks[index](inputs[index])
             return output
 
-    def backward(place: int) -> None:
-        with joined.backward_section(back, place):
-            outputs[place].backward(gradients[place])
+    def backward(index: int) -> None:
+        with batchnorm.backward_section(back, index):
+            outputs[index].backward(gradients[index])
 
-    outputs = all_well(in_threads([partial(forward, place) for place in range(len(sizes))]))
+    outputs = all_well(in_threads([partial(forward, index) for index in range(len(sizes))]))
     if outputs[0].requires_grad:
         if by == "threads":
-            all_well(in_threads([partial(backward, place) for place in range(len(sizes))]))
+            all_well(in_threads([partial(backward, index) for index in range(len(sizes))]))
         else:
             with ExitStack() as sections:
-                for place in range(len(sizes)):
-                    sections.enter_context(joined.backward_section(back, place))
+                for index in range(len(sizes)):
+                    sections.enter_context(batchnorm.backward_section(back, index))
                 torch.autograd.backward(outputs, gradients)
     return Trained(outputs, inputs, networks)
 
@@ -199,13 +199,13 @@ def test_under_autocast_types_are_torchs() -> None:
     network = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2), nn.BatchNorm1d(2))
     data, gradient = random(8, 4).float(), random(8, 2, seed=2).bfloat16()
     networks = [copy.deepcopy(network) for _ in range(2)]
-    joined, there, back = JointBatchNorm(networks), ThreadBarrier(range(2)), ThreadBarrier(range(2))
+    batchnorm, there, back = JointBatchNorm(networks), ThreadBarrier(range(2)), ThreadBarrier(range(2))
 
-    def step(place: int) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16), joined.forward_section(there, place):
-            output: torch.Tensor = networks[place](data.split(4)[place])
-        with joined.backward_section(back, place):
-            output.backward(gradient.split(4)[place])
+    def step(index: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16), batchnorm.forward_section(there, index):
+            output: torch.Tensor = networks[index](data.split(4)[index])
+        with batchnorm.backward_section(back, index):
+            output.backward(gradient.split(4)[index])
         return output.detach()
 
     with torch.autocast("cpu", torch.bfloat16):
@@ -249,7 +249,7 @@ def test_torchs_layer_for_process_groups_is_left_alone() -> None:
         assert "forward" in vars(networks[0][1])
 
 
-def test_lazy_layers_are_joined_once_they_have_a_shape() -> None:
+def test_lazy_layers_are_synchronized_once_they_have_a_shape() -> None:
     network = nn.Sequential(nn.LazyBatchNorm1d(), nn.Linear(3, 2)).double()
     network(random(2, 3))
     data, gradient = random(5, 3), random(5, 2, seed=2)
@@ -282,11 +282,11 @@ def test_a_share_of_which_nothing_reaches_the_layer_takes_part_with_nothing(by: 
     network, data = Selecting().double(), random(6, 2).abs()
     data[4:] *= -1
     networks = [copy.deepcopy(network) for _ in range(2)]
-    joined, there = JointBatchNorm(networks, by), ThreadBarrier(range(2))
+    batchnorm, there = JointBatchNorm(networks, by), ThreadBarrier(range(2))
 
-    def forward(place: int) -> None:
-        with joined.forward_section(there, place):
-            networks[place](data[:4] if place == 0 else data[4:])
+    def forward(index: int) -> None:
+        with batchnorm.forward_section(there, index):
+            networks[index](data[:4] if index == 0 else data[4:])
 
     all_well(in_threads([partial(forward, 0), partial(forward, 1)]))
     network(data)
@@ -295,7 +295,7 @@ def test_a_share_of_which_nothing_reaches_the_layer_takes_part_with_nothing(by: 
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_what_checkpointing_computes_again_is_joined_again(reentrant: bool) -> None:
+def test_what_checkpointing_recomputes_is_synchronized_again(reentrant: bool) -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -340,23 +340,23 @@ def fail(network: Any, data: torch.Tensor) -> torch.Tensor:
 
 
 def forwards(networks: Sequence[nn.Module], *, one_after_another: bool = False, samples: int = 3) -> list[Any]:
-    joined = JointBatchNorm(networks)
-    meeting = ThreadBarrier(range(len(networks)), one_after_another=one_after_another)
+    batchnorm = JointBatchNorm(networks)
+    barrier = ThreadBarrier(range(len(networks)), one_after_another=one_after_another)
 
-    def forward(place: int) -> torch.Tensor:
-        with joined.forward_section(meeting, place):
-            output: torch.Tensor = networks[place](torch.ones(samples, 2))
+    def forward(index: int) -> torch.Tensor:
+        with batchnorm.forward_section(barrier, index):
+            output: torch.Tensor = networks[index](torch.ones(samples, 2))
             return output
 
-    results = in_threads([partial(forward, place) for place in range(len(networks))])
+    results = in_threads([partial(forward, index) for index in range(len(networks))])
     assert all("forward" not in vars(layer) for network in networks for layer in network.modules())
     return results
 
 
 @pytest.mark.parametrize("one_after_another", [False, True])
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_an_error_in_one_replica_wakes_the_others(failing: int, one_after_another: bool) -> None:
-    networks = [Norm(norm, fail if place == failing else norm, norm) for place in range(3)]
+def test_an_error_in_one_replica_ends_the_wait_of_the_others(failing: int, one_after_another: bool) -> None:
+    networks = [Norm(norm, fail if index == failing else norm, norm) for index in range(3)]
     results = forwards(networks, one_after_another=one_after_another)
     assert isinstance(results.pop(failing), ZeroDivisionError)
     for result in results:
@@ -395,15 +395,15 @@ def test_one_value_per_channel_is_torchs_error_for_the_whole_batch_only() -> Non
         shared_out(network, torch.ones(4, 2, 1, 1), torch.ones(4, 2, 1, 1), [2, 2])
 
 
-def test_an_error_in_backward_wakes_the_others() -> None:
+def test_an_error_in_backward_ends_the_wait_of_the_others() -> None:
     networks = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Tanh()) for _ in range(2)]
-    joined, there, back = JointBatchNorm(networks), ThreadBarrier(range(2)), ThreadBarrier(range(2))
+    batchnorm, there, back = JointBatchNorm(networks), ThreadBarrier(range(2)), ThreadBarrier(range(2))
     networks[1][2].register_full_backward_hook(lambda module, grads, _: fail(module, grads[0]))
 
-    def step(place: int) -> None:
-        with joined.forward_section(there, place):
-            output = networks[place](random(3, 2).float())
-        with joined.backward_section(back, place):
+    def step(index: int) -> None:
+        with batchnorm.forward_section(there, index):
+            output = networks[index](random(3, 2).float())
+        with batchnorm.backward_section(back, index):
             output.sum().backward()
 
     first, second = in_threads([partial(step, 0), partial(step, 1)])
@@ -411,20 +411,20 @@ def test_an_error_in_backward_wakes_the_others() -> None:
     assert isinstance(second, ZeroDivisionError)
 
 
-@pytest.mark.parametrize("places", [[], [0], [0, 1]], ids=str)
-def test_backward_with_other_replicas_than_forward_is_refused(places: list[int]) -> None:
+@pytest.mark.parametrize("indices", [[], [0], [0, 1]], ids=str)
+def test_backward_with_other_replicas_than_forward_is_refused(indices: list[int]) -> None:
     networks = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(3)]
-    joined, there, back = JointBatchNorm(networks), ThreadBarrier(range(3)), ThreadBarrier(places)
+    batchnorm, there, back = JointBatchNorm(networks), ThreadBarrier(range(3)), ThreadBarrier(indices)
 
-    def step(place: int) -> None:
-        with joined.forward_section(there, place):
-            output = networks[place](random(3, 2).float())
+    def step(index: int) -> None:
+        with batchnorm.forward_section(there, index):
+            output = networks[index](random(3, 2).float())
         with ExitStack() as section:
-            if place in places:
-                section.enter_context(joined.backward_section(back, place))
+            if index in indices:
+                section.enter_context(batchnorm.backward_section(back, index))
             output.sum().backward()
 
-    for error in in_threads([partial(step, place) for place in range(3)]):
+    for error in in_threads([partial(step, index) for index in range(3)]):
         assert type(error) is RuntimeError
         assert "joint statistics of replicas [0, 1, 2]" in str(error)
 
@@ -453,11 +453,11 @@ def test_nothing_is_left_on_the_network() -> None:
 
 def test_idle_replicas_are_given_the_running_statistics() -> None:
     networks = [nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(), nn.BatchNorm1d(2, affine=False)) for _ in range(3)]
-    joined, meeting = JointBatchNorm(networks), ThreadBarrier([0, 2])
+    batchnorm, barrier = JointBatchNorm(networks), ThreadBarrier([0, 2])
 
-    def forward(place: int) -> None:
-        with joined.forward_section(meeting, place, torch.default_generator):
-            networks[place](random(3, 2, seed=place).float())
+    def forward(index: int) -> None:
+        with batchnorm.forward_section(barrier, index, torch.default_generator):
+            networks[index](random(3, 2, seed=index).float())
 
     all_well(in_threads([partial(forward, 0), partial(forward, 2)]))
     assert int(networks[1][0].num_batches_tracked) == 0  # type: ignore[arg-type]
@@ -478,21 +478,21 @@ def dropped(order: Sequence[int]) -> list[torch.Tensor]:
     torch.manual_seed(3)
     networks = [dropping()]
     networks += [copy.deepcopy(networks[0]) for _ in order[1:]]
-    joined = JointBatchNorm(networks)
+    batchnorm = JointBatchNorm(networks)
     there, back = (ThreadBarrier(range(len(order)), one_after_another=True) for _ in range(2))
     before = torch.get_rng_state()
 
-    def forward(place: int) -> torch.Tensor:
-        with joined.forward_section(there, place, torch.default_generator), stream(torch.device("cpu"), 7, place):
-            output: torch.Tensor = networks[place](random(5, 4, seed=place).float())
+    def forward(index: int) -> torch.Tensor:
+        with batchnorm.forward_section(there, index, torch.default_generator), stream(torch.device("cpu"), 7, index):
+            output: torch.Tensor = networks[index](random(5, 4, seed=index).float())
             return output
 
-    def backward(place: int) -> None:
-        with joined.backward_section(back, place, torch.default_generator):
-            outputs[place].sum().backward()
+    def backward(index: int) -> None:
+        with batchnorm.backward_section(back, index, torch.default_generator):
+            outputs[index].sum().backward()
 
-    outputs = all_well(in_threads([partial(forward, place) for place in range(len(order))], order))
-    all_well(in_threads([partial(backward, place) for place in range(len(order))], order))
+    outputs = all_well(in_threads([partial(forward, index) for index in range(len(order))], order))
+    all_well(in_threads([partial(backward, index) for index in range(len(order))], order))
     assert torch.equal(torch.get_rng_state(), before)
     gradients = [p.grad for network in networks for p in network.parameters() if p.grad is not None]
     return [output.detach() for output in outputs] + gradients
@@ -506,60 +506,60 @@ def test_in_turns_random_layers_give_the_same_bits_whoever_is_quicker() -> None:
 
 def test_in_turns_each_replica_draws_what_it_would_draw_alone() -> None:
     drawn: dict[int, list[float]] = {0: [], 1: []}
-    meeting = ThreadBarrier([0, 1], one_after_another=True)
+    barrier = ThreadBarrier([0, 1], one_after_another=True)
 
-    def draw(place: int) -> None:
-        meeting.begin(place, torch.default_generator)
-        with stream(torch.device("cpu"), 5, place):
+    def draw(index: int) -> None:
+        barrier.begin(index, torch.default_generator)
+        with stream(torch.device("cpu"), 5, index):
             for _ in range(3):
-                drawn[place].append(float(torch.rand(())))
-                meeting.exchange(place, None)
-        meeting.leave(place)
+                drawn[index].append(float(torch.rand(())))
+                barrier.exchange(index, None)
+        barrier.leave(index)
 
     all_well(in_threads([partial(draw, 0), partial(draw, 1)]))
-    for place, values in drawn.items():
-        with stream(torch.device("cpu"), 5, place):
+    for index, values in drawn.items():
+        with stream(torch.device("cpu"), 5, index):
             assert values == [float(torch.rand(())) for _ in values]
 
 
-def test_turns_go_in_the_order_of_places() -> None:
+def test_turns_follow_the_order_of_indices() -> None:
     seen: list[tuple[int, int]] = []
-    meeting = ThreadBarrier([5, 1, 3], one_after_another=True)
+    barrier = ThreadBarrier([5, 1, 3], one_after_another=True)
 
-    def part(place: int) -> None:
-        meeting.begin(place)
+    def part(index: int) -> None:
+        barrier.begin(index)
         for step in range(3):
-            seen.append((step, place))
-            assert meeting.exchange(place, place * 10 + step) == [10 + step, 30 + step, 50 + step]
-        seen.append((3, place))
-        meeting.leave(place)
+            seen.append((step, index))
+            assert barrier.exchange(index, index * 10 + step) == [10 + step, 30 + step, 50 + step]
+        seen.append((3, index))
+        barrier.leave(index)
 
-    all_well(in_threads([partial(part, place) for place in (5, 3, 1)]))
-    assert seen == [(step, place) for step in range(4) for place in (1, 3, 5)]
+    all_well(in_threads([partial(part, index) for index in (5, 3, 1)]))
+    assert seen == [(step, index) for step in range(4) for index in (1, 3, 5)]
 
 
 def test_many_exchanges_keep_their_order() -> None:
-    meeting = ThreadBarrier(range(4))
+    barrier = ThreadBarrier(range(4))
 
-    def part(place: int) -> list[list[int]]:
-        met = [meeting.exchange(place, step * place) for step in range(200)]
-        meeting.leave(place)
-        return met
+    def part(index: int) -> list[list[int]]:
+        received = [barrier.exchange(index, step * index) for step in range(200)]
+        barrier.leave(index)
+        return received
 
-    for met in all_well(in_threads([partial(part, place) for place in range(4)])):
-        assert met == [[0, step, 2 * step, 3 * step] for step in range(200)]
-
-
-def test_one_party_meets_itself_at_once() -> None:
-    meeting = ThreadBarrier([2], one_after_another=True)
-    meeting.begin(2, torch.default_generator)
-    assert [meeting.exchange(2, value) for value in "ab"] == [["a"], ["b"]]
-    meeting.leave(2)
+    for received in all_well(in_threads([partial(part, index) for index in range(4)])):
+        assert received == [[0, step, 2 * step, 3 * step] for step in range(200)]
 
 
-def test_a_party_that_comes_after_an_error_does_not_wait() -> None:
-    meeting = ThreadBarrier([0, 1])
-    meeting.abort(ValueError("early"))
+def test_a_single_participant_does_not_wait() -> None:
+    barrier = ThreadBarrier([2], one_after_another=True)
+    barrier.begin(2, torch.default_generator)
+    assert [barrier.exchange(2, value) for value in "ab"] == [["a"], ["b"]]
+    barrier.leave(2)
+
+
+def test_a_participant_that_arrives_after_an_error_does_not_wait() -> None:
+    barrier = ThreadBarrier([0, 1])
+    barrier.abort(ValueError("early"))
     with pytest.raises(Aborted, match="ValueError: early") as caught:
-        meeting.exchange(1, None)
+        barrier.exchange(1, None)
     assert isinstance(caught.value.__cause__, ValueError)
