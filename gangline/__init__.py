@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         ProtocolError,
         StallError,
         Work,
+        algorithms,
         connect,
         contexts,
         cpu,
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
         num_gpus,
         spawn,
         split_batch,
+        torch_backend,
     )
+    from gangline.collectives.torch_backend import Samples, compress_hook, weighted_hook
     from gangline.kvstore import KVStore, OptimizerSpec, RowSparse, Trainer, create, register
     from gangline.models import (
         Augmentation,
@@ -39,11 +42,24 @@ if TYPE_CHECKING:
         ProgressBar,
         Speedometer,
         TensorBoard,
+        TorchScheduler,
         TrainingProgress,
+        create_network,
+        digits,
         do_checkpoint,
+        freeze_until,
+        image_folder,
+        learning_rate_factors,
+        load_weights,
         module_checkpoint,
+        pretrained,
+        raw_digits,
+        read_progress,
+        read_speed,
+        scale_batch,
         split_each_label,
         stop_on,
+        synthetic,
     )
 
 _PACKAGES = {
@@ -66,7 +82,19 @@ _PACKAGES = {
         "spawn",
         "split_batch",
     ),
-    "kvstore": ("KVStore", "OptimizerSpec", "RowSparse", "Trainer", "create", "register"),
+    "collectives.torch_backend": (
+        "Samples",
+        "compress_hook",
+        "weighted_hook",
+    ),
+    "kvstore": (
+        "KVStore",
+        "OptimizerSpec",
+        "RowSparse",
+        "Trainer",
+        "create",
+        "register",
+    ),
     "models": (
         "Augmentation",
         "Checkpoint",
@@ -77,13 +105,27 @@ _PACKAGES = {
         "ProgressBar",
         "Speedometer",
         "TensorBoard",
+        "TorchScheduler",
         "TrainingProgress",
+        "create_network",
+        "digits",
         "do_checkpoint",
+        "freeze_until",
+        "image_folder",
+        "learning_rate_factors",
+        "load_weights",
         "module_checkpoint",
+        "pretrained",
+        "raw_digits",
+        "read_progress",
+        "read_speed",
+        "scale_batch",
         "split_each_label",
         "stop_on",
+        "synthetic",
     ),
 }
+_MODULES = {"algorithms": "gangline.collectives.algorithms", "torch_backend": "gangline.collectives.torch_backend"}
 
 __all__ = [
     "Augmentation",
@@ -103,26 +145,44 @@ __all__ = [
     "ProgressBar",
     "ProtocolError",
     "RowSparse",
+    "Samples",
     "Speedometer",
     "StallError",
     "TensorBoard",
+    "TorchScheduler",
     "Trainer",
     "TrainingProgress",
     "Work",
+    "algorithms",
+    "compress_hook",
     "connect",
     "contexts",
     "cpu",
     "create",
+    "create_network",
+    "digits",
     "do_checkpoint",
+    "freeze_until",
     "gpu",
+    "image_folder",
     "in_process",
+    "learning_rate_factors",
+    "load_weights",
     "module_checkpoint",
     "num_gpus",
+    "pretrained",
+    "raw_digits",
+    "read_progress",
+    "read_speed",
     "register",
+    "scale_batch",
     "spawn",
     "split_batch",
     "split_each_label",
     "stop_on",
+    "synthetic",
+    "torch_backend",
+    "weighted_hook",
 ]
 
 
@@ -131,6 +191,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("gangline")
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     for package, names in _PACKAGES.items():
         if name in names:
             return getattr(import_module(f"gangline.{package}"), name)

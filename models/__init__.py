@@ -5,15 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gangline.models.checkpoint.checkpoint import load_weights
+    from gangline.models.data.datasets import digits, image_folder, raw_digits, synthetic
     from gangline.models.data.images.augmentation import Augmentation
     from gangline.models.data.images.folder import ImageFolder
     from gangline.models.data.images.splitting import split_each_label
+    from gangline.models.data.sources import read_speed
     from gangline.models.loop.callbacks import Checkpoint, ProgressBar, Speedometer, do_checkpoint, module_checkpoint
     from gangline.models.loop.monitor import Monitor
     from gangline.models.loop.stopping import EarlyStopping, stop_on
+    from gangline.models.loop.torch_schedulers import TorchScheduler
     from gangline.models.module import Module
-    from gangline.models.reports.page import TrainingProgress
+    from gangline.models.reports.page import TrainingProgress, read_progress
     from gangline.models.reports.tensorboard import TensorBoard
+    from gangline.models.zoo import create_network
+    from gangline.models.zoo.transfer import freeze_until, learning_rate_factors, pretrained, scale_batch
 
 _HOMES = {
     "Augmentation": "data.images.augmentation",
@@ -25,11 +31,24 @@ _HOMES = {
     "ProgressBar": "loop.callbacks",
     "Speedometer": "loop.callbacks",
     "TensorBoard": "reports.tensorboard",
+    "TorchScheduler": "loop.torch_schedulers",
     "TrainingProgress": "reports.page",
+    "create_network": "zoo",
+    "digits": "data.datasets",
     "do_checkpoint": "loop.callbacks",
+    "freeze_until": "zoo.transfer",
+    "image_folder": "data.datasets",
+    "learning_rate_factors": "zoo.transfer",
+    "load_weights": "checkpoint.checkpoint",
     "module_checkpoint": "loop.callbacks",
+    "pretrained": "zoo.transfer",
+    "raw_digits": "data.datasets",
+    "read_progress": "reports.page",
+    "read_speed": "data.sources",
+    "scale_batch": "zoo.transfer",
     "split_each_label": "data.images.splitting",
     "stop_on": "loop.stopping",
+    "synthetic": "data.datasets",
 }
 
 __all__ = [
@@ -42,11 +61,24 @@ __all__ = [
     "ProgressBar",
     "Speedometer",
     "TensorBoard",
+    "TorchScheduler",
     "TrainingProgress",
+    "create_network",
+    "digits",
     "do_checkpoint",
+    "freeze_until",
+    "image_folder",
+    "learning_rate_factors",
+    "load_weights",
     "module_checkpoint",
+    "pretrained",
+    "raw_digits",
+    "read_progress",
+    "read_speed",
+    "scale_batch",
     "split_each_label",
     "stop_on",
+    "synthetic",
 ]
 
 

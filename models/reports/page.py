@@ -168,7 +168,7 @@ def page(data: dict[str, Any]) -> str:
     return re.sub("|".join(parts), lambda match: parts[match[0]], template)
 
 
-def read(path: str | Path) -> dict[str, Any]:
+def read_progress(path: str | Path) -> dict[str, Any]:
     """Return the data of a page.
 
     Raises:
@@ -188,7 +188,7 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def _record(path: Path) -> Record:
-    data = read(path)
+    data = read_progress(path)
     try:
         return Record.from_data(data)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:

@@ -29,7 +29,7 @@ from gangline.kvstore.local import LocalStore
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.metrics.metric import EvalMetric
 from gangline.models.reports import record as records
-from gangline.models.reports.page import FORMAT, TrainingProgress, page, read
+from gangline.models.reports.page import FORMAT, TrainingProgress, page, read_progress
 from gangline.models.reports.record import Point, Record, Validation
 
 RATE = {"learning_rate": 0.1, "momentum": 0.9}
@@ -102,7 +102,7 @@ def test_each_update_of_a_run_is_a_point_with_its_own_numbers(tmp_path: Path) ->
             eval_end_callback=[progress, lambda param: validations.append(param.eval_metric.get_global_name_value())],
         )
         waited = module.seconds_waiting
-    data = read(path)
+    data = read_progress(path)
     points = data["points"]
     assert points["step"] == list(range(1, 10))
     assert points["epoch"] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -146,7 +146,7 @@ def test_each_update_of_a_run_is_a_point_with_its_own_numbers(tmp_path: Path) ->
 def test_an_update_of_several_batches_counts_the_samples_of_all(tmp_path: Path) -> None:
     with module_on([1, 1]) as module:
         fit(module, TrainingProgress(module, tmp_path / "page.html"), accumulate=2)
-    data = read(tmp_path / "page.html")
+    data = read_progress(tmp_path / "page.html")
     assert data["points"]["step"] == [2, 3, 5, 6, 8, 9]
     assert data["points"]["total"] == [0, 4, 16, 4, 16, 4]
     assert data["settings"]["batch size"] == "8, 2 batches per update"
@@ -156,7 +156,7 @@ def test_an_update_of_several_batches_counts_the_samples_of_all(tmp_path: Path) 
 def test_epochs_of_one_batch_count_their_samples(tmp_path: Path) -> None:
     with module_on([1, 1]) as module:
         fit(module, TrainingProgress(module, tmp_path / "page.html"), batch_size=20)
-    points = read(tmp_path / "page.html")["points"]
+    points = read_progress(tmp_path / "page.html")["points"]
     assert points["total"] == [0, 20, 20]
     assert points["samples"] == {"cpu(0)": [0, 10, 10], "cpu(1)": [0, 10, 10]}
 
@@ -165,7 +165,7 @@ def test_contexts_of_one_name_are_told_apart(tmp_path: Path) -> None:
     with Module(network(), nn.CrossEntropyLoss(), [cpu(0), cpu(0), cpu(1)], [1, 1, 0]) as module:
         module.init_optimizer("local", "sgd", RATE)
         fit(module, TrainingProgress(module, tmp_path / "page.html"), epochs=1)
-    samples = read(tmp_path / "page.html")["points"]["samples"]
+    samples = read_progress(tmp_path / "page.html")["points"]["samples"]
     assert samples == {"cpu(0) #1": [0, 4, 2], "cpu(0) #2": [0, 4, 2], "cpu(1)": [0, 0, 0]}
 
 
@@ -207,7 +207,7 @@ def test_a_metric_that_has_no_copy_costs_its_curve_and_one_line(
 
     with module_on([1, 1]) as module:
         fit(module, TrainingProgress(module, tmp_path / "page.html"), eval_metric=Uncopied())
-    points = read(tmp_path / "page.html")["points"]
+    points = read_progress(tmp_path / "page.html")["points"]
     assert (points["metrics"], len(points["loss"])) == ({}, 9)
     assert len([line for line in caplog.messages if "Uncopied cannot be copied" in line]) == 1
 
@@ -217,7 +217,7 @@ def test_text_from_outside_stays_text(tmp_path: Path) -> None:
     with module_on([1, 1]) as module:
         fit(module, TrainingProgress(module, tmp_path / "page.html", title=title))
     text = (tmp_path / "page.html").read_text()
-    assert read(tmp_path / "page.html")["title"] == title
+    assert read_progress(tmp_path / "page.html")["title"] == title
     assert text.count("<script") == 2
     assert "<title>&lt;/script&gt;" in text
     assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org/2000/svg)|@import|url\(", text)  # it needs no network
@@ -232,14 +232,14 @@ def test_a_page_is_written_at_once_then_when_it_is_due_and_at_the_end(tmp_path: 
 
     def look(param: BatchEndParam) -> None:
         if path.exists():
-            data = read(path)
+            data = read_progress(path)
             steps.append((data["state"], data["points"]["step"][-1]))
 
     with module_on([1, 1]) as module:
         fit(module, TrainingProgress(module, path, every_seconds=3600), look)
     assert steps == [("running", 1)] * 8
-    assert read(path)["points"]["step"][-1] == 9
-    assert read(path)["state"] == "ended"
+    assert read_progress(path)["points"]["step"][-1] == 9
+    assert read_progress(path)["state"] == "ended"
 
 
 def test_who_reads_while_it_is_written_always_finds_a_whole_page(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_who_reads_while_it_is_written_always_finds_a_whole_page(tmp_path: Path)
     def keep_reading() -> None:
         while not over.is_set():
             if path.exists():
-                found.append(read(path)["points"]["step"][-1])
+                found.append(read_progress(path)["points"]["step"][-1])
 
     reader = threading.Thread(target=keep_reading)
     with module_on([1, 1]) as module:
@@ -287,7 +287,7 @@ def test_an_error_that_ends_training_is_on_the_page(tmp_path: Path) -> None:
         progress = TrainingProgress(module, tmp_path / "page.html", every_seconds=3600)
         with pytest.raises(RuntimeError, match="the power went"):
             fit(module, progress, fail)
-    data = read(tmp_path / "page.html")
+    data = read_progress(tmp_path / "page.html")
     assert (data["state"], data["reason"], data["points"]["step"]) == (
         "stopped",
         "RuntimeError: the power went",
@@ -301,7 +301,7 @@ def test_what_stops_training_early_is_on_the_page(tmp_path: Path) -> None:
         ended_by = module.fit(
             arrays(), num_epoch=3, batch_size=8, batch_end_callback=[lambda param: param.epoch == 1, progress]
         )
-    data = read(tmp_path / "page.html")
+    data = read_progress(tmp_path / "page.html")
     assert (data["state"], data["reason"], data["points"]["step"]) == ("ended", ended_by, [1, 2, 3, 4])
 
 
@@ -311,7 +311,7 @@ def test_an_error_that_a_caller_is_handling_does_not_end_training(tmp_path: Path
             raise ValueError("the caller's own")
         except ValueError:
             fit(module, TrainingProgress(module, tmp_path / "page.html"))
-    assert read(tmp_path / "page.html")["state"] == "ended"
+    assert read_progress(tmp_path / "page.html")["state"] == "ended"
 
 
 # -- how it goes on --------------------------------------------------------------------------------------------------
@@ -331,12 +331,12 @@ def test_a_run_that_goes_on_in_mid_epoch_has_one_whole_record(tmp_path: Path, lo
         progress = TrainingProgress(module, path)
         with pytest.raises(KeyboardInterrupt):
             fit(module, progress, fail, Checkpoint(module, prefix), eval_data=arrays())
-    before = read(path)
+    before = read_progress(path)
     assert (before["state"], before["reason"], before["points"]["step"][-1]) == ("stopped", "KeyboardInterrupt", 7)
     with module_on(loads) as module:
         progress = TrainingProgress(module, path)
         fit(module, progress, eval_data=arrays(), epochs=4, resume=str(prefix))
-    data, expected = read(path), read(whole)
+    data, expected = read_progress(path), read_progress(whole)
     assert data["state"] == "ended"
     for name in ("step", "epoch", "learning_rate", "updates"):
         assert data["points"][name] == expected["points"][name]
@@ -359,7 +359,7 @@ def test_what_came_after_the_checkpoint_is_replaced(tmp_path: Path) -> None:
         fit(module, TrainingProgress(module, path), Checkpoint(module, prefix), epochs=3, eval_data=arrays())
     with module_on([1, 1]) as module:
         fit(module, TrainingProgress(module, path), epochs=2, eval_data=arrays(), resume=(prefix, 0))
-    data = read(path)
+    data = read_progress(path)
     assert data["points"]["step"] == [1, 2, 3, 4, 5, 6]
     assert [v["step"] for v in data["validations"]] == [3, 6]
     assert [one["epoch"] for one in data["epochs"]] == [0, 1]
@@ -370,7 +370,7 @@ def test_a_second_fit_of_the_same_module_goes_on(tmp_path: Path) -> None:
         progress = TrainingProgress(module, tmp_path / "page.html")
         fit(module, progress, epochs=1)
         fit(module, progress, epochs=2, begin_epoch=1)
-    data = read(tmp_path / "page.html")
+    data = read_progress(tmp_path / "page.html")
     assert data["points"]["step"] == [1, 2, 3, 4, 5, 6]
     assert data["state"] == "ended"
 
@@ -380,7 +380,7 @@ def test_a_new_run_overwrites_the_page_and_logs_it(tmp_path: Path, caplog: pytes
     for epochs in (3, 1):
         with module_on([1, 1]) as module:
             fit(module, TrainingProgress(module, path), epochs=epochs)
-    assert read(path)["points"]["step"] == [1, 2, 3]
+    assert read_progress(path)["points"]["step"] == [1, 2, 3]
     assert [line for line in caplog.messages if "page.html" in line] == [
         f"{path} held 9 batches of an earlier run; this new run overwrites it"
     ]
@@ -522,7 +522,7 @@ def test_in_a_long_run_the_metric_is_taken_of_some_batches_alone(
 
     with module_on([1, 1]) as module:
         fit(module, TrainingProgress(module, tmp_path / "page.html"), epochs=20, eval_metric=own)
-    data = read(tmp_path / "page.html")
+    data = read_progress(tmp_path / "page.html")
     assert data["per_point"] == 16
     assert sum(data["points"]["updates"]) == data["points"]["step"][-1] == 60
     assert next(calls) - 60 == 8 + 4 + 4 + 3  # of each batch, then of every 2nd, 4th, 8th
@@ -595,7 +595,7 @@ def in_a_job(comm: Communicator, folder: str) -> tuple[list[str], float]:
 def test_in_a_job_rank_0_alone_writes_and_counts_the_samples_of_all(tmp_path: Path) -> None:
     [(_, accuracy), (_, same)] = spawn(in_a_job, 2, str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["0.html"]
-    data = read(tmp_path / "0.html")
+    data = read_progress(tmp_path / "0.html")
     assert data["points"]["total"] == [0, 8, 4, 8, 8, 4]
     assert data["points"]["samples"] == {"cpu(0)": [0, 4, 2, 4, 4, 2]}
     assert data["validations"][-1]["values"] == {"accuracy": pytest.approx(accuracy, rel=SIX)}
@@ -656,7 +656,7 @@ def test_a_browser_draws_every_curve_and_the_script_raises_nothing(tmp_path: Pat
     with module_on([3, 1]) as module:
         progress = TrainingProgress(module, path, title="<i>one</i> & two")
         fit(module, progress, eval_data=arrays(), validation_metric=["acc", "loss"], epochs=4)
-    drawn, data = dumped(path, tmp_path / "profile"), read(path)
+    drawn, data = dumped(path, tmp_path / "profile"), read_progress(path)
     assert "data-error" not in drawn.root
     assert drawn.root["data-drawn"] == "5"
     assert {chart: list(curves) for chart, curves in drawn.curves.items()} == {

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from gangline.models.checkpoint import checkpoint
 from gangline.models.checkpoint.retention import epochs
-from gangline.models.reports.page import read
+from gangline.models.reports.page import read_progress
 from gangline.models.zoo import create
 
 MLP = ["train", "--network", "mlp", "--cpus", "2"]
@@ -78,7 +78,7 @@ def test_pictures_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     words = ["--num-epochs", "2", "--plots", "training-progress", "--model-prefix", tmp_path / "m"]
     code, out, _ = gangline_command(capsys, *MLP, *words, "--tensorboard", tmp_path / "board", "--top-k", "3")
     assert code == 0
-    data = json.dumps(read(tmp_path / "m.html"))
+    data = json.dumps(read_progress(tmp_path / "m.html"))
     assert "mlp on digits" in data
     assert "top_k_accuracy_3" in data
     assert out.split("=")[1].strip()[:6] in data
