@@ -2,6 +2,7 @@
 
 import os
 
+import gangline
 import torch
 from gangline import Trainer
 
