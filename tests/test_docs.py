@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import gangline
 from gangline.collectives import spawn
 from tests import printed
 
@@ -61,6 +66,58 @@ def test_every_block_either_runs_or_says_that_it_does_not(page: Path) -> None:
 def test_linked_files_exist(page: Path) -> None:
     missing = [target for target in printed.links(page.read_text()) if not (page.parent / target).exists()]
     assert not missing
+
+
+SOURCES = [
+    file
+    for folder in ("bench", "models", "kvstore", "collectives", "gangline/cli")
+    for file in (ROOT / folder).rglob("*.py")
+]
+
+
+@pytest.mark.parametrize("name", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_files_and_methods_that_a_page_names_exist(name: str) -> None:
+    text = (ROOT / name).read_text()
+    words = {word for block in printed.blocks(text) for word in block.text.split()}
+    words |= set(re.findall(r"`([^`\s]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)))
+    files = {word for word in words if re.fullmatch(r"[\w.-]+(/[\w.-]+)*\.(py|toml)", word)}
+    assert not [file for file in files if not (ROOT / file).is_file()]
+    folders = {word for word in words if re.fullmatch(r"([\w-]+/)+", word)} - {"site/", "dist/"}  # are built
+    existing = {f"/{source.parent.relative_to(ROOT)}/" for source in SOURCES}
+    assert not [folder for folder in folders if not any(one.endswith(f"/{folder}") for one in existing)]
+    sources = [source.read_text() for source in SOURCES]
+    for owner, method in {tuple(word.split(".")) for word in words if re.fullmatch(r"_?[A-Z][a-z]\w*\.\w+", word)}:
+        code = "".join(source for source in sources if re.search(rf"^class {owner}\b", source, re.MULTILINE))
+        assert re.search(rf"^    def {method}\(", code, re.MULTILINE), f"{owner}.{method}"
+    if name == "docs/architecture.md":
+        assert len(files) > 60
+        assert len(folders) > 25
+
+
+def test_error_texts_of_the_troubleshooting_page_occur_in_the_sources() -> None:
+    adjacent = re.compile(r"""(["'])\s+[rf]?\1""")  # between the parts of a text that the code writes on several lines
+    sources = [adjacent.sub("", source.read_text()) for source in SOURCES]
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    headings = re.findall(r"^### `(.*)`$", page, re.MULTILINE)
+    assert len(headings) >= 20
+    for heading in headings:
+        fragments = [fragment.strip() for fragment in heading.split("…")]
+        assert max(map(len, fragments)) >= 9, heading
+        for fragment in fragments:
+            assert any(fragment in source for source in sources), f"{heading}: {fragment!r}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason='needs mkdocs: pip install ".[docs]"')
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # a notice of mkdocs-material on mkdocs 2
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    reference = "".join(page.read_text() for page in (tmp_path / "site" / "reference").rglob("index.html"))
+    anchors = set(re.findall(r'id="gangline\.[\w.]*?(\w+)"', reference))
+    assert set(gangline.__all__) - {"algorithms", "torch_backend"} <= anchors  # these two are modules
 
 
 # -- the reader of pages ----------------------------------------------------------------------------------------------
