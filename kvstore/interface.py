@@ -63,7 +63,7 @@ class KVStore(abc.ABC):
     Attributes:
         type: name that the store was created by.
 
-    Example::
+    For example:
 
         with gangline.create("device") as kv:
             kv.init("weight", torch.ones(2, 3))
@@ -142,7 +142,7 @@ class KVStore(abc.ABC):
             ValueError: if the key is initialised already, or occurs twice in the list.
             MismatchError: if the workers' keys, shapes or dtypes differ.
 
-        Example::
+        For example:
 
             kv.init(["weight", "bias"], [torch.randn(4, 3), torch.zeros(4)])
         """
@@ -174,7 +174,7 @@ class KVStore(abc.ABC):
         Raises:
             ValueError: if the optimizer does not support a value, or a value to be compressed holds NaN or infinity.
 
-        Example::
+        For example:
 
             kv.push("weight", [network.weight.grad for network in replicas])
         """
@@ -198,7 +198,7 @@ class KVStore(abc.ABC):
         Raises:
             RuntimeError: if a push of the key still waits for `update`.
 
-        Example::
+        For example:
 
             kv.pull("weight", [network.weight for network in replicas])
         """
@@ -221,7 +221,7 @@ class KVStore(abc.ABC):
         Raises:
             ValueError: if the optimizer has ``clip_global_norm``, which needs `update` between push and pull.
 
-        Example::
+        For example:
 
             kv.pushpull("gradient", [a, b])  # all-reduce: a and b both become a + b
         """
@@ -249,7 +249,7 @@ class KVStore(abc.ABC):
             priority: larger goes first.
             async_op: return at once.
 
-        Example::
+        For example:
 
             kv.broadcast("weight", network.weight, network.weight)  # every rank has rank 0's weight
         """
@@ -280,7 +280,7 @@ class KVStore(abc.ABC):
             ValueError: if a row number is outside the table.
             TypeError: if ``row_ids`` is missing or does not hold integers.
 
-        Example::
+        For example:
 
             rows = gangline.RowSparse([], torch.empty(0, 16), (1000, 16))
             kv.row_sparse_pull("embedding", rows, row_ids=[5, 2, 5])  # rows.indices is [2, 5]
@@ -311,7 +311,7 @@ class KVStore(abc.ABC):
         Raises:
             ValueError: if the optimizer or an argument is unknown, or the store does not support it.
 
-        Example::
+        For example:
 
             kv.set_optimizer(("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-4}))
         """
@@ -332,7 +332,7 @@ class KVStore(abc.ABC):
             TypeError: if it is not callable.
             ValueError: if the store takes no updater.
 
-        Example::
+        For example:
 
             kv.set_updater(lambda key, gradient, weight: weight.sub_(0.1 * gradient))
         """

@@ -61,7 +61,7 @@ def create(name: str = "local", **options: Any) -> KVStore:
         ValueError: if no store has that name, or an option has a value that the store refuses.
         RuntimeError: if the store needs a job and the environment describes none.
 
-    Example::
+    For example:
 
         with gangline.create("device") as kv:
             kv.init("weight", torch.zeros(2))
@@ -86,7 +86,7 @@ def register(*names: str) -> Callable[[Store], Store]:
         ValueError: if a name is taken, or none is given.
         TypeError: if a name is not a str, or the decorated object is not a subclass of KVStore.
 
-    Example::
+    For example:
 
         @gangline.register("my_store")
         class MyStore(gangline.KVStore): ...

@@ -22,7 +22,7 @@ class RowSparse:
         values: the rows, shape (n, *shape[1:]), of any dtype, on the device of ``indices``.
         shape: shape of the whole table.
 
-    Example::
+    For example:
 
         gradient = gangline.RowSparse([5, 2], torch.ones(2, 16), shape=(1000, 16))
         kv.push("embedding", gradient)  # sends two rows of 16 numbers

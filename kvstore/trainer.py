@@ -42,7 +42,7 @@ class Trainer:
     Attributes:
         kvstore: the store, which reduces gradients and holds the weights.
 
-    Example::
+    For example:
 
         trainer = gangline.Trainer(model, "sgd", {"learning_rate": 0.1, "momentum": 0.9}, kvstore="allreduce")
         for data, label in loader:
@@ -135,7 +135,7 @@ class Trainer:
 
         That update uses the mean over all their samples. Each `step` in the context sets ``.grad`` to None.
 
-        Example::
+        For example:
 
             with trainer.no_sync():
                 loss_function(model(data[:8]), label[:8]).backward()

@@ -21,7 +21,7 @@ class TwoBit(Codec):
     """Values at or above ``threshold`` as +threshold, at or below -threshold as -threshold, others as 0.
 
     Method: Strom, Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, 2015, without its sparse
-    indices. With error feedback, in the tensor's own dtype and rounding::
+    indices. With error feedback, in the tensor's own dtype and rounding:
 
         r += g
         if r >= t: send +t, r -= t

@@ -79,7 +79,7 @@ class OptimizerSpec:
             TypeError: if ``spec`` has another form, or an argument is not plain data.
             ValueError: if the optimizer or an argument is unknown, or torch refuses a value.
 
-        Example::
+        For example:
 
             OptimizerSpec.parse(("adam", {"learning_rate": 1e-3, "beta1": 0.8, "lr_mult": {"bias": 2.0}}))
         """
