@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gangline.bench.curves import draw
+from gangline.bench.gangs import Gang, GangError, Way
+from gangline.bench.sweep import IN_PLACE, Sweep, bus_factor, numbers, options_of, sizes_between
 from typer.testing import CliRunner
 
 from gangline.bench import sweep, tune
 from gangline.bench.collectives import COLLECTIVES
-from gangline.bench.curves import draw
-from gangline.bench.gangs import Gang, GangError, Way
 from gangline.bench.peers import installed, rank
-from gangline.bench.sweep import IN_PLACE, Sweep, bus_factor, numbers, options_of, sizes_between
 from gangline.cli.bench import bench
 from gangline.collectives.tuner import SHARED_LIMIT, Choice, Rule, Table, TableKey
 

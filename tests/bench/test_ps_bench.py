@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
-
 from gangline.bench.hosts import Hosts, obstacle
 from gangline.bench.job_processes import Plan
 from gangline.bench.jobs import Job, JobError
-from gangline.bench.peers import installed
 from gangline.bench.peers.worker import Worker, value
 from gangline.bench.ps import measure
 from gangline.bench.ps_sides import Case
+from typer.testing import CliRunner
+
+from gangline.bench.peers import installed
 from gangline.cli.bench import bench
 
 FIELDS = {"who", "mode", "transport", "size", "time_us", "gb_per_s", "workers", "servers", "call", "error"}

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gangline.bench.compare import ratios
+from gangline.bench.figures import describing, figure
 from typer.testing import CliRunner
 
 from gangline.bench import plot
-from gangline.bench.compare import ratios
-from gangline.bench.figures import describing, figure
 from gangline.bench.report import check_outputs, publish, spread
 from gangline.cli.bench import bench
 

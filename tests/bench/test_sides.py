@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from gangline.bench.sides import Candidate, Measured, Setting, Side, best_settings, measure_in_turn, ratio
 
 from gangline.bench.peers import installed
-from gangline.bench.sides import Candidate, Measured, Setting, Side, best_settings, measure_in_turn, ratio
 
 PYTHON = Path(sys.executable)
 TINY = """

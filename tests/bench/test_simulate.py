@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
-
 from gangline.bench.compare import ratios
 from gangline.bench.simulate import Cluster, measure, simulate
+from typer.testing import CliRunner
+
 from gangline.collectives import algorithms
 
 CLUSTER = Cluster(24, 3, alpha_inside=2, alpha_between=8, beta_inside=50, beta_between=10, gamma=100)
