@@ -105,7 +105,7 @@ def collective(
             if not any(row["ranks"] == number for row in rows):
                 print("\n".join(_head(sweep, of_size)))
             rows += of_size
-            print("\n".join(_lines(of_size)), flush=True)
+            print("\n".join(_lines(of_size, {row["who"]: row["setting"] for row in reversed(rows)})), flush=True)
     print("\n".join(_closing(rows)))
     if json is not None:
         write_json(command_line(), rows, json)
@@ -342,24 +342,25 @@ def _head(sweep: Sweep, rows: Sequence[Row]) -> Iterator[str]:
     over = f"{row['ranks']} ranks over {row['transport']}"
     words = [over, *hosts, row["dtype"], *redop, *root, *algorithm, f"{sweep.runs} runs"]
     yield f"# {sweep.collective}: {', '.join(words)}"
-    for who in dict.fromkeys(each["who"] for each in rows if each["who"] != "gangline"):
-        yield f"# {_short(who)}: {who}"
+    for who, setting in {each["who"]: each["setting"] for each in rows if each["who"] != "gangline"}.items():
+        yield f"# {_short(who)}: {', '.join(filter(None, [who, setting]))}"
     if any(each["registered"] for each in rows):
         yield "# registered: gangline with tensors of comm.empty()"
-    yield "#               out-of-place                  in-place"
-    yield "#    size      time  algbw  busbw        time  algbw  busbw #wrong"
-    yield "#                   (GB/s) (GB/s)              (GB/s) (GB/s)"
+    yield "#             out-of-place               in-place"
+    yield "#    size        time  algbw  busbw        time  algbw  busbw #wrong"
+    yield "#                (us) (GB/s) (GB/s)        (us) (GB/s) (GB/s)"
 
 
-def _lines(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield a line for each side of one size."""
+def _lines(rows: Sequence[Row], settings: Mapping[str, str | None]) -> Iterator[str]:
+    """Yield a line for each side of one size; a setting is shown where it is not the first one of the side."""
     sides: dict[tuple[str, bool], list[Row]] = {}
     for row in rows:
         sides.setdefault((row["who"], row["registered"]), []).append(row)
     for (who, registered), of_side in sides.items():
         out, inside = (next((row for row in of_side if row["in_place"] is place), None) for place in (False, True))
         wrong = [row["wrong"] for row in of_side if row["wrong"] is not None]
-        name = " ".join(filter(None, ["registered" if registered else _short(who), of_side[0]["setting"]]))
+        setting = of_side[0]["setting"] if of_side[0]["setting"] != settings[who] else None
+        name = " ".join(filter(None, ["registered" if registered else _short(who), setting]))
         counted = str(sum(wrong)) if wrong else "N/A"
         yield f"{format_size(of_side[0]['size']):>9} {_figures(out)} {_figures(inside)} {counted:>6} {name}"
 
@@ -375,7 +376,6 @@ def _closing(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the lines with which nccl-tests ends."""
     if any(is_noisy(row) for row in rows):
         yield f"# {LEGEND}"
-    yield "# time in us"
     wrong = [row["wrong"] for row in rows if row["wrong"] is not None]
     if wrong:
         yield f"# Out of bounds values : {sum(wrong)} {'FAILED' if sum(wrong) else 'OK'}"

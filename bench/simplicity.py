@@ -37,9 +37,9 @@ def simplicity(json: Json = None) -> None:
 
     Lines are those of the Python files of the four packages without tests. A line is a docstring or a comment if
     nothing else is on it. An import cycle is a set of files that import each other, also inside functions;
-    imports for type checking do not count. Frames are the Python frames of a large all_reduce between two ranks over shared memory, from
-    the public call to the deepest one that copies or reduces bytes. Rounds are the calls of the bootstrap all-gather
-    with which rank 0 of two opens a communicator.
+    imports for type checking do not count. Frames are the Python frames of a large all_reduce between two ranks over
+    shared memory, from the public call to the deepest one that copies or reduces bytes. Rounds are the calls of the
+    bootstrap all-gather with which rank 0 of two opens a communicator.
     """
     check_outputs(json)
     rows = measure()

@@ -198,7 +198,7 @@ class _Ranks(ExitStack):
     def restart(self) -> None:
         """End the group; the next call starts another one."""
         self._group = None
-        self.pop_all().close()
+        self.close()
 
 
 def _times(

@@ -17,8 +17,8 @@ FILE defines ``join()``, which returns a dict: ``who`` (name and version), ``pre
 alone, ``rank``, ``size``, ``barrier`` and ``leave``; ``transport`` where it is known. ``prepare(options)`` returns
 another dict: ``step`` (performs the measured work once), optionally ``wait`` (returns when all started steps are
 complete) and ``check`` (returns the largest absolute error). Without ``check``, `checks.py` checks by
-``write(start, values)`` (stores a float64, int64 or bool array into the input), ``read(start, stop)`` (returns such an array of the result) and
-optionally ``settle`` (fetches the result after all ranks have stepped).
+``write(start, values)`` (stores a float64, int64 or bool array into the input), ``read(start, stop)`` (returns such an
+array of the result) and optionally ``settle`` (fetches the result after all ranks have stepped).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import typer
 
 from gangline.bench.report.fields import describing, figure
 from gangline.bench.report.rows import Row, is_noisy
-from gangline.bench.report.tables import LEGEND, formatter, print_columns, print_matrix
+from gangline.bench.report.tables import LEGEND, case_label, formatter, print_columns, print_matrix
 
 _INDEX = "size"
 
@@ -65,16 +65,16 @@ def _print(title: str, rows: Sequence[Row]) -> None:
     """Print a line for each size and a column for each case; without sizes a line for each row."""
     fields = list(dict.fromkeys(name for row in rows for name in describing(row) if name not in ("figure", "noisy")))
     constant = {name: rows[0].get(name) for name in fields if len({str(row.get(name)) for row in rows}) == 1}
-    telling = [name for name in fields if name not in constant and name != "count"]  # the size says it
+    telling = _telling([name for name in fields if name not in constant and name != "count"], rows)
     if constant:
         print(f"# {_sentence(constant)}")
     if _INDEX in telling:
         telling.remove(_INDEX)
-        cells = {(row[_INDEX], tuple(_value(name, row.get(name)) for name in telling)): _ratio(row) for row in rows}
+        cells = {(row[_INDEX], tuple(case_label(name, row.get(name)) for name in telling)): _ratio(row) for row in rows}
         print_matrix(title, _INDEX, cells)
         return
     print(f"# {title}" + (f" ({LEGEND})" if any(row["noisy"] for row in rows) else ""))
-    columns = [(name.replace("_", " "), [_value(name, row.get(name)) for row in rows], True) for name in telling]
+    columns = [(name.replace("_", " "), [case_label(name, row.get(name)) for row in rows], True) for name in telling]
     columns += [(name, [formatter(row["figure"])(row[name]) for row in rows], False) for name in ("A", "B")]
     print_columns([*columns, ("times as fast", [_ratio(row) for row in rows], False)])
 
@@ -83,10 +83,17 @@ def _ratio(row: Row) -> str:
     return f"{row['times_as_fast']:.3g}{'~' if row['noisy'] else ''}"
 
 
-def _value(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return f"{'' if value else 'not '}{name.replace('_', ' ')}"
-    return "" if value is None else value if isinstance(value, str) else f"{name.replace('_', ' ')} {value}"
+def _telling(fields: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """Return the fields that are needed to tell rows apart: without those that another field determines."""
+    found = list(fields)
+    for name in fields:
+        others = [other for other in found if other != name]
+        for other in others:
+            pairs = {(str(row.get(other)), str(row.get(name))) for row in rows}
+            if name != _INDEX and len(pairs) == len({first for first, _ in pairs}):
+                found.remove(name)
+                break
+    return found
 
 
 def _sentence(row: Row) -> str:

@@ -83,7 +83,7 @@ def print_ratios(rows: Sequence[Row], index: str, cases: Sequence[str]) -> None:
         peer = name.removeprefix("ratio_to_")
         for row in own:
             if row.get(name) is not None:
-                label = (*((peer,) if len(peers) > 1 else ()), *(_label(case, row.get(case)) for case in telling))
+                label = (*((peer,) if len(peers) > 1 else ()), *(case_label(case, row.get(case)) for case in telling))
                 noisy = is_noisy(row) or any(is_noisy(other) for other in _peer_rows(rows, row, peer, index, cases))
                 cells[row[index], label] = f"{row[name]:.3g}{'~' if noisy else ''}"
     if cells:
@@ -165,6 +165,15 @@ def formatter(name: str) -> Callable[[float], str]:
     return format_size if name in _SIZES else format_number
 
 
+def case_label(name: str, value: Any) -> str:
+    """Return a field and its value as a column's label, such as "2 ranks" or "in place"."""
+    if name == "in_place":
+        return "in place" if value else "out of place"
+    if name == "registered":
+        return "registered" if value else "ordinary"
+    return "" if value is None else _word(name, value)
+
+
 def _is_constant(name: str, rows: Sequence[Row]) -> bool:
     values = [row.get(name) for row in rows]
     if len(values) == 1:
@@ -192,14 +201,6 @@ def _word(name: str, value: Any) -> str:
 def _is_count(name: str, value: Any) -> bool:
     """Return whether a field counts things, as in "2 ranks"."""
     return isinstance(value, int) and name in ("ranks", "hosts", "contexts", "workers", "servers", "devices", "wrong")
-
-
-def _label(name: str, value: Any) -> str:
-    if name == "in_place":
-        return "in place" if value else "out of place"
-    if name == "registered":
-        return "registered" if value else "ordinary"
-    return "" if value is None else _word(name, value)
 
 
 def _range(row: Row) -> str:
