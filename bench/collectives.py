@@ -382,8 +382,8 @@ def _closing(rows: Sequence[Row]) -> Iterator[str]:
     sides: dict[str, list[float]] = {}
     for row in rows:
         sides.setdefault("registered" if row["registered"] else _short(row["who"]), []).append(row["busbw_gbs"])
-    averages = (f"{sum(of_side) / len(of_side):.6g} ({name})" for name, of_side in sides.items())
-    yield f"# Avg bus bandwidth    : {', '.join(averages)}"
+    for name, of_side in sides.items():
+        yield f"# Avg bus bandwidth    : {sum(of_side) / len(of_side):.6g} ({name})"
 
 
 def _short(who: str) -> str:
