@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -110,7 +111,7 @@ def collective(
     if json is not None:
         write_json(command_line(), rows, json)
     if plot is not None:
-        _draw(rows, plot)
+        draw(command_line(), rows, plot)
     print_ratios(rows, "size", ("ranks", "in_place", "registered"))
 
 
@@ -391,13 +392,14 @@ def _short(who: str) -> str:
     return who.partition(",")[0].rstrip("0123456789.").strip()
 
 
-def _draw(rows: Sequence[Row], plot: Any) -> None:
+def draw(title: str, rows: Sequence[Row], path: Path) -> None:
+    """Draw rows as curves over sizes, as `draw_curves`."""
     from gangline.bench.report.plots import draw_curves
 
     draw_curves(
-        command_line(),
+        title,
         rows,
-        plot,
+        path,
         panels=lambda row: f"{row['ranks']} ranks, {'in place' if row['in_place'] else 'out of place'}",
         curves=lambda row: f"{row['who']}, registered" if row["registered"] else str(row["who"]),
         figures=("time_us", "busbw_gbs"),

@@ -38,12 +38,7 @@ def compression(
     residual and the check for NaN and infinity, fp16 and bf16 neither. ratio to copy is the time over that of copy_.
     """
     check_outputs(json)
-    rows = measure(mib, runs)
-    publish(command_line(), rows, json)
-    print("# times as long as torch copy_")
-    for row in rows:
-        if row["who"] != _COPY:
-            print(f"{row['ratio_to_copy']:8.2f}  {row['who']}")
+    publish(command_line(), measure(mib, runs), json)
 
 
 def measure(mib: int, runs: int) -> list[Row]:

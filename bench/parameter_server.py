@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -100,7 +101,7 @@ def ps(
     rows = measure(case)
     publish(command_line(), rows, json)
     if plot is not None:
-        _draw(rows, plot)
+        draw(command_line(), rows, plot)
     print_ratios(rows, "size", ("mode", "transport", "call", "compression"))
 
 
@@ -322,13 +323,14 @@ def _peer_sides(stack: ExitStack, peer: str, case: Case) -> list[_Side]:
     return sides
 
 
-def _draw(rows: Sequence[Row], plot: Any) -> None:
+def draw(title: str, rows: Sequence[Row], path: Path) -> None:
+    """Draw rows as curves over sizes, as `draw_curves`."""
     from gangline.bench.report.plots import draw_curves
 
     draw_curves(
-        command_line(),
+        title,
         rows,
-        plot,
+        path,
         panels=lambda row: f"{row['mode']}, {row['workers']} workers",
         curves=lambda row: ", ".join(filter(None, [row["who"], row["transport"], row["call"], row["compression"]])),
         figures=("time_us",),

@@ -11,7 +11,7 @@ from typing import Any
 
 from gangline.bench.report.fields import RATES, TIMES, describing, figure
 from gangline.bench.report.rows import Row
-from gangline.bench.report.tables import format_size, formatter
+from gangline.bench.report.tables import case_label, format_size, formatter
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # distinct for colour-blind readers too
 _TICKS = 6  # labels of an axis of sizes
@@ -40,7 +40,7 @@ def draw_bars(title: str, rows: Sequence[Row], path: Path, group_by: Sequence[st
     pyplot = _pyplot(path, rows)
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        groups.setdefault(", ".join(_word(name, row.get(name)) for name in group_by), []).append(row)
+        groups.setdefault(", ".join(case_label(name, row.get(name)) for name in group_by), []).append(row)
     drawing, axes = pyplot.subplots(
         len(groups),
         1,
@@ -80,7 +80,7 @@ def bar_labels(of_group: Sequence[Row], rows: Sequence[Row], group_by: Sequence[
         for name in fields
         if name == "who" or (name not in group_by and len({str(row.get(name)) for row in rows}) > 1)
     ]
-    return [", ".join(_word(name, row[name]) for name in telling if row.get(name) is not None) for row in of_group]
+    return [", ".join(case_label(name, row[name]) for name in telling if row.get(name) is not None) for row in of_group]
 
 
 def draw_curves(
@@ -206,9 +206,3 @@ def _axis_formatter(field: str) -> Callable[[float, object], str]:
 
 def _quantity(name: str) -> str:
     return "time" if name in TIMES else _UNITS.get(name, name.replace("_", " "))
-
-
-def _word(name: str, value: object) -> str:
-    if name == "size" and isinstance(value, int):
-        return format_size(value)
-    return str(value) if isinstance(value, str) else f"{name.replace('_', ' ')} {value}"

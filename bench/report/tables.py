@@ -42,11 +42,8 @@ _BY_VALUE = (
 
 def print_table(title: str, rows: Sequence[Row]) -> None:
     """Print rows, a column for each field that differs; ratios to peers are left to `print_ratios`."""
-    fields = [
-        name
-        for name in dict.fromkeys(name for row in rows for name in row)
-        if name not in RUNS and not name.startswith("ratio_to_") and any(row.get(name) is not None for row in rows)
-    ]
+    given = [name for name in dict.fromkeys(name for row in rows for name in row) if _is_shown(name, rows)]
+    fields = sorted(given, key=lambda name: name == "setting")  # the widest one is last
     constant = [name for name in fields if _is_constant(name, rows)]
     print(f"# {title}")
     runs = max((row.get("runs", 1) for row in rows), default=1)
@@ -172,6 +169,14 @@ def case_label(name: str, value: Any) -> str:
     if name == "registered":
         return "registered" if value else "ordinary"
     return "" if value is None else _word(name, value)
+
+
+def _is_shown(name: str, rows: Sequence[Row]) -> bool:
+    if name in RUNS or (name.startswith("ratio_to_") and name != "ratio_to_copy"):
+        return False
+    if name == "count" and any("size" in row for row in rows):
+        return False
+    return any(row.get(name) is not None for row in rows)
 
 
 def _is_constant(name: str, rows: Sequence[Row]) -> bool:

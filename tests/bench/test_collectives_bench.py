@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gangline.bench.algorithms import tune
-from gangline.bench.collectives import Sweep, _draw
+from gangline.bench.collectives import Sweep, draw
 from gangline.bench.driver.processes import Candidate
 from gangline.bench.driver.rank_group import GroupError, RankGroup
 from gangline.bench.peers import checks, installed
@@ -289,10 +289,10 @@ def test_a_plot_has_a_curve_for_each_side(tmp_path: Path) -> None:
         for size in (8, 1024)
         for place in (False, True)
     ]
-    _draw(rows, tmp_path / "rows.png")
+    draw("gangline bench reduce", rows, tmp_path / "rows.png")
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="there are no rows"):
-        _draw([], tmp_path / "rows.png")
+        draw("gangline bench reduce", [], tmp_path / "rows.png")
 
 
 def test_rules_follow_from_times() -> None:

@@ -126,7 +126,7 @@ def test_plot_is_a_png_with_a_label_for_what_differs(tmp_path: Path) -> None:
     rows = [row("gangline", 1.0), row("mxnet 1.9.1", 2.0), row("gangline", 1.5, contexts=4)]
     plots.draw_bars("gangline bench x " + "--option value " * 30, rows, path)
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert plots.bar_labels(rows, rows) == ["gangline, contexts 2", "mxnet 1.9.1, contexts 2", "gangline, contexts 4"]
+    assert plots.bar_labels(rows, rows) == ["gangline, 2 contexts", "mxnet 1.9.1, 2 contexts", "gangline, 4 contexts"]
     assert plots.bar_labels(rows[:2], rows, ["contexts"]) == ["gangline", "mxnet 1.9.1"]
     with pytest.raises(ValueError, match="no rows"):
         plots.draw_bars("x", [], path)
