@@ -126,7 +126,7 @@ class Sweep:
     op: str = "sum"
     root: int = 0
     registered: Sequence[bool] = (False, True)
-    """Whether gangline's tensors are from ``comm.empty()``: one of the two, or both."""
+    """Kinds of gangline's tensors: True are those of ``comm.empty()``, False ordinary ones."""
     transport: str = "auto"
     algorithm: str | None = None
     """Value of GANGLINE_ALGO; None: not set."""

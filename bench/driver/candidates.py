@@ -25,7 +25,7 @@ class Entry:
     candidates: Sequence[Candidate]
     """The ways to run it; the fastest is measured."""
     options: Mapping[str, Any]
-    """What its ``prepare`` gets."""
+    """Options for its ``prepare``."""
 
 
 @dataclass(frozen=True)

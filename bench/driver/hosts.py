@@ -23,7 +23,7 @@ _CLONE_NEWNET = 0x40000000
 _BURST = "128kb"
 """Size of the token bucket (tc-tbf) of a host with a bounded rate."""
 _LATENCY = "50ms"
-"""How long a packet may wait in the bucket's queue before it is dropped."""
+"""Longest time of a packet in the bucket's queue before it is dropped."""
 _counter = itertools.count()
 
 

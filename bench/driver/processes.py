@@ -41,7 +41,7 @@ class Candidate:
     options: Mapping[str, str] = field(default_factory=dict)
     """Options for ``prepare``, added to those of the bench."""
     setting: str = ""
-    """What a table shows of env, options and launcher."""
+    """Text for env, options and launcher in a table."""
     interpreter: Path | None = None
     """The peer's own Python; None: the one that runs this."""
     launcher: Sequence[str] = ()
@@ -66,7 +66,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Address:
-    """Where the processes of a group find each other."""
+    """Addresses at which the processes of a group find each other and the driver."""
 
     host: str
     port: int
@@ -205,7 +205,7 @@ class Forked:
 
 
 class _Number:
-    """What `Ranks` opens in a process in place of a communicator."""
+    """Object that `Ranks` opens in a process in place of a communicator."""
 
     def __init__(self, rank: int, *_: object, **__: object) -> None:
         self.rank = rank

@@ -1,1 +1,1 @@
-"""What a bench measures: networks, images, contexts, sizes and the shapes of collectives."""
+"""Workloads of the benches: networks, images, contexts, sizes, shapes of collectives, and shared options."""

@@ -24,7 +24,7 @@ bench = typer.Typer(help="Measure gangline beside the programs that users would 
 for command in (kvstore, ps, training, transfer, balance, compression, device_group, tune, simulate):
     bench.command()(command)  # typer spells names with dashes
 for name in COLLECTIVES:  # with an underscore, as in JSON and for peers
-    bench.command(name)(collective)
+    bench.command(name, short_help=f"Measure {name} over a range of sizes, beside gloo and MPI.")(collective)
 bench.command()(compare)
 bench.command()(startup)
 bench.command()(simplicity)
