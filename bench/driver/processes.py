@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import gangline
+from gangline.collectives.processes.parent_death import die_with_parent
 
 if TYPE_CHECKING:
     from gangline.bench.driver.hosts import Hosts

@@ -18,7 +18,8 @@ from gangline.cli.launch import launch
 from gangline.cli.options import UsageError, command
 from gangline.cli.predict import PredictOptions, ScoreOptions, predict, score
 from gangline.cli.roles import scheduler, server
-from gangline.cli.train import TrainOptions, train
+from gangline.cli.train import train
+from gangline.cli.train_options import TrainOptions
 
 app = typer.Typer(
     help="Train one PyTorch network on unequal devices and get the weights that one device would give.",

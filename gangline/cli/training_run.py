@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gangline.cli.options import UsageError, image_shape_of, metrics_of, numbers, per_channel, write_json
-from gangline.cli.train import GradientCompression, Plots, TrainOptions
+from gangline.cli.train_options import GradientCompression, Plots, TrainOptions
 from gangline.kvstore.default_store import num_workers
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.parameter_server.roles import serve_if_assigned
