@@ -14,10 +14,9 @@ from gangline.cli import logs
 from gangline.cli.bench import bench
 from gangline.cli.devices import devices
 from gangline.cli.env import env
-from gangline.cli.launch import launch
+from gangline.cli.launch import launch, scheduler, server
 from gangline.cli.options import UsageError, command
 from gangline.cli.predict import PredictOptions, ScoreOptions, predict, score
-from gangline.cli.roles import scheduler, server
 from gangline.cli.train import train
 from gangline.cli.train_options import TrainOptions
 
