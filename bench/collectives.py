@@ -79,7 +79,7 @@ def collective(
     ranks. Each peer runs at the fastest of several settings for each size. Options have nccl-tests' names; commands are
     spelled as in JSON, with an underscore.
     """
-    from gangline.bench.peers.installed import available_peers
+    from gangline.bench.driver.installed import available_peers
 
     check_outputs(json, plot)
     name = context.info_name or ""
@@ -304,7 +304,7 @@ def _step_latencies(side: _Side) -> Row:
 
 
 def _own_candidate(sweep: Sweep, ranks: int) -> Candidate:
-    from gangline.bench.peers.installed import collective_ranks
+    from gangline.bench.driver.installed import collective_ranks
 
     candidate, *_ = collective_ranks("gangline", ranks)
     transport = "tcp" if sweep.hosts > 1 else sweep.transport
@@ -315,8 +315,8 @@ def _own_candidate(sweep: Sweep, ranks: int) -> Candidate:
 def _peer_groups(stack: ExitStack, peer: str, ranks: int, hosts: Hosts | None) -> list[RankGroup]:
     """Start a peer's groups, one for each setting; none if it cannot be started, with the reason on stderr."""
     from gangline.bench.driver.candidates import say
+    from gangline.bench.driver.installed import collective_ranks
     from gangline.bench.driver.rank_group import GroupError, RankGroup
-    from gangline.bench.peers.installed import collective_ranks
 
     if hosts is not None and peer != "gloo":
         say(f"skipping {peer}: it is measured on one host only")

@@ -41,7 +41,7 @@ def kvstore(
     largest absolute difference from the sum in float64. With --peers, gangline and its peers run at the fastest of
     several settings.
     """
-    from gangline.bench.peers.installed import available_peers
+    from gangline.bench.driver.installed import available_peers
 
     check_outputs(json, plot)
     words = context_words(contexts, gpus, default=(2, 4))
@@ -89,8 +89,8 @@ def measure(
 def _entries(options: dict[str, Any], peers: Sequence[str]) -> list[Entry]:
     """Return gangline's two calls, then the peers in their order."""
     from gangline.bench.driver.candidates import Entry
+    from gangline.bench.driver.installed import single_process
     from gangline.bench.driver.processes import Candidate
-    from gangline.bench.peers.installed import single_process
 
     own = single_process("gangline", "kvstore") if peers else [Candidate("kvstore/gangline")]
     return [

@@ -80,7 +80,7 @@ def ps(
     push and pull with both compressed (pulls as fp16). MXNet runs at the fastest of several settings for each size
     and call. error is the largest deviation from the exact sum.
     """
-    from gangline.bench.peers.installed import available_peers
+    from gangline.bench.driver.installed import available_peers
 
     check_outputs(json, plot)
     sizes = {*sizes_between(minbytes, maxbytes, stepfactor), size_in_bytes(maxbytes, "-e")}
@@ -294,9 +294,9 @@ def _own_candidate(case: Case, compression: str | None, on_hosts: bool) -> Candi
 def _peer_sides(stack: ExitStack, peer: str, case: Case) -> list[_Side]:
     """Start a peer's jobs, one for each setting; none if it cannot be started, with the reason on stderr."""
     from gangline.bench.driver.candidates import say
+    from gangline.bench.driver.installed import interpreter
     from gangline.bench.driver.processes import Candidate
     from gangline.bench.driver.rank_group import GroupError, RankGroup
-    from gangline.bench.peers.installed import interpreter
 
     if case.hosts > 1 or case.store != "dist_sync":
         say(f"skipping {peer}: it is measured with dist_sync on one host only")

@@ -73,7 +73,7 @@ def training(
     With --workers there is a process for each worker, and a server for dist_sync; efficiency is samples/s over those of
     one worker of the same candidate and over the number of workers.
     """
-    from gangline.bench.peers.installed import available_peers
+    from gangline.bench.driver.installed import available_peers
 
     check_outputs(json, plot)
     if workers is not None:
@@ -157,8 +157,8 @@ def _cases(contexts: Mapping[int, str], peers: Sequence[str]) -> dict[tuple[str,
 
 def _entry(who: str, count: int, options: dict[str, Any], *, alone: bool) -> Entry:
     from gangline.bench.driver.candidates import Entry
+    from gangline.bench.driver.installed import ddp, single_process
     from gangline.bench.driver.processes import Candidate
-    from gangline.bench.peers.installed import ddp, single_process
 
     if alone:
         return Entry([Candidate(f"training/{who}")], options)

@@ -179,7 +179,7 @@ class _Ranks(ExitStack):
     """A group of ranks that is started again after a failure."""
 
     def __init__(self, transport: str, ranks: int) -> None:
-        from gangline.bench.peers.installed import collective_ranks
+        from gangline.bench.driver.installed import collective_ranks
 
         super().__init__()
         (own,) = collective_ranks("gangline", ranks)

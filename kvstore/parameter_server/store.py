@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.compression import Compression
-from gangline.collectives.liveness.limits import limits
+from gangline.collectives.limits import limits
 from gangline.collectives.work import Work, WorkQueue
 from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, by_key, merged
 from gangline.kvstore.buckets import Bucket, BucketValue

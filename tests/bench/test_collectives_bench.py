@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 
 from gangline.bench.algorithms import tune
 from gangline.bench.collectives import Sweep, draw
+from gangline.bench.driver import installed
 from gangline.bench.driver.processes import Candidate
 from gangline.bench.driver.rank_group import GroupError, RankGroup
-from gangline.bench.peers import checks, installed
+from gangline.bench.peers import checks
 from gangline.bench.workload.collective_shapes import COLLECTIVES, IN_PLACE, bus_factor
 from gangline.bench.workload.sizes import counts, sizes_between
 from gangline.cli.bench import bench

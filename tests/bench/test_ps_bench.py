@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from gangline.bench.driver import installed
 from gangline.bench.driver.hosts import Hosts, obstacle
 from gangline.bench.driver.processes import Candidate
 from gangline.bench.driver.rank_group import GroupError, RankGroup
 from gangline.bench.parameter_server import Case, measure
-from gangline.bench.peers import installed
 from gangline.bench.peers.checks import pushed_value
 from gangline.bench.peers.serve import Server
 from gangline.cli.bench import bench

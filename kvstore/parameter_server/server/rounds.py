@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.errors import DeadNodeError, MismatchError
-from gangline.collectives.liveness.limits import limits
+from gangline.collectives.limits import limits
 from gangline.kvstore.parameter_server.server.optimizer_shards import ShardOptimizers
 from gangline.kvstore.parameter_server.server.shards import PushedValue, Round, Shard, Waiter
 from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
