@@ -15,6 +15,7 @@ from torch import nn
 from gangline.cli.options import UsageError, image_shape_of, metrics_of, numbers, per_channel, write_json
 from gangline.cli.train_options import GradientCompression, Plots, TrainOptions
 from gangline.kvstore.default_store import num_workers
+from gangline.kvstore.launch.supervisor import CHECKPOINTED
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.kvstore.registry import IN_PROCESS
@@ -32,8 +33,6 @@ from gangline.models.reports.page import TrainingProgress
 from gangline.models.reports.tensorboard import TensorBoard
 from gangline.models.zoo import registry, transfer
 
-_STOPPED = 75
-"""Exit code after a signal if a checkpoint was written: EX_TEMPFAIL, on which schedulers requeue a job."""
 _HALF = ("bfloat16", "float16")  # what forward computes in; weights stay float32
 _BENCHMARK_BATCHES = 100
 _BENCHMARK_BYTES = 1e9  # what the images of --benchmark may take; large ones make fewer batches
@@ -108,7 +107,7 @@ def run(options: TrainOptions) -> dict[str, Any] | None:
     result: dict[str, Any] = {"ended": ended, "exit_code": 0}
     reports = module.workers.is_first
     if ended in signal.Signals.__members__:  # the grace period is for the checkpoint, not for scoring
-        result["exit_code"] = _STOPPED if options.model_prefix else 128 + signal.Signals[ended]
+        result["exit_code"] = CHECKPOINTED if options.model_prefix else 128 + signal.Signals[ended]
         if reports:
             module.logger.info("training was stopped by %s; %s", ended, _how_to_resume(options.model_prefix))
     else:
