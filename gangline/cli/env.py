@@ -1,4 +1,4 @@
-"""`gangline env`: what a bug report needs to know of this installation and machine."""
+"""`gangline env`: describe this installation and machine for a bug report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OPTIONAL = ("cupy-cuda12x", "cupy-cuda13x", "nccl4py", "pynccl", "s3fs", "tenso
 
 
 def env(json: JsonFile = None) -> None:
-    """Show versions, devices, shared memory, limits and the launcher found: paste it into a bug report."""
+    """Show versions, devices, shared memory, limits and the launcher, for a bug report."""
     report = _report()
     write_json(json, report)
     if json is not None:

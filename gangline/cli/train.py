@@ -44,7 +44,7 @@ class GradientCompression(StrEnum):
 
 
 class Plots(StrEnum):
-    """Pages that show a run."""
+    """Kinds of pages that show a run."""
 
     NONE = "none"
     TRAINING_PROGRESS = "training-progress"
