@@ -31,7 +31,7 @@ class Transfers:
     last: IntArray
     """One past the last chunk of each message."""
     reduce: bool
-    """Whether a received chunk is combined with the present one or replaces it."""
+    """True if a received chunk is combined with the present one; False if it replaces it."""
 
     def __len__(self) -> int:
         return len(self.source)

@@ -1,4 +1,4 @@
-"""`gangline bench`: the benches as subcommands. Their dependencies are imported when one of them runs."""
+"""`gangline bench`: the benches as subcommands. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 

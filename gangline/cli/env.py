@@ -14,7 +14,7 @@ _OPTIONAL = ("cupy-cuda12x", "cupy-cuda13x", "nccl4py", "pynccl", "s3fs", "tenso
 
 
 def env(json: JsonFile = None) -> None:
-    """Show versions, devices, shared memory, limits and the launcher found: paste it into a bug report."""
+    """Show versions, devices, shared memory, limits and the launcher, for a bug report."""
     report = _report()
     write_json(json, report)
     if json is not None:

@@ -62,8 +62,8 @@ app.add_typer(bench, name="bench")
 def main() -> None:
     """Run the subcommand that the arguments name.
 
-    Exit code 1 with one line on stderr for an error of gangline's; a traceback comes before it if the error passed
-    through code of the user, or with -v. Exit code 2 on wrong usage.
+    On an error the exit code is 1, after one line on stderr; a traceback precedes it with -v, or if the error passed
+    through the user's code. On wrong usage the exit code is 2.
     """
     try:
         app()

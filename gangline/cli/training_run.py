@@ -39,14 +39,14 @@ from gangline.models.zoo import registry, transfer
 
 _HALF = ("bfloat16", "float16")  # what forward computes in; weights stay float32
 _BENCHMARK_BATCHES = 100
-_BENCHMARK_BYTES = 1e9  # what the images of --benchmark may take; large ones make fewer batches
+_BENCHMARK_BYTES = 1e9  # limit for all images of --benchmark; larger images make fewer batches
 
 
 def run(options: TrainOptions) -> dict[str, Any] | None:
     """Train, and score the held-out data unless a signal ended training.
 
     Returns:
-        What `gangline train --json` writes: why training ended, the exit code and, on the rank that reports, the
+        The result that `gangline train --json` writes: why training ended, the exit code and, on the first worker, the
         validation accuracy. None if only the speed of reading was measured.
 
     Raises:
@@ -170,7 +170,7 @@ def _network(options: TrainOptions, splits: datasets.Splits, dtype: torch.dtype)
 
 
 def _data(options: TrainOptions, dtype: torch.dtype) -> tuple[datasets.Splits, dict[str, Any]]:
-    """Load the data; return them and the description of them that checkpoints hold."""
+    """Load the data; return them and their description for checkpoints."""
     entry = registry.find(options.network)
     given = image_shape_of(options.image_shape)
     name, seed = options.dataset, options.seed
@@ -313,7 +313,7 @@ def _callbacks(module: Module, options: TrainOptions, batch_size: int, on_termin
     prefix = options.model_prefix
     if prefix is not None:
         if options.load_epoch in (None, "auto"):
-            Path(prefix).parent.mkdir(parents=True, exist_ok=True)  # what cannot be written should fail now
+            Path(prefix).parent.mkdir(parents=True, exist_ok=True)  # fail before training if it cannot be written
         after_epoch.append(Checkpoint(module, prefix, options.save_period, keep_best="accuracy", keep=options.keep))
         if options.save_minutes is not None:
             after_batch.append(Checkpoint(module, prefix, minutes=options.save_minutes, keep=options.keep))

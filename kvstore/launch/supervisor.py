@@ -35,9 +35,9 @@ class StopTimeouts:
     """Time limits for processes that should end, in seconds."""
 
     servers: float = 10.0
-    """For servers and scheduler, from the end of the last worker."""
+    """Time for servers and scheduler to end after the last worker."""
     stop: float = 10.0
-    """From SIGTERM to SIGKILL."""
+    """Time between SIGTERM and SIGKILL."""
 
 
 @dataclass(eq=False, slots=True)

@@ -202,7 +202,7 @@ class ServerClient:
 
     @property
     def shares_memory(self) -> list[bool]:
-        """For each server, whether it reads this worker's shared memory."""
+        """True for each server that reads this worker's shared memory."""
         return [connection.shares_memory for connection in self._connections]
 
     def memory_of(self, server: int) -> Segment:
