@@ -1,114 +1,406 @@
-"""`gangline bench all_reduce`, `all_gather` and so on: the collectives in nccl-tests' terms, beside gloo and MPI."""
+"""`gangline bench all_reduce`, `all_gather` and so on: collectives measured as nccl-tests does, beside gloo and MPI."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gangline.bench.report import Row, check_outputs
-from gangline.bench.workload import command_line, print_ratios
+from gangline.bench.report.machine import command_line
+from gangline.bench.report.output import check_outputs, write_json
+from gangline.bench.report.rows import Row, is_noisy, spread, times_as_fast
+from gangline.bench.report.tables import LEGEND, format_size, print_ratios
+from gangline.bench.workload.collective_shapes import (
+    IN_PLACE,
+    REDUCING,
+    bus_factor,
+    tensor_options,
+)
+from gangline.bench.workload.collective_shapes import rows as rows_in
+from gangline.bench.workload.options import (
+    DataType,
+    Json,
+    MaxBytes,
+    MinBytes,
+    Plot,
+    ReduceOp,
+    Runs,
+    StepFactor,
+    Transport,
+)
+from gangline.bench.workload.sizes import counts, sizes_between
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "sendrecv")
-"""The sub-commands of `gangline bench`; sendrecv is a ring: each rank sends to the next and receives from the last."""
+if TYPE_CHECKING:
+    from gangline.bench.driver.hosts import Hosts
+    from gangline.bench.driver.processes import Candidate
+    from gangline.bench.driver.rank_group import RankGroup
+
+_RUN_SECONDS = 0.2
 
 
 def collective(
     context: typer.Context,
-    smallest: Annotated[str, typer.Option("-b", help="The smallest size in bytes, such as 8 or 64K.")] = "8",
-    largest: Annotated[str, typer.Option("-e", help="The largest size.")] = "256M",
-    factor: Annotated[int, typer.Option("-f", help="From one size to the next.", min=2)] = 2,
-    steps: Annotated[int | None, typer.Option("-n", help="Steps of a run; by default about 0.2 s.", min=1)] = None,
-    before: Annotated[int | None, typer.Option("-w", help="Unmeasured steps before them; by default a fifth.")] = None,
+    minbytes: MinBytes = "8",
+    maxbytes: MaxBytes = "256M",
+    stepfactor: StepFactor = 2,
+    iters: Annotated[
+        int | None, typer.Option("-n", "--iters", help="Steps of a run; default: about 0.2 s.", min=1)
+    ] = None,
+    warmup_iters: Annotated[
+        int | None, typer.Option("-w", "--warmup_iters", help="Unmeasured steps before a run; default: a fifth.", min=0)
+    ] = None,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas.")] = "2",
-    transport: Annotated[str, typer.Option(help="gangline's: auto, shared_memory, ipc or tcp.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="As torch names it.")] = "float32",
-    op: Annotated[str, typer.Option(help="sum, mean, product, min or max.")] = "sum",
-    root: Annotated[int, typer.Option(help="Of broadcast and reduce.", min=0)] = 0,
+    transport: Annotated[Transport, typer.Option(help="gangline's transport.")] = Transport.AUTO,
+    dtype: Annotated[DataType, typer.Option("-d", "--datatype", "--dtype", help="Data type.")] = DataType.FLOAT32,
+    op: Annotated[ReduceOp, typer.Option("-o", "--op", help="Reduction.")] = ReduceOp.SUM,
+    root: Annotated[int, typer.Option("-r", "--root", help="Root of broadcast and reduce.", min=0)] = 0,
     registered: Annotated[
         bool | None,
-        typer.Option("--registered/--ordinary", help="gangline's tensors of comm.empty(); by default both."),
+        typer.Option("--registered/--ordinary", help="Use gangline's tensors of comm.empty(), or not; default: both."),
     ] = None,
-    algo: Annotated[str | None, typer.Option(help="The algorithm that gangline takes, such as ring or ring:8.")] = None,
-    check: Annotated[bool, typer.Option(help="Look at every element of the results.")] = True,
-    percentiles: Annotated[bool, typer.Option(help="Time each step as well, in a run of its own.")] = False,
-    peers: Annotated[str, typer.Option(help="What to measure beside gangline, with commas: gloo, mpi.")] = "",
-    hosts: Annotated[int, typer.Option(help="Network namespaces that the ranks are spread over.", min=1)] = 1,
-    runs: Annotated[int, typer.Option(help="Runs of each side, in turn.", min=1)] = 7,
-    json: Annotated[Path | None, typer.Option(help="Write the rows here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the rows into this .png.")] = None,
+    algo: Annotated[str | None, typer.Option(help="gangline's algorithm, such as ring or ring:8.")] = None,
+    check: Annotated[int, typer.Option("-c", "--check", help="1: check every element of the results; 0: do not.")] = 1,
+    percentiles: Annotated[bool, typer.Option(help="Also time each step, in a separate run.")] = False,
+    peers: Annotated[str, typer.Option(help="Peers to measure beside gangline, with commas: gloo, mpi.")] = "",
+    hosts: Annotated[int, typer.Option(help="Network namespaces to distribute the ranks over.", min=1)] = 1,
+    runs: Runs = 7,
+    json: Json = None,
+    plot: Plot = None,
 ) -> None:
     """Measure a collective over a range of sizes, out of place and in place.
 
-    size is in bytes, of the larger of a rank's tensors; count is the elements of one, or of one row where it has a row
-    for each rank. time_us is that of a step: the mean over a run of the rank that took longest, and the median over the
-    runs. algbw is size / time; busbw is what each link carries, whatever the number of ranks. A peer runs at its best
-    setting for each size, found first and named. wrong counts the elements that are not as they must be.
+    size is that of the larger of a rank's tensors. time is that of a step: the mean over a run on the slowest rank, and
+    the median over the runs. algbw is size / time; busbw, in nccl-tests' definition, does not depend on the number of
+    ranks. Each peer runs at the fastest of several settings for each size. Options have nccl-tests' names; commands are
+    spelled as in JSON, with an underscore.
     """
-    from gangline.bench.peers.installed import chosen
-    from gangline.bench.sweep import Sweep, numbers, rows_of, sizes_between, write
+    from gangline.bench.driver.installed import available_peers
 
     check_outputs(json, plot)
     name = context.info_name or ""
     sweep = Sweep(
         name,
-        sizes_between(smallest, largest, factor),
-        dtype=dtype,
-        op=op,
+        sizes_between(minbytes, maxbytes, stepfactor),
+        dtype=dtype.value,
+        op=op.value,
         root=root,
         registered=(False, True) if registered is None else (registered,),
-        transport=transport,
+        transport=transport.value,
         algorithm=f"{name}={algo}" if algo else None,
-        steps=steps,
-        before=before,
+        steps=iters,
+        warmup=warmup_iters,
         runs=runs,
-        check=check,
+        check=bool(check),
         percentiles=percentiles,
         hosts=hosts,
-        peers=chosen(peers, "collectives", on_gpus=False),
+        peers=available_peers(peers, "collectives"),
     )
     rows: list[Row] = []
-    print(_HEAD, end="")
-    for number in numbers(ranks):
-        print(f"# {name}, {number} ranks" + (f" on {hosts} hosts" if hosts > 1 else ""))
-        for of_size in rows_of(sweep, number):
+    for number in counts(ranks, "--ranks"):
+        for of_size in measure(sweep, number):
+            if not any(row["ranks"] == number for row in rows):
+                print("\n".join(_head(sweep, of_size)))
             rows += of_size
-            print("\n".join(_lines(of_size)), flush=True)
+            print("\n".join(_lines(of_size, {row["who"]: row["setting"] for row in reversed(rows)})), flush=True)
+    print("\n".join(_closing(rows)))
     if json is not None:
-        write(rows, json)
+        write_json(command_line(), rows, json)
     if plot is not None:
-        from gangline.bench.curves import draw
-
         draw(command_line(), rows, plot)
-    print_ratios(rows, ("ranks", "size", "in_place", "registered"))
+    print_ratios(rows, "size", ("ranks", "in_place", "registered"))
 
 
-_HEAD = """\
-#                                                      out-of-place                        in-place
-#       size       count     type  redop root     time  algbw  busbw #wrong     time  algbw  busbw #wrong  who
-#        (B)  (elements)                          (us) (GB/s) (GB/s)            (us) (GB/s) (GB/s)
-"""
+@dataclass(frozen=True)
+class Sweep:
+    """A collective over a range of sizes."""
+
+    collective: str
+    sizes: Sequence[int]
+    """Bytes of the larger of a rank's tensors."""
+    dtype: str = "float32"
+    op: str = "sum"
+    root: int = 0
+    registered: Sequence[bool] = (False, True)
+    """Kinds of gangline's tensors: True are those of ``comm.empty()``, False ordinary ones."""
+    transport: str = "auto"
+    algorithm: str | None = None
+    """Value of GANGLINE_ALGO; None: not set."""
+    steps: int | None = None
+    """Steps of a run; None: as many as fit into it."""
+    warmup: int | None = None
+    """Unmeasured steps before a run; None: a fifth."""
+    runs: int = 7
+    check: bool = True
+    percentiles: bool = False
+    hosts: int = 1
+    peers: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.algorithm is not None:
+            from gangline.collectives.tuner import forced_algorithms
+
+            forced_algorithms(self.algorithm)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype.itemsize
+
+    def options(self, ranks: int, size: int, *, in_place: bool) -> dict[str, Any]:
+        """Return the options of a rank for a size: as many whole elements, and rows, as fit into it."""
+        count = size // self.itemsize // rows_in(self.collective, ranks)
+        return {
+            **tensor_options(self.collective, ranks, count),
+            "dtype": self.dtype,
+            "op": self.op,
+            "root": self.root,
+            "in_place": in_place,
+            "registered": False,
+            "algorithm": self.algorithm,
+        }
 
 
-def _lines(rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each side, as nccl-tests has them."""
+def measure(sweep: Sweep, ranks: int) -> Iterator[list[Row]]:
+    """Yield for each size the rows of gangline and of the peers, out of place and in place.
+
+    Raises:
+        ValueError: if ``root`` is not a rank, or there are more hosts than ranks.
+        GroupError: if gangline fails. A peer that fails is left out from then on, with a line on stderr.
+    """
+    from gangline.bench.driver.rank_group import RankGroup
+
+    if sweep.root >= ranks:
+        raise ValueError(f"--root is {sweep.root}; expected a rank below {ranks}")
+    if sweep.hosts > ranks:
+        raise ValueError(f"--hosts is {sweep.hosts}; expected at most one for each of {ranks} ranks")
+    with ExitStack() as stack:
+        hosts = None
+        if sweep.hosts > 1:
+            from gangline.bench.driver.hosts import Hosts
+
+            hosts = stack.enter_context(Hosts(sweep.hosts))
+        own = stack.enter_context(RankGroup(_own_candidate(sweep, ranks), hosts))
+        others = {peer: groups for peer in sweep.peers if (groups := _peer_groups(stack, peer, ranks, hosts))}
+        for size in sweep.sizes:
+            rows: list[Row] = []
+            for in_place in IN_PLACE.get(sweep.collective, (False,)):
+                options = sweep.options(ranks, size, in_place=in_place)
+                if options["count"]:
+                    rows += _Case(sweep, ranks, options).rows(own, others)
+            if rows:
+                yield rows
+
+
+@dataclass(frozen=True)
+class _Side:
+    """A group of ranks with prepared tensors."""
+
+    who: str
+    """"gangline", or the peer's short name."""
+    group: RankGroup
+    name: str
+    """The name under which the tensors are prepared."""
+    steps: int
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One size, out of place or in place."""
+
+    sweep: Sweep
+    ranks: int
+    options: Mapping[str, Any]
+
+    def rows(self, own: RankGroup, others: dict[str, list[RankGroup]]) -> list[Row]:
+        """Prepare all sides, measure them in turn, and free their memory."""
+        from gangline.bench.driver.candidates import in_turn, say
+        from gangline.bench.driver.rank_group import GroupError
+
+        sides = [self._prepared("gangline", own, registered) for registered in self.sweep.registered]
+        for peer in list(others):
+            try:
+                sides.append(self._fastest(peer, others[peer]))
+            except GroupError as error:
+                say(f"skipping {peer}: {error}")
+                for group in others.pop(peer):
+                    group.close()
+        seconds = in_turn({side: partial(self._seconds, side) for side in sides}, self.sweep.runs)
+        theirs = {side.who: of_side for side, of_side in seconds.items() if side.who != "gangline"}
+        rows = [self._row(side, of_side, theirs) for side, of_side in seconds.items()]
+        for group in {side.group: None for side in sides}:
+            group.release()
+        return rows
+
+    def _prepared(self, who: str, group: RankGroup, registered: bool = False) -> _Side:
+        name = "registered" if registered else "ordinary"
+        group.prepare({**self.options, "registered": registered}, name)
+        return _Side(who, group, name, self.sweep.steps or group.steps_in(_RUN_SECONDS, name))
+
+    def _fastest(self, peer: str, groups: Sequence[RankGroup]) -> _Side:
+        """Return the fastest of a peer's settings at this size."""
+        from gangline.bench.driver.candidates import TRIALS
+
+        sides = [self._prepared(peer, group) for group in groups]
+        if len(sides) == 1:
+            return sides[0]
+        trials = {side: min(self._seconds(side) for _ in range(TRIALS)) for side in sides}
+        best = min(trials, key=trials.__getitem__)
+        for side in sides:
+            if side is not best:
+                side.group.release()
+        return best
+
+    def _seconds(self, side: _Side) -> float:
+        return side.group.seconds(side.steps, side.name, self.sweep.warmup)
+
+    def _row(self, side: _Side, seconds: Sequence[float], theirs: Mapping[str, Sequence[float]]) -> Row:
+        from gangline.collectives.schedule import ROOTED
+
+        sweep, options = self.sweep, self.options
+        size = options["count"] * rows_in(sweep.collective, self.ranks) * sweep.itemsize
+        figures = spread([1e6 * each for each in seconds])
+        algbw = size / figures["p50"] / 1e3
+        ours = side.who == "gangline"
+        ratios = {f"ratio_to_{who}": times_as_fast(seconds, of_peer) for who, of_peer in theirs.items()}
+        return {
+            "who": side.group.who,
+            "setting": side.group.candidate.setting or None,
+            "collective": sweep.collective,
+            "transport": side.group.transport,
+            "ranks": self.ranks,
+            "hosts": sweep.hosts if sweep.hosts > 1 else None,
+            "size": size,
+            "count": options["count"],
+            "dtype": sweep.dtype,
+            "redop": sweep.op if sweep.collective in REDUCING else None,
+            "root": sweep.root if sweep.collective in ROOTED else None,
+            "in_place": options["in_place"],
+            "registered": side.name == "registered",
+            "algorithm": sweep.algorithm if ours else None,
+            "time_us": figures["p50"],
+            "algbw_gbs": algbw,
+            "busbw_gbs": algbw * bus_factor(sweep.collective, self.ranks),
+            "wrong": side.group.wrong(side.name) if sweep.check else None,
+            **(ratios if ours else {}),
+            **(_step_latencies(side) if sweep.percentiles else {}),
+            **figures,
+        }
+
+
+def _step_latencies(side: _Side) -> Row:
+    """Return the spread of single steps, each timed on the slowest rank."""
+    answers = side.group.ask({"latencies": side.name, "steps": side.steps})
+    longest = [max(of_step) for of_step in zip(*(answer["seconds"] for answer in answers), strict=True)]
+    found = spread([1e6 * each for each in longest])
+    return {f"step_{name}_us": found[name] for name in ("p50", "p99", "max")}
+
+
+def _own_candidate(sweep: Sweep, ranks: int) -> Candidate:
+    from gangline.bench.driver.installed import collective_ranks
+
+    candidate, *_ = collective_ranks("gangline", ranks)
+    transport = "tcp" if sweep.hosts > 1 else sweep.transport
+    insecure = {"GANGLINE_INSECURE": "1"} if sweep.hosts > 1 else {}  # nobody else reaches the namespaces
+    return replace(candidate, env={**candidate.env, "BENCH_TRANSPORT": transport, **insecure})
+
+
+def _peer_groups(stack: ExitStack, peer: str, ranks: int, hosts: Hosts | None) -> list[RankGroup]:
+    """Start a peer's groups, one for each setting; none if it cannot be started, with the reason on stderr."""
+    from gangline.bench.driver.candidates import say
+    from gangline.bench.driver.installed import collective_ranks
+    from gangline.bench.driver.rank_group import GroupError, RankGroup
+
+    if hosts is not None and peer != "gloo":
+        say(f"skipping {peer}: it is measured on one host only")
+        return []
+    say(f"starting {peer}, {ranks} ranks")
+    interface = {} if hosts is None else {"GLOO_SOCKET_IFNAME": "eth0"}
+    try:
+        return [
+            stack.enter_context(RankGroup(replace(candidate, env={**candidate.env, **interface}), hosts))
+            for candidate in collective_ranks(peer, ranks)
+        ]
+    except GroupError as error:
+        say(f"skipping {peer}: {error}")
+        return []
+
+
+def _head(sweep: Sweep, rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the lines above a table: first what is the same in all of its lines."""
+    row = rows[0]
+    redop = [row["redop"]] if row["redop"] else []
+    root = [f"root {row['root']}"] if row["root"] is not None else []
+    hosts = [f"{sweep.hosts} hosts"] if sweep.hosts > 1 else []
+    algorithm = [f"algorithm {sweep.algorithm}"] if sweep.algorithm else []
+    over = f"{row['ranks']} ranks over {row['transport']}"
+    words = [over, *hosts, row["dtype"], *redop, *root, *algorithm, f"{sweep.runs} runs"]
+    yield f"# {sweep.collective}: {', '.join(words)}"
+    for who, setting in {each["who"]: each["setting"] for each in rows if each["who"] != "gangline"}.items():
+        yield f"# {_short(who)}: {', '.join(filter(None, [who, setting]))}"
+    if any(each["registered"] for each in rows):
+        yield "# registered: gangline with tensors of comm.empty()"
+    yield "#             out-of-place               in-place"
+    yield "#    size        time  algbw  busbw        time  algbw  busbw #wrong"
+    yield "#                (us) (GB/s) (GB/s)        (us) (GB/s) (GB/s)"
+
+
+def _lines(rows: Sequence[Row], settings: Mapping[str, str | None]) -> Iterator[str]:
+    """Yield a line for each side of one size; a setting is shown where it is not the first one of the side."""
     sides: dict[tuple[str, bool], list[Row]] = {}
     for row in rows:
         sides.setdefault((row["who"], row["registered"]), []).append(row)
     for (who, registered), of_side in sides.items():
-        row = of_side[0]
-        redop, root = row["redop"] or "none", -1 if row["root"] is None else row["root"]
-        what = f"{row['size']:12} {row['count']:11} {row['dtype']:>8} {redop:>6} {root:4}"
-        places = [next((row for row in of_side if row["in_place"] is place), None) for place in (False, True)]
-        name = ", ".join(filter(None, [who, "registered" if registered else None, row["setting"]]))
-        yield f"{what} {_figures(places[0])} {_figures(places[1])}  {name}"
+        out, inside = (next((row for row in of_side if row["in_place"] is place), None) for place in (False, True))
+        wrong = [row["wrong"] for row in of_side if row["wrong"] is not None]
+        setting = of_side[0]["setting"] if of_side[0]["setting"] != settings[who] else None
+        name = " ".join(filter(None, ["registered" if registered else _short(who), setting]))
+        counted = str(sum(wrong)) if wrong else "N/A"
+        yield f"{format_size(of_side[0]['size']):>9} {_figures(out)} {_figures(inside)} {counted:>6} {name}"
 
 
 def _figures(row: Row | None) -> str:
     if row is None:
-        return f"{'':8} {'':6} {'':6} {'':6}"
-    wrong = "N/A" if row["wrong"] is None else row["wrong"]
-    time = f"{row['time_us']:8.{2 if row['time_us'] < 1e4 else 0}f}"
-    return f"{time} {row['algbw_gbs']:6.2f} {row['busbw_gbs']:6.2f} {wrong:>6}"
+        return " " * 25
+    time = f"{row['time_us']:.{1 if row['time_us'] < 1e4 else 0}f}{'~' if is_noisy(row) else ' '}"
+    return f"{time:>11} {row['algbw_gbs']:6.2f} {row['busbw_gbs']:6.2f}"
+
+
+def _closing(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the lines with which nccl-tests ends."""
+    if any(is_noisy(row) for row in rows):
+        yield f"# {LEGEND}"
+    wrong = [row["wrong"] for row in rows if row["wrong"] is not None]
+    if wrong:
+        yield f"# Out of bounds values : {sum(wrong)} {'FAILED' if sum(wrong) else 'OK'}"
+    sides: dict[str, list[float]] = {}
+    for row in rows:
+        sides.setdefault("registered" if row["registered"] else _short(row["who"]), []).append(row["busbw_gbs"])
+    for name, of_side in sides.items():
+        yield f"# Avg bus bandwidth    : {sum(of_side) / len(of_side):.6g} ({name})"
+
+
+def _short(who: str) -> str:
+    """Return a name without its version: "gloo" for "gloo, torch 2.11", "MPICH" for "MPICH 5.0.2"."""
+    return who.partition(",")[0].rstrip("0123456789.").strip()
+
+
+def draw(title: str, rows: Sequence[Row], path: Path) -> None:
+    """Draw rows as curves over sizes, as `draw_curves`."""
+    from gangline.bench.report.plots import draw_curves
+
+    draw_curves(
+        title,
+        rows,
+        path,
+        panels=lambda row: f"{row['ranks']} ranks, {'in place' if row['in_place'] else 'out of place'}",
+        curves=lambda row: f"{row['who']}, registered" if row["registered"] else str(row["who"]),
+        figures=("time_us", "busbw_gbs"),
+    )

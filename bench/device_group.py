@@ -1,21 +1,23 @@
-"""`gangline bench device_group`: sums and copies between the devices of one process, beside a plain copy of one buffer.
+"""`gangline bench device-group`: sums and copies between the devices of one process, beside a copy of one buffer.
 
-An all-reduce of k buffers in place reads each byte once and writes it once, if nothing is done twice: 2 k n bytes. A
-copy of one buffer moves 2 n. ratio_to_copy is the one rate over the other; on one card that stands for all places it
-can reach 1, between cards it is bound by their links.
+An all-reduce in place of k buffers of n bytes reads and writes at least 2 k n bytes, a copy of one buffer 2 n.
+ratio_to_copy is the first rate over the second; on one GPU used for all contexts it can reach 1, between GPUs their
+links limit it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gangline.bench.report import Row, check_outputs, in_turn, publish, spread
-from gangline.bench.workload import command_line, context_words
+from gangline.bench.report.machine import command_line
+from gangline.bench.report.output import check_outputs, publish
+from gangline.bench.report.rows import Row, spread
+from gangline.bench.workload.networks import context_words
+from gangline.bench.workload.options import Gpus, Json, Plot, Runs, RunSeconds
 
 if TYPE_CHECKING:
     import torch
@@ -29,37 +31,35 @@ _IMPLEMENTATIONS = ("nccl", "peer_to_peer", "staged", "copies")
 
 
 def device_group(
-    sizes: Annotated[str, typer.Option(help="KiB of a buffer, with commas.")] = "64,1024,16384,65536",
+    sizes: Annotated[str, typer.Option(help="Sizes of a buffer in KiB, with commas.")] = "64,1024,16384,65536",
     contexts: Annotated[
-        str | None, typer.Option(help="Numbers of contexts, with commas; by default 2,4, or all of --gpus.")
+        str | None, typer.Option(help="Numbers of contexts, with commas; default: 2,4, or all of --gpus.")
     ] = None,
-    gpus: Annotated[
-        str | None, typer.Option(help="GPUs as contexts, such as 0,1; one may stand twice. Else CPU contexts.")
-    ] = None,
-    runs: Annotated[int, typer.Option(help="Runs of each side, in turn.", min=1)] = 7,
-    run_seconds: Annotated[float, typer.Option(help="About how long a run takes.", min=0.0)] = 0.05,
-    json: Annotated[Path | None, typer.Option(help="Write the rows here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the rows into this .png.")] = None,
+    gpus: Gpus = None,
+    runs: Runs = 7,
+    run_seconds: RunSeconds = 0.05,
+    json: Json = None,
+    plot: Plot = None,
 ) -> None:
-    """Sum k buffers of float32 in place, and broadcast one, by every implementation that serves the devices.
+    """Sum k buffers of float32 in place, and broadcast one, with every implementation available for the devices.
 
-    Beside it torch: copy_ of one buffer, add_ and copy_ of all, and torch.cuda.nccl where there are distinct GPUs.
-    wrong counts the wrong elements of one call; memory_gbs is bytes read and written, at least, per second.
+    Measured beside torch: copy_ of one buffer, add_ and copy_ of all, and torch.cuda.nccl where the GPUs are distinct.
+    wrong is the number of wrong elements of one call; memory GB/s counts the bytes that must be read and written.
     """
     check_outputs(json, plot)
     words = context_words(contexts, gpus, default=(2, 4))
     rows = run(words, [int(float(size) * 1024) for size in sizes.split(",")], runs, run_seconds)
-    publish(command_line(), rows, json, plot)
+    publish(command_line(), rows, json, plot, ("contexts", "size"))
 
 
 def run(contexts: dict[int, str], sizes: Sequence[int], runs: int, run_seconds: float) -> list[Row]:
-    """Rows for each number of contexts and size; the sides of one such pair are measured in turn.
+    """Measure each number of contexts and size; the implementations are measured in turn.
 
     Args:
         contexts: numbers of contexts, each with the words that name them.
-        sizes: bytes of a buffer.
-        runs: of each side.
-        run_seconds: about how long a run takes.
+        sizes: sizes of a buffer in bytes.
+        runs: number of runs of each implementation.
+        run_seconds: approximate length of a run.
     """
     from gangline import collectives
 
@@ -72,7 +72,8 @@ def run(contexts: dict[int, str], sizes: Sequence[int], runs: int, run_seconds: 
 
 
 def _groups(contexts: Sequence[Any]) -> list[DeviceGroup]:
-    """A group of each implementation that serves these devices here."""
+    """Create a group with each implementation available for the devices."""
+    from gangline.bench.driver.candidates import say
     from gangline.collectives.devices.backends.selection import check
     from gangline.collectives.devices.device_group import DeviceGroup
 
@@ -81,7 +82,7 @@ def _groups(contexts: Sequence[Any]) -> list[DeviceGroup]:
         try:
             check(name, [context.torch_device for context in contexts], "the bench")
         except (ValueError, RuntimeError) as error:
-            print(f"{name} is left out: {error}")
+            say(f"skipping {name}: {error}")
         else:
             groups.append(DeviceGroup(contexts, name))
     return groups
@@ -90,19 +91,21 @@ def _groups(contexts: Sequence[Any]) -> list[DeviceGroup]:
 def _measured(groups: Sequence[DeviceGroup], count: int, size: int, runs: int, run_seconds: float) -> list[Row]:
     import torch
 
+    from gangline.bench.driver.candidates import in_turn
+
     buffers = [torch.empty(size // 4, device=device) for device in groups[0].devices]
     sides = _sides(groups, buffers)
     wrong = {name: _wrong(name, call, buffers) for name, call in sides.items()}
     for buffer in buffers:
-        buffer.zero_()  # the sums of zeros stay zeros, however often they are made
+        buffer.zero_()  # sums stay finite, however often they are repeated
     timed = {name: _timed(call, buffers, run_seconds) for name, call in sides.items()}
     seconds = in_turn(timed, runs)
     rows = []
     for name, found in seconds.items():
         who, _, collective = name.rpartition(" ")
         moved, median = _moved(collective, count) * size, spread(found)["p50"]
-        by_copy = [moved / own / (2 * size / copy) for own, copy in zip(found, seconds[_COPY], strict=True)]
-        around = 2 * (count - 1) / count if collective == "all_reduce" else 1
+        copies = [moved / own / (2 * size / copy) for own, copy in zip(found, seconds[_COPY], strict=True)]
+        bus = 2 * (count - 1) / count if collective == "all_reduce" else 1
         rows.append(
             {
                 "who": "gangline" if who in _IMPLEMENTATIONS else f"torch {torch.__version__}",
@@ -118,9 +121,9 @@ def _measured(groups: Sequence[DeviceGroup], count: int, size: int, runs: int, r
                 "registered": False,
                 "time_us": 1e6 * median,
                 "algbw_gbs": size / median / 1e9,
-                "busbw_gbs": size / median / 1e9 * around,
+                "busbw_gbs": size / median / 1e9 * bus,
                 "memory_gbs": moved / median / 1e9,
-                "ratio_to_copy": spread(by_copy)["p50"],
+                "ratio_to_copy": spread(copies)["p50"],
                 "wrong": wrong[name],
                 **spread([1e6 * one for one in found]),
             }
@@ -129,12 +132,12 @@ def _measured(groups: Sequence[DeviceGroup], count: int, size: int, runs: int, r
 
 
 def _moved(collective: str, count: int) -> int:
-    """How many times the bytes of a buffer are read or written, at least."""
+    """Return how many times the bytes of a buffer must be read or written."""
     return {"all_reduce": 2 * count, "broadcast": count}.get(collective, 2)
 
 
 def _sides(groups: Sequence[DeviceGroup], buffers: Sequence[torch.Tensor]) -> dict[str, Call]:
-    """What is measured, each named by what does it and what it does."""
+    """Return the measured calls by "IMPLEMENTATION COLLECTIVE"."""
     import torch
 
     first, *others = buffers
@@ -163,12 +166,12 @@ def _call(function: Callable[[Sequence[torch.Tensor]], Any], buffers: Sequence[t
 
 
 def _wrong(name: str, call: Call, buffers: Sequence[torch.Tensor]) -> int:
-    """How many elements one call gets wrong."""
+    """Return the number of wrong elements of one call."""
     import torch
 
     pattern = torch.arange(len(buffers[0]), dtype=torch.float32) % 1024
-    for place, buffer in enumerate(buffers):
-        buffer.copy_(pattern * 7 + place)
+    for number, buffer in enumerate(buffers):
+        buffer.copy_(pattern * 7 + number)
     call()
     count = len(buffers)
     if name.endswith("all_reduce"):
@@ -181,7 +184,7 @@ def _wrong(name: str, call: Call, buffers: Sequence[torch.Tensor]) -> int:
 
 
 def _timed(call: Call, buffers: Sequence[torch.Tensor], run_seconds: float) -> Callable[[], float]:
-    """Measures seconds of a call, over as many calls as take about ``run_seconds``."""
+    """Return a function that measures the seconds of a call, over about ``run_seconds``."""
     import torch
 
     gpus = {buffer.device for buffer in buffers if buffer.is_cuda}
@@ -192,12 +195,12 @@ def _timed(call: Call, buffers: Sequence[torch.Tensor], run_seconds: float) -> C
 
     def measure(calls: int) -> float:
         finish()
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(calls):
             call()
         finish()
-        return (time.perf_counter() - began) / calls
+        return (time.perf_counter() - start) / calls
 
-    measure(2)  # kernels compiled, buffers made
+    measure(2)  # compiles kernels, allocates buffers
     calls = max(1, round(run_seconds / measure(3)))
     return lambda: measure(calls)

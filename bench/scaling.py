@@ -1,31 +1,28 @@
-"""`gangline bench training --scaling 1,2,4`: samples per second of so many workers, beside torch's DDP over gloo.
+"""`gangline bench training --workers 1,2,4`: samples per second of several workers, beside torch's DDP over gloo.
 
-Each worker is a process of one thread, and its share of a batch stays the same however many there are.
+Each worker is a process of one thread, and its share of a batch does not depend on their number.
 """
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
-from gangline.bench.report import Row, spread
-from gangline.bench.workload import images
+from gangline.bench.report.rows import Row, spread, times_as_fast
+from gangline.bench.workload.networks import images
 
 if TYPE_CHECKING:
-    from gangline.bench.job_processes import Plan
-    from gangline.bench.jobs import Job
+    from gangline.bench.driver.processes import Candidate
+    from gangline.bench.driver.rank_group import RankGroup
 
 STORES = ("dist_sync", "allreduce", "apart")
-"""What is measured unless others are asked for. "apart" is no store: workers that share nothing but the machine."""
-
+"""The stores measured by default. "apart" is no store: workers that share nothing but the machine."""
 SAMPLES = 128
-"""Of a worker's step, unless others are asked for: then resnet18 computes for much longer than it talks."""
+"""Default samples of a worker's step: with them resnet18 computes much longer than it communicates."""
 _PEER = "ddp"
 _APART = "apart"
-_NAME = "training"  # under which all jobs are prepared
 
 
 def measure(
@@ -37,107 +34,89 @@ def measure(
     runs: int,
     run_seconds: float,
 ) -> list[Row]:
-    """Rows of gangline's stores and of the peers, for each number of workers, all measured in turn.
+    """Measure gangline's stores and the peers with each number of workers, all in turn.
 
     Args:
-        network: of the zoo.
-        samples: of a worker's step.
-        workers: how many there are, in turn.
-        stores: kinds of store; the ``dist_`` ones have one server. "ddp" is torch's DDP over backend "gangline",
-            "apart" no store at all.
+        network: network of the zoo.
+        samples: samples of a worker's step.
+        workers: numbers of workers.
+        stores: kinds of store; those that begin with ``dist_`` have one server. "ddp" is torch's DDP over backend
+            "gangline", "apart" is no store.
         peers: names out of "ddp".
-        runs: of each side.
-        run_seconds: about how long a run takes.
+        runs: number of runs of each candidate.
+        run_seconds: approximate length of a run.
 
     Raises:
-        ValueError: an unknown network.
-        JobError: a job failed.
+        ValueError: if the network is unknown.
+        GroupError: if a job fails.
     """
-    from gangline.bench.jobs import Job
+    from gangline.bench.driver.candidates import in_turn, say
+    from gangline.bench.driver.rank_group import RankGroup
 
-    given = images(network)
-    options = {"network": network, "image_shape": given.shape, "classes": given.classes, "samples": samples}
-    sides: list[str | None] = [*stores, *(None for _ in peers)]
+    shape = images(network)
+    options = {"network": network, "image_shape": shape.shape, "classes": shape.classes, "samples": samples}
     with ExitStack() as stack:
-        jobs: dict[Job, int] = {}
-        for side in sides:
+        steps: dict[RankGroup, int] = {}
+        for store in [*stores, *(None for _ in peers)]:
             for count in workers:
-                _say(f"starting {side or _PEER}, {count} workers")
-                job = stack.enter_context(Job(_plan(side, count)))
-                answers = job.ask({"prepare": options, "as": _NAME})
-                jobs[job] = max(2, math.ceil(run_seconds / max(answer["seconds"] for answer in answers)))
-        rates: dict[Job, list[float]] = {job: [] for job in jobs}
-        _say(f"measuring, {runs} runs each, in turn")
-        for _ in range(runs):
-            for job, steps in jobs.items():
-                rates[job].append(job.plan.workers * samples / job.seconds(_NAME, steps))
-        return [_row(job, rates, network, samples) for job in jobs]
-
-
-def counts(words: str) -> list[int]:
-    """The numbers of ``--scaling``.
-
-    Raises:
-        ValueError: a word is no number above 0.
-    """
-    found = [word.strip() for word in words.split(",")]
-    if not all(word.isdecimal() and int(word) for word in found):
-        raise ValueError(f"--scaling is {words!r}; expected numbers of workers above 0 with commas, such as 1,2,4")
-    return list(dict.fromkeys(int(word) for word in found))
+                say(f"starting {store or _PEER}, {count} workers")
+                job = stack.enter_context(RankGroup(_candidate(store, count)))
+                job.prepare({**options, "batch_size": count * samples, "contexts": "cpu(0)"})
+                steps[job] = job.steps_in(run_seconds, least=2)
+        say(f"measuring, {runs} runs each, in turn")
+        seconds = in_turn({job: partial(job.seconds, count) for job, count in steps.items()}, runs)
+        return [_row(job, seconds, network, samples) for job in steps]
 
 
 def speedups(rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each side and number of workers that stands beside one worker alone."""
+    """Yield a line for each candidate and number of workers that was also measured with one worker."""
     for row in rows:
         if row["workers"] > 1 and row["efficiency"] is not None:
-            side = ", ".join(filter(None, [row["who"], row["store"]]))
+            name = ", ".join(filter(None, [row["who"], row["store"]]))
             speedup = row["efficiency"] * row["workers"]
-            yield f"{side}: {row['workers']} workers are {speedup:.2f} times as fast as one"
+            yield f"{name}: {row['workers']} workers are {speedup:.2f} times as fast as one"
 
 
-def _plan(store: str | None, workers: int) -> Plan:
-    from gangline.bench.job_processes import Plan
+def _candidate(store: str | None, workers: int) -> Candidate:
+    from gangline.bench.driver.processes import Candidate
 
-    threads = {"OMP_NUM_THREADS": "1"}
-    if store is None:
-        return Plan(f"{_PEER}_scaling", workers, env=threads)
-    if store == _PEER:  # the peer's way, over our backend
-        return Plan(f"{_PEER}_scaling", workers, env={**threads, "BENCH_STORE": store, "BENCH_BACKEND": "gangline"})
-    servers = int(store.startswith("dist"))
-    return Plan("gangline_scaling", workers, servers, env={**threads, "BENCH_STORE": store})
+    env = {"OMP_NUM_THREADS": "1"}
+    if store is not None:
+        env["BENCH_STORE"] = store
+    if store == _PEER:  # DDP over gangline's backend
+        env["BENCH_BACKEND"] = "gangline"
+    file = "training/ddp" if store in (None, _PEER) else "training/gangline"
+    servers = int(store is not None and store.startswith("dist"))
+    return Candidate(file, workers, servers, env=env, forked=True)
 
 
-def _row(job: Job, rates: Mapping[Job, Sequence[float]], network: str, samples: int) -> Row:
-    plan, figures = job.plan, spread(rates[job])
-    alone = next((other for other in rates if _side(other) == _side(job) and other.plan.workers == 1), None)
-    beside = {_side(other): other for other in rates if other.plan.workers == plan.workers}
-    peer, apart = beside.get(None), beside.get(_APART)
+def _row(job: RankGroup, seconds: Mapping[RankGroup, Sequence[float]], network: str, samples: int) -> Row:
+    count = job.candidate.ranks
+    figures = spread([count * samples / each for each in seconds[job]])
+    others = {(_store(other), other.candidate.ranks): other for other in seconds}
     row: Row = {
         "who": job.who,
-        "store": _side(job),
+        "store": _store(job),
         "network": network,
-        "workers": plan.workers,
-        "servers": plan.servers or None,
-        "batch_size": plan.workers * samples,
+        "workers": count,
+        "servers": job.candidate.servers or None,
+        "batch_size": count * samples,
         "samples_per_s": figures["p50"],
-        "efficiency": _ratio(rates[job], rates[alone]) / plan.workers if alone else None,
+        "efficiency": _ratio(job, others.get((_store(job), 1)), seconds),
     }
-    if any(_side(other) is None for other in rates):
-        row[f"ratio_to_{_PEER}"] = _ratio(rates[job], rates[peer]) if peer else None
+    if any(_store(other) is None for other in seconds):
+        row[f"ratio_to_{_PEER}"] = _ratio(job, others.get((None, count)), seconds)
+    apart = others.get((_APART, count))
     if apart is not None and apart is not job:
-        row[f"ratio_to_{_APART}"] = _ratio(rates[job], rates[apart])
+        row[f"ratio_to_{_APART}"] = _ratio(job, apart, seconds)
     return {**row, **figures}
 
 
-def _side(job: Job) -> str | None:
-    """The kind of store; None: the peer, which has none."""
-    return job.plan.env.get("BENCH_STORE")
+def _store(job: RankGroup) -> str | None:
+    """Return the kind of store; None: the peer, which has none."""
+    return job.candidate.env.get("BENCH_STORE")
 
 
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The median over the runs, each beside its neighbour."""
-    return float(spread([own / other for own, other in zip(ours, theirs, strict=True)])["p50"])
-
-
-def _say(progress: str) -> None:
-    print(progress, file=sys.stderr, flush=True)
+def _ratio(job: RankGroup, other: RankGroup | None, seconds: Mapping[RankGroup, Sequence[float]]) -> float | None:
+    """Return a worker's samples/s over those of the other job: the batch of a worker is the same in both."""
+    return None if other is None else times_as_fast(seconds[job], seconds[other])

@@ -1,4 +1,4 @@
-"""Seconds until `gangline --help` has answered: `python -m gangline.bench.startup`."""
+"""`gangline bench startup`: seconds until a command has printed its help."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import subprocess
 import sys
 import time
 from functools import partial
-from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from gangline.bench.report import in_turn, publish, spread
+from gangline.bench.report.machine import command_line
+from gangline.bench.report.output import check_outputs, publish
+from gangline.bench.report.rows import spread
+from gangline.bench.workload.options import Json, Runs
 
 _COMMANDS = {
     "gangline --help": [sys.executable, "-m", "gangline", "--help"],
@@ -20,20 +19,16 @@ _COMMANDS = {
 }
 
 
-def main(
-    runs: Annotated[int, typer.Option(help="Runs of each command, in turn.")] = 9,
-    json: Annotated[Path | None, typer.Option(help="Write the rows here.")] = None,
-) -> None:
-    """Measure, and print the table."""
+def startup(runs: Runs = 9, json: Json = None) -> None:
+    """Measure the seconds until `gangline --help` and `gangline train --help` have finished."""
+    from gangline.bench.driver.candidates import in_turn
+
+    check_outputs(json)
     seconds = in_turn({name: partial(_seconds, command) for name, command in _COMMANDS.items()}, runs)
-    publish("startup", [{"who": name, **spread(values)} for name, values in seconds.items()], json)
+    publish(command_line(), [{"who": name, **spread(values)} for name, values in seconds.items()], json)
 
 
 def _seconds(command: list[str]) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - began
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    return time.perf_counter() - start

@@ -1,20 +1,19 @@
-"""Measure transfer learning with 1, 2 and 4 workers: accuracy against time, and images per second.
+"""`gangline bench transfer`: transfer learning with 1, 2 and 4 workers, accuracy against time and images per second.
 
-The experiment of MathWorks' white paper "Deep learning with MATLAB on multiple GPUs", in small. A network learns the
-digits 0 to 4, which stands for the weights of ImageNet; then workers move it to all ten: its last layer is replaced
-and learns 10 times as fast, its biases 20 times, layers before ``--freeze-until`` are fixed, and the rate drops once.
-Images are real ones, the UCI handwritten digits, written as PNG files; those held out are no part of either task.
+A small version of the experiment in MathWorks' white paper "Deep learning with MATLAB on multiple GPUs". A network
+learns the digits 0 to 4, in place of ImageNet; then workers transfer it to all ten: its last layer is replaced and
+learns 10 times as fast, its biases 20 times, layers before ``--freeze-until`` are fixed, and the rate drops once. The
+images are the UCI handwritten digits, written as PNG files; the held-out ones are in neither task's training set.
 
-Batch and learning rate are multiplied by the number of workers, as there; with ``--same-batch`` they are the same for
-all, and so are then the weights but for rounding: transfer is without dropout, which in fixed layers would only blur
-what the new one sees. Each worker is a process of one thread: two cores carry two, more share them.
+Batch and learning rate are multiplied by the number of workers, as in the white paper; with ``--same-batch`` they are
+not, and all numbers of workers give the same weights except for rounding. Transfer runs without dropout, which in fixed
+layers would only add noise to the new layer's input. Each worker is a process of one thread.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,9 +23,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gangline.bench.report import Row, check_outputs, publish, spread
-from gangline.bench.transfer_plot import draw
-from gangline.bench.workload import command_line, images
+from gangline.bench.report.machine import command_line
+from gangline.bench.report.output import check_outputs, publish
+from gangline.bench.report.rows import Row, spread
+from gangline.bench.workload.networks import images
+from gangline.bench.workload.options import Json, Plot
+from gangline.bench.workload.sizes import counts
 
 if TYPE_CHECKING:
     from gangline.collectives.communicator import Communicator
@@ -41,96 +43,101 @@ _DROP = 0.1
 
 @dataclass(frozen=True)
 class Plan:
-    """What workers are told."""
+    """The training that workers run."""
 
     folder: Path
-    """Where `write_images` has written."""
+    """Folder written by `write_images`."""
     network: str
     weights: Path
     freeze_until: str
     epochs: int
     drop_after: int
-    """Epochs after which the learning rate is a tenth."""
+    """Epochs after which the learning rate drops to a tenth."""
     batch_size: int
-    """Over all workers."""
+    """Images over all workers."""
     learning_rate: float
 
 
 @dataclass
 class Clock:
-    """When each epoch of `fit` had trained and what it then scored; callbacks for both ends."""
+    """Time and accuracy of each epoch, recorded by two callbacks of `fit`."""
 
     images: int
-    """Of an epoch."""
-    began: float = field(default_factory=time.perf_counter)
+    """Images of an epoch."""
+    start: float = field(default_factory=time.perf_counter)
     epochs: list[dict[str, float]] = field(default_factory=list)
-    """Seconds since the beginning, scoring counted in; images a second of training alone; accuracy."""
+    """Seconds since the start, scoring included; images per second of training alone; accuracy."""
 
     def __post_init__(self) -> None:
-        self._epoch_began = self.began
+        self._epoch_start = self.start
 
     def after_batch(self, param: BatchEndParam) -> None:
-        """Note the end of an epoch's last batch."""
+        """Record the end of an epoch's last batch."""
         if param.nbatch + 1 == param.locals["num_batches"]:
             self._trained = time.perf_counter()
 
     def after_scoring(self, param: BatchEndParam) -> None:
-        """Note the accuracy, which is that over all workers."""
+        """Record the accuracy over all workers."""
         [(_, accuracy)] = param.eval_metric.get_global_name_value()
         now = time.perf_counter()
-        speed = self.images / (self._trained - self._epoch_began)
-        self.epochs.append({"seconds": now - self.began, "samples_per_s": speed, "accuracy": float(accuracy)})
-        self._epoch_began = now
+        speed = self.images / (self._trained - self._epoch_start)
+        self.epochs.append({"seconds": now - self.start, "samples_per_s": speed, "accuracy": float(accuracy)})
+        self._epoch_start = now
 
 
-def main(
-    network: Annotated[str, typer.Option(help="A network of the zoo; images of at most 64x64.")] = "alexnet",
+def transfer(
+    network: Annotated[str, typer.Option(help="Network of the zoo; its images have at most 64x64 pixels.")] = "alexnet",
     freeze_until: Annotated[str, typer.Option(help="Layers before this one are fixed.")] = "classifier.6",
-    workers: Annotated[str, typer.Option(help="Numbers of workers, with commas.")] = "1,2,4",
+    workers: Annotated[str, typer.Option("-n", "--workers", help="Numbers of workers, with commas.")] = "1,2,4",
     source_epochs: Annotated[int, typer.Option(help="Epochs on the digits 0 to 4.", min=1)] = 4,
     epochs: Annotated[int, typer.Option(help="Epochs on all digits.", min=1)] = 10,
-    batch_size: Annotated[int, typer.Option(help="Images in a batch, of one worker.", min=1)] = 32,
-    source_lr: Annotated[float, typer.Option(help="The learning rate on the digits 0 to 4.")] = 0.001,
-    lr: Annotated[float, typer.Option(help="The learning rate on all digits.")] = 0.001,
+    batch_size: Annotated[int, typer.Option(help="Images in a batch of one worker.", min=1)] = 32,
+    source_lr: Annotated[float, typer.Option(help="Learning rate on the digits 0 to 4.")] = 0.001,
+    lr: Annotated[float, typer.Option(help="Learning rate on all digits.")] = 0.001,
     scale_batch: Annotated[
         bool,
         typer.Option("--scale-batch/--same-batch", help="Multiply batch and learning rate by the number of workers."),
     ] = True,
-    most: Annotated[int | None, typer.Option(help="Use so many training images only.", min=_CLASSES)] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the rows here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw accuracy and speed in this .png.")] = None,
+    most: Annotated[
+        int | None, typer.Option(help="Upper bound of the number of training images.", min=_CLASSES)
+    ] = None,
+    json: Json = None,
+    plot: Plot = None,
 ) -> None:
-    """Pretrain, transfer with each number of workers, and say how accurate and how fast they were."""
+    """Pretrain a network, transfer it with each number of workers, and print accuracy and speed."""
+    from gangline.bench.driver.candidates import say
+
     check_outputs(json, plot)
-    numbers = _counts(workers)
+    numbers = counts(workers, "--workers")
     shape = images(network).shape
     _check(network, freeze_until, batch_size, lr)
     with tempfile.TemporaryDirectory(prefix="gangline-transfer-") as name:
         folder = Path(name)
         held_out = write_images(folder, shape, most)
-        _say(f"{network} learns the digits 0 to {_SOURCE_CLASSES - 1} in {source_epochs} epochs")
+        say(f"{network} learns the digits 0 to {_SOURCE_CLASSES - 1} in {source_epochs} epochs")
         weights, accuracy = pretrain(folder, network, source_epochs, batch_size, source_lr)
-        _say(f"it knows {accuracy:.3f} of those held out; now all ten, {held_out} images held out")
+        say(f"accuracy on their held-out images: {accuracy:.3f}; now all ten digits, {held_out} held-out images")
         plan = Plan(folder, network, weights, freeze_until, epochs, max(1, 2 * epochs // 3), batch_size, lr)
         rows = measure(plan, numbers, scale_batch=scale_batch)
-    command = "python -m gangline.bench.transfer" + command_line().removeprefix("gangline")
-    publish(command, rows, json)
+    publish(command_line(), rows, json)
     for line in summary(rows):
         print(line)
     if plot is not None:
-        draw(f"{command}\n{_sharing(numbers)}", rows, plot)
+        from gangline.bench.report.transfer_plot import draw_transfer
+
+        draw_transfer(f"{command_line()}\n{_sharing(numbers)}", rows, plot)
 
 
 def write_images(folder: Path, image_shape: tuple[int, int, int], most: int | None = None) -> int:
-    """Write the digits as PNG files: ``folder``/train and ``folder``/held_out, a sub-folder a class.
+    """Write the digits as PNG files: ``folder``/train and ``folder``/held_out, a sub-folder per class.
 
     Args:
-        folder: where.
+        folder: an existing folder.
         image_shape: (channels, height, width), bilinearly enlarged from 8x8; 3 channels are RGB.
-        most: training images at most, about equally many of each class; all held-out ones are written.
+        most: upper bound of the training images, about equally many per class; all held-out images are written.
 
     Returns:
-        How many are held out: a fifth of all, stratified.
+        The number of held-out images: a stratified fifth of all.
     """
     import torch
     from PIL import Image
@@ -153,7 +160,7 @@ def pretrain(folder: Path, network: str, epochs: int, batch_size: int, learning_
     """Train on the digits 0 to 4 of `write_images`' folder.
 
     Returns:
-        The file of the weights, in the folder, and the accuracy on those held out.
+        The file of the weights, in the folder, and the accuracy on the held-out images.
     """
     import torch
     from safetensors.torch import save_file
@@ -185,13 +192,14 @@ def pretrain(folder: Path, network: str, epochs: int, batch_size: int, learning_
 
 
 def measure(plan: Plan, numbers: Sequence[int], *, scale_batch: bool) -> list[Row]:
-    """Rows for each number of workers and epoch.
+    """Measure each epoch with each number of workers.
 
     Args:
-        plan: for one worker.
-        numbers: of workers, in turn.
-        scale_batch: multiply batch and learning rate by them, else leave both as they are.
+        plan: training of one worker.
+        numbers: numbers of workers.
+        scale_batch: multiply batch and learning rate by the number of workers.
     """
+    from gangline.bench.driver.candidates import say
     from gangline.collectives import spawn
     from gangline.models.zoo.transfer import scale_batch as scaled
 
@@ -199,8 +207,8 @@ def measure(plan: Plan, numbers: Sequence[int], *, scale_batch: bool) -> list[Ro
     for number in numbers:
         batch_size, rate = scaled(plan.batch_size, plan.learning_rate, number if scale_batch else 1)
         own = replace(plan, batch_size=batch_size, learning_rate=rate)
-        _say(f"{_workers(number)}, batches of {batch_size}, learning rate {rate:g}")
-        found[number] = own, spawn(transfer, number, own, threads=1)[0]
+        say(f"{_workers(number)}, batches of {batch_size}, learning rate {rate:g}")
+        found[number] = own, spawn(train_worker, number, own, threads=1)[0]
     alone = found[1][1] if 1 in found else None
     return [
         {
@@ -220,8 +228,8 @@ def measure(plan: Plan, numbers: Sequence[int], *, scale_batch: bool) -> list[Ro
     ]
 
 
-def transfer(comm: Communicator, plan: Plan) -> list[dict[str, float]]:
-    """Be a worker that moves the pretrained network to all ten digits; what its `Clock` noted."""
+def train_worker(comm: Communicator, plan: Plan) -> list[dict[str, float]]:
+    """Train the pretrained network on all ten digits as one worker; return what its `Clock` recorded."""
     import torch
 
     from gangline.collectives import cpu
@@ -247,8 +255,8 @@ def transfer(comm: Communicator, plan: Plan) -> list[dict[str, float]]:
         Module(network, torch.nn.CrossEntropyLoss(), cpu(), fixed_param_names=frozen) as module,
     ):
         module.init_optimizer(store, "sgd", optimizer)
-        module.score(held_out, batch_size=plan.batch_size)  # what is imported for it is no part of the measurement
-        store.barrier()  # the clock begins when all are ready
+        module.score(held_out, batch_size=plan.batch_size)  # imports what the measurement must not include
+        store.barrier()  # the clock starts when all workers are ready
         clock = Clock(len(train))
 
         def drop(param: BatchEndParam) -> None:
@@ -271,7 +279,7 @@ def transfer(comm: Communicator, plan: Plan) -> list[dict[str, float]]:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """A line for each number of workers, and how far their accuracies are apart."""
+    """Return a line for each number of workers, and the difference of their accuracies."""
     lines, last = [], [row for row in rows if row["epoch"] == max(row["epoch"] for row in rows)]
     for row in last:
         speeds = [other["samples_per_s"] for other in rows if other["workers"] == row["workers"]]
@@ -288,12 +296,12 @@ def _sharing(numbers: Sequence[int]) -> str:
     cores = len(os.sched_getaffinity(0))
     sharing = [number for number in numbers if number > cores]
     if not sharing:
-        return f"each worker has a core of the {cores} for itself"
+        return f"each worker has a core of its own ({cores} cores)"
     return f"{' and '.join(map(str, sharing))} workers share {cores} cores"
 
 
 def _check(network: str, freeze_until: str, batch_size: int, rate: float) -> None:
-    """Raise now for what would fail only after the first task."""
+    """Check now the options that would otherwise fail after the first task."""
     import torch
 
     from gangline.models import zoo
@@ -306,18 +314,3 @@ def _check(network: str, freeze_until: str, batch_size: int, rate: float) -> Non
 
 def _workers(number: int) -> str:
     return "1 worker" if number == 1 else f"{number} workers"
-
-
-def _counts(words: str) -> list[int]:
-    found = [word.strip() for word in words.split(",")]
-    if not all(word.isdecimal() and int(word) for word in found):
-        raise ValueError(f"--workers is {words!r}; expected numbers above 0 with commas, such as 1,2,4")
-    return list(dict.fromkeys(int(word) for word in found))
-
-
-def _say(progress: str) -> None:
-    print(progress, file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    typer.run(main)

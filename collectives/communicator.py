@@ -116,7 +116,7 @@ class Communicator:
     Tensors may be non-contiguous or empty. Tensors that are written must not be expanded. Supported dtypes are float32,
     float64, float16, bfloat16, int8 to int64, uint8 and bool. ``op`` is "sum", "mean", "product", "min" or "max". All
     ranks get the same bits. float16 and bfloat16 are added in float32, and partial sums are rounded when they are
-    passed on. Integers wrap around. For bool, "sum" is a logical or and "product" a logical and.
+    sent on. Integers wrap around. For bool, "sum" is a logical or and "product" a logical and.
 
     GPU tensors are read and written in the order of the current streams: a call may return before its result is
     computed. All tensors that a rank passes to one call must be on one device. The first call in which a rank passes a
@@ -415,9 +415,14 @@ class Communicator:
         return None if resources is None else Communicator(resources)
 
     def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a tensor in memory that all ranks of the host can read, which collectives do not need to copy.
+        """Allocate an uninitialised tensor in memory that all ranks of the host can read.
 
-        Collective: all ranks must call it with the same arguments. The memory is shared until `close`.
+        Collectives on such a tensor need no copy. The memory stays shared until `close`. Collective: all ranks must
+        call it with the same arguments.
+
+        Args:
+            shape: shape of the tensor.
+            dtype: dtype of the tensor.
 
         Raises:
             TypeError: if the dtype is not supported.
@@ -482,7 +487,7 @@ class _Dispatcher:
 
         Args:
             name: a method of `HostCollectives` and of `NcclCommunicator`.
-            code: code of the call's signature.
+            code: call signature, by `encode_signature`.
             arguments: arguments of the method; the tensors among them are on one device.
             result: return value of the call.
             async_op: return a `Work`.

@@ -24,7 +24,7 @@ class Slot:
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
-    """In elements, from the beginning of the bucket."""
+    """Offset from the beginning of the bucket, in elements."""
 
     @classmethod
     def of(cls, key: Key, tensor: torch.Tensor, offset: int = 0) -> Slot:

@@ -51,7 +51,7 @@ class KVStore(abc.ABC):
       row-sparse values (`RowSparse`, torch.sparse_coo with one sparse axis). Shape and dtype are those given to `init`.
     - Every call that moves tensors takes one key with its value, or a list of keys with a list of values. It checks all
       arguments before it changes anything.
-    - ``priority``: an int; among pending calls, larger goes first.
+    - ``priority``: an int; pending calls of higher priority run first.
     - ``async_op=True`` returns at once with a `Work`. The tensors must not be read or written until ``Work.wait()``
       returns. With ``async_op=False`` the returned Work is complete. On GPUs, calls are ordered with the caller's
       current stream.
@@ -103,7 +103,7 @@ class KVStore(abc.ABC):
         self._check_open()
 
     def join(self) -> int:
-        """Leave the rounds until all workers have joined; then everyone takes part again.
+        """Leave the rounds until all workers have joined; then all take part again.
 
         Until then the others' pushes are reduced without this worker, and `barrier` counts it as present. Call it when
         this worker has run out of data before the others.
@@ -122,7 +122,7 @@ class KVStore(abc.ABC):
         """Return the number of workers and servers known to be dead.
 
         Args:
-            timeout: ignored; MXNet has it. The heartbeat limits of the job decide.
+            timeout: ignored, and present only because MXNet has it; the job's heartbeat limit decides.
         """
         return len(self.dead_nodes())
 
@@ -161,7 +161,7 @@ class KVStore(abc.ABC):
     def push(self, key: Any, value: Any, priority: int = 0, *, async_op: bool = False) -> Work:
         """Sum ``value`` over devices and workers, and update the stored value with the sum.
 
-        With an optimizer or updater, that runs once per key. Without one, the sum replaces the stored value
+        An optimizer or updater, if set, runs once per key. Without one, the sum replaces the stored value
         (``dist_async`` and ``dist_device_async`` add it instead). A key that occurs twice in one call counts as one
         push of the sum. Of a row-sparse value only its rows are sent and updated.
 
@@ -305,7 +305,7 @@ class KVStore(abc.ABC):
         Collective: all workers must call it, with the same optimizer.
 
         Args:
-            spec: as of `OptimizerSpec.parse`: a name or class of torch.optim, or ``(name or class, arguments)``. With
+            spec: as for `OptimizerSpec.parse`: a name or class of torch.optim, or ``(name or class, arguments)``. With
                 ``clip_global_norm`` among the arguments a push only sums, and `update` updates.
 
         Raises:
@@ -341,8 +341,8 @@ class KVStore(abc.ABC):
     def update(self) -> None:
         """Clip everything pushed since the last update by its common norm, and update; with ``clip_global_norm`` only.
 
-        The norm is that of the sums over all workers. With any other optimizer each push has updated already, and this
-        call does nothing. Collective: all workers must call it.
+        The norm is that of the sums over all workers. With any other optimizer, pushes update at once and this call
+        does nothing. Collective: all workers must call it.
         """
         self._check_open()
         if self.updates_wait:
@@ -351,7 +351,11 @@ class KVStore(abc.ABC):
 
     @property
     def learning_rate(self) -> float:
-        """The optimizer's learning rate; RuntimeError without an optimizer."""
+        """The optimizer's learning rate.
+
+        Raises:
+            RuntimeError: without an optimizer.
+        """
         raise RuntimeError(self._no_optimizer())
 
     def set_learning_rate(self, learning_rate: float) -> None:  # noqa: ARG002  refused here
@@ -388,7 +392,7 @@ class KVStore(abc.ABC):
     # Compression
 
     def set_gradient_compression(self, params: Mapping[str, Any] | None) -> None:
-        """Compress the gradients that each device or worker pushes; None ends it.
+        """Compress the gradients that each device or worker pushes; None turns compression off.
 
         The rounding error stays with the sender and is added to its next push (error feedback). Row-sparse values,
         integers, and the values of `init` and `assign` are not compressed. Collective: all workers must call it.
@@ -403,7 +407,7 @@ class KVStore(abc.ABC):
         self._check_open()
         self._set_compression(parse(params) if params is not None else None)
 
-    # Life
+    # Lifetime
 
     def close(self) -> None:
         """Finish pending calls and release the store's memory; a second call does nothing."""
@@ -433,7 +437,7 @@ class KVStore(abc.ABC):
     def assign(self, key: Any, value: Any) -> None:
         """Replace the stored value by rank 0's ``value``, without an update; optimizer state stays.
 
-        Collective: all workers must call it. Arguments are as of `init`.
+        Collective: all workers must call it. The arguments are those of `init`.
         """
         self._check_open()
         pairs = single(key, value)
@@ -452,6 +456,10 @@ class KVStore(abc.ABC):
             weight: weight of this worker's values, 0 or more: the number of samples they are a mean over.
             priority: larger goes first.
             async_op: return at once.
+
+        Raises:
+            TypeError: if the weight is not a number.
+            ValueError: if the weight is negative or not finite, or a key's dtype has no mean.
         """
         self._check_open()
         pairs = pushed_or_none(key, value)
@@ -487,12 +495,12 @@ class KVStore(abc.ABC):
         weight: float | None = None,
         async_op: bool = False,
     ) -> Work:
-        """`push` or, with a ``weight``, `push_weighted` the keys of a bucket.
+        """Push the keys of a bucket, as `push` or, with a ``weight``, as `push_weighted`.
 
         All workers must push the bucket; a key that some of them leave out is the sum, or mean, of the others.
 
         Args:
-            bucket: bucket to push; fused before, unless its keys are to move one by one.
+            bucket: bucket to push. Without an earlier `fuse` its keys are sent one by one.
             values: one value per device: a flat tensor of shape (bucket.numel,), or the keys' tensors. A key that a
                 device lacks is the sum of the other devices.
             keys: keys to push; None for all.
@@ -516,7 +524,7 @@ class KVStore(abc.ABC):
     def pull_bucket(
         self, bucket: Bucket, outs: Sequence[torch.Tensor], priority: int = 0, *, async_op: bool = False
     ) -> Work:
-        """`pull` all keys of a bucket into one flat tensor of shape (bucket.numel,) per device."""
+        """Pull all keys of a bucket into one flat tensor of shape (bucket.numel,) per device."""
         self._check_open()
         check_flat(bucket, outs)
         if bucket not in self._buckets:
@@ -542,7 +550,7 @@ class KVStore(abc.ABC):
         return False
 
     def compression_residuals(self) -> dict[str, torch.Tensor]:
-        """Return copies of this worker's compression residuals on the host, by ``<key as JSON>/<sender>``."""
+        """Return copies of this worker's compression residuals on the host; names are ``<key as JSON>/<sender>``."""
         return {}
 
     def load_compression_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
@@ -555,7 +563,11 @@ class KVStore(abc.ABC):
             raise ValueError(f"a {self.type!r} store keeps no compression residuals, but got {len(residuals)}")
 
     def optimizer_state(self) -> OptimizerState:
-        """Return a copy of the optimizer's state on the host; RuntimeError without an optimizer."""
+        """Return a copy of the optimizer's state on the host.
+
+        Raises:
+            RuntimeError: without an optimizer.
+        """
         raise RuntimeError(self._no_optimizer())
 
     def load_optimizer_state(self, state: OptimizerState) -> None:  # noqa: ARG002  refused here
@@ -599,7 +611,7 @@ class KVStore(abc.ABC):
                 copy_rows(whole, out, row_ids)
         return Work.finished("row_sparse_pull")
 
-    def _fuse(self, bucket: Bucket) -> None:  # noqa: B027  keys move one by one here
+    def _fuse(self, bucket: Bucket) -> None:  # noqa: B027  optional: keys can be sent one by one
         pass
 
     def _push_bucket(

@@ -26,7 +26,7 @@ _HOST = torch.device("cpu")
 
 @dataclass
 class _Entry:
-    """A key's stored value, and a buffer for the sum of a push once one was needed."""
+    """A key's stored value, and a buffer for the sum of a push, allocated on first use."""
 
     stored: torch.Tensor
     sum: torch.Tensor | None = None
@@ -41,7 +41,7 @@ class _Flat:
 
 
 class LocalStore(KVStore):
-    """Store on the host: sums over devices in their order; weights and optimizer state live there.
+    """Store in host memory: sums over devices in their order, and holds weights and optimizer state.
 
     Host memory: one copy of the weights, one of the gradients once an updater is set, and the optimizer's state.
     """
@@ -52,7 +52,7 @@ class LocalStore(KVStore):
         self._flats: dict[Bucket, _Flat] = {}
         self._updater: Updater | None = None
         self._optimizer: KeyedOptimizer | None = None
-        self._pending_sums: dict[Key, torch.Tensor | RowSparse] = {}  # until update(), in the store's own memory
+        self._pending_sums: dict[Key, torch.Tensor | RowSparse] = {}  # kept for update(), in the store's own memory
         self._compressed: CompressedPushes | None = None
         self._queue = WorkQueue()
         weakref.finalize(self, self._queue.close)
@@ -94,7 +94,7 @@ class LocalStore(KVStore):
     def _apply_pending(self) -> None:
         assert self._optimizer is not None
         sums, self._pending_sums = self._pending_sums, {}
-        ordered = [(key, entry.stored) for key, entry in self._entries.items() if key in sums]  # the same at every run
+        ordered = [(key, entry.stored) for key, entry in self._entries.items() if key in sums]  # a fixed order
         self._optimizer.update([(key, sums[key].to(stored.device)) for key, stored in ordered])
 
     @property
@@ -191,7 +191,7 @@ class LocalStore(KVStore):
         self._start("fuse", fuse, [(key, []) for key in bucket.keys], 0, False)
 
     def _unfuse(self, key: Key) -> None:
-        """Forget the bucket of a key that gets other memory; the bucket's keys then move one by one."""
+        """Drop the bucket of a key that gets other memory; its keys are then transferred one by one."""
         self._flats = {bucket: flat for bucket, flat in self._flats.items() if key not in bucket}
 
     def _push_bucket(
@@ -290,7 +290,7 @@ class LocalStore(KVStore):
     def _merge_bucket(
         self, bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key], weight: float | None
     ) -> None:
-        """Do as `_merge` for keys of a bucket: in one sum over all of them if every device gave a flat tensor."""
+        """Merge keys of a bucket, in one sum over all of them if every device gave a flat tensor."""
         if weight == 0:
             keys = ()
         flat = self._flats.get(bucket)
@@ -364,8 +364,8 @@ class LocalStore(KVStore):
     def _set_compression(self, compression: Compression | None) -> None:
         if compression is not None and compression.pull_codec is not None:
             raise ValueError(
-                f"pull_type is {compression.params['pull_type']!r}, but a {self.type!r} store hands weights to devices "
-                "of its own process, where compression would only round them; expected None"
+                f"pull_type is {compression.params['pull_type']!r}, but a {self.type!r} store copies weights to "
+                "devices of its own process, where compression would only round them; expected None"
             )
 
         def change() -> None:
@@ -410,7 +410,7 @@ def _rows(values: Sequence[Value]) -> list[RowSparse]:
 
 
 def _are_apart(values: Pushed, outs: Pairs) -> bool:
-    """Return True if keys can be reduced and copied out one by one: no key twice, no output is another's value."""
+    """Return True if no key occurs twice and no output shares memory with another key's value."""
     keys = [key for key, _ in values]
     if len(set(keys)) < len(keys) or keys != [key for key, _ in outs]:
         return False

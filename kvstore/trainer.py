@@ -158,8 +158,9 @@ class Trainer:
                 parameter.grad.detach_().zero_()
 
     def join(self) -> int:
-        """Leave the updates until all workers have joined, then pull the weights; for a worker that is out of data.
+        """Leave the updates until all workers have joined, then pull the weights.
 
+        Call it when this worker has run out of data before the others.
         A worker without samples in the very first step must call ``step(0)`` first.
 
         Returns:
@@ -260,7 +261,7 @@ class Trainer:
         self._versions = self._current_versions()
 
     def _assign_changes(self) -> None:
-        """Assign to the store what was written into parameters since the pull, by load_state_dict for example."""
+        """Assign to the store the parameters that were written since the last pull, by load_state_dict for example."""
         changed = [key for key, version in self._current_versions().items() if version != self._versions[key]]
         if changed:
             self.kvstore.assign(changed, [self._parameters[key] for key in changed])
@@ -287,7 +288,7 @@ def _named(params: Any) -> dict[Key, torch.Tensor]:
         named[key] = parameter
         seen[id(parameter)] = key
     if not named:
-        raise ValueError("params has no parameters; expected a module's")
+        raise ValueError("params has no parameters; expected at least one")
     return named
 
 

@@ -15,11 +15,18 @@ if TYPE_CHECKING:
     from gangline.models.loop.monitor import Monitor
     from gangline.models.loop.stopping import EarlyStopping, stop_on
     from gangline.models.loop.torch_schedulers import TorchScheduler
+    from gangline.models.metrics.metric import create_metric
     from gangline.models.module import Module
     from gangline.models.reports.page import TrainingProgress, read_progress
     from gangline.models.reports.tensorboard import TensorBoard
     from gangline.models.zoo import create_network
-    from gangline.models.zoo.transfer import freeze_until, learning_rate_factors, pretrained, scale_batch
+    from gangline.models.zoo.transfer import (
+        freeze_until,
+        learning_rate_factors,
+        pretrained,
+        replace_last_layer,
+        scale_batch,
+    )
 
 _HOMES = {
     "Augmentation": "data.images.augmentation",
@@ -33,6 +40,7 @@ _HOMES = {
     "TensorBoard": "reports.tensorboard",
     "TorchScheduler": "loop.torch_schedulers",
     "TrainingProgress": "reports.page",
+    "create_metric": "metrics.metric",
     "create_network": "zoo",
     "digits": "data.datasets",
     "do_checkpoint": "loop.callbacks",
@@ -45,6 +53,7 @@ _HOMES = {
     "raw_digits": "data.datasets",
     "read_progress": "reports.page",
     "read_speed": "data.sources",
+    "replace_last_layer": "zoo.transfer",
     "scale_batch": "zoo.transfer",
     "split_each_label": "data.images.splitting",
     "stop_on": "loop.stopping",
@@ -63,6 +72,7 @@ __all__ = [
     "TensorBoard",
     "TorchScheduler",
     "TrainingProgress",
+    "create_metric",
     "create_network",
     "digits",
     "do_checkpoint",
@@ -75,6 +85,7 @@ __all__ = [
     "raw_digits",
     "read_progress",
     "read_speed",
+    "replace_last_layer",
     "scale_batch",
     "split_each_label",
     "stop_on",

@@ -29,7 +29,7 @@ class Replica:
 
 
 class Replicas:
-    """All replicas of a module; contexts with a load of 0 have none and use no memory."""
+    """All replicas of a module. A context with a load of 0 has no replica and uses no memory."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Replicas:
             replica.parameters = {name: parameter for name, parameter in own.items() if trained[name]}
 
     def snapshot(self) -> Callable[[], None]:
-        """Return a function that clears the gradients, and restores buffers and sample counts of this moment."""
+        """Return a function that restores the present buffers and sample counts, and clears the gradients."""
         seen = [replica.samples_seen for replica in self.all]
         buffers = [(b, b.detach().clone()) for replica in self.all for b in replica.network.buffers()]
 
@@ -97,7 +97,7 @@ class Replicas:
 
     @torch.no_grad()
     def add_gradients(self, kept: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
-        """Add what `detach_gradients` returned to the current gradients."""
+        """Add the gradients from `detach_gradients` to the current ones."""
         for parameter, gradient in kept:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
@@ -129,7 +129,7 @@ class Replicas:
         return [replica.parameters[name].data for replica in self.all]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return parameters and buffers on the host; buffers that differ are averaged by samples seen."""
+        """Return parameters and buffers on the host; buffers that differ are averaged, weighted by samples seen."""
         state = {
             name: tensor.detach().cpu().clone()
             for name, tensor in self.first.network.state_dict().items()
@@ -175,7 +175,7 @@ class Replicas:
         return self.own_buffers() if may_differ else {}
 
     def set_own_buffers(self, values: dict[str, list[torch.Tensor]], samples_seen: Sequence[int]) -> None:
-        """Restore what `own_buffers` returned, and the `samples_seen` with it."""
+        """Restore the values of `own_buffers`, and the `samples_seen` read with them."""
         for index, replica in enumerate(self.all):
             buffers = dict(replica.network.named_buffers(remove_duplicate=False))
             for name, per_replica in values.items():

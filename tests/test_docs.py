@@ -197,7 +197,7 @@ def test_links_are_those_to_files() -> None:
 
 
 def test_the_page_of_environment_variables_is_generated_and_complete() -> None:
-    from gangline.cli.variables import VARIABLES, page
+    from gangline.cli.env import VARIABLES, page
 
     assert (ROOT / "docs" / "environment.md").read_text() == page()
     ours = re.compile(r"\b(?:GANGLINE|DMLC)_[A-Z_]*[A-Z]\b")

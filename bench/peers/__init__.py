@@ -1,7 +1,5 @@
-"""The sides of a bench, gangline's own and its peers': a file for each, run by `serve.py` in an interpreter of its own.
+"""The programs that a bench measures, gangline's own and its peers', a folder for each bench and a file for each peer.
 
-A file is named ``<who>_<bench>.py`` and has ``prepare(options)``, which returns a dict: ``who`` (name and version),
-``step`` (a function: what is measured, once), ``wait`` (a function: returns when all that was begun is over), and,
-where results can be checked, ``check`` (a function: the largest absolute error). It imports what its own interpreter
-has and nothing from this folder but what lies beside it.
+`serve.py` loads such a file in the peer's interpreter; it documents what the file must define. A file imports only what
+that interpreter has, and nothing from this folder.
 """

@@ -1,76 +1,159 @@
-"""What a side's process runs: `python serve.py MODULE` prepares MODULE once and then answers requests for runs.
+"""Main program of every measured process: `python serve.py FILE SOCKET` loads a peer's FILE and answers requests.
 
-It needs no more than Python's own library, so that any interpreter can run it. Requests come on stdin and answers
-go to stdout, a line of JSON each:
+It needs Python's standard library and numpy only, so that any interpreter can run it. Requests arrive through the unix
+socket at the path SOCKET, and answers go back, a line of JSON each; all ranks of a group get the same requests:
 
-    {"prepare": options}   -> {"who": "mxnet 1.9.1"}
-    {"measure": seconds}   -> {"seconds": of one step}, after steps for about so many seconds
-    {"check": true}        -> {"error": largest absolute error of the last step's results}
+    (unasked, once)                            -> {"who": "Open MPI 4.1.4", "rank": 0, "transport": null}
+    {"prepare": options, "as": name}           -> {"seconds": of one step}
+    {"measure": name, "steps": n, "warmup": w} -> {"seconds": of a step}, the mean over n steps after w unmeasured ones
+    {"latencies": name, "steps": n}            -> {"seconds": [of each step]}
+    {"check": name}                            -> {"wrong": number of wrong elements} or {"error": largest deviation}
+    {"release": true}                          -> {}, after the memory of everything prepared is freed
 
-and {"failed": text} in place of any of them. Between requests the process sleeps in a read, so that it takes nothing
-from the side whose turn it is; it ends with stdin, even if the driver was killed.
+and {"failed": text} in place of any of them. Between requests a process blocks in a read and uses no CPU time. It ends
+when the socket closes, even in the middle of a collective.
+
+FILE defines ``join()``, which returns a dict: ``who`` (name and version), ``prepare``, and, unless the process is
+alone, ``rank``, ``size``, ``barrier`` and ``leave``; ``transport`` where it is known. ``prepare(options)`` returns
+another dict: ``step`` (performs the measured work once), optionally ``wait`` (returns when all started steps are
+complete) and ``check`` (returns the largest absolute error). Without ``check``, `checks.py` checks by
+``write(start, values)`` (stores a float64, int64 or bool array into the input), ``read(start, stop)`` (returns such an
+array of the result) and optionally ``settle`` (fetches the result after all ranks have stepped).
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
-import math
 import os
+import select
+import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+_GRACE = 5.0  # seconds that a process has to leave its group after the driver has closed the socket
 
 
 def main() -> None:
-    """Answer requests until stdin ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not look like an answer
-    side = Served(sys.argv[1])
-    for line in sys.stdin:
+    """Serve the file and the socket named on the command line."""
+    serve(sys.argv[1], sys.argv[2])
+
+
+def serve(file: str, path: str) -> None:
+    """Answer the driver that listens at ``path`` until it closes the connection; then leave the group."""
+    with socket.socket(socket.AF_UNIX) as driver:
+        driver.connect(path)
+        requests, answers = driver.makefile(), driver.makefile("w")
+
+        def answer(content: dict[str, Any]) -> None:
+            print(json.dumps(content), file=answers, flush=True)
+
+        threading.Thread(target=_exit_with, args=(driver,), daemon=True).start()
         try:
-            answer = side.answer(json.loads(line))
-        except Exception as error:  # noqa: BLE001  whatever went wrong is told to the driver
-            answer = {"failed": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=answers, flush=True)
+            server = Server(load(Path(file)).join())
+        except Exception as error:
+            answer({"failed": f"{type(error).__name__}: {error}"})
+            raise
+        answer(server.hello())
+        for line in requests:
+            try:
+                answer(server.answer(json.loads(line)))
+            except Exception as error:  # noqa: BLE001  every failure is reported to the driver
+                answer({"failed": f"{type(error).__name__}: {error}"})
+        server.leave()
 
 
-class Served:
-    """A side's module, and its clock: the same for all sides."""
+def load(path: Path) -> ModuleType:
+    """Import a Python file, whatever folder it is in."""
+    spec = importlib.util.spec_from_file_location(f"bench_peer_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
-    def __init__(self, module: str) -> None:
-        self._module = module
-        self._side: dict[str, Any] = {}
-        self._step_seconds = 0.0
+
+class Server:
+    """Answers to requests, and the clock: the same for gangline and for its peers."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        """Serve a group as a peer's ``join()`` returns it."""
+        alone = {"rank": 0, "size": 1, "transport": None, "barrier": lambda: None, "leave": lambda: None}
+        self._group = {**alone, **group}
+        self._prepared: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+
+    def hello(self) -> dict[str, Any]:
+        """Return what the driver learns first."""
+        return {name: self._group[name] for name in ("who", "rank", "transport")}
+
+    def leave(self) -> None:
+        """Leave the group."""
+        self._group["leave"]()
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what a request asks."""
+        """Carry out one request and return its answer."""
         if "prepare" in request:
-            self._side.clear()  # what was prepared before goes first, for memory
-            self._side.update(importlib.import_module(self._module).prepare(request["prepare"]))
-            _seconds(self._side["step"], self._side["wait"], 1)  # the first step allocates
-            self._step_seconds = _seconds(self._side["step"], self._side["wait"], 1)
-            return {"who": self._side["who"]}
+            return {"seconds": self._prepare(request["as"], request["prepare"])}
         if "measure" in request:
-            return {"seconds": self._measure(request["measure"])}
-        return {"error": self._side["check"]()}
+            _, prepared = self._prepared[request["measure"]]
+            self._seconds(prepared, request["warmup"])
+            return {"seconds": self._seconds(prepared, request["steps"])}
+        if "latencies" in request:
+            _, prepared = self._prepared[request["latencies"]]
+            return {"seconds": self._latencies(prepared, request["steps"])}
+        if "check" in request:
+            return self._check(*self._prepared[request["check"]])
+        self._prepared.clear()
+        return {}
 
-    def _measure(self, budget: float) -> float:
-        """Seconds of a step, over about ``budget`` seconds; a tenth as many steps go before, unmeasured."""
-        steps = max(2, math.ceil(budget / self._step_seconds))
-        _seconds(self._side["step"], self._side["wait"], math.ceil(steps / 10))
-        self._step_seconds = _seconds(self._side["step"], self._side["wait"], steps)
-        return self._step_seconds
+    def _prepare(self, name: str, options: dict[str, Any]) -> float:
+        self._prepared.pop(name, None)  # frees memory before more is allocated
+        prepared = self._group["prepare"](options)
+        self._prepared[name] = options, prepared
+        self._seconds(prepared, 2)  # the first steps allocate
+        return self._seconds(prepared, 1)
+
+    def _seconds(self, prepared: dict[str, Any], steps: int) -> float:
+        """Return the mean seconds of a step; the clock starts when all ranks are ready."""
+        step = prepared["step"]
+        self._group["barrier"]()
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        if "wait" in prepared:
+            prepared["wait"]()
+        return (time.perf_counter() - start) / max(steps, 1)
+
+    def _latencies(self, prepared: dict[str, Any], steps: int) -> list[float]:
+        step, clock = prepared["step"], time.perf_counter
+        self._group["barrier"]()
+        times = [clock()]
+        for _ in range(steps):
+            step()
+            times.append(clock())
+        return [after - before for before, after in pairwise(times)]
+
+    def _check(self, options: dict[str, Any], prepared: dict[str, Any]) -> dict[str, Any]:
+        if "check" in prepared:
+            return {"error": prepared["check"]()}
+        checks = load(Path(__file__).with_name("checks.py"))
+        if "collective" in options:
+            return {"wrong": checks.wrong_elements(self._group, options, prepared)}
+        return {"error": checks.largest_error(self._group, options, prepared)}
 
 
-def _seconds(step: Callable[[], None], wait: Callable[[], None], steps: int) -> float:
-    """Seconds of a step, ``steps`` of them begun one after another and waited for together."""
-    began = time.perf_counter()
-    for _ in range(steps):
-        step()
-    wait()
-    return (time.perf_counter() - began) / steps
+def _exit_with(driver: socket.socket) -> None:
+    """Wait until the driver closes the socket, and end this process if it does not end by itself."""
+    watch = select.poll()
+    watch.register(driver, select.POLLRDHUP | select.POLLHUP)
+    watch.poll()
+    time.sleep(_GRACE)
+    os._exit(1)
 
 
 if __name__ == "__main__":

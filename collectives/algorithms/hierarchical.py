@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gangline.collectives.algorithms import binomial, direct, halving_doubling
-from gangline.collectives.schedule import Rounds, Schedule, side_by_side
+from gangline.collectives.schedule import Rounds, Schedule, in_parallel
 
 
 def all_reduce(hosts: Sequence[int]) -> Schedule:
@@ -43,8 +43,8 @@ def reduce(hosts: Sequence[int], root: int) -> Schedule:
 def _by_local_ranks(members: Sequence[Sequence[int]]) -> Rounds:
     """Return the rounds for equal hosts: slice j of the tensor, one chunk per host, belongs to each local rank j."""
     hosts, ranks_per_host = len(members), len(members[0])
-    gather = side_by_side([direct.gather_rows(ranks_per_host, width=hosts).among(ranks) for ranks in members])
-    between = side_by_side(
+    gather = in_parallel([direct.gather_rows(ranks_per_host, width=hosts).among(ranks) for ranks in members])
+    between = in_parallel(
         [
             halving_doubling.sum_rows(hosts).among([ranks[local] for ranks in members], first_chunk=local * hosts)
             for local in range(ranks_per_host)
@@ -55,7 +55,7 @@ def _by_local_ranks(members: Sequence[Sequence[int]]) -> Rounds:
 
 def _by_leaders(members: Sequence[Sequence[int]]) -> Rounds:
     chunks = len(members)
-    inside = side_by_side([binomial.tree(len(ranks), 0, chunks).among(ranks) for ranks in members])
+    inside = in_parallel([binomial.tree(len(ranks), 0, chunks).among(ranks) for ranks in members])
     between = halving_doubling.sum_rows(chunks).among([ranks[0] for ranks in members])
     return inside.backwards(reduce=True) + between + inside
 
@@ -67,7 +67,7 @@ def _down(hosts: Sequence[int], root: int) -> Rounds:
             ranks.sort(key=lambda rank: rank != root)
     leaders = [ranks[0] for ranks in members]
     between = binomial.tree(len(leaders), leaders.index(root)).among(leaders)
-    return between + side_by_side([binomial.tree(len(ranks), 0).among(ranks) for ranks in members])
+    return between + in_parallel([binomial.tree(len(ranks), 0).among(ranks) for ranks in members])
 
 
 def _members(hosts: Sequence[int]) -> list[list[int]]:

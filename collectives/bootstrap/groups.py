@@ -10,7 +10,7 @@ import threading
 from gangline.collectives.bootstrap import rendezvous
 from gangline.collectives.engine.engine import GroupResources
 from gangline.collectives.engine.host_collectives import HostCollectives
-from gangline.collectives.liveness.limits import limits
+from gangline.collectives.limits import limits
 from gangline.collectives.liveness.membership import Membership, ProcessMembership, ThreadMembership
 from gangline.collectives.liveness.watchdog import Watchdog
 from gangline.collectives.transports.base import BootstrapAllGather, Transport

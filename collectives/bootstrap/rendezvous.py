@@ -17,7 +17,7 @@ from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore  # 
 from gangline.collectives.bootstrap.launcher_environment import LOOPBACK, find_rank_info
 from gangline.collectives.bootstrap.store_all_gather import StoreAllGather, store_errors
 from gangline.collectives.errors import StallError
-from gangline.collectives.liveness.limits import limits
+from gangline.collectives.limits import limits
 from gangline.collectives.liveness.process_state import boot_id
 from gangline.collectives.transports.addresses import check_address, local_address
 from gangline.collectives.transports.base import BootstrapAllGather

@@ -227,7 +227,7 @@ def broadcast(value: Tensor, outs: Sequence[Tensor]) -> None:
 
 
 def move(transfers: Sequence[Transfer]) -> None:
-    """For each (values, total, outs): write the sum of ``values`` into ``total``, and copy it into each of ``outs``.
+    """Sum each (values, total, outs): write the sum of ``values`` into ``total``, and copy it into each of ``outs``.
 
     Transfers between several GPUs use a `DeviceGroup` of these, created once; all others are copies.
 

@@ -23,7 +23,7 @@ class Device:
     memory_total: int
     compute_capability: str | None = None
     display: bool | None = None
-    """Whether a display is attached, whose desktop uses its memory and time."""
+    """True if a display is attached: the desktop then uses some of the memory and time."""
     peers: dict[str, str] | None = None
     """The other GPUs, each with the nearest link to it."""
 

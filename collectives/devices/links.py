@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import Any
 
 
-class Kind(IntEnum):
+class LinkKind(IntEnum):
     """Kind of the link between two GPUs, from near to far; PCIe in the terms of `nvidia-smi topo`."""
 
     SAME = 0
@@ -36,7 +36,7 @@ class Kind(IntEnum):
 class Link:
     """Link between two GPUs."""
 
-    kind: Kind
+    kind: LinkKind
     gb_per_s: float
     """Estimated GB/s (1e9 bytes) in each direction; infinite from a GPU to itself."""
     lanes: int = 0
@@ -46,7 +46,7 @@ class Link:
         return f"NV{self.lanes}" if self.lanes else _SHORT[self.kind]
 
 
-SELF = Link(Kind.SAME, math.inf)
+SELF = Link(LinkKind.SAME, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class LinkMatrix:
             for b, link in enumerate(row):
                 if link != self.links[b][a]:
                     raise ValueError(f"links[{a}][{b}] is {link}, links[{b}][{a}] {self.links[b][a]}; expected one")
-                if (link.kind is Kind.SAME) != (self.gpus[a] == self.gpus[b]):
+                if (link.kind is LinkKind.SAME) != (self.gpus[a] == self.gpus[b]):
                     raise ValueError(f"links[{a}][{b}] is {link} from gpu({self.gpus[a]}) to gpu({self.gpus[b]})")
 
     def __len__(self) -> int:
@@ -91,10 +91,10 @@ class LinkMatrix:
 
 def nvlink(lanes: int, lane_gb_per_s: float = 25.0, *, switched: bool = False) -> Link:
     """Return a link of ``lanes`` NVLinks, direct or through a switch; the default speed is that of NVLink 2 to 4."""
-    return Link(Kind.NVSWITCH if switched else Kind.NVLINK, lanes * lane_gb_per_s, lanes)
+    return Link(LinkKind.NVSWITCH if switched else LinkKind.NVLINK, lanes * lane_gb_per_s, lanes)
 
 
-def pcie(kind: Kind, generation: int, width: int) -> Link:
+def pcie(kind: LinkKind, generation: int, width: int) -> Link:
     """Return a PCIe link; generation (from 1) and width (in lanes) are those of the slower GPU."""
     lane = _PCIE_LANE[min(max(generation, 1), len(_PCIE_LANE)) - 1]
     return Link(kind, round(lane * width * _PCIE_SHARE[kind], 1))
@@ -145,9 +145,9 @@ def links_by_nvml(nvml: Any, handles: Sequence[Any]) -> LinkMatrix:
         if lanes := min(remotes[a][_SWITCH], remotes[b][_SWITCH]):
             return nvlink(lanes, min(speeds[a], speeds[b]), switched=True)
         try:
-            kind = _LEVELS.get(nvml.nvmlDeviceGetTopologyCommonAncestor(handles[a], handles[b]), Kind.UNKNOWN)
+            kind = _LEVELS.get(nvml.nvmlDeviceGetTopologyCommonAncestor(handles[a], handles[b]), LinkKind.UNKNOWN)
         except nvml.NVMLError:
-            kind = Kind.UNKNOWN
+            kind = LinkKind.UNKNOWN
         return min((pcie(kind, *buses[index]) for index in (a, b)), key=lambda path: path.gb_per_s)
 
     half = {(a, b): link(a, b) for b in range(len(handles)) for a in range(b + 1)}
@@ -225,43 +225,43 @@ def _link_by_torch(a: int, b: int) -> Link:
 
     if a == b:
         return SELF
-    return pcie(Kind.PEER if torch.cuda.can_device_access_peer(a, b) else Kind.HOST, 3, 16)
+    return pcie(LinkKind.PEER if torch.cuda.can_device_access_peer(a, b) else LinkKind.HOST, 3, 16)
 
 
 _SWITCH = "switch"
-_LEVELS = {0: Kind.BOARD, 10: Kind.PIX, 20: Kind.PXB, 30: Kind.PHB, 40: Kind.NODE, 50: Kind.SYS}
+_LEVELS = {0: LinkKind.BOARD, 10: LinkKind.PIX, 20: LinkKind.PXB, 30: LinkKind.PHB, 40: LinkKind.NODE, 50: LinkKind.SYS}
 """NVML's topology levels."""
 _PCIE_LANE = (0.25, 0.5, 0.985, 1.97, 3.94, 7.56)
 """GB/s of a PCIe lane in each direction, from generation 1."""
 _PCIE_SHARE = {
-    Kind.BOARD: 0.85,
-    Kind.PIX: 0.8,
-    Kind.PXB: 0.75,
-    Kind.PHB: 0.7,
-    Kind.NODE: 0.65,
-    Kind.SYS: 0.5,
-    Kind.PEER: 0.5,
-    Kind.HOST: 0.3,
-    Kind.UNKNOWN: 0.3,
+    LinkKind.BOARD: 0.85,
+    LinkKind.PIX: 0.8,
+    LinkKind.PXB: 0.75,
+    LinkKind.PHB: 0.7,
+    LinkKind.NODE: 0.65,
+    LinkKind.SYS: 0.5,
+    LinkKind.PEER: 0.5,
+    LinkKind.HOST: 0.3,
+    LinkKind.UNKNOWN: 0.3,
 }
-_SHORT = {kind: kind.name for kind in Kind} | {
-    Kind.SAME: "X",
-    Kind.BOARD: "same board",
-    Kind.PEER: "P2P",
-    Kind.HOST: "host",
-    Kind.UNKNOWN: "unknown",
+_SHORT = {kind: kind.name for kind in LinkKind} | {
+    LinkKind.SAME: "X",
+    LinkKind.BOARD: "same board",
+    LinkKind.PEER: "P2P",
+    LinkKind.HOST: "host",
+    LinkKind.UNKNOWN: "unknown",
 }
 _MEANING = {
-    Kind.SAME: "the GPU itself",
-    Kind.NVLINK: "{lanes} between the two",
-    Kind.NVSWITCH: "{lanes} of each to a switch",
-    Kind.BOARD: "PCIe on one board",
-    Kind.PIX: "PCIe through one switch",
-    Kind.PXB: "PCIe through several switches",
-    Kind.PHB: "PCIe through a host bridge",
-    Kind.NODE: "PCIe through host bridges of one NUMA node",
-    Kind.SYS: "PCIe and the link between CPU sockets",
-    Kind.PEER: "one reads the other's memory; NVML does not say how",
-    Kind.HOST: "through the host's memory",
-    Kind.UNKNOWN: "NVML does not say",
+    LinkKind.SAME: "the GPU itself",
+    LinkKind.NVLINK: "{lanes} between the two",
+    LinkKind.NVSWITCH: "{lanes} of each to a switch",
+    LinkKind.BOARD: "PCIe on one board",
+    LinkKind.PIX: "PCIe through one switch",
+    LinkKind.PXB: "PCIe through several switches",
+    LinkKind.PHB: "PCIe through a host bridge",
+    LinkKind.NODE: "PCIe through host bridges of one NUMA node",
+    LinkKind.SYS: "PCIe and the link between CPU sockets",
+    LinkKind.PEER: "one reads the other's memory; NVML does not say how",
+    LinkKind.HOST: "through the host's memory",
+    LinkKind.UNKNOWN: "NVML does not say",
 }

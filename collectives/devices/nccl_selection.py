@@ -28,7 +28,7 @@ from gangline.collectives.engine.engine import Engine
 from gangline.collectives.engine.executor import EqualChunks, run
 from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.errors import GanglineError
-from gangline.collectives.liveness.limits import limits
+from gangline.collectives.limits import limits
 from gangline.collectives.liveness.membership import CLOSED
 from gangline.collectives.liveness.watchdog import Watchdog
 

@@ -68,7 +68,7 @@ class MisplacedMessageError(GanglineError):
         self.source, self.message_tag = source, message_tag
 
 
-class _PendingSend(NamedTuple):
+class _ChunkSend(NamedTuple):
     first: int
     last: int
     request: SendRequest
@@ -97,13 +97,13 @@ def run(
         ProtocolError: if a message has another length than expected.
         GanglineError: if a rank is dead, late or in another call.
     """
-    pending: list[_PendingSend] = []
+    pending: list[_ChunkSend] = []
     for step in program:
         if isinstance(step, Send):
             data = chunks.source(step.first, step.last).view(torch.uint8)
             request = transport.send(step.to, data, message_tag)
             if not request.is_done():
-                pending.append(_PendingSend(step.first, step.last, request))
+                pending.append(_ChunkSend(step.first, step.last, request))
         elif isinstance(step, Receive):
             _receive(step, transport, chunks, message_tag, pending)
         else:
@@ -113,7 +113,7 @@ def run(
 
 
 def _receive(
-    step: Receive, transport: Transport, chunks: Chunks, message_tag: MessageTag, pending: list[_PendingSend]
+    step: Receive, transport: Transport, chunks: Chunks, message_tag: MessageTag, pending: list[_ChunkSend]
 ) -> None:
     target = chunks.target(step.first, step.last)
     request = _expect(transport, step.source, message_tag, target)
@@ -128,7 +128,7 @@ def _reduce(
     transport: Transport,
     chunks: Chunks,
     message_tag: MessageTag,
-    pending: list[_PendingSend],
+    pending: list[_ChunkSend],
     op: str,
     divisor: int,
 ) -> None:
@@ -164,13 +164,13 @@ def _expect(transport: Transport, source: int, message_tag: MessageTag, like: Te
     return request
 
 
-def _unread(pending: list[_PendingSend], step: Receive | Reduce) -> list[_PendingSend]:
+def _unread(pending: list[_ChunkSend], step: Receive | Reduce) -> list[_ChunkSend]:
     """Return the messages sent from the chunks that a step writes, if they have not been read yet."""
     pending[:] = [message for message in pending if not message.request.is_done()]
     return [message for message in pending if message.first < step.last and step.first < message.last]
 
 
-def _write_when_read(target: Tensor, values: Tensor, unread: list[_PendingSend]) -> None:
+def _write_when_read(target: Tensor, values: Tensor, unread: list[_ChunkSend]) -> None:
     """Copy values that could not be written into ``target`` at once, after its old values have been read."""
     if unread:
         for message in unread:

@@ -149,7 +149,7 @@ class HostCollectives:
                 slots = self._publish(flat, flat.nbytes, message_tag)
                 for row, slot in zip(as_rows(out, self._size), slots, strict=True) if out is not None else ():
                     row.copy_(slot)
-            else:  # memory that a schedule leaves untouched on the other ranks takes no pages
+            else:  # on the other ranks, rows that the schedule does not write take no physical memory
                 buffer = flat.new_empty(self._size * flat.numel()) if out is None else out
                 as_rows(buffer, self._size)[self._rank].copy_(flat)
                 run(plan.steps, self._transport, EqualChunks(buffer, plan.chunks), message_tag)
@@ -173,7 +173,7 @@ class HostCollectives:
         write_back(result, out)
 
     def barrier(self) -> None:
-        """Return when all ranks have called it."""
+        """Wait until all ranks have called it."""
         self._synchronize(encode_signature("barrier", 0, torch.uint8, None, None))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -224,7 +224,7 @@ class HostCollectives:
         return slots[self._engine.exchange_slots(*message_tag)]
 
     def _synchronize(self, code: int) -> None:
-        """Return when all ranks are in this call."""
+        """Wait until all ranks are in this call."""
         with self._engine.call(code) as message_tag:
             if self._engine.resources.slot_exchange is not None:
                 self._engine.exchange_slots(*message_tag)
@@ -256,7 +256,10 @@ class SmallAllReduce:
             self._own = [arrays[slot_exchange.rank] for arrays in self._arrays]
 
     def __call__(self, tensor: Tensor, out: Tensor) -> None:
-        """Reduce a contiguous CPU tensor into ``out``, which is like it or is it; neither requires a gradient."""
+        """Reduce a contiguous CPU tensor into ``out``: the same tensor, or one of its shape and dtype.
+
+        Neither may require a gradient.
+        """
         engine = self._engine
         code = self._code
         with engine.lock:

@@ -42,7 +42,7 @@ class _PendingReceive:
     recv_code: int
     """Code of the call as this rank made it, for errors."""
     section: Ordered | None
-    """For a GPU tensor: the section that writes it, after the work on the caller's streams at the call."""
+    """Section that writes a GPU tensor, ordered after the work on the caller's streams; None for a CPU tensor."""
 
     def take(self, write: Callable[[Tensor], None]) -> None:
         """Write the tensor by a function that gets a contiguous 1-d host tensor."""
@@ -212,7 +212,7 @@ class PointToPoint:
         return len(self._sends) + len(self._receives) < before
 
     def _time_oldest(self) -> None:
-        """Let the watchdog time a pending message, if the one that it timed has ended."""
+        """Start timing a pending message, if the watchdog times none that is still pending."""
         if self._timed is not None and not self._timed.is_completed():
             return
         pending = [(one.work, one.recv_code) for one in self._receives]

@@ -13,7 +13,7 @@ import zmq
 
 from gangline.collectives.call_signature import CallSignature
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
-from gangline.collectives.liveness.limits import (
+from gangline.collectives.limits import (
     MEMBERSHIP_LINGER_SECONDS,
     RECONNECT_SECONDS,
     STOPPED_CHECKS_PER_LIMIT,

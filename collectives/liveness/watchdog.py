@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from gangline.collectives.call_signature import CallSignature
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, StallError, name_ranks
-from gangline.collectives.liveness.limits import CLOSE_GRACE_SECONDS, MISMATCH_REPORT_SECONDS
+from gangline.collectives.limits import CLOSE_GRACE_SECONDS, MISMATCH_REPORT_SECONDS
 from gangline.collectives.liveness.membership import CLOSED, Membership
 
 _log = logging.getLogger("gangline")

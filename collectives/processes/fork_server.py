@@ -23,7 +23,7 @@ from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 
-from gangline.collectives.liveness.limits import PARENT_CHECK_SECONDS
+from gangline.collectives.limits import PARENT_CHECK_SECONDS
 
 NOTICE = struct.Struct("<?ii")
 """Notice to the pool: whether a process ended (else started), its index in the pool, its exit code (else pid)."""

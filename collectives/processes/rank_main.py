@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from gangline.collectives import errors
 
 importing_script = False
-"""Whether this process is a rank that is importing its caller's script; then it must not spawn ranks of its own."""
+"""True while a rank imports its caller's script; it must not spawn ranks meanwhile."""
 
 
 class RankTask(NamedTuple):
@@ -33,7 +33,7 @@ class RankTask(NamedTuple):
     communicator: dict[str, Any]
     """Options of `open_communicator`."""
     preparation: dict[str, Any]
-    """How to import the caller's script: the data that multiprocessing sends to its children."""
+    """Data that multiprocessing sends to its children so that they can import the caller's script."""
 
 
 class RankReport(NamedTuple):

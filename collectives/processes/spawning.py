@@ -16,7 +16,7 @@ from typing import Any
 from gangline.collectives.bootstrap.rendezvous import time_limit
 from gangline.collectives.communicator import open_communicator
 from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
-from gangline.collectives.liveness.limits import SPAWN_CAUSE_SECONDS
+from gangline.collectives.limits import SPAWN_CAUSE_SECONDS
 from gangline.collectives.processes import rank_main
 from gangline.collectives.processes.process_pool import ProcessPool
 from gangline.collectives.processes.rank_main import RankReport, RankTask

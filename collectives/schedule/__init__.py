@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gangline.collectives.schedule.cost import by_host
-from gangline.collectives.schedule.rounds import IntArray, Round, Rounds, Transfers, cyclic, side_by_side, transfers
+from gangline.collectives.schedule.rounds import IntArray, Round, Rounds, Transfers, cyclic, in_parallel, transfers
 from gangline.collectives.schedule.schedule import ROOTED, Schedule
 from gangline.collectives.schedule.steps import NumberedStep, Receive, Reduce, Send, Step
 
@@ -21,6 +21,6 @@ __all__ = [
     "Transfers",
     "by_host",
     "cyclic",
-    "side_by_side",
+    "in_parallel",
     "transfers",
 ]

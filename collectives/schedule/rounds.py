@@ -2,7 +2,7 @@
 
 Rounds are generated on demand, so 4,096 ranks need no more memory than one table. Two operations keep the algorithms
 short. An all-gather reversed in time, with sums in place of copies, is a reduce-scatter, and a reversed broadcast is a
-reduce (`Rounds.backwards`). Disjoint groups of ranks can run their rounds in parallel (`side_by_side`).
+reduce (`Rounds.backwards`). Disjoint groups of ranks can run their rounds in parallel (`in_parallel`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Transfers:
     last: IntArray
     """One past the last chunk of each message."""
     reduce: bool
-    """Whether a received chunk is combined with the present one or replaces it."""
+    """True if a received chunk is combined with the present one; False if it replaces it."""
 
     def __len__(self) -> int:
         return len(self.source)
@@ -125,7 +125,7 @@ class Rounds:
         return Rounds(self.count, at)
 
 
-def side_by_side(groups: Sequence[Rounds]) -> Rounds:
+def in_parallel(groups: Sequence[Rounds]) -> Rounds:
     """Return rounds that run the n-th rounds of all groups at once.
 
     The groups must have no rank in common, and either all reduce or all copy.

@@ -116,7 +116,7 @@ class Schedule:
 
     @cached_property
     def last_reduced(self) -> IntArray:
-        """For each chunk, the number of the last round that combines it; -1 if none does.
+        """Number of the last round that combines each chunk; -1 if none does.
 
         Sums are complete after that round: no schedule computes a partial sum last.
         """

@@ -34,7 +34,7 @@ class Reduce:
     first: int
     last: int
     complete: bool
-    """Whether the chunks now hold every rank's contribution. A mean is divided here."""
+    """True if the chunks now hold every rank's contribution. A mean is divided here."""
 
 
 Step = Send | Receive | Reduce

@@ -53,7 +53,7 @@ def verify(collective: Collective, programs: Sequence[Sequence[NumberedStep]], l
 
 
 @dataclass(slots=True)
-class _Message:
+class _SentMessage:
     number: int
     first: int
     last: int
@@ -67,7 +67,7 @@ class _Run:
     collective: Collective
     label: str
     held: list[list[int]] = field(init=False)
-    channels: defaultdict[tuple[int, int], deque[_Message]] = field(default_factory=lambda: defaultdict(deque))
+    channels: defaultdict[tuple[int, int], deque[_SentMessage]] = field(default_factory=lambda: defaultdict(deque))
     """Messages in flight, by (source, target)."""
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class _Run:
                 f"{self.location(rank, number, step.first)}: sends to rank {step.to}; expected another rank"
             )
         contents = self._read(rank, number, step)
-        self.channels[rank, step.to].append(_Message(number, step.first, step.last, contents))
+        self.channels[rank, step.to].append(_SentMessage(number, step.first, step.last, contents))
 
     def _reduce(self, rank: int, number: int, step: Reduce) -> None:
         if rank not in step.ranks or list(step.ranks) != sorted(step.ranks):

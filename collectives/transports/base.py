@@ -1,7 +1,7 @@
 """Transport interface: ordered messages between pairs of ranks. Transports know no algorithm.
 
 To add a medium, implement `Transport`, `SendRequest` and `ReceiveRequest`. A transport is constructed collectively: all
-ranks pass a `BootstrapAllGather`, by which they exchange addresses, and a `WaitPolicy`, which the transport calls
+ranks pass a `BootstrapAllGather`, through which they exchange addresses, and a `WaitPolicy`, which the transport calls
 whenever it blocks. transports/in_process.py is the shortest complete example.
 """
 
@@ -18,7 +18,7 @@ PIECE = 1 << 19
 """Bytes of one piece of a message: small enough to stay in a core's cache while it is reduced or copied."""
 
 SLOT_BYTES = 1 << 20
-"""The most bytes of a rank's tensor that a slot exchange takes."""
+"""Largest tensor of a rank, in bytes, that a slot exchange takes."""
 
 BootstrapAllGather = Callable[[bytes], list[bytes]]
 """All-gather of bytes for bootstrap: returns every rank's bytes, in rank order. Collective: all ranks must call it."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from gangline.collectives.liveness.limits import PROGRESS_POLL_SECONDS, WAIT_CHECK_SECONDS
+from gangline.collectives.limits import PROGRESS_POLL_SECONDS, WAIT_CHECK_SECONDS
 from gangline.collectives.transports.base import (
     BootstrapAllGather,
     MessageTag,

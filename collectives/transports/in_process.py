@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gangline.collectives.liveness.limits import WAIT_CHECK_SECONDS
+from gangline.collectives.limits import WAIT_CHECK_SECONDS
 from gangline.collectives.transports.base import (
     PIECE,
     SLOT_BYTES,

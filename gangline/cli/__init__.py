@@ -1,1 +1,1 @@
-"""The gangline command, one file a subcommand."""
+"""The gangline command, one file per subcommand."""

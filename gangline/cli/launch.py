@@ -1,4 +1,4 @@
-"""`gangline launch`: start the workers, servers and scheduler of a job."""
+"""`gangline launch`, `server` and `scheduler`: start the processes of a job, or be one of them."""
 
 from __future__ import annotations
 
@@ -43,12 +43,17 @@ def launch(
     work_load_list: Annotated[
         str | None, typer.Option(help="Relative speed of each worker, such as 3,1; global batches are split by it.")
     ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(help="Seconds from SIGTERM until processes are killed.", metavar="SECONDS", min=0),
+    ] = 10.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands; start nothing.")] = False,
 ) -> None:
     """Start workers, servers and a scheduler; stop all of them when one fails.
 
     Each process gets the DMLC_* variables of MXNet's launcher, workers also those of torchrun. The exit code is that
-    of the first process that failed, 128+N if signal N killed it.
+    of the first process that failed, 128+N if signal N killed it, and 75 if a signal stopped the job
+    and all workers wrote a checkpoint.
     """
     del launcher  # there is only one yet
     job = JobSpec(
@@ -68,8 +73,9 @@ def launch(
         print(*(process.shell_line() for process in table), sep="\n")
         return
     from gangline.kvstore.launch.local import run
+    from gangline.kvstore.launch.supervisor import StopTimeouts
 
-    raise typer.Exit(run(table))
+    raise typer.Exit(run(table, StopTimeouts(stop=grace)))
 
 
 def _gpus(words: str | None) -> tuple[int, ...]:
@@ -89,3 +95,19 @@ def _loads(words: str | None, workers: int) -> tuple[float, ...]:
         return tuple(check_work_load_list(loads, workers))
     except ValueError as error:
         raise UsageError(f"--work-load-list: {error}") from error
+
+
+def server() -> None:
+    """Run a server of the job that the DMLC_* variables describe."""
+    os.environ["DMLC_ROLE"] = "server"
+    from gangline.kvstore.parameter_server.server.server import main
+
+    raise typer.Exit(main())
+
+
+def scheduler() -> None:
+    """Run the scheduler of the job that the DMLC_* variables describe."""
+    os.environ["DMLC_ROLE"] = "scheduler"
+    from gangline.kvstore.parameter_server.scheduler.scheduler import main
+
+    raise typer.Exit(main())

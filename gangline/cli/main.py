@@ -14,11 +14,11 @@ from gangline.cli import logs
 from gangline.cli.bench import bench
 from gangline.cli.devices import devices
 from gangline.cli.env import env
-from gangline.cli.launch import launch
+from gangline.cli.launch import launch, scheduler, server
 from gangline.cli.options import UsageError, command
 from gangline.cli.predict import PredictOptions, ScoreOptions, predict, score
-from gangline.cli.roles import scheduler, server
-from gangline.cli.train import TrainOptions, train
+from gangline.cli.train import train
+from gangline.cli.train_options import TrainOptions
 
 app = typer.Typer(
     help="Train one PyTorch network on unequal devices and get the weights that one device would give.",
@@ -62,8 +62,8 @@ app.add_typer(bench, name="bench")
 def main() -> None:
     """Run the subcommand that the arguments name.
 
-    Exit code 1 with one line on stderr for an error of gangline's; a traceback comes before it if the error passed
-    through code of the user, or with -v. Exit code 2 on wrong usage.
+    On an error the exit code is 1, after one line on stderr; a traceback precedes it with -v, or if the error passed
+    through the user's code. On wrong usage the exit code is 2.
     """
     try:
         app()

@@ -1,4 +1,4 @@
-"""Options that several commands share, and their conversion to what the library takes."""
+"""Options that several commands share, and their conversion to arguments of the library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class UsageError(ValueError):
-    """Wrong option value: the command ends with exit code 2 and one line."""
+    """Wrong option value: the command prints one line and ends with exit code 2."""
 
 
 JsonFile = Annotated[
@@ -27,7 +27,7 @@ JsonFile = Annotated[
 
 
 class ContextWord(StrEnum):
-    """Devices by word."""
+    """Devices that --context names."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -78,7 +78,7 @@ class DeviceOptions:
     json: JsonFile = None
 
     def devices(self) -> str | list[Context]:
-        """Return what `Module` takes as its context.
+        """Return the context argument of `Module`.
 
         Raises:
             UsageError: if more than one of --context, --gpus and --cpus is given.
@@ -94,7 +94,7 @@ class DeviceOptions:
         return str(self.context) if self.context else self.gpus or ContextWord.AUTO.value
 
     def loads(self) -> list[float] | Literal["auto"] | None:
-        """Return what `Module` takes as its work_load_list."""
+        """Return the work_load_list argument of `Module`."""
         if self.work_load_list == "auto":
             return "auto"
         return numbers("--work-load-list", self.work_load_list, float) or None
@@ -109,7 +109,7 @@ def command(run: Callable[[T], None], options: type[T]) -> Callable[..., None]:
     hints = get_type_hints(options, include_extras=True)
     fields = inspect.signature(options).parameters.values()
     parameters = [field.replace(annotation=hints[field.name], kind=inspect.Parameter.KEYWORD_ONLY) for field in fields]
-    parameters.sort(key=lambda field: field.name not in options.__annotations__)  # its own before inherited ones
+    parameters.sort(key=lambda field: field.name not in options.__annotations__)  # own fields before inherited ones
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = hints
     call.__doc__, call.__name__ = run.__doc__, run.__name__
@@ -146,7 +146,7 @@ def image_shape_of(words: str | None) -> tuple[int, int, int] | None:
 
 
 def per_channel(flag: str, words: str | None, channels: int) -> tuple[float, ...] | None:
-    """Parse one number a channel, or one number for all channels; None for None.
+    """Parse one number per channel, or one number for all channels; None for None.
 
     Raises:
         UsageError: if there is another count of numbers.
@@ -169,7 +169,7 @@ def metrics_of(top_k: int, num_classes: int | None) -> list[Any]:
 
 
 def write_json(path: Path | None, value: Any) -> None:
-    """Write a value as JSON to a file, or to stdout for ``-``; nothing for None."""
+    """Write a value as JSON to a file, or to stdout if the path is ``-``; do nothing if it is None."""
     import json
 
     if path is None:

@@ -39,7 +39,7 @@ class PredictOptions(_CheckpointOptions):
     """The options of `gangline predict`."""
 
     output: Annotated[Path | None, typer.Option(help="Write the table to this file. Default: stdout.")] = None
-    top_k: Annotated[int, typer.Option(help="Number of labels per file, the likeliest first.", min=1)] = 1
+    top_k: Annotated[int, typer.Option(help="Number of labels per file, the most probable first.", min=1)] = 1
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ScoreOptions(_CheckpointOptions):
 
 
 def predict(options: PredictOptions) -> None:
-    """Classify images: a table of file, label and probability, as CSV. Images may lie in sub-folders or not."""
+    """Classify images: a table of file, label and probability, as CSV. Sub-folders are searched."""
     with logging_to_stderr():
         rows = _predictions(options)
     columns = ["label", "probability"]
@@ -72,7 +72,7 @@ def score(options: ScoreOptions) -> None:
 
 
 def _predictions(options: PredictOptions) -> list[list[str]]:
-    """Return the rows of the table: file, then its likeliest labels with their probabilities."""
+    """Return the rows of the table: a file, then its most probable labels with their probabilities."""
     import torch
 
     from gangline.models.data.images.folder import ImageFolder
@@ -91,8 +91,8 @@ def _predictions(options: PredictOptions) -> list[list[str]]:
     )
     outputs = module.predict(images, batch_size=options.batch_size)
     probabilities, labels = torch.softmax(outputs.double(), dim=1).topk(top_k, dim=1)
-    passed_over = {file for file, _ in images.skipped}
-    files = [str(file) for file in images.files if str(file) not in passed_over]
+    unreadable = {file for file, _ in images.skipped}
+    files = [str(file) for file in images.files if str(file) not in unreadable]
     rows = []
     for file, of_file, chosen in zip(files, probabilities.tolist(), labels.tolist(), strict=True):
         words = ((classes[label], f"{value:.6f}") for label, value in zip(chosen, of_file, strict=True))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import signal
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +17,9 @@ import torch
 from torch import nn
 
 from gangline.cli.options import UsageError, image_shape_of, metrics_of, numbers, per_channel, write_json
-from gangline.cli.train import GradientCompression, Plots, TrainOptions
+from gangline.cli.train_options import GradientCompression, Plots, TrainOptions
 from gangline.kvstore.default_store import num_workers
+from gangline.kvstore.launch.supervisor import CHECKPOINTED
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.kvstore.registry import IN_PROCESS
@@ -24,7 +29,7 @@ from gangline.models.data import datasets
 from gangline.models.data.checks import check_fits, check_labels, first_sample
 from gangline.models.data.images.augmentation import Augmentation
 from gangline.models.data.sources import read_speed
-from gangline.models.loop.callbacks import Checkpoint, ProgressBar, Speedometer
+from gangline.models.loop.callbacks import BatchEndParam, Checkpoint, ProgressBar, Speedometer
 from gangline.models.loop.monitor import Monitor
 from gangline.models.loop.stopping import EarlyStopping, stop_on
 from gangline.models.module import Module
@@ -32,18 +37,16 @@ from gangline.models.reports.page import TrainingProgress
 from gangline.models.reports.tensorboard import TensorBoard
 from gangline.models.zoo import registry, transfer
 
-_STOPPED = 75
-"""Exit code after a signal if a checkpoint was written: EX_TEMPFAIL, on which schedulers requeue a job."""
 _HALF = ("bfloat16", "float16")  # what forward computes in; weights stay float32
 _BENCHMARK_BATCHES = 100
-_BENCHMARK_BYTES = 1e9  # what the images of --benchmark may take; large ones make fewer batches
+_BENCHMARK_BYTES = 1e9  # limit for all images of --benchmark; larger images make fewer batches
 
 
 def run(options: TrainOptions) -> dict[str, Any] | None:
     """Train, and score the held-out data unless a signal ended training.
 
     Returns:
-        What `gangline train --json` writes: why training ended, the exit code and, on the rank that reports, the
+        The result that `gangline train --json` writes: why training ended, the exit code and, on the first worker, the
         validation accuracy. None if only the speed of reading was measured.
 
     Raises:
@@ -84,10 +87,14 @@ def run(options: TrainOptions) -> dict[str, Any] | None:
     params = _optimizer_params(options, rate, model.factors)
     module.init_optimizer(store, options.optimizer, params)
     metrics = metrics_of(options.top_k, model.num_classes)
-    callbacks = _callbacks(module, options, batch_size)
+    on_terminal = sys.stderr.isatty()
+    if on_terminal:
+        metrics = [*metrics, "loss"]
+    callbacks = _callbacks(module, options, batch_size, on_terminal)
     if module.workers.is_first:
         module.logger.info("%s", _description(module, options, batch_size, model.num_classes))
-    with stop_on(signal.SIGTERM, signal.SIGINT):
+    shows_loss = options.plots != Plots.NONE or options.tensorboard is not None
+    with stop_on(signal.SIGTERM, signal.SIGINT), _one_line_per_epoch(module.logger, on_terminal):
         ended = module.fit(
             splits.train,
             splits.validation,
@@ -100,7 +107,7 @@ def run(options: TrainOptions) -> dict[str, Any] | None:
             optimizer_params=params,
             lr_scheduler=_schedule(options),
             eval_frequency=options.eval_frequency,
-            validation_metric=[*metrics, "loss"] if options.plots != Plots.NONE or options.tensorboard else None,
+            validation_metric=None if on_terminal or not shows_loss else [*metrics, "loss"],
             monitor=Monitor(options.monitor) if options.monitor else None,
             resume=resume,
             **callbacks,
@@ -108,7 +115,7 @@ def run(options: TrainOptions) -> dict[str, Any] | None:
     result: dict[str, Any] = {"ended": ended, "exit_code": 0}
     reports = module.workers.is_first
     if ended in signal.Signals.__members__:  # the grace period is for the checkpoint, not for scoring
-        result["exit_code"] = _STOPPED if options.model_prefix else 128 + signal.Signals[ended]
+        result["exit_code"] = CHECKPOINTED if options.model_prefix else 128 + signal.Signals[ended]
         if reports:
             module.logger.info("training was stopped by %s; %s", ended, _how_to_resume(options.model_prefix))
     else:
@@ -163,7 +170,7 @@ def _network(options: TrainOptions, splits: datasets.Splits, dtype: torch.dtype)
 
 
 def _data(options: TrainOptions, dtype: torch.dtype) -> tuple[datasets.Splits, dict[str, Any]]:
-    """Load the data; return them and the description of them that checkpoints hold."""
+    """Load the data; return them and their description for checkpoints."""
     entry = registry.find(options.network)
     given = image_shape_of(options.image_shape)
     name, seed = options.dataset, options.seed
@@ -250,16 +257,63 @@ def _schedule(options: TrainOptions) -> tuple[str, dict[str, Any]]:
     return name, settings
 
 
-def _callbacks(module: Module, options: TrainOptions, batch_size: int) -> dict[str, Any]:
+class _EpochLine:
+    """Callback that logs one line for each epoch."""
+
+    def __init__(self, module: Module, num_epochs: int, batch_size: int) -> None:
+        self._module, self._num_epochs, self._batch_size = module, num_epochs, batch_size
+        self._epoch, self._batches, self._began = -1, 0, 0.0
+        self._training: list[tuple[str, float]] = []
+
+    def after_batch(self, param: BatchEndParam) -> None:
+        """Count a batch."""
+        if param.epoch != self._epoch:
+            self._epoch, self._batches, self._began = param.epoch, 0, time.perf_counter()
+        self._batches += param.batches
+        self._training = param.eval_metric.get_global_name_value()
+        self._seconds = time.perf_counter() - self._began
+
+    def after_validation(self, param: BatchEndParam) -> None:
+        """Log the line of the epoch."""
+        if not self._module.workers.is_first or param.epoch != self._epoch:
+            return
+        values = [f"{name} {value:.4g}" for name, value in self._training]
+        values += [f"validation {name} {value:.4g}" for name, value in param.eval_metric.get_name_value()]
+        speed = self._batches * self._batch_size / max(self._seconds, 1e-9)
+        text = ", ".join([*values, f"{speed:.0f} samples/s", f"{self._seconds:.1f} s"])
+        self._module.logger.info("epoch %d of %d: %s", self._epoch + 1, self._num_epochs, text)
+
+
+@contextmanager
+def _one_line_per_epoch(logger: logging.Logger, is_wanted: bool) -> Iterator[None]:
+    """Leave out the lines that `fit` logs for each epoch in MXNet's format."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("Epoch[")
+
+    if is_wanted:
+        logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
+
+
+def _callbacks(module: Module, options: TrainOptions, batch_size: int, on_terminal: bool) -> dict[str, Any]:
     """Build the callbacks, by the names of the arguments of `fit`."""
-    on_terminal = sys.stderr.isatty()
-    after_batch: list[Any] = [ProgressBar() if on_terminal else Speedometer(batch_size, options.disp_batches)]
+    after_batch: list[Any] = []
     after_epoch: list[Any] = []
     after_validation: list[Any] = []
+    if on_terminal:
+        line = _EpochLine(module, options.num_epochs, batch_size)
+        after_batch += [ProgressBar(batch_size=batch_size), line.after_batch]
+        after_validation.append(line.after_validation)
+    else:
+        after_batch.append(Speedometer(batch_size, options.disp_batches))
     prefix = options.model_prefix
     if prefix is not None:
         if options.load_epoch in (None, "auto"):
-            Path(prefix).parent.mkdir(parents=True, exist_ok=True)  # what cannot be written should fail now
+            Path(prefix).parent.mkdir(parents=True, exist_ok=True)  # fail before training if it cannot be written
         after_epoch.append(Checkpoint(module, prefix, options.save_period, keep_best="accuracy", keep=options.keep))
         if options.save_minutes is not None:
             after_batch.append(Checkpoint(module, prefix, minutes=options.save_minutes, keep=options.keep))

@@ -28,15 +28,15 @@ class Negotiation:
     """Result of a negotiation, the same on all ranks."""
 
     weights: list[float]
-    """By rank; 0 for a rank that has joined."""
+    """Weight of each rank; 0 for a rank that has joined."""
     has_joined: list[bool]
-    """By rank: True if the rank is in `KVStore.join`, where it only takes part in the others' calls."""
+    """True for each rank that is in `KVStore.join`, where it only takes part in the others' calls."""
     is_uneven: bool
     """True if a rank lacks a dense value for some key."""
     learning_rate: float
-    """Rank 0's; NaN if it has none."""
+    """Rank 0's learning rate; NaN if it has none."""
     plan: Any = None
-    """How ranks that have joined take part; None if none has."""
+    """Description of the call for ranks that have joined, so that they can take part; None if none has."""
 
 
 class WorkerGroup:

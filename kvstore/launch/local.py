@@ -34,8 +34,9 @@ def run(processes: Sequence[Process], timeouts: StopTimeouts = StopTimeouts()) -
         timeouts: time limits for processes that should end.
 
     Returns:
-        0 if all workers succeeded, else the exit code of the first process that failed; 128 + N if signal N ended it or
-        the launcher; 127 if a command was not found and 126 if it could not be run, as in shells.
+        0 if all workers succeeded, else the exit code of the first process that failed: 128 + N if signal N ended it or
+        the launcher, but 75 if all workers wrote a checkpoint after the signal; 127 if a command was not found and 126
+        if it could not be run, as in shells.
     """
     ignorable = {number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN}
     stops = {signal.SIGTERM, *ignorable}

@@ -20,6 +20,8 @@ from gangline.kvstore.launch.job import Process
 from gangline.kvstore.launch.output import Output, Stream
 from gangline.kvstore.launch.process_tree import descendants, send, send_group
 
+CHECKPOINTED = 75
+"""Exit code of a program that a signal stopped after it wrote a checkpoint: EX_TEMPFAIL of sysexits.h."""
 _KILL_INTERVAL = 0.1
 """Seconds between rounds of SIGKILL; each round reaches processes forked since the last."""
 _READ = 1 << 16
@@ -33,9 +35,9 @@ class StopTimeouts:
     """Time limits for processes that should end, in seconds."""
 
     servers: float = 10.0
-    """For servers and scheduler, from the end of the last worker."""
+    """Time for servers and scheduler to end after the last worker."""
     stop: float = 10.0
-    """From SIGTERM to SIGKILL."""
+    """Time between SIGTERM and SIGKILL."""
 
 
 @dataclass(eq=False, slots=True)
@@ -68,6 +70,9 @@ class Supervisor:
         """Running processes by process id."""
         self._code: int | None = None
         """Exit code of the job; None until it fails or is stopped."""
+        self._is_interrupted = False
+        self._worker_codes: set[int] = set()
+        """Exit codes of the workers that have ended."""
         self._servers_stop_last = False  # workers that end cleanly on a signal need the servers until then
         self._alarm: tuple[float, Callable[[], None]] | None = None
         """Monotonic time and what to do then."""
@@ -95,6 +100,8 @@ class Supervisor:
             for stream in child.streams.values():
                 self._write(partial(self._output.end, stream))
         self._write(self._output.close)
+        if self._is_interrupted and CHECKPOINTED in self._worker_codes and self._worker_codes <= {0, CHECKPOINTED}:
+            return CHECKPOINTED
         return self._code or 0
 
     def _start(self, process: Process) -> None:
@@ -188,6 +195,8 @@ class Supervisor:
 
     def _ended(self, child: _Child, code: int) -> None:
         self._drain(child)  # its last output comes before the report
+        if child.process.role == "worker":
+            self._worker_codes.add(code)
         if code and self._code is None:
             self._fail(f"{child} {_how(code)}", 128 - code if code < 0 else code)
         if self._servers_stop_last and not self._workers():
@@ -209,6 +218,7 @@ class Supervisor:
 
     def _stop_by_signal(self, number: int) -> None:
         if self._code is None:
+            self._is_interrupted = True
             self._servers_stop_last = bool(self._workers())
             self._fail(signal.Signals(number).name, 128 + number)
         else:

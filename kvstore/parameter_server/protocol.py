@@ -32,9 +32,9 @@ ERRORS: dict[str, type[Exception]] = {
 }
 """Exception classes that messages may name."""
 
-Kind = type["Message"]
+MessageType = type["Message"]
 _M = TypeVar("_M", bound="Message")
-_kinds: dict[int, Kind] = {}
+_kinds: dict[int, MessageType] = {}
 
 # Checks by the name of a field's annotation.
 _CHECKS: dict[str, Callable[[Any], bool]] = {

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.compression import Compression
-from gangline.collectives.liveness.limits import limits
+from gangline.collectives.limits import limits
 from gangline.collectives.work import Work, WorkQueue
 from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, by_key, merged
 from gangline.kvstore.buckets import Bucket, BucketValue
@@ -111,7 +111,7 @@ class DistStore(KVStore):
         self._rounds: dict[Key, int] = {}
         self._spec: OptimizerSpec | None = None
         self._learning_rate: float | None = None
-        self._late_error: Exception | None = None  # of a push that had already returned
+        self._late_error: Exception | None = None  # error of a push that had already returned
         self._encoder = PushEncoder(self._servers.shares_memory, self._pool, on_device=self._on_device)
 
     @property
@@ -533,7 +533,7 @@ def _finish(
     pool: SharedMemoryPool | None,
     child_servers: ChildServers | None,
 ) -> None:
-    """Close what a store uses; in a new thread if a thread to be joined held the last reference to the store."""
+    """Close the resources of a store; in a new thread if one of their own threads dropped the last reference."""
     resources = [one for one in (queue, servers, scheduler, pool, child_servers) if one is not None]
 
     def close_all() -> None:

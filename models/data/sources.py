@@ -32,7 +32,7 @@ class Source(abc.ABC):
     generator: torch.Generator | None = None
     """The source's own random generator; checkpoints save its state."""
     is_shared = False
-    """True if it holds the data of the whole job, of which each worker takes its share; else data of this worker."""
+    """True if it holds the whole job's data and each worker takes its share; False if it holds this worker's only."""
 
     @abc.abstractmethod
     def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing) -> Iterator[Item]:
@@ -41,7 +41,7 @@ class Source(abc.ABC):
     def parts(
         self, workers: Workers, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing
     ) -> Iterator[Item | None]:
-        """Yield this worker's share of each step's batch; None for a share without samples.
+        """Yield this worker's share of each step's batch; None if the share has no samples.
 
         A share has no samples if the worker has no load, if none of its images can be read, or if the worker has run
         out of its own batches while others have not. Collective in each step, if each worker has batches of its own.
@@ -54,10 +54,10 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def plan(self) -> dict[str, Any]:
-        """Return what must be equal to resume a run in mid-epoch, as plain data."""
+        """Return the settings that must be equal to resume a run in mid-epoch, as plain data."""
 
     def first(self) -> Item:
-        """Return a batch for its shapes; the epochs still include it."""
+        """Return the first batch, to read its shapes; the epochs still include it."""
         for item in self.epoch(0):
             return item
         raise ValueError("the data have no batches; expected at least one")
@@ -254,7 +254,7 @@ class _Loader(Source):
         return batches
 
     def _skipping(self, skip: int, skipped: Callable[[], None]) -> DataLoader[Any]:
-        """Return the same loader, whose sampler draws its first batches but does not read them."""
+        """Return a loader like this one, with a sampler that draws the first ``skip`` batches without reading them."""
         loader = self._loader
         return DataLoader(
             loader.dataset,

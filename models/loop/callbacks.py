@@ -89,11 +89,16 @@ class Speedometer:
 
 
 class ProgressBar:
-    """A tqdm progress bar for each epoch, with the metric; in a job rank 0 shows it, for its own samples."""
+    """A tqdm progress bar for each epoch: time left, samples per second and metrics; in a job rank 0 shows it."""
 
-    def __init__(self, total: int | None = None) -> None:
-        """Configure the callback; ``total`` is the number of batches in an epoch, None takes it from the data."""
-        self._total = total
+    def __init__(self, total: int | None = None, batch_size: int | None = None) -> None:
+        """Configure the callback.
+
+        Args:
+            total: number of batches in an epoch; None takes it from the data.
+            batch_size: number of samples in a batch, over all workers; None shows no samples per second.
+        """
+        self._total, self._batch_size = total, batch_size
         self._bar: tqdm[Any] | None = None
         self._epoch = -1
 
@@ -108,7 +113,11 @@ class ProgressBar:
             self.close()
             self._epoch = param.epoch
             self._bar = tqdm(total=total, initial=param.nbatch, desc=f"Epoch {param.epoch}", unit="batch", leave=False)
-        self._bar.set_postfix(dict(param.eval_metric.get_name_value()), refresh=False)
+        shown: dict[str, Any] = {name: f"{value:.4g}" for name, value in param.eval_metric.get_name_value()}
+        rate = self._bar.format_dict["rate"]  # batches per second
+        if self._batch_size is not None and rate:
+            shown["samples/s"] = f"{rate * self._batch_size:.0f}"
+        self._bar.set_postfix(shown, refresh=False)
         self._bar.update(param.nbatch + 1 - self._bar.n)
         if total is not None and param.nbatch + 1 >= total:
             self.close()

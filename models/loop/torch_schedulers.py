@@ -27,7 +27,7 @@ class TorchScheduler:
     make: Make
     """Function from an optimizer, with one parameter group at the run's learning rate, to the scheduler."""
     every: str = "epoch"
-    """When it steps: after each "epoch", or after each update ("batch"). ReduceLROnPlateau steps after validations."""
+    """Interval of its steps: each "epoch", or each update ("batch"). ReduceLROnPlateau steps after validations."""
     metric: str | None = None
     """Validation metric for ReduceLROnPlateau; None: the first one."""
 

@@ -411,3 +411,6 @@ _BY_NAME: dict[str, Callable[..., EvalMetric]] = {
     "top_k_acc": _top_k_accuracy,
     "top_k_accuracy": _top_k_accuracy,
 }
+
+
+create_metric = create  # the name outside of this package, which has other functions called create

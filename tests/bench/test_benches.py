@@ -9,23 +9,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from gangline.bench.report.machine import command_line
 from gangline.bench.training import measure
-from gangline.bench.workload import (
-    bytes_of,
-    command_line,
-    context_words,
-    distinct_devices,
-    images,
-    parameter_shapes,
-    print_ratios,
-)
+from gangline.bench.workload.networks import bytes_of, context_words, distinct_devices, images, parameter_shapes
 from gangline.cli.bench import bench
 
 KVSTORE = {"who", "contexts", "store", "seconds", "gb_per_s_per_device", "error", "p50", "p99", "max", "runs"}
 TRAINING = {"who", "contexts", "network", "batch_size", "samples_per_s", "efficiency", "p50", "p99", "max", "runs"}
 
 
-def test_kvstore_gives_rows_as_the_specification_has_them(tmp_path: Path) -> None:
+def test_kvstore_writes_the_specified_fields(tmp_path: Path) -> None:
     path = tmp_path / "kvstore.json"
     words = ["kvstore", "--network", "mlp", "--stores", "local", "--contexts", "3", "--runs", "2", "--run-seconds", "0"]
     done = CliRunner().invoke(bench, [*words, "--json", str(path)], catch_exceptions=False)
@@ -41,7 +34,7 @@ def test_kvstore_gives_rows_as_the_specification_has_them(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_training_gives_rows_and_ratios_for_each_side() -> None:
+def test_training_writes_rows_and_ratios_for_each_candidate() -> None:
     words = context_words(None, None, default=(1, 2))
     rows = measure("mlp", 8, words, "device", ["torch", "ddp"], runs=2, run_seconds=0.0)
     assert [(row["who"].split()[0], row["contexts"]) for row in rows] == [
@@ -71,13 +64,13 @@ def test_training_gives_rows_and_ratios_for_each_side() -> None:
         (["kvstore", "--plot", "rows.gif"], "ends in .png"),
     ],
 )
-def test_wrong_options_are_refused_before_anything_is_measured(words: list[str], message: str) -> None:
+def test_wrong_options_are_errors_before_anything_is_measured(words: list[str], message: str) -> None:
     done = CliRunner().invoke(bench, words)
     assert isinstance(done.exception, ValueError)
     assert message in str(done.exception)
 
 
-def test_contexts_are_the_hosts_or_the_first_of_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contexts_are_cpus_or_the_first_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert context_words(None, None, default=(2, 4)) == {2: "cpu(0),cpu(1)", 4: "cpu(0),cpu(1),cpu(2),cpu(3)"}
     assert context_words("3,1,3", None, default=(2,)) == {3: "cpu(0),cpu(1),cpu(2)", 1: "cpu(0)"}
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
@@ -93,7 +86,7 @@ def test_contexts_are_the_hosts_or_the_first_of_the_gpus(monkeypatch: pytest.Mon
     ]
 
 
-def test_keys_are_the_networks_own() -> None:
+def test_keys_are_the_parameters_of_the_network() -> None:
     keys = parameter_shapes("resnet50")
     assert len(keys) == 161
     assert keys[0] == ("conv1.weight", (64, 3, 7, 7))
@@ -102,13 +95,7 @@ def test_keys_are_the_networks_own() -> None:
     assert (images("lenet").shape, images("lenet").classes) == ((1, 28, 28), 10)
 
 
-def test_ratios_are_printed_for_ganglines_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    ours = {"who": "gangline", "contexts": 2, "ratio_to_mxnet": 3.125, "ratio_to_ddp": None}
-    print_ratios([ours, {"who": "mxnet 1.9.1", "contexts": 2, "ratio_to_mxnet": 1.0}], ("contexts",))
-    assert capsys.readouterr().out == "gangline is 3.12 times as fast as mxnet: contexts 2\n"
-
-
-def test_the_command_is_kept_but_for_where_its_results_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recorded_command_leaves_output_files_out(monkeypatch: pytest.MonkeyPatch) -> None:
     line = [
         "gangline",
         "bench",
@@ -123,3 +110,39 @@ def test_the_command_is_kept_but_for_where_its_results_go(monkeypatch: pytest.Mo
     ]
     monkeypatch.setattr("sys.argv", line)
     assert command_line() == "gangline bench kvstore --peers 'mxnet, torch' --runs 3"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["all_reduce", "--datatype", "float31"],
+        ["all_reduce", "-o", "xor"],
+        ["all_reduce", "--transport", "pigeon"],
+        ["ps", "--store", "device"],
+        ["ps", "--transport", "ipc"],
+        ["ps", "--compression", "1bit"],
+        ["ps", "--hosts", "3"],
+        ["simulate", "--collective", "sum"],
+    ],
+)
+def test_a_wrong_choice_exits_with_2_and_lists_the_choices(words: list[str]) -> None:
+    done = CliRunner().invoke(bench, words)
+    assert done.exit_code == 2
+    assert f"{words[2]!r} is not one of" in " ".join(done.output.replace("│", " ").split())
+
+
+def test_choices_are_those_of_the_communicator() -> None:
+    from gangline.bench.workload.options import Collective, DataType, ReduceOp, Transport
+    from gangline.collectives.call_signature import DTYPES, OPS
+    from gangline.collectives.tuner import TRANSPORTS, TUNED
+
+    assert [dtype.value for dtype in DataType] == [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+    assert [op.value for op in ReduceOp] == list(OPS)
+    assert [transport.value for transport in Transport] == ["auto", *TRANSPORTS[:-1]]
+    assert [collective.value for collective in Collective] == list(TUNED)
+
+
+def test_every_bench_is_a_subcommand() -> None:
+    help_text = CliRunner().invoke(bench, ["--help"]).output
+    for name in ("balance", "compression", "transfer", "startup", "hosts", "simplicity", "device-group", "all_reduce"):
+        assert f" {name} " in help_text

@@ -1,15 +1,10 @@
-"""The benches of collectives: gangs of real ranks, what they compute, the command, and tuning."""
+"""The benches of collectives: groups of real ranks, what they compute, the commands, and tuning."""
 
 from __future__ import annotations
 
 import json
-import os
-import select
-import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +12,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from gangline.bench import sweep, tune
-from gangline.bench.collectives import COLLECTIVES
-from gangline.bench.curves import draw
-from gangline.bench.gangs import Gang, GangError, Way
-from gangline.bench.peers import installed, rank
-from gangline.bench.sweep import IN_PLACE, Sweep, bus_factor, numbers, options_of, sizes_between
+from gangline.bench.algorithms import tune
+from gangline.bench.collectives import Sweep, draw
+from gangline.bench.driver import installed
+from gangline.bench.driver.processes import Candidate
+from gangline.bench.driver.rank_group import GroupError, RankGroup
+from gangline.bench.peers import checks
+from gangline.bench.workload.collective_shapes import COLLECTIVES, IN_PLACE, bus_factor
+from gangline.bench.workload.sizes import counts, sizes_between
 from gangline.cli.bench import bench
 from gangline.collectives.tuner import SHARED_LIMIT, Choice, Rule, Table, TableKey
 
@@ -32,14 +29,11 @@ ROW = {
     *("time_us", "algbw_gbs", "busbw_gbs", "wrong", "p50", "p99", "max", "runs"),
 }
 ALONE = """
-import os, signal, sys
+import os
 import numpy as np
 
 def join():
-    print("the last words", file=sys.stderr, flush=True)
-    if os.environ.get("REFUSE"):
-        raise OSError("nobody is here")
-    return {"who": "alone 1", "rank": 0, "size": 1, "barrier": lambda: None, "prepare": prepare, "leave": lambda: None}
+    return {"who": "alone 1", "prepare": prepare}
 
 def prepare(options):
     if options["dtype"] == "bfloat16":
@@ -51,11 +45,6 @@ def prepare(options):
     def step():
         out[:] = given
         out[options.get("damaged", [])] += 1
-        if options.get("end"):
-            os._exit(3)
-        if options.get("hang"):
-            open(options["hang"], "w").close()
-            signal.pause()
     def write(start, values):
         given[start:start + len(values)] = values
     return {"step": step, "write": write, "read": lambda start, stop: out[start:stop]}
@@ -66,102 +55,60 @@ def options(collective: str = "all_reduce", ranks: int = 1, size: int = 4000, **
     """What ranks are to prepare."""
     places = IN_PLACE.get(collective, (False,))
     sweep = Sweep(collective, [size], dtype=more.get("dtype", "float32"), op=more.get("op", "sum"))
-    return {**options_of(sweep, ranks, size, in_place=more.get("in_place", places[0])), **more}
+    return {**sweep.options(ranks, size, in_place=more.get("in_place", places[0])), **more}
 
 
-def wrong(gang: Gang, prepared: dict[str, Any]) -> list[int]:
+def wrong(group: RankGroup, prepared: dict[str, Any]) -> list[int]:
     """The wrong elements of each rank."""
-    gang.ask({"prepare": prepared, "as": "x"})
-    return [answer["wrong"] for answer in gang.ask({"check": "x"})]
+    group.prepare(prepared)
+    return [answer["wrong"] for answer in group.ask({"check": "bench"})]
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Way:
-    """A side of one rank that needs nothing but numpy."""
+def alone(tmp_path: Path) -> Candidate:
+    """A program of one rank that needs nothing but numpy."""
     (tmp_path / "alone.py").write_text(ALONE)
-    return Way("alone", env={"PYTHONPATH": str(tmp_path)})
+    return Candidate(str(tmp_path / "alone"))
 
 
 @pytest.fixture(scope="module")
-def gloo() -> Iterator[Gang]:
-    with Gang(Way("gloo_collectives", env={"OMP_NUM_THREADS": "1"}), 3) as gang:
-        yield gang
+def gloo() -> Iterator[RankGroup]:
+    with RankGroup(Candidate("collectives/gloo", 3, env={"OMP_NUM_THREADS": "1"})) as group:
+        yield group
 
 
-def test_a_rank_prepares_measures_checks_and_sleeps(alone: Way) -> None:
-    with Gang(alone, 1) as gang:
-        assert gang.who == "alone 1"
-        assert gang.ask({"prepare": options(), "as": "a"})[0]["seconds"] > 0
-        assert gang.seconds("a", 5, 2) > 0
-        assert len(gang.ask({"spread": "a", "steps": 7})[0]["seconds"]) == 7
-        assert gang.ask({"check": "a"}) == [{"wrong": 0}]
-        (process,) = gang._processes
-        stat = Path(f"/proc/{process.pid}/task/{process.pid}/stat")
-        while stat.read_text().rpartition(")")[2].split()[0] != "S":  # it may be on its way back from the answer
+def test_a_rank_prepares_measures_checks_and_sleeps(alone: Candidate) -> None:
+    with RankGroup(alone) as group:
+        assert group.who == "alone 1"
+        assert group.prepare(options(), "a") > 0
+        assert group.seconds(5, "a", 2) > 0
+        assert len(group.ask({"latencies": "a", "steps": 7})[0]["seconds"]) == 7
+        assert group.ask({"check": "a"}) == [{"wrong": 0}]
+        (pid,) = group._processes.pids.values()
+        stat = Path(f"/proc/{pid}/task/{pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "S":  # it may still be sending the answer
             pass
-        assert gang.ask({"release": True}) == [{}]
-        with pytest.raises(GangError, match="alone, rank 0 failed: KeyError: 'a'"):
-            gang.seconds("a", 5, 2)
-    assert process.returncode == 0
+        group.release()
+        with pytest.raises(GroupError, match="alone, rank 0 failed: KeyError: 'a'"):
+            group.seconds(5, "a")
 
 
-def test_each_damaged_element_is_counted(alone: Way) -> None:
-    with Gang(alone, 1) as gang:
-        assert wrong(gang, options(damaged=[0, 17, 999])) == [3]
-        assert wrong(gang, options(size=8 * 2_000_001, dtype="float64", damaged=[5, 1_048_576, 2_000_000])) == [3]
-        assert wrong(gang, options(op="product", damaged=[5])) == [1]
+def test_each_damaged_element_is_counted(alone: Candidate) -> None:
+    with RankGroup(alone) as group:
+        assert wrong(group, options(damaged=[0, 17, 999])) == [3]
+        assert wrong(group, options(size=8 * 2_000_001, dtype="float64", damaged=[5, 1_048_576, 2_000_000])) == [3]
+        assert wrong(group, options(op="product", damaged=[5])) == [1]
 
 
-def test_a_ranks_error_is_told_and_it_lives_on(alone: Way) -> None:
-    with Gang(alone, 1) as gang:
-        with pytest.raises(GangError, match="alone, rank 0 failed: ValueError: no bfloat16"):
-            gang.ask({"prepare": options(dtype="bfloat16"), "as": "a"})
-        assert wrong(gang, options()) == [0]
-
-
-def test_a_rank_that_ends_or_never_comes_leaves_its_last_words(alone: Way) -> None:
-    with (
-        Gang(alone, 1) as gang,
-        pytest.raises(GangError, match="alone, rank 0 ended: the last words"),
-    ):
-        gang.ask({"prepare": options(end=True), "as": "a"})
-    with pytest.raises(GangError, match="alone did not start: a process ended: OSError: nobody is here"):
-        Gang(Way("alone", env={**alone.env, "REFUSE": "1"}), 1)
-
-
-@pytest.mark.parametrize("hanging", [False, True])
-def test_ranks_end_when_the_driver_is_killed(alone: Way, tmp_path: Path, hanging: bool) -> None:
-    step = tmp_path / "step"
-    os.mkfifo(step)
-    prepared = options(hang=str(step) if hanging else None)
-    code = (
-        f"import sys; from gangline.bench.gangs import Gang, Way\n"
-        f"gang = Gang(Way('alone', env={dict(alone.env)!r}), 1)\n"
-        "print(gang._processes[0].pid, gang._folder, flush=True)\n"
-        f"gang.ask({{'prepare': {prepared!r}, 'as': 'x'}}); print('prepared', flush=True); sys.stdin.read()\n"
-    )
-    driver = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert driver.stdin is not None
-    assert driver.stdout is not None
-    pid, folder = driver.stdout.readline().split()
-    end = os.pidfd_open(int(pid))
-    if hanging:
-        step.read_text()  # returns when the rank is in its step
-    else:
-        driver.stdout.readline()
-    driver.send_signal(signal.SIGKILL)
-    driver.wait()
-    assert select.select([end], [], [], 30)[0]
-    os.close(end)
-    driver.stdin.close()
-    driver.stdout.close()
-    shutil.rmtree(folder)
+def test_an_error_names_the_rank_which_lives_on(alone: Candidate) -> None:
+    with RankGroup(alone) as group:
+        with pytest.raises(GroupError, match="alone, rank 0 failed: ValueError: no bfloat16"):
+            group.prepare(options(dtype="bfloat16"))
+        assert wrong(group, options()) == [0]
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_gloo_computes_what_is_expected_of_every_collective(gloo: Gang, collective: str) -> None:
+def test_gloo_computes_what_is_expected_of_every_collective(gloo: RankGroup, collective: str) -> None:
     assert (gloo.who.split(",")[0], gloo.transport) == ("gloo", "tcp")
     for in_place in IN_PLACE.get(collective, (False,)):
         for dtype in ("float32", "bfloat16", "int8"):
@@ -169,36 +116,36 @@ def test_gloo_computes_what_is_expected_of_every_collective(gloo: Gang, collecti
 
 
 @pytest.mark.parametrize("op", ["product", "min", "max"])
-def test_gloo_computes_what_is_expected_of_every_op(gloo: Gang, op: str) -> None:
+def test_gloo_computes_what_is_expected_of_every_op(gloo: RankGroup, op: str) -> None:
     for dtype in ("float32", "int64", "uint8"):
         assert wrong(gloo, options("all_reduce", 3, dtype=dtype, op=op)) == [0, 0, 0]
 
 
-def test_what_a_peer_cannot_do_is_an_error_of_all_its_ranks(gloo: Gang) -> None:
-    with pytest.raises(GangError, match="gloo_collectives, rank 0 failed: ValueError: gloo has no mean"):
-        gloo.ask({"prepare": options("all_reduce", 3, op="mean"), "as": "x"})
+def test_what_a_peer_cannot_do_is_an_error_of_all_its_ranks(gloo: RankGroup) -> None:
+    with pytest.raises(GroupError, match="collectives/gloo, rank 0 failed: ValueError: gloo has no mean"):
+        gloo.prepare(options("all_reduce", 3, op="mean"))
     assert wrong(gloo, options("all_reduce", 3)) == [0, 0, 0]
 
 
-@pytest.mark.skipif(not installed.ways("mpi", 2), reason="no MPI: run `make peers`")
+@pytest.mark.skipif(not installed.collective_ranks("mpi", 2), reason="no MPI: run `make peers`")
 def test_each_mpi_computes_what_is_expected_and_ends() -> None:
-    for way in installed.ways("mpi", 2):
-        if "none" in way.setting:
-            with Gang(way, 2) as gang:
+    for candidate in installed.collective_ranks("mpi", 2):
+        if "none" in candidate.setting:
+            with RankGroup(candidate) as group:
                 for collective in COLLECTIVES:
                     for in_place in IN_PLACE.get(collective, (False,)):
-                        assert wrong(gang, options(collective, 2, in_place=in_place, root=1)) == [0, 0]
-                processes = gang._processes
-            assert all(process.returncode == 0 for process in processes)
+                        assert wrong(group, options(collective, 2, in_place=in_place, root=1)) == [0, 0]
+                (pid,) = group._processes.pids.values()
+            assert not Path(f"/proc/{pid}").exists()
 
 
 def test_expected_results_in_closed_form() -> None:
     index = np.arange(4)
     base = {"op": "sum", "dtype": "int64", "root": 2, "count": 2}
-    assert rank.value({**base}, 3, 1, index).tolist() == [1, 4, 7, 10]
+    assert checks.collective_input({**base}, 3, 1, index).tolist() == [1, 4, 7, 10]
 
     def of(collective: str, own: int = 1, **more: Any) -> Any:
-        return rank.result({**base, "collective": collective, **more}, 3, own, index)[0].tolist()
+        return checks.collective_result({**base, "collective": collective, **more}, 3, own, index)[0].tolist()
 
     assert of("all_reduce") == of("reduce") == [3, 12, 21, 30]
     assert of("all_reduce", op="max") == [2, 5, 8, 11]
@@ -213,7 +160,7 @@ def test_expected_results_in_closed_form() -> None:
     index = np.array([100])  # 300, 301 and 302, of which int8 holds 44, 45 and 46
     assert of("all_reduce", dtype="int8") == [44 + 45 + 46 - 256]
     assert of("all_reduce", dtype="int8", op="max") == [46]
-    assert [rank.result_lies_with({"collective": "gather", "root": 2}, own) for own in range(3)] == [False, False, True]
+    assert [checks.has_result({"collective": "gather", "root": 2}, own) for own in range(3)] == [False, False, True]
 
 
 def test_sizes_and_counts() -> None:
@@ -224,9 +171,9 @@ def test_sizes_and_counts() -> None:
     for words, message in ((("8", "4"), "-b 8 is above -e 4"), (("0", "4"), "-b is '0'"), (("8", "4X"), "-e is '4X'")):
         with pytest.raises(ValueError, match=message):
             sizes_between(*words, 2)
-    assert numbers("2, 4,2") == [2, 4]
+    assert counts("2, 4,2", "--ranks") == [2, 4]
     with pytest.raises(ValueError, match="--ranks is '2,x'"):
-        numbers("2,x")
+        counts("2,x", "--ranks")
     all_gather = options("all_gather", 4, 100)
     assert (all_gather["count"], all_gather["inputs"], all_gather["outputs"]) == (6, 6, 24)
     all_to_all = options("all_to_all", 4, 100)
@@ -257,19 +204,24 @@ def test_all_reduce_gives_rows_as_the_specification_has_them(tmp_path: Path) -> 
         assert row["step_p50_us"] <= row["step_p99_us"] <= row["step_max_us"]
         assert ("ratio_to_gloo" in row) == (row["who"] == "gangline")
     lines = done.output.splitlines()
-    assert sum(line.split()[:3] == ["1024", "256", "float32"] for line in lines) == 3
-    assert sum(line.startswith("gangline is ") and " times as fast as gloo" in line for line in lines) == 8
+    assert "# all_reduce: 2 ranks over shared_memory, float32, sum, 2 runs" in lines
+    assert [line.split()[-1] for line in lines if line.startswith("    1 KiB")] == ["gangline", "registered", "gloo"]
+    assert "# Out of bounds values : 0 OK" in lines
+    assert any(line.startswith("# Avg bus bandwidth    : ") for line in lines)
+    ratios = next(number for number, line in enumerate(lines) if line.startswith("# times as fast as gloo"))
+    assert [len(line.split()) for line in lines[ratios + 3 :]] == [6, 6]  # a line a size: four cases
+    assert max(map(len, lines)) <= 80
 
 
-def test_a_peer_that_cannot_do_it_is_left_out(alone: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    sides = {"gangline": alone, "gloo": Way("alone", env={**alone.env, "NO_OP": "max"})}
-    monkeypatch.setattr(sweep, "ways", lambda who, ranks: [sides[who]])
+def test_a_peer_that_fails_is_left_out(alone: Candidate, monkeypatch: pytest.MonkeyPatch) -> None:
+    candidates = {"gangline": alone, "gloo": replace(alone, env={"NO_OP": "max"})}
+    monkeypatch.setattr(installed, "collective_ranks", lambda who, ranks: [candidates[who]])
     words = ["all_reduce", "-b", "8", "-e", "16", "-n", "2", "--runs", "1", "--ordinary", "--op", "max"]
     done = CliRunner().invoke(bench, [*words, "--ranks", "1", "--peers", "gloo"], catch_exceptions=False)
     assert done.exit_code == 0
     assert done.output.count("skipping gloo: alone, rank 0 failed: ValueError: no max") == 1
-    rows = [line.split() for line in done.output.splitlines() if line.split()[0] in ("8", "16")]
-    assert [(row[0], row[-2:]) for row in rows] == [(size, ["alone", "1"]) for size in ("8", "16")]
+    rows = [line.split() for line in done.output.splitlines() if line.split()[:1] in (["8"], ["16"])]
+    assert [(row[0], row[-1]) for row in rows] == [(size, "alone") for size in ("8", "16")]
 
 
 @pytest.mark.slow
@@ -287,9 +239,6 @@ def test_every_collective_runs_and_is_right(collective: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["all_reduce", "--dtype", "float31"], "--dtype is 'float31'; expected one of float32"),
-        (["all_reduce", "--op", "xor"], "--op is 'xor'; expected one of sum"),
-        (["all_reduce", "--transport", "pigeon"], "--transport is 'pigeon'; expected one of auto, shared_memory"),
         (["all_to_all", "--algo", "ring"], "all_to_all has no algorithm 'ring'"),
         (["broadcast", "--root", "2"], "--root is 2; expected a rank below 2"),
         (["reduce", "-b", "1K", "-e", "8"], "-b 1K is above -e 8"),
@@ -311,28 +260,28 @@ def test_mpi_is_both_of_its_kinds_or_skipped_with_how_to_install_them(
     monkeypatch.setattr(installed, "_ROOT", tmp_path)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    assert installed.chosen("gloo,mpi", "collectives", on_gpus=False) == ["gloo"]
-    assert "skipping mpi: neither .peers/mpi nor .peers/mpich is there; install them with `make peers`" in (
-        capsys.readouterr().out
+    assert installed.available_peers("gloo,mpi", "collectives") == ["gloo"]
+    assert "skipping mpi: neither .peers/mpi nor .peers/mpich exists; install them with `make peers`" in (
+        capsys.readouterr().err
     )
     for path in ("mpi/bin/python", "mpich/bin/python", "mpich/bin/mpiexec"):
         (tmp_path / ".peers" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / ".peers" / path).touch()
-    assert installed.chosen("gloo,mpi", "collectives", on_gpus=False) == ["gloo", "mpi"]
-    found = [(Path(way.launcher[0]).name, way.setting) for way in installed.ways("mpi", 2)]
+    assert installed.available_peers("gloo,mpi", "collectives") == ["gloo", "mpi"]
+    found = [(Path(each.launcher[0]).name, each.setting) for each in installed.collective_ranks("mpi", 2)]
     assert found == [
         ("mpirun.openmpi", "--bind-to none"),
         ("mpirun.openmpi", "--bind-to core"),
         ("mpiexec", "-bind-to none"),
         ("mpiexec", "-bind-to core"),
     ]
-    assert [way.setting for way in installed.ways("mpi", 3)] == ["--bind-to none", "-bind-to none"]
-    assert installed.ways("gangline", 1)[0].env == {"OMP_NUM_THREADS": "2"}
-    assert installed.ways("gangline", 4)[0].env == {"OMP_NUM_THREADS": "1"}
+    assert [each.setting for each in installed.collective_ranks("mpi", 3)] == ["--bind-to none", "-bind-to none"]
+    assert installed.collective_ranks("gangline", 1)[0].env == {"OMP_NUM_THREADS": "2"}
+    assert installed.collective_ranks("gangline", 4)[0].env == {"OMP_NUM_THREADS": "1"}
 
 
 def test_a_plot_has_a_curve_for_each_side(tmp_path: Path) -> None:
-    figures = {"time_us": 2.0, "p50": 2.0, "min": 1.0, "max": 3.0}
+    figures = {"time_us": 2.0, "busbw_gbs": 1.0, "p50": 2.0, "min": 1.0, "max": 3.0}
     rows = [
         {"who": who, "collective": "reduce", "ranks": ranks, "size": size, "in_place": place, "registered": False}
         | figures
@@ -377,9 +326,7 @@ def test_candidates_are_all_algorithms_with_segments_where_these_matter() -> Non
     assert tune.candidates(TableKey("all_to_all", "tcp", 2, 1)) == [Choice("direct")]  # pairwise is the same
 
 
-def test_an_algorithm_with_a_wrong_sum_is_refused_however_quick(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_algorithm_with_a_wrong_sum_is_refused_however_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gangline.collectives.algorithms import REGISTRY, direct
 
     (tmp_path / "sitecustomize.py").write_text(
@@ -389,8 +336,8 @@ def test_an_algorithm_with_a_wrong_sum_is_refused_however_quick(
     monkeypatch.setitem(REGISTRY["all_reduce"], "lazy", lambda wish: direct.broadcast(wish.size, 0))
     kept = ("lazy", "one_shot", "halving_doubling", "ring")
     monkeypatch.setitem(REGISTRY, "all_reduce", {name: REGISTRY["all_reduce"][name] for name in kept})
-    own = Way("gangline_collectives", env={"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tmp_path}:{ROOT}"})
-    monkeypatch.setattr(installed, "ways", lambda who, ranks: [own])
+    own = Candidate("collectives/gangline", 2, env={"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    monkeypatch.setattr(installed, "collective_ranks", lambda who, ranks: [own])
     found = tune.measure("ipc", 2, ["all_reduce"], [1024, 4096])
     place = TableKey("all_reduce", "ipc", 2, 1)
     assert {rule.choice.algorithm for rule in found.rules[place]} <= {"one_shot", "halving_doubling"}

@@ -1,4 +1,4 @@
-"""`gangline bench device_group`, small."""
+"""`gangline bench device-group`, small."""
 
 from __future__ import annotations
 

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from gangline.bench.hosts import Hosts, obstacle
-from gangline.bench.job_processes import Plan
-from gangline.bench.jobs import Job, JobError
-from gangline.bench.peers import installed
-from gangline.bench.peers.worker import Worker, value
-from gangline.bench.ps import measure
-from gangline.bench.ps_sides import Case
+from gangline.bench.driver import installed
+from gangline.bench.driver.hosts import Hosts, obstacle
+from gangline.bench.driver.processes import Candidate
+from gangline.bench.driver.rank_group import GroupError, RankGroup
+from gangline.bench.parameter_server import Case, measure
+from gangline.bench.peers.checks import pushed_value
+from gangline.bench.peers.serve import Server
 from gangline.cli.bench import bench
 
 FIELDS = {"who", "mode", "transport", "size", "time_us", "gb_per_s", "workers", "servers", "call", "error"}
@@ -30,7 +30,7 @@ MXNET = installed.interpreter("mxnet")
 
 def test_rows_are_as_the_specification_has_them_and_exact(tmp_path: Path) -> None:
     path, plot = tmp_path / "ps.json", tmp_path / "ps.png"
-    words = ["ps", "-b", "20", "-e", "300K", "-f", "4096", "--servers", "2", "--pushpull", "--runs", "2"]
+    words = ["ps", "-b", "20", "-e", "300K", "-f", "4096", "-s", "2", "--pushpull", "--runs", "2"]
     done = CliRunner().invoke(bench, [*words, "--json", str(path), "--plot", str(plot)], catch_exceptions=False)
     assert done.exit_code == 0
     result = json.loads(path.read_text())
@@ -86,7 +86,7 @@ def test_a_peer_that_is_missing_is_skipped_with_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(installed, "_ROOT", tmp_path)
-    words = ["ps", "-b", "64", "-e", "64", "--workers", "1", "--runs", "1", "--peers", "mxnet"]
+    words = ["ps", "-b", "64", "-e", "64", "-n", "1", "--runs", "1", "--peers", "mxnet"]
     done = CliRunner().invoke(bench, words, catch_exceptions=False)
     assert done.exit_code == 0
     assert "skipping mxnet: " in done.output
@@ -97,10 +97,6 @@ def test_a_peer_that_is_missing_is_skipped_with_how_to_install_it(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--store", "device"], "--store is 'device'; expected one of dist_sync"),
-        (["--transport", "ipc"], "--transport is 'ipc'; expected one of auto, tcp"),
-        (["--compression", "1bit"], "--compression is '1bit'"),
-        (["--hosts", "3"], "--hosts is 3; expected one of 1, 2"),
         (["--rate", "1mbit"], "expected --hosts 2 with it"),
         (["-b", "4K", "-e", "1K"], "-b 4K is above -e 1K"),
         (["-b", "3", "-e", "1K"], "-b is 3; expected 4 bytes or more"),
@@ -113,47 +109,51 @@ def test_wrong_options_are_refused_before_anything_is_started(words: list[str], 
     assert message in str(done.exception)
 
 
-def test_a_store_that_cannot_be_made_is_told() -> None:
-    with pytest.raises(JobError, match=r"gangline_ps: worker [01]: ValueError: there is no store named 'nosuch'"):
-        Job(Plan("gangline_ps", 2, 1, env={"BENCH_STORE": "nosuch"}))
+def job(workers: int, store: str = "dist_sync") -> RankGroup:
+    return RankGroup(Candidate("parameter_server/gangline", workers, 1, env={"BENCH_STORE": store}, forked=True))
 
 
-def test_a_server_that_is_killed_is_told_and_nothing_is_left() -> None:
-    with Job(Plan("gangline_ps", 2, 1, env={"BENCH_STORE": "dist_sync"})) as job:
-        pids = job._processes.pids
+def test_a_store_that_cannot_be_created_is_reported() -> None:
+    with pytest.raises(GroupError, match="gangline did not start: ValueError: there is no store"):
+        job(2, "nosuch")
+
+
+def test_a_server_that_is_killed_is_reported_and_nothing_is_left() -> None:
+    with job(2) as group:
+        pids = group._processes.pids
         ends = [os.pidfd_open(pid) for pid in pids.values()]
         os.kill(pids["server 0"], signal.SIGKILL)
-        with pytest.raises(JobError, match="server 0"):
-            job.ask({"prepare": {"count": 10, "call": "push+pull"}, "as": "it"})
+        with pytest.raises(GroupError, match="server 0"):
+            group.prepare({"count": 10, "call": "push+pull"})
     for end in ends:
         assert select.select([end], [], [], 0)[0]
         os.close(end)
 
 
-def test_an_answer_that_failed_names_the_worker_and_the_job_lives_on() -> None:
-    with Job(Plan("gangline_ps", 1, 1, env={"BENCH_STORE": "dist_sync"})) as job:
-        with pytest.raises(JobError, match="worker 0 failed: KeyError: 'nothing'"):
-            job.seconds("nothing", 1)
-        job.ask({"prepare": {"count": 10, "call": "pushpull", "workers": 1, "compression": None}, "as": "it"})
-        assert job.ask({"check": "it"}) == [{"error": 0.0}]
-        assert job.seconds("it", 2) > 0
+def test_a_failed_request_names_the_worker_and_the_job_lives_on() -> None:
+    with job(1) as group:
+        with pytest.raises(GroupError, match="rank 0 failed: KeyError: 'nothing'"):
+            group.seconds(1, "nothing")
+        group.prepare({"count": 10, "call": "pushpull", "workers": 1, "compression": None})
+        assert group.error() == 0.0
+        assert group.seconds(2) > 0
 
 
-def test_a_wrong_sum_shows_with_how_far_off_it_is() -> None:
+def test_a_wrong_sum_shows_with_its_deviation() -> None:
     """A store that loses worker 2 in one element."""
     options = {"count": 5000, "workers": 3, "compression": None}
-    pulled = sum(value(options, rank, np.arange(5000)) for rank in range(3))
+    pulled = sum(pushed_value(options, rank, np.arange(5000)) for rank in range(3))
     assert isinstance(pulled, np.ndarray)
-    pulled[4999] -= value(options, 2, np.array([4999]))[0]
-    side = {
+    pulled[4999] -= pushed_value(options, 2, np.array([4999]))[0]
+    prepared = {
         "step": lambda: None,
         "settle": None,
         "write": lambda *_: None,
         "read": lambda start, stop: pulled[start:stop],
     }
-    worker = Worker({"rank": 0, "barrier": lambda: None, "prepare": lambda _: side})
-    worker.answer({"prepare": options, "as": "it"})
-    assert worker.answer({"check": "it"}) == {"error": (4999 - 4093) * 3 + 2}
+    server = Server({"who": "x", "prepare": lambda _: prepared})
+    server.answer({"prepare": options, "as": "it"})
+    assert server.answer({"check": "it"}) == {"error": (4999 - 4093) * 3 + 2}
 
 
 @pytest.mark.slow
@@ -171,6 +171,4 @@ def test_mxnet_is_measured_in_the_same_turns_and_leaves_nothing() -> None:
     assert rows[0]["ratio_to_mxnet"] > 0
     assert set(rows[1]) > {"ratio_to_mxnet", "ratio_to_mxnet_push+pull"}
     programs = [Path(f"/proc/{pid}/cmdline") for pid in os.listdir("/proc") if pid.isdecimal()]
-    assert not [
-        path for path in programs if path.exists() and b"gangline.bench.peers.worker\0mxnet_ps" in path.read_bytes()
-    ]
+    assert not [path for path in programs if path.exists() and b"parameter_server/mxnet.py" in path.read_bytes()]

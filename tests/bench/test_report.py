@@ -1,4 +1,4 @@
-"""Tables, JSON, comparison and plot, on made-up rows."""
+"""Tables, JSON, comparison and plots of artificial rows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from gangline.bench import plot
-from gangline.bench.compare import ratios
-from gangline.bench.figures import describing, figure
-from gangline.bench.report import check_outputs, publish, spread
+from gangline.bench.report import plots
+from gangline.bench.report.compare import ratios
+from gangline.bench.report.fields import describing, figure
+from gangline.bench.report.output import check_outputs, publish
+from gangline.bench.report.rows import spread
+from gangline.bench.report.tables import format_number, format_seconds, format_size, print_ratios, print_table
 from gangline.cli.bench import bench
 
 MACHINE = {"cpu": "x", "cores": 2}
@@ -58,7 +60,7 @@ def test_results_are_command_machine_and_rows(tmp_path: Path, capsys: pytest.Cap
     assert "a=1" in printed
 
 
-def test_rows_are_described_by_what_no_run_changes() -> None:
+def test_descriptions_leave_out_what_differs_between_runs() -> None:
     assert describing(row("gangline", 0.5, call="pushpull")) == {
         "who": "gangline",
         "store": "local",
@@ -92,15 +94,15 @@ def test_compare_prints_ratios_and_what_differs(tmp_path: Path) -> None:
     second = written(tmp_path / "B.json", [row("gangline", 0.25)], cores=4)
     done = CliRunner().invoke(bench, ["compare", first, second])
     assert done.exit_code == 0
-    assert "times_as_fast" in done.output
+    assert "times as fast" in done.output
     assert "who mxnet, store local, contexts 2" in done.output
-    assert "unlike machines: cores differ" in done.output
+    assert "different machines: cores differ" in done.output
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "is no JSON"), ("[]", "no command, machine and rows"), ("{}", "no command")]
+    ("text", "message"), [("{", "is not JSON"), ("[]", "no command, machine and rows"), ("{}", "no command")]
 )
-def test_compare_refuses_what_no_bench_wrote(tmp_path: Path, text: str, message: str) -> None:
+def test_compare_rejects_files_of_no_bench(tmp_path: Path, text: str, message: str) -> None:
     good = written(tmp_path / "A.json", [row("gangline", 1.0)])
     bad = tmp_path / "B.json"
     bad.write_text(text)
@@ -110,7 +112,7 @@ def test_compare_refuses_what_no_bench_wrote(tmp_path: Path, text: str, message:
     assert "B.json" in str(done.exception)
 
 
-def test_compare_refuses_results_that_share_no_row(tmp_path: Path) -> None:
+def test_compare_rejects_results_without_a_common_row(tmp_path: Path) -> None:
     first = written(tmp_path / "A.json", [row("gangline", 1.0)])
     second = written(tmp_path / "B.json", [rate("gangline", 1.0)])
     done = CliRunner().invoke(bench, ["compare", first, second])
@@ -122,14 +124,17 @@ def test_plot_is_a_png_with_a_label_for_what_differs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason='needs matplotlib: pip install "gangline[bench]"')
     path = tmp_path / "rows.png"
     rows = [row("gangline", 1.0), row("mxnet 1.9.1", 2.0), row("gangline", 1.5, contexts=4)]
-    plot.draw("gangline bench x " + "--option value " * 30, rows, path)
+    plots.draw_bars("gangline bench x " + "--option value " * 30, rows, path)
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert plot._labels(rows) == ["gangline, contexts 2", "mxnet 1.9.1, contexts 2", "gangline, contexts 4"]
+    assert plots.bar_labels(rows, rows) == ["gangline, 2 contexts", "mxnet 1.9.1, 2 contexts", "gangline, 4 contexts"]
+    assert plots.bar_labels(rows[:2], rows, ["contexts"]) == ["gangline", "mxnet 1.9.1"]
     with pytest.raises(ValueError, match="no rows"):
-        plot.draw("x", [], path)
+        plots.draw_bars("x", [], path)
+    plots.draw_bars("x", rows, path, ["store", "contexts"])
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_cannot_be_written_is_known_before_anything_is_measured(
+def test_unwritable_outputs_are_errors_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_outputs(None, None)
@@ -141,3 +146,36 @@ def test_what_cannot_be_written_is_known_before_anything_is_measured(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(RuntimeError, match=r'pip install "gangline\[bench\]"'):
         check_outputs(None, tmp_path / "a.png")
+
+
+def test_values_have_units_and_no_exponents() -> None:
+    assert [format_size(nbytes) for nbytes in (4, 16384, 1 << 18, 5 << 29)] == ["4 B", "16 KiB", "256 KiB", "2.5 GiB"]
+    assert [format_seconds(seconds) for seconds in (4.28e-3, 48.34e-6, 34.4)] == ["4.28 ms", "48.3 us", "34.4 s"]
+    assert [format_number(value) for value in (53510.0, 0.003, 12.3456, 0.0)] == ["53,510", "0.003", "12.35", "0"]
+
+
+def test_constant_fields_are_in_the_title_and_empty_ones_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table("gangline bench x", [row("gangline", 0.5), row("mxnet 1.9.1", 1.0)])
+    title, constant, head, first, second, legend = capsys.readouterr().out.splitlines()
+    assert (title, constant) == ("# gangline bench x", "# local, 2 contexts, error 0, 3 runs")
+    assert head.split() == ["time", "GB/s", "per", "device", "min..max"]
+    assert first.split() == ["gangline", "500", "ms", "0.2", "0.25..1", "s~"]
+    assert second.split() == ["mxnet", "1.9.1", "1", "s", "0.1", "0.5..2", "s~"]
+    assert legend == "# ~ noisy: min..max is over 30 % of the median"
+
+
+def test_ratios_are_one_table_with_a_column_for_each_peer_and_case(capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = {"p50": 1.0, "min": 0.9, "max": 1.1, "runs": 3}
+    rows = [
+        {"who": "gangline", "size": size, "in_place": place, "ratio_to_gloo": 3.125, "ratio_to_mpi": None, **quiet}
+        for size in (4, 1024)
+        for place in (False, True)
+    ]
+    rows[0]["ratio_to_mpi"] = 0.5
+    noisy = {"who": "gloo, torch 2", "size": 1024, "in_place": True, "ratio_to_gloo": 1.0, **quiet, "max": 1.5}
+    print_ratios([*rows, noisy], "size", ("in_place", "registered"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "# times as fast (~ noisy: min..max is over 30 % of the median)"
+    assert lines[1].split() == ["gloo", "gloo", "mpi"]
+    assert lines[3].split() == ["4", "B", "3.12", "3.12", "0.5"]
+    assert lines[4].split() == ["1", "KiB", "3.12", "3.12~"]

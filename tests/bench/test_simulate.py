@@ -11,8 +11,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from gangline.bench.compare import ratios
-from gangline.bench.simulate import Cluster, measure, simulate
+from gangline.bench.algorithms.simulate import Cluster, measure, simulate
+from gangline.bench.report.compare import ratios
 from gangline.collectives import algorithms
 
 CLUSTER = Cluster(24, 3, alpha_inside=2, alpha_between=8, beta_inside=50, beta_between=10, gamma=100)
@@ -99,7 +99,6 @@ def test_4096_ranks_on_512_hosts(tmp_path: Path) -> None:
         (["--beta-between", "0"], "--beta-between is 0.0; expected more than 0 GB/s"),
         (["--size", "ten"], "--size is 'ten'; expected a number of bytes above 0"),
         (["--size", "0"], "--size is '0'; expected a number of bytes above 0"),
-        (["--collective", "sum"], "no collective 'sum' has algorithms; expected one of all_reduce"),
     ],
 )
 def test_refuses_what_is_no_cluster(words: list[str], message: str, tmp_path: Path) -> None:

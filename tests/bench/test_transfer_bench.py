@@ -1,4 +1,4 @@
-"""`python -m gangline.bench.transfer`, small: real images, real workers from the fork server."""
+"""`gangline bench transfer`, small: real images, real workers from the fork server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from PIL import Image
 from typer.testing import CliRunner
 
-from gangline.bench.transfer import Clock, main, summary, write_images
+from gangline.bench.transfer import Clock, summary, transfer, write_images
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.metrics.metric import create
 
@@ -23,7 +23,7 @@ SMALL = ["--network", "mlp", "--freeze-until", "fc2", "--source-epochs", "1", "-
 
 def bench(*words: str) -> Any:
     app = typer.Typer()
-    app.command()(main)
+    app.command()(transfer)
     return CliRunner().invoke(app, words)
 
 
@@ -101,7 +101,7 @@ def test_grey_images_are_written_for_networks_of_one_channel(tmp_path: Path) -> 
 def test_the_clock_counts_training_for_the_speed_and_all_for_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([102.0, 103.0, 107.0, 108.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    clock, metric = Clock(images=60, began=100.0), create("acc", None)
+    clock, metric = Clock(images=60, start=100.0), create("acc", None)
     metric.get_global_name_value = lambda: [("accuracy", 0.75)]
     for epoch in range(2):
         for batch in range(3):
@@ -127,7 +127,7 @@ def test_the_summary_compares_the_last_epochs(monkeypatch: pytest.MonkeyPatch) -
         "accuracies are 1.50 points apart",
         "4 workers share 2 cores",
     ]
-    assert summary(rows[:4])[-1] == "each worker has a core of the 2 for itself"
+    assert summary(rows[:4])[-1] == "each worker has a core of its own (2 cores)"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from gangline.cli.devices import devices
 from gangline.collectives.devices.inventory import device_table
 from gangline.collectives.devices.links import (
     SELF,
-    Kind,
+    LinkKind,
     LinkMatrix,
     links_by_nvml,
     matrix_table,
@@ -48,11 +48,11 @@ class TestNVML:
     def test_nvlinks_between_pairs_are_counted_and_other_pairs_use_pcie(self) -> None:
         nvml = RecordedNVML(lanes_of(CUBE_MESH), levels(8, SYS), 25_000, [1] * 4 + [2] * 4)
         found = links_by_nvml(nvml, range(8))
-        narrow = pcie(Kind.SYS, 3, 8)  # GPU 0's slot is
+        narrow = pcie(LinkKind.SYS, 3, 8)  # GPU 0's slot is
         assert found.links[0][5] == found.links[7][0] == narrow
         assert found.links[0][4] == CUBE_MESH.links[0][4] == nvlink(2)
         assert found.links[1:4] == tuple(
-            tuple(narrow if link.kind is Kind.SYS and not peer else link for peer, link in enumerate(row))
+            tuple(narrow if link.kind is LinkKind.SYS and not peer else link for peer, link in enumerate(row))
             for row in CUBE_MESH.links[1:4]
         )
         assert found.numa_nodes == (0, 0, 0, 0, 1, 1, 1, 1)
@@ -67,21 +67,21 @@ class TestNVML:
 
     def test_nvlinks_to_the_cpu_join_no_gpus(self) -> None:
         nvml = RecordedNVML([["cpu"] * 3, ["cpu"] * 3], levels(2, SYS), 25_000, [1, 2])
-        assert links_by_nvml(nvml, range(2)).links[0][1].kind is Kind.SYS
+        assert links_by_nvml(nvml, range(2)).links[0][1].kind is LinkKind.SYS
 
     @pytest.mark.parametrize(
         ("level", "kind"),
         [
-            (0, Kind.BOARD),
-            (10, Kind.PIX),
-            (20, Kind.PXB),
-            (30, Kind.PHB),
-            (40, Kind.NODE),
-            (50, Kind.SYS),
-            (60, Kind.UNKNOWN),
+            (0, LinkKind.BOARD),
+            (10, LinkKind.PIX),
+            (20, LinkKind.PXB),
+            (30, LinkKind.PHB),
+            (40, LinkKind.NODE),
+            (50, LinkKind.SYS),
+            (60, LinkKind.UNKNOWN),
         ],
     )
-    def test_each_level_has_its_kind(self, level: int, kind: Kind) -> None:
+    def test_each_level_has_its_kind(self, level: int, kind: LinkKind) -> None:
         nvml = RecordedNVML([[], [], []], levels(3, level), 0, [0] * 3)
         assert links_by_nvml(nvml, range(3)).links[1][2] == pcie(kind, 3, 16)
 
@@ -103,7 +103,7 @@ class TestNVML:
 
         found = links_by_nvml(Old([[1], [0], []], levels(3, PHB), 25_000, [1] * 3), range(3))
         assert found.links[0][1] == nvlink(1)
-        assert found.links[1][2] == pcie(Kind.UNKNOWN, 3, 16)
+        assert found.links[1][2] == pcie(LinkKind.UNKNOWN, 3, 16)
         assert found.numa_nodes == (None, None, None)
 
     @WITHOUT_GPU
@@ -114,16 +114,16 @@ class TestNVML:
 
 class TestMatrix:
     def test_nearer_is_faster_over_pcie(self) -> None:
-        paths = [pcie(kind, 4, 16) for kind in (Kind.PIX, Kind.PXB, Kind.PHB, Kind.NODE, Kind.SYS)]
+        paths = [pcie(kind, 4, 16) for kind in (LinkKind.PIX, LinkKind.PXB, LinkKind.PHB, LinkKind.NODE, LinkKind.SYS)]
         assert sorted(paths, key=lambda link: -link.gb_per_s) == paths
         assert len({link.gb_per_s for link in paths}) == 5
 
     @pytest.mark.parametrize(("generation", "ratio"), [(3, 1), (4, 2), (5, 4), (6, 7.7)])
     def test_each_pcie_generation_doubles_the_bandwidth(self, generation: int, ratio: float) -> None:
-        assert pcie(Kind.PIX, generation, 16).gb_per_s == pytest.approx(12.6 * ratio, rel=0.01)
+        assert pcie(LinkKind.PIX, generation, 16).gb_per_s == pytest.approx(12.6 * ratio, rel=0.01)
 
     def test_an_unknown_generation_counts_as_the_last_known(self) -> None:
-        assert pcie(Kind.PIX, 9, 16) == pcie(Kind.PIX, 6, 16)
+        assert pcie(LinkKind.PIX, 9, 16) == pcie(LinkKind.PIX, 6, 16)
 
     def test_select_takes_indices_in_order_and_more_than_once(self) -> None:
         found = TWO_ROOTS.select([3, 1, 3])
@@ -204,9 +204,9 @@ class TestShown:
 
     @pytest.mark.usefixtures("_two_gpus_unknown_to_nvml")
     def test_a_link_unknown_to_nvml_is_as_fast_as_its_slower_direction(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert read_links().links[0][1].kind is Kind.HOST
+        assert read_links().links[0][1].kind is LinkKind.HOST
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
-        assert read_links().links[0][1].kind is Kind.PEER
+        assert read_links().links[0][1].kind is LinkKind.PEER
 
     @WITHOUT_GPU
     def test_without_a_gpu_only_the_host_is_shown(self, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from gangline.collectives.call_signature import CallSignature
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
-from gangline.collectives.liveness.limits import limits
+from gangline.collectives.limits import limits
 from gangline.collectives.liveness.membership import CLOSED, LOST, ProcessMembership, ThreadMembership
 from gangline.collectives.liveness.watchdog import Watchdog, mismatch
 from gangline.collectives.processes import process_pool

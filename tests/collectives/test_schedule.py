@@ -23,7 +23,7 @@ from gangline.collectives.schedule import (
     Transfers,
     by_host,
     cyclic,
-    side_by_side,
+    in_parallel,
     transfers,
 )
 
@@ -145,11 +145,11 @@ class TestRounds:
 
     def test_side_by_side_lasts_as_long_as_the_longest_group(self) -> None:
         short, long = rounds([transfers(0, 1, 0)]), rounds([transfers(2, 3, 0)], [transfers(3, 2, 0)])
-        assert rows(side_by_side([short, long])) == [[(0, 1, 0, 1), (2, 3, 0, 1)], [(3, 2, 0, 1)]]
+        assert rows(in_parallel([short, long])) == [[(0, 1, 0, 1), (2, 3, 0, 1)], [(3, 2, 0, 1)]]
 
     def test_side_by_side_keeps_the_tables_that_only_some_have(self) -> None:
         one, two = rounds([transfers(0, 1, 0)]), rounds([transfers(2, 3, 0), transfers(2, 4, 0)])
-        ((first, second),) = [list(tables) for tables in side_by_side([one, two])]
+        ((first, second),) = [list(tables) for tables in in_parallel([one, two])]
         assert [list(table.rows()) for table in (first, second)] == [[(0, 1, 0, 1), (2, 3, 0, 1)], [(2, 4, 0, 1)]]
 
     def test_a_cyclic_range_is_split_where_it_wraps_around(self) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gangline.bench.hosts import Hosts, enter, obstacle
+from gangline.bench.driver.hosts import Hosts, enter, obstacle
 from gangline.collectives.call_signature import CallSignature
 from gangline.collectives.errors import GanglineError, ProtocolError
 from gangline.collectives.liveness.membership import LOST, ProcessMembership

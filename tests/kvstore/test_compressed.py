@@ -450,7 +450,7 @@ def test_integers_and_complex_numbers_are_not_compressed(kv: KVStore, dtype: tor
 
 def test_a_store_in_one_process_compresses_no_pulls_and_says_so(kv: KVStore) -> None:
     kv.set_gradient_compression(TWO_BIT)
-    with pytest.raises(ValueError, match=r"pull_type is .fp16., but a .(local|device). store hands weights"):
+    with pytest.raises(ValueError, match=r"pull_type is .fp16., but a .(local|device). store copies weights"):
         kv.set_gradient_compression({"type": "fp16", "pull_type": "fp16"})
     kv.push("w", gradient("w", 0))  # the compression before it stays
     assert np.array_equal(pulled(kv, "w").numpy(), Sender(20).send(gradient("w", 0)))

@@ -17,7 +17,7 @@ from measure import distance
 from torch import nn
 
 from gangline import Module, cpu
-from gangline.bench.balance import WaitingNetwork, slow_down
+from gangline.bench.workload.waiting_network import WaitingNetwork, slow_down
 from gangline.collectives.workload import split_batch
 from gangline.models.checkpoint import checkpoint
 

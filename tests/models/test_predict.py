@@ -21,7 +21,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``images`` of three classes and checkpoints ``net`` of a perceptron trained on them."""
     folder = tmp_path_factory.mktemp("predict")
     write_digits(folder / "images")
-    from gangline.cli.train import TrainOptions
+    from gangline.cli.train_options import TrainOptions
     from gangline.cli.training_run import run
 
     run(

@@ -201,7 +201,7 @@ def test_torn_weights_are_refused_by_their_file(tmp_path: Path, suffix: str) -> 
 def test_another_ending_is_refused(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"weights{suffix}"
     path.write_bytes(b"anything")
-    with pytest.raises(ValueError, match=rf"ends in '{suffix}'; expected \.safetensors, \.pth or \.pt"):
+    with pytest.raises(ValueError, match=rf"end in '{suffix}'; expected \.safetensors, \.pth or \.pt"):
         load_weights(small(), path)
 
 

@@ -46,7 +46,7 @@ class Backend(ABC):
 
     @abstractmethod
     def move(self, transfers: Sequence[Transfer], op: str = "sum") -> None:
-        """For each (values, total, outs): combine ``values`` into ``total``, and copy ``total`` into each of ``outs``.
+        """Run each (values, total, outs): combine ``values`` into ``total``, and copy ``total`` into each of ``outs``.
 
         Args:
             transfers: values and outs hold one tensor per position, in order, or are empty; without values ``total`` is

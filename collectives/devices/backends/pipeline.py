@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 _DEPTH = 4  # pieces in flight: enough to keep copies out, arithmetic and copies in busy
 
-Kind = Literal["send", "receive", "combine", "return", "fetch"]
+StepKind = Literal["send", "receive", "combine", "return", "fetch"]
 """Kind of a step.
 
 "send" copies a contribution to the host, "receive" copies it to the owner, "combine" computes, "return" copies the
@@ -52,14 +52,14 @@ class Piece:
     targets: tuple[int, ...]
     """Positions that receive the result through the host."""
     combines: bool
-    """Whether the owner computes or copies anything on its own device."""
+    """True if the owner computes or copies anything on its own device."""
 
 
 @dataclass(frozen=True)
 class PipelineStep:
     """One operation on a piece."""
 
-    kind: Kind
+    kind: StepKind
     piece: int
     stream: StreamKey
     reads: tuple[Buffer, ...]
@@ -105,7 +105,7 @@ def _stages(number: int, piece: Piece, slot: int) -> Iterator[list[PipelineStep]
     copies = [Buffer("device", owner, source, slot) for source in piece.sources]
     own, result = Buffer("tensor", owner, owner, number), Buffer("result", owner, owner, slot)
 
-    def step(kind: Kind, stream: StreamKey, reads: Sequence[Buffer], writes: Sequence[Buffer]) -> PipelineStep:
+    def step(kind: StepKind, stream: StreamKey, reads: Sequence[Buffer], writes: Sequence[Buffer]) -> PipelineStep:
         return PipelineStep(kind, number, stream, tuple(reads), tuple(writes))
 
     hosts = [Buffer("host", source, source, slot) for source in piece.sources]

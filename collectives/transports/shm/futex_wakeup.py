@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from gangline.collectives.liveness.limits import FUTEX_SLEEP_SECONDS, FUTEX_SLEEP_SENDING_SECONDS, WAIT_CHECK_SECONDS
+from gangline.collectives.limits import FUTEX_SLEEP_SECONDS, FUTEX_SLEEP_SENDING_SECONDS, WAIT_CHECK_SECONDS
 from gangline.collectives.transports.base import WaitPolicy
 from gangline.collectives.transports.shm.host_group import HostGroup
 

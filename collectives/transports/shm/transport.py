@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.errors import ProtocolError
-from gangline.collectives.liveness.limits import PEER_LOST_SECONDS
+from gangline.collectives.limits import PEER_LOST_SECONDS
 from gangline.collectives.transports.base import (
     PIECE,
     BootstrapAllGather,

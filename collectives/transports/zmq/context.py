@@ -22,7 +22,7 @@ import threading
 
 import zmq
 
-from gangline.collectives.liveness.limits import CONTEXT_END_SECONDS
+from gangline.collectives.limits import CONTEXT_END_SECONDS
 
 _log = logging.getLogger("gangline")
 

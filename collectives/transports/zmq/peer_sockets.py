@@ -13,7 +13,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from gangline.collectives.errors import ProtocolError, StallError
-from gangline.collectives.liveness.limits import CONNECT_POLL_SECONDS, CONNECT_SECONDS
+from gangline.collectives.limits import CONNECT_POLL_SECONDS, CONNECT_SECONDS
 from gangline.collectives.transports.addresses import check_address
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.transports.zmq.context import end

@@ -11,7 +11,7 @@ import zmq
 from torch import Tensor
 
 from gangline.collectives.errors import DeadNodeError, ProtocolError
-from gangline.collectives.liveness.limits import PEER_LOST_SECONDS, TRANSPORT_LINGER_SECONDS, WAIT_CHECK_SECONDS
+from gangline.collectives.limits import PEER_LOST_SECONDS, TRANSPORT_LINGER_SECONDS, WAIT_CHECK_SECONDS
 from gangline.collectives.transports.base import (
     PIECE,
     BootstrapAllGather,

@@ -15,7 +15,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from gangline.collectives.errors import DeadNodeError, GanglineError, ProtocolError, StallError
-from gangline.collectives.liveness.limits import limits
+from gangline.collectives.limits import limits
 from gangline.collectives.liveness.process_state import this_process
 from gangline.collectives.transports.zmq.context import end
 from gangline.kvstore.parameter_server import protocol

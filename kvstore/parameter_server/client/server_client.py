@@ -20,7 +20,7 @@ from torch import Tensor
 from gangline.collectives.compression import Codec
 from gangline.collectives.errors import DeadNodeError, ProtocolError, StallError
 from gangline.collectives.host_memory import keep_freed_memory
-from gangline.collectives.liveness.limits import limits
+from gangline.collectives.limits import limits
 from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.collectives.transports.zmq.context import end
 from gangline.collectives.work import Work
@@ -202,7 +202,7 @@ class ServerClient:
 
     @property
     def shares_memory(self) -> list[bool]:
-        """For each server, whether it reads this worker's shared memory."""
+        """True for each server that reads this worker's shared memory."""
         return [connection.shares_memory for connection in self._connections]
 
     def memory_of(self, server: int) -> Segment:

@@ -44,13 +44,13 @@ class JobState:
     workers: int
     servers: int
     members: dict[bytes, Member] = field(default_factory=dict)
-    """By identity."""
+    """Members by the identity of their socket."""
     collectives: dict[int, dict[int, bytes]] = field(default_factory=dict)
-    """Data by rank of each collective in progress, by number."""
+    """Data by rank, for each collective in progress, by its number."""
     since: dict[int, float] = field(default_factory=dict)
-    """When the first worker called each collective, until it completes or a warning is logged."""
+    """Time of the first worker's call of each collective, until it completes or a warning is logged."""
     results: dict[int, CollectiveResult] = field(default_factory=dict)
-    """Last results, by number."""
+    """Last results, by number of the collective."""
     join_result: JoinResult | None = None
     """Result of the last join()."""
     number: int = 0

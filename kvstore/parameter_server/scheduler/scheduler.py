@@ -9,7 +9,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from gangline.collectives.errors import ProtocolError, StallError
-from gangline.collectives.liveness.limits import limits
+from gangline.collectives.limits import limits
 from gangline.collectives.liveness.process_state import state_of
 from gangline.collectives.transports.addresses import resolved
 from gangline.collectives.transports.zmq.context import end

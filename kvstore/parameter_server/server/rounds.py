@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.errors import DeadNodeError, MismatchError
-from gangline.collectives.liveness.limits import limits
+from gangline.collectives.limits import limits
 from gangline.kvstore.parameter_server.server.optimizer_shards import ShardOptimizers
 from gangline.kvstore.parameter_server.server.shards import PushedValue, Round, Shard, Waiter
 from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
@@ -20,7 +20,7 @@ from gangline.kvstore.sparse import RowSparse
 _log = logging.getLogger("gangline")
 
 
-class Rounds:
+class ShardRounds:
     """State of all shards of a server, without its sockets and memory.
 
     Args:
@@ -38,12 +38,12 @@ class Rounds:
         fail: Callable[[Waiter, str, str], None],
     ) -> None:
         self.shards: dict[int, Shard] = {}
-        """By number."""
+        """Shards by number."""
         self.optimizers: ShardOptimizers | None = None
         self.is_sync = True
         """True if a round needs all workers; otherwise each push is a round."""
         self.staleness = -1
-        """See `protocol.Hello`."""
+        """Staleness bound in rounds, as in `protocol.Hello`; -1 for none."""
         self.joined: set[int] = set()
         """Workers inside join(), which rounds do not wait for."""
         self._workers = workers
@@ -83,7 +83,7 @@ class Rounds:
 
     def wait(self, shard: Shard, waiter: Waiter) -> None:
         """Add a worker that waits for the value after a round."""
-        if waiter.rank in self._gone:  # it would count as a reader for ever
+        if waiter.rank in self._gone:  # it would count as a reader forever
             return
         known = any(one.rank == waiter.rank and one.sequence == waiter.sequence for one in shard.waiters)
         if not known:
@@ -160,7 +160,7 @@ class Rounds:
         return self.optimizers is None or not any(shard.readers for shard in self.optimizers.kept)
 
     def update(self, factor: float, learning_rate: float) -> None:
-        """Update by the kept sums times a factor, while no worker reads the shards.
+        """Update the shards with their kept sums times a factor; no worker may be reading them.
 
         Raises:
             ValueError: if the optimizer fails for a shard.

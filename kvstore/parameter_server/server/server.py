@@ -33,7 +33,7 @@ from gangline.kvstore.parameter_server.protocol import (
     Welcome,
 )
 from gangline.kvstore.parameter_server.server import optimizer_shards
-from gangline.kvstore.parameter_server.server.rounds import Rounds
+from gangline.kvstore.parameter_server.server.rounds import ShardRounds
 from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSession
 from gangline.kvstore.parameter_server.server.shards import PushedValue, Shard, Waiter
 from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
@@ -76,7 +76,7 @@ class Server:
             lambda shards: self._rounds.mark_changed(shards),
             lambda rank: self._rounds.is_awaited(rank),
         )
-        self._rounds = Rounds(scheduler.num_workers, thread_pool, self._sessions.send_value, self._sessions.fail)
+        self._rounds = ShardRounds(scheduler.num_workers, thread_pool, self._sessions.send_value, self._sessions.fail)
         self._compression: Compression | None = None
         self._commands: list[tuple[WorkerSession, Command, list[memoryview]]] = []
         self.rejected = 0

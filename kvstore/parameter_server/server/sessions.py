@@ -96,7 +96,7 @@ class Sessions:
         self, listener: Listener, mark_changed: Callable[[Iterable[Shard]], None], is_awaited: Callable[[int], bool]
     ) -> None:
         self.workers: dict[bytes, WorkerSession] = {}
-        """By identity."""
+        """Sessions by the identity of the worker's socket."""
         self.pull_codec: Codec | None = None
         """Compression of values; None: none."""
         self.max_backlog = math.inf

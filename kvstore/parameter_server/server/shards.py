@@ -24,9 +24,9 @@ class PushedValue:
     """Flat, of the shard's dtype; None if absent or invalid."""
     weight: float | None
     release: Callable[[], None]
-    """To be called when the value is no longer read."""
+    """Function to call when the value is no longer read."""
     problem: str = ""
-    """Why the value is invalid."""
+    """Reason if the value is invalid, else ""."""
 
 
 @dataclass(slots=True)
@@ -68,9 +68,9 @@ class Shard:
     """Number of closed rounds."""
     open: dict[int, Round] = field(default_factory=dict)
     pushed: dict[int, int] = field(default_factory=dict)
-    """By rank: the last round up to which all pushes have arrived. Repeated pushes are recognised by it."""
+    """Last round up to which all pushes of a rank have arrived, by rank. Repeated pushes are recognised by it."""
     ahead: dict[int, set[int]] = field(default_factory=dict)
-    """By rank: later rounds whose pushes have arrived early, by priority or after a lost connection."""
+    """Later rounds for which a push has arrived early, because of priorities or a lost connection; by rank."""
     waiters: list[Waiter] = field(default_factory=list)
     readers: set[tuple[int, int]] = field(default_factory=set)
     """(rank, number of `Values`) of workers that read ``stored`` in place."""
@@ -79,9 +79,9 @@ class Shard:
     busy: bool = False
     """True while a thread changes ``stored``."""
     problems: dict[int, str] = field(default_factory=dict)
-    """Rounds that closed without effect, and why."""
+    """Reason why a round closed without effect, by round."""
     rejected: dict[int, str] = field(default_factory=dict)
-    """Async mode: by rank, why a push had no effect, until the worker has been told."""
+    """Async mode: reason why a rank's push had no effect, by rank, until it is reported to the rank."""
     warned: int = 0
     """Last round for which a stall warning was issued."""
 

@@ -1,0 +1,1 @@
+"""The driver of a bench: it starts groups of processes, asks them to run, and measures candidates in turn."""

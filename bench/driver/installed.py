@@ -1,0 +1,144 @@
+"""Installed peers, their interpreters, and the settings in which they and gangline are tried."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import gangline
+from gangline.bench.driver.candidates import say
+from gangline.bench.driver.processes import PEERS as _FOLDER
+from gangline.bench.driver.processes import Candidate
+
+_ROOT = Path(gangline.__file__).resolve().parent.parent
+
+PEERS = ("mxnet", "torch", "ddp", "gloo", "mpi")
+"""torch is plain torch code, ddp torch's DistributedDataParallel, gloo torch.distributed, mpi the faster of Open MPI
+and MPICH. MXNet and each MPI have their own virtual environments."""
+
+
+def available_peers(names: str, bench: str, *, on_gpus: bool = False, among: Sequence[str] = PEERS) -> list[str]:
+    """Return the peers that can run here; report on stderr why each of the others is skipped.
+
+    Args:
+        names: value of ``--peers``, with commas, such as "mxnet,torch"; empty: none.
+        bench: folder of bench/peers: a peer takes part if it has a file there.
+        on_gpus: the bench runs on GPUs.
+        among: the peers that the bench can measure.
+
+    Raises:
+        ValueError: if a name is unknown.
+    """
+    found = []
+    for name in dict.fromkeys(word.strip() for word in names.split(",") if word.strip()):
+        if name not in PEERS:
+            raise ValueError(f"--peers has {name!r}; expected names out of {', '.join(PEERS)}")
+        reason = _why_not(name, bench, on_gpus) if name in among else "it is not measured with --workers"
+        if reason is None:
+            found.append(name)
+        else:
+            say(f"skipping {name}: {reason}")
+    return found
+
+
+def interpreter(peer: str) -> Path | None:
+    """Return the Python that a peer needs; None: this one."""
+    return _ROOT / ".peers" / "mxnet" / "bin" / "python" if peer == "mxnet" else None
+
+
+def _why_not(peer: str, bench: str, on_gpus: bool) -> str | None:
+    if not (_FOLDER / bench / f"{peer}.py").exists():
+        return f"it does not take part in the {bench} bench"
+    if on_gpus and peer != "torch":
+        return "it is measured on CPU contexts only; leave --gpus out"
+    if peer == "mpi" and not _mpi(1):
+        return (
+            "neither .peers/mpi nor .peers/mpich exists; install them with `make peers` (Open MPI after "
+            "`apt-get install openmpi-bin libopenmpi-dev`)"
+        )
+    python = interpreter(peer)
+    if python is not None and not python.exists():
+        return f"{python} does not exist; install it with `make peers`"
+    return None
+
+
+def single_process(who: str, bench: str, stores: Sequence[str] = ()) -> list[Candidate]:
+    """Return the settings in which a program of one process is tried.
+
+    Args:
+        who: a peer's name, or "gangline".
+        bench: folder of bench/peers.
+        stores: kinds of MXNet's store to try with each setting; empty: the bench names the store.
+    """
+    cores = os.cpu_count() or 1
+    environments = [{"OMP_NUM_THREADS": str(threads)} for threads in _powers_of_two(cores)]
+    options: list[dict[str, str]] = [{}]
+    if who == "mxnet":
+        options = [{"store": store} for store in stores] or [{}]
+        environments = [
+            {"MXNET_CPU_WORKER_NTHREADS": str(workers), "OMP_NUM_THREADS": str(threads)}
+            for workers in (1, 2, 4)
+            for threads in (1, 2)
+        ]
+    return [
+        _named(Candidate(f"{bench}/{who}", env=env, options=more, interpreter=interpreter(who)))
+        for env in environments
+        for more in options
+    ]
+
+
+def ddp(ranks: int) -> list[Candidate]:
+    """Return the settings in which DDP is tried with so many ranks."""
+    cores = os.cpu_count() or 1
+    threads = [count for count in _powers_of_two(cores) if count * 2 <= max(cores, 2)]
+    return [_named(Candidate("training/ddp", ranks, env={"OMP_NUM_THREADS": str(count)})) for count in threads]
+
+
+def collective_ranks(who: str, ranks: int) -> list[Candidate]:
+    """Return the settings in which ranks of a collective are tried.
+
+    Args:
+        who: "gangline", "gloo" or "mpi".
+        ranks: their number: with fewer cores than ranks none is bound to a core.
+    """
+    if who == "mpi":
+        return _mpi(ranks)
+    if who == "gangline":
+        threads = max(1, (os.cpu_count() or 1) // ranks)
+        return [Candidate("collectives/gangline", ranks, env={"OMP_NUM_THREADS": str(threads)})]
+    return [_named(Candidate("collectives/gloo", ranks, env={"OMP_NUM_THREADS": "1"}))]
+
+
+def _mpi(ranks: int) -> list[Candidate]:
+    """Return Open MPI and MPICH, if they are installed, bound to cores and not."""
+    found = []
+    bindings = ("none", "core") if ranks <= (os.cpu_count() or 1) else ("none",)
+    file = "collectives/mpi"
+    python = _ROOT / ".peers" / "mpi" / "bin" / "python"
+    mpirun = shutil.which("mpirun.openmpi")
+    if python.exists() and mpirun is not None:
+        as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        for binding in bindings:
+            launcher = [mpirun, "-n", "{size}", "--oversubscribe", "--bind-to", binding]
+            setting = f"--bind-to {binding}"
+            found.append(Candidate(file, ranks, env=as_root, setting=setting, interpreter=python, launcher=launcher))
+    python, mpiexec = (_ROOT / ".peers" / "mpich" / "bin" / name for name in ("python", "mpiexec"))
+    if python.exists() and mpiexec.exists():
+        for binding in bindings:
+            launcher = [str(mpiexec), "-n", "{size}", "-bind-to", binding]
+            found.append(Candidate(file, ranks, setting=f"-bind-to {binding}", interpreter=python, launcher=launcher))
+    return found
+
+
+def _named(candidate: Candidate) -> Candidate:
+    """Return the candidate with its environment and options as its setting."""
+    words = {**candidate.env, **candidate.options}
+    return replace(candidate, setting=" ".join(f"{name}={value}" for name, value in words.items()))
+
+
+def _powers_of_two(most: int) -> list[int]:
+    """Return 1, 2, 4, ... and ``most``."""
+    return sorted({*(1 << bit for bit in range(most.bit_length())), most})

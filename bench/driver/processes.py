@@ -1,0 +1,251 @@
+"""Processes of a rank group: programs started afresh, or children of the fork server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import gangline
+from gangline.collectives.processes.parent_death import die_with_parent
+
+if TYPE_CHECKING:
+    from gangline.bench.driver.hosts import Hosts
+
+_ROOT = Path(gangline.__file__).resolve().parent.parent
+PEERS = _ROOT / "gangline" / "bench" / "peers"
+_SERVE = PEERS / "serve.py"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A program to measure, and one way to run it."""
+
+    file: str
+    """A file of bench/peers without ``.py``, such as "collectives/gloo", or the path of any other file."""
+    ranks: int = 1
+    servers: int = 0
+    """Servers of a parameter-server job, which then has a scheduler too; 0: neither."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of all processes."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Options for ``prepare``, added to those of the bench."""
+    setting: str = ""
+    """Text for env, options and launcher in a table."""
+    interpreter: Path | None = None
+    """The peer's own Python; None: the one that runs this."""
+    launcher: Sequence[str] = ()
+    """A command that starts all ranks, such as mpirun; "{size}" in it becomes their number. Empty: every rank is
+    started by itself and gets RANK and the like, or DMLC_*, in its environment."""
+    server_code: str = ""
+    """A line of Python that scheduler and servers run, where they are started afresh."""
+    forked: bool = False
+    """Fork the processes from the fork server. They start sooner, and small messages between them are a fifth faster
+    because they share memory, and so processor caches: only for comparisons where every candidate is forked."""
+
+    @property
+    def path(self) -> Path:
+        """The program's file."""
+        return PEERS / f"{self.file}.py"  # an absolute path replaces PEERS
+
+    def roles(self) -> list[tuple[str, int]]:
+        """Return the role and number of each process."""
+        servers = [("scheduler", 0), *(("server", number) for number in range(self.servers))] if self.servers else []
+        return [*servers, *(("rank", number) for number in range(self.ranks))]
+
+
+@dataclass(frozen=True)
+class Address:
+    """Addresses at which the processes of a group find each other and the driver."""
+
+    host: str
+    port: int
+    socket: str
+    """Path of the driver's unix socket."""
+
+    def environment(self, candidate: Candidate, role: str, number: int) -> dict[str, str]:
+        """Return the variables that identify a process: MXNet's with servers, else torchrun's."""
+        if not candidate.servers:
+            return {
+                "RANK": str(number),
+                "WORLD_SIZE": str(candidate.ranks),
+                "LOCAL_RANK": str(number),
+                "MASTER_ADDR": self.host,
+                "MASTER_PORT": str(self.port),
+                "RENDEZVOUS": f"{self.socket}.rendezvous",
+            }
+        return {
+            "DMLC_ROLE": "worker" if role == "rank" else role,
+            "DMLC_PS_ROOT_URI": self.host,
+            "DMLC_PS_ROOT_PORT": str(self.port),
+            "DMLC_NUM_WORKER": str(candidate.ranks),
+            "DMLC_NUM_SERVER": str(candidate.servers),
+            **({"DMLC_WORKER_ID": str(number)} if role == "rank" else {}),
+        }
+
+
+class Processes(Protocol):
+    """The processes of a group."""
+
+    pids: dict[str, int]
+    """By name, such as "rank 0"."""
+
+    def last_words(self) -> str:
+        """Return the last line that the processes printed."""
+        ...
+
+    def close(self) -> None:
+        """Kill the processes that still run."""
+        ...
+
+
+class Programs:
+    """Processes started afresh, each in a session of its own."""
+
+    def __init__(self, candidate: Candidate, address: Address, hosts: Hosts | None) -> None:
+        """Start the processes.
+
+        Args:
+            candidate: what to run.
+            address: where they find each other and the driver.
+            hosts: network namespaces: the ranks are distributed over all of them in blocks; with servers, these run on
+                the first and the ranks on the second. None: on this host.
+        """
+        self.pids: dict[str, int] = {}
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by close()
+        try:
+            for name, argv, env, host in self._commands(candidate, address, hosts):
+                inside = ("ip", "netns", "exec", hosts.names[host]) if hosts is not None else ()
+                self.pids[name] = self._start([*inside, *argv], {**candidate.env, **env}, candidate.interpreter)
+        except BaseException:
+            self.close()
+            raise
+
+    def last_words(self) -> str:
+        """Return the last line that the processes printed."""
+        self._log.seek(0)
+        lines = [line.strip() for line in self._log if line.strip(" \n-")]
+        return lines[-1] if lines else "it printed nothing"
+
+    def close(self) -> None:
+        """Kill the processes that still run, with everything they started."""
+        for process in self._started:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._log.close()
+
+    def _commands(
+        self, candidate: Candidate, address: Address, hosts: Hosts | None
+    ) -> Iterator[tuple[str, list[str], dict[str, str], int]]:
+        """Yield name, arguments, environment and host of each process."""
+        python = str(candidate.interpreter or sys.executable)
+        serve = [python, str(_SERVE), str(candidate.path), address.socket]
+        if candidate.launcher:
+            launcher = [word.replace("{size}", str(candidate.ranks)) for word in candidate.launcher]
+            yield "launcher", [*launcher, *serve], {}, 0
+            return
+        for role, number in candidate.roles():
+            argv = serve if role == "rank" else [python, "-c", candidate.server_code]
+            host = 0
+            if hosts is not None and role == "rank":
+                host = 1 if candidate.servers else number * len(hosts.names) // candidate.ranks
+            yield f"{role} {number}", argv, address.environment(candidate, role, number), host
+
+    def _start(self, argv: Sequence[str], env: Mapping[str, str], interpreter: Path | None) -> int:
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        path = {} if interpreter else {"PYTHONPATH": str(_ROOT)}  # another interpreter must not find our packages
+        ends_itself = str(_SERVE) in argv
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            cwd="/",  # where `python -c` finds no package of ours
+            env={**inherited, **path, **env},
+            start_new_session=True,  # Ctrl-C stops the driver, which then stops these
+            preexec_fn=None if ends_itself else partial(die_with_parent, os.getpid(), signal.SIGKILL),
+        )
+        self._started.append(process)
+        return process.pid
+
+
+class Forked:
+    """Children of the fork server, which has imported torch."""
+
+    def __init__(self, candidate: Candidate, address: Address) -> None:
+        """Start the processes."""
+        from gangline.collectives.processes.spawning import Ranks
+
+        roles = candidate.roles()
+        threads = int(candidate.env.get("OMP_NUM_THREADS", "1"))
+        self._ranks = Ranks(_run, len(roles), (candidate, address), threads=threads, opener=_Number)
+        names = (f"{role} {number}" for role, number in roles)
+        self.pids = dict(zip(names, self._ranks.pids, strict=True))
+
+    def last_words(self) -> str:
+        """Return why a process may have ended: errors are reported through the socket."""
+        return "it was killed, or it exited"
+
+    def close(self) -> None:
+        """Kill the processes that still run."""
+        self._ranks.close()
+
+
+class _Number:
+    """Object that `Ranks` opens in a process in place of a communicator."""
+
+    def __init__(self, rank: int, *_: object, **__: object) -> None:
+        self.rank = rank
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _run(own: _Number, candidate: Candidate, address: Address) -> None:
+    """Run one process of a group."""
+    role, number = candidate.roles()[own.rank]
+    os.environ.update({**candidate.env, **address.environment(candidate, role, number)})
+    if role == "rank":
+        from gangline.bench.peers.serve import serve
+
+        serve(str(candidate.path), address.socket)
+        return
+    try:
+        _serve_parameters(role)
+    except Exception as error:
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as driver:  # the driver may have ended
+            driver.connect(address.socket)
+            driver.sendall(json.dumps({"failed": f"{role}: {type(error).__name__}: {error}"}).encode() + b"\n")
+        raise
+
+
+def _serve_parameters(role: str) -> None:
+    if role == "server":
+        from gangline.kvstore.parameter_server import environment
+        from gangline.kvstore.parameter_server.server import server
+
+        server.serve(environment.from_environment())
+    else:
+        from gangline.kvstore.parameter_server.scheduler import scheduler
+
+        scheduler.main()
+
+
+def start(stack: ExitStack, candidate: Candidate, address: Address, hosts: Hosts | None) -> Processes:
+    """Start the processes of a group; closing ``stack`` kills those that still run."""
+    processes: Any = Forked(candidate, address) if candidate.forked else Programs(candidate, address, hosts)
+    stack.callback(processes.close)
+    return processes  # type: ignore[no-any-return]

@@ -1,0 +1,337 @@
+"""`gangline bench ps`: push and pull through the parameter server, beside MXNet's.
+
+A job is a scheduler, servers and workers, all processes of this machine; jobs are idle while another one is measured.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gangline.bench.report.machine import command_line
+from gangline.bench.report.output import check_outputs, publish
+from gangline.bench.report.rows import Row, spread, times_as_fast
+from gangline.bench.report.tables import print_ratios
+from gangline.bench.workload.options import (
+    Compression,
+    DistStore,
+    HostCount,
+    Json,
+    MinBytes,
+    Plot,
+    Runs,
+    ServerTransport,
+    StepFactor,
+)
+from gangline.bench.workload.sizes import size_in_bytes, sizes_between
+
+if TYPE_CHECKING:
+    from gangline.bench.driver.hosts import Hosts
+    from gangline.bench.driver.processes import Candidate
+    from gangline.bench.driver.rank_group import RankGroup
+
+PUSH, PUSH_PULL, PUSHPULL = "push", "push+pull", "pushpull"
+"""The measured calls."""
+_ITEM = 4  # bytes of a float32
+_LONG = 1.0  # seconds of a step that is not repeated within a run
+_SERVING = "from gangline.kvstore.parameter_server.roles import serve_if_assigned; serve_if_assigned()"
+_COMPRESSIONS: Mapping[str, dict[str, Any]] = {
+    "2bit": {"type": "2bit", "threshold": 0.5},
+    "fp16": {"type": "fp16"},
+    "bf16": {"type": "bf16"},
+}
+
+
+def ps(
+    minbytes: MinBytes = "4K",
+    maxbytes: Annotated[
+        str, typer.Option("-e", "--maxbytes", help="Largest size in bytes; it is always measured.")
+    ] = "64M",
+    stepfactor: StepFactor = 16,
+    workers: Annotated[int, typer.Option("-n", "--workers", help="Worker processes.", min=1)] = 2,
+    servers: Annotated[int, typer.Option("-s", "--servers", help="Server processes.", min=1)] = 1,
+    store: Annotated[DistStore, typer.Option(help="Kind of store.")] = DistStore.SYNC,
+    transport: Annotated[
+        ServerTransport, typer.Option(help="gangline's transport; auto: shared memory where possible.")
+    ] = ServerTransport.AUTO,
+    pushpull: Annotated[bool, typer.Option(help="Also measure the call pushpull.")] = False,
+    compression: Annotated[Compression | None, typer.Option(help="Also measure compressed pushes.")] = None,
+    peers: Annotated[str, typer.Option(help="Peers to measure beside gangline: mxnet.")] = "",
+    hosts: Annotated[
+        HostCount, typer.Option(help="2: run the servers in one network namespace and the workers in another.")
+    ] = HostCount.ONE,
+    rate: Annotated[str | None, typer.Option(help="Rate of the link between the two hosts, such as 100mbit.")] = None,
+    check: Annotated[bool, typer.Option(help="Check every element of the results.")] = True,
+    runs: Runs = 3,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Push a key of float32 from every worker and pull the sum.
+
+    size is that of the key; time is that of one push and pull: the mean over a run on the slowest worker, and the
+    median over the runs. --compression adds the push alone, until the servers have it, uncompressed and compressed, and
+    push and pull with both compressed (pulls as fp16). MXNet runs at the fastest of several settings for each size
+    and call. error is the largest deviation from the exact sum.
+    """
+    from gangline.bench.driver.installed import available_peers
+
+    check_outputs(json, plot)
+    sizes = {*sizes_between(minbytes, maxbytes, stepfactor), size_in_bytes(maxbytes, "-e")}
+    case = Case(
+        sizes=sorted(sizes),
+        workers=workers,
+        servers=servers,
+        store=store.value,
+        transport=transport.value,
+        pushpull=pushpull,
+        compression=compression and compression.value,
+        peers=available_peers(peers, "parameter_server"),
+        hosts=int(hosts.value),
+        rate=rate,
+        check=check,
+        runs=runs,
+    )
+    rows = measure(case)
+    publish(command_line(), rows, json)
+    if plot is not None:
+        draw(command_line(), rows, plot)
+    print_ratios(rows, "size", ("mode", "transport", "call", "compression"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes to measure, and the job that serves them."""
+
+    sizes: Sequence[int]
+    """Bytes of the key."""
+    workers: int = 2
+    servers: int = 1
+    store: str = "dist_sync"
+    transport: str = "auto"
+    pushpull: bool = False
+    compression: str | None = None
+    peers: Sequence[str] = ()
+    hosts: int = 1
+    rate: str | None = None
+    check: bool = True
+    runs: int = 3
+    run_seconds: float = 0.2
+    """Approximate length of a run."""
+
+    def __post_init__(self) -> None:
+        if min(self.sizes) < _ITEM:
+            raise ValueError(f"-b is {min(self.sizes)}; expected {_ITEM} bytes or more, those of one float32")
+        if self.rate is not None and self.hosts == 1:
+            raise ValueError(f"--rate is {self.rate}, but there is no link; expected --hosts 2 with it")
+        if self.hosts > 1:
+            from gangline.bench.driver.hosts import obstacle
+
+            if (why := obstacle()) is not None:
+                raise RuntimeError(f"--hosts {self.hosts}: {why}")
+
+
+@dataclass(frozen=True)
+class _Side:
+    """A job, and how its store is called."""
+
+    who: str
+    """"gangline", or the peer's short name."""
+    job: RankGroup
+    call: str
+    compression: str | None = None
+
+
+def measure(case: Case) -> list[Row]:
+    """Measure each size; the sides of a size are measured in turn.
+
+    Raises:
+        GroupError: if gangline fails. A peer that fails is left out from then on, with a line on stderr.
+    """
+    from gangline.bench.driver.hosts import Hosts
+
+    with ExitStack() as stack:
+        hosts = stack.enter_context(Hosts(2, rate=case.rate)) if case.hosts > 1 else None
+        own = _own_sides(stack, case, hosts)
+        others = {peer: sides for peer in case.peers if (sides := _peer_sides(stack, peer, case))}
+        return [row for size in case.sizes for row in _Size(case, size).rows(own, others)]
+
+
+@dataclass(frozen=True)
+class _Size:
+    """One size of the key."""
+
+    case: Case
+    size: int
+
+    def rows(self, own: Sequence[_Side], others: dict[str, list[_Side]]) -> Iterator[Row]:
+        """Prepare all sides, measure them in turn, and free their memory."""
+        from gangline.bench.driver.candidates import in_turn, say
+        from gangline.bench.driver.rank_group import GroupError
+
+        sides = {side: self._prepared(side) for side in own}
+        for peer in list(others):
+            try:
+                sides |= self._fastest(others[peer])
+            except GroupError as error:
+                say(f"skipping {peer}: {error}")
+                for side in others.pop(peer):
+                    side.job.close()
+        say(f"measuring {self.size} bytes, {self.case.runs} runs each, in turn")
+        timed = {side: partial(side.job.seconds, steps, side.call) for side, steps in sides.items()}
+        seconds = in_turn(timed, self.case.runs)
+        yield from [self._row(side, seconds) for side in sides]
+        for job in {side.job for side in (*own, *(side for of_peer in others.values() for side in of_peer))}:
+            job.release()
+
+    def _prepared(self, side: _Side) -> int:
+        """Create the key and return the number of steps of a run."""
+        options = {
+            "count": self.size // _ITEM,
+            "workers": self.case.workers,
+            "call": side.call,
+            "compression": side.compression,
+        }
+        step = side.job.prepare(options, side.call)
+        return 1 if step > _LONG else side.job.steps_in(self.case.run_seconds, side.call)
+
+    def _fastest(self, sides: Sequence[_Side]) -> dict[_Side, int]:
+        """Return the fastest of a peer's sides for each call at this size, and the steps of their runs."""
+        from gangline.bench.driver.candidates import TRIALS
+
+        best: dict[str, tuple[float, _Side, int]] = {}
+        for side in sides:
+            steps = self._prepared(side)
+            seconds = min(side.job.seconds(steps, side.call) for _ in range(TRIALS))
+            if side.call not in best or seconds < best[side.call][0]:
+                best[side.call] = seconds, side, steps
+        return {side: steps for _, side, steps in best.values()}
+
+    def _row(self, side: _Side, seconds: Mapping[_Side, Sequence[float]]) -> Row:
+        case, bytes_of_key = self.case, self.size // _ITEM * _ITEM
+        figures = spread([1e6 * each for each in seconds[side]])
+        ours = side.who == "gangline"
+        return {
+            "who": side.job.who,
+            "setting": side.job.candidate.setting or None,
+            "mode": case.store,
+            "transport": case.transport if ours and case.hosts == 1 else "tcp",
+            "call": side.call,
+            "compression": side.compression,
+            "workers": case.workers,
+            "servers": case.servers,
+            "hosts": case.hosts if case.hosts > 1 else None,
+            "rate": case.rate,
+            "size": bytes_of_key,
+            "time_us": figures["p50"],
+            "gb_per_s": bytes_of_key / figures["p50"] / 1e3,
+            "error": side.job.error(side.call) if case.check else None,
+            **(_ratios(side, seconds) if ours else {}),
+            **figures,
+        }
+
+
+def _ratios(side: _Side, seconds: Mapping[_Side, Sequence[float]]) -> Row:
+    """Return how many times as fast a side of gangline's is as others.
+
+    A peer is compared by the same call, and gangline's pushpull also with the peer's push and pull. A compressed call
+    is compared with the same call without compression.
+    """
+    found: Row = {}
+    for other, theirs in seconds.items():
+        ratio = times_as_fast(seconds[side], theirs)
+        if other.who == "gangline":
+            if side.compression is not None and (other.call, other.compression) == (side.call, None):
+                found["ratio_to_float32"] = ratio
+        elif side.compression is None and other.call == side.call:
+            found[f"ratio_to_{other.who}"] = ratio
+        elif side.compression is None and (side.call, other.call) == (PUSHPULL, PUSH_PULL):
+            found[f"ratio_to_{other.who}_{PUSH_PULL}"] = ratio
+    return found
+
+
+def _calls(case: Case) -> list[str]:
+    return [PUSH_PULL, *([PUSHPULL] if case.pushpull else [])]
+
+
+def _own_sides(stack: ExitStack, case: Case, hosts: Hosts | None) -> list[_Side]:
+    """Start gangline's jobs, one for each compression; they end with ``stack``."""
+    from gangline.bench.driver.rank_group import RankGroup
+
+    calls: dict[str | None, list[str]] = {None: _calls(case)}
+    if case.compression is not None:
+        calls[None].insert(0, PUSH)
+        calls |= {case.compression: [PUSH], f"{case.compression}, pulls fp16": [PUSH_PULL]}
+    sides = []
+    for compression, of_job in calls.items():
+        job = stack.enter_context(RankGroup(_own_candidate(case, compression, hosts is not None), hosts))
+        sides += [_Side("gangline", job, call, compression) for call in of_job]
+    return sides
+
+
+def _own_candidate(case: Case, compression: str | None, on_hosts: bool) -> Candidate:
+    from gangline.bench.driver.processes import Candidate
+    from gangline.kvstore.launch.job import cores
+
+    env = {"BENCH_STORE": case.store, "OMP_NUM_THREADS": str(max(1, cores() // case.workers))}
+    if compression is not None:
+        name, _, pulls = compression.partition(", pulls ")
+        params = {**_COMPRESSIONS[name], **({"pull_type": pulls} if pulls else {})}
+        env["BENCH_COMPRESSION"] = json_format.dumps(params)
+    if case.transport == "tcp" or on_hosts:  # processes of two namespaces could still share memory
+        env["GANGLINE_TRANSPORT"] = "tcp"
+    if on_hosts:
+        env["GANGLINE_INSECURE"] = "1"  # nobody else reaches the namespaces
+    return Candidate("parameter_server/gangline", case.workers, case.servers, env=env, server_code=_SERVING)
+
+
+def _peer_sides(stack: ExitStack, peer: str, case: Case) -> list[_Side]:
+    """Start a peer's jobs, one for each setting; none if it cannot be started, with the reason on stderr."""
+    from gangline.bench.driver.candidates import say
+    from gangline.bench.driver.installed import interpreter
+    from gangline.bench.driver.processes import Candidate
+    from gangline.bench.driver.rank_group import GroupError, RankGroup
+
+    if case.hosts > 1 or case.store != "dist_sync":
+        say(f"skipping {peer}: it is measured with dist_sync on one host only")
+        return []
+    sides = []
+    for threads in ("1", "2"):
+        setting = f"OMP_NUM_THREADS={threads}"
+        say(f"starting {peer} with {setting}")
+        candidate = Candidate(
+            f"parameter_server/{peer}",
+            case.workers,
+            case.servers,
+            env={"BENCH_STORE": case.store, "OMP_NUM_THREADS": threads, "DMLC_NODE_HOST": "127.0.0.1"},
+            setting=setting,
+            interpreter=interpreter(peer),
+            server_code=f"import {peer}",
+        )
+        try:
+            job = stack.enter_context(RankGroup(candidate))
+        except GroupError as error:
+            say(f"skipping {peer}: {error}")
+            return []
+        sides += [_Side(peer, job, call) for call in _calls(case)]
+    return sides
+
+
+def draw(title: str, rows: Sequence[Row], path: Path) -> None:
+    """Draw rows as curves over sizes, as `draw_curves`."""
+    from gangline.bench.report.plots import draw_curves
+
+    draw_curves(
+        title,
+        rows,
+        path,
+        panels=lambda row: f"{row['mode']}, {row['workers']} workers",
+        curves=lambda row: ", ".join(filter(None, [row["who"], row["transport"], row["call"], row["compression"]])),
+        figures=("time_us",),
+    )

@@ -1,0 +1,1 @@
+"""Programs of one bench: a rank of a collective."""

@@ -1,0 +1,1 @@
+"""Programs of one bench: one process that pushes and pulls the gradients of several contexts."""

@@ -1,0 +1,53 @@
+"""Plain torch code: add the gradients of a key, copy the sum to each context, key by key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gangline.collectives.context import contexts
+
+
+def join() -> dict[str, Any]:
+    """Return what `serve.py` needs."""
+    return {"who": f"torch {torch.__version__.partition('+')[0]}", "prepare": prepare}
+
+
+def prepare(options: dict[str, Any]) -> dict[str, Any]:
+    """Allocate tensors for all keys; sums are computed on the first context.
+
+    Args:
+        options: ``keys`` (pairs of name and shape) and ``contexts`` (words such as "cpu(0),cpu(1)").
+    """
+    devices = [context.torch_device for context in contexts(options["contexts"])]
+    generator = torch.Generator().manual_seed(0)
+    gradients = [
+        [torch.rand(shape, generator=generator).to(device) for device in devices] for _, shape in options["keys"]
+    ]
+    outs = [[torch.zeros_like(gradient) for gradient in of_key] for of_key in gradients]
+    sums = [torch.zeros_like(of_key[0]) for of_key in gradients]
+
+    def step() -> None:
+        for total, (first, *others) in zip(sums, gradients, strict=True):
+            total.copy_(first)
+            for other in others:
+                total.add_(other.to(total.device))
+        for total, pulled in zip(sums, outs, strict=True):
+            for out in pulled:
+                out.copy_(total)
+        wait()
+
+    def wait() -> None:
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+    def check() -> float:
+        worst = 0.0
+        for of_key, pulled in zip(gradients, outs, strict=True):
+            exact = torch.stack([gradient.double().cpu() for gradient in of_key]).sum(0)
+            worst = max(worst, *(float((out.double().cpu() - exact).abs().max()) for out in pulled))
+        return worst
+
+    return {"step": step, "wait": wait, "check": check}

@@ -1,0 +1,1 @@
+"""Programs of one bench: a worker that pushes and pulls one key."""

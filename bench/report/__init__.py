@@ -1,0 +1,1 @@
+"""Results of a bench: rows, tables, ratios, JSON files and plots."""

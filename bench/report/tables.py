@@ -1,0 +1,252 @@
+"""Tables as wide as the terminal: constant fields are in the title, empty ones are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from gangline.bench.report.fields import RATES, RUNS, TIMES, figure
+from gangline.bench.report.rows import NOISY, Row, is_noisy
+
+LEGEND = f"~ noisy: min..max is over {100 * NOISY:.0f} % of the median"
+_HEADERS = {
+    "who": "",
+    "time_us": "time",
+    "time_ms": "time",
+    "seconds": "time",
+    "samples_per_s": "samples/s",
+    "gb_per_s": "GB/s",
+    "gb_per_s_per_device": "GB/s per device",
+    "algbw_gbs": "algbw GB/s",
+    "busbw_gbs": "busbw GB/s",
+    "memory_gbs": "memory GB/s",
+    "bytes_a_rank": "sent per rank",
+    "p50": "median",
+}
+_SIZES = ("size", "payload", "bytes_a_rank")
+_BY_VALUE = (
+    "collective",
+    "algorithm",
+    "transport",
+    "dtype",
+    "redop",
+    "network",
+    "store",
+    "mode",
+    "call",
+    "setting",
+    "who",
+)
+"""Fields whose value speaks for itself."""
+
+
+def print_table(title: str, rows: Sequence[Row]) -> None:
+    """Print rows, a column for each field that differs; ratios to peers are left to `print_ratios`."""
+    given = [name for name in dict.fromkeys(name for row in rows for name in row) if _is_shown(name, rows)]
+    fields = sorted(given, key=lambda name: name == "setting")  # the widest one is last
+    constant = [name for name in fields if _is_constant(name, rows)]
+    print(f"# {title}")
+    runs = max((row.get("runs", 1) for row in rows), default=1)
+    words = [_word(name, rows[0][name]) for name in constant] + ([f"{runs} runs"] if runs > 1 else [])
+    if words:
+        print(f"# {', '.join(words)}")
+    columns = {name: [_cell(name, row.get(name)) for row in rows] for name in fields if name not in constant}
+    headers = {name: _HEADERS.get(name, name.replace("_", " ")) for name in columns}
+    if rows and figure(rows[0])[0] == "p50":
+        columns["p50"], headers["p50"] = [_cell("p50", row.get("p50")) for row in rows], _HEADERS["p50"]
+    noisy = [is_noisy(row) for row in rows]
+    if runs > 1:
+        columns["min..max"] = [_range(row) + ("~" if mark else "") for row, mark in zip(rows, noisy, strict=True)]
+        headers["min..max"] = "min..max"
+    text = {name for name in columns if any(isinstance(row.get(name), str) for row in rows)}
+    print_columns([(headers[name], values, name in text) for name, values in columns.items()])
+    if any(noisy):
+        print(f"# {LEGEND}")
+
+
+def print_ratios(rows: Sequence[Row], index: str, cases: Sequence[str]) -> None:
+    """Print how many times as fast gangline is as each peer, one table for all peers.
+
+    Args:
+        rows: results; gangline's rows have ratios in fields such as ``ratio_to_mxnet``.
+        index: the field with a line for each value.
+        cases: fields that, together with the peer, have a column for each combination of values.
+    """
+    own = [row for row in rows if row["who"] == "gangline"]
+    peers = list(dict.fromkeys(name for row in own for name in row if name.startswith("ratio_to_")))
+    telling = [case for case in cases if len({row.get(case) for row in own}) > 1]
+    cells: dict[tuple[Any, tuple[str, ...]], str] = {}
+    for name in peers:
+        peer = name.removeprefix("ratio_to_")
+        for row in own:
+            if row.get(name) is not None:
+                label = (*((peer,) if len(peers) > 1 else ()), *(case_label(case, row.get(case)) for case in telling))
+                noisy = is_noisy(row) or any(is_noisy(other) for other in _peer_rows(rows, row, peer, index, cases))
+                cells[row[index], label] = f"{row[name]:.3g}{'~' if noisy else ''}"
+    if cells:
+        whom = f" as {peers[0].removeprefix('ratio_to_')}" if len(peers) == 1 else ""
+        print_matrix(f"times as fast{whom}", index, cells)
+
+
+def print_matrix(title: str, index: str, cells: Mapping[tuple[Any, tuple[str, ...]], str]) -> None:
+    """Print cells as a table, in several parts where the terminal is too narrow.
+
+    Args:
+        title: of the table.
+        index: field of the lines.
+        cells: texts by the value of ``index`` and the labels of the column.
+    """
+    lines = list(dict.fromkeys(value for value, _ in cells))
+    labels = list(dict.fromkeys(label for _, label in cells))
+    print(f"# {title}" + (f" ({LEGEND})" if any(cell.endswith("~") for cell in cells.values()) else ""))
+    first = (index, [_cell(index, value) for value in lines], False)
+    columns = [("\n".join(label), [cells.get((value, label), "") for value in lines], False) for label in labels]
+    left = _terminal_width() - _width(first)
+    part: list[tuple[str, list[str], bool]] = []
+    for column in columns:
+        if part and _width(column) > left - sum(map(_width, part)):
+            print_columns([first, *part])
+            part = []
+        part.append(column)
+    print_columns([first, *part])
+
+
+def print_columns(columns: Iterable[tuple[str, Sequence[str], bool]]) -> None:
+    """Print columns, each a header, its cells, and whether they are text, which is aligned to the left."""
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    given = list(columns)
+    table = Table(
+        *(Column(header, justify="left" if text else "right", overflow="fold") for header, _, text in given),
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+    )
+    for cells in zip(*(cells for _, cells, _ in given), strict=True):
+        table.add_row(*cells)
+    console = Console(highlight=False)
+    if not console.is_terminal:  # files and pipes have no width
+        console = Console(highlight=False, width=max(80, *(sum(map(_width, given)),)))
+    console.print(table)
+
+
+def format_size(nbytes: float) -> str:
+    """Return bytes as text, such as "256 KiB"."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.4g} {unit}"
+    return f"{nbytes:.4g} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return seconds as text, such as "4.28 ms"."""
+    return _with_unit(*_time_unit(seconds), seconds)
+
+
+def format_number(value: float, digits: int = 4) -> str:
+    """Return a number with so many significant digits and without an exponent."""
+    if value == 0 or not -1e15 < value < 1e15:
+        return f"{value:g}"
+    if abs(value) < 1e-4:
+        return f"{value:.{digits - 1}g}"
+    whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
+    text = f"{value:,.{max(0, digits - max(whole, 1))}f}" if abs(value) >= 1 else f"{value:.{digits}g}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def formatter(name: str) -> Callable[[float], str]:
+    """Return the function that shows values of a field."""
+    if name in TIMES:
+        return lambda value: format_seconds(value * TIMES[name])
+    return format_size if name in _SIZES else format_number
+
+
+def case_label(name: str, value: Any) -> str:
+    """Return a field and its value as a column's label, such as "2 ranks" or "in place"."""
+    if name == "in_place":
+        return "in place" if value else "out of place"
+    if name == "registered":
+        return "registered" if value else "ordinary"
+    return "" if value is None else _word(name, value)
+
+
+def _is_shown(name: str, rows: Sequence[Row]) -> bool:
+    if name in RUNS or (name.startswith("ratio_to_") and name != "ratio_to_copy"):
+        return False
+    if name == "count" and any("size" in row for row in rows):
+        return False
+    return any(row.get(name) is not None for row in rows)
+
+
+def _is_constant(name: str, rows: Sequence[Row]) -> bool:
+    values = [row.get(name) for row in rows]
+    if len(values) == 1:
+        return not isinstance(values[0], float) and name not in (*RATES, *TIMES)
+    return values[0] is not None and all(value == values[0] for value in values)
+
+
+def _cell(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return formatter(name)(value) if isinstance(value, float) or name in (*_SIZES, *TIMES) else str(value)
+    return "" if value is None else str(value)
+
+
+def _word(name: str, value: Any) -> str:
+    shown = name.replace("_", " ")
+    if isinstance(value, bool):
+        return shown if value else f"not {shown}"
+    if name in _BY_VALUE:
+        return str(value)
+    return f"{_cell(name, value)} {shown}" if _is_count(name, value) else f"{shown} {_cell(name, value)}"
+
+
+def _is_count(name: str, value: Any) -> bool:
+    """Return whether a field counts things, as in "2 ranks"."""
+    return isinstance(value, int) and name in ("ranks", "hosts", "contexts", "workers", "servers", "devices", "wrong")
+
+
+def _range(row: Row) -> str:
+    """Return min..max, both in the unit of the maximum."""
+    if "min" not in row:
+        return ""
+    name, _ = figure(row)
+    if name not in TIMES:
+        return f"{formatter(name)(row['min'])}..{formatter(name)(row['max'])}"
+    scale, unit = _time_unit(row["max"] * TIMES[name])
+    return f"{format_number(row['min'] * TIMES[name] * scale, 3)}..{_with_unit(scale, unit, row['max'] * TIMES[name])}"
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    """Return the units in a second, and the unit, for a time."""
+    return (1e6, "us") if seconds < 1e-3 else (1e3, "ms") if seconds < 1 else (1, "s")
+
+
+def _with_unit(scale: float, unit: str, seconds: float) -> str:
+    return f"{format_number(seconds * scale, 3)} {unit}"
+
+
+def _peer_rows(rows: Sequence[Row], own: Row, peer: str, index: str, cases: Sequence[str]) -> list[Row]:
+    """Return the rows of a peer that one of gangline's stands beside."""
+    name = peer.partition("_")[0]
+    fields = [index, *(case for case in cases if case in ("ranks", "in_place", "contexts", "workers"))]
+    return [
+        row
+        for row in rows
+        if name in str(row["who"]).lower().partition(",")[0]
+        and all(row.get(field) == own.get(field) for field in fields)
+    ]
+
+
+def _width(column: tuple[str, Sequence[str], bool]) -> int:
+    header, cells, _ = column
+    return max(len(line) for line in (*header.split("\n"), *cells)) + 2
+
+
+def _terminal_width() -> int:
+    from rich.console import Console
+
+    console = Console()
+    return console.width if console.is_terminal else 100

@@ -1,0 +1,43 @@
+"""Sizes in bytes and lists of numbers, as options of a bench give them."""
+
+from __future__ import annotations
+
+import math
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def size_in_bytes(word: str, flag: str) -> int:
+    """Parse a number of bytes such as 8, 64K or 256M.
+
+    Raises:
+        ValueError: if ``word``, the value of ``flag``, is not one.
+    """
+    number, unit = (word[:-1], word[-1].upper()) if word[-1:].isalpha() else (word, "")
+    if not number.isdecimal() or not int(number) or unit not in _UNITS:
+        raise ValueError(f"{flag} is {word!r}; expected a number of bytes above 0, such as 8, 64K or 256M")
+    return int(number) * _UNITS[unit]
+
+
+def sizes_between(smallest: str, largest: str, factor: int) -> list[int]:
+    """Return sizes in bytes, each ``factor`` times the previous one.
+
+    Raises:
+        ValueError: if a word is not a size, or the largest is below the smallest.
+    """
+    low, high = size_in_bytes(smallest, "-b"), size_in_bytes(largest, "-e")
+    if low > high:
+        raise ValueError(f"-b {smallest} is above -e {largest}")
+    return [low * factor**power for power in range(math.floor(math.log(high / low, factor) + 1e-9) + 1)]
+
+
+def counts(words: str, flag: str) -> list[int]:
+    """Parse numbers above 0 with commas, without repetitions.
+
+    Raises:
+        ValueError: if ``words``, the value of ``flag``, are not such numbers.
+    """
+    found = [word.strip() for word in words.split(",")]
+    if not all(word.isdecimal() and int(word) for word in found):
+        raise ValueError(f"{flag} is {words!r}; expected numbers above 0 with commas, such as 1,2,4")
+    return list(dict.fromkeys(int(word) for word in found))

@@ -1,0 +1,208 @@
+"""The driver and its processes: real ones, of programs that need nothing but Python and numpy."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gangline.bench.driver import installed
+from gangline.bench.driver.candidates import Entry, fastest_candidates, measure_in_turn
+from gangline.bench.driver.processes import Candidate
+from gangline.bench.driver.rank_group import GroupError, RankGroup
+from gangline.bench.report.rows import times_as_fast
+
+ROOT = Path(installed.__file__).resolve().parents[2]
+TINY = """
+import os, signal, sys, time
+
+def join():
+    print("the last words", file=sys.stderr, flush=True)
+    if os.environ.get("REFUSE"):
+        raise OSError("nobody is here")
+    if os.environ.get("END"):
+        os._exit(3)
+    return {"who": "tiny 1", "prepare": prepare}
+
+def prepare(options):
+    log = open(options["log"], "a")
+    def step():
+        print(options["name"], file=log, flush=True)
+        end = time.perf_counter() + float(os.environ.get("WORK", options.get("work", 0)))
+        while time.perf_counter() < end:  # a step that keeps its core busy for so many seconds
+            pass
+        if options.get("end"):
+            os._exit(3)
+        if options.get("hang"):
+            open(options["hang"], "w").close()
+            signal.pause()
+    if options.get("refuse"):
+        raise ValueError("no such store")
+    return {"step": step, "check": lambda: 0.25}
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    """The path of a program of one process."""
+    (tmp_path / "tiny.py").write_text(TINY)
+    return str(tmp_path / "tiny")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_a_process_prepares_measures_and_checks(tiny: str, log: Path) -> None:
+    with RankGroup(Candidate(tiny)) as group:
+        options = {"name": "a", "log": str(log), "work": 0.001}
+        assert group.prepare(options) >= 0.001
+        assert (group.who, group.transport) == ("tiny 1", None)
+        assert group.seconds(group.steps_in(0.01)) >= 0.001
+        assert group.error() == 0.25
+        group.prepare({**options, "name": "b"})
+        (pid,) = group._processes.pids.values()
+        assert alive(pid)
+    assert not alive(pid)
+    assert log.read_text().startswith("a\na\n")
+    assert log.read_text().endswith("b\nb\n")
+
+
+def test_an_error_is_reported_with_the_rank_and_the_process_lives_on(tiny: str, log: Path) -> None:
+    options = {"name": "a", "log": str(log)}
+    with RankGroup(Candidate(tiny)) as group:
+        with pytest.raises(GroupError, match="tiny, rank 0 failed: ValueError: no such store"):
+            group.prepare({**options, "refuse": True})
+        assert group.prepare(options) > 0
+
+
+def test_a_process_that_exits_leaves_its_last_words(tiny: str, log: Path) -> None:
+    with (
+        RankGroup(Candidate(tiny)) as group,
+        pytest.raises(GroupError, match=r"tiny[:,] rank 0 ended: the last words"),
+    ):
+        group.prepare({"name": "a", "log": str(log), "end": True})
+    with pytest.raises(GroupError, match="tiny did not start: OSError: nobody is here"):
+        RankGroup(Candidate(tiny, env={"REFUSE": "1"}))
+    with pytest.raises(GroupError, match=r"tiny.*: the last words"):
+        RankGroup(Candidate(tiny, env={"END": "1"}))
+    with pytest.raises(GroupError, match="nosuch did not start: FileNotFoundError"):
+        RankGroup(Candidate(str(Path(tiny).with_name("nosuch"))))
+
+
+def test_processes_end_when_the_driver_is_interrupted(tiny: str) -> None:
+    pids = []
+
+    def interrupted() -> None:
+        with RankGroup(Candidate(tiny)) as group:
+            pids.extend(group._processes.pids.values())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [alive(pid) for pid in pids] == [False]
+
+
+@pytest.mark.parametrize("hanging", [False, True])
+def test_processes_end_when_the_driver_is_killed(tiny: str, log: Path, tmp_path: Path, hanging: bool) -> None:
+    step = tmp_path / "step"
+    os.mkfifo(step)
+    options = {"name": "a", "log": str(log), "hang": str(step) if hanging else None}
+    code = (
+        "import sys; from gangline.bench.driver.processes import Candidate\n"
+        "from gangline.bench.driver.rank_group import RankGroup\n"
+        f"group = RankGroup(Candidate({tiny!r}))\n"
+        "print(*group._processes.pids.values(), group._listener.getsockname(), flush=True)\n"
+        f"group.prepare({options!r}); print('prepared', flush=True); sys.stdin.read()\n"
+    )
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert driver.stdin is not None
+    assert driver.stdout is not None
+    pid, path = driver.stdout.readline().split()
+    end = os.pidfd_open(int(pid))
+    if hanging:
+        step.read_text()  # returns when the process is in its step
+    else:
+        driver.stdout.readline()
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    assert select.select([end], [], [], 30)[0]
+    os.close(end)
+    driver.stdin.close()
+    driver.stdout.close()
+    shutil.rmtree(Path(path).parent)
+
+
+def test_candidates_are_measured_in_turn_at_the_fastest_setting(tiny: str, log: Path) -> None:
+    slow, fast = (Candidate(tiny, env={"WORK": work}, setting=work) for work in ("0.02", "0.001"))
+    entries = [
+        Entry([slow, fast], {"name": "a", "log": str(log)}),
+        Entry([Candidate(tiny)], {"name": "b", "log": str(log)}),
+    ]
+    chosen = fastest_candidates(entries, 0.01)
+    assert chosen == [fast, Candidate(tiny)]
+    assert set(log.read_text().split()) == {"a"}
+    log.write_text("")
+    first, second = measure_in_turn(entries, chosen, 3, 0.002, check=True)
+    assert (first.who, first.error, first.setting) == ("tiny 1", 0.25, "0.001")
+    assert (len(first.seconds), len(second.seconds)) == (3, 3)
+    steps = log.read_text().split()
+    turns = [name for number, name in enumerate(steps) if number == 0 or steps[number - 1] != name]
+    assert turns == ["a", "b"] * 4  # once to prepare, then a turn per run
+
+
+def test_the_ratio_is_the_median_of_neighbouring_runs() -> None:
+    assert times_as_fast([1.0, 2.0, 4.0], [3.0, 4.0, 40.0]) == 3.0
+
+
+def test_a_peer_that_is_not_installed_is_skipped_with_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(installed, "_ROOT", tmp_path)
+    assert installed.available_peers("mxnet, torch,ddp,torch", "kvstore") == ["torch"]
+    printed = capsys.readouterr().err.splitlines()
+    assert printed[0].startswith("skipping mxnet: ")
+    assert printed[0].endswith("install it with `make peers`")
+    assert printed[1] == "skipping ddp: it does not take part in the kvstore bench"
+    assert installed.available_peers("", "training") == []
+    assert installed.available_peers("ddp,torch", "training", on_gpus=True) == ["torch"]
+    assert installed.available_peers("ddp,torch", "training", among=("ddp",)) == ["ddp"]
+    with pytest.raises(ValueError, match="'horovod'; expected names out of mxnet, torch, ddp"):
+        installed.available_peers("torch,horovod", "training")
+
+
+def test_an_installed_peer_runs_in_its_own_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed, "_ROOT", tmp_path)
+    python = installed.interpreter("mxnet")
+    assert python is not None
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert installed.available_peers("mxnet", "training") == ["mxnet"]
+    assert installed.interpreter("torch") is None
+
+
+def test_settings_that_are_tried() -> None:
+    threads = [candidate.env["OMP_NUM_THREADS"] for candidate in installed.single_process("torch", "training")]
+    assert threads[0] == "1"
+    assert int(threads[-1]) == os.cpu_count()
+    tried = installed.single_process("mxnet", "training", ("local", "device"))
+    assert len({candidate.setting for candidate in tried}) == 12
+    assert tried[0].setting == "MXNET_CPU_WORKER_NTHREADS=1 OMP_NUM_THREADS=1 store=local"
+    assert all(candidate.env["OMP_NUM_THREADS"] for candidate in installed.ddp(2))
