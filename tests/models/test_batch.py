@@ -1,4 +1,4 @@
-"""Batches: their nesting, their size, their parts and putting these together."""
+"""Batches: nesting, size, slicing and concatenation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def nested() -> dict[str, Any]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether nesting, dtypes, shapes and values are equal."""
+    """Return True if nesting, dtypes, shapes and values are equal."""
     if isinstance(left, torch.Tensor):
         return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
     if isinstance(left, dict):

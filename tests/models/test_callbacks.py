@@ -1,4 +1,4 @@
-"""Callbacks: what they print and save, when, and what they are told."""
+"""Callbacks: what they print and save, when they are called, and their arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def classifier() -> nn.Module:
 
 
 def count(metric: EvalMetric, right: int, wrong: int) -> None:
-    """Have an accuracy count so many samples."""
+    """Make an accuracy metric that has counted this many samples."""
     label = torch.zeros(right + wrong).long()
     output = torch.eye(2)[torch.arange(right + wrong).ge(right).long()]
     metric.update(label, output, None)
@@ -48,7 +48,7 @@ def spin(seconds: float) -> None:
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
-    """The speedometer's lines so far, each matched against MXNet's form."""
+    """Return matches of the Speedometer's lines so far against MXNet's format."""
     caplog.set_level(logging.INFO, "gangline")
 
     def matched() -> list[re.Match[str]]:
@@ -65,7 +65,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
 
 
 def ranges(matches: list[re.Match[str]]) -> list[tuple[int, int, int, float]]:
-    """(epoch, begin, end, accuracy) of each line."""
+    """Return (epoch, begin, end, accuracy) of each line."""
     return [(int(one["epoch"]), int(one["begin"]), int(one["end"]), float(one["accuracy"])) for one in matches]
 
 
@@ -182,12 +182,12 @@ def test_a_speedometer_that_never_speaks_is_refused(frequent: int) -> None:
 
 
 def written(text: str) -> list[str]:
-    """Each state of the line that the bar wrote over and over."""
+    """Return the successive states of the line that the bar rewrites."""
     return [state.strip() for state in text.split("\r") if state.strip()]
 
 
 def left_over(text: str) -> str:
-    """What a terminal still shows."""
+    """Return what a terminal shows at the end."""
     line = ""
     for state in text.split("\r"):
         line = state + line[len(state) :]
@@ -200,14 +200,14 @@ def open_bars() -> list[tqdm[Any]]:
 
 @pytest.fixture
 def bar(request: pytest.FixtureRequest) -> Iterator[ProgressBar]:
-    """A bar; what a test leaves open is closed after it."""
+    """Yield a bar and close it after the test."""
     yield ProgressBar(getattr(request, "param", None))
     for one in open_bars():
         one.close()
 
 
 def show(bar: ProgressBar, batches: Any, epoch: int = 0, **places: Any) -> None:
-    """Call the bar for batches that take long enough to be drawn."""
+    """Call the bar for batches, with enough time between them for it to be redrawn."""
     metric = create("acc")
     for batch in batches:
         spin(0.11)
@@ -274,7 +274,7 @@ def test_without_a_total_the_next_epoch_closes_the_bar(
 
 
 class Unsized:
-    """Batches, anew each epoch, without a length."""
+    """Batches without a length; each epoch yields them again."""
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         data, label = arrays()
@@ -361,7 +361,7 @@ def test_a_period_below_one_is_refused(tmp_path: Path, make: Any, period: int) -
         make(module, tmp_path / "net", period)
 
 
-# -- what callbacks are told ----------------------------------------------------------------------------------------
+# -- arguments of callbacks -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("contexts", [[cpu()], [cpu(0), cpu(1)]])

@@ -1,4 +1,4 @@
-"""Which checkpoints are written when, which are kept, and what is refused when one is corrupt."""
+"""Checkpoint callback: when checkpoints are written, which are kept, and corrupt files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLES = 12
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Nothing here is large enough for torch to share out."""
+    """Use one torch thread: the tensors are too small for more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -46,7 +46,7 @@ def network() -> nn.Module:
 def fitted(
     prefix: Path, num_epoch: int, *, store: Any = "local", by_batches: bool = False, **options: Any
 ) -> tuple[Module, Checkpoint]:
-    """Train with 3 batches an epoch and a checkpoint of these options."""
+    """Train with 3 batches per epoch and a Checkpoint with these options."""
     fit = {name: options.pop(name) for name in ("eval_data", "validation_metric", "resume") if name in options}
     with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
         saves = Checkpoint(module, prefix, **options)
@@ -65,7 +65,7 @@ def fitted(
 
 
 class Clock:
-    """Stands for time: every look at it takes a second."""
+    """Replaces time: each call advances it by one second."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -79,7 +79,7 @@ class Clock:
 
 
 def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The module's step and the checkpoint's number at each save from now on."""
+    """Record the module's step and the checkpoint's number at each save."""
     found: list[Any] = []
     save = checkpoint.save
 
@@ -92,7 +92,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_minutes_alone_decide_where_they_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock is looked at once a batch, and once more at a save, which begins the next interval."""
+    """The clock is read once per batch, and again at each save, which begins the next interval."""
     found = written(monkeypatch)
     monkeypatch.setattr("gangline.models.workers.time.monotonic", Clock())
     fitted(tmp_path / "net", 3, by_batches=True, minutes=3 / 60)
@@ -126,7 +126,7 @@ def test_in_a_job_rank_0s_clock_decides_for_all(tmp_path: Path) -> None:
 
 
 class Told:
-    """A metric with one value a validation, for each of which all data is one batch."""
+    """Metric with a given value for each validation, of one batch each."""
 
     def __init__(self, values: list[float]) -> None:
         self._values = [value for value in values for _ in range(3)]

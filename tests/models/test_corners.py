@@ -1,4 +1,4 @@
-"""Corners of Module: modes and parameters changed from outside, mixed data, refusals that leave all as it was."""
+"""Edge cases of Module: modes and parameters changed from outside, mixed data, errors that change nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ both = pytest.mark.parametrize("contexts", CONTEXTS, ids=["one", "two"])
 
 
 class Cut(BaseException):
-    """Ends a run as a kill does: nothing of ours catches it."""
+    """Simulates a killed process: no code of gangline catches it."""
 
 
 def arrays() -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,7 +149,7 @@ def test_a_lazy_network_can_be_loaded(tmp_path: Path) -> None:
 
 
 class Shuffled:
-    """Batches in an order that torch's generator gives anew each epoch."""
+    """Batches in an order that torch's generator draws in each epoch."""
 
     def __init__(self) -> None:
         self.orders: list[list[int]] = []
@@ -185,11 +185,11 @@ def test_a_shuffled_iterable_cut_off_in_mid_epoch_reads_that_epoch_in_the_same_o
     assert again.orders == whole.orders[1:]
 
 
-# -- what holds in a replica's thread ---------------------------------------------------------------------------------
+# -- state within a replica's thread ----------------------------------------------------------------------------------
 
 
 class Pause(nn.Module):
-    """Lets another replica's thread go on, between the setting of random states and a draw."""
+    """Lets another replica's thread run between the setting of random states and a draw."""
 
     def forward(self, data: torch.Tensor) -> torch.Tensor:
         threading.Event().wait(1e-3)
@@ -197,7 +197,7 @@ class Pause(nn.Module):
 
 
 class Deep(nn.Module):
-    """Six times the same layer with dropout, whose outputs are kept, or computed again in backward."""
+    """Network that applies one layer with dropout six times; outputs are kept, or recomputed in backward."""
 
     def __init__(self, again: bool) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ def test_an_error_in_a_replica_tells_the_size_of_its_share(train: bool) -> None:
         assert "its share was 2 of the batch's samples" in caught.value.__notes__
 
 
-# -- optimizers and stores asked for again ----------------------------------------------------------------------------
+# -- optimizers and stores in a second fit ----------------------------------------------------------------------------
 
 
 def test_a_second_fit_uses_the_optimizer_it_is_given() -> None:
@@ -296,7 +296,7 @@ def test_a_second_fit_uses_the_store_it_is_given() -> None:
 def test_what_the_user_initialised_stays_through_fit(caplog: pytest.LogCaptureFixture) -> None:
     with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
         module.init_optimizer("local", "adam")
-        for params, warned in ((None, False), ({"learning_rate": 0.1}, True)):  # by default nothing is asked for
+        for params, warned in ((None, False), ({"learning_rate": 0.1}, True)):  # by default no optimizer is requested
             caplog.clear()
             module.fit(arrays(), num_epoch=1, batch_size=5, optimizer="sgd", optimizer_params=params)
             assert module.optimizer_state().name == "adam"
@@ -421,7 +421,7 @@ def test_a_parameter_freed_after_binding_trains_in_every_replica(contexts: Any, 
             module.forward_backward_update(data, label)
             assert network.weight.grad is not None
             gradients.append(network.weight.grad.clone())
-        assert torch.equal(*gradients)  # that nobody uses, and that do not pile up
+        assert torch.equal(*gradients)  # unused, and they do not accumulate
         module.init_optimizer(store, "sgd", {"lr": 0.1})
         optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
         for _ in range(2):
@@ -449,7 +449,7 @@ def test_a_layer_under_two_names_has_averaged_statistics_under_both() -> None:
         module.init_optimizer()
         module.forward_backward_update(data, label)
         params = module.get_params()
-        for name in ("one", "other"):  # both shares' means, by their sizes, are the batch's
+        for name in ("one", "other"):  # the shares' means, weighted by their sizes, give the batch's
             assert torch.allclose(params[f"{name}.running_mean"], data.mean(0) * 0.1, atol=1e-6)
         module.average_statistics()
         for one in networks(module):

@@ -1,4 +1,4 @@
-"""DeviceThreads: in which thread calls run, when, and with how many of torch's threads."""
+"""DeviceThreads: the thread and the order in which calls run, and the number of torch's threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CALLERS = 6
 
 @pytest.fixture(autouse=True)
 def _threads_to_share() -> Iterator[None]:
-    """Give the caller a count of torch threads that shares can be told from; then give back what was."""
+    """Set a torch thread count that can be split into distinct shares; restore the old one afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(CALLERS)
     yield

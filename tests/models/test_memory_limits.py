@@ -1,4 +1,4 @@
-"""Micro-steps that fit into each context's memory, and the limits learnt from out-of-memory errors."""
+"""Memory limits: micro-steps that fit each context, learnt from out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_parts_cover_each_slice_in_order_and_fit_in_as_few_rounds_as_can_be(
         assert [index for part in held for index in range(part.start, part.stop)] == list(
             range(whole.start, whole.stop)
         )
-        assert parts[: len(held)] == held  # what is done early is done, and idles from then on
+        assert parts[: len(held)] == held  # a context that finishes early idles in the remaining micro-steps
         if held:
             assert max(sizes(held)) <= (most or samples)
             assert max(sizes(held)) - min(sizes(held)) <= 1
@@ -121,7 +121,7 @@ def test_beside_one_that_can_take_less_a_single_sample_stays_one() -> None:
     assert made.max_samples == [1, 4]
 
 
-# -- what counts as running out -------------------------------------------------------------------------------------
+# -- errors that count as out of memory -----------------------------------------------------------------------------
 
 
 def test_what_torch_numpy_and_python_raise_is_running_out_of_memory() -> None:

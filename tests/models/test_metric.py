@@ -1,4 +1,4 @@
-"""Metrics: MXNet's names, and the values that a plain formula gives over batches of unequal size."""
+"""Metrics: MXNet's names, and values equal to plain formulas over batches of unequal size."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def of_classes(classes: int, *axes: int) -> Batches:
-    """Batches of (logits, labels) of unequal size; ``axes`` follow the classes' one."""
+    """Return batches of (logits, labels) of unequal size; ``axes`` follow the class axis."""
     return [(torch.randn(size, classes, *axes) * 2, torch.randint(classes, (size, *axes))) for size in SIZES]
 
 
 def of_numbers(*axes: int) -> Batches:
-    """Batches of (outputs, labels) of unequal size that are numbers, correlated in part."""
+    """Return batches of (outputs, labels) of unequal size with partly correlated floats."""
     labels = [torch.randn(size, *axes) * 3 + 1 for size in SIZES]
     return [(label * 0.7 + torch.randn_like(label), label) for label in labels]
 
@@ -62,7 +62,7 @@ def value(spec: Any, batches: Iterable[tuple[Any, Any]], loss: Any = None) -> fl
 
 
 def whole(batches: Batches) -> tuple[np.ndarray, np.ndarray]:
-    """All outputs and labels as numpy has them; a classes' axis goes last, so that each row is a prediction."""
+    """Return all outputs and labels as numpy arrays with the class axis last."""
     outputs, labels = [], []
     for output, label in batches:
         if output.dim() == label.dim() + 1:
@@ -87,7 +87,7 @@ def cross_entropy(logits: np.ndarray, labels: np.ndarray) -> float:
 
 
 def binary_counts(sure: np.ndarray, labels: np.ndarray) -> tuple[int, int, int, int]:
-    """True and false positives, false and true negatives."""
+    """Return true and false positives, false and true negatives."""
     true_positive, false_positive = np.sum((sure == 1) & (labels == 1)), np.sum((sure == 1) & (labels == 0))
     false_negative, true_negative = np.sum((sure == 0) & (labels == 1)), np.sum((sure == 0) & (labels == 0))
     return int(true_positive), int(false_positive), int(false_negative), int(true_negative)
@@ -105,7 +105,7 @@ def mcc(sure: np.ndarray, labels: np.ndarray) -> float:
 
 
 def pcc(sure: np.ndarray, labels: np.ndarray) -> float:
-    """As MXNet computes it, from the confusion matrix."""
+    """Return the metric as MXNet computes it, from the confusion matrix."""
     size = max(sure.max(), labels.max()) + 1
     matrix = np.zeros((size, size))
     np.add.at(matrix, (sure, labels), 1)
@@ -199,7 +199,7 @@ def test_a_k_beyond_the_classes_finds_every_label_as_mxnet_does() -> None:
     assert value("top_k_accuracy", of_classes(3), nn.CrossEntropyLoss()) == 1.0
 
 
-# -- what the loss says of the outputs ------------------------------------------------------------------------------
+# -- outputs by kind of loss ----------------------------------------------------------------------------------------
 
 
 def own_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -307,7 +307,7 @@ def test_loss_with_ignored_labels_counts_the_others() -> None:
         assert math.isnan(module.score((logits[:4], label[:4]), "loss", batch_size=4)[0][1])
 
 
-# -- numbers that are no numbers ------------------------------------------------------------------------------------
+# -- NaN and infinity -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["ce", "nll_loss", "perplexity", "mae", "mse", "rmse"])
@@ -407,7 +407,7 @@ def test_a_function_gets_outputs_of_any_nesting() -> None:
     assert metric.get_name_value()[0][1] == 5
 
 
-# -- the two counts -------------------------------------------------------------------------------------------------
+# -- local and global counts ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [*sorted(BY_CLASS), *sorted(BY_NUMBER)])

@@ -1,4 +1,4 @@
-"""Networks and data of a user's own: how they are found, called and trained."""
+"""Networks and data of the user's own: import, arguments and training."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ LIMIT = 3
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A package of the user's in the current folder; what is imported of it is forgotten afterwards."""
+    """Make a user's package in the current folder; unload its modules after the test."""
     package = tmp_path / "own_package"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -329,7 +329,7 @@ def shaped(image_shape):
 def command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], network: str, dataset: str, *flags: str
 ) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `gangline train` on a network and data of "own_package.command"."""
+    """Run `gangline train` on a network and data of "own_package.command"; return exit code, stdout and stderr."""
     Path("own_package/command.py").write_text(COMMAND)
     names = [name if name in ("mlp", "digits") else f"own_package.command:{name}" for name in (network, dataset)]
     words = ["gangline", "train", "--network", names[0], "--dataset", names[1], "--cpus", "2", *flags]

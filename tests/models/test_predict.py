@@ -18,7 +18,7 @@ from gangline.models.zoo import create
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``images`` of three classes and checkpoints ``net`` of a perceptron trained on them."""
+    """Make a folder with ``images`` of three classes and checkpoints ``net`` of a network trained on them."""
     folder = tmp_path_factory.mktemp("predict")
     write_digits(folder / "images")
     from gangline.cli.train import TrainOptions
@@ -40,7 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected(folder: Path, epoch: int) -> torch.Tensor:
-    """The probabilities of all images, by the network alone."""
+    """Return the probabilities of all images, computed by the network alone."""
     network = create("mlp", 3)
     network.load_state_dict(checkpoint.read(folder / "net", epoch).params)
     images = ImageFolder(folder / "images", (1, 28, 28))

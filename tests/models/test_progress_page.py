@@ -1,4 +1,4 @@
-"""The page of a run's progress: its numbers, when it is written, how it goes on, and what a browser makes of it."""
+"""Progress page: its numbers, when it is written, resumed runs, and how a browser shows it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from gangline.models.reports.page import FORMAT, TrainingProgress, page, read_pr
 from gangline.models.reports.record import Point, Record, Validation
 
 RATE = {"learning_rate": 0.1, "momentum": 0.9}
-SIX = 1e-5  # what six digits give
+SIX = 1e-5  # as six digits show it
 
 
 def network() -> nn.Module:
@@ -64,7 +64,7 @@ def fit(module: Module, progress: TrainingProgress, *others: Any, epochs: int = 
 
 
 class Seen:
-    """A callback that notes what each update had."""
+    """Callback that records the numbers of each update."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -80,7 +80,7 @@ class Seen:
         self.sizes.append(len(label))
 
 
-# -- what the page says ----------------------------------------------------------------------------------------------
+# -- contents of the page --------------------------------------------------------------------------------------------
 
 
 def test_each_update_of_a_run_is_a_point_with_its_own_numbers(tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_an_error_that_a_caller_is_handling_does_not_end_training(tmp_path: Path
     assert read_progress(tmp_path / "page.html")["state"] == "ended"
 
 
-# -- how it goes on --------------------------------------------------------------------------------------------------
+# -- resumed runs ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loads", [[1, 1], [2, 1, 1]])
@@ -533,7 +533,7 @@ def test_in_a_long_run_the_metric_is_taken_of_some_batches_alone(
 
 @register("slow_local")
 class SlowStore(LocalStore):
-    """Gives weights only when it is told to."""
+    """Store with pulls that block for 20 ms and record the time."""
 
     go: threading.Event
     held = 0.0
@@ -611,7 +611,7 @@ browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed
 
 
 class Drawn(HTMLParser):
-    """What a browser made of a page: attributes of its root, texts by class or id, and curves by chart."""
+    """A page as rendered: attributes of its root, texts by class or id, and curves by chart."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -671,7 +671,7 @@ def test_a_browser_draws_every_curve_and_the_script_raises_nothing(tmp_path: Pat
     assert [x for x, _ in losses] == sorted(x for x, _ in losses)
     order = sorted(range(12), key=lambda place: data["points"]["loss"][place])
     heights = [losses[place][1] for place in order]
-    assert heights == sorted(heights, reverse=True)  # the larger, the nearer to the top
+    assert heights == sorted(heights, reverse=True)  # larger values are nearer to the top
     assert len(spots(drawn.curves["accuracy"]["validation"])) == 4
     assert len(spots(drawn.curves["throughput"]["all"])) == 11  # the first update has no time of its own
     assert drawn.texts["title"][-1] == "<i>one</i> & two"
@@ -709,7 +709,7 @@ def test_a_browser_draws_what_is_odd(tmp_path: Path) -> None:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Callable[[list[str]], tuple[str, list[str]]]]:
-    """Serves one page after another at one address of the loopback, the last one for good; and notes requests."""
+    """Loopback server that serves a sequence of pages at one address and records requests; the last page stays."""
     servers: list[tuple[ThreadingHTTPServer, threading.Thread]] = []
 
     def serve(pages: list[str]) -> tuple[str, list[str]]:
@@ -754,6 +754,6 @@ def test_a_browser_reloads_a_page_until_training_has_ended(
         pages.append(page(data))
     address, asked = served(pages)
     drawn = dumped(address, tmp_path / "profile", "--virtual-time-budget=30000")
-    assert len(asked) == 3  # and not once more in thirty seconds
+    assert len(asked) == 3  # and no further request in thirty seconds
     assert drawn.texts["ended"] == ["ended"]
     assert len(spots(drawn.curves["loss"]["each batch"])) == 4

@@ -25,7 +25,7 @@ SAMPLES = 24
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """The networks are too small for several threads."""
+    """Use one torch thread: the networks are too small for more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -162,7 +162,7 @@ def test_a_warm_up_by_batches_needs_their_number() -> None:
 
 
 def fitted(lr_scheduler: Any, *, store: Any = "local", contexts: int = 1, **options: Any) -> tuple[list[float], Any]:
-    """The rate after each update of 3 epochs of 4 batches, and the weights."""
+    """Return the rate after each update of 3 epochs of 4 batches, and the weights."""
     rates: list[float] = []
     with Module(network(), nn.CrossEntropyLoss(), [cpu(i) for i in range(contexts)]) as module:
         module.fit(
@@ -179,7 +179,7 @@ def fitted(lr_scheduler: Any, *, store: Any = "local", contexts: int = 1, **opti
 
 
 def by_torch(rates: list[float]) -> dict[str, torch.Tensor]:
-    """A plain torch loop that gives each update its rate."""
+    """Run a plain torch loop with the given rate for each update."""
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
     data, label = arrays()
@@ -266,7 +266,7 @@ def test_a_scheduler_of_torchs_steps_after_each_update_or_epoch(make: Any) -> No
 
 
 def test_reduce_on_plateau_steps_after_validations() -> None:
-    """The first value is an improvement on nothing; none of the later ones exceeds it by ten times."""
+    """The first value counts as an improvement; no later one is ten times as large."""
     rates, _ = fitted(plateau, eval_data=arrays())
     assert rates == [0.5] * 8 + [0.25] * 4
     rates, _ = fitted(TorchScheduler(plateau, metric="accuracy"), eval_data=arrays(), eval_frequency=(2, "batches"))
@@ -310,7 +310,7 @@ SPECS: dict[str, Any] = {
 
 
 class Cut(BaseException):
-    """Stops a run as SIGKILL would."""
+    """Simulates a killed process: no code of gangline catches it."""
 
 
 @pytest.mark.parametrize("spec", SPECS)

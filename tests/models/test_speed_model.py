@@ -43,7 +43,7 @@ def best_step(size: int, costs: Costs) -> float:
 
 @dataclass
 class Job:
-    """A training job on contexts of these speeds, as far as its loads are concerned."""
+    """Simulated training on contexts of these speeds; only loads and timings exist."""
 
     costs: Costs
     size: int
@@ -181,7 +181,7 @@ def test_trials_of_an_idle_context_cost_little() -> None:
     assert taken <= 1.05 * 60 * 20 * best_step(job.size, job.costs)
 
 
-# -- what is recorded, and when to look -----------------------------------------------------------------------------
+# -- recorded steps, and when loads are computed --------------------------------------------------------------------
 
 
 def test_updates_are_due_after_2_4_8_batches_without_the_first_and_not_after_the_first_epoch() -> None:

@@ -1,4 +1,4 @@
-"""Joint batch normalization: replicas in threads give what one network over the whole batch gives."""
+"""Synchronised batch normalisation: replicas in threads equal one network over the whole batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ JOINS: list[Mode] = ["threads", "graph"]
 
 @pytest.fixture(autouse=True)
 def _one_torch_thread() -> Iterator[None]:
-    """Networks so small take longer with several, on a busy machine much longer."""
+    """Use one torch thread: networks this small take longer with several."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -35,7 +35,7 @@ def _one_torch_thread() -> Iterator[None]:
 
 
 def in_threads(functions: Sequence[Callable[[], Any]], order: Sequence[int] | None = None) -> list[Any]:
-    """What each function returned or raised, each in a thread of its own, begun in the order given."""
+    """Run each function in a thread of its own, started in this order; return results or errors."""
     with ThreadPoolExecutor(len(functions)) as pool:
         futures = {index: pool.submit(functions[index]) for index in order or range(len(functions))}
         return [futures[index].exception() or futures[index].result() for index in range(len(functions))]
@@ -53,7 +53,7 @@ def random(*shape: int, seed: int = 1) -> torch.Tensor:
 
 
 class Trained:
-    """One pass of a network, over a whole batch or in shares: outputs and all gradients."""
+    """Run forward and backward over a whole batch or in shares; return outputs and all gradients."""
 
     def __init__(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], networks: list[nn.Module]) -> None:
         self.networks = networks
@@ -315,7 +315,7 @@ def test_what_checkpointing_recomputes_is_synchronized_again(reentrant: bool) ->
 
 
 class Norm(nn.Module):
-    """Batch normalization, and what else a test wants a replica to do."""
+    """Network with batch normalisation and a function that a test supplies."""
 
     def __init__(self, *then: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -474,7 +474,7 @@ def dropping() -> nn.Module:
 
 
 def dropped(order: Sequence[int]) -> list[torch.Tensor]:
-    """Outputs and gradients of replicas with dropout, in threads begun in this order."""
+    """Return outputs and gradients of replicas with dropout, in threads started in this order."""
     torch.manual_seed(3)
     networks = [dropping()]
     networks += [copy.deepcopy(networks[0]) for _ in order[1:]]

@@ -1,4 +1,4 @@
-"""What TensorBoard reads of a run: event files, read back as it reads them."""
+"""TensorBoard callback: event files, read back with TensorBoard's reader."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def arrays(samples: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fit(module: Module, board: TensorBoard, *others: Any, **options: Any) -> None:
-    """Train on 20 samples in batches of 8, 8 and 4; ``others`` are called before the board."""
+    """Train on 20 samples in batches of 8, 8 and 4; ``others`` are called before the TensorBoard callback."""
     request = module.optimizer_request
     assert request is not None
     settings: dict[str, Any] = dict(zip(("kvstore", "optimizer", "optimizer_params"), request, strict=True))

@@ -1,4 +1,4 @@
-"""`gangline train`: what its flags come to."""
+"""`gangline train`: effects of its flags."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(prefix: Path, epoch: int | str) -> dict[str, float]:
-    """The optimizer's, of a checkpoint."""
+    """Return the initial and the current learning rate in a checkpoint."""
     state = checkpoint.read(prefix, epoch).require_optimizer_state()
     return {"initial": state.initial_learning_rate, "now": state.learning_rate}
 
