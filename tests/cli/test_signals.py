@@ -15,7 +15,7 @@ TRAIN = [sys.executable, "-m", "gangline", "train", "--network", "mlp", "--cpus"
 
 
 def stopped(number: signal.Signals, folder: Path, *words: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a training that gets a signal in its second epoch."""
+    """Send a signal to a training in its second epoch; return exit code, stdout and stderr."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         [*TRAIN, *words],

@@ -90,7 +90,7 @@ class TestNVML:
         assert links_by_nvml(nvml, range(2)) == BRIDGE
 
     @pytest.mark.parametrize(("nodes", "expected"), [(0b1000, 3), (0b11, None), (0, None)])
-    def test_a_numa_node_is_known_if_it_is_the_only_one(self, nodes: int, expected: int | None) -> None:
+    def test_a_single_numa_node_is_known(self, nodes: int, expected: int | None) -> None:
         assert links_by_nvml(RecordedNVML([[]], levels(1, SYS), 0, [nodes]), [0]).numa_nodes == (expected,)
 
     def test_unsupported_nvml_queries_are_left_out(self) -> None:

@@ -1,4 +1,4 @@
-"""The table of algorithms: what it chooses, how it travels, and what forces a choice."""
+"""Table of algorithms: choices, distribution to ranks, and forced algorithms."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_table_survives_text_and_file(tmp_path: Path) -> None:
     assert Table.from_json(table.to_json()) == table
     path = tmp_path / "made" / "tuning.json"
     table.dump(path)
-    with path.open() as before:  # as long as it is open, its inode is not given to another
+    with path.open() as before:  # while it is open, its inode is not reused
         table.dump(path)
         assert not os.path.samestat(os.fstat(before.fileno()), path.stat())
     assert Table.load(path) == table
@@ -124,7 +124,7 @@ def test_a_table_survives_text_and_file(tmp_path: Path) -> None:
 
 
 def damaged(**changes: Any) -> str:
-    """TABLE's text with fields of its only place changed."""
+    """Return TABLE's text with changed fields."""
     data = json.loads(TABLE.to_json())
     data["places"][0] |= changes
     return json.dumps(data)

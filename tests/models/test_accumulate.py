@@ -337,7 +337,7 @@ def test_gradients_from_outside_and_from_the_loss_do_not_mix_under_add(given_fir
     ("accumulate", "ends"),
     [(1, [0, 1, 2, 3, 4, 5, 6]), (2, [1, 3, 5, 6]), (3, [2, 5, 6]), (7, [6]), (50, [6])],
 )
-def test_callbacks_come_once_an_update_with_its_last_batch(accumulate: int, ends: list[int]) -> None:
+def test_callbacks_run_once_per_update_with_its_last_batch(accumulate: int, ends: list[int]) -> None:
     seen: list[tuple[int, int]] = []
     labels: list[torch.Tensor] = []
     weights: list[torch.Tensor] = []

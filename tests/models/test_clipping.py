@@ -254,7 +254,7 @@ def test_after_a_backward_that_fails_no_weight_has_changed(store: str, monkeypat
     assert all(torch.equal(broken[name], value) for name, value in whole.items())
 
 
-def test_what_is_not_trained_does_not_count() -> None:
+def test_frozen_parameters_do_not_count_in_the_norm() -> None:
     network = made("branches")
     data, label = arrays()
     reference = copy.deepcopy(network)
@@ -307,7 +307,7 @@ def test_a_float16_loss_is_unscaled_before_the_clip_and_overflows_are_skipped() 
     assert moved == [0.0, pytest.approx(0.01, rel=1e-3), pytest.approx(0.01, rel=1e-3)]
 
 
-def test_what_arrives_of_compressed_gradients_is_clipped() -> None:
+def test_compressed_gradients_are_clipped_after_decoding() -> None:
     data, label = arrays()
     compression = {"type": "2bit", "threshold": 0.5}
     network = made("branches")
@@ -322,7 +322,7 @@ def test_what_arrives_of_compressed_gradients_is_clipped() -> None:
 
 
 @pytest.mark.parametrize("name", CLIPS)
-def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_a_run_resumes_from_its_checkpoint_with_the_same_bits(name: str, tmp_path: Path) -> None:
     data, label = arrays()
     arguments = {"learning_rate": 0.01, name: CLIPS[name]}
 
@@ -450,7 +450,7 @@ def in_a_servers_job(name: str, prefix: str, begins: bool) -> Params:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["clip_norm", "clip_global_norm"])
-def test_a_job_with_servers_goes_on_from_its_checkpoint_with_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_a_job_with_servers_resumes_from_its_checkpoint_with_the_same_bits(name: str, tmp_path: Path) -> None:
     prefix = str(tmp_path / "net")
     whole = run_job(in_a_servers_job, 2, 2, name, prefix, True)
     for found in run_job(in_a_servers_job, 2, 2, name, prefix, False):

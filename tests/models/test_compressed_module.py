@@ -150,18 +150,18 @@ def test_two_bits_are_those_of_senders_simulated_in_numpy(how: str, store: str, 
     assert 100 < sent < 20 * 28  # some values are sent, others stay in the residual
 
 
-def test_what_is_owed_is_of_the_mean_over_the_global_batch() -> None:
+def test_residuals_are_in_units_of_the_mean_over_the_global_batch() -> None:
     """The threshold has the same effect if every share gets a copy of one batch."""
-    owed = []
+    residuals = []
     for copies in (1, 4):
         data, label = (tensor.repeat(2 * copies, *[1] * (tensor.dim() - 1)) for tensor in clusters(8))
         params = {"type": "2bit", "threshold": 100.0}
         with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2), compression_params=params) as module:
             module.init_optimizer("device", "sgd", {"lr": 0.1})
             module.forward_backward_update(data, label)
-            owed.append(module.compression_residuals())
-    for name, residual in owed[0].items():
-        torch.testing.assert_close(owed[1][name], residual, rtol=1e-4, atol=1e-6)
+            residuals.append(module.compression_residuals())
+    for name, residual in residuals[0].items():
+        torch.testing.assert_close(residuals[1][name], residual, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
@@ -355,20 +355,18 @@ def test_a_nan_gradient_is_an_error_by_key_and_nothing_is_updated(how: str, step
         module.init_optimizer("device", "sgd", {"lr": 0.1, "momentum": 0.9})
         for _ in range(steps_before):
             STEPS[how](module, data, label)
-        weights, owed, state = module.get_params(), module.compression_residuals(), module.optimizer_state()
+        weights, residuals, state = module.get_params(), module.compression_residuals(), module.optimizer_state()
         with pytest.raises(ValueError, match=r"the gradient of key '[02]\.(weight|bias)' holds NaN"):
             STEPS[how](module, bad, label)
         assert all(torch.equal(weights[name], value) for name, value in module.get_params().items())
         assert all(torch.equal(state.tensors[name], value) for name, value in module.optimizer_state().tensors.items())
         for name, residual in module.compression_residuals().items():
-            assert torch.equal(residual, owed.get(name, torch.zeros_like(residual)))
+            assert torch.equal(residual, residuals.get(name, torch.zeros_like(residual)))
 
 
 @pytest.mark.parametrize("how", sorted(STEPS))
 @pytest.mark.parametrize("steps_before", [0, 3])
-def test_after_a_step_that_was_refused_for_a_nan_the_next_one_trains_as_if_it_had_not_been(
-    how: str, steps_before: int
-) -> None:
+def test_a_step_refused_for_a_nan_does_not_affect_the_next(how: str, steps_before: int) -> None:
     data, label = clusters(8)
     found = []
     for refused in (True, False):

@@ -120,7 +120,7 @@ def test_a_loaded_module_whose_optimizer_is_refused_has_none(tmp_path: Path) -> 
         assert distance(loaded.optimizer_state().tensors, state.tensors) == 0.0
 
 
-def test_a_run_goes_on_from_the_number_that_a_hand_written_loop_saved(tmp_path: Path) -> None:
+def test_fit_resumes_from_the_epoch_that_a_manual_loop_saved(tmp_path: Path) -> None:
     with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
         module.init_optimizer()
         for _ in range(3):
@@ -223,7 +223,7 @@ def deep_weights(again: bool) -> dict[str, torch.Tensor]:
         return module.get_params()
 
 
-def test_dropout_computed_again_in_backward_draws_what_it_drew() -> None:
+def test_recomputed_dropout_draws_the_same_numbers() -> None:
     kept = deep_weights(again=False)
     for _ in range(2):
         assert distance(deep_weights(again=True), kept) == 0.0
@@ -275,7 +275,7 @@ def test_an_error_in_a_replica_tells_the_size_of_its_share(train: bool) -> None:
 # -- optimizers and stores in a second fit ----------------------------------------------------------------------------
 
 
-def test_a_second_fit_uses_the_optimizer_it_is_given() -> None:
+def test_a_second_fit_uses_its_own_optimizer() -> None:
     with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
         module.fit(arrays(), num_epoch=1, batch_size=5, optimizer="adam")
         assert module.optimizer_state().name == "adam"
@@ -286,14 +286,14 @@ def test_a_second_fit_uses_the_optimizer_it_is_given() -> None:
         assert module.optimizer_state().name == "sgd"
 
 
-def test_a_second_fit_uses_the_store_it_is_given() -> None:
+def test_a_second_fit_uses_its_own_store() -> None:
     with Module(classifier(), nn.CrossEntropyLoss(), CONTEXTS[1]) as module:
         for store in ("device", "local"):
             module.fit(arrays(), num_epoch=1, batch_size=5, kvstore=store)
             assert module.store_type == store
 
 
-def test_what_the_user_initialised_stays_through_fit(caplog: pytest.LogCaptureFixture) -> None:
+def test_fit_keeps_the_optimizer_that_the_user_initialised(caplog: pytest.LogCaptureFixture) -> None:
     with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
         module.init_optimizer("local", "adam")
         for params, warned in ((None, False), ({"learning_rate": 0.1}, True)):  # by default no optimizer is requested
@@ -489,7 +489,7 @@ def test_samples_to_score_without_a_batch_size_are_refused_before_training_begin
         assert distance(module.get_params(), classifier().state_dict()) == 0.0
 
 
-def test_no_batches_are_refused_where_shapes_must_be_learnt() -> None:
+def test_empty_data_are_refused_if_shapes_are_unknown() -> None:
     with Module(nn.LazyLinear(CLASSES), nn.CrossEntropyLoss(), cpu()) as module:
         with pytest.raises(ValueError, match="no batches"):
             module.fit([], num_epoch=1)
@@ -515,7 +515,7 @@ def test_accuracy_and_cross_entropy_of_labels_that_are_probabilities(contexts: A
 
 
 @both
-def test_a_loss_that_gives_a_vector_is_refused_with_its_shape(contexts: Any) -> None:
+def test_a_loss_that_returns_a_vector_is_refused_with_its_shape(contexts: Any) -> None:
     data, label = arrays()
     each = SAMPLES // len(contexts)
     with Module(classifier(), lambda out, of: F.cross_entropy(out, of, reduction="none"), contexts) as module:

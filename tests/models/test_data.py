@@ -172,7 +172,7 @@ def test_a_dataset_is_read_batch_by_batch() -> None:
     assert dataset.read == [0, 1, 2, 3]
 
 
-def test_the_plan_names_what_must_be_equal_to_resume() -> None:
+def test_the_plan_holds_the_settings_that_must_be_equal_to_resume() -> None:
     plan = source(arrays(), 4, shuffle=True, seed=3).plan()
     assert plan == source(Counted(), 4, shuffle=True, seed=3).plan()
     others = [
@@ -644,7 +644,7 @@ def test_images_lie_at_any_depth_under_any_known_ending_and_other_files_do_not_c
     assert all(dataset[index][0].shape == (1, 2, 2) for index in range(4))
 
 
-def test_an_image_is_read_when_it_is_asked_for(folder: Path) -> None:
+def test_images_are_read_lazily(folder: Path) -> None:
     dataset = ImageFolder(folder, (1, 8, 8))
     gone = dataset.files[7]
     gone.unlink()

@@ -53,17 +53,17 @@ def squares(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     ids=["mean", "ignored", "weighted", "sum", "own", "normalizer"],
 )
 def test_fused_and_separate_passes_give_the_same_bits(loss: Any, normalizer: Callable[[Any], float] | None) -> None:
-    with module_of(network(), loss, normalizer) as one_go, module_of(network(), loss, normalizer) as passes:
+    with module_of(network(), loss, normalizer) as fused, module_of(network(), loss, normalizer) as separate:
         for step in range(4):
             data, label = batch(step, samples=7 + step)
-            one_go.forward_backward_update(data, label)
-            passes.forward(data, label, is_train=True)
-            passes.backward()
-            passes.update()
-            assert torch.equal(one_go.get_loss(), passes.get_loss())
-            assert torch.equal(one_go.get_outputs(), passes.get_outputs())
-            assert (one_go.normalizer, one_go.step) == (passes.normalizer, passes.step)
-            ours, theirs = one_go.get_params(), passes.get_params()
+            fused.forward_backward_update(data, label)
+            separate.forward(data, label, is_train=True)
+            separate.backward()
+            separate.update()
+            assert torch.equal(fused.get_loss(), separate.get_loss())
+            assert torch.equal(fused.get_outputs(), separate.get_outputs())
+            assert (fused.normalizer, fused.step) == (separate.normalizer, separate.step)
+            ours, theirs = fused.get_params(), separate.get_params()
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 

@@ -299,7 +299,7 @@ class Spin(nn.Module):
         return data
 
 
-def test_auto_measures_a_gpu_by_what_it_does_and_not_by_how_soon_the_host_goes_on(
+def test_auto_measures_a_gpus_own_time_and_not_the_hosts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     network = nn.Sequential(nn.Linear(12, 16), Spin(), nn.Linear(16, CLASSES)).double()

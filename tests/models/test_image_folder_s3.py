@@ -113,7 +113,7 @@ def test_an_object_that_is_gone_is_an_unreadable_image(store: Any) -> None:
 
 
 @pytest.mark.parametrize("url", ["s3://no-such-bucket/train", "s3://no-such-bucket", "s3://pictures/validation"])
-def test_a_bucket_or_folder_that_is_not_there_is_named(store: Any, url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_bucket_or_folder_is_named(store: Any, url: str, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(FileNotFoundError, match=f"image folder {url} does not exist") as caught:
         image_folder(url, SHAPE, torch.float32, 0)
     assert SECRET not in told(caught, caplog)

@@ -135,7 +135,7 @@ def test_orthogonal_has_orthogonal_rows_of_its_scale(spec: Any, scale: float) ->
     assert torch.allclose(rows @ rows.T, scale**2 * torch.eye(ROWS, dtype=torch.float64), atol=1e-12)
 
 
-def test_orthogonal_has_orthogonal_columns_where_there_are_fewer_and_flattens_kernels() -> None:
+def test_orthogonal_makes_the_shorter_axis_orthogonal_and_flattens_kernels() -> None:
     network = nn.Conv2d(2, 30, 3, dtype=torch.float64)
     initialise(network, ("orthogonal", {"scale": 1.0}))
     flat = network.weight.detach().reshape(30, 18)
@@ -143,7 +143,7 @@ def test_orthogonal_has_orthogonal_columns_where_there_are_fewer_and_flattens_ke
 
 
 @pytest.mark.parametrize("function", [nn.init.kaiming_normal_, nn.init.xavier_uniform_, nn.init.eye_])
-def test_a_function_of_torchs_fills_as_it_does_alone(function: Any) -> None:
+def test_an_initialiser_of_torch_gives_torchs_values(function: Any) -> None:
     network, reference = nn.Linear(6, 4), torch.empty(4, 6)
     torch.manual_seed(9)
     initialise(network, function)
@@ -277,7 +277,7 @@ def test_something_else_is_refused(spec: Any) -> None:
 
 
 @pytest.mark.parametrize("spec", ["xavier", "msraprelu", "orthogonal", nn.init.kaiming_normal_])
-def test_a_weight_of_one_axis_is_refused_by_name_where_fans_are_needed(spec: Any) -> None:
+def test_a_one_dimensional_weight_is_refused_by_name_if_fans_are_needed(spec: Any) -> None:
     class Gain(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -78,7 +78,7 @@ def test_micro_steps(slices: list[slice], most: list[int | None], expected: list
 # -- lower ----------------------------------------------------------------------------------------------------------
 
 
-def test_contexts_that_ran_out_of_memory_get_half_of_what_they_tried(caplog: pytest.LogCaptureFixture) -> None:
+def test_contexts_that_ran_out_of_memory_get_half_as_many_samples(caplog: pytest.LogCaptureFixture) -> None:
     made = limits(None, None, 7)
     slices = [slice(0, 9), slice(9, 14), slice(14, 30)]
     with caplog.at_level(logging.WARNING, "gangline"):
@@ -93,7 +93,7 @@ def test_contexts_that_ran_out_of_memory_get_half_of_what_they_tried(caplog: pyt
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000))
-def test_halving_comes_to_what_fits_or_to_one_sample(samples: int, fits: int) -> None:
+def test_halving_ends_at_a_fitting_size_or_one_sample(samples: int, fits: int) -> None:
     made = MemoryLimits([cpu()], logging.Logger("nobody listens", logging.CRITICAL))
     tries = 0
     while max(sizes([parts[0] for parts in made.micro_steps([slice(0, samples)])])) > fits:
@@ -124,7 +124,7 @@ def test_beside_one_that_can_take_less_a_single_sample_stays_one() -> None:
 # -- errors that count as out of memory -----------------------------------------------------------------------------
 
 
-def test_what_torch_numpy_and_python_raise_is_running_out_of_memory() -> None:
+def test_out_of_memory_errors_of_torch_numpy_and_python_are_recognised() -> None:
     with pytest.raises(RuntimeError) as by_torch:
         torch.empty(1 << 50, dtype=torch.uint8)
     with pytest.raises(MemoryError) as by_numpy:

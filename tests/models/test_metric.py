@@ -167,7 +167,7 @@ def test_a_metric_of_numbers_is_the_formula_over_all_elements(name: str, axes: t
     assert value(name, batches) == pytest.approx(BY_NUMBER[name](*whole(batches)), rel=1e-5)
 
 
-def test_numbers_in_a_column_meet_labels_without_one() -> None:
+def test_outputs_in_a_column_match_flat_labels() -> None:
     batches = [(output.unsqueeze(1), label) for output, label in of_numbers()]
     expected = np.concatenate([(output.squeeze(1) - label).numpy() ** 2 for output, label in batches]).mean()
     assert value("mse", batches) == pytest.approx(expected, rel=1e-5)
@@ -179,7 +179,7 @@ def test_half_precision_outputs_do_not_overflow_the_sum(name: str, expected: flo
     assert value(name, batches) == pytest.approx(expected, rel=1e-5)
 
 
-def test_whole_numbers_as_outputs_meet_fractions_as_labels() -> None:
+def test_integer_outputs_match_float_labels() -> None:
     assert value("mae", [(torch.tensor([1, 2]), torch.tensor([1.5, 2.25]))]) == pytest.approx(0.375)
 
 
@@ -279,7 +279,7 @@ def test_several_yes_or_no_questions_a_sample_each_count(name: str, questions: i
 
 
 @pytest.mark.parametrize("name", ["acc", "f1", "mcc"])
-def test_a_column_of_probabilities_meets_labels_without_one(name: str) -> None:
+def test_probabilities_in_a_column_match_flat_labels(name: str) -> None:
     outputs, labels = torch.tensor([[0.9], [0.8], [0.2], [0.7]]), torch.tensor([1, 1, 0, 0])
     expected = {"acc": 0.75, "f1": 0.8, "mcc": 2 / math.sqrt(3 * 2 * 2 * 1)}[name]
     assert value(name, [(outputs, labels)]) == pytest.approx(expected, rel=1e-6)
@@ -477,6 +477,6 @@ def test_numbers_of_other_counts_are_refused_with_both_shapes(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["f1", "mcc"])
-def test_more_than_two_classes_are_refused_where_two_are_meant(name: str) -> None:
+def test_binary_metrics_refuse_more_than_two_classes(name: str) -> None:
     with pytest.raises(ValueError, match=rf"'{name}' is for two classes, but the outputs are \(4, 3\)"):
         create(name).update(torch.zeros(4), torch.zeros(4, 3), None)

@@ -339,7 +339,7 @@ def test_scores_count_each_sample_once_and_predictions_keep_the_order() -> None:
         ]
 
 
-def test_a_second_fit_goes_on_and_another_request_begins_anew() -> None:
+def test_a_second_fit_continues_unless_another_optimizer_is_requested() -> None:
     data = (counted(8, 2), counted(8, 3))
     options: dict[str, Any] = {"batch_size": 4, "eval_metric": "mse", "optimizer": "sgd"}
     with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module:

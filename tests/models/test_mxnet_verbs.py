@@ -43,7 +43,7 @@ def module_of(network: nn.Module | None = None) -> Module:
 # -- steps ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_data_batch_is_what_its_data_and_label_are() -> None:
+def test_a_data_batch_equals_its_data_and_label() -> None:
     data, label = batch()
     found = []
     for arguments in ((data, label), (DataBatch([data], [label]),)):

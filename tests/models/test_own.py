@@ -107,7 +107,7 @@ def test_options_and_weights_reach_a_builder(tmp_path: Path) -> None:
     assert torch.equal(network.weight, weights["weight"])
 
 
-def test_no_class_count_leaves_it_to_the_builder() -> None:
+def test_without_num_classes_the_builders_default_is_used() -> None:
     assert zoo.create("own_package.nets:build", num_classes=None)[1].out_features == 10
     assert zoo.create("mlp", num_classes=None)(torch.zeros(1, 1, 28, 28)).shape == (1, 10)
 
@@ -374,7 +374,7 @@ def test_the_command_trains_them(
         ("seven", "shaped", "takes image_shape, and the network does not define it; give --image-shape"),
     ],
 )
-def test_the_command_refuses_what_does_not_fit_before_it_trains(
+def test_the_command_refuses_mismatched_data_before_training(
     network: str, dataset: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = command(monkeypatch, capsys, network, dataset)

@@ -50,7 +50,7 @@ def expected(folder: Path, epoch: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("where", [["--cpus", "1"], ["--cpus", "3", "--work-load-list", "3,1,2"], ["--context", "cpu"]])
-def test_the_table_says_what_the_network_says(
+def test_the_table_equals_the_networks_predictions(
     where: list[str], trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--data-dir", trained / "images", "--model-prefix", trained / "net", "--batch-size", "7", *where]
@@ -116,7 +116,7 @@ def test_a_file_that_is_passed_over_has_no_row(
     assert str(files[2]) in err
 
 
-def test_score_counts_what_is_right(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_score_counts_correct_predictions(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--data-dir", trained / "images", "--model-prefix", trained / "net", "--load-epoch", "3", "--top-k", "2"]
     code, out, _ = gangline_command(capsys, "score", *words, "--cpus", "2")
     assert code == 0

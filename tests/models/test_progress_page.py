@@ -161,7 +161,7 @@ def test_epochs_of_one_batch_count_their_samples(tmp_path: Path) -> None:
     assert points["samples"] == {"cpu(0)": [0, 10, 10], "cpu(1)": [0, 10, 10]}
 
 
-def test_contexts_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_contexts_of_one_name_are_distinguished(tmp_path: Path) -> None:
     with Module(network(), nn.CrossEntropyLoss(), [cpu(0), cpu(0), cpu(1)], [1, 1, 0]) as module:
         module.init_optimizer("local", "sgd", RATE)
         fit(module, TrainingProgress(module, tmp_path / "page.html"), epochs=1)
@@ -242,7 +242,7 @@ def test_a_page_is_written_at_once_then_when_it_is_due_and_at_the_end(tmp_path: 
     assert read_progress(path)["state"] == "ended"
 
 
-def test_who_reads_while_it_is_written_always_finds_a_whole_page(tmp_path: Path) -> None:
+def test_readers_always_find_a_complete_page(tmp_path: Path) -> None:
     path, over = tmp_path / "page.html", threading.Event()
     found: list[int] = []
 
@@ -295,7 +295,7 @@ def test_an_error_that_ends_training_is_on_the_page(tmp_path: Path) -> None:
     )
 
 
-def test_what_stops_training_early_is_on_the_page(tmp_path: Path) -> None:
+def test_the_page_shows_why_training_stopped_early(tmp_path: Path) -> None:
     with module_on([1, 1]) as module:
         progress = TrainingProgress(module, tmp_path / "page.html", every_seconds=3600)
         ended_by = module.fit(
@@ -318,7 +318,7 @@ def test_an_error_that_a_caller_is_handling_does_not_end_training(tmp_path: Path
 
 
 @pytest.mark.parametrize("loads", [[1, 1], [2, 1, 1]])
-def test_a_run_that_goes_on_in_mid_epoch_has_one_whole_record(tmp_path: Path, loads: list[float]) -> None:
+def test_a_run_resumed_in_mid_epoch_has_one_complete_record(tmp_path: Path, loads: list[float]) -> None:
     whole, path, prefix = tmp_path / "whole.html", tmp_path / "page.html", tmp_path / "net"
     with module_on([1, 1]) as module:
         fit(module, TrainingProgress(module, whole), eval_data=arrays(), epochs=4)
@@ -353,7 +353,7 @@ def test_a_run_that_goes_on_in_mid_epoch_has_one_whole_record(tmp_path: Path, lo
     assert {len(column) for column in data["points"]["samples"].values()} == {12}
 
 
-def test_what_came_after_the_checkpoint_is_replaced(tmp_path: Path) -> None:
+def test_records_after_the_checkpoint_are_replaced(tmp_path: Path) -> None:
     path, prefix = tmp_path / "page.html", tmp_path / "net"
     with module_on([1, 1]) as module:
         fit(module, TrainingProgress(module, path), Checkpoint(module, prefix), epochs=3, eval_data=arrays())
@@ -365,7 +365,7 @@ def test_what_came_after_the_checkpoint_is_replaced(tmp_path: Path) -> None:
     assert [one["epoch"] for one in data["epochs"]] == [0, 1]
 
 
-def test_a_second_fit_of_the_same_module_goes_on(tmp_path: Path) -> None:
+def test_a_second_fit_of_the_same_module_continues_the_page(tmp_path: Path) -> None:
     with module_on([1, 1]) as module:
         progress = TrainingProgress(module, tmp_path / "page.html")
         fit(module, progress, epochs=1)
@@ -476,7 +476,7 @@ def test_many_epochs_and_validations_are_thinned_out_but_for_the_best() -> None:
     assert record.validations[-1].epoch == 9_999
 
 
-def test_a_record_comes_back_from_its_data() -> None:
+def test_a_record_can_be_restored_from_its_data() -> None:
     record = Record(
         [
             point(1, None, metrics={}),
@@ -547,7 +547,7 @@ class SlowStore(LocalStore):
         return super().pull_bucket(*arguments, **options)
 
 
-def test_waiting_grows_by_what_a_store_is_waited_for() -> None:
+def test_waiting_time_includes_waits_for_the_store() -> None:
     store = create("slow_local")
     assert isinstance(store, SlowStore)
     store.go = threading.Event()
@@ -684,7 +684,7 @@ def test_a_browser_draws_every_curve_and_the_script_raises_nothing(tmp_path: Pat
 
 @pytest.mark.slow
 @browser
-def test_a_browser_draws_what_is_odd(tmp_path: Path) -> None:
+def test_a_browser_draws_unusual_records(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     record = Record([point(step, math.nan if step > 5 else 10.0**-step) for step in range(1, 9)], per_point=2)
     base = {

@@ -227,7 +227,7 @@ def test_the_last_layers_are_summed_and_updated_while_backward_still_runs(count:
 
 @small_buckets
 @pytest.mark.parametrize("count", [1, 2])
-def test_of_the_buckets_under_way_those_nearest_the_input_go_first(count: int) -> None:
+def test_pending_buckets_nearest_the_input_are_pushed_first(count: int) -> None:
     all_left = threading.Event()
     layers = 5
     with Recorder() as store, Module(gated(gate(), layers), nn.MSELoss(), contexts(count)) as module:
@@ -623,7 +623,7 @@ BEFORE_UPDATE: dict[str, Callable[[nn.Module], None]] = {
 @small_buckets
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("network", NETWORKS)
-def test_what_a_user_does_between_steps_changes_nothing(network: str, between: str) -> None:
+def test_changes_by_the_user_between_steps_do_not_matter(network: str, between: str) -> None:
     made = NETWORKS[network]().double()
     reference = copy.deepcopy(made)
     plain = torch.optim.SGD(reference.parameters(), **OPTIMIZERS["sgd"])
@@ -647,7 +647,7 @@ def test_what_a_user_does_between_steps_changes_nothing(network: str, between: s
 @small_buckets
 @pytest.mark.parametrize("change", BEFORE_UPDATE)
 @pytest.mark.parametrize("count", [1, 3])
-def test_what_a_user_does_to_all_gradients_before_update_counts(change: str, count: int) -> None:
+def test_changes_to_all_gradients_before_update_take_effect(change: str, count: int) -> None:
     network = convolution().double()
     reference = copy.deepcopy(network)
     plain = torch.optim.SGD(reference.parameters(), **OPTIMIZERS["sgd"])
@@ -821,7 +821,7 @@ def test_two_modules_train_one_network_one_after_the_other(close_first: bool) ->
 @small_buckets
 @pytest.mark.parametrize("stores", [("local", "local"), ("local", "device"), ("device", "local")])
 @pytest.mark.parametrize("count", [1, 2])
-def test_init_optimizer_again_goes_on_from_the_weights_with_fresh_state(stores: tuple[str, str], count: int) -> None:
+def test_init_optimizer_again_keeps_the_weights_and_resets_the_state(stores: tuple[str, str], count: int) -> None:
     network = perceptron().double()
     reference = copy.deepcopy(network)
     with Module(network, nn.MSELoss(), contexts(count)) as module:
@@ -882,7 +882,7 @@ def test_a_weight_whose_gradient_came_twice_in_the_first_backward_waits(count: i
 
 @small_buckets
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_gradient_that_comes_after_its_bucket_left_is_named_and_separate_steps_work(count: int) -> None:
+def test_a_gradient_after_its_bucket_was_pushed_is_an_error_and_separate_steps_work(count: int) -> None:
     network = Checkpointed().double()
     network.recompute = False
     with create("local") as store, Module(network, nn.MSELoss(), contexts(count)) as module:

@@ -117,7 +117,7 @@ def test_names_and_shapes_are_torchvisions_in_its_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DEPTHS)
-def test_ten_classes_and_strides_are_where_torchvision_has_them(name: str) -> None:
+def test_ten_classes_and_strides_as_in_torchvision(name: str) -> None:
     with torch.device("meta"):
         network = zoo.create(name, num_classes=10)
     assert zoo.find(name).image_shape == (3, 224, 224)

@@ -265,13 +265,13 @@ def test_a_file_of_another_checkpoint_is_refused_by_name(tmp_path: Path) -> None
         checkpoint.read(prefix, 3)
 
 
-def test_a_missing_checkpoint_names_those_there_are(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_an_error_that_lists_existing_ones(tmp_path: Path) -> None:
     prefix = saved_module(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"net-0004\.json does not exist.*\[3\]"):
         Module.load(prefix, 4, network=nn.Linear(2, 2))
 
 
-def test_load_gives_the_weights_and_the_optimizer_state(tmp_path: Path) -> None:
+def test_load_returns_the_weights_and_the_optimizer_state(tmp_path: Path) -> None:
     prefix = saved_module(tmp_path, save_optimizer_states=True)
     saved = checkpoint.read(prefix, 3)
     module = Module.load(
@@ -327,7 +327,7 @@ def test_a_plain_iterable_resumes_at_the_epochs_start(tmp_path: Path, caplog: py
     assert "3 batches into epoch 0, but train_data is a plain iterable" in caplog.text
 
 
-def test_resume_takes_a_new_learning_rate_where_one_is_asked_for(tmp_path: Path) -> None:
+def test_resume_takes_a_new_learning_rate_if_requested(tmp_path: Path) -> None:
     prefix = tmp_path / "net"
     for first, second, expected in ((0.1, 0.1, 0.01), (0.1, 0.5, 0.5)):
         with Module(nn.Linear(2, 2), nn.MSELoss(), cpu()) as module:

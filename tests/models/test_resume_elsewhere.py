@@ -129,7 +129,7 @@ def test_each_sample_of_an_epoch_is_trained_on_once(tmp_path: Path, kinds: list[
     assert all(distance(found[1], weights) <= 1e-11 for found in third)
 
 
-def test_a_shuffling_loader_goes_on_with_other_contexts(tmp_path: Path) -> None:
+def test_a_shuffling_loader_resumes_with_other_contexts(tmp_path: Path) -> None:
     prefix = str(tmp_path / "net")
     [(first, _, _)] = parts("1 contexts", prefix, None, 2, 1, True)
     [(second, _, _)] = parts("3 contexts", prefix, "auto", 3, 1, True)

@@ -63,7 +63,7 @@ def test_piecewise_drops_as_the_named_epochs_begin() -> None:
     assert [found(epoch, 3) for epoch in range(7)] == [0.8, 0.8, 0.4, 0.4, 0.4, 0.2, 0.2]
 
 
-def test_piecewise_drops_every_so_many_epochs() -> None:
+def test_piecewise_can_drop_at_a_fixed_interval() -> None:
     found = made(("piecewise", {"every": 3, "factor": 0.5}))
     assert [found(epoch) for epoch in range(8)] == [0.8] * 3 + [0.4] * 3 + [0.2] * 2
 
@@ -104,14 +104,14 @@ def test_rates_are_those_of_torchs_schedulers(spec: Any, per_epoch: bool, make: 
 
 @pytest.mark.parametrize("length", [{"warmup_epochs": 2}, {"warmup_batches": 8}])
 @pytest.mark.parametrize("name", ["constant", "cosine", "poly"])
-def test_a_warm_up_climbs_in_equal_steps_to_where_the_rest_begins(name: str, length: dict[str, int]) -> None:
+def test_a_warm_up_rises_in_equal_steps_to_the_initial_rate(name: str, length: dict[str, int]) -> None:
     found = rates_of(made((name, length)), 10, 4)
     assert found[:8] == pytest.approx([0.1 * (t + 1) for t in range(8)], rel=1e-12)
     without = rates_of(made(name, epochs=8), 8, 4)
     assert found[8:] == pytest.approx(without, rel=1e-12)
 
 
-def test_a_warm_up_leaves_the_epochs_of_piecewise_where_they_are() -> None:
+def test_a_warm_up_does_not_shift_the_epochs_of_piecewise() -> None:
     found = made(("piecewise", {"epochs": [4], "warmup_epochs": 0.5, "warmup_rate": 0.4}))
     assert [found(0, batch) for batch in range(4)] == [pytest.approx(0.6), pytest.approx(0.8), 0.8, 0.8]
     assert (found(3, 3), found(4, 0)) == (0.8, pytest.approx(0.08))
@@ -201,7 +201,7 @@ def test_each_update_is_done_by_its_rate(store: str, contexts: int) -> None:
         torch.testing.assert_close(params[name], value, rtol=1e-11, atol=1e-12)
 
 
-def test_a_schedule_counts_batches_where_several_make_an_update() -> None:
+def test_a_schedule_counts_batches_if_updates_use_several() -> None:
     rates, _ = fitted("poly", accumulate=3)
     whole = rates_of(schedule("poly", 0.5, 3, 4), 3, 4)
     assert rates == [whole[t] for t in (0, 3, 4, 7, 8, 11)]

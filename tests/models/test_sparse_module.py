@@ -259,7 +259,7 @@ def test_rows_that_were_never_named_keep_their_bits(optimizer: str, count: int) 
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_where_every_batch_names_every_row_lazy_is_the_dense_optimizer(optimizer: str) -> None:
+def test_lazy_updates_equal_dense_ones_if_every_batch_uses_every_row(optimizer: str) -> None:
     arguments = {"lr": 0.1, "weight_decay": 0.01} | ({"momentum": 0.9} if optimizer == "sgd" else {"eps": 1e-3})
     network = Words().double()
     reference = copy.deepcopy(network)
@@ -485,7 +485,9 @@ def batch(step: int) -> Batch:
 
 
 @pytest.mark.parametrize(("optimizer", "arguments"), [("sgd", {"lr": 0.5}), ("adam", {"lr": 0.01})])
-def test_a_step_of_a_million_rows_costs_by_those_it_names(optimizer: str, arguments: dict[str, Any]) -> None:
+def test_the_cost_of_a_step_grows_with_the_rows_used_not_with_the_table(
+    optimizer: str, arguments: dict[str, Any]
+) -> None:
     named: set[int] = set()
     with Module(Wide(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)], [3, 1]) as module:
         module.init_optimizer("device", optimizer, arguments)

@@ -296,7 +296,7 @@ def test_one_context_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == ["work_load_list auto: cpu(0) 1.0000 (1000.0 samples/s)"]
 
 
-def test_state_goes_through_json_and_training_goes_on_with_it() -> None:
+def test_state_survives_json_and_training_continues_with_it() -> None:
     job = Job([(0.01, 1e-3), (0.002, 3e-3)], 64, noise=0.05).epochs(3)
     state = json.loads(json.dumps(job.model.state()))
     other = Job(job.costs, 64, noise=0.05)

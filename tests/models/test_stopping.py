@@ -111,7 +111,7 @@ def test_a_callback_that_returns_true_ends_training_after_that_update(tmp_path: 
     assert equal(weights, resumed)
 
 
-def test_what_is_not_true_ends_nothing() -> None:
+def test_a_callback_that_returns_other_than_true_does_not_stop_training() -> None:
     assert fitted(None, At(2, lambda: 1))[0] == "epochs"
     assert fitted(None, At(2, lambda: "yes"))[0] == "epochs"
 
@@ -136,7 +136,9 @@ def test_a_stop_within_a_window_of_several_batches_waits_for_its_update(tmp_path
     assert equal(fitted(None, accumulate=3)[1], resumed)
 
 
-def test_what_was_saved_at_the_stop_already_is_not_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_already_saved_at_the_stop_is_not_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written: list[int | str] = []
     save = checkpoint.save
     monkeypatch.setattr(checkpoint, "save", lambda *args: (written.append(args[2]), save(*args)))
@@ -170,7 +172,7 @@ def test_a_signal_before_training_ends_it_before_the_first_step() -> None:
     assert not stop.seen
 
 
-def test_without_a_signal_the_handlers_come_back() -> None:
+def test_without_a_signal_the_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with stop_on(signal.SIGTERM, signal.SIGUSR1):
         assert signal.getsignal(signal.SIGTERM) is not before
@@ -240,7 +242,7 @@ def test_patience_counts_validations_without_an_improvement(
     assert (reason, done) == ("patience" if steps < len(values) else "epochs", steps)
 
 
-def test_patience_counts_on_where_a_checkpoint_stood(tmp_path: Path) -> None:
+def test_patience_continues_from_a_checkpoint(tmp_path: Path) -> None:
     def run(values: list[float], resume: str | None, stop: Any = None) -> tuple[str, EarlyStopping]:
         stopping = EarlyStopping(2, "custom")
         with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
@@ -295,7 +297,7 @@ def test_a_metric_that_validation_lacks_is_refused_before_training() -> None:
     ],
 )
 @pytest.mark.parametrize("cut", [None, 5, 7])
-def test_validation_comes_after_so_many_epochs_or_batches_and_at_the_end(
+def test_validation_runs_at_its_interval_of_epochs_or_batches_and_at_the_end(
     tmp_path: Path, frequency: Any, after: list[int], cut: int | None
 ) -> None:
     seen: list[int] = []

@@ -132,7 +132,7 @@ def convolutions() -> nn.Module:
 
 @pytest.mark.parametrize("by", JOINS)
 @pytest.mark.parametrize("sizes", [[4, 4], [6, 1], [1, 1, 1, 1], [1, 5, 2], [8], [3, 0, 4]], ids=str)
-def test_nested_layers_give_what_one_network_over_the_whole_batch_gives(by: Mode, sizes: list[int]) -> None:
+def test_nested_layers_equal_one_network_over_the_whole_batch(by: Mode, sizes: list[int]) -> None:
     network, data, gradient = convolutions(), random(sum(sizes), 2, 6, 6), random(sum(sizes), 3, seed=2)
     shared_out(network, data, gradient, sizes, by).is_close_to(wholly(network, data, gradient))
 
@@ -295,7 +295,7 @@ def test_a_share_of_which_nothing_reaches_the_layer_takes_part_with_nothing(by: 
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_what_checkpointing_recomputes_is_synchronized_again(reentrant: bool) -> None:
+def test_recomputed_layers_are_synchronized_again(reentrant: bool) -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -504,7 +504,7 @@ def test_in_turns_random_layers_give_the_same_bits_whoever_is_quicker() -> None:
         assert all(torch.equal(a, b) for a, b in zip(dropped(order), expected, strict=True))
 
 
-def test_in_turns_each_replica_draws_what_it_would_draw_alone() -> None:
+def test_replicas_in_turns_draw_the_same_numbers_as_alone() -> None:
     drawn: dict[int, list[float]] = {0: [], 1: []}
     barrier = ThreadBarrier([0, 1], one_after_another=True)
 

@@ -95,7 +95,7 @@ def test_the_default_run_reaches_its_accuracy(
     assert sum("Validation-accuracy" in line for line in lines) == epochs
 
 
-def test_load_epoch_goes_on_where_the_checkpoint_stood(
+def test_load_epoch_resumes_from_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--network", "mlp", "--cpus", "2", "--lr-step-epochs", "2,3", "--optimizer", "adam", "--lr", "0.002"]
@@ -124,7 +124,7 @@ def test_a_folder_of_images_trains(
 
 
 @pytest.mark.parametrize("kind", ["2bit", "fp16", "bf16", "topk"])
-def test_gc_type_compresses_what_goes_to_the_store_and_checkpoints_keep_what_is_owed(
+def test_gc_type_compresses_pushes_and_checkpoints_keep_residuals(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--network", "mlp", "--cpus", "2", "--gc-type", kind, "--model-prefix", str(tmp_path / "net")]
@@ -136,7 +136,7 @@ def test_gc_type_compresses_what_goes_to_the_store_and_checkpoints_keep_what_is_
     assert senders == ({"0", "1"} if kind in ("2bit", "topk") else set())
 
 
-def test_gc_threshold_is_what_two_bits_send(
+def test_gc_threshold_sets_the_threshold_of_2bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prefix = tmp_path / "net"

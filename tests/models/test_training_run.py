@@ -50,7 +50,7 @@ def test_batch_and_rate_grow_with_the_devices(tmp_path: Path, capsys: pytest.Cap
     assert settings(tmp_path / "m", 1)["initial"] == pytest.approx(0.04)
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint_and_keeps_few(
+def test_a_run_resumes_from_its_newest_checkpoint_and_keeps_few(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prefix = tmp_path / "m"

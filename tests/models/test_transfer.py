@@ -94,7 +94,7 @@ def test_the_new_layer_is_as_the_old_one_was() -> None:
     assert new.weight.requires_grad  # new weights are trained
 
 
-def test_values_come_from_the_generator_alone_and_are_as_torch_draws_them() -> None:
+def test_values_depend_on_the_generator_only_and_equal_torchs() -> None:
     outputs = []
     for _ in range(2):
         network = nn.Sequential(nn.Linear(1, 1), nn.Linear(400, 2))

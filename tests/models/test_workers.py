@@ -198,7 +198,7 @@ def steps_in_a_job(comm: Communicator) -> dict[tuple[str, str, str], Params]:
     return found
 
 
-def test_what_no_worker_has_a_gradient_of_is_left_alone_and_rows_travel_as_rows() -> None:
+def test_parameters_without_gradients_stay_and_rows_are_sent_as_rows() -> None:
     everybody = spawn(steps_in_a_job, 2)
     for kind, order in product((Branches, Words), SIZES):
         alone = stepped(kind, batches_of(kind, SIZES[order]), None, 0, 1, "early")

@@ -70,7 +70,7 @@ def apart(first: State, second: State) -> float:
     ("store", "workers", "servers"),
     [("dist_sync", 2, 1), ("dist_sync", 4, 2), pytest.param("dist_device_sync", 2, 2, marks=pytest.mark.slow)],
 )
-def test_servers_give_what_one_process_gives(
+def test_servers_give_the_same_result_as_one_process(
     store: str, workers: int, servers: int, alone: tuple[float, State]
 ) -> None:
     results = run_job(train, workers, servers, store)
@@ -81,7 +81,7 @@ def test_servers_give_what_one_process_gives(
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_collectives_give_what_one_process_gives(workers: int, alone: tuple[float, State]) -> None:
+def test_collectives_give_the_same_result_as_one_process(workers: int, alone: tuple[float, State]) -> None:
     results = spawn(over_collectives, workers)
     for accuracy, weights in results:
         assert accuracy == pytest.approx(alone[0], abs=1e-6)

@@ -254,7 +254,7 @@ def refused_in_a_job(comm: Communicator) -> list[str]:
     return found
 
 
-def test_what_workers_cannot_do_together_is_the_same_error_on_all() -> None:
+def test_unsupported_options_with_workers_raise_the_same_error_on_all() -> None:
     first, second = spawn(refused_in_a_job, 2)
     assert first == second
     assert first[0].startswith("fit(): train_data is {")
@@ -289,7 +289,7 @@ def failing_in_a_job(comm: Communicator, port: int) -> str:
             return f"{type(raised.value).__name__}: {raised.value}"
 
 
-def test_a_worker_that_fails_leaves_nobody_waiting() -> None:
+def test_a_failed_worker_ends_the_others_waits() -> None:
     first, second = spawn(failing_in_a_job, 2, free_port())
     assert second == "ArithmeticError: this one had enough"
     assert first.startswith("DeadNodeError")

@@ -60,7 +60,7 @@ DEEP = ("resnet101", "resnet152")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in DEEP else name for name in zoo.names()]
 )
-def test_every_network_takes_the_images_it_says_and_gives_ten_classes(name: str) -> None:
+def test_every_network_takes_its_documented_images_and_gives_ten_classes(name: str) -> None:
     shape = zoo.find(name).image_shape
     assert zoo.create(name).eval()(torch.zeros(1, *shape)).shape == (1, 10)
 
@@ -172,7 +172,7 @@ def test_older_weights_may_lack_the_count_of_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_weights_that_are_not_there_are_refused(tmp_path: Path, suffix: str) -> None:
+def test_missing_weights_are_refused(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"weights{suffix}"
     with pytest.raises(FileNotFoundError, match="do not exist") as caught:
         zoo.create("mlp", weights=path)

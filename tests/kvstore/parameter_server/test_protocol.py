@@ -197,7 +197,7 @@ def test_truncated_and_invalid_messages_are_refused() -> None:
     for end in range(len(whole)):
         with pytest.raises(ProtocolError):
             protocol.unpack(whole[:end])
-    for junk, said in (
+    for invalid, said in (
         (whole + b"\0", "not msgpack"),
         (b"", "not msgpack"),
         (msgpack.packb({}), "not a list"),
@@ -215,7 +215,7 @@ def test_truncated_and_invalid_messages_are_refused() -> None:
         (b"\xc6\xff\xff\xff\xff", "not msgpack"),
     ):
         with pytest.raises(ProtocolError, match=said):
-            protocol.unpack(junk)
+            protocol.unpack(invalid)
     with pytest.raises(ProtocolError, match="received a header of 9 bytes; expected at most 8"):
         protocol.unpack(b"123456789", 8)
 

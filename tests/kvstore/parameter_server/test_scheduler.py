@@ -269,14 +269,14 @@ def test_a_reconnected_worker_loses_nothing() -> None:
         client.send(join)
         assert isinstance(client.receive()[0], Registered)
         assert client.request(Collective(1, b"one")) == CollectiveResult(1, [b"zero", b"one"])
-        resting = job.later(lambda: zero.join(b"zero"))
+        pending = job.later(lambda: zero.join(b"zero"))
         client.send(Join(1, b"one"))
-        rested = resting.result(LIMIT)
+        joined = pending.result(LIMIT)
         client.reconnect()
         client.send(join)
         assert isinstance(client.receive()[0], Registered)
-        assert client.request(Join(1, b"one")) == rested
-        assert client.request(Collective(rested.number - 1, b"")) != rested
+        assert client.request(Join(1, b"one")) == joined
+        assert client.request(Collective(joined.number - 1, b"")) != joined
         zero.close()
         client.reconnect()
         client.send(join)
