@@ -118,7 +118,7 @@ def test_the_sum_of_bools_is_or(count: int) -> None:
     assert out.tolist() == [False, True, True, True]
 
 
-def test_nan_and_infinity_go_through() -> None:
+def test_nan_and_infinity_are_kept() -> None:
     nan, inf = float("nan"), float("inf")
     out = torch.empty(4)
     reduce([torch.tensor([nan, inf, inf, 1.0]), torch.tensor([1.0, 1.0, -inf, 2.0])], out)
@@ -146,7 +146,7 @@ def test_any_shape_and_type_sums_like_a_loop(count: int, shape: list[int], dtype
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_outs_of_any_strides_are_written_and_nothing_beside_them(count: int, dtype: torch.dtype) -> None:
+def test_outs_of_any_strides_are_written_and_memory_around_them_is_not(count: int, dtype: torch.dtype) -> None:
     expected = (ranked(0) * count + count * (count - 1) / 2).to(dtype)
     values = [ranked(rank).to(dtype) for rank in range(count)]
     transposed = torch.empty(4, 3, dtype=dtype).t()
@@ -172,7 +172,7 @@ def test_values_of_any_strides_are_read(count: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_values_are_left_alone(count: int, dtype: torch.dtype) -> None:
+def test_values_are_not_changed(count: int, dtype: torch.dtype) -> None:
     values = [ranked(rank).to(dtype) for rank in range(count)]
     reduce(values, torch.empty(3, 4, dtype=dtype))
     assert all(torch.equal(value, ranked(rank).to(dtype)) for rank, value in enumerate(values))

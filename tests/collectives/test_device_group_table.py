@@ -201,7 +201,7 @@ def test_many_transfers_in_one_call(make: Callable[[int], DeviceGroup]) -> None:
 
 
 @pytest.mark.parametrize("op", ["min", "max", "sum", "product"])
-def test_nan_and_infinity_go_through(make: Callable[[int], DeviceGroup], op: str) -> None:
+def test_nan_and_infinity_are_kept(make: Callable[[int], DeviceGroup], op: str) -> None:
     nan, inf = float("nan"), float("inf")
     group = make(3)
     values = [torch.tensor([nan, 1.0, 2.0, inf]), torch.tensor([1.0, nan, 2.0, inf]), torch.tensor([1.0, 1.0, nan, 1])]
@@ -253,7 +253,7 @@ def test_autograd_sees_writes_but_records_nothing(make: Callable[[int], DeviceGr
         kept[1].backward()
 
 
-def test_nothing_beside_a_tensor_is_written(make: Callable[[int], DeviceGroup]) -> None:
+def test_memory_around_a_tensor_is_not_written(make: Callable[[int], DeviceGroup]) -> None:
     group = make(3)
     wide = [torch.full((101,), -1.0, device=device) for device in group.devices]
     values = [given(position, (90,), torch.float32) for position in range(3)]

@@ -448,7 +448,7 @@ def quick_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_wait_ends_when_any_rank_dies_and_all_ranks_learn_of_it() -> None:
+def test_the_death_of_a_rank_ends_waits_on_all_ranks() -> None:
     group = group_at(None, None, None, None)
     group[0].gone.update({3: LOST, 2: CLOSED, 1: LOST})
     error = check_until(watch_of(group[0]), [])

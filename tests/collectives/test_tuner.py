@@ -94,9 +94,7 @@ def test_several_hosts_of_several_ranks_are_a_hierarchy() -> None:
     hosts=st.integers(1, 40),
     nbytes=st.integers(0, 1 << 30),
 )
-def test_the_default_chooses_what_can_be_built(
-    collective: str, transport: str, ranks: int, hosts: int, nbytes: int
-) -> None:
+def test_default_choices_can_be_built(collective: str, transport: str, ranks: int, hosts: int, nbytes: int) -> None:
     hosts = min(hosts, ranks)
     choice = Table().choose(collective, nbytes, ranks, transport, hosts)
     rules = built_in(TableKey(collective, transport, ranks, hosts))

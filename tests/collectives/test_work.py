@@ -161,12 +161,12 @@ def test_independent_operations_of_higher_priority_run_first(queue: WorkQueue) -
     assert submit_all(queue, jobs) == ["p7", "p2", "p0", "p-1", "p-3"]
 
 
-def test_equal_priorities_go_in_the_order_given(queue: WorkQueue) -> None:
+def test_equal_priorities_run_in_order_of_submission(queue: WorkQueue) -> None:
     names = [f"job {index}" for index in range(12)]
     assert submit_all(queue, [(name, [name], 5) for name in names]) == names
 
 
-def test_jobs_of_one_key_go_in_the_order_given_whatever_their_priority(queue: WorkQueue) -> None:
+def test_operations_of_one_key_run_in_order_of_submission(queue: WorkQueue) -> None:
     jobs = [(f"job {index}", ["w"], index) for index in range(12)]
     assert submit_all(queue, jobs) == [name for name, _, _ in jobs]
 
@@ -184,7 +184,7 @@ def test_jobs_without_keys_are_independent(queue: WorkQueue) -> None:
     assert submit_all(queue, [("low", [], 0), ("w", ["w"], 1), ("high", [], 2)]) == ["high", "w", "low"]
 
 
-def test_a_failed_job_holds_up_nothing_behind_it(queue: WorkQueue) -> None:
+def test_a_failed_operation_does_not_block_later_ones(queue: WorkQueue) -> None:
     order: list[str] = []
     bad, good = Work("bad"), Work("good")
     with blocked(queue):
@@ -197,7 +197,7 @@ def test_a_failed_job_holds_up_nothing_behind_it(queue: WorkQueue) -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sets(st.sampled_from("abcd"), max_size=3), st.integers(-3, 3)), max_size=10))
-def test_the_order_is_the_priorities_among_jobs_no_earlier_one_holds_back(
+def test_unblocked_operations_run_by_priority(
     drawn: list[tuple[set[str], int]],
 ) -> None:
     jobs = [(str(index), sorted(keys), priority) for index, (keys, priority) in enumerate(drawn)]

@@ -78,7 +78,7 @@ def test_slices_follow_each_other_and_idle_contexts_keep_their_place() -> None:
     assert split_batch(32, [3, 1]) == [slice(0, 24), slice(24, 32)]
 
 
-def test_decimals_mean_what_is_printed() -> None:
+def test_decimals_are_exact() -> None:
     assert Fraction(0.1) * 3 != Fraction(0.3)  # binary fractions would break the tie of 2.5 and 7.5
     assert counts(10, [0.1, 0.3]) == counts(10, [1, 3]) == [2, 8]
     assert counts(10, [0.3, 0.1]) == [8, 2]

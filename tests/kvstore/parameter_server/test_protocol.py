@@ -643,7 +643,7 @@ def test_a_server_survives_arbitrary_messages(pair: Pair, messages: list[tuple[M
     pair.serves()
 
 
-def test_pushes_that_nobody_waits_for_are_acknowledged_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pushes_without_a_waiter_are_acknowledged_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "_DEFER_SECONDS", math.inf)
     sent: list[tuple[bytes, Message]] = []
     listener = SimpleNamespace(send=lambda identity, frames: sent.append((identity, protocol.unpack(frames[0]))))

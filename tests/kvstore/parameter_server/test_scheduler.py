@@ -157,7 +157,7 @@ def test_a_worker_ahead_waits_and_a_late_one_is_an_error() -> None:
             impatient.all_gather(b"", "barrier()")
 
 
-def test_collectives_go_on_without_joined_workers_until_all_have_joined() -> None:
+def test_collectives_continue_without_joined_workers_until_all_have_joined() -> None:
     with Job(3) as job:
         zero, one, two = job.members()
         first = job.later(lambda: two.join(b"two"))
