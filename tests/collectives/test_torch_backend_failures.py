@@ -139,7 +139,7 @@ def test_ranks_missing_at_the_start_are_named(tmp_path: Path) -> None:
     with Processes(never_join, 1, f"{tmp_path}/store") as processes:
         kind, text, _ = processes.heard(0)
         assert kind == "StallError"
-        assert text == "ranks 0, 2 of 3 did not come to the process group within 0.2 s"
+        assert text == "ranks 0, 2 of 3 did not reach the process group within 0.2 s"
 
 
 def leave_early(rank: Rank, path: str) -> None:
