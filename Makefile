@@ -25,7 +25,7 @@ wheel: $(VENV)/.installed
 	$(BIN)/python -m build
 
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .

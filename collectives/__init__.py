@@ -1,4 +1,4 @@
-"""Moving and reducing tensors between devices and processes."""
+"""Collectives: move and reduce tensors between devices and processes."""
 
 from __future__ import annotations
 

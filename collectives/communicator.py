@@ -352,7 +352,7 @@ class Communicator:
         return self._dispatcher.call("scatter", code, (tensor, out, root), out, async_op)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
-        """Return when every rank has called it.
+        """Wait until every rank has called it.
 
         Raises:
             GanglineError: if a rank is dead, late or in another call.

@@ -164,7 +164,7 @@ class WorkQueue:
 
     def _check_open(self, work: Work) -> None:
         if self._closed:
-            raise RuntimeError(f"{work._name} was called after close()")
+            raise RuntimeError(f"{work._name} was called after close(): its store or communicator is closed")
 
     def _execute(self, operation: Callable[[], None], work: Work, *, refuse_closed: bool = False) -> None:
         if self._is_inside():

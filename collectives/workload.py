@@ -21,7 +21,7 @@ def check_work_load_list(work_load_list: Sequence[float] | None, count: int) -> 
 
 def _checked(work_load_list: Sequence[float], count: int | None = None) -> list[float]:
     if isinstance(work_load_list, (str, bytes)) or not isinstance(work_load_list, Sequence):
-        raise TypeError(f"work_load_list is {work_load_list!r}; expected one number a context, such as [3, 1]")
+        raise TypeError(f"work_load_list is {work_load_list!r}; expected one number per context, such as [3, 1]")
     loads = list(work_load_list)
     if count is not None and len(loads) != count:
         raise ValueError(f"work_load_list has {len(loads)} entries for {count} contexts")

@@ -1,4 +1,4 @@
-"""Key-value stores: gradients go in, weights come out, reduced over devices and workers.
+"""Key-value stores: push gradients, which are reduced over devices and workers, and pull weights.
 
 Every public name is loaded when it is first used, because importing torch takes seconds.
 """

@@ -1,4 +1,4 @@
-"""Argument checks of the stores' calls: every form that users may write becomes a list of (key, values)."""
+"""Argument checks of the stores' calls; every accepted form becomes a list of (key, values)."""
 
 from __future__ import annotations
 

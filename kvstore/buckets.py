@@ -1,4 +1,4 @@
-"""Buckets: many small keys side by side in one flat tensor, so that they travel as one."""
+"""Buckets: many small keys side by side in one flat tensor, so that they are sent as one."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from gangline.kvstore.optimizer.spec import Key
 
 
 class DeviceStore(LocalStore):
-    """Store that balances the keys over the devices by bytes; weights and optimizer state live there.
+    """Store that balances the keys over the devices by bytes; each device holds its keys' weights and optimizer state.
 
     A device is a position in a key's list of tensors. CPU contexts, and a GPU that is listed twice, therefore count as
     distinct devices. A key's owner is chosen at the first call with a list of tensors: keys in descending size, each to

@@ -168,7 +168,7 @@ class KVStore(abc.ABC):
         Args:
             key: one key or a list of keys.
             value: tensor, `RowSparse`, or a list of them, one per device; for a list of keys a list of those.
-            priority: larger goes first.
+            priority: calls of higher priority run first.
             async_op: return at once.
 
         Raises:
@@ -192,7 +192,7 @@ class KVStore(abc.ABC):
             key: one key or a list of keys.
             out: tensor of the key's shape and dtype, or a list of them, one per device; for a list of keys a list of
                 those.
-            priority: larger goes first.
+            priority: calls of higher priority run first.
             async_op: return at once.
 
         Raises:
@@ -215,7 +215,7 @@ class KVStore(abc.ABC):
             key: one key or a list of keys.
             value: as for `push`.
             out: as for `pull`; None writes into ``value``.
-            priority: larger goes first.
+            priority: calls of higher priority run first.
             async_op: return at once.
 
         Raises:
@@ -246,7 +246,7 @@ class KVStore(abc.ABC):
             key: one key or a list of keys.
             value: as for `init`.
             out: as for `pull`; may be ``value``.
-            priority: larger goes first.
+            priority: calls of higher priority run first.
             async_op: return at once.
 
         For example:
@@ -271,7 +271,7 @@ class KVStore(abc.ABC):
             key: one key or a list of keys.
             out: `RowSparse` of the key's shape, which becomes exactly these rows in ascending order; or a dense tensor
                 of the key's shape, of which only these rows are written; or a list of them.
-            priority: larger goes first.
+            priority: calls of higher priority run first.
             async_op: return at once.
             row_ids: integers of any shape, in any order, repeated or not: one for all of ``out``, or a list as long as
                 ``out``. For a list of keys a list of those.
@@ -379,7 +379,7 @@ class KVStore(abc.ABC):
         files.save(Path(path), state.tensors, state.header())
 
     def load_optimizer_states(self, path: str | Path) -> None:
-        """Replace the optimizer's state by that of a file; the learning rate stays as it is set.
+        """Replace the optimizer's state by that of a file; the learning rate does not change.
 
         Collective: all workers must call it; rank 0's file counts.
 
@@ -454,7 +454,7 @@ class KVStore(abc.ABC):
             key: one key or a list of keys; the same on all workers.
             value: as for `push`, of floating-point numbers; None for a key that this worker has no value for.
             weight: weight of this worker's values, 0 or more: the number of samples they are a mean over.
-            priority: larger goes first.
+            priority: calls of higher priority run first.
             async_op: return at once.
 
         Raises:
@@ -504,7 +504,7 @@ class KVStore(abc.ABC):
             values: one value per device: a flat tensor of shape (bucket.numel,), or the keys' tensors. A key that a
                 device lacks is the sum of the other devices.
             keys: keys to push; None for all.
-            priority: larger goes first.
+            priority: calls of higher priority run first.
             weight: weight of this worker's values, 0 or more; None for a plain sum.
             async_op: return at once.
         """

@@ -264,7 +264,7 @@ class LocalStore(KVStore):
         return work
 
     def _run_exclusive(self, operation: Callable[[], object]) -> None:
-        """Run an operation on what all keys share, after all pending ones."""
+        """Run an operation on state that all keys share, after all pending operations."""
         self._start("change", operation, [(key, []) for key in self._layout], 0, False)
 
     def _merge(self, pairs: Pushed, weight: float | None = None) -> None:

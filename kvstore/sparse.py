@@ -15,7 +15,7 @@ class RowSparse:
     """Row-sparse value: some rows of a table; all other rows are zero.
 
     `KVStore.push` takes it like a tensor, and only its rows are sent and updated. `KVStore.row_sparse_pull` fills one
-    with the rows it is asked for.
+    with the requested rows.
 
     Attributes:
         indices: row numbers, int64, shape (n,). A row may occur several times; its values are added then.

@@ -39,7 +39,7 @@ class Workers:
         self.in_step = self._store is not None and not self._store.is_async
         """True if there are other workers, and every worker takes part in every step."""
         self.stop: str | None = None
-        """Reason why all workers must stop, equal on all of them; None while none has asked for it."""
+        """Reason why all workers must stop, equal on all of them; None while none has requested it."""
         self._stop_request: str | None = None
         self._clock = 0.0
         self.loads = _loads(self.count) if self.count > 1 else [1.0]

@@ -1,4 +1,4 @@
-"""What every test of the suite gets."""
+"""Fixtures and settings of all tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import settings
 
 from gangline.collectives.processes import process_pool
 
-# Ranks import the module of a test to find its functions: by pytest's name for it, and quicker for what they share.
+# Ranks import a test's module by pytest's name for it; the fork server preloads what they share.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 process_pool.PRELOAD += (
     "pytest",
@@ -29,10 +29,10 @@ process_pool.PRELOAD += (
 )
 process_pool.PRELOAD += ("torchmetrics.aggregation",)
 
-# torch makes a folder there when it is imported; tests look for what ranks leave in TMPDIR.
+# torch creates a folder there on import; tests check that ranks leave nothing in TMPDIR.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), "torchinductor-of-tests")))
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has programs in its background ignore Ctrl-C
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells make background programs ignore Ctrl-C
 
 settings.register_profile("repeatable", max_examples=120, deadline=None, derandomize=True)
 settings.register_profile("explore", max_examples=600, deadline=None)  # what `make test-all` uses
@@ -41,7 +41,7 @@ settings.load_profile("repeatable")
 
 @pytest.fixture(autouse=True)
 def _same_random_numbers_and_threads() -> Iterator[None]:
-    """Begin each test with the same generator, and see that it leaves torch's threads as they were."""
+    """Seed the generator before each test, and check that the test restores torch's thread count."""
     torch.manual_seed(0)
     threads = torch.get_num_threads()
     yield

@@ -1,7 +1,7 @@
-"""Pages of documentation: their blocks of code, and how these run as printed.
+"""Pages of documentation: parse their code blocks and run them as printed.
 
 Blocks run in order, in one folder, those of Python with one namespace. A Python block whose first line is a comment
-with a file's name, such as `# train.py`, is written there instead. Console blocks hold commands: gangline, python and
+with a file name, such as `# train.py`, is written to that file. Console blocks hold commands: gangline, python and
 torchrun, after settings of variables as a shell takes them.
 """
 
@@ -38,11 +38,11 @@ class Block(NamedTuple):
     language: str
     text: str
     line: int
-    """Of the page, where its text begins."""
+    """Line of the page where the block's text begins."""
 
 
 def blocks(page: str) -> list[Block]:
-    """All fenced blocks of a page; ValueError where a fence has no end."""
+    """Return all fenced blocks of a page; ValueError if a fence is not closed."""
     found = [Block(match[1], match[2], page.count("\n", 0, match.start()) + 2) for match in _FENCE.finditer(page)]
     fences = len(re.findall(r"^\s*```", page, re.MULTILINE))
     if fences != 2 * len(found):
@@ -51,25 +51,25 @@ def blocks(page: str) -> list[Block]:
 
 
 def file_name(block: Block) -> str | None:
-    """The file that a Python block is to be written to."""
+    """Return the name of the file to which a Python block is written, or None."""
     named = _FILE.match(block.text)
     return named[1] if block.language == "python" and named else None
 
 
 def commands(block: Block) -> list[list[str]]:
-    """The words of each command of a console block, without comments."""
+    """Return the arguments of each command of a console block, without comments."""
     lines = block.text.replace("\\\n", " ").splitlines()
     return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
 
 
 def is_launch(words: list[str]) -> bool:
-    """Whether a command starts other programs, which takes seconds for each."""
+    """Return True if a command starts other programs, which takes seconds for each."""
     _, rest = _settings(words)
     return rest[0] == "torchrun" or (rest[:2] == ["gangline", "launch"] and "--dry-run" not in rest)
 
 
 def links(page: str) -> list[str]:
-    """Files that a page links to."""
+    """Return the files that a page links to."""
     return [target for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page) if "://" not in target]
 
 
@@ -139,7 +139,7 @@ def _run_program(words: list[str], settings: dict[str, str], where: str) -> str:
 
 @contextmanager
 def _output(where: str) -> Iterator[io.StringIO]:
-    """What is printed within; a failure is told with it."""
+    """Capture what is printed within the block; add it to the message of an error."""
     out, err = io.StringIO(), io.StringIO()
     try:
         with redirect_stdout(out), redirect_stderr(err):
@@ -153,7 +153,7 @@ def _output(where: str) -> Iterator[io.StringIO]:
 
 
 def _settings(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Variables that are set before a command, and the command."""
+    """Split a command into the variables that precede it and the command."""
     count = 0
     while count < len(words) and _SETTING.fullmatch(words[count]):
         count += 1

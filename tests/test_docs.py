@@ -1,4 +1,4 @@
-"""The pages of docs/ run as printed, and their links lead somewhere."""
+"""Pages of docs/: code runs as printed, and links have targets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gangline.collectives import spawn
 from tests import printed
 
 ROOT = Path(__file__).parent.parent
-OWN_TESTS = ("collectives.md", "protocol.md")  # their examples are checked where their subjects are
+OWN_TESTS = ("collectives.md", "protocol.md")  # their examples are checked in the tests of their subjects
 ALL = sorted((ROOT / "docs").glob("**/*.md"))
 PAGES = [
     page
@@ -136,9 +136,9 @@ print(sys.argv[1:], os.environ["WORD"], __name__)
 ```
 
 ```console
-# what follows are two commands
+# two commands follow
 WORD=two python folder/script.py \\
-    --flag "a b"    # and here is nothing
+    --flag "a b"    # no command
 WORD=three gangline launch -n 1 -- python folder/script.py
 ```
 
@@ -179,7 +179,7 @@ def test_blocks_run_in_order_and_a_named_one_is_a_file(tmp_path: Path) -> None:
         ("```console\npython there.py\n```\n", "No such file or directory: '.*there.py'"),
     ],
 )
-def test_what_fails_is_told_with_its_place(text: str, message: str, tmp_path: Path) -> None:
+def test_an_error_names_page_and_line(text: str, message: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(text)
     with pytest.raises(RuntimeError, match=message):

@@ -1,4 +1,4 @@
-"""The two loops of docs/examples: three lines apart, and the same weights alone and in a job."""
+"""Examples of docs/examples: two loops that differ in three lines give the same weights, alone and in a job."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Weights = list[torch.Tensor]
 
 
 def trained(path: str) -> Weights:
-    """The weights that a script leaves in its ``model``, run by this process."""
+    """Run a script in this process and return the weights of its ``model``."""
     model = runpy.run_path(path, run_name="__main__")["model"]
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def alone(_: Communicator, path: str) -> tuple[Weights, str]:
-    """The weights, and what the script prints."""
+    """Run the script in one process; return the weights and its output."""
     with redirect_stdout(io.StringIO()) as printed:
         return trained(path), printed.getvalue()
 
@@ -45,13 +45,13 @@ def with_servers(path: str) -> Weights:
 
 @pytest.fixture(scope="module")
 def one() -> tuple[Weights, str]:
-    """What the plain loop gives."""
+    """Return the weights and the output of the plain loop."""
     [outcome] = spawn(alone, 1, str(PLAIN), threads=1)
     return outcome
 
 
 def distance(found: Weights, expected: Weights) -> float:
-    """The largest over parameters of ||a - b|| / ||b||."""
+    """Return the largest ||a - b|| / ||b|| over all parameters."""
     return max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
 
 
@@ -96,7 +96,7 @@ def test_workers_over_servers_give_the_weights_of_one(tmp_path: Path, one: tuple
         assert distance(weights, one[0]) < 1e-11
 
 
-def test_without_a_store_each_worker_would_go_its_own_way() -> None:
+def test_without_a_store_workers_train_apart() -> None:
     [port] = free_ports(1)
     first, second = spawn(in_job, 2, str(PLAIN), port, threads=1)
     assert distance(first, second) > 1e-3

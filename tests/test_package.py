@@ -1,4 +1,4 @@
-"""The package as it is installed: contents of wheel and sdist, a user's own folders beside it, and what tools read."""
+"""The installed package: contents of wheel and sdist, name clashes with a user's folders, and linted files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNTYPED = {
     "tests": "tests are read by ruff alone",
     "docs": "examples are programs of users, who need no types",
 }
-"""Folders that mypy does not read, with the reason."""
+"""Folders that mypy does not check, with the reason."""
 
 SCRIPT = """
 from gangline import Module, Trainer, cpu, create, gpu
@@ -36,7 +36,7 @@ with create("device") as kv:
 
 
 class Installed(NamedTuple):
-    """A wheel that is installed into a folder of its own, and a project of a user."""
+    """A wheel installed into its own folder, and a user's project."""
 
     python: list[str]
     project: Path
@@ -64,7 +64,7 @@ def build(source: Path, target: Path, *what: str) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The wheel and the sdist."""
+    """Build the wheel and the sdist."""
     folder = tmp_path_factory.mktemp("package")
     left_out = shutil.ignore_patterns(".*", "build", "dist", "site", "out", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=left_out)
@@ -76,7 +76,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A user's project whose folders have the names of ours; importing one of them by mistake fails."""
+    """Make a user's project with folders named like ours; importing one of them by mistake fails."""
     folder = tmp_path / "project"
     for name in OURS:
         (folder / name).mkdir(parents=True)

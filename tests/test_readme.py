@@ -22,7 +22,7 @@ def test_code_blocks_run_as_printed(
     code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if "__main__" in code:  # a script, whose ranks import it
+    if "__main__" in code:  # a script that its ranks import
         (tmp_path / "script.py").write_text(code)
         subprocess.run([sys.executable, "script.py"], check=True, timeout=60)
         return
@@ -38,13 +38,13 @@ def test_the_readme_fits_on_a_few_screens_and_its_first_block_is_ten_lines_at_mo
     assert len([line for line in PYTHON[0].splitlines() if line.strip()]) <= 10
 
 
-def test_the_two_commands_come_first_and_are_the_makefiles() -> None:
+def test_the_two_commands_are_first_and_equal_the_makefiles() -> None:
     makefile = (Path(__file__).parent.parent / "Makefile").read_text()
     assert [line.split()[:2] for line in CONSOLE[:2]] == [["make", "train"], ["make", "test"]]
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in ("train", "test", "test-all"))
 
 
-def test_the_flags_it_names_are_those_of_the_command() -> None:
+def test_its_flags_exist() -> None:
     from typer.main import get_command
 
     from gangline.cli.main import app

@@ -167,10 +167,10 @@ def _two_colours(parent: IntArray, child: IntArray) -> IntArray:
     for edge, (above, below) in enumerate(zip(parent.tolist(), child.tolist(), strict=True)):
         edges_at["parent", above].append(edge)
         edges_at["child", below].append(edge)
-    beside: list[list[int]] = [[] for _ in child]
+    adjacent: list[list[int]] = [[] for _ in child]
     for edges in edges_at.values():
         for edge in edges:
-            beside[edge] += [other for other in edges if other != edge]
+            adjacent[edge] += [other for other in edges if other != edge]
     colours = [-1] * len(child)
     for first in range(len(child)):
         found = [(first, 0)] if colours[first] < 0 else []
@@ -178,5 +178,5 @@ def _two_colours(parent: IntArray, child: IntArray) -> IntArray:
             edge, colour = found.pop()
             if colours[edge] < 0:
                 colours[edge] = colour
-                found += [(other, 1 - colour) for other in beside[edge]]
+                found += [(other, 1 - colour) for other in adjacent[edge]]
     return np.asarray(colours, dtype=np.int64)

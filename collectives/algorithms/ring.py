@@ -29,12 +29,12 @@ def all_reduce(order: Sequence[int], segments: int = 1) -> Schedule:
 
 
 def all_gather(order: Sequence[int], segments: int = 1) -> Schedule:
-    """All-gather in which every row travels once around the ring ``order``."""
+    """All-gather in which every row is forwarded once around the ring ``order``."""
     return Schedule("all_gather", "ring", len(order), len(order) * segments, _around(order, segments))
 
 
 def reduce_scatter(order: Sequence[int], segments: int = 1) -> Schedule:
-    """Reduce-scatter in which the sum of each row travels around the ring and ends at its rank."""
+    """Reduce-scatter in which the sum of each row is forwarded around the ring and ends at its rank."""
     return Schedule("reduce_scatter", "ring", len(order), len(order) * segments, _reduce_around(order, segments))
 
 

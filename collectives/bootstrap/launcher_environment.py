@@ -21,7 +21,7 @@ class RankInfo(NamedTuple):
 
 
 def from_environment(environment: Mapping[str, str]) -> RankInfo:
-    """Return what a launcher has set in the first of these families of variables that is present.
+    """Return the rank info from the first of these families of launcher variables that is set.
 
     - RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: torchrun, or set by hand.
     - OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE: Open MPI's mpirun.

@@ -181,7 +181,7 @@ class DeviceGroup:
 
     @torch.no_grad()
     def move(self, transfers: Sequence[Transfer]) -> None:
-        """Run many sums and copies at once: for each (values, total, outs), sum ``values`` and copy the sum to them.
+        """Run many sums and copies at once: sum ``values`` and copy the sum, for each (values, total, outs).
 
         Args:
             transfers: values and outs hold one tensor per position, or are empty. ``total``, on one of the devices,

@@ -1,1 +1,1 @@
-"""Starting ranks on this host: spawn(), the fork server, and the entry function of a rank's process."""
+"""Start ranks on this host: spawn(), the fork server, and the entry function of a rank's process."""

@@ -84,7 +84,7 @@ def weighted_hook(state: Samples, bucket: GradBucket) -> Future[Tensor]:
     the whole batch, however unequal the shares are; DDP alone takes the mean of the means. A rank without samples sets
     ``count = 0`` and calls backward as the others do, on any data: its gradient has weight 0, even if it is NaN.
 
-    float16 and bfloat16 travel as float32. Under ``no_sync()``, the count is that of the last backward alone.
+    float16 and bfloat16 are sent as float32. Under ``no_sync()``, the count is that of the last backward alone.
 
     Raises:
         ValueError: in backward, if a count is invalid, or 0 on all ranks.

@@ -1,4 +1,4 @@
-"""Negotiation: before a collective moves anything, all workers of an `allreduce` store compare their calls."""
+"""Negotiation: all workers of an `allreduce` store compare their calls before they exchange values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class WorkerGroup:
     """The workers of a job and the collectives between them.
 
     `negotiate` costs one all-gather of 24 bytes per worker. If the calls differ, or a rank refuses its arguments, all
-    ranks raise the same error, nothing has moved, and the next call starts afresh. An error of the communicator itself
+    ranks raise the same error, no tensor has changed, and later calls work. An error of the communicator itself
     is final: every later call raises it again.
     """
 
@@ -112,7 +112,7 @@ class WorkerGroup:
         is_uneven: bool = False,
         learning_rate: float = math.nan,
     ) -> Negotiation:
-        """Check that all workers make the same call, and exchange what they need to know for it.
+        """Check that all workers make the same call, and exchange the data that it needs.
 
         Args:
             call: description of the call, the same on all ranks.
@@ -214,13 +214,13 @@ def _disagreement(calls: Sequence[str], kinds: Sequence[int]) -> Exception:
         other = next((r for r, call in enumerate(calls) if call != calls[rank]), rank)
         return MismatchError(
             f"rank {rank} of {len(calls)}: {_short(calls[rank])}; rank {other} called {_short(calls[other])}; "
-            "nothing has moved"
+            "no tensor has changed"
         )
     first, *others = [rank for rank, kind in enumerate(kinds) if kind != _JOINED]
     other = next(rank for rank in others if calls[rank] != calls[first])
     return MismatchError(
         f"the workers' calls differ: rank {first} called {_short(calls[first])}, rank {other} called "
-        f"{_short(calls[other])}; expected the same calls in the same order on all {len(calls)}; nothing has moved"
+        f"{_short(calls[other])}; expected the same calls in the same order on all {len(calls)}; no tensor has changed"
     )
 
 

@@ -34,7 +34,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def _refused_on_all_ranks(call: _Call) -> _Call:
-    """Decorator: if argument checks fail on this rank, raise on every rank, so that no other rank blocks."""
+    """Decorate a call: if argument checks fail on this rank, raise on every rank, so that no other rank blocks."""
 
     @wraps(call)
     def checked(self: AllReduceStore, *arguments: Any, **options: Any) -> Any:
@@ -145,7 +145,7 @@ class AllReduceStore(LocalStore):
             try:
                 self._negotiate("init")
                 shapes = [(f"key {key!r}", f"{tuple(value.shape)} of {value.dtype}") for key, (value,) in pairs]
-                self._workers.check_same("what is initialised", shapes)
+                self._workers.check_same("init()", shapes)
                 for _, (value,) in pairs:
                     check_dtype(value.dtype)
             except Exception:

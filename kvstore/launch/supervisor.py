@@ -267,7 +267,7 @@ class Supervisor:
 
 
 def _how(code: int) -> str:
-    """Describe how a process ended, by its exit code as of subprocess."""
+    """Describe how a process ended, by its exit code in the form of subprocess."""
     if code >= 0:
         return f"exited with code {code}"
     try:

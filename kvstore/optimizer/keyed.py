@@ -15,7 +15,7 @@ from gangline.kvstore.sparse import RowSparse
 
 
 class KeyedOptimizer:
-    """Optimizer of a store: torch.optim over the weights of many keys, of which each update names a few.
+    """Optimizer of a store: torch.optim over the weights of many keys; an update changes a few of them.
 
     Keys with equal (lr_mult, wd_mult) share a parameter group. An update puts only its own keys into the groups, so its
     cost depends on these keys alone. State is torch's, per key. ``clip_global_norm`` takes the norm over the gradients

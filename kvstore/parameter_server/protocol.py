@@ -88,7 +88,7 @@ class Message:
 
 
 def message(kind: int) -> Callable[[type[_M]], type[_M]]:
-    """Class decorator: register a dataclass as the message of this kind number."""
+    """Register the decorated dataclass as the message of this kind number."""
 
     def decorate(cls: type[_M]) -> type[_M]:
         cls.kind = kind

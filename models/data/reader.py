@@ -141,7 +141,7 @@ def _fork_server() -> Any:
 
 
 def _follow_parent(trainer: int, _: int) -> None:
-    """End this reading process when the training process has ended, for whatever reason, and not before.
+    """End this reading process when the training process has ended for any reason, and not before.
 
     The parent of this process is the fork server, so torch's own parent check does not notice the end of the trainer.
     Signals sent to the whole process group are ignored: the trainer still needs data until it has saved.

@@ -135,7 +135,7 @@ def _reports(param: BatchEndParam) -> bool:
 
 
 class Checkpoint:
-    """Saves checkpoints of a module every so many epochs, batches or minutes.
+    """Saves checkpoints of a module every N epochs, batches or minutes.
 
     Serves as batch callback and as epoch callback. A checkpoint at the end of an epoch is numbered by the epochs
     completed; so is one in the middle of the next epoch, which replaces it. In a job every worker needs the callback.

@@ -37,7 +37,7 @@ class Monitor:
         pattern: str = ".*",
         sort: bool = False,
     ) -> None:
-        """Set what is observed.
+        """Select the observed tensors and the interval.
 
         Args:
             interval: number of updates between observations; the first update is observed.

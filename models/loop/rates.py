@@ -63,7 +63,7 @@ class Rates:
         return self.driven.awaited_metric if self.driven is not None else None
 
     def plan(self) -> Any:
-        """Return what must be equal on all workers, as plain data."""
+        """Return the settings that must be equal on all workers, as plain data."""
         if self.driven is not None:
             return [self.driven.name, self.driven.rate]
         return repr(self._schedule)

@@ -1,4 +1,4 @@
-"""Learning-rate schedulers of torch, driven on a placeholder optimizer beside the run."""
+"""Learning-rate schedulers of torch, driven with a placeholder optimizer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TorchScheduler:
 
 
 class DrivenScheduler:
-    """A scheduler that steps beside a run; its rate is that of the next update."""
+    """Scheduler that steps along with a run; its rate is that of the next update."""
 
     def __init__(self, spec: TorchScheduler, base_rate: float) -> None:
         """Create the scheduler on a placeholder optimizer.

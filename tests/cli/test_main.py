@@ -1,4 +1,4 @@
-"""The front door: lazy names, the command line, and what it says when another package hides ours."""
+"""Package and command: lazy names, the command line, and errors when another package hides ours."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProc
     return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     for name in gangline.__all__:
         assert getattr(gangline, name) is not None
     assert set(gangline.__all__) == {name for names in gangline._PACKAGES.values() for name in names} | set(

@@ -1,7 +1,7 @@
-"""Graphics cards that are not there: tensors that lie on them, streams that are as late as they may be, and NCCL.
+"""Simulated GPUs: tensors on them, streams that run as late as possible, and NCCL.
 
-Nothing that is put on a stream is done before somebody waits for it or asks whether it is done. So who reads what was
-not waited for finds what was there before.
+An operation on a stream runs only when a caller waits for it or queries it. So code that reads a value without waiting
+for it gets the old value.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _AT_ONCE |= {aten.select.int, aten.slice.Tensor, aten.transpose.int, aten.unbind
 
 
 class Stream:
-    """A queue of operations, each of which says whether it could be done."""
+    """Queue of operations; each returns True if it could run."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -79,7 +79,7 @@ class Event:
 
 
 class OnCard(torch.Tensor):
-    """A tensor whose memory only operations on a stream of its card read and write."""
+    """Tensor on a simulated GPU: only operations on a stream of the GPU may read and write it."""
 
     inner: Tensor
     card: torch.device
@@ -108,7 +108,7 @@ class OnCard(torch.Tensor):
         assert stream.device == self.card
 
     def host(self) -> Tensor:
-        """The values, once the current stream has come here."""
+        """Return the values after the current stream's earlier operations."""
         current_stream(self.card).record_event().synchronize()
         return self.inner.clone()
 
@@ -135,7 +135,7 @@ class OnCard(torch.Tensor):
 
 
 def on_card(values: Tensor, index: int = 0) -> OnCard:
-    """A tensor on a card, whose values a kernel of the current stream writes."""
+    """Return a tensor on a simulated GPU; a kernel on the current stream writes its values."""
     card = torch.device("cuda", index)
     made = OnCard(torch.full_like(values, 77 if values.dtype != torch.bool else True), card)
     kept = values.clone()
@@ -163,12 +163,12 @@ def _on(stream: Stream) -> Iterator[None]:
 
 
 class HostRank:
-    """NCCL as its manual has it, for ranks that are threads: a call ends on a stream when all ranks' have begun."""
+    """NCCL by its manual, for ranks in threads: a call ends on a stream once all ranks' calls have begun."""
 
     calls: ClassVar[list[tuple[str, int]]] = []
-    """What was called, with the number of ranks that have called it, in order; of all communicators."""
+    """Calls of all communicators in order, with the number of ranks that have made each."""
     fails_at: ClassVar[dict[int, str]] = {}
-    """Ranks that raise in a call of this name."""
+    """Call in which a rank raises an error, by rank."""
     _shared: ClassVar[defaultdict[bytes, dict[Any, Any]]] = defaultdict(lambda: defaultdict(dict))
     _ELEMENTS: ClassVar[dict[int, torch.dtype]] = {
         0: torch.int8,
@@ -325,10 +325,10 @@ def _host_memory(count: int, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def cards(*, nccl: str = "") -> Iterator[None]:
-    """Have the machine seem to have graphics cards.
+    """Simulate a machine with GPUs.
 
     Args:
-        nccl: what it lacks to use NCCL; "" where it lacks nothing.
+        nccl: reason why NCCL cannot be used; "" if it can.
     """
     _defaults.clear()
     HostRank.calls = []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from gangline.collectives.devices.links import SELF, Kind, Link, LinkMatrix, nvlink, pcie
+from gangline.collectives.devices.links import SELF, Link, LinkKind, LinkMatrix, nvlink, pcie
 
 
 def matrix(rows: str, nodes: Sequence[int | None] = (), *, switched: bool = False, generation: int = 3) -> LinkMatrix:
@@ -17,7 +17,7 @@ def matrix(rows: str, nodes: Sequence[int | None] = (), *, switched: bool = Fals
         if word == "X":
             return SELF
         lanes = word.removeprefix("NV")
-        return nvlink(int(lanes), switched=switched) if lanes != word else pcie(Kind[word], generation, 16)
+        return nvlink(int(lanes), switched=switched) if lanes != word else pcie(LinkKind[word], generation, 16)
 
     links = tuple(tuple(map(link, row)) for row in words)
     return LinkMatrix(tuple(range(len(words))), links, tuple(nodes) or (None,) * len(words))

@@ -71,7 +71,7 @@ class Situation(NamedTuple):
     text: str
     """Name of the call in error texts."""
     needs_all: bool = True
-    """Whether no rank can complete it without the lost one."""
+    """True if no rank can complete it without the lost one."""
 
 
 SITUATIONS = {

@@ -1,4 +1,4 @@
-"""Every algorithm: right for every number of ranks, in as many steps and bytes as its file says."""
+"""Every algorithm: correct for every number of ranks, with the steps and bytes that its file states."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TestCorrectness:
             built(collective, name, len(hosts), root, segments=2, hosts=hosts).verify()
 
     def test_no_rank_sends_or_receives_twice_in_a_table(self, collective: str, name: str) -> None:
-        """The price is taken table by table and would be wrong."""
+        """The price is computed per table and would be wrong."""
         for size in (2, 5, 8, 12):
             for table in tables(
                 built(collective, name, size, segments=2, hosts=(0,) * (size // 2) + (1,) * (size - size // 2))
@@ -86,7 +86,7 @@ def test_one_shot_sums_the_same_on_every_rank() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 13, 16, 31])
 class TestStepsAndBytes:
-    """Closed forms, for n = 840 * size bytes, which all numbers of chunks here divide."""
+    """Closed forms for n = 840 * size bytes, a multiple of every number of chunks used here."""
 
     def check(self, schedule: Schedule, steps: int, each: float) -> None:
         """``each`` is in units of n."""
@@ -207,7 +207,7 @@ class TestTwoTrees:
 
 
 class TestClosedFormsOfCosts:
-    """The model's seconds for equal links are the textbook's."""
+    """The model's seconds for equal links equal the textbook formulas."""
 
     ALPHA, BETA, GAMMA = 3.0, 0.5, 0.25
 
@@ -255,7 +255,7 @@ class TestClosedFormsOfCosts:
         assert segments * 4 * part * self.BETA < found <= (2 * depth + segments - 1) * a_round
 
     def test_the_double_tree_keeps_all_ports_busy(self) -> None:
-        """With free messages and long tensors, what is left is that a rank sends and receives 2 n bytes."""
+        """With free messages and long tensors, the cost is that of 2 n bytes sent and received per rank."""
         for size in (8, 64, 100):
             schedule = built("all_reduce", "double_tree", size, segments=256)
             assert 2 < schedule.cost(10**9, 0, 1e-9, 0) < 2.15

@@ -1,4 +1,4 @@
-"""Length of the paths: Python frames of a large all-reduce, and exchanges that open a communicator."""
+"""Length of call paths: Python frames of a large all-reduce, and exchanges that open a communicator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROUNDS_OF_FALLBACK = 6
 
 
 def _path(frame: FrameType | None) -> list[str]:
-    """The functions from `Communicator.all_reduce` to the one of this frame."""
+    """Return the functions from `Communicator.all_reduce` to this frame."""
     path = []
     while frame is not None:
         path.append(frame.f_code.co_qualname)

@@ -21,7 +21,7 @@ PIPELINED = ("ring", "double_tree")
 
 
 def _values(count: int, rank: int, dtype: torch.dtype, op: str, stride: int) -> Tensor:
-    """Of index * stride + rank; factors stay near 1, so that no product overflows on one way and not on another."""
+    """Return values by index * stride + rank; factors are near 1, so that no order of products overflows."""
     numbers = torch.arange(count, dtype=torch.int64) * stride + rank * 7
     if not dtype.is_floating_point:
         return numbers % 3 == 0 if dtype == torch.bool else (numbers * numbers).to(dtype)
@@ -130,7 +130,7 @@ def _sweep(comm: Communicator, transport: str, counts: list[int]) -> int:
                     root = number % comm.size
                     got = _result(forced, collective, count, dtype, op, root, 13)
                     results: list[Tensor | None] = [None] * comm.size
-                    if got is not None and collective not in ("reduce", "gather"):  # see what the others have
+                    if got is not None and collective not in ("reduce", "gather"):  # compare with the other ranks
                         results = list(comm.all_gather(got))  # type: ignore[arg-type]
                     else:
                         results[comm.rank] = got

@@ -293,7 +293,7 @@ def _in_flight(comm: Communicator) -> None:
         assert isinstance(work, Work)
         works.append((collective, count, work, tensor))
         if number == 5:
-            check(comm, "all_reduce", 7, torch.int32, "sum", 0)  # behind all of them, and before the next
+            check(comm, "all_reduce", 7, torch.int32, "sum", 0)  # after all of them, and before the next
     barrier = comm.barrier(async_op=True)
     for number, (collective, count, work, tensor) in reversed(list(enumerate(works))):
         work.wait()
@@ -416,7 +416,7 @@ def _groups(comm: Communicator) -> None:
     assert halves is not None
     ranks = [other for other in reversed(range(comm.size)) if other % 2 == rank % 2]
     assert (halves.size, halves.rank) == (len(ranks), ranks.index(rank))
-    for count in (3, LARGE):  # the group and all, in turn
+    for count in (3, LARGE):  # alternate between the group and all ranks
         for _ in range(2):
             tensor = values(count, rank, torch.float32)
             halves.all_reduce(tensor)
@@ -679,7 +679,7 @@ ODD: dict[str, tuple[Callable[[Communicator], Any], Callable[[Communicator], Any
         f"all_reduce({LARGE} x float32, sum)",
         f"all_reduce({LARGE + 1} x float32, sum)",
     ),
-    "board and schedule": (
+    "slots and schedule": (
         lambda c: c.all_reduce(torch.ones(4)),
         lambda c: c.all_reduce(torch.ones(LARGE)),
         "all_reduce(4 x float32, sum)",
@@ -743,12 +743,12 @@ def _disagree(comm: Communicator, name: str, odd: int) -> str:
     return texts[0]
 
 
-def _see_text(text: str, name: str, size: int, odd: int, *, is_board: bool) -> None:
+def _check_text(text: str, name: str, size: int, odd: int, *, uses_slots: bool) -> None:
     """Check that an error names the calls, and all ranks if they were exchanged through slots."""
     *_, usual, other = ODD[name]
     others = [rank for rank in range(size) if rank != odd]
     if (
-        name in ("size, by a schedule", "board and schedule", "op") or not is_board
+        name in ("size, by a schedule", "slots and schedule", "op") or not uses_slots
     ):  # ranks that report late are left out
         assert f"rank {odd}: {other}" in text
         assert re.search(rf"ranks? [\d, ]+: {re.escape(usual)}", text)
@@ -768,7 +768,7 @@ def test_ranks_at_different_calls_all_get_the_same_error(name: str, size: int, o
     if name == "root, by a schedule":
         assert re.match("ranks are at different calls: .*broadcast", texts[0])
     else:
-        _see_text(texts[0], name, size, odd, is_board=True)
+        _check_text(texts[0], name, size, odd, uses_slots=True)
 
 
 def _disagree_in_all_ways(comm: Communicator, transport: str) -> dict[str, str]:
@@ -776,7 +776,7 @@ def _disagree_in_all_ways(comm: Communicator, transport: str) -> dict[str, str]:
     for number, name in enumerate(ODD):
         with open_again(comm, transport) as again:
             texts[name] = _disagree(again, name, number % comm.size)
-    check(comm, "all_reduce", 3, torch.float32, "sum", 0)  # other communicators go on
+    check(comm, "all_reduce", 3, torch.float32, "sum", 0)  # other communicators still work
     return texts
 
 
@@ -791,7 +791,7 @@ def test_processes_at_different_calls_all_get_the_same_error(transport: str, siz
         if name in UNNOTICED:
             assert re.match("ranks are at different calls: .*broadcast", of_ranks[0])
         else:
-            _see_text(of_ranks[0], name, size, number % size, is_board=transport == "shared_memory")
+            _check_text(of_ranks[0], name, size, number % size, uses_slots=transport == "shared_memory")
 
 
 def test_an_extra_call_is_distinguished_from_earlier_calls() -> None:

@@ -1,4 +1,4 @@
-"""Codecs, error feedback around them, and what users may ask for."""
+"""Compression: codecs, error feedback, and the user's options."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZES = [0, 1, 3, 4, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 200, 1000]
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Pieces of 32 values and a thread for each 96, so that small tensors reach every border."""
+    """Use pieces of 32 values and a thread per 96, so that small tensors reach every boundary."""
     monkeypatch.setattr(spans, "_PIECE", 32)
     monkeypatch.setattr(spans, "_SMALLEST_SPAN", 96)
     before = torch.get_num_threads()
@@ -59,7 +59,7 @@ def decoded(codec: Codec, payload: torch.Tensor, like: torch.Tensor) -> torch.Te
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
-    """A float64 in the dtype and back; the sum of two numbers of the dtype is rounded once by it."""
+    """Round float64 to the dtype; the sum of two numbers of the dtype is then rounded once."""
     if dtype == torch.bfloat16:
         return float(torch.tensor(value, dtype=torch.float64).to(torch.float32).to(torch.bfloat16))
     kind = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}[dtype]
@@ -67,7 +67,7 @@ def rounded(value: float, dtype: torch.dtype) -> float:
 
 
 def scalar_rule(residual: list[float], gradient: list[float], threshold: float, dtype: torch.dtype) -> list[int]:
-    """One step, a value after the other; changes ``residual`` and returns the codes."""
+    """Encode value by value; change ``residual`` and return the codes."""
     codes = []
     for i, value in enumerate(gradient):
         total = rounded(residual[i] + value, dtype)
@@ -97,7 +97,7 @@ def test_two_bit_is_the_scalar_rule_bit_for_bit_over_200_steps(
     expected = [0.0] * numel
     for step in range(200):
         gradient = normal(numel, dtype=dtype, seed=step, scale=threshold)
-        gradient[step % numel] = threshold  # on the border
+        gradient[step % numel] = threshold  # at the threshold
         gradient[(step + 1) % numel] = -threshold
         codes = scalar_rule(expected, gradient.tolist(), in_dtype, dtype)
         payload = compress(codec, gradient, residual, "a key")
@@ -185,7 +185,7 @@ def test_bf16_saturates() -> None:
         assert BFloat16().encode(values).view(torch.bfloat16).tolist() == [largest, -largest]
 
 
-def test_what_saturation_cut_off_stays_in_the_residual() -> None:
+def test_the_residual_keeps_what_saturation_cuts_off() -> None:
     residual = torch.zeros(1)
     compress(Float16(), torch.tensor([100000.0]), residual, "a key")
     assert residual.tolist() == [100000.0 - 65504.0]
@@ -221,7 +221,7 @@ def test_top_k_is_the_sorted_rule(dtype: torch.dtype, ratio: float) -> None:
 
 @pytest.mark.parametrize("ratio", [0.01, 0.001, 0.9])
 def test_top_k_finds_the_same_from_a_sample(ratio: float) -> None:
-    numel = 2**17 + 3  # a value in two is sampled
+    numel = 2**17 + 3  # every second value is sampled
     for values in (
         normal(numel),
         normal(numel, dtype=torch.bfloat16),
@@ -272,7 +272,7 @@ def test_top_k_refuses_an_index_out_of_range() -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_was_sent_and_the_residual_add_up_to_the_gradients(codec: Codec, dtype: torch.dtype) -> None:
+def test_sent_values_and_residual_add_up_to_the_gradients(codec: Codec, dtype: torch.dtype) -> None:
     residual = torch.zeros(10, 13, dtype=dtype)
     sent, given = (torch.zeros(10, 13, dtype=torch.float64) for _ in range(2))
     steps = 30
@@ -281,7 +281,7 @@ def test_what_was_sent_and_the_residual_add_up_to_the_gradients(codec: Codec, dt
         sent += decoded(codec, compress(codec, gradient, residual, "a key"), gradient).double()
         given += gradient.double()
     error = (sent + residual.double() - given).abs().max()
-    assert error <= steps * 2 * torch.finfo(dtype).eps * 3  # two roundings a step of numbers of at most some 3
+    assert error <= steps * 2 * torch.finfo(dtype).eps * 3  # two roundings per step, of numbers up to about 3
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -358,7 +358,7 @@ def test_a_sum_that_overflows_is_refused(codec: Codec) -> None:
     ):
         compress(codec, gradient, residual, "key 3")
     assert residual.tolist() == [largest, 0.0]
-    compress(codec, gradient.flip(0), residual, "key 3")  # apart, they do not meet
+    compress(codec, gradient.flip(0), residual, "key 3")  # another key has a residual of its own
 
 
 def test_a_residual_that_is_not_finite_is_refused() -> None:
@@ -495,7 +495,7 @@ def test_params_that_do_not_fit(params: Any, error: type[Exception], message: st
 
 
 class Signs(Codec):
-    """A third party's: a byte a value, its sign times ``scale``."""
+    """Third-party codec: one byte per value, its sign times ``scale``."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -525,7 +525,7 @@ def test_a_custom_codec(monkeypatch: pytest.MonkeyPatch) -> None:
         register("signs")
 
 
-def test_what_cannot_be_registered() -> None:
+def test_invalid_registrations_are_refused() -> None:
     with pytest.raises(ValueError, match="named '2bit' is registered already: TwoBit"):
         register("2bit")
     with pytest.raises(TypeError, match="name is 3, a int; expected a str"):

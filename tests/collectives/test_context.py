@@ -1,4 +1,4 @@
-"""Contexts: what they are, and the words that name them."""
+"""Contexts, and the words that name them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from gangline.collectives import Context, contexts, cpu, gpu, num_gpus
 
 ABSENT = num_gpus()
-"""The number of the first GPU that is not there."""
+"""Number of the first GPU that the machine lacks."""
 
 
 # -- Context ----------------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def test_auto_in_a_job_is_the_workers_own_gpu_or_the_host(monkeypatch: pytest.Mo
         assert contexts("auto") == ([gpu(rank % num_gpus())] if num_gpus() else [cpu(0)])
 
 
-def test_numbers_and_gpu_words_name_the_gpus_that_are_there() -> None:
+def test_numbers_and_words_name_the_existing_gpus() -> None:
     there = [gpu(index) for index in range(num_gpus())]
     for words in (",".join(str(one.device_id) for one in there), ",".join(str(one) for one in there)):
         assert contexts(f"cpu(5),{words}".rstrip(",")) == [cpu(5), *there]
@@ -129,7 +129,7 @@ def test_multi_gpu_is_every_gpu_and_an_error_without_one() -> None:
     [f"{ABSENT}", f"gpu({ABSENT})", f"cpu(0),gpu({ABSENT}),cpu(1)", f"cpu(0), {ABSENT}", gpu(ABSENT), [gpu(ABSENT)]],
     ids=str,
 )
-def test_a_gpu_that_is_not_there_is_named_beside_those_that_are(spec: Any) -> None:
+def test_a_missing_gpu_is_an_error_that_lists_existing_ones(spec: Any) -> None:
     there = ", ".join(f"gpu({index})" for index in range(ABSENT)) or "none"
     with pytest.raises(ValueError, match="gpu") as caught:
         contexts(spec)
@@ -182,7 +182,7 @@ def test_an_empty_list_is_refused(spec: Any) -> None:
     [3, None, True, 1.0, [0], ["cpu(0)"], [cpu(0), "cpu(1)"], [[cpu(0)]], {cpu(0)}, torch.device("cpu")],
     ids=repr,
 )
-def test_what_is_no_context_is_refused_by_type(spec: Any) -> None:
+def test_other_types_than_contexts_are_refused(spec: Any) -> None:
     with pytest.raises(TypeError, match="expected a Context") as caught:
         contexts(spec)
     assert repr(spec) in str(caught.value)

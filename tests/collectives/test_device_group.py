@@ -1,4 +1,4 @@
-"""Sums and copies within one process: their bits, and how many operations they take."""
+"""Sums and copies within one process: their bits, and their number of operations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gangline.collectives.devices.device_group import broadcast, reduce
 
 
 class Operations(TorchDispatchMode):
-    """Counts what torch does by the name of the operation: "add", "copy", "clone", "to"."""
+    """Counts torch's operations by name: "add", "copy", "clone", "to"."""
 
     NAMES: ClassVar = {"add": "add", "add_": "add", "sum": "add", "copy_": "copy", "clone": "copy", "_to_copy": "to"}
 
@@ -44,7 +44,7 @@ def summed(values: list[torch.Tensor]) -> torch.Tensor:
 
 
 def of_many_sizes(count: int, dtype: torch.dtype, elements: int = 257) -> list[torch.Tensor]:
-    """Values whose sum depends on the order in which they are added."""
+    """Return values with a sum that depends on the order of additions."""
     generator = torch.Generator().manual_seed(count)
     sizes = 10.0 ** torch.randint(-3, 4, (count, elements), generator=generator)
     values = torch.randn(count, elements, generator=generator, dtype=torch.float64) * sizes
@@ -84,7 +84,7 @@ def test_half_precision_is_added_in_float32_and_rounded_once(dtype: torch.dtype,
     assert torch.equal(out, summed(values)) is (count == 2)  # rounding at each step gives other bits
 
 
-def test_half_precision_keeps_what_one_step_would_round_away() -> None:
+def test_half_precision_accumulates_in_float32() -> None:
     for dtype, large, small in ((torch.float16, 2048.0, 1.0), (torch.bfloat16, 256.0, 1.0)):
         values = [torch.full((2,), one, dtype=dtype) for one in (large, small, small)]
         out = torch.empty(2, dtype=dtype)
@@ -92,7 +92,7 @@ def test_half_precision_keeps_what_one_step_would_round_away() -> None:
         assert out.tolist() == [large + 2 * small] * 2
 
 
-def test_half_precision_may_leave_its_range_on_the_way() -> None:
+def test_partial_sums_may_exceed_the_range_of_half_precision() -> None:
     values = [torch.tensor([one], dtype=torch.float16) for one in (60000.0, 60000.0, -60000.0)]
     out = torch.empty(1, dtype=torch.float16)
     reduce(values, out)
@@ -118,7 +118,7 @@ def test_the_sum_of_bools_is_or(count: int) -> None:
     assert out.tolist() == [False, True, True, True]
 
 
-def test_nan_and_infinity_go_through() -> None:
+def test_nan_and_infinity_are_kept() -> None:
     nan, inf = float("nan"), float("inf")
     out = torch.empty(4)
     reduce([torch.tensor([nan, inf, inf, 1.0]), torch.tensor([1.0, 1.0, -inf, 2.0])], out)
@@ -141,12 +141,12 @@ def test_any_shape_and_type_sums_like_a_loop(count: int, shape: list[int], dtype
     assert torch.equal(out, summed([value.to(wide) for value in values]).to(dtype))
 
 
-# -- where it is written ----------------------------------------------------------------------------------------------
+# -- the output -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_outs_of_any_strides_are_written_and_nothing_beside_them(count: int, dtype: torch.dtype) -> None:
+def test_outs_of_any_strides_are_written_and_memory_around_them_is_not(count: int, dtype: torch.dtype) -> None:
     expected = (ranked(0) * count + count * (count - 1) / 2).to(dtype)
     values = [ranked(rank).to(dtype) for rank in range(count)]
     transposed = torch.empty(4, 3, dtype=dtype).t()
@@ -172,7 +172,7 @@ def test_values_of_any_strides_are_read(count: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_values_are_left_alone(count: int, dtype: torch.dtype) -> None:
+def test_values_are_not_changed(count: int, dtype: torch.dtype) -> None:
     values = [ranked(rank).to(dtype) for rank in range(count)]
     reduce(values, torch.empty(3, 4, dtype=dtype))
     assert all(torch.equal(value, ranked(rank).to(dtype)) for rank, value in enumerate(values))
@@ -192,7 +192,7 @@ def test_a_value_listed_twice_counts_twice() -> None:
     assert torch.equal(out, ranked(1) * 3)
 
 
-# -- what it costs ----------------------------------------------------------------------------------------------------
+# -- number of operations ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64, torch.bool])

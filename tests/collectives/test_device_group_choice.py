@@ -1,4 +1,4 @@
-"""What a `DeviceGroup` refuses, and which way it chooses for which devices."""
+"""`DeviceGroup`: choice of the implementation by devices, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU, GPU0, GPU1, GPU2 = torch.device("cpu"), *(torch.device("cuda", index) for i
 
 @dataclass
 class Known:
-    """A machine whose answers are written down."""
+    """Simulated machine with fixed answers."""
 
     lacks: dict[str, str] = field(default_factory=dict)
     link: str = ""
@@ -72,7 +72,7 @@ def test_the_best_backend_is_chosen_with_a_reason(
     assert reason in why
 
 
-def test_peers_are_tried_only_where_the_answer_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_are_tried_only_if_the_result_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     for devices in ([CPU, CPU], [GPU0], [GPU0, GPU1]):
         machine = Known()
         machine.install(monkeypatch)
@@ -146,7 +146,7 @@ def test_an_unknown_nccl_binding_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         check("nccl", [GPU0], "implementation")
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------
+# -- invalid arguments ----------------------------------------------------------------------------------------------
 
 
 def test_devices_must_exist() -> None:

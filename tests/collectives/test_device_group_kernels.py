@@ -1,4 +1,4 @@
-"""The peer-to-peer kernels: their arithmetic by a host's compiler, what is launched where, and the proof of peers."""
+"""Peer-to-peer kernels: arithmetic, compiled for the host; launches; and the trial of peer access."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gangline.collectives.engine import reduction
 
 NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 CASES = [(dtype, op) for dtype in DTYPES for op in OPS if op != "mean" or dtype.is_floating_point]
-COUNTS = [(1, 1), (1, 3), (3, 1), (3, 3), (2, 2), (4, 4)]  # of values and outs
+COUNTS = [(1, 1), (1, 3), (3, 1), (3, 3), (2, 2), (4, 4)]  # numbers of values and outs
 SHIM = """
 #define __device__
 #define __global__
@@ -42,7 +42,7 @@ Run = Callable[[Launch, str], None]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs a launch on the host: every thread of every block, one after another."""
+    """Compile the kernels for the host; return a function that runs a launch, one thread after another."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no g++: apt-get install g++")
@@ -77,7 +77,7 @@ def _on_host(dtype: torch.dtype, op: str, values: int, outs: int) -> str:
 
 
 def drawn(dtype: torch.dtype, count: int, seed: int) -> Tensor:
-    """Any bits, NaN, infinities and integers at their limits among them."""
+    """Return arbitrary bits, including NaN, infinities and the limits of integers."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(2, (count,), generator=generator).bool()
@@ -93,7 +93,7 @@ def combined(values: Iterable[Tensor], op: str) -> Tensor:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Equal, NaN to NaN; which of the NaN is left open."""
+    """Return True if values are equal; any NaN equals any other."""
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
@@ -167,7 +167,7 @@ def test_two_shot_combines_each_element_once_and_writes_it_everywhere(run: Run, 
     launches = two_shot(tensors, range(positions))
     assert sum(len(launch.values[0]) for launch in launches) == count
     assert len({launch.position for launch in launches}) == len(launches)
-    for launch in launches:  # nothing that one launch writes is read by another: they need no order
+    for launch in launches:  # no launch reads what another writes, so they need no order
         assert spans(launch.values) == spans(launch.outs)
         assert (launch.values[0].data_ptr() - tensors[0].data_ptr()) % 64 == 0
     ordered = spans(tensor for launch in launches for tensor in launch.outs)
@@ -200,12 +200,12 @@ def test_a_transfer_is_one_launch_at_its_owner(run: Run) -> None:
     values = [torch.arange(50, dtype=torch.float32) * 7 + position for position in range(3)]
     total, outs = torch.zeros(50), [torch.zeros(50) for _ in range(2)]
     launches = moves([(values, total, outs), ((), total, outs), ((), total, [total])], [2, 1, 0])
-    assert [launch.position for launch in launches] == [2, 1]  # a copy onto itself is none
+    assert [launch.position for launch in launches] == [2, 1]  # a copy onto itself is omitted
     run(launches[0], "sum")
     assert all(torch.equal(one, torch.arange(50) * 21.0 + 3) for one in (total, *outs))
 
 
-# -- the proof of peers ---------------------------------------------------------------------------------------------
+# -- the trial of peers ---------------------------------------------------------------------------------------------
 
 CHILD = """
 for pair in "$@"; do

@@ -1,4 +1,4 @@
-"""The pipeline through host memory: that its schedule waits for all it must, and its steps in any order it allows."""
+"""Pipeline through host memory: its schedule has all necessary waits; every allowed order gives the same result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gangline.collectives.devices.backends.staged import StagedWork, Workspace, 
 
 
 def all_reduce(positions: int, pieces: int) -> list[Piece]:
-    """Each piece combined by the next position, for all."""
+    """Return a plan in which each piece is combined by the next position, for all."""
     return [
         Piece(owner := number % positions, others := tuple({*range(positions)} - {owner}), others, combines=True)
         for number in range(pieces)
@@ -39,7 +39,7 @@ depths = pytest.mark.parametrize("depth", [1, 2, 4])
 
 
 def before(steps: Sequence[PipelineStep]) -> list[set[int]]:
-    """For each step the steps that are surely done when it begins: by its lane's order, and by what it waits for."""
+    """Return the steps that are complete when each step begins: by the order of its stream and by its waits."""
     found: list[set[int]] = []
     last: dict[tuple[int, str], int] = {}
     for number, step in enumerate(steps):
@@ -66,7 +66,7 @@ def test_accesses_to_a_buffer_are_ordered_if_one_writes(name: str, depth: int) -
 
 @situations
 @depths
-def test_a_step_reads_what_its_own_piece_wrote(name: str, depth: int) -> None:
+def test_a_step_reads_data_of_its_own_piece(name: str, depth: int) -> None:
     steps = plan(SITUATIONS[name], depth)
     written: dict[Buffer, int] = {}
     for step in steps:
@@ -98,7 +98,7 @@ def test_pieces_follow_each_other_without_waiting_for_the_end_of_the_first() -> 
     started = {(step.kind, step.piece): number for number, step in enumerate(steps)}
     assert started["send", 3] < started["return", 1] < started["send", 5]
     done = before(steps)
-    for later in (1, 2):  # as the first they find free buffers, and streams with nothing else to do
+    for later in (1, 2):  # the first ones: buffers are free, and streams idle
         for earlier in range(later):
             assert not done[started["send", later]] & {
                 started[kind, earlier] for kind in ("receive", "return", "fetch")
@@ -106,7 +106,7 @@ def test_pieces_follow_each_other_without_waiting_for_the_end_of_the_first() -> 
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_order_that_the_plan_allows_gives_the_same_result(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_order_allowed_by_the_plan_gives_the_same_result(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged, "PIECE", 64)
     positions, count = 3, 200
     tensors = [torch.arange(count, dtype=torch.float32) * 7 + position for position in range(positions)]
@@ -123,7 +123,7 @@ def test_any_order_that_the_plan_allows_gives_the_same_result(seed: int, monkeyp
 
 
 def run_in_some_order(works: Sequence[StagedWork], chance: random.Random) -> None:
-    """Do the steps as streams of unknown speed might: a step may come whenever its lane and its waits let it."""
+    """Run the steps in a random order that streams of any speed could produce."""
     steps = plan([work.piece for work in works], depth=2)
     workspace = Workspace([torch.device("cpu")] * 3)
     workspace.make(steps)

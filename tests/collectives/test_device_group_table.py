@@ -1,4 +1,4 @@
-"""Every collective of a `DeviceGroup`, by every implementation that this machine has: one table, one reference."""
+"""Every collective of a `DeviceGroup`, by every implementation of this machine, against one reference."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.fixture(params=[*ON_HOST, *(pytest.param(one, marks=pytest.mark.gpu) for one in ON_GPUS)], ids="-".join)
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], DeviceGroup]:
-    """Makes a group of so many positions by one of the implementations."""
+    """Return a function that creates a group of a number of positions by one implementation."""
     name, kind = request.param
     if kind == "cpu":
-        monkeypatch.setattr(staged, "PIECE", 256)  # small tensors come in many pieces
+        monkeypatch.setattr(staged, "PIECE", 256)  # so that small tensors have many pieces
         return lambda count: DeviceGroup([cpu(position) for position in range(count)], name)
     if not num_gpus():
         pytest.skip("there is no GPU")
@@ -50,7 +50,7 @@ def _on_gpus(name: str, count: int) -> DeviceGroup:
 
 
 def given(position: int, shape: Sequence[int], dtype: torch.dtype, op: str = "sum") -> Tensor:
-    """Element i of a position holds i * 7 + position; for a product, values that four positions cannot overflow."""
+    """Return values: i * 7 + position; for a product, values that do not overflow with four positions."""
     elements = torch.arange(torch.Size(shape).numel()).reshape(tuple(shape)) * 7 + position
     if op == "product":
         elements = elements % 3 + 1
@@ -58,7 +58,7 @@ def given(position: int, shape: Sequence[int], dtype: torch.dtype, op: str = "su
 
 
 def reference(values: Sequence[Tensor], op: str) -> Tensor:
-    """In float64 or int64, rounded once; a mean is divided in the precision that is promised."""
+    """Return the result in float64 or int64, rounded once; a mean is divided in the documented precision."""
     dtype = values[0].dtype
     if dtype == torch.bool:
         return reduce(torch.logical_and if op in ("product", "min") else torch.logical_or, values)
@@ -78,7 +78,7 @@ def on(group: DeviceGroup, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def apart(tensor: Tensor) -> Tensor:
-    """The same values with gaps in between, the axes swapped in memory."""
+    """Return the same values with gaps in memory and swapped axes."""
     wide = tensor.new_zeros(tensor.shape[1] * 2, tensor.shape[0] + 1)
     return wide[::2, 1:].t().copy_(tensor)
 
@@ -201,7 +201,7 @@ def test_many_transfers_in_one_call(make: Callable[[int], DeviceGroup]) -> None:
 
 
 @pytest.mark.parametrize("op", ["min", "max", "sum", "product"])
-def test_nan_and_infinity_go_through(make: Callable[[int], DeviceGroup], op: str) -> None:
+def test_nan_and_infinity_are_kept(make: Callable[[int], DeviceGroup], op: str) -> None:
     nan, inf = float("nan"), float("inf")
     group = make(3)
     values = [torch.tensor([nan, 1.0, 2.0, inf]), torch.tensor([1.0, nan, 2.0, inf]), torch.tensor([1.0, 1.0, nan, 1])]
@@ -253,7 +253,7 @@ def test_autograd_sees_writes_but_records_nothing(make: Callable[[int], DeviceGr
         kept[1].backward()
 
 
-def test_nothing_beside_a_tensor_is_written(make: Callable[[int], DeviceGroup]) -> None:
+def test_memory_around_a_tensor_is_not_written(make: Callable[[int], DeviceGroup]) -> None:
     group = make(3)
     wide = [torch.full((101,), -1.0, device=device) for device in group.devices]
     values = [given(position, (90,), torch.float32) for position in range(3)]
@@ -266,7 +266,7 @@ def test_nothing_beside_a_tensor_is_written(make: Callable[[int], DeviceGroup]) 
 
 @pytest.mark.parametrize("root", [0, 1, 2])
 def test_large_host_sums_run_chunk_by_chunk(root: int) -> None:
-    """Tensors large enough for threads; the sum may replace any of its values."""
+    """Tensors are large enough for threads; the sum may overwrite any of its values."""
     group, size = DeviceGroup([cpu(position) for position in range(3)], "copies"), (9 << 20) // 4 + 5
     values = [given(position, (size,), torch.float32) % 1000 for position in range(3)]
     expected, tensors = reference(values, "sum"), on(group, values)
@@ -283,7 +283,7 @@ def test_large_host_sums_run_chunk_by_chunk(root: int) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_with_copies_each_device_combines_a_slice(op: str) -> None:
-    backend = Copies([torch.device("cpu", index) for index in range(3)])  # one memory, and yet not one name
+    backend = Copies([torch.device("cpu", index) for index in range(3)])  # the same memory by different names
     for size in SIZES:
         values = [given(position, (size,), torch.float32, op) for position in range(3)]
         tensors = [value.clone() for value in values]
@@ -306,5 +306,5 @@ def test_transfers_between_gpus_use_their_group() -> None:
     on_gpus = [value.to(device) for value, device in zip(values, devices, strict=True)]
     outs, total = [torch.zeros_like(one) for one in on_gpus], torch.zeros_like(on_gpus[1])
     host = torch.zeros(1001)
-    move([(on_gpus, total, outs), (on_gpus, host, ())])  # the second, onto the host, by copies
+    move([(on_gpus, total, outs), (on_gpus, host, ())])  # the second one, to the host, by copies
     assert agree([total, *outs, host], reference(values, "sum"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -90,7 +91,7 @@ class TestNVML:
         assert links_by_nvml(nvml, range(2)) == BRIDGE
 
     @pytest.mark.parametrize(("nodes", "expected"), [(0b1000, 3), (0b11, None), (0, None)])
-    def test_a_numa_node_is_known_if_it_is_the_only_one(self, nodes: int, expected: int | None) -> None:
+    def test_a_single_numa_node_is_known(self, nodes: int, expected: int | None) -> None:
         assert links_by_nvml(RecordedNVML([[]], levels(1, SYS), 0, [nodes]), [0]).numa_nodes == (expected,)
 
     def test_unsupported_nvml_queries_are_left_out(self) -> None:
@@ -196,7 +197,7 @@ class TestShown:
             "  X     the GPU itself\n"
             "  host  through the host's memory, about 5 GB/s each way\n"
         )
-        devices(as_json=True)
+        devices(json=Path("-"))
         _, first, second = json.loads(capsys.readouterr().out)
         assert (first["context"], first["peers"], first["numa_node"]) == ("gpu(0)", {"gpu(1)": "host"}, None)
         assert second["peers_gb_per_s"] == {"gpu(0)": 4.7}
@@ -214,7 +215,7 @@ class TestShown:
         assert host.context == "cpu(0)"
         devices()
         assert capsys.readouterr().out.splitlines()[-1].startswith("└")
-        devices(as_json=True)
+        devices(json=Path("-"))
         (row,) = json.loads(capsys.readouterr().out)
         assert list(row) == [
             "context",

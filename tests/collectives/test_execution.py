@@ -1,4 +1,4 @@
-"""Execution of schedules: what is still being read is not written, sums are rounded once, foreign messages are told."""
+"""Execution of schedules: no memory is written while it is read, sums are rounded once, foreign messages fail."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from gangline.collectives.transports.base import PIECE, MessageTag
 from gangline.collectives.transports.in_process import InProcessTransport, ThreadGroup
 from tests.collectives.ranks import combined, ops_for, same, values
 
-STAMP = MessageTag(7, 1234)
+TAG = MessageTag(7, 1234)
 
 
 def transports(size: int) -> list[InProcessTransport]:
-    """Of so many ranks that are threads of this process."""
+    """Return the transports of ranks that are threads of this process."""
     group = ThreadGroup(size)
     memberships = ThreadMembership.group(size)
     return [
@@ -36,7 +36,7 @@ def transports(size: int) -> list[InProcessTransport]:
 
 
 class Running:
-    """A function in a thread; `result` waits for it and raises what it raised."""
+    """Function in a thread; `result` waits for it and raises its error."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self._error: BaseException | None = None
@@ -64,17 +64,17 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("is_reduced", [False, True])
 @pytest.mark.parametrize("count", [3, PIECE // 4 + 5])
-def test_what_a_slow_rank_has_yet_to_read_is_not_written(is_reduced: bool, count: int) -> None:
+def test_memory_is_not_written_before_a_slow_rank_has_read_it(is_reduced: bool, count: int) -> None:
     here, there = transports(2)
     own, others = values(count, 0, torch.float32), values(count, 1, torch.float32)
     mine = own.clone()
     step: Step = Reduce((0, 1), 0, 1, complete=True) if is_reduced else Receive(1, 0, 1)
-    running = Running(run, [Send(1, 0, 1), step], here, EqualChunks(mine, 1), STAMP)
-    there.send(0, as_bytes(others), STAMP).wait()  # rank 0 has taken it all in, and would have written by now
+    running = Running(run, [Send(1, 0, 1), step], here, EqualChunks(mine, 1), TAG)
+    there.send(0, as_bytes(others), TAG).wait()  # rank 0 has read all of it, and would have written by now
     late = torch.empty(count)
     receive_request = there.receive(0)
-    assert (receive_request.message_tag, receive_request.nbytes) == (STAMP, count * 4)
-    assert running.is_alive()  # it waits for what it sent to be read
+    assert (receive_request.message_tag, receive_request.nbytes) == (TAG, count * 4)
+    assert running.is_alive()  # it waits until its message is read
     receive_request.into(as_bytes(late))
     running.result()
     same(late, own, "what rank 0 sent")
@@ -86,8 +86,8 @@ def test_an_incomplete_sum_is_not_divided() -> None:
     mine = torch.tensor([8.0, 16.0])
     program = [Reduce((0, 1), 0, 1, complete=False), Reduce((0, 1), 1, 2, complete=True)]
     for number in (1.0, 5.0):
-        there.send(0, as_bytes(torch.tensor([number])), STAMP)
-    run(program, here, EqualChunks(mine, 2), STAMP, "mean", divisor=3)
+        there.send(0, as_bytes(torch.tensor([number])), TAG)
+    run(program, here, EqualChunks(mine, 2), TAG, "mean", divisor=3)
     assert mine.tolist() == [9.0, 7.0]
 
 
@@ -98,10 +98,10 @@ def test_messages_of_several_pieces_are_combined_in_rank_order(dtype: torch.dtyp
     everybody = [values(count, rank, dtype) for rank in range(3)]
     for op in ops_for(dtype)[:2]:
         mine = everybody[1].clone()
-        for rank in (2, 0):  # whatever the order in which they come
-            ranks[rank].send(1, as_bytes(everybody[rank]), STAMP)
+        for rank in (2, 0):  # in any order of arrival
+            ranks[rank].send(1, as_bytes(everybody[rank]), TAG)
         divisor = 3 if op == "mean" else 1
-        run([Reduce((0, 1, 2), 0, 1, complete=True)], ranks[1], EqualChunks(mine, 1), STAMP, op, divisor)
+        run([Reduce((0, 1, 2), 0, 1, complete=True)], ranks[1], EqualChunks(mine, 1), TAG, op, divisor)
         same(mine, combined(everybody, op), f"{op} of {dtype}")
 
 
@@ -112,7 +112,7 @@ def test_chunks_may_be_empty(algorithm: str, size: int) -> None:
     everybody = [values(2, rank, torch.int32) for rank in range(size)]
     mine = [each.clone() for each in everybody]
     running = [
-        Running(run, schedule.program(rank), transport, EqualChunks(mine[rank], schedule.chunks), STAMP)
+        Running(run, schedule.program(rank), transport, EqualChunks(mine[rank], schedule.chunks), TAG)
         for rank, transport in enumerate(transports(size))
     ]
     for one in running:
@@ -122,22 +122,22 @@ def test_chunks_may_be_empty(algorithm: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("message_tag", [MessageTag(8, 1234), MessageTag(7, 1235)])
-def test_a_message_of_another_call_is_told(message_tag: MessageTag) -> None:
+def test_a_message_of_another_call_is_an_error(message_tag: MessageTag) -> None:
     here, there = transports(2)
     for step in (Receive(1, 0, 1), Reduce((0, 1), 0, 1, complete=True)):
         there.send(0, as_bytes(torch.ones(3)), message_tag)
         text = f"rank 1 sent a message of call {message_tag.sequence}"
         with pytest.raises(MisplacedMessageError, match=text) as caught:
-            run([step], here, EqualChunks(torch.ones(3), 1), STAMP)
+            run([step], here, EqualChunks(torch.ones(3), 1), TAG)
         assert (caught.value.source, caught.value.message_tag) == (1, message_tag)
         here.receive(1).done()
 
 
-def test_a_message_of_another_length_is_told() -> None:
+def test_a_message_of_another_length_is_an_error() -> None:
     here, there = transports(2)
-    there.send(0, as_bytes(torch.ones(4)), STAMP)
+    there.send(0, as_bytes(torch.ones(4)), TAG)
     with pytest.raises(ProtocolError, match="rank 1 sent 16 bytes, expected 12"):
-        run([Receive(1, 0, 1)], here, EqualChunks(torch.ones(3), 1), STAMP)
+        run([Receive(1, 0, 1)], here, EqualChunks(torch.ones(3), 1), TAG)
 
 
 def test_rows_of_an_all_to_all_are_given_and_taken_by_their_numbers() -> None:

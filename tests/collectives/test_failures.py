@@ -30,7 +30,7 @@ TRANSPORTS = ("shared_memory", "ipc", "tcp")
 POSITIONS = [(size, rank) for size in (2, 3, 4) for rank in range(size)]
 
 WAYS = ("absent", "alone", "midway")
-"""Where the lost rank is: not in the call that the others wait in; in it before the others; or all are in it."""
+"""State of the lost rank: not in the call that the others wait in; in it before the others; or all are in it."""
 
 LATER: tuple[Callable[[Communicator], object], ...] = (
     lambda comm: comm.all_reduce(ramp(100, comm.rank)),
@@ -53,7 +53,7 @@ def _until_it_fails(comm: Communicator, situation: str, victim: int) -> Said | N
 
 def lose_one(comm: Communicator, path: str, situation: str, way: str, victim: int, number: int) -> list[Said | None]:
     actor = Actor(comm.rank, path)
-    began = error_of(comm.barrier)  # what a rank has not quite sent is lost when it kills itself
+    began = error_of(comm.barrier)  # unsent messages are lost when a rank kills itself
     if comm.rank == victim and way == "absent":
         actor.hear()  # never returns
     elif comm.rank == victim and way == "midway":
@@ -148,7 +148,7 @@ ALL_THAT_STOP = [case for case in CASES if case[1:3] == (3, 0) and case[3] != "b
         *(pytest.param([case], id="-".join(map(str, case)), marks=pytest.mark.slow) for case in ALL_THAT_STOP),
     ],
 )
-def test_a_stopped_rank_is_dead_after_the_limit_and_learns_of_it_when_it_continues(
+def test_a_stopped_rank_counts_as_dead_after_the_limit_and_gets_an_error_when_it_continues(
     cases: list[tuple[str, int, int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GANGLINE_HEARTBEAT_LIMIT", "1")
@@ -230,7 +230,7 @@ def test_an_interrupted_rank_is_an_error_that_names_it(transport: str, size: int
     expected = Said("GanglineError", f"rank {victim} left {SITUATIONS[situation].text} by KeyboardInterrupt")
     for outcome in outcomes:
         during, after = outcome.value
-        assert during in (None, expected)  # None: what it had sent by then was all that was needed of it
+        assert during in (None, expected)  # None: it had already sent everything that the others needed
         assert after == expected
     assert outcomes[victim].value[0] == expected
 

@@ -1,4 +1,4 @@
-"""Tensors on GPUs: through the host's memory and by NCCL, on cards that are not there; and on those that are."""
+"""Collectives on GPU tensors: through host memory and by NCCL, on simulated and on real GPUs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check(
     count: int = COUNT,
     async_op: bool = False,
 ) -> None:
-    """Make a call on a tensor of a card (None: of the host), and see what comes, where, and that inputs stay."""
+    """Make a call on a GPU tensor (None: CPU tensor); check result, device, and that inputs are unchanged."""
     tensor = located(given(collective, count, comm.rank, comm.size, dtype), card)
     options: dict[str, Any] = {"async_op": async_op}
     options |= {"op": op} if collective in REDUCING else {}
@@ -99,7 +99,7 @@ def on_one_card(comm: Communicator) -> None:
 
 def on_cards_and_the_host(comm: Communicator) -> None:
     check_all(comm, None if comm.rank == 1 else comm.rank)
-    check(comm, "all_reduce", comm.rank)  # it stays as it was in the first call
+    check(comm, "all_reduce", comm.rank)  # the path of the first call is kept
 
 
 @pytest.mark.parametrize("run", [on_one_card, on_cards_and_the_host])
@@ -112,7 +112,7 @@ def in_a_process(comm: Communicator) -> None:
     with cards():
         check_all(comm, comm.rank if comm.rank else None)
         check(comm, "all_reduce", comm.rank)
-    with cards(nccl="nothing to join processes by"):  # so that all agree on the host, not one by one
+    with cards(nccl="nothing to join processes by"):  # so that all ranks agree on the host path together
         group = comm.split(0)
         assert group is not None
         check(group, "all_reduce", comm.rank)
@@ -126,7 +126,7 @@ def test_processes_use_host_memory(transport: str) -> None:
 
 
 def test_a_cpu_rank_that_does_not_wait_is_detected(machine: None) -> None:
-    """It leaves its part of a reduce behind and is at another call, or gone, when the others look for it."""
+    """A rank contributes to a reduce and is in another call, or has ended, when the others check on it."""
 
     def run(comm: Communicator) -> Tensor | None:
         values = torch.arange(LARGE, dtype=torch.float32) * 3 + comm.rank
@@ -183,7 +183,7 @@ def test_tensors_of_a_call_must_be_on_one_device(machine: None) -> None:
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("cards_of", [(0, 0), (0, 1)])
 def test_calls_are_ordered_by_the_callers_own_stream(machine: None, cards_of: tuple[int, int], async_op: bool) -> None:
-    """By which the tensors are written before the call, and read behind it; through the host and by NCCL."""
+    """Tensors are written on the current stream before the call, and read on it afterwards."""
 
     def run(comm: Communicator) -> None:
         card = torch.device("cuda", cards_of[comm.rank])
@@ -205,7 +205,7 @@ def test_messages_between_gpus_and_the_host(machine: None, async_op: bool) -> No
                 work = comm.send(tensor, 1, tag, async_op=async_op)
                 assert (work is None) != async_op
                 if isinstance(tensor, OnCard):
-                    tensor.mul_(0)  # behind what was sent
+                    tensor.mul_(0)  # after the sent messages
             else:
                 tensor = located(torch.zeros(LARGE), card)
                 got = comm.recv(tensor, 0, tag, async_op=async_op)
@@ -225,7 +225,7 @@ def test_ranks_with_distinct_gpus_use_nccl(machine: None) -> None:
     in_threads(3, lambda comm: check_all(comm, comm.rank))
     names = {name for name, _ in HostRank.calls}
     assert names == {"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"}
-    assert len([name for name, _ in HostRank.calls if name == "all_reduce"]) == 3 * 4  # no int16, nothing empty
+    assert len([name for name, _ in HostRank.calls if name == "all_reduce"]) == 3 * 4  # no int16 and no empty tensors
 
 
 def test_one_call_may_use_the_host_or_another_gpu(machine: None) -> None:
@@ -266,7 +266,7 @@ def test_ranks_at_different_calls_get_an_error(machine: None, is_first: bool) ->
 
 
 def test_a_rank_that_fails_ends_the_others_kernels(machine: None) -> None:
-    """Its part of the call never comes to its GPU: the other's would wait for ever."""
+    """One rank never launches its part of the call, so the other's would wait forever."""
     HostRank.fails_at = {1: "all_gather"}
 
     def run(comm: Communicator) -> str:

@@ -147,7 +147,7 @@ WAITED_FOR: dict[str, tuple[Callable[[Communicator, int], None], str]] = {
 
 
 class _Telling(logging.Handler):
-    """Sends the test each log record, and `WAITS` for ten further checks: it could not read all of them in time."""
+    """Handler that sends each log record to the test, and `WAITS` for only ten further checks."""
 
     def __init__(self, actor: Actor) -> None:
         super().__init__()

@@ -92,7 +92,7 @@ def test_a_killed_rank_is_gone_for_all_others(address: str, size: int, victim: i
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
-def test_a_stopped_rank_is_gone_for_all_others_and_learns_it_when_it_continues(address: str) -> None:
+def test_a_stopped_rank_counts_as_dead_and_gets_an_error_when_it_continues(address: str) -> None:
     with Processes(_until_gone, 3, address, 1) as ranks:
         assert ranks.all_heard() == ["ready"] * 3
         ranks.kill(1, signal.SIGSTOP)
@@ -337,7 +337,7 @@ def test_a_stranger_that_replaces_a_lost_rank_is_ignored() -> None:
     pair_of(check, "tcp://127.0.0.1", 4, tell_port=True)
 
 
-def test_a_lost_connection_may_come_back() -> None:
+def test_a_lost_connection_may_be_restored() -> None:
     def check(membership: ProcessMembership, other: PeerSockets, port: str) -> None:
         token = other.sockets[0].token
         other.close(0)
@@ -448,7 +448,7 @@ def quick_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_wait_ends_when_any_rank_dies_and_all_ranks_learn_of_it() -> None:
+def test_the_death_of_a_rank_ends_waits_on_all_ranks() -> None:
     group = group_at(None, None, None, None)
     group[0].gone.update({3: LOST, 2: CLOSED, 1: LOST})
     error = check_until(watch_of(group[0]), [])

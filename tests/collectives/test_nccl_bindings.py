@@ -1,4 +1,4 @@
-"""NCCL: which of its calls gangline makes, over a stand-in on the host; and the real bindings, where there is a GPU."""
+"""NCCL: the calls that gangline makes, to a stand-in on the host; and the real bindings, on a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FUNCTIONS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class HostBinding:
-    """NCCL by its manual, on host memory: the calls of a group are matched by position, and run at its end.
+    """NCCL by its manual, in host memory: the calls of a group are matched by position and run at its end.
 
     It checks the rules: calls within groups only, and the same ones from each position.
     """
@@ -192,7 +192,7 @@ def test_all_gather_and_reduce_scatter_are_one_call_per_position() -> None:
 
 
 def test_many_keys_are_one_group_of_sums_and_one_of_copies() -> None:
-    """What is copied out must be complete, and the calls of one group may run side by side."""
+    """Copied values must be complete, and the calls of one group may run concurrently."""
     backend, sizes = OnHost(3), [1, 5, 0, 64]
     values = [given(3, size, torch.float32) for size in sizes]
     totals = [torch.zeros(size) for size in sizes]
@@ -314,7 +314,7 @@ def test_nccl4py_s_stand_in_has_the_signatures_of_the_package() -> None:
     assert bytes(real.UniqueId.from_buffer(identity)) == identity
 
 
-def test_nccl4py_is_preferred_where_it_finds_the_library(nccl4py: Nccl4py, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl4py_is_preferred_if_it_finds_the_library(nccl4py: Nccl4py, monkeypatch: pytest.MonkeyPatch) -> None:
     assert nccl_bindings.missing("nccl4py") == ""
     assert nccl_bindings.selected() == "nccl4py"
 

@@ -116,7 +116,7 @@ def test_hundreds_of_contexts_terminate() -> None:
 def test_a_context_terminates_whenever_the_peer_disconnects(tmp_path: Path) -> None:
     port = f"ipc://{tmp_path}/connection"
     with zmq.Context() as callers:
-        for turn in range(1000):  # note 1 in zmq/context.py: it happened once in some hundred turns
+        for turn in range(1000):  # note 1 in zmq/context.py: it happened once in a few hundred repetitions
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             connection = PeerSocket(context, TOKEN, binds=True)
             connection.socket.bind(port)

@@ -1,4 +1,4 @@
-"""send and recv: tags in any order, many under way, messages that do not fit, and collectives in between."""
+"""send and recv: tags in any order, many pending, messages that do not fit, and collectives in between."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from gangline.collectives.transports.in_process import InProcessTransport
 from gangline.collectives.work import Work
 from tests.collectives.ranks import check, in_threads, same, values
 
-SIZES = (1, 0, 300_007, 17, 8_192, 8_193, 20_000)  # of float32: nothing, little, around and above what is copied
+SIZES = (
+    1,
+    0,
+    300_007,
+    17,
+    8_192,
+    8_193,
+    20_000,
+)  # float32 elements: none, few, around and above the limit for copied messages
 
 
 def _message(number: int, rank: int) -> Tensor:
@@ -41,7 +49,7 @@ def _tags_out_of_order(comm: Communicator) -> None:
             work.wait()
             assert work.result is None
     else:
-        for tag in (6, 1, 0, 2, 5, 4, 3):  # the large one is kept, and so are those behind it
+        for tag in (6, 1, 0, 2, 5, 4, 3):  # the large one is kept, and so are later ones
             _receive(comm, 0, tag, _message(tag, 0))
 
 
@@ -142,11 +150,11 @@ def _written_again(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp"])
-def test_a_message_belongs_to_its_send_until_all_of_it_has_gone(transport: str) -> None:
+def test_a_send_keeps_its_message_until_it_is_sent_completely(transport: str) -> None:
     spawn(_written_again, 2, transport=transport, timeout=60)
 
 
-def test_two_receives_of_a_tag_end_in_their_order_though_a_message_comes_between_looks(
+def test_two_receives_of_a_tag_complete_in_order_if_a_message_arrives_between_polls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     poll = InProcessTransport.poll
@@ -170,7 +178,7 @@ def test_two_receives_of_a_tag_end_in_their_order_though_a_message_comes_between
             first, second = torch.empty(3), torch.empty(3)
             with monkeypatch.context() as patch:
                 patch.setattr(InProcessTransport, "poll", late)
-                messages = comm._messages  # recv itself would look between the two
+                messages = comm._messages  # recv itself would poll between the two
                 works = [messages.receive(first, 0, 0), messages.receive(second, 0, 0)]
                 for work in reversed(works):
                     messages.finish(work, async_op=False)
@@ -199,7 +207,7 @@ def test_waiting_for_a_message_can_end_before_it() -> None:
     in_threads(2, run)
 
 
-def test_what_nobody_sent_fails_at_close() -> None:
+def test_pending_receives_fail_at_close() -> None:
     def run(comm: Communicator) -> None:
         comm.barrier()
         work = _work(comm.recv(torch.empty(3), 1 - comm.rank, async_op=True))

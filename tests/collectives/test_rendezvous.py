@@ -1,4 +1,4 @@
-"""Where a process stands in its job by what launchers set, and how ranks meet through a store."""
+"""Rendezvous: rank and size from launchers' variables, and the exchange through a store."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SLURM = {
     "SLURM_STEP_NUM_NODES": "5",
 }
 
-# What launchers say
+# Variables of launchers
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ SLURM = {
         (TORCHRUN, (1, 4, "10.1.2.3", 29500)),
         (TORCHRUN | {"MASTER_ADDR": "localhost"}, (1, 4, "127.0.0.1", 29500)),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}, (1, 4, "10.1.2.3", 29500)),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, (1, 4, "127.0.0.1", 29500)),  # all are here: not by way of the network
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, (1, 4, "127.0.0.1", 29500)),  # all ranks are on this host: no network
         ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1, "127.0.0.1", 0)),
         (OPEN_MPI | {"MASTER_ADDR": "n1", "MASTER_PORT": "5000"}, (2, 4, "n1", 5000)),
         (OPEN_MPI | TORCHRUN, (1, 4, "10.1.2.3", 29500)),
@@ -53,11 +53,13 @@ SLURM = {
         (SLURM | OPEN_MPI | {"MASTER_ADDR": "n1", "MASTER_PORT": "5000"}, (2, 4, "n1", 5000)),
     ],
 )
-def test_place_is_what_the_launcher_says(environment: Mapping[str, str], place: tuple[int, int, str, int]) -> None:
+def test_rank_and_size_are_those_of_the_launcher(
+    environment: Mapping[str, str], place: tuple[int, int, str, int]
+) -> None:
     assert from_environment(environment) == place
 
 
-def test_ranks_of_mpirun_on_one_machine_meet_on_loopback_at_a_port_of_their_job() -> None:
+def test_ranks_of_mpirun_on_one_machine_connect_on_loopback_at_a_port_of_their_job() -> None:
     environment = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
     place = from_environment(environment)
     assert place.host == "127.0.0.1"
@@ -76,13 +78,13 @@ def test_ranks_of_mpirun_on_one_machine_meet_on_loopback_at_a_port_of_their_job(
         ("node", "node"),
     ],
 )
-def test_ranks_of_srun_meet_at_the_first_host_of_their_step(nodes: str, host: str) -> None:
+def test_ranks_of_srun_connect_to_the_first_host_of_their_step(nodes: str, host: str) -> None:
     place = from_environment(SLURM | {"SLURM_STEP_NODELIST": nodes})
     assert place[:3] == (3, 8, host)
     assert from_environment(SLURM | {"SLURM_STEP_ID": "1"}).port != place.port
 
 
-def test_ranks_of_srun_on_one_host_meet_on_loopback() -> None:
+def test_ranks_of_srun_on_one_host_connect_on_loopback() -> None:
     assert from_environment(SLURM | {"SLURM_STEP_NUM_NODES": "1"}).host == "127.0.0.1"
 
 
@@ -91,7 +93,7 @@ def test_without_a_list_of_hosts_the_launching_one_is_taken() -> None:
     assert from_environment(environment | {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9"}).host == "10.0.0.9"
 
 
-def test_no_launcher_is_an_error_that_names_the_ways_to_start() -> None:
+def test_without_a_launcher_the_error_names_ways_to_start() -> None:
     with pytest.raises(RuntimeError, match=r"torchrun, mpirun or srun, .* collectives\.spawn"):
         from_environment({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
 
@@ -105,7 +107,9 @@ def test_no_launcher_is_an_error_that_names_the_ways_to_start() -> None:
         (SLURM, "SLURM_NTASKS"),
     ],
 )
-def test_a_half_set_place_names_what_is_missing(environment: Mapping[str, str], missing: str) -> None:
+def test_incomplete_variables_are_an_error_that_names_the_missing_ones(
+    environment: Mapping[str, str], missing: str
+) -> None:
     with pytest.raises(ValueError, match=f"^{missing} is not set"):
         from_environment({name: value for name, value in environment.items() if name != missing})
 
@@ -133,7 +137,7 @@ def test_a_bad_number_is_named_with_its_value(name: str, value: str, expected: s
         from_environment(TORCHRUN | {name: value})
 
 
-def test_what_is_given_goes_before_the_environment() -> None:
+def test_arguments_override_the_environment() -> None:
     assert find_rank_info(0, 2, "localhost:77", TORCHRUN) == (0, 2, "127.0.0.1", 77)
     assert find_rank_info(0, 2, "[fd00::7]:77", {}) == (0, 2, "fd00::7", 77)
     assert find_rank_info(0, None, None, TORCHRUN) == (0, 4, "10.1.2.3", 29500)
@@ -155,7 +159,7 @@ def test_what_is_given_goes_before_the_environment() -> None:
         (0, None, "localhost:77", RuntimeError, "no launcher has set"),
     ],
 )
-def test_what_is_given_is_checked(rank: Any, size: Any, address: str | None, error: type[Exception], text: str) -> None:
+def test_arguments_are_checked(rank: Any, size: Any, address: str | None, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         find_rank_info(rank, size, address, {})
 
@@ -171,7 +175,7 @@ def test_ranks_in_words() -> None:
     assert (name_ranks([2]), name_ranks({3, 1})) == ("rank 2", "ranks 1, 3")
 
 
-# Meeting
+# Exchange through the store
 
 
 class Bare:
@@ -193,20 +197,20 @@ def address() -> str:
         return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_job_of_one_meets_nobody() -> None:
+def test_a_job_of_one_rank_exchanges_with_itself() -> None:
     job = Rendezvous(0, 1, environment={})
     assert (job.exchange(b"alone"), job.interface()) == ([b"alone"], "127.0.0.1")
 
 
 def test_jobs_one_after_another_exchange_round_after_round(address: str) -> None:
-    with ranks_of(_meet_twice, 3, (address,)) as ranks:
+    with ranks_of(_exchange_twice, 3, (address,)) as ranks:
         results = ranks.results()
 
     expected = [[f"{job} {number} {rank}\0".encode() for rank in range(3)] for job in range(2) for number in range(3)]
     assert results == [expected] * 3
 
 
-def _meet_twice(comm: Bare, address: str) -> list[list[bytes]]:
+def _exchange_twice(comm: Bare, address: str) -> list[list[bytes]]:
     got = []
     for number in range(2):
         job = Rendezvous(comm.rank, comm.size, address, timeout=10, environment={})
@@ -216,12 +220,12 @@ def _meet_twice(comm: Bare, address: str) -> list[list[bytes]]:
 
 
 def test_a_job_takes_nothing_from_the_one_before_it(address: str) -> None:
-    with ranks_of(_meet_often, 2, (address,)) as ranks:
+    with ranks_of(_exchange_often, 2, (address,)) as ranks:
         results = ranks.results()
     assert results == [[[f"{number} {rank}".encode() for rank in range(2)] for number in range(10)]] * 2
 
 
-def _meet_often(comm: Bare, address: str) -> list[list[bytes]]:
+def _exchange_often(comm: Bare, address: str) -> list[list[bytes]]:
     jobs = (Rendezvous(comm.rank, comm.size, address, timeout=10, environment={}) for _ in range(10))
     return [job.exchange(f"{number} {comm.rank}".encode()) for number, job in enumerate(jobs)]
 
@@ -261,11 +265,11 @@ def _look_at_store(comm: Bare, address: str) -> tuple[int, int, set[str]]:
     after = store.num_keys()
     comm.exchange(b"")
     sockets = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
-    ours = [words[1].split(":") for words in sockets if words[3] == "0A"]  # those that listen
+    ours = [words[1].split(":") for words in sockets if words[3] == "0A"]  # ports that listen
     return before, after, {where for where, number in ours if int(number, 16) == int(port)}
 
 
-def test_ranks_that_do_not_come_are_named(address: str) -> None:
+def test_ranks_that_do_not_join_are_named(address: str) -> None:
     with ranks_of(_some_stay_away, 4, (address,)) as ranks:
         outcomes = ranks.outcomes()
     assert str(outcomes[0].error) == f"ranks 1, 3 of 4 did not reach {address} within 0.5 s"
@@ -278,17 +282,17 @@ def _some_stay_away(comm: Bare, address: str) -> None:
         try:
             job.exchange(b"")
         finally:
-            comm.exchange(b"")  # the store ends with rank 0, so it waits for rank 2
+            comm.exchange(b"")  # rank 0 holds the store, so it waits for rank 2
     else:
         comm.exchange(b"")
 
 
-def test_a_rank_0_that_does_not_come_is_named(address: str) -> None:
+def test_a_missing_rank_0_is_named(address: str) -> None:
     with pytest.raises(StallError, match=f"^rank 0 did not open its store at {address} within 0.2 s"):
         Rendezvous(1, 2, address, timeout=0.2, environment={})
 
 
-def test_a_rank_0_that_dies_is_an_error_for_who_waits(address: str) -> None:
+def test_the_death_of_rank_0_is_an_error_on_waiting_ranks(address: str) -> None:
     with ranks_of(_keeper_dies, 2, (address,)) as ranks:
         _, waiter = ranks.outcomes()
     assert isinstance(waiter.error, DeadNodeError)
@@ -340,11 +344,11 @@ def test_under_an_agent_the_agents_store_is_used(address: str, restarts: int) ->
         agent.set("gangline/0/0/0/brought/0", "of the attempt before")
     environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restarts)}
     environment |= {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    with ranks_of(_meet_at_agent, 2, (environment,)) as ranks:
+    with ranks_of(_exchange_at_agent, 2, (environment,)) as ranks:
         assert ranks.results() == [[b"0", b"1"]] * 2
 
 
-def _meet_at_agent(comm: Bare, environment: dict[str, str]) -> list[bytes]:
+def _exchange_at_agent(comm: Bare, environment: dict[str, str]) -> list[bytes]:
     job = Rendezvous(environment=environment | {"RANK": str(comm.rank)}, timeout=10)
     return job.exchange(b"%d" % comm.rank)
 
@@ -390,7 +394,7 @@ sys.stdout.write(f"rank {job.rank} of {job.size} at {job.host}\\n")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "torchrun --standalone", "mpirun"])
-def test_ranks_of_a_launcher_meet(launcher: str, address: str, tmp_path: Path) -> None:
+def test_ranks_of_a_launcher_connect(launcher: str, address: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     command = [str(program), str(Path(__file__).parents[2])]

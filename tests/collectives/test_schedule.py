@@ -1,4 +1,4 @@
-"""Schedules: programs, bytes, prices, and that `verify` finds what is wrong with a damaged one."""
+"""Schedules: programs, bytes, prices, and damage that `verify` finds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rows(of: Rounds) -> list[list[tuple[int, int, int, int]]]:
 
 
 def sum_at_zero_and_back(size: int = 3) -> Schedule:
-    """An all-reduce of one chunk: all to rank 0, which sums, and gives it back."""
+    """Return an all-reduce of one chunk: rank 0 sums and sends the sum back."""
     up = [transfers(rank, 0, 0, reduce=True) for rank in range(1, size)]
     down = [transfers(0, rank, 0) for rank in range(1, size)]
     return Schedule("all_reduce", "by_hand", size, 1, rounds(up, down))
@@ -92,7 +92,7 @@ class TestBytes:
 
 
 class TestCost:
-    """In units where a message costs 1, a byte 10 and a combined byte 100."""
+    """Prices in units in which a message costs 1, a byte 10 and a combined byte 100."""
 
     @staticmethod
     def of(*tables: list[Transfers], size: int = 4, nbytes: int = 1, gamma: float = 100) -> float:
@@ -158,7 +158,7 @@ class TestRounds:
 
 
 class TestVerifyFinds:
-    """Damage to the programs of a good schedule: 4 ranks, so that nothing is true by chance."""
+    """Damage to the programs of a valid schedule for 4 ranks."""
 
     @staticmethod
     def check(collective: str, name: str, damage: Callable[[Programs], None], message: str) -> None:
@@ -334,7 +334,7 @@ def remove(programs: Programs, rank: int, kind: type, which: int) -> None:
 
 
 def damaged(schedule: Schedule, index: int, times: int) -> Schedule:
-    """The schedule whose message of a number, counted through all tables, is there ``times`` times."""
+    """Return the schedule with one message, numbered over all tables, repeated ``times`` times."""
 
     def at(number: int) -> Iterator[Transfers]:
         before = sum(len(table) for tables in map(schedule.rounds.at, range(number)) for table in tables)

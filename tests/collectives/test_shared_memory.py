@@ -189,7 +189,7 @@ def _more_than_fits(comm: Communicator) -> int:
             for to in others
         ]
         assert not sends[-1].is_completed()
-        comm.barrier()  # nobody has read anything
+        comm.barrier()  # no rank has read anything
         for source in others:
             targets = [torch.empty(size, dtype=torch.uint8) for size in sizes]
             receives = [

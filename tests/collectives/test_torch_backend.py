@@ -1,4 +1,4 @@
-"""The backend "gangline" of torch.distributed: every call of it, between real processes, against closed forms."""
+"""Backend "gangline" of torch.distributed: every call, between real processes, against closed forms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gangline.collectives.errors import MismatchError
 from gangline.collectives.torch_backend import GanglineProcessGroup
 from tests.collectives.processes import Processes, Rank
 
-LARGE = 300_007  # elements that no board takes
+LARGE = 300_007  # elements: too many for slots
 SIZES = (0, 1, 7, 1_001, LARGE)
 Case = Callable[[int, int], None]
 CASES: dict[str, Case] = {}
@@ -52,7 +52,7 @@ def group() -> GanglineProcessGroup:
 
 
 def scattered(values: Tensor) -> Tensor:
-    """The values at every third place of a longer tensor."""
+    """Return the values as every third element of a longer tensor."""
     out = values.new_zeros((values.numel(), 3))[:, 1]
     out.copy_(values)
     return out
@@ -288,7 +288,7 @@ def all_to_all_of_parts_that_do_not_fit(rank: int, size: int) -> None:
     given_sizes = [3 if rank == 1 and place == 0 else 2 for place in range(size)]
     with pytest.raises(MismatchError, match="rank 1 sends 3 elements to rank 0, which expects 2"):
         dist.all_to_all(outs, [torch.zeros(count) for count in given_sizes])
-    dist.barrier()  # the group goes on
+    dist.barrier()  # the group still works
 
 
 @case
@@ -629,7 +629,7 @@ NOT_CALLS = {
     "unbox",
     "use_pg_for_symm_mem_rendezvous",
 }
-"""Names, numbers and what torch keeps of a group: none of them reaches a backend."""
+"""Attributes that torch handles itself and never asks of a backend."""
 
 
 def test_no_method_is_inherited_from_torch_s_backend() -> None:

@@ -1,4 +1,4 @@
-"""What becomes of a process group when a rank dies, does not come, or goes."""
+"""Process groups of torch.distributed when a rank dies, does not join, or leaves."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def lose_the_last(rank: Rank, path: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_killed_rank_is_an_error_that_names_it(size: int, tmp_path: Path) -> None:
-    with Processes(lose_the_last, size, f"{tmp_path}/meet") as processes:
+    with Processes(lose_the_last, size, f"{tmp_path}/store") as processes:
         processes.all_heard()
         for rank in range(size - 1):
             assert processes.heard(rank) == "waits"
@@ -82,7 +82,7 @@ def test_a_killed_rank_is_an_error_that_names_it(size: int, tmp_path: Path) -> N
             assert processes.heard(rank) == []
 
 
-def do_not_come(rank: Rank, path: str) -> None:
+def do_not_join(rank: Rank, path: str) -> None:
     join(rank, path)
     limited = dist.new_group()
     short = dist.new_group(timeout=timedelta(seconds=1))
@@ -113,7 +113,7 @@ def do_not_come(rank: Rank, path: str) -> None:
 
 
 def test_a_late_rank_is_an_error_after_the_time_of_the_wait_the_call_or_the_group(tmp_path: Path) -> None:
-    with Processes(do_not_come, 2, f"{tmp_path}/meet") as processes:
+    with Processes(do_not_join, 2, f"{tmp_path}/store") as processes:
         assert processes.heard(0) == "late"
         processes.say(1, "come")
         assert processes.heard(1) == [2, 2, 2]
@@ -130,19 +130,19 @@ def test_a_late_rank_is_an_error_after_the_time_of_the_wait_the_call_or_the_grou
         processes.say(1, "go")
 
 
-def never_meet(rank: Rank, path: str) -> None:
+def never_join(rank: Rank, path: str) -> None:
     store = dist.PrefixStore("lonely", dist.FileStore(path, 2))
     rank.tell(error_of(lambda: torch_backend.GanglineProcessGroup(store, 1, 3, timedelta(seconds=0.2))))
 
 
 def test_ranks_missing_at_the_start_are_named(tmp_path: Path) -> None:
-    with Processes(never_meet, 1, f"{tmp_path}/meet") as processes:
+    with Processes(never_join, 1, f"{tmp_path}/store") as processes:
         kind, text, _ = processes.heard(0)
         assert kind == "StallError"
-        assert text == "ranks 0, 2 of 3 did not come to the process group within 0.2 s"
+        assert text == "ranks 0, 2 of 3 did not reach the process group within 0.2 s"
 
 
-def go_early(rank: Rank, path: str) -> None:
+def leave_early(rank: Rank, path: str) -> None:
     join(rank, path)
     dist.barrier()
     if rank.rank == 1:
@@ -160,7 +160,7 @@ def go_early(rank: Rank, path: str) -> None:
 
 
 def test_a_rank_that_has_left_is_an_error_for_later_calls(tmp_path: Path) -> None:
-    with Processes(go_early, 2, f"{tmp_path}/meet") as processes:
+    with Processes(leave_early, 2, f"{tmp_path}/store") as processes:
         assert processes.heard(1) == "gone"
         kind, text = processes.heard(0)
         assert kind == "DeadNodeError"

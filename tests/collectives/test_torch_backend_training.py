@@ -1,4 +1,4 @@
-"""What stands on torch.distributed, over the backend "gangline": DDP, FSDP2, meshes and checkpoints."""
+"""Features of torch.distributed over the backend "gangline": DDP, FSDP2, meshes and checkpoints."""
 
 from __future__ import annotations
 
@@ -111,12 +111,12 @@ def train_by_fsdp(rank: Rank, first: nn.Module, gloo: dist.ProcessGroup, path: s
 def test_ddp_and_fully_shard_match_gloo_and_a_checkpoint_round_trips(
     tmp_path: Path,
 ) -> None:
-    with Processes(train, 2, f"{tmp_path}/meet", limit=60) as processes:
+    with Processes(train, 2, f"{tmp_path}/store", limit=60) as processes:
         by_ddp = processes.all_heard()
         by_fsdp = processes.all_heard()
         for one, other in (by_ddp, by_fsdp):
-            assert one["gloo"][0] > 2 * one["gloo"][-1]  # it learns
-            assert one["gloo"] != other["gloo"]  # each of its own
+            assert one["gloo"][0] > 2 * one["gloo"][-1]  # the loss decreases
+            assert one["gloo"] != other["gloo"]  # each rank its own
             for losses in (one, other):
                 want = torch.tensor(losses["gloo"])
                 torch.testing.assert_close(torch.tensor(losses["gangline"]), want, rtol=0, atol=1e-6)
@@ -159,11 +159,11 @@ def use_a_mesh(rank: Rank, path: str) -> None:
 
 
 def test_a_mesh_of_two_by_two(tmp_path: Path) -> None:
-    with Processes(use_a_mesh, 4, f"{tmp_path}/meet", limit=60) as processes:
+    with Processes(use_a_mesh, 4, f"{tmp_path}/store", limit=60) as processes:
         assert processes.all_heard() == [[[0, 2], [0, 1]], [[1, 3], [0, 1]], [[0, 2], [2, 3]], [[1, 3], [2, 3]]]
 
 
-def meet_in_many_ways(rank: Rank, path: str, first: int, second: int, port: int) -> None:
+def join_in_many_ways(rank: Rank, path: str, first: int, second: int, port: int) -> None:
     place = {"rank": rank.rank, "world_size": rank.size}
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(first), RANK=str(rank.rank), WORLD_SIZE=str(rank.size))
     sums = []
@@ -184,18 +184,18 @@ def meet_in_many_ways(rank: Rank, path: str, first: int, second: int, port: int)
     use(store=dist.PrefixStore("cuda has another", store), backend="cpu:gangline,cuda:gloo", **place)
     use(store=dist.PrefixStore("cpu comes last", store), backend="cuda:gloo,cpu:gangline", **place)
     rank.tell(sums)
-    rank.hear()  # the store goes with rank 0
+    rank.hear()  # the store ends with rank 0
 
 
 def free_ports(count: int) -> list[int]:
-    """A port for each store: one that ends might still be found by a rank that looks for the next."""
+    """Each store has a port of its own, because a rank might still find the previous store at the same port."""
     with ExitStack() as stack:
         servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [server.getsockname()[1] for server in servers]
 
 
 def test_every_init_method(tmp_path: Path) -> None:
-    with Processes(meet_in_many_ways, 2, f"{tmp_path}/meet", *free_ports(3), limit=60) as processes:
+    with Processes(join_in_many_ways, 2, f"{tmp_path}/store", *free_ports(3), limit=60) as processes:
         assert processes.all_heard() == [[21] * 7, [21] * 7]
         for rank in range(2):
             processes.say(rank, "go")
@@ -226,13 +226,13 @@ def leave_cuda_to_another(rank: Rank, path: str) -> None:
     assert isinstance(backend, dist.ProcessGroupGloo)
     assert backend is group._get_backend(torch.device("cuda:0"))
     tensor = torch.tensor([float(rank.rank)])
-    backend.allreduce([tensor]).wait()  # no GPU is here; what would serve its tensors is
+    backend.allreduce([tensor]).wait()  # there is no GPU, but the backend for GPU tensors exists
     rank.tell(tensor.item())
     dist.destroy_process_group()
 
 
 def test_another_backend_serves_another_device(tmp_path: Path) -> None:
-    with Processes(leave_cuda_to_another, 2, f"{tmp_path}/meet", limit=60) as processes:
+    with Processes(leave_cuda_to_another, 2, f"{tmp_path}/store", limit=60) as processes:
         assert processes.all_heard() == [1, 1]
 
 

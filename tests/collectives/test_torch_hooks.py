@@ -1,4 +1,4 @@
-"""DDP's gradients in fewer bytes, and by their number of samples."""
+"""DDP hooks: compressed gradients, and weights by number of samples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def case(function: Callable[[int, dist.ProcessGroup], None]) -> Callable[[int, d
 
 
 class Given(nn.Module):
-    """Parameters whose gradients are what is given: the loss is their product."""
+    """Module with given gradients: the loss is the product of parameters and gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Given(nn.Module):
 
 
 def gradients_of(rank: int, step: int) -> list[Tensor]:
-    """Of eighths, so that no sum is rounded."""
+    """Return multiples of 1/8, so that no sum is rounded."""
     return [
         ((torch.arange(math.prod(shape)) * 5 + 3 * place + 7 * rank + 11 * step) % 17 - 8).view(shape) / 8
         for place, shape in enumerate(SHAPES)
@@ -60,7 +60,7 @@ def two_bits_with_error_feedback_are_exact(rank: int, group: dist.ProcessGroup) 
         layouts[-1].append(len(bucket.parameters()))
         return hook(state, bucket)
 
-    noting.__annotations__ = {}  # DDP compares them with classes, and here they are words
+    noting.__annotations__ = {}  # DDP compares annotations with classes, but here they are strings
     model.register_comm_hook(group, noting)
     residuals = [[torch.zeros(shape) for shape in SHAPES] for _ in range(2)]
     for step in range(6):
@@ -77,7 +77,7 @@ def two_bits_with_error_feedback_are_exact(rank: int, group: dist.ProcessGroup) 
         for place, part in enumerate(model.module.parts):
             assert torch.equal(part.grad, want[place])
             assert torch.equal(hook.residual(part), residuals[rank][place])
-    assert layouts[0] != layouts[1]  # the residuals have outlived it
+    assert layouts[0] != layouts[1]  # the residuals still exist
     assert len(layouts[1]) > 1
 
 
@@ -212,7 +212,7 @@ def run_cases(rank: Rank, path: str) -> None:
 
 @cache
 def outcomes_of(folder: str) -> list[dict[str, str]]:
-    with Processes(run_cases, 2, f"{folder}/meet", limit=60) as processes:
+    with Processes(run_cases, 2, f"{folder}/store", limit=60) as processes:
         return processes.all_heard()
 
 

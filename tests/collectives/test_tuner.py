@@ -1,4 +1,4 @@
-"""The table of algorithms: what it chooses, how it travels, and what forces a choice."""
+"""Table of algorithms: choices, distribution to ranks, and forced algorithms."""
 
 from __future__ import annotations
 
@@ -94,9 +94,7 @@ def test_several_hosts_of_several_ranks_are_a_hierarchy() -> None:
     hosts=st.integers(1, 40),
     nbytes=st.integers(0, 1 << 30),
 )
-def test_the_default_chooses_what_can_be_built(
-    collective: str, transport: str, ranks: int, hosts: int, nbytes: int
-) -> None:
+def test_default_choices_can_be_built(collective: str, transport: str, ranks: int, hosts: int, nbytes: int) -> None:
     hosts = min(hosts, ranks)
     choice = Table().choose(collective, nbytes, ranks, transport, hosts)
     rules = built_in(TableKey(collective, transport, ranks, hosts))
@@ -115,7 +113,7 @@ def test_a_table_survives_text_and_file(tmp_path: Path) -> None:
     assert Table.from_json(table.to_json()) == table
     path = tmp_path / "made" / "tuning.json"
     table.dump(path)
-    with path.open() as before:  # as long as it is open, its inode is not given to another
+    with path.open() as before:  # while it is open, its inode is not reused
         table.dump(path)
         assert not os.path.samestat(os.fstat(before.fileno()), path.stat())
     assert Table.load(path) == table
@@ -124,7 +122,7 @@ def test_a_table_survives_text_and_file(tmp_path: Path) -> None:
 
 
 def damaged(**changes: Any) -> str:
-    """TABLE's text with fields of its only place changed."""
+    """Return TABLE's text with changed fields."""
     data = json.loads(TABLE.to_json())
     data["places"][0] |= changes
     return json.dumps(data)

@@ -1,4 +1,4 @@
-"""Work and the queue that runs it: order, errors, time limits, the end."""
+"""Work and WorkQueue: order, errors, timeouts and close."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gangline.collectives.work import Work, WorkQueue
 
 LIMIT = 20.0
-"""Seconds after which a test that waits has failed."""
+"""Time limit of a wait, in seconds."""
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def queue() -> Iterator[WorkQueue]:
 
 @contextmanager
 def blocked(queue: WorkQueue) -> Iterator[None]:
-    """A section in which the queue's thread is busy with an operation of the key "blocker"."""
+    """Keep the queue's thread busy with an operation of the key "blocker" within the block."""
     started, release = threading.Event(), threading.Event()
 
     def block() -> None:
@@ -78,7 +78,7 @@ def test_work_is_running_until_its_operation_is_done(queue: WorkQueue) -> None:
     assert "done" in repr(work)
 
 
-def test_wait_gives_up_after_its_timeout_and_the_operation_goes_on(queue: WorkQueue) -> None:
+def test_wait_ends_at_its_timeout_and_the_operation_continues(queue: WorkQueue) -> None:
     order: list[str] = []
     work = Work("pull of key 'w'")
     with blocked(queue):
@@ -114,9 +114,7 @@ def test_the_operations_own_timeout_error_is_not_taken_for_waits(queue: WorkQueu
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=["SystemExit", "KeyboardInterrupt"])
-def test_what_would_end_a_thread_reaches_the_waiter_and_the_queue_lives_on(
-    queue: WorkQueue, error: BaseException
-) -> None:
+def test_a_base_exception_reaches_the_waiter_and_the_queue_continues(queue: WorkQueue, error: BaseException) -> None:
     work, after = Work("first"), Work("second")
     queue.submit(failing(error), work, ["w"], 0)
     queue.submit(lambda: None, after, ["w"], 0)
@@ -127,7 +125,7 @@ def test_what_would_end_a_thread_reaches_the_waiter_and_the_queue_lives_on(
     assert after.exception() is None
 
 
-def test_wait_orders_the_waiter_behind_what_went_well_and_what_did_not(queue: WorkQueue) -> None:
+def test_wait_joins_streams_after_success_and_failure(queue: WorkQueue) -> None:
     joined: list[str] = []
     good, bad = Work("good", appending(joined, "good")), Work("bad", appending(joined, "bad"))
     with blocked(queue):
@@ -146,7 +144,7 @@ def test_wait_orders_the_waiter_behind_what_went_well_and_what_did_not(queue: Wo
 
 
 def submit_all(queue: WorkQueue, jobs: list[tuple[str, list[str], int]]) -> list[str]:
-    """Submit jobs of (name, keys, priority) while the queue is busy; the order in which they ran."""
+    """Submit operations (name, keys, priority) while the queue is busy; return the order in which they ran."""
     order: list[str] = []
     works = []
     with blocked(queue):
@@ -158,17 +156,17 @@ def submit_all(queue: WorkQueue, jobs: list[tuple[str, list[str], int]]) -> list
     return order
 
 
-def test_a_larger_priority_goes_first_among_independent_jobs(queue: WorkQueue) -> None:
+def test_independent_operations_of_higher_priority_run_first(queue: WorkQueue) -> None:
     jobs = [(f"p{priority}", [f"key {priority}"], priority) for priority in (0, -3, 7, 2, -1)]
     assert submit_all(queue, jobs) == ["p7", "p2", "p0", "p-1", "p-3"]
 
 
-def test_equal_priorities_go_in_the_order_given(queue: WorkQueue) -> None:
+def test_equal_priorities_run_in_order_of_submission(queue: WorkQueue) -> None:
     names = [f"job {index}" for index in range(12)]
     assert submit_all(queue, [(name, [name], 5) for name in names]) == names
 
 
-def test_jobs_of_one_key_go_in_the_order_given_whatever_their_priority(queue: WorkQueue) -> None:
+def test_operations_of_one_key_run_in_order_of_submission(queue: WorkQueue) -> None:
     jobs = [(f"job {index}", ["w"], index) for index in range(12)]
     assert submit_all(queue, jobs) == [name for name, _, _ in jobs]
 
@@ -186,7 +184,7 @@ def test_jobs_without_keys_are_independent(queue: WorkQueue) -> None:
     assert submit_all(queue, [("low", [], 0), ("w", ["w"], 1), ("high", [], 2)]) == ["high", "w", "low"]
 
 
-def test_a_failed_job_holds_up_nothing_behind_it(queue: WorkQueue) -> None:
+def test_a_failed_operation_does_not_block_later_ones(queue: WorkQueue) -> None:
     order: list[str] = []
     bad, good = Work("bad"), Work("good")
     with blocked(queue):
@@ -199,7 +197,7 @@ def test_a_failed_job_holds_up_nothing_behind_it(queue: WorkQueue) -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sets(st.sampled_from("abcd"), max_size=3), st.integers(-3, 3)), max_size=10))
-def test_the_order_is_the_priorities_among_jobs_no_earlier_one_holds_back(
+def test_unblocked_operations_run_by_priority(
     drawn: list[tuple[set[str], int]],
 ) -> None:
     jobs = [(str(index), sorted(keys), priority) for index, (keys, priority) in enumerate(drawn)]
@@ -245,7 +243,7 @@ def test_one_operation_runs_at_a_time(queue: WorkQueue) -> None:
 # -- run --------------------------------------------------------------------------------------------------------------
 
 
-def test_run_uses_the_callers_thread_while_nothing_is_under_way(queue: WorkQueue) -> None:
+def test_run_uses_the_callers_thread_if_the_queue_is_idle(queue: WorkQueue) -> None:
     threads: list[threading.Thread] = []
     work = Work("pull")
     queue.run(lambda: threads.append(threading.current_thread()), work, ["w"], 0)
@@ -253,7 +251,7 @@ def test_run_uses_the_callers_thread_while_nothing_is_under_way(queue: WorkQueue
     assert work.is_completed()
 
 
-def test_run_raises_what_the_operation_raised(queue: WorkQueue) -> None:
+def test_run_raises_the_operations_error(queue: WorkQueue) -> None:
     work = Work("pull")
     with pytest.raises(ZeroDivisionError, match="by nothing"):
         queue.run(failing(ZeroDivisionError("by nothing")), work, ["w"], 0)
@@ -263,7 +261,7 @@ def test_run_raises_what_the_operation_raised(queue: WorkQueue) -> None:
     assert again.exception() is None
 
 
-def test_run_goes_behind_work_under_way_on_the_same_key(queue: WorkQueue) -> None:
+def test_run_follows_pending_work_on_the_same_key(queue: WorkQueue) -> None:
     order: list[str] = []
     release = threading.Event()
 
@@ -271,7 +269,7 @@ def test_run_goes_behind_work_under_way_on_the_same_key(queue: WorkQueue) -> Non
         assert release.wait(LIMIT)
 
     def keys_seen() -> Iterator[str]:
-        """The key, and the moment the queue looks at it: the operation is being given, so the queue may go on."""
+        """Yield the key; the queue reads it during the submission, so it may then continue."""
         release.set()
         yield "w"
 
@@ -303,7 +301,7 @@ def test_run_overtakes_independent_work_of_a_lower_priority(queue: WorkQueue) ->
     assert order == ["run", "other"]
 
 
-def test_run_raises_behind_work_under_way_too(queue: WorkQueue) -> None:
+def test_run_raises_the_error_also_after_pending_work(queue: WorkQueue) -> None:
     release = threading.Event()
 
     def keys_seen() -> Iterator[str]:
@@ -332,7 +330,7 @@ def test_an_operation_may_run_another(queue: WorkQueue) -> None:
     assert order == ["inner", "outer"] * 2
 
 
-def test_an_operation_may_give_others_while_more_is_under_way(queue: WorkQueue) -> None:
+def test_an_operation_may_submit_others_while_more_are_pending(queue: WorkQueue) -> None:
     order: list[str] = []
     later, inner = Work("later"), Work("inner async")
 
@@ -353,10 +351,10 @@ def test_an_operation_may_give_others_while_more_is_under_way(queue: WorkQueue) 
     assert order == ["inner async", "inner", "outer", "later"]
 
 
-# -- the end ----------------------------------------------------------------------------------------------------------
+# -- close ------------------------------------------------------------------------------------------------------------
 
 
-def test_close_finishes_what_was_submitted() -> None:
+def test_close_finishes_submitted_operations() -> None:
     queue = WorkQueue()
     order: list[str] = []
     works = [Work(f"{index}") for index in range(50)]

@@ -1,4 +1,4 @@
-"""How a batch is shared out."""
+"""Shares of a batch by work loads."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def test_the_examples_of_the_design(batch_size: int, loads: list[float], expecte
         (3, [1, 1, 1, 1], [1, 1, 1, 0]),
         (10, [0, 1], [0, 10]),
         (10, [0, 3, 0, 1, 0], [0, 8, 0, 2, 0]),
-        (10, [1, 3], [2, 8]),  # the tie goes to the larger load, wherever it stands
+        (10, [1, 3], [2, 8]),  # the larger load wins a tie, at any position
         (3, [1, 1], [2, 1]),  # then to the lower index
-        (4, [1, 100, 100], [1, 2, 1]),  # of two fullest with equal loads the higher index gives
-        (4, [0.1, 10, 11], [1, 1, 2]),  # of two fullest the one with the smaller load gives
+        (4, [1, 100, 100], [1, 2, 1]),  # of two fullest with equal loads, the one with the higher index gives a sample
+        (4, [0.1, 10, 11], [1, 1, 2]),  # of two fullest, the one with the smaller load gives a sample
         (3, [100, 1, 1], [1, 1, 1]),
-        (2, [1, 10, 2], [0, 1, 1]),  # one sample to give: to the larger of the empty ones
+        (2, [1, 10, 2], [0, 1, 1]),  # one sample for the larger of the empty ones
         (3, [2, 50, 1, 2], [1, 1, 0, 1]),
         (5, (9, 1), [4, 1]),
         (5, [9.0, 1.0], [4, 1]),
@@ -78,8 +78,8 @@ def test_slices_follow_each_other_and_idle_contexts_keep_their_place() -> None:
     assert split_batch(32, [3, 1]) == [slice(0, 24), slice(24, 32)]
 
 
-def test_decimals_mean_what_is_printed() -> None:
-    assert Fraction(0.1) * 3 != Fraction(0.3)  # so the binary fractions would break the tie of 2.5 and 7.5
+def test_decimals_are_exact() -> None:
+    assert Fraction(0.1) * 3 != Fraction(0.3)  # binary fractions would break the tie of 2.5 and 7.5
     assert counts(10, [0.1, 0.3]) == counts(10, [1, 3]) == [2, 8]
     assert counts(10, [0.3, 0.1]) == [8, 2]
     assert counts(6, [0.1, 0.2, 0.3]) == [1, 2, 3]
@@ -229,7 +229,7 @@ def test_no_loads_are_equal_loads() -> None:
     assert check_work_load_list(None, 3) == [1, 1, 1]
 
 
-def test_good_loads_come_back_as_a_list_of_their_own() -> None:
+def test_valid_loads_are_returned_as_a_new_list() -> None:
     given_loads = (3, 0.5, 0)
     assert check_work_load_list(given_loads, 3) == [3, 0.5, 0]
 

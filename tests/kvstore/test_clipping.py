@@ -333,7 +333,7 @@ def apart(found: list[Tensor], expected: list[Tensor]) -> float:
 
 @pytest.mark.parametrize("name", THRESHOLDS)
 @pytest.mark.parametrize("store", STORES)
-def test_a_trainer_alone_clips_as_torch_does(store: str, name: str) -> None:
+def test_a_trainer_in_one_process_clips_as_torch_does(store: str, name: str) -> None:
     assert apart(by_trainer(name, store, slice(None)), by_torch(name)) == 0
 
 
@@ -489,7 +489,7 @@ def async_clips_by_norm_alone(kv: KVStore) -> str:
     return str(raised.value)
 
 
-def test_servers_clip_what_workers_sum() -> None:
+def test_servers_clip_the_sums_of_workers() -> None:
     check("dist_sync", 2, 2, CASES)
 
 

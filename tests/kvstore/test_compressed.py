@@ -80,13 +80,13 @@ class Sender:
         """Return the decoded value of ``gradient``; the rest becomes the residual."""
         sent = []
         for index, number in enumerate(gradient.numpy().ravel()):
-            owed = np.float32(self.residual[index] + number)
+            total = np.float32(self.residual[index] + number)
             one = np.float32(0)
-            if owed >= self.threshold:
+            if total >= self.threshold:
                 one = self.threshold
-            elif owed <= -self.threshold:
+            elif total <= -self.threshold:
                 one = -self.threshold
-            self.residual[index] = np.float32(owed - one)
+            self.residual[index] = np.float32(total - one)
             sent.append(one)
         return np.array(sent, np.float32).reshape(gradient.shape)
 
@@ -183,7 +183,7 @@ def test_a_sender_is_a_position_in_a_keys_list(kv: KVStore) -> None:
     small = torch.full((7,), 0.5)
     kv.push(3, [small, small * 0])
     kv.push(3, [small * 0, small])
-    assert not pulled(kv, 3).any()  # each owes a half; together they would have sent one
+    assert not pulled(kv, 3).any()  # each residual is half the threshold; their sum would reach it
     kv.push(3, small)  # the first sender's
     assert pulled(kv, 3).tolist() == [1.0] * 7
     residuals = kv.compression_residuals()
@@ -269,16 +269,16 @@ def test_halves_arrive_rounded_and_are_summed_wide(
     kv: KVStore, kind: str, dtype: torch.dtype, feedback: bool | None
 ) -> None:
     kv.set_gradient_compression({"type": kind} | ({} if feedback is None else {"error_feedback": feedback}))
-    owed = torch.zeros(2, *SHAPES["w"])
+    residual = torch.zeros(2, *SHAPES["w"])
     for step in range(20):
         values = torch.stack([gradient("w", step, sender) * 1.1 for sender in range(2)])
         kv.push("w", list(values))
-        totals = values + owed
+        totals = values + residual
         arrived = totals.to(dtype).float()
         if feedback:
-            owed = totals - arrived
+            residual = totals - arrived
         assert torch.equal(pulled(kv, "w"), arrived[0] + arrived[1])
-    assert torch.equal(torch.stack([*kv.compression_residuals().values()]), owed) if feedback else True
+    assert torch.equal(torch.stack([*kv.compression_residuals().values()]), residual) if feedback else True
     assert len(kv.compression_residuals()) == (2 if feedback else 0)
 
 
@@ -294,19 +294,19 @@ def test_halves_beyond_their_range_become_the_largest(kv: KVStore, kind: str) ->
 def test_topk_sends_the_largest_magnitudes_and_keeps_the_rest(kv: KVStore, ratio: float) -> None:
     kv.set_gradient_compression({"type": "topk", "ratio": ratio})
     count = math.ceil(Fraction(repr(ratio)) * 20)
-    owed = np.zeros((2, 20), np.float32)
+    expected = np.zeros((2, 20), np.float32)
     for step in range(40):
         values = [gradient("w", step, sender) for sender in range(2)]
         kv.push("w", values)
-        owed += np.stack([value.numpy().ravel() for value in values])
-        arrived = np.zeros_like(owed)
+        expected += np.stack([value.numpy().ravel() for value in values])
+        arrived = np.zeros_like(expected)
         for sender in range(2):
-            places = np.argsort(-np.abs(owed[sender]), kind="stable")[:count]  # of equal ones the first
-            arrived[sender, places] = owed[sender, places]
-            owed[sender, places] = 0
+            places = np.argsort(-np.abs(expected[sender]), kind="stable")[:count]  # of equal ones the first
+            arrived[sender, places] = expected[sender, places]
+            expected[sender, places] = 0
         assert np.array_equal(pulled(kv, "w").numpy().ravel(), arrived[0] + arrived[1])
     residuals = kv.compression_residuals()
-    assert all(np.array_equal(residuals[f'"w"/{sender}'].numpy().ravel(), owed[sender]) for sender in range(2))
+    assert all(np.array_equal(residuals[f'"w"/{sender}'].numpy().ravel(), expected[sender]) for sender in range(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
@@ -524,7 +524,7 @@ def _only_what_the_test_makes() -> Iterator[None]:
 def test_a_closed_store_refuses_and_keeps_nothing(kv: KVStore) -> None:
     kv.set_gradient_compression(TWO_BIT)
     kv.push("w", torch.full(SHAPES["w"], 0.015625))
-    assert tensors_full_of(0.015625) == 1  # what is owed
+    assert tensors_full_of(0.015625) == 1  # the residual
     kv.close()
     assert tensors_full_of(0.015625) == 0
     for call in (kv.compression_residuals, lambda: kv.set_gradient_compression(TWO_BIT)):
@@ -556,7 +556,7 @@ def test_saved_and_loaded_residuals_continue_bit_for_bit(kv: KVStore, codec: str
     with create(target) as fresh:
         fresh.init(KEYS, [torch.zeros(shape) for shape in SHAPES.values()])
         fresh.set_gradient_compression(CODECS[codec])
-        fresh.push("w", [gradient("w", 77)] * 5)  # what is owed for this is replaced
+        fresh.push("w", [gradient("w", 77)] * 5)  # its residual is replaced by the load
         fresh.load_compression_residuals(residuals)
         for step in range(5, 10):
             for store in (kv, fresh):

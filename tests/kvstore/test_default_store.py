@@ -20,11 +20,11 @@ ROLE = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PO
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"} | PLACE, "allreduce"),
     ],
 )
-def test_servers_are_used_where_there_are_some(environment: dict[str, str], store: str) -> None:
+def test_servers_are_used_if_the_job_has_any(environment: dict[str, str], store: str) -> None:
     assert job_store(environment) == store
 
 
-def test_without_a_job_the_error_says_how_one_is_started() -> None:
+def test_without_a_job_the_error_says_how_to_start_one() -> None:
     with pytest.raises(RuntimeError, match="there is none in the environment; start the program with `gangline launch"):
         job_store({})
 

@@ -419,7 +419,7 @@ def test_mxnets_decay_is_for_names_in_weight_and_gamma_only(kv: KVStore) -> None
     check_equal(pulled(kv), torch_run(grouped(torch.optim.SGD, {3: (1, 0), "3": (1, 0)}, LR, 0.1)))
 
 
-def test_decay_is_for_every_key_unless_told_otherwise(kv: KVStore) -> None:
+def test_weight_decay_applies_to_every_key_by_default(kv: KVStore) -> None:
     start(kv, ("sgd", {"lr": LR, "wd": 0.1}))
     push(kv, 0)
     check_equal(pulled(kv), torch_run(lambda values: torch.optim.SGD(values, LR, weight_decay=0.1), [0]))

@@ -792,7 +792,7 @@ Model = dict[Any, dict[int, float]]
 @pytest.mark.parametrize("name", STORES)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(calls)
-def test_any_sequence_of_calls_gives_what_dictionaries_of_rows_would(
+def test_any_sequence_of_calls_equals_a_model_with_dictionaries_of_rows(
     name: str, updater: bool, sequence: list[tuple[str, Any, list[list[int]], bool]]
 ) -> None:
     model: Model = {key: dict.fromkeys(range(4), float(place)) for place, key in enumerate(["a", 3])}

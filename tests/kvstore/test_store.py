@@ -58,7 +58,7 @@ def test_the_type_is_the_name_given() -> None:
         assert kv.type == "local"
 
 
-def test_pull_gives_what_init_stored(kv: KVStore) -> None:
+def test_pull_returns_the_initial_value(kv: KVStore) -> None:
     kv.init("w", ranked(4))
     assert torch.equal(pulled(kv, "w"), ranked(4))
     assert torch.equal(pulled(kv, "w"), ranked(4))
@@ -609,7 +609,7 @@ def test_an_async_push_is_running_until_it_is_done(kv: KVStore) -> None:
     assert torch.equal(pulled(kv, "w"), ranked(1))
 
 
-def test_a_larger_priority_goes_first_among_keys(kv: KVStore) -> None:
+def test_higher_priorities_run_first_among_keys(kv: KVStore) -> None:
     priorities = {"a": 0, "b": 3, "c": -2, "d": 3, "e": 7}
     kv.init(list(priorities), [torch.zeros(2, 3)] * 5)
     gate = Gate(kv)
@@ -682,7 +682,7 @@ calls = st.lists(
 @pytest.mark.parametrize("name", ["local", "device"])
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(calls)
-def test_any_sequence_of_calls_gives_what_a_dict_would(
+def test_any_sequence_of_calls_equals_a_model_with_a_dict(
     name: str, sequence: list[tuple[str, list[Any], int, int, bool]]
 ) -> None:
     keys = ["a", "b", 3]
@@ -834,7 +834,7 @@ def test_a_name_that_is_taken_is_refused_and_its_store_stays(registry: None, nam
         assert type(kv).__name__ in ("LocalStore", "DeviceStore")
 
 
-def test_register_refuses_what_is_no_name_or_no_store(registry: None) -> None:
+def test_register_refuses_invalid_names_and_stores(registry: None) -> None:
     with pytest.raises(ValueError, match="got no name"):
         register()
     with pytest.raises(TypeError, match="a store's name is 3; expected a str"):

@@ -232,7 +232,7 @@ def test_a_broadcast_with_a_bad_priority_initialises_nothing(kv: KVStore, priori
     check_unharmed(kv)
 
 
-# -- a list of which only the last key is bad --------------------------------------------------------------------------
+# -- a list of which only the last key is bad -------------------------------------------------------------------------
 
 BAD_LAST: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "unknown": ("nope", B, KeyError, "'nope'"),
@@ -357,7 +357,7 @@ def test_a_last_key_of_integers_applies_nothing_under_an_optimizer(kv: KVStore, 
     assert stored(kv) == UNHARMED
 
 
-# -- a closed store ----------------------------------------------------------------------------------------------------
+# -- a closed store ---------------------------------------------------------------------------------------------------
 
 CLOSED: dict[str, Callable[[KVStore], Any]] = {
     "init": lambda kv: kv.init("v", G),
@@ -399,7 +399,7 @@ def test_a_closed_store_has_no_learning_rate_and_no_states_to_save(kv: KVStore, 
     assert not (tmp_path / "after").exists()
 
 
-# -- the message -------------------------------------------------------------------------------------------------------
+# -- the message ------------------------------------------------------------------------------------------------------
 
 
 def test_the_list_of_known_keys_stays_short(kv: KVStore) -> None:

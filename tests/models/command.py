@@ -14,7 +14,7 @@ from gangline.models.data.datasets import raw_digits
 
 
 def gangline_command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `gangline` with these words."""
+    """Run `gangline` with these arguments; return exit code, stdout and stderr."""
     with patch.object(sys, "argv", ["gangline", *map(str, words)]), pytest.raises(SystemExit) as end:
         main()
     out, err = capsys.readouterr()
@@ -22,7 +22,7 @@ def gangline_command(capsys: pytest.CaptureFixture[str], *words: object) -> tupl
 
 
 def write_digits(folder: Path, classes: int = 3, images: int = 60) -> list[Path]:
-    """Real digits as PNG files, one sub-folder a class."""
+    """Write real digits as PNG files, one sub-folder per class."""
     levels, labels = raw_digits()
     chosen = (labels < classes).nonzero().flatten()[:images]
     files = []

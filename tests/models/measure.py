@@ -1,4 +1,4 @@
-"""How far two sets of weights are apart, as the promise is measured."""
+"""Distance between two sets of weights, as the equivalence guarantee defines it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def distance(ours: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> float:
-    """The largest, over tensors, of ||a-b|| / max(||b||, 1e-12), norms in float64."""
+    """Return the largest ||a - b|| / max(||b||, 1e-12) over all tensors, with norms in float64."""
     assert ours.keys() == reference.keys()
     return max(
         float((ours[name].double() - value.double()).norm()) / max(float(value.double().norm()), 1e-12)

@@ -1,4 +1,4 @@
-"""Several batches to an update: its gradient is that of the mean over all their valid elements."""
+"""Gradient accumulation: an update over several batches uses the mean over all their valid elements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FEATURES, CLASSES = 5, 3
 Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 VALID = [6, 1, 3, 5, 1, 2, 1]
-"""Labels not ignored in each batch of an epoch of seven."""
+"""Number of labels that are not ignored, for each of the seven batches of an epoch."""
 
 STORES = ("local", "device")
 counts = pytest.mark.parametrize("count", [1, 2, 3])
@@ -39,7 +39,7 @@ def _single_thread() -> Iterator[None]:
 
 
 class Cut(BaseException):
-    """Ends a run as a kill does: nothing of ours catches it."""
+    """Simulates a killed process: no code of gangline catches it."""
 
 
 def contexts(count: int) -> list[Any]:
@@ -51,7 +51,7 @@ def perceptron() -> nn.Module:
 
 
 def classes(valid: Sequence[int] = VALID, size: int = 6) -> Batches:
-    """Batches of which so many labels are not ignored, the last of fewer samples."""
+    """Return batches with these numbers of valid labels; the last batch has fewer samples."""
     generator = torch.Generator().manual_seed(5)
     batches = []
     for number, count in enumerate(valid):
@@ -64,7 +64,7 @@ def classes(valid: Sequence[int] = VALID, size: int = 6) -> Batches:
 
 
 def numbers(valid: Sequence[int] = VALID) -> Batches:
-    """The same with labels of numbers, NaN where there is none."""
+    """Return the same batches with float labels; NaN marks a missing one."""
     return [
         (data, torch.where(label >= 0, label.double(), torch.nan).unsqueeze(1).expand(-1, CLASSES).clone())
         for data, label in classes(valid)
@@ -72,7 +72,7 @@ def numbers(valid: Sequence[int] = VALID) -> Batches:
 
 
 def masked(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """A mean over the samples that have a label."""
+    """Return the mean loss over the samples that have a label."""
     known = ~label[:, 0].isnan()
     return (output[known] - label[known]).pow(4).mean()
 
@@ -86,7 +86,7 @@ WEIGHT = torch.tensor([0.5, 2.0, 4.0], dtype=torch.float64)
 
 @dataclass
 class Case:
-    """A loss as gangline gets it, and as a loop by hand sums and counts it."""
+    """A loss as gangline takes it, and as a plain loop sums and counts it."""
 
     loss: Any
     summed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -132,7 +132,7 @@ def windows(batches: Batches, size: int) -> list[Batches]:
 
 
 def by_hand(network: nn.Module, case: Case, updates: Sequence[Batches], lr: float = 0.1) -> dict[str, torch.Tensor]:
-    """A plain loop that sums the losses of an update and divides them by all that counts in it."""
+    """Run a plain loop that divides the summed losses of an update by their number of valid elements."""
     plain = torch.optim.SGD(network.parameters(), **{**MOMENTUM, "lr": lr})
     for window in updates:
         plain.zero_grad()
@@ -145,7 +145,7 @@ def by_hand(network: nn.Module, case: Case, updates: Sequence[Batches], lr: floa
 
 
 def rate(name: str) -> float:
-    """A summed loss wants smaller steps."""
+    """Return the learning rate, which is smaller for a summed loss."""
     return 0.002 if name == "summed" else 0.1
 
 
@@ -153,7 +153,7 @@ def rate(name: str) -> float:
 
 
 def every_second(*axes: Collection[Any]) -> list[Any]:
-    """All combinations, of which every second is left to `make test-all`: the rest pairs each value with each."""
+    """Return all combinations; every second one is marked slow, and the others still pair each value with each."""
     return [
         pytest.param(*(value for _, value in case), marks=pytest.mark.slow if sum(n for n, _ in case) % 2 else ())
         for case in itertools.product(*map(enumerate, axes))
@@ -318,7 +318,7 @@ def test_gradients_from_outside_and_from_the_loss_do_not_mix_under_add(given_fir
                 continue
             with pytest.raises(RuntimeError, match=r"call update\(\) between them"):
                 module.backward(grads if given else None)
-        module.update()  # of what came first
+        module.update()  # of the first batches
         if given_first:
             reference(data).backward(grads)
         else:
@@ -337,7 +337,7 @@ def test_gradients_from_outside_and_from_the_loss_do_not_mix_under_add(given_fir
     ("accumulate", "ends"),
     [(1, [0, 1, 2, 3, 4, 5, 6]), (2, [1, 3, 5, 6]), (3, [2, 5, 6]), (7, [6]), (50, [6])],
 )
-def test_callbacks_come_once_an_update_with_its_last_batch(accumulate: int, ends: list[int]) -> None:
+def test_callbacks_run_once_per_update_with_its_last_batch(accumulate: int, ends: list[int]) -> None:
     seen: list[tuple[int, int]] = []
     labels: list[torch.Tensor] = []
     weights: list[torch.Tensor] = []
@@ -426,7 +426,7 @@ def dropout() -> nn.Module:
 
 
 def run(loads: list[float], store: str, prefix: Path | None, period: int = 1, cut: int = -1) -> Any:
-    """Two epochs of six batches, updated after four and two; cut off after update ``cut``."""
+    """Train two epochs of six batches, with updates after four and two; stop after update ``cut``."""
     torch.manual_seed(11)
     generator = torch.Generator().manual_seed(7)
     arrays = torch.randn(23, FEATURES, generator=generator), torch.randint(CLASSES, (23,), generator=generator)
@@ -470,7 +470,7 @@ def test_a_run_cut_off_at_an_update_resumes_to_the_same_bits(tmp_path: Path, loa
 
 
 class Interrupted:
-    """Batches that end in an error."""
+    """Yield batches, then raise an error."""
 
     def __init__(self, batches: Batches) -> None:
         self.batches = batches

@@ -15,7 +15,7 @@ from gangline.models import zoo
 from gangline.models.module import Module
 
 CONVOLUTIONS = {0: (64, 3, 11), 3: (192, 64, 5), 6: (384, 192, 3), 8: (256, 384, 3), 10: (256, 256, 3)}
-"""(outputs, inputs, kernel size) by torchvision's place in ``features``."""
+"""(outputs, inputs, kernel size) by torchvision's index in ``features``."""
 
 
 def torchvision_state(classes: int) -> list[tuple[str, tuple[int, ...]]]:
@@ -30,7 +30,7 @@ def torchvision_state(classes: int) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def reference(state: dict[str, torch.Tensor], images: torch.Tensor) -> torch.Tensor:
-    """The network in evaluation, computed from its state dict by functions alone."""
+    """Compute the network in evaluation mode from its state dict, with functions only."""
 
     def conv(place: int, value: torch.Tensor, **how: int) -> torch.Tensor:
         at = f"features.{place}"
@@ -66,14 +66,14 @@ def test_names_shapes_and_counts_are_torchvisions() -> None:
 
 
 def drawn(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Values that no two rows or columns share; products of two vectors, for 57 million draws would take long."""
+    """Return values that differ between rows and columns: outer products, because 57 million draws take long."""
     rows, columns = (torch.rand(size, 1, generator=generator) - 0.5 for size in (shape[0], math.prod(shape[1:])))
     return (0.2 * rows @ columns.T).reshape(shape)
 
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The network for 3 classes, filled from a file, and what the file holds."""
+    """Return the network for 3 classes, filled from a file, and the file's contents."""
     generator = torch.Generator().manual_seed(3)
     state = {name: drawn(shape, generator) for name, shape in torchvision_state(3)}
     path = tmp_path_factory.mktemp("weights") / "alexnet.safetensors"
@@ -93,7 +93,7 @@ def test_weights_load_by_name_and_give_the_outputs_of_the_layers(
         images = torch.rand(2, 3, *edges, generator=generator)
         expected = reference(state, images)
         torch.testing.assert_close(network(images), expected)
-        assert expected.std() > 0.01  # the comparison would see a layer left out
+        assert expected.std() > 0.01  # a missing layer would show in the comparison
 
 
 def test_dropout_is_before_the_first_two_linear_layers_and_can_be_set() -> None:

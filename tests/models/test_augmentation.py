@@ -1,4 +1,4 @@
-"""Augmentation: what each word does to pixels, what it depends on, and what is refused."""
+"""Augmentation: effect of each word on pixels, its random numbers, and invalid words."""
 
 from __future__ import annotations
 
@@ -140,7 +140,9 @@ def test_channels_are_normalised_last() -> None:
     expected = (given - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
     assert torch.allclose(result, expected)
     moved = augmented(Augmentation(translate=(3, 3), mean=mean, std=std), given)
-    assert torch.allclose(moved[0, :, 0, 0], -torch.tensor(mean) / torch.tensor(std))  # what is moved in is black
+    assert torch.allclose(
+        moved[0, :, 0, 0], -torch.tensor(mean) / torch.tensor(std)
+    )  # pixels from outside the image are black
 
 
 def test_held_out_images_are_only_normalised() -> None:

@@ -1,4 +1,4 @@
-"""Batches: their nesting, their size, their parts and putting these together."""
+"""Batches: nesting, size, slicing and concatenation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def nested() -> dict[str, Any]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether nesting, dtypes, shapes and values are equal."""
+    """Return True if nesting, dtypes, shapes and values are equal."""
     if isinstance(left, torch.Tensor):
         return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
     if isinstance(left, dict):
@@ -41,7 +41,7 @@ def test_a_list_becomes_a_tuple() -> None:
     assert same(map_tensors(torch.neg, [torch.ones(2), [torch.zeros(1)]]), (-torch.ones(2), (-torch.zeros(1),)))
 
 
-def test_all_tensors_come_in_order() -> None:
+def test_all_tensors_are_returned_in_order() -> None:
     batch = nested()
     found = tensors_of(batch)
     assert [id(tensor) for tensor in found] == [
@@ -50,7 +50,7 @@ def test_all_tensors_come_in_order() -> None:
 
 
 @pytest.mark.parametrize("batch", [3, None, "text", (torch.ones(1), 2.0), {"a": [None]}])
-def test_what_holds_something_else_than_tensors_is_refused(batch: Any) -> None:
+def test_values_other_than_tensors_are_refused(batch: Any) -> None:
     with pytest.raises(TypeError, match=r"a batch holds a (int|NoneType|str|float)"):
         map_tensors(torch.neg, batch)
 
@@ -150,7 +150,7 @@ def test_indices_pick_samples_in_their_order_into_memory_of_their_own() -> None:
     assert batch["image"][0] == 0
 
 
-def test_what_lies_there_already_is_not_copied() -> None:
+def test_tensors_already_on_the_device_are_not_copied() -> None:
     batch = nested()
     assert all(left is right for left, right in zip(tensors_of(move(batch, HOST)), tensors_of(batch), strict=True))
 

@@ -1,4 +1,4 @@
-"""Callbacks: what they print and save, when, and what they are told."""
+"""Callbacks: what they print and save, when they are called, and their arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def classifier() -> nn.Module:
 
 
 def count(metric: EvalMetric, right: int, wrong: int) -> None:
-    """Have an accuracy count so many samples."""
+    """Make an accuracy metric that has counted this many samples."""
     label = torch.zeros(right + wrong).long()
     output = torch.eye(2)[torch.arange(right + wrong).ge(right).long()]
     metric.update(label, output, None)
@@ -48,7 +48,7 @@ def spin(seconds: float) -> None:
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
-    """The speedometer's lines so far, each matched against MXNet's form."""
+    """Return matches of the Speedometer's lines so far against MXNet's format."""
     caplog.set_level(logging.INFO, "gangline")
 
     def matched() -> list[re.Match[str]]:
@@ -65,7 +65,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
 
 
 def ranges(matches: list[re.Match[str]]) -> list[tuple[int, int, int, float]]:
-    """(epoch, begin, end, accuracy) of each line."""
+    """Return (epoch, begin, end, accuracy) of each line."""
     return [(int(one["epoch"]), int(one["begin"]), int(one["end"]), float(one["accuracy"])) for one in matches]
 
 
@@ -102,7 +102,7 @@ def test_with_auto_reset_a_line_tells_of_its_own_batches(lines: Any) -> None:
     assert whole == pytest.approx((5 + 4 / 2) / 13)
 
 
-def test_without_auto_reset_a_line_tells_of_the_epoch_so_far(lines: Any) -> None:
+def test_without_auto_reset_a_line_covers_the_epoch_so_far(lines: Any) -> None:
     metric, speedometer = create("acc"), Speedometer(10, frequent=4, auto_reset=False)
     for batch in range(9):
         count(metric, *((10, 0) if batch <= 4 else (0, 10)))
@@ -110,7 +110,7 @@ def test_without_auto_reset_a_line_tells_of_the_epoch_so_far(lines: Any) -> None
     assert ranges(lines()) == [(0, 0, 4, 1.0), (0, 0, 8, pytest.approx(5 / 9, abs=1e-6))]
 
 
-def test_no_line_comes_between(lines: Any) -> None:
+def test_no_line_is_logged_in_between(lines: Any) -> None:
     metric, speedometer = create("acc"), Speedometer(10, frequent=5)
     for batch in range(5):
         count(metric, 1, 1)
@@ -182,12 +182,12 @@ def test_a_speedometer_that_never_speaks_is_refused(frequent: int) -> None:
 
 
 def written(text: str) -> list[str]:
-    """Each state of the line that the bar wrote over and over."""
+    """Return the successive states of the line that the bar rewrites."""
     return [state.strip() for state in text.split("\r") if state.strip()]
 
 
 def left_over(text: str) -> str:
-    """What a terminal still shows."""
+    """Return what a terminal shows at the end."""
     line = ""
     for state in text.split("\r"):
         line = state + line[len(state) :]
@@ -200,14 +200,14 @@ def open_bars() -> list[tqdm[Any]]:
 
 @pytest.fixture
 def bar(request: pytest.FixtureRequest) -> Iterator[ProgressBar]:
-    """A bar; what a test leaves open is closed after it."""
+    """Yield a bar and close it after the test."""
     yield ProgressBar(getattr(request, "param", None))
     for one in open_bars():
         one.close()
 
 
 def show(bar: ProgressBar, batches: Any, epoch: int = 0, **places: Any) -> None:
-    """Call the bar for batches that take long enough to be drawn."""
+    """Call the bar for batches, with enough time between them for it to be redrawn."""
     metric = create("acc")
     for batch in batches:
         spin(0.11)
@@ -216,7 +216,7 @@ def show(bar: ProgressBar, batches: Any, epoch: int = 0, **places: Any) -> None:
 
 
 @pytest.mark.parametrize("bar", [3], indirect=True)
-def test_a_bar_shows_batches_and_the_metric_and_goes_at_the_epochs_end(
+def test_a_bar_shows_batches_and_the_metric_and_is_erased_at_the_epochs_end(
     capsys: pytest.CaptureFixture[str], bar: ProgressBar
 ) -> None:
     show(bar, range(2))
@@ -251,7 +251,9 @@ def test_each_epoch_has_a_bar_of_its_own(capsys: pytest.CaptureFixture[str], bar
 
 
 @pytest.mark.parametrize("bar", [8], indirect=True)
-def test_a_bar_begins_where_a_resumed_epoch_does(capsys: pytest.CaptureFixture[str], bar: ProgressBar) -> None:
+def test_a_bar_begins_at_the_first_batch_of_a_resumed_epoch(
+    capsys: pytest.CaptureFixture[str], bar: ProgressBar
+) -> None:
     show(bar, [5, 6])
     states = written(capsys.readouterr().err)
     assert "5/8" in states[0]
@@ -274,7 +276,7 @@ def test_without_a_total_the_next_epoch_closes_the_bar(
 
 
 class Unsized:
-    """Batches, anew each epoch, without a length."""
+    """Batches without a length; each epoch yields them again."""
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         data, label = arrays()
@@ -335,14 +337,14 @@ def test_batches_are_saved_every_period_under_the_epochs_completed(tmp_path: Pat
     assert saved(tmp_path / "deep") == names(0) + names(1)
 
 
-def test_a_checkpoint_of_the_callback_holds_what_a_run_needs_to_go_on(tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_callback_can_be_resumed(tmp_path: Path) -> None:
     with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
         module.fit(arrays(), batch_size=5, num_epoch=1, epoch_end_callback=Checkpoint(module, str(tmp_path / "net")))
     assert checkpoint.read(tmp_path / "net", 1).optimizer_state is not None
 
 
 @pytest.mark.parametrize("states", [None, False, True])
-def test_mxnets_module_checkpoint_saves_states_where_asked(tmp_path: Path, states: bool | None) -> None:
+def test_mxnets_module_checkpoint_saves_states_if_requested(tmp_path: Path, states: bool | None) -> None:
     options = {} if states is None else {"save_optimizer_states": states}
     with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
         saves = module_checkpoint(module, tmp_path / "net", 2, **options)
@@ -361,11 +363,11 @@ def test_a_period_below_one_is_refused(tmp_path: Path, make: Any, period: int) -
         make(module, tmp_path / "net", period)
 
 
-# -- what callbacks are told ----------------------------------------------------------------------------------------
+# -- arguments of callbacks -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("contexts", [[cpu()], [cpu(0), cpu(1)]])
-def test_a_batch_callback_is_told_where_the_loop_stands(contexts: list[Any]) -> None:
+def test_a_batch_callback_gets_epoch_and_batch(contexts: list[Any]) -> None:
     data, label = arrays()
     seen: list[tuple[int, int]] = []
     values: list[float] = []
@@ -392,14 +394,14 @@ def test_a_batch_callback_is_told_where_the_loop_stands(contexts: list[Any]) -> 
             assert values[first + batch] == pytest.approx(right[:samples].double().mean().item(), rel=1e-6)
 
 
-def test_a_number_of_batches_that_nobody_knows_is_none() -> None:
+def test_an_unknown_number_of_batches_is_none() -> None:
     seen = []
     with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
         module.fit(Unsized(), num_epoch=1, batch_end_callback=lambda param: seen.append(param.locals["num_batches"]))
     assert seen == [None, None]
 
 
-def test_what_a_callback_is_told_cannot_be_changed() -> None:
+def test_arguments_of_callbacks_are_read_only() -> None:
     param = BatchEndParam(0, 0, create("acc"))
     assert param.locals == {}
     with pytest.raises(AttributeError):
@@ -422,7 +424,7 @@ def test_an_epoch_callback_gets_the_network_its_parameters_and_its_buffers() -> 
     assert seen == [0, 1]
 
 
-def test_what_an_epoch_callback_got_is_a_copy() -> None:
+def test_an_epoch_callback_gets_copies() -> None:
     kept: list[torch.Tensor] = []
     with Module(nn.Linear(2, 3), nn.CrossEntropyLoss(), cpu()) as module:
         module.fit(
@@ -453,7 +455,7 @@ def test_several_callbacks_are_called_in_order() -> None:
     assert calls == ["batch a", "batch b"] * 2 + ["epoch a", "epoch b", "eval a", "eval b"]
 
 
-def test_the_end_of_a_scoring_is_told_with_its_metric() -> None:
+def test_the_callback_after_scoring_gets_the_metric() -> None:
     data, label = arrays()
     seen = []
 
@@ -468,7 +470,7 @@ def test_the_end_of_a_scoring_is_told_with_its_metric() -> None:
     assert seen[1][2] == {name: value}
 
 
-def test_a_batch_callback_of_a_scoring_is_told_where_it_stands() -> None:
+def test_a_batch_callback_of_scoring_gets_epoch_and_batch() -> None:
     seen = []
 
     def look(param: BatchEndParam) -> None:
@@ -483,7 +485,7 @@ def test_a_batch_callback_of_a_scoring_is_told_where_it_stands() -> None:
 
 @pytest.mark.parametrize("option", ["batch_end_callback", "epoch_end_callback", "eval_end_callback"])
 @pytest.mark.parametrize("callback", [3, "speedometer", [print, None]])
-def test_what_is_no_function_is_refused_before_anything_is_trained(option: str, callback: Any) -> None:
+def test_fit_refuses_callbacks_that_are_not_callable_before_training(option: str, callback: Any) -> None:
     network = nn.Linear(2, 3)
     before = network.weight.detach().clone()
     with Module(network, nn.CrossEntropyLoss(), cpu()) as module:
@@ -493,7 +495,7 @@ def test_what_is_no_function_is_refused_before_anything_is_trained(option: str, 
 
 
 @pytest.mark.parametrize("option", ["batch_end_callback", "score_end_callback"])
-def test_score_refuses_what_is_no_function_before_it_begins(option: str) -> None:
+def test_score_refuses_callbacks_that_are_not_callable(option: str) -> None:
     asked: list[int] = []
 
     def watched() -> Iterator[Any]:

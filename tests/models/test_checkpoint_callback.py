@@ -1,4 +1,4 @@
-"""Which checkpoints are written when, which are kept, and what is refused when one is corrupt."""
+"""Checkpoint callback: when checkpoints are written, which are kept, and corrupt files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLES = 12
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Nothing here is large enough for torch to share out."""
+    """Use one torch thread: the tensors are too small for more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -46,7 +46,7 @@ def network() -> nn.Module:
 def fitted(
     prefix: Path, num_epoch: int, *, store: Any = "local", by_batches: bool = False, **options: Any
 ) -> tuple[Module, Checkpoint]:
-    """Train with 3 batches an epoch and a checkpoint of these options."""
+    """Train with 3 batches per epoch and a Checkpoint with these options."""
     fit = {name: options.pop(name) for name in ("eval_data", "validation_metric", "resume") if name in options}
     with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
         saves = Checkpoint(module, prefix, **options)
@@ -65,7 +65,7 @@ def fitted(
 
 
 class Clock:
-    """Stands for time: every look at it takes a second."""
+    """Replaces time: each call advances it by one second."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -79,7 +79,7 @@ class Clock:
 
 
 def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The module's step and the checkpoint's number at each save from now on."""
+    """Record the module's step and the checkpoint's number at each save."""
     found: list[Any] = []
     save = checkpoint.save
 
@@ -91,8 +91,8 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_minutes_alone_decide_where_they_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock is looked at once a batch, and once more at a save, which begins the next interval."""
+def test_with_minutes_only_time_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is read once per batch, and again at each save, which begins the next interval."""
     found = written(monkeypatch)
     monkeypatch.setattr("gangline.models.workers.time.monotonic", Clock())
     fitted(tmp_path / "net", 3, by_batches=True, minutes=3 / 60)
@@ -126,7 +126,7 @@ def test_in_a_job_rank_0s_clock_decides_for_all(tmp_path: Path) -> None:
 
 
 class Told:
-    """A metric with one value a validation, for each of which all data is one batch."""
+    """Metric with a given value for each validation, of one batch each."""
 
     def __init__(self, values: list[float]) -> None:
         self._values = [value for value in values for _ in range(3)]
@@ -169,7 +169,7 @@ def test_the_best_may_be_the_smallest(tmp_path: Path) -> None:
     assert checkpoint.read(prefix, "best").position["epoch"] == 2
 
 
-def test_what_another_run_has_left_above_is_not_older(tmp_path: Path) -> None:
+def test_later_checkpoints_of_another_run_are_kept(tmp_path: Path) -> None:
     prefix = tmp_path / "net"
     fitted(prefix, 5)
     fitted(prefix, 2, keep=1)
@@ -206,7 +206,7 @@ def test_a_removal_cut_off_anywhere_leaves_the_newest_whole(
     assert {path.name.partition(".")[0] for path in tmp_path.iterdir()} == {"net-0003"}
 
 
-def test_what_cannot_be_removed_stays_with_a_warning(
+def test_a_checkpoint_that_cannot_be_removed_gives_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -229,7 +229,7 @@ def test_what_cannot_be_removed_stays_with_a_warning(
         ({"keep_best": "acc", "mode": "least"}, "mode is 'least'"),
     ],
 )
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Checkpoint(Module(network(), nn.CrossEntropyLoss()), "net", **options)
 
@@ -285,7 +285,7 @@ def test_a_corrupt_newest_checkpoint_is_an_error_before_training(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_auto_does_not_begin_anew_beside_weights_whose_json_is_gone(tmp_path: Path) -> None:
+def test_auto_resume_is_refused_if_weights_lack_their_json(tmp_path: Path) -> None:
     prefix = tmp_path / "net"
     fitted(prefix, 1)
     damage(tmp_path / "net-0001.json", "gone")
@@ -293,7 +293,7 @@ def test_auto_does_not_begin_anew_beside_weights_whose_json_is_gone(tmp_path: Pa
         fitted(prefix, 2, resume="auto")
 
 
-def test_the_clock_is_this_process_own_where_it_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_process_uses_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gangline.models.workers.time.monotonic", Clock())
     workers = Workers()
     assert workers.clock + 1 == workers.clock

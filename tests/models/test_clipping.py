@@ -24,7 +24,7 @@ from tests.kvstore.parameter_server.processes import run_job
 
 pytestmark = pytest.mark.timeout(110)
 
-FEATURES, CLASSES, SAMPLES, BATCH, EPOCHS = 6, 3, 37, 8, 4  # 20 steps, with a last batch that is not full
+FEATURES, CLASSES, SAMPLES, BATCH, EPOCHS = 6, 3, 37, 8, 4  # 20 steps; the last batch is partial
 CLIPS = {"clip_gradient": 0.02, "clip_norm": 0.1, "clip_global_norm": 0.15}
 ARGUMENTS = {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-2}
 Params = Mapping[str, torch.Tensor]
@@ -32,7 +32,7 @@ Params = Mapping[str, torch.Tensor]
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Nothing here is large enough for torch to share out."""
+    """Use one torch thread: the tensors are too small for more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -40,7 +40,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class Branches(nn.Module):
-    """A way that runs for some batches only, and a layer that is never called."""
+    """Network with a branch that runs for some batches only, and a layer that is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Branches(nn.Module):
 
 
 class Words(nn.Module):
-    """A table whose gradients are rows."""
+    """Network with an embedding table that has sparse gradients."""
 
     def __init__(self, sparse: bool = True) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def arrays() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def clip(name: str, parameters: list[nn.Parameter]) -> bool:
-    """Clip as a torch loop does; gives whether anything changed."""
+    """Clip as a torch loop does; return True if anything changed."""
     gradients = [p.grad.clone() for p in parameters if p.grad is not None]
     if name == "clip_gradient":
         clip_grad_value_(parameters, CLIPS[name])
@@ -99,9 +99,11 @@ def clip(name: str, parameters: list[nn.Parameter]) -> bool:
 
 @cache
 def plainly(name: str, kind: str = "branches", accumulate: int = 1) -> Params:
-    """20 steps of a torch loop, or fewer where several batches make a step."""
+    """Run a torch loop of 20 batches; an update may use several."""
     network = made(kind, **({"sparse": False} if kind == "words" else {}))
-    own = {"momentum": 0.9, "weight_decay": 1e-2} if kind == "branches" else {}  # rows have none: they are lazy
+    own = (
+        {"momentum": 0.9, "weight_decay": 1e-2} if kind == "branches" else {}
+    )  # sparse gradients have none: updates are lazy
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, **own)
     clipped = 0
     for _ in range(EPOCHS):
@@ -199,11 +201,11 @@ def test_many_buckets_are_summed_one_by_one_and_clipped_together(verbs: str, mon
         found = module.get_params()
     assert distance(found, plainly("clip_global_norm")) <= 1e-11
     assert len(updates) == 20
-    assert {len(names) for names in updates} == {4, 6}  # with and without the way that runs sometimes
+    assert {len(names) for names in updates} == {4, 6}  # with and without the optional branch
 
 
 class Breaks(torch.autograd.Function):
-    """Hands a tensor through; its backward fails while told to."""
+    """Identity with a backward that fails while a flag is set."""
 
     fails = False
 
@@ -252,7 +254,7 @@ def test_after_a_backward_that_fails_no_weight_has_changed(store: str, monkeypat
     assert all(torch.equal(broken[name], value) for name, value in whole.items())
 
 
-def test_what_is_not_trained_does_not_count() -> None:
+def test_frozen_parameters_do_not_count_in_the_norm() -> None:
     network = made("branches")
     data, label = arrays()
     reference = copy.deepcopy(network)
@@ -305,7 +307,7 @@ def test_a_float16_loss_is_unscaled_before_the_clip_and_overflows_are_skipped() 
     assert moved == [0.0, pytest.approx(0.01, rel=1e-3), pytest.approx(0.01, rel=1e-3)]
 
 
-def test_what_arrives_of_compressed_gradients_is_clipped() -> None:
+def test_compressed_gradients_are_clipped_after_decoding() -> None:
     data, label = arrays()
     compression = {"type": "2bit", "threshold": 0.5}
     network = made("branches")
@@ -320,7 +322,7 @@ def test_what_arrives_of_compressed_gradients_is_clipped() -> None:
 
 
 @pytest.mark.parametrize("name", CLIPS)
-def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_a_run_resumes_from_its_checkpoint_with_the_same_bits(name: str, tmp_path: Path) -> None:
     data, label = arrays()
     arguments = {"learning_rate": 0.01, name: CLIPS[name]}
 
@@ -448,7 +450,7 @@ def in_a_servers_job(name: str, prefix: str, begins: bool) -> Params:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["clip_norm", "clip_global_norm"])
-def test_a_job_with_servers_goes_on_from_its_checkpoint_with_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_a_job_with_servers_resumes_from_its_checkpoint_with_the_same_bits(name: str, tmp_path: Path) -> None:
     prefix = str(tmp_path / "net")
     whole = run_job(in_a_servers_job, 2, 2, name, prefix, True)
     for found in run_job(in_a_servers_job, 2, 2, name, prefix, False):

@@ -1,4 +1,4 @@
-"""Gradient compression through Module: each replica is a sender of its part of the mean over the global batch."""
+"""Gradient compression through Module: each replica sends its share of the mean over the global batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TYPES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Nothing here is large enough for torch to share out."""
+    """Use one torch thread: the tensors are too small for more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -42,7 +42,7 @@ def contexts(count: int) -> list[Context]:
 
 
 def clusters(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples about three points far apart, which any training learns to tell."""
+    """Return samples around three distant points, which are easy to classify."""
     generator = torch.Generator().manual_seed(1)
     label = torch.randint(CLASSES, (samples,), generator=generator)
     centres = torch.randn(CLASSES, FEATURES, generator=generator) * 2
@@ -91,7 +91,7 @@ def test_a_network_trains_through_every_codec_and_its_replicas_stay_equal(kind: 
 class Simulation:
     """Senders of 2bit with residuals, one owner, and SGD on a linear network and squares, in plain numpy.
 
-    All numbers are multiples of powers of two so large that no operation rounds: whatever the order of its sums, an
+    All numbers are multiples of powers of two so large that no operation rounds: in any order of summation, an
     implementation that does the same arithmetic has the same bits.
     """
 
@@ -147,21 +147,21 @@ def test_two_bits_are_those_of_senders_simulated_in_numpy(how: str, store: str, 
             for place, residuals in enumerate(simulation.residuals):
                 for name, residual in residuals.items():
                     assert np.array_equal(module.compression_residuals()[f'"{name}"/{place}'].numpy(), residual)
-    assert 100 < sent < 20 * 28  # something is sent, and something is owed
+    assert 100 < sent < 20 * 28  # some values are sent, others stay in the residual
 
 
-def test_what_is_owed_is_of_the_mean_over_the_global_batch() -> None:
-    """Copies of a batch in every share change nothing of what a threshold means."""
-    owed = []
+def test_residuals_are_in_units_of_the_mean_over_the_global_batch() -> None:
+    """The threshold has the same effect if every share gets a copy of one batch."""
+    residuals = []
     for copies in (1, 4):
         data, label = (tensor.repeat(2 * copies, *[1] * (tensor.dim() - 1)) for tensor in clusters(8))
         params = {"type": "2bit", "threshold": 100.0}
         with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2), compression_params=params) as module:
             module.init_optimizer("device", "sgd", {"lr": 0.1})
             module.forward_backward_update(data, label)
-            owed.append(module.compression_residuals())
-    for name, residual in owed[0].items():
-        torch.testing.assert_close(owed[1][name], residual, rtol=1e-4, atol=1e-6)
+            residuals.append(module.compression_residuals())
+    for name, residual in residuals[0].items():
+        torch.testing.assert_close(residuals[1][name], residual, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
@@ -189,13 +189,13 @@ def test_halves_arrive_rounded_once(kind: str, dtype: torch.dtype) -> None:
 
 
 class Cut(BaseException):
-    """Ends a run as a kill does: nothing of ours catches it."""
+    """Simulates a killed process: no code of gangline catches it."""
 
 
 def run(
     kind: str, loads: list[float], prefix: Path, resume: Any = None, cut: int = -1
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] | None:
-    """Weights and residuals after 3 epochs with a checkpoint every 2 batches; None where it was cut off."""
+    """Train 3 epochs with a checkpoint every 2 batches; return weights and residuals, None if cut off."""
     batches = 0
 
     def count(_: Any) -> None:
@@ -347,7 +347,7 @@ def test_sparse_gradients_travel_as_they_are_beside_two_bits(how: str) -> None:
 @pytest.mark.parametrize("how", sorted(STEPS))
 @pytest.mark.parametrize("steps_before", [0, 3])
 def test_a_nan_gradient_is_an_error_by_key_and_nothing_is_updated(how: str, steps_before: int) -> None:
-    """Before the first step there are no buckets yet; later a bucket may leave while backward runs."""
+    """No buckets exist before the first step; later ones may be pushed while backward runs."""
     data, label = clusters(8)
     bad = data.clone()
     bad[6] = float("nan")  # of the second replica
@@ -355,20 +355,18 @@ def test_a_nan_gradient_is_an_error_by_key_and_nothing_is_updated(how: str, step
         module.init_optimizer("device", "sgd", {"lr": 0.1, "momentum": 0.9})
         for _ in range(steps_before):
             STEPS[how](module, data, label)
-        weights, owed, state = module.get_params(), module.compression_residuals(), module.optimizer_state()
+        weights, residuals, state = module.get_params(), module.compression_residuals(), module.optimizer_state()
         with pytest.raises(ValueError, match=r"the gradient of key '[02]\.(weight|bias)' holds NaN"):
             STEPS[how](module, bad, label)
         assert all(torch.equal(weights[name], value) for name, value in module.get_params().items())
         assert all(torch.equal(state.tensors[name], value) for name, value in module.optimizer_state().tensors.items())
         for name, residual in module.compression_residuals().items():
-            assert torch.equal(residual, owed.get(name, torch.zeros_like(residual)))
+            assert torch.equal(residual, residuals.get(name, torch.zeros_like(residual)))
 
 
 @pytest.mark.parametrize("how", sorted(STEPS))
 @pytest.mark.parametrize("steps_before", [0, 3])
-def test_after_a_step_that_was_refused_for_a_nan_the_next_one_trains_as_if_it_had_not_been(
-    how: str, steps_before: int
-) -> None:
+def test_a_step_refused_for_a_nan_does_not_affect_the_next(how: str, steps_before: int) -> None:
     data, label = clusters(8)
     found = []
     for refused in (True, False):
@@ -383,7 +381,7 @@ def test_after_a_step_that_was_refused_for_a_nan_the_next_one_trains_as_if_it_ha
     assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
 
 
-# -- the whole way --------------------------------------------------------------------------------------------------
+# -- end to end -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Corners of Module: modes and parameters changed from outside, mixed data, refusals that leave all as it was."""
+"""Edge cases of Module: modes and parameters changed from outside, mixed data, errors that change nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ both = pytest.mark.parametrize("contexts", CONTEXTS, ids=["one", "two"])
 
 
 class Cut(BaseException):
-    """Ends a run as a kill does: nothing of ours catches it."""
+    """Simulates a killed process: no code of gangline catches it."""
 
 
 def arrays() -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,7 +120,7 @@ def test_a_loaded_module_whose_optimizer_is_refused_has_none(tmp_path: Path) -> 
         assert distance(loaded.optimizer_state().tensors, state.tensors) == 0.0
 
 
-def test_a_run_goes_on_from_the_number_that_a_hand_written_loop_saved(tmp_path: Path) -> None:
+def test_fit_resumes_from_the_epoch_that_a_manual_loop_saved(tmp_path: Path) -> None:
     with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
         module.init_optimizer()
         for _ in range(3):
@@ -149,7 +149,7 @@ def test_a_lazy_network_can_be_loaded(tmp_path: Path) -> None:
 
 
 class Shuffled:
-    """Batches in an order that torch's generator gives anew each epoch."""
+    """Batches in an order that torch's generator draws in each epoch."""
 
     def __init__(self) -> None:
         self.orders: list[list[int]] = []
@@ -185,11 +185,11 @@ def test_a_shuffled_iterable_cut_off_in_mid_epoch_reads_that_epoch_in_the_same_o
     assert again.orders == whole.orders[1:]
 
 
-# -- what holds in a replica's thread ---------------------------------------------------------------------------------
+# -- state within a replica's thread ----------------------------------------------------------------------------------
 
 
 class Pause(nn.Module):
-    """Lets another replica's thread go on, between the setting of random states and a draw."""
+    """Lets another replica's thread run between the setting of random states and a draw."""
 
     def forward(self, data: torch.Tensor) -> torch.Tensor:
         threading.Event().wait(1e-3)
@@ -197,7 +197,7 @@ class Pause(nn.Module):
 
 
 class Deep(nn.Module):
-    """Six times the same layer with dropout, whose outputs are kept, or computed again in backward."""
+    """Network that applies one layer with dropout six times; outputs are kept, or recomputed in backward."""
 
     def __init__(self, again: bool) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def deep_weights(again: bool) -> dict[str, torch.Tensor]:
         return module.get_params()
 
 
-def test_dropout_computed_again_in_backward_draws_what_it_drew() -> None:
+def test_recomputed_dropout_draws_the_same_numbers() -> None:
     kept = deep_weights(again=False)
     for _ in range(2):
         assert distance(deep_weights(again=True), kept) == 0.0
@@ -272,10 +272,10 @@ def test_an_error_in_a_replica_tells_the_size_of_its_share(train: bool) -> None:
         assert "its share was 2 of the batch's samples" in caught.value.__notes__
 
 
-# -- optimizers and stores asked for again ----------------------------------------------------------------------------
+# -- optimizers and stores in a second fit ----------------------------------------------------------------------------
 
 
-def test_a_second_fit_uses_the_optimizer_it_is_given() -> None:
+def test_a_second_fit_uses_its_own_optimizer() -> None:
     with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
         module.fit(arrays(), num_epoch=1, batch_size=5, optimizer="adam")
         assert module.optimizer_state().name == "adam"
@@ -286,17 +286,17 @@ def test_a_second_fit_uses_the_optimizer_it_is_given() -> None:
         assert module.optimizer_state().name == "sgd"
 
 
-def test_a_second_fit_uses_the_store_it_is_given() -> None:
+def test_a_second_fit_uses_its_own_store() -> None:
     with Module(classifier(), nn.CrossEntropyLoss(), CONTEXTS[1]) as module:
         for store in ("device", "local"):
             module.fit(arrays(), num_epoch=1, batch_size=5, kvstore=store)
             assert module.store_type == store
 
 
-def test_what_the_user_initialised_stays_through_fit(caplog: pytest.LogCaptureFixture) -> None:
+def test_fit_keeps_the_optimizer_that_the_user_initialised(caplog: pytest.LogCaptureFixture) -> None:
     with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
         module.init_optimizer("local", "adam")
-        for params, warned in ((None, False), ({"learning_rate": 0.1}, True)):  # by default nothing is asked for
+        for params, warned in ((None, False), ({"learning_rate": 0.1}, True)):  # by default no optimizer is requested
             caplog.clear()
             module.fit(arrays(), num_epoch=1, batch_size=5, optimizer="sgd", optimizer_params=params)
             assert module.optimizer_state().name == "adam"
@@ -421,7 +421,7 @@ def test_a_parameter_freed_after_binding_trains_in_every_replica(contexts: Any, 
             module.forward_backward_update(data, label)
             assert network.weight.grad is not None
             gradients.append(network.weight.grad.clone())
-        assert torch.equal(*gradients)  # that nobody uses, and that do not pile up
+        assert torch.equal(*gradients)  # unused, and they do not accumulate
         module.init_optimizer(store, "sgd", {"lr": 0.1})
         optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
         for _ in range(2):
@@ -449,7 +449,7 @@ def test_a_layer_under_two_names_has_averaged_statistics_under_both() -> None:
         module.init_optimizer()
         module.forward_backward_update(data, label)
         params = module.get_params()
-        for name in ("one", "other"):  # both shares' means, by their sizes, are the batch's
+        for name in ("one", "other"):  # the shares' means, weighted by their sizes, give the batch's
             assert torch.allclose(params[f"{name}.running_mean"], data.mean(0) * 0.1, atol=1e-6)
         module.average_statistics()
         for one in networks(module):
@@ -489,7 +489,7 @@ def test_samples_to_score_without_a_batch_size_are_refused_before_training_begin
         assert distance(module.get_params(), classifier().state_dict()) == 0.0
 
 
-def test_no_batches_are_refused_where_shapes_must_be_learnt() -> None:
+def test_empty_data_are_refused_if_shapes_are_unknown() -> None:
     with Module(nn.LazyLinear(CLASSES), nn.CrossEntropyLoss(), cpu()) as module:
         with pytest.raises(ValueError, match="no batches"):
             module.fit([], num_epoch=1)
@@ -515,7 +515,7 @@ def test_accuracy_and_cross_entropy_of_labels_that_are_probabilities(contexts: A
 
 
 @both
-def test_a_loss_that_gives_a_vector_is_refused_with_its_shape(contexts: Any) -> None:
+def test_a_loss_that_returns_a_vector_is_refused_with_its_shape(contexts: Any) -> None:
     data, label = arrays()
     each = SAMPLES // len(contexts)
     with Module(classifier(), lambda out, of: F.cross_entropy(out, of, reduction="none"), contexts) as module:

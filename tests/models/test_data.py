@@ -1,4 +1,4 @@
-"""Where batches come from: every kind of source, its order, its middle; digits and folders of images."""
+"""Sources of batches: every kind of source, its order, starting in mid-epoch; digits and image folders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def arrays(samples: int = SAMPLES) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Counted(Dataset[tuple[torch.Tensor, int]]):
-    """The same samples as `arrays`; it notes which were read."""
+    """Dataset with the samples of `arrays`; records which were read."""
 
     def __init__(self, samples: int = SAMPLES) -> None:
         self.samples = samples
@@ -45,7 +45,7 @@ class Counted(Dataset[tuple[torch.Tensor, int]]):
 
 
 class Stream(IterableDataset[Any]):
-    """The same samples, one by one, or in batches of ``batch``; it has no length."""
+    """Iterable dataset of the same samples, or of batches of ``batch``; it has no length."""
 
     def __init__(self, batch: int | None = None) -> None:
         self.batch = batch
@@ -64,7 +64,7 @@ def in_order(batch_size: int = 4) -> Items:
 
 
 def labels_of(items: Iterator[tuple[Any, Any]] | Items) -> list[list[int]]:
-    """The labels, batch by batch; each sample's data must belong to its label."""
+    """Return the labels by batch; check that each sample's data belong to its label."""
     found = []
     for data, label in items:
         assert torch.equal(data, torch.stack([label * 1.0, label / 10], 1))
@@ -172,7 +172,7 @@ def test_a_dataset_is_read_batch_by_batch() -> None:
     assert dataset.read == [0, 1, 2, 3]
 
 
-def test_the_plan_names_what_must_be_equal_to_resume() -> None:
+def test_the_plan_holds_the_settings_that_must_be_equal_to_resume() -> None:
     plan = source(arrays(), 4, shuffle=True, seed=3).plan()
     assert plan == source(Counted(), 4, shuffle=True, seed=3).plan()
     others = [
@@ -186,7 +186,7 @@ def test_the_plan_names_what_must_be_equal_to_resume() -> None:
     assert in_order_of_any_seed[0] == in_order_of_any_seed[1]
 
 
-# -- batches that are made elsewhere --------------------------------------------------------------------------------
+# -- data that are batches already ----------------------------------------------------------------------------------
 
 
 def test_a_loader_gives_its_own_batches() -> None:
@@ -301,11 +301,11 @@ def test_batches_without_labels_have_none() -> None:
     assert [label for _, label in found] == [None, None]
 
 
-# -- samplers that want to know the epoch ---------------------------------------------------------------------------
+# -- samplers with set_epoch ----------------------------------------------------------------------------------------
 
 
 class ByEpoch(BatchSampler):
-    """A batch sampler that begins epoch e with sample e."""
+    """Batch sampler that begins epoch e with sample e."""
 
     def __init__(self) -> None:
         super().__init__(range(SAMPLES), 4, False)
@@ -336,7 +336,7 @@ def test_the_epoch_of_a_batch_sampler_is_set() -> None:
     assert labels_of(batches.epoch(5, skip=2)) == [[3, 4]]
 
 
-# -- the middle of an epoch -----------------------------------------------------------------------------------------
+# -- starting in mid-epoch ------------------------------------------------------------------------------------------
 
 
 def shuffled_loader(**options: Any) -> DataLoader[Any]:
@@ -559,7 +559,7 @@ def write(path: Path, pixels: np.ndarray) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Ten real 8x8 digits of each of three classes, as grey PNG files in sub-folders named in words."""
+    """Write ten real 8x8 digits of each of three classes as grey PNG files, in sub-folders named by class."""
     levels, labels = raw_digits()
     for digit, name in enumerate(CLASS_NAMES):
         for number, image in enumerate(levels[labels == digit][:PER_CLASS]):
@@ -644,7 +644,7 @@ def test_images_lie_at_any_depth_under_any_known_ending_and_other_files_do_not_c
     assert all(dataset[index][0].shape == (1, 2, 2) for index in range(4))
 
 
-def test_an_image_is_read_when_it_is_asked_for(folder: Path) -> None:
+def test_images_are_read_lazily(folder: Path) -> None:
     dataset = ImageFolder(folder, (1, 8, 8))
     gone = dataset.files[7]
     gone.unlink()
@@ -654,7 +654,7 @@ def test_an_image_is_read_when_it_is_asked_for(folder: Path) -> None:
     assert str(gone) in str(caught.value)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # what Pillow says of a TIFF before it gives up
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # Pillow's warning about a damaged TIFF
 @pytest.mark.parametrize("ending", [".png", ".jpg", ".bmp", ".gif", ".tiff", ".webp", ".ppm"])
 def test_a_torn_image_is_refused_by_its_file(tmp_path: Path, ending: str) -> None:
     path = tmp_path / "class" / f"torn{ending}"

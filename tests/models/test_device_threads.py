@@ -1,4 +1,4 @@
-"""DeviceThreads: in which thread calls run, when, and with how many of torch's threads."""
+"""DeviceThreads: the thread and the order in which calls run, and the number of torch's threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CALLERS = 6
 
 @pytest.fixture(autouse=True)
 def _threads_to_share() -> Iterator[None]:
-    """Give the caller a count of torch threads that shares can be told from; then give back what was."""
+    """Set a torch thread count that can be split into distinct shares; restore the old one afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(CALLERS)
     yield
@@ -56,7 +56,7 @@ def test_each_context_keeps_its_own_thread(pair: DeviceThreads) -> None:
     assert pair.run(both(threading.get_ident), one_after_another=True) == first
 
 
-def test_a_context_that_stands_twice_has_two_threads() -> None:
+def test_a_context_listed_twice_has_two_threads() -> None:
     device_threads = DeviceThreads([cpu(), cpu()])
     assert len(set(device_threads.run(both(threading.get_ident)))) == 2
     device_threads.close()
@@ -89,12 +89,12 @@ def test_close_ends_the_threads() -> None:
 
 
 def test_calls_of_one_run_overlap(pair: DeviceThreads) -> None:
-    meeting = threading.Barrier(2)
-    arrived = pair.run(both(partial(meeting.wait, timeout=30)))
+    barrier = threading.Barrier(2)
+    arrived = pair.run(both(partial(barrier.wait, timeout=30)))
     assert sorted(arrived) == [0, 1]
 
 
-def test_results_come_in_the_order_of_the_calls(pair: DeviceThreads) -> None:
+def test_results_are_in_the_order_of_the_calls(pair: DeviceThreads) -> None:
     assert pair.run([(1, lambda: "second"), (0, lambda: "first")]) == ["second", "first"]
     assert pair.run([]) == []
 
@@ -130,15 +130,15 @@ def test_an_error_names_its_context(pair: DeviceThreads, number: int, one_after_
 
 
 def test_all_calls_are_over_before_an_error_is_raised(pair: DeviceThreads) -> None:
-    meeting = threading.Barrier(2)
+    barrier = threading.Barrier(2)
     ended = []
 
     def fail() -> None:
-        meeting.wait(30)
+        barrier.wait(30)
         raise ValueError("at once")
 
     def go_on() -> None:
-        meeting.wait(30)
+        barrier.wait(30)
         spin(0.05)
         ended.append(True)
 

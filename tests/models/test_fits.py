@@ -1,4 +1,4 @@
-"""Data are checked against a network before training, and the checks change nothing."""
+"""Checks of data against a network before training; they change nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Images(Dataset[Any]):
-    """Items are drawn, as augmented images are."""
+    """Dataset with random items, like augmented images."""
 
     def __len__(self) -> int:
         return 5
@@ -30,7 +30,7 @@ class Images(Dataset[Any]):
 
 
 class Gaps(Images):
-    """Only the last sample is readable."""
+    """Dataset in which only the last sample is readable."""
 
     def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
         return [(torch.full((3,), float(index)), index) for index in indices if index == len(self) - 1]

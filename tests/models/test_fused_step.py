@@ -1,4 +1,4 @@
-"""A step in which no replica waits between forward and backward: no bit changes, and errors are told."""
+"""Fused step: no replica waits between forward and backward; same bits, and errors are raised."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def squares(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     ids=["mean", "ignored", "weighted", "sum", "own", "normalizer"],
 )
 def test_fused_and_separate_passes_give_the_same_bits(loss: Any, normalizer: Callable[[Any], float] | None) -> None:
-    with module_of(network(), loss, normalizer) as one_go, module_of(network(), loss, normalizer) as passes:
+    with module_of(network(), loss, normalizer) as fused, module_of(network(), loss, normalizer) as separate:
         for step in range(4):
             data, label = batch(step, samples=7 + step)
-            one_go.forward_backward_update(data, label)
-            passes.forward(data, label, is_train=True)
-            passes.backward()
-            passes.update()
-            assert torch.equal(one_go.get_loss(), passes.get_loss())
-            assert torch.equal(one_go.get_outputs(), passes.get_outputs())
-            assert (one_go.normalizer, one_go.step) == (passes.normalizer, passes.step)
-            ours, theirs = one_go.get_params(), passes.get_params()
+            fused.forward_backward_update(data, label)
+            separate.forward(data, label, is_train=True)
+            separate.backward()
+            separate.update()
+            assert torch.equal(fused.get_loss(), separate.get_loss())
+            assert torch.equal(fused.get_outputs(), separate.get_outputs())
+            assert (fused.normalizer, fused.step) == (separate.normalizer, separate.step)
+            ours, theirs = fused.get_params(), separate.get_params()
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -86,7 +86,7 @@ def test_a_loss_that_counts_elements_takes_two_passes() -> None:
 
 
 class Waiting(nn.Module):
-    """Its second replica's forward waits, once asked to, for a gradient of the first replica."""
+    """Layer of which the second replica's forward waits, if requested, for a gradient of the first replica."""
 
     waits = False
     came = threading.Event()
@@ -104,7 +104,7 @@ class Waiting(nn.Module):
 def test_a_replica_begins_backward_while_another_is_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     net = Waiting()
     with module_of(net, nn.CrossEntropyLoss()) as module:
-        module.forward_backward_update(*batch(0))  # shows that the network draws no random numbers
+        module.forward_backward_update(*batch(0))  # the first step shows that the network draws no random numbers
         net.layer.bias.register_post_accumulate_grad_hook(lambda _: Waiting.came.set())  # type: ignore[no-untyped-call]
         monkeypatch.setattr(Waiting, "waits", True)
         module.forward_backward_update(*batch(1))
@@ -112,7 +112,7 @@ def test_a_replica_begins_backward_while_another_is_in_forward(monkeypatch: pyte
 
 
 class Failing(nn.Module):
-    """Fails in its second replica's forward while asked to."""
+    """Layer that fails in the second replica's forward while a flag is set."""
 
     fails = False
 

@@ -1,4 +1,4 @@
-"""What CPU contexts cannot show: streams, copies between host and GPU, and that the device store never waits."""
+"""Module on GPUs: streams, copies between host and GPU, and no synchronisation in the device store."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ def test_the_device_store_orders_by_streams_and_never_waits_on_the_host() -> Non
         out = torch.empty(ELEMENTS, device=device)
         for step in range(1, 6):
             values = [torch.full((ELEMENTS,), float(step + place), device=device) for place in range(3)]
-            torch.cuda._sleep(5_000_000)  # the caller's stream is behind: what is pushed is not there yet
+            torch.cuda._sleep(5_000_000)  # the caller's stream is late: the pushed values are not computed yet
             for value in values:
                 value.mul_(2)
             store.push("w", values)
             for value in values:
-                value.zero_()  # after the push they are the caller's again
+                value.zero_()  # after the push the caller may change them
             store.pull("w", out)
     torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(out.cpu(), torch.full((ELEMENTS,), -2.0 * sum(3 * step + 3 for step in range(1, 6))))
@@ -100,7 +100,7 @@ def test_asynchronous_operations_are_waited_for_by_streams() -> None:
 
 @pytest.mark.parametrize("store", ["local", "device"])
 def test_joined_batch_statistics_are_those_of_the_whole_batch(store: str) -> None:
-    """A GPU that stands twice is joined by the graph; distinct ones, and a GPU with a CPU, by threads that meet."""
+    """A GPU listed twice runs in one graph; distinct GPUs, and a GPU with a CPU, run in threads with a barrier."""
     network = nn.Sequential(
         nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.Tanh(), nn.Flatten(), nn.Linear(96, 8), nn.BatchNorm1d(8), nn.Tanh()
     )
@@ -235,7 +235,7 @@ def test_accumulated_gradients_are_those_of_the_mean_over_all_batches() -> None:
 
 
 def test_a_step_never_has_the_host_wait_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Labels on the host are counted there; the first two steps make buckets, streams and kernels."""
+    """Labels on the host are counted there; the first two steps create buckets, streams and kernels."""
     monkeypatch.setattr("gangline.models.reducer.reducer.BUCKET_BYTES", 1 << 16)
     layers = [layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.Tanh())]
     for places in groups_of_gpus():
@@ -257,7 +257,7 @@ def test_a_step_never_has_the_host_wait_for_a_gpu(monkeypatch: pytest.MonkeyPatc
 
 
 class Early(DeviceStore):
-    """Notes which keys came while some replica's backward had yet to come to its first layer."""
+    """Records the keys pushed before every replica's backward had reached its first layer."""
 
     def __init__(self, replicas: int) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ def test_buckets_leave_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Spin(nn.Module):
-    """Keeps a GPU busy for each sample, though the host goes on at once."""
+    """Layer that keeps the GPU busy for each sample; the host continues at once."""
 
     def forward(self, data: torch.Tensor) -> torch.Tensor:
         if data.is_cuda and self.training:
@@ -299,7 +299,7 @@ class Spin(nn.Module):
         return data
 
 
-def test_auto_measures_a_gpu_by_what_it_does_and_not_by_how_soon_the_host_goes_on(
+def test_auto_measures_a_gpus_own_time_and_not_the_hosts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     network = nn.Sequential(nn.Linear(12, 16), Spin(), nn.Linear(16, CLASSES)).double()
@@ -323,7 +323,7 @@ def test_auto_measures_a_gpu_by_what_it_does_and_not_by_how_soon_the_host_goes_o
 
 @pytest.fixture
 def _little_memory() -> Iterator[None]:
-    """Let torch have 256 MiB of the first GPU beside what it holds already."""
+    """Limit torch on the first GPU to 256 MiB more than it has allocated."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(0) + (256 << 20)) / total, 0)

@@ -1,4 +1,4 @@
-"""What a step frees on the host serves the next step."""
+"""Host memory that a step frees is reused by the next step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS, MOST = 20, 100
 
 
 def count_faults(connection: Connection) -> None:
-    """In a process of its own, whose memory no other test has used: the pages cleared for so many steps."""
+    """Send the number of page faults of some steps; run it in a process of its own, with fresh memory."""
     with Module(registry.create("lenet"), torch.nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
         module.init_optimizer("device", "sgd", {"lr": 0.1, "momentum": 0.9})
         data, label = torch.rand(64, 1, 28, 28), torch.arange(64) % 10
@@ -33,4 +33,4 @@ def count_faults(connection: Connection) -> None:
 def test_a_step_has_no_memory_cleared_by_the_kernel() -> None:
     with ProcessPool(count_faults, 1) as family:
         faults = family.connections[0].recv()
-    assert faults < STEPS * MOST  # pages; where freed memory goes back, about 2,500 a step
+    assert faults < STEPS * MOST  # pages; if freed memory is returned to the system, about 2,500 per step

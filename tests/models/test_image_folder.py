@@ -1,4 +1,4 @@
-"""Folders of images: their classes, what cannot be read, URLs, splits, and the processes that decode."""
+"""Image folders: classes, unreadable files, URLs, splits, and decoding processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def digit(number: int, which: int) -> np.ndarray[Any, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Eight real digits of each of three classes, as PNG files."""
+    """Write eight real digits of each of three classes as PNG files."""
     root = tmp_path / "digits"
     for number, name in ((8, "eight"), (1, "one"), (0, "zero")):
         (root / name).mkdir(parents=True)
@@ -56,7 +56,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def spoil(folder: Path, *names: str) -> list[str]:
-    """Put text in place of images."""
+    """Replace images by text files."""
     for name in names:
         (folder / name).write_text("no image")
     return [str(folder / name) for name in names]
@@ -198,7 +198,7 @@ def test_a_batch_without_any_readable_image_is_a_step_without_an_update(folder: 
 
 
 def trained_with_empty_parts(folder: Path, kvstore: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor, int]:
-    """The weights, the predictions, and the number of files this process has skipped."""
+    """Return weights, predictions, and the number of files this process has skipped."""
     dataset = ImageFolder(folder, SHAPE, torch.float64, skip_unreadable=13)
     torch.manual_seed(3)
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).double()
@@ -370,7 +370,7 @@ def test_processes_end_with_a_trainer_that_is_killed(folder: Path, tmp_path: Pat
     root = Path(__file__).parent.parent.parent
     environment = os.environ | {"PYTHONPATH": str(root)}
     trainer = subprocess.Popen([sys.executable, str(script), str(folder)], stdout=subprocess.PIPE, env=environment)
-    output, _ = trainer.communicate(timeout=90)  # which ends when nobody holds the output any more
+    output, _ = trainer.communicate(timeout=90)  # it ends once the output is released
     assert (trainer.returncode, output) == (-signal.SIGKILL, b"")
 
 

@@ -1,4 +1,4 @@
-"""Image folders behind s3:// URLs, from a server on loopback: what is read, what is refused, and what stays secret."""
+"""Image folders at s3:// URLs, on a loopback server: reading, errors, and credentials that stay secret."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gangline.models.data.sources import source
 pytest.importorskip("s3fs", reason="needs s3fs: pip install gangline[s3]")
 moto_server = pytest.importorskip("moto.server", reason="needs moto: pip install 'moto[server]'")
 
-# botocore and moto still use what newer Pythons warn of.
+# botocore and moto use functions that newer Pythons deprecate.
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 KEY, SECRET = "gangline-test-key", "gangline/test/secret/value"
@@ -32,7 +32,7 @@ NAMES = {1: "one", 0: "zero"}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """The address of an S3 server."""
+    """Start an S3 server and yield its address."""
     running = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     running.start()
     host, port = running.get_host_and_port()
@@ -42,7 +42,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def store(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The server as the environment names it, with a bucket of ten digits, whose third image of a one is spoilt."""
+    """Set the environment for the server; make a bucket of ten digits in which one image is damaged."""
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "FSSPEC_S3_KEY", "FSSPEC_S3_SECRET"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
@@ -67,7 +67,7 @@ def store(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 @pytest.fixture
 def anew() -> Iterator[None]:
-    """What was opened with other credentials is not used again."""
+    """Drop file systems that were opened with other credentials."""
     import s3fs
 
     s3fs.S3FileSystem.clear_instance_cache()
@@ -76,7 +76,7 @@ def anew() -> Iterator[None]:
 
 
 def told(caught: pytest.ExceptionInfo[BaseException], caplog: pytest.LogCaptureFixture) -> str:
-    """All that a user or a log could see of an error."""
+    """Return everything of an error that a user or a log could see."""
     return "".join(traceback.format_exception(caught.value)) + caplog.text
 
 
@@ -93,7 +93,7 @@ def test_a_bucket_is_read_like_a_folder(store: Any, caplog: pytest.LogCaptureFix
     assert [file for file, _ in dataset.skipped] == ["s3://pictures/train/one/2.png"]
     assert "s3://pictures/train/one/2.png" in caplog.text
     assert SECRET not in caplog.text
-    assert SECRET.encode() not in pickle.dumps(dataset)  # what goes to processes that decode
+    assert SECRET.encode() not in pickle.dumps(dataset)  # state sent to decoding processes
 
 
 def test_an_unreadable_object_is_named(store: Any) -> None:
@@ -113,7 +113,7 @@ def test_an_object_that_is_gone_is_an_unreadable_image(store: Any) -> None:
 
 
 @pytest.mark.parametrize("url", ["s3://no-such-bucket/train", "s3://no-such-bucket", "s3://pictures/validation"])
-def test_a_bucket_or_folder_that_is_not_there_is_named(store: Any, url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_bucket_or_folder_is_named(store: Any, url: str, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(FileNotFoundError, match=f"image folder {url} does not exist") as caught:
         image_folder(url, SHAPE, torch.float32, 0)
     assert SECRET not in told(caught, caplog)
@@ -155,7 +155,7 @@ def test_a_credential_that_is_taken_away_ends_reading(
     request.getfixturevalue("strict")
     with pytest.raises(RuntimeError, match="cannot be fetched: PermissionError") as caught:
         list(source(dataset, 4, shuffle=False, seed=0).epoch(0))
-    assert dataset.skipped == []  # the store refused; no image is to blame
+    assert dataset.skipped == []  # the server refused access: not an unreadable image
     assert SECRET not in told(caught, caplog)
 
 

@@ -1,4 +1,4 @@
-"""Initialisers: what each name fills parameters with, and what it leaves alone."""
+"""Initialisers: values by name, and parameters that they leave unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES = (
 
 
 def weight(spec: Any) -> torch.Tensor:
-    """A Linear's weight, filled."""
+    """Return a Linear's initialised weight."""
     network = nn.Linear(COLUMNS, ROWS, dtype=torch.float64)
     initialise(network, spec)
     assert not network.bias.any()
@@ -37,7 +37,7 @@ def weight(spec: Any) -> torch.Tensor:
 
 
 def is_uniform(values: torch.Tensor, bound: float) -> bool:
-    """Within the bound, near it at both ends, and with a uniform distribution's mean and deviation within 2 %."""
+    """Check for a uniform distribution: range, and mean and deviation within 2 %."""
     return bool(
         values.abs().max() <= bound
         and values.max() > 0.999 * bound
@@ -48,7 +48,7 @@ def is_uniform(values: torch.Tensor, bound: float) -> bool:
 
 
 def is_normal(values: torch.Tensor, sigma: float) -> bool:
-    """Mean and deviation within 2 % of sigma; 68.3, 95.4 and 99.7 % within one, two and three of it, to 1 %."""
+    """Check for a normal distribution: mean and deviation within 2 % of sigma, shares within 1, 2 and 3 sigma."""
     shares = [float((values.abs() < n * sigma).double().mean()) for n in (1, 2, 3)]
     return bool(
         values.mean().abs() < 0.02 * sigma
@@ -103,7 +103,7 @@ def test_xavier_alone_is_uniform_over_the_average_fan_as_torchs() -> None:
     torch.manual_seed(4)
     ours = weight("xavier")
     torch.manual_seed(4)
-    theirs = nn.Linear(COLUMNS, ROWS, dtype=torch.float64)  # draws its own begin first, as ours did
+    theirs = nn.Linear(COLUMNS, ROWS, dtype=torch.float64)  # Linear draws its own initial values first
     nn.init.xavier_uniform_(theirs.weight)
     assert torch.allclose(ours, theirs.weight)
 
@@ -135,7 +135,7 @@ def test_orthogonal_has_orthogonal_rows_of_its_scale(spec: Any, scale: float) ->
     assert torch.allclose(rows @ rows.T, scale**2 * torch.eye(ROWS, dtype=torch.float64), atol=1e-12)
 
 
-def test_orthogonal_has_orthogonal_columns_where_there_are_fewer_and_flattens_kernels() -> None:
+def test_orthogonal_makes_the_shorter_axis_orthogonal_and_flattens_kernels() -> None:
     network = nn.Conv2d(2, 30, 3, dtype=torch.float64)
     initialise(network, ("orthogonal", {"scale": 1.0}))
     flat = network.weight.detach().reshape(30, 18)
@@ -143,7 +143,7 @@ def test_orthogonal_has_orthogonal_columns_where_there_are_fewer_and_flattens_ke
 
 
 @pytest.mark.parametrize("function", [nn.init.kaiming_normal_, nn.init.xavier_uniform_, nn.init.eye_])
-def test_a_function_of_torchs_fills_as_it_does_alone(function: Any) -> None:
+def test_an_initialiser_of_torch_gives_torchs_values(function: Any) -> None:
     network, reference = nn.Linear(6, 4), torch.empty(4, 6)
     torch.manual_seed(9)
     initialise(network, function)
@@ -164,11 +164,11 @@ def test_a_users_function_gets_only_the_weights() -> None:
     assert shapes == [(3, 2), (4, 3)]
 
 
-# -- what is not filled ---------------------------------------------------------------------------------------------
+# -- parameters that are left unchanged -----------------------------------------------------------------------------
 
 
 class Odd(nn.Module):
-    """Parameters of other names."""
+    """Layer with parameters of other names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ def test_something_else_is_refused(spec: Any) -> None:
 
 
 @pytest.mark.parametrize("spec", ["xavier", "msraprelu", "orthogonal", nn.init.kaiming_normal_])
-def test_a_weight_of_one_axis_is_refused_by_name_where_fans_are_needed(spec: Any) -> None:
+def test_a_one_dimensional_weight_is_refused_by_name_if_fans_are_needed(spec: Any) -> None:
     class Gain(nn.Module):
         def __init__(self) -> None:
             super().__init__()

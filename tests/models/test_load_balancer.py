@@ -1,6 +1,6 @@
 """work_load_list="auto": contexts of known speeds get their shares, and contexts with little memory micro-steps.
 
-A layer waits for each sample, so that speeds are known whatever the machine does; what is asserted is the split.
+A layer sleeps for each sample, so that speeds do not depend on the machine; the tests check the split.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def batches(count: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def plainly(network: nn.Module, data: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The weights that a loop without any of our code ends with."""
+    """Return the final weights of a plain torch loop."""
     optimizer = torch.optim.SGD(network.parameters(), **RATE)
     for inputs, label in data:
         optimizer.zero_grad()
@@ -123,7 +123,7 @@ def test_the_split_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert all(line.endswith(" samples/s)") and ", cpu(1) " in line for line in lines)
 
 
-# -- the promise ----------------------------------------------------------------------------------------------------
+# -- equal to plain torch -------------------------------------------------------------------------------------------
 
 
 def test_weights_are_those_of_one_device_though_the_split_changes() -> None:
@@ -189,7 +189,7 @@ def test_a_checkpoint_of_fixed_loads_resumes_under_auto_and_back(tmp_path: Path)
 
 
 class _Fits(torch.autograd.Function):
-    """Passes its input on; runs out of memory in forward, or in backward, where told to."""
+    """Identity that raises an out-of-memory error in forward or in backward if requested."""
 
     @staticmethod
     def forward(ctx: Any, data: torch.Tensor, in_forward: bool, in_backward: bool) -> torch.Tensor:
@@ -206,9 +206,9 @@ class _Fits(torch.autograd.Function):
 
 
 class Small(nn.Module):
-    """Statistics of the data, a layer that takes so many samples at most, and two linear layers about it.
+    """Network with batch statistics, two linear layers, and between them a layer with a limit on samples.
 
-    The last layer's gradients are there when the limit strikes in backward, and the statistics when it does in forward.
+    An error in backward leaves the last layer's gradients, one in forward leaves changed statistics.
     """
 
     def __init__(self, *, statistics: bool, dropout: bool) -> None:
@@ -220,7 +220,7 @@ class Small(nn.Module):
         self.limit = UNLIMITED
         self.strikes_in = "forward"
         self.ran: list[int] = []
-        """Samples of the passes that fitted, as far as forward knows."""
+        """Numbers of samples for which forward succeeded."""
 
     def forward(self, data: torch.Tensor) -> torch.Tensor:
         hidden = data if self.statistics is None else self.statistics(data)
@@ -323,7 +323,7 @@ def test_running_statistics_know_nothing_of_attempts_that_failed(strikes_in: str
 def test_the_random_streams_know_nothing_of_attempts_that_failed(strikes_in: str) -> None:
     def run(fails: bool) -> dict[str, torch.Tensor]:
         with small([5 if fails else UNLIMITED], strikes_in, dropout=True) as module:
-            if not fails:  # begin with what the other run learns from its first attempts
+            if not fails:  # begin with the limits that the other run learns
                 module.load_balancer.limits.max_samples = [4]
             module.run_state.seed = 3
             state = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""Micro-steps that fit into each context's memory, and the limits learnt from out-of-memory errors."""
+"""Memory limits: micro-steps that fit each context, learnt from out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_parts_cover_each_slice_in_order_and_fit_in_as_few_rounds_as_can_be(
         assert [index for part in held for index in range(part.start, part.stop)] == list(
             range(whole.start, whole.stop)
         )
-        assert parts[: len(held)] == held  # what is done early is done, and idles from then on
+        assert parts[: len(held)] == held  # a context that finishes early idles in the remaining micro-steps
         if held:
             assert max(sizes(held)) <= (most or samples)
             assert max(sizes(held)) - min(sizes(held)) <= 1
@@ -78,7 +78,7 @@ def test_micro_steps(slices: list[slice], most: list[int | None], expected: list
 # -- lower ----------------------------------------------------------------------------------------------------------
 
 
-def test_contexts_that_ran_out_of_memory_get_half_of_what_they_tried(caplog: pytest.LogCaptureFixture) -> None:
+def test_contexts_that_ran_out_of_memory_get_half_as_many_samples(caplog: pytest.LogCaptureFixture) -> None:
     made = limits(None, None, 7)
     slices = [slice(0, 9), slice(9, 14), slice(14, 30)]
     with caplog.at_level(logging.WARNING, "gangline"):
@@ -93,7 +93,7 @@ def test_contexts_that_ran_out_of_memory_get_half_of_what_they_tried(caplog: pyt
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000))
-def test_halving_comes_to_what_fits_or_to_one_sample(samples: int, fits: int) -> None:
+def test_halving_ends_at_a_fitting_size_or_one_sample(samples: int, fits: int) -> None:
     made = MemoryLimits([cpu()], logging.Logger("nobody listens", logging.CRITICAL))
     tries = 0
     while max(sizes([parts[0] for parts in made.micro_steps([slice(0, samples)])])) > fits:
@@ -121,10 +121,10 @@ def test_beside_one_that_can_take_less_a_single_sample_stays_one() -> None:
     assert made.max_samples == [1, 4]
 
 
-# -- what counts as running out -------------------------------------------------------------------------------------
+# -- errors that count as out of memory -----------------------------------------------------------------------------
 
 
-def test_what_torch_numpy_and_python_raise_is_running_out_of_memory() -> None:
+def test_out_of_memory_errors_of_torch_numpy_and_python_are_recognised() -> None:
     with pytest.raises(RuntimeError) as by_torch:
         torch.empty(1 << 50, dtype=torch.uint8)
     with pytest.raises(MemoryError) as by_numpy:

@@ -1,4 +1,4 @@
-"""Metrics: MXNet's names, and the values that a plain formula gives over batches of unequal size."""
+"""Metrics: MXNet's names, and values equal to plain formulas over batches of unequal size."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def of_classes(classes: int, *axes: int) -> Batches:
-    """Batches of (logits, labels) of unequal size; ``axes`` follow the classes' one."""
+    """Return batches of (logits, labels) of unequal size; ``axes`` follow the class axis."""
     return [(torch.randn(size, classes, *axes) * 2, torch.randint(classes, (size, *axes))) for size in SIZES]
 
 
 def of_numbers(*axes: int) -> Batches:
-    """Batches of (outputs, labels) of unequal size that are numbers, correlated in part."""
+    """Return batches of (outputs, labels) of unequal size with partly correlated floats."""
     labels = [torch.randn(size, *axes) * 3 + 1 for size in SIZES]
     return [(label * 0.7 + torch.randn_like(label), label) for label in labels]
 
@@ -62,7 +62,7 @@ def value(spec: Any, batches: Iterable[tuple[Any, Any]], loss: Any = None) -> fl
 
 
 def whole(batches: Batches) -> tuple[np.ndarray, np.ndarray]:
-    """All outputs and labels as numpy has them; a classes' axis goes last, so that each row is a prediction."""
+    """Return all outputs and labels as numpy arrays with the class axis last."""
     outputs, labels = [], []
     for output, label in batches:
         if output.dim() == label.dim() + 1:
@@ -87,7 +87,7 @@ def cross_entropy(logits: np.ndarray, labels: np.ndarray) -> float:
 
 
 def binary_counts(sure: np.ndarray, labels: np.ndarray) -> tuple[int, int, int, int]:
-    """True and false positives, false and true negatives."""
+    """Return true and false positives, false and true negatives."""
     true_positive, false_positive = np.sum((sure == 1) & (labels == 1)), np.sum((sure == 1) & (labels == 0))
     false_negative, true_negative = np.sum((sure == 0) & (labels == 1)), np.sum((sure == 0) & (labels == 0))
     return int(true_positive), int(false_positive), int(false_negative), int(true_negative)
@@ -105,7 +105,7 @@ def mcc(sure: np.ndarray, labels: np.ndarray) -> float:
 
 
 def pcc(sure: np.ndarray, labels: np.ndarray) -> float:
-    """As MXNet computes it, from the confusion matrix."""
+    """Return the metric as MXNet computes it, from the confusion matrix."""
     size = max(sure.max(), labels.max()) + 1
     matrix = np.zeros((size, size))
     np.add.at(matrix, (sure, labels), 1)
@@ -167,7 +167,7 @@ def test_a_metric_of_numbers_is_the_formula_over_all_elements(name: str, axes: t
     assert value(name, batches) == pytest.approx(BY_NUMBER[name](*whole(batches)), rel=1e-5)
 
 
-def test_numbers_in_a_column_meet_labels_without_one() -> None:
+def test_outputs_in_a_column_match_flat_labels() -> None:
     batches = [(output.unsqueeze(1), label) for output, label in of_numbers()]
     expected = np.concatenate([(output.squeeze(1) - label).numpy() ** 2 for output, label in batches]).mean()
     assert value("mse", batches) == pytest.approx(expected, rel=1e-5)
@@ -179,7 +179,7 @@ def test_half_precision_outputs_do_not_overflow_the_sum(name: str, expected: flo
     assert value(name, batches) == pytest.approx(expected, rel=1e-5)
 
 
-def test_whole_numbers_as_outputs_meet_fractions_as_labels() -> None:
+def test_integer_outputs_match_float_labels() -> None:
     assert value("mae", [(torch.tensor([1, 2]), torch.tensor([1.5, 2.25]))]) == pytest.approx(0.375)
 
 
@@ -199,7 +199,7 @@ def test_a_k_beyond_the_classes_finds_every_label_as_mxnet_does() -> None:
     assert value("top_k_accuracy", of_classes(3), nn.CrossEntropyLoss()) == 1.0
 
 
-# -- what the loss says of the outputs ------------------------------------------------------------------------------
+# -- outputs by kind of loss ----------------------------------------------------------------------------------------
 
 
 def own_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -279,7 +279,7 @@ def test_several_yes_or_no_questions_a_sample_each_count(name: str, questions: i
 
 
 @pytest.mark.parametrize("name", ["acc", "f1", "mcc"])
-def test_a_column_of_probabilities_meets_labels_without_one(name: str) -> None:
+def test_probabilities_in_a_column_match_flat_labels(name: str) -> None:
     outputs, labels = torch.tensor([[0.9], [0.8], [0.2], [0.7]]), torch.tensor([1, 1, 0, 0])
     expected = {"acc": 0.75, "f1": 0.8, "mcc": 2 / math.sqrt(3 * 2 * 2 * 1)}[name]
     assert value(name, [(outputs, labels)]) == pytest.approx(expected, rel=1e-6)
@@ -307,7 +307,7 @@ def test_loss_with_ignored_labels_counts_the_others() -> None:
         assert math.isnan(module.score((logits[:4], label[:4]), "loss", batch_size=4)[0][1])
 
 
-# -- numbers that are no numbers ------------------------------------------------------------------------------------
+# -- NaN and infinity -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["ce", "nll_loss", "perplexity", "mae", "mse", "rmse"])
@@ -407,7 +407,7 @@ def test_a_function_gets_outputs_of_any_nesting() -> None:
     assert metric.get_name_value()[0][1] == 5
 
 
-# -- the two counts -------------------------------------------------------------------------------------------------
+# -- local and global counts ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [*sorted(BY_CLASS), *sorted(BY_NUMBER)])
@@ -477,6 +477,6 @@ def test_numbers_of_other_counts_are_refused_with_both_shapes(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["f1", "mcc"])
-def test_more_than_two_classes_are_refused_where_two_are_meant(name: str) -> None:
+def test_binary_metrics_refuse_more_than_two_classes(name: str) -> None:
     with pytest.raises(ValueError, match=rf"'{name}' is for two classes, but the outputs are \(4, 3\)"):
         create(name).update(torch.zeros(4), torch.zeros(4, 3), None)

@@ -1,4 +1,4 @@
-"""Module's verbs: their results, their order, and what they say of wrong input."""
+"""Module's methods: results, order of calls, and errors for wrong input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gangline.kvstore import create
 
 
 def linear() -> nn.Linear:
-    """Two inputs, three outputs; weight i*10+j."""
+    """Return a layer with two inputs and three outputs; weight (i, j) is i * 10 + j."""
     network = nn.Linear(2, 3)
     with torch.no_grad():
         network.weight.copy_(torch.tensor([[0.0, 1.0], [10.0, 11.0], [20.0, 21.0]]))
@@ -27,7 +27,7 @@ def linear() -> nn.Linear:
 
 
 def counted(samples: int, columns: int) -> torch.Tensor:
-    """Sample i, column j holds i + j / 10."""
+    """Return samples; column j of sample i holds i + j / 10."""
     return torch.arange(samples).unsqueeze(1) + torch.arange(columns) / 10
 
 
@@ -118,7 +118,7 @@ def test_backward_from_given_gradients_of_the_outputs() -> None:
 
 def test_parameters_that_got_no_gradient_are_left_alone() -> None:
     class Branch(nn.Module):
-        """Which layer runs depends on the data."""
+        """Network in which the data decide which layer runs."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -184,7 +184,7 @@ def test_set_params_reaches_the_store_and_every_replica(store: str) -> None:
     with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module:
         module.init_optimizer(store, "sgd", {"lr": 0.0})
         module.set_params({"weight": torch.full((3, 2), 7.0), "bias": torch.zeros(3)})
-        module.forward_backward_update(counted(4, 2), counted(4, 3))  # a rate of 0: what the store holds comes back
+        module.forward_backward_update(counted(4, 2), counted(4, 3))  # a rate of 0: pull returns the store's weights
         assert torch.equal(module.get_params()["weight"], torch.full((3, 2), 7.0))
         assert all(bool((r.parameters["weight"] == 7).all()) for r in module.bound.replicas.all)
 
@@ -231,7 +231,7 @@ def test_running_statistics_are_averaged_by_samples_seen() -> None:
         assert averaged["0.running_mean"].tolist() == pytest.approx([(3 * 2.0 + 2 * 15.0) / 5])
         assert averaged["0.running_var"].tolist() == pytest.approx([(3 * 4.0 + 2 * 50.0) / 5])
         means = [float(replica.network[0].running_mean) for replica in module.bound.replicas.all]  # type: ignore[index]
-        assert means == [2.0, 15.0]  # asking changed no replica
+        assert means == [2.0, 15.0]  # the call changed no replica
         module.average_statistics()
         means = [float(replica.network[0].running_mean) for replica in module.bound.replicas.all]  # type: ignore[index]
         assert means == [pytest.approx(7.2)] * 2
@@ -241,7 +241,7 @@ def test_running_statistics_are_averaged_by_samples_seen() -> None:
 @pytest.mark.parametrize("loads", [[1], [3, 1], [1, 1, 1]])
 def test_random_layers_repeat_bit_for_bit_and_differ_between_contexts(loads: list[float]) -> None:
     def masks() -> list[torch.Tensor]:
-        torch.manual_seed(torch.seed() % 1000)  # the caller's generator must not matter
+        torch.manual_seed(torch.seed() % 1000)  # the caller's generator has no influence
         found = []
         with Module(nn.Dropout(0.5), context=CONTEXTS[: len(loads)], work_load_list=loads) as module:
             for _ in range(4):
@@ -293,7 +293,7 @@ def test_parts_frozen_in_evaluation_mode_stay_so_after_scoring() -> None:
         for _ in range(2):
             module.forward(counted(4, 2), counted(4, 2), is_train=True)
             module.forward(counted(4, 2), is_train=False)
-            assert torch.allclose(module.get_outputs(), counted(4, 2))  # as torch begins, and no dropout
+            assert torch.allclose(module.get_outputs(), counted(4, 2))  # initial values as torch's, and no dropout
         module.forward(counted(4, 2), is_train=True)
         for replica in module.bound.replicas.all:
             assert [part.training for part in replica.network.modules()] == [True, False, True]
@@ -339,7 +339,7 @@ def test_scores_count_each_sample_once_and_predictions_keep_the_order() -> None:
         ]
 
 
-def test_a_second_fit_goes_on_and_another_request_begins_anew() -> None:
+def test_a_second_fit_continues_unless_another_optimizer_is_requested() -> None:
     data = (counted(8, 2), counted(8, 3))
     options: dict[str, Any] = {"batch_size": 4, "eval_metric": "mse", "optimizer": "sgd"}
     with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module:
@@ -351,7 +351,7 @@ def test_a_second_fit_goes_on_and_another_request_begins_anew() -> None:
         assert module.learning_rate == 1e-4
     with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module:
         module.init_optimizer("device", "adam", {"lr": 1e-3})
-        module.fit(data, num_epoch=1, batch_size=4, eval_metric="mse")  # nothing else is asked for: adam stays
+        module.fit(data, num_epoch=1, batch_size=4, eval_metric="mse")  # no other optimizer is requested: adam stays
         assert module.optimizer_state().name == "adam"
 
 
@@ -387,8 +387,8 @@ def live_bytes() -> int:
 @pytest.mark.parametrize(
     ("contexts", "copies"),
     [
-        (1, 1 + 1),  # gradients, momentum: what a plain torch loop holds
-        (2, (1 + 2) + (1 + 1 + 1)),  # a replica, its gradients and the first's; weights, sums and momentum of the store
+        (1, 1 + 1),  # gradients and momentum, as in a plain torch loop
+        (2, (1 + 2) + (1 + 1 + 1)),  # a replica, its gradients and the first's; the store's weights, sums and momentum
     ],
 )
 @pytest.mark.parametrize("store", ["local", "device"])

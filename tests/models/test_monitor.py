@@ -1,4 +1,4 @@
-"""Monitor sees outputs, weights and gradients by name; reading data has a speed."""
+"""Monitor: outputs, weights and gradients by name; speed of reading data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gangline.models.metrics.metric import create
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Nothing here is large enough for torch to share out."""
+    """Use one torch thread: the tensors are too small for more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -37,7 +37,7 @@ def network() -> nn.Module:
 
 
 class Noting(Monitor):
-    """Keeps what it would log."""
+    """Monitor that keeps its results in place of logging them."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -1,4 +1,4 @@
-"""Verbs and arguments that scripts written for MXNet's Module use, and the lines that fit prints by itself."""
+"""MXNet compatibility: methods and arguments of MXNet's Module, and the lines that fit logs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONTEXTS = [cpu(0), cpu(1)]
 
 @dataclass
 class DataBatch:
-    """MXNet's batch: lists of arrays."""
+    """Batch as MXNet has it: lists of arrays."""
 
     data: list[torch.Tensor]
     label: list[torch.Tensor] | None = None
@@ -43,7 +43,7 @@ def module_of(network: nn.Module | None = None) -> Module:
 # -- steps ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_data_batch_is_what_its_data_and_label_are() -> None:
+def test_a_data_batch_equals_its_data_and_label() -> None:
     data, label = batch()
     found = []
     for arguments in ((data, label), (DataBatch([data], [label]),)):
@@ -105,7 +105,7 @@ def test_saved_params_load_into_another_module_and_into_plain_torch(tmp_path: Pa
     with module_of(nn.Linear(4, 3)) as module:
         module.init_optimizer("device", "sgd", {"lr": 0.0})
         module.load_params(path)
-        module.forward_backward_update(*batch())  # a rate of 0: the store's weights come back
+        module.forward_backward_update(*batch())  # a rate of 0: pull returns the store's weights
         assert all(torch.equal(value, params[name]) for name, value in module.get_params().items())
         torch.save(module.get_params(), tmp_path / "net.pth")
         module.load_params(tmp_path / "net.pth")
@@ -189,7 +189,7 @@ def test_do_checkpoint_saves_the_module_that_is_fitted(tmp_path: Path) -> None:
         do_checkpoint(prefix)(0)
 
 
-# -- what is shown --------------------------------------------------------------------------------------------------
+# -- logged lines ---------------------------------------------------------------------------------------------------
 
 
 def test_repr_shows_network_contexts_loads_store_and_optimizer() -> None:

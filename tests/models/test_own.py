@@ -1,4 +1,4 @@
-"""Networks and data of a user's own: how they are found, called and trained."""
+"""Networks and data of the user's own: import, arguments and training."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ LIMIT = 3
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A package of the user's in the current folder; what is imported of it is forgotten afterwards."""
+    """Make a user's package in the current folder; unload its modules after the test."""
     package = tmp_path / "own_package"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -107,7 +107,7 @@ def test_options_and_weights_reach_a_builder(tmp_path: Path) -> None:
     assert torch.equal(network.weight, weights["weight"])
 
 
-def test_no_class_count_leaves_it_to_the_builder() -> None:
+def test_without_num_classes_the_builders_default_is_used() -> None:
     assert zoo.create("own_package.nets:build", num_classes=None)[1].out_features == 10
     assert zoo.create("mlp", num_classes=None)(torch.zeros(1, 1, 28, 28)).shape == (1, 10)
 
@@ -329,7 +329,7 @@ def shaped(image_shape):
 def command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], network: str, dataset: str, *flags: str
 ) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `gangline train` on a network and data of "own_package.command"."""
+    """Run `gangline train` on a network and data of "own_package.command"; return exit code, stdout and stderr."""
     Path("own_package/command.py").write_text(COMMAND)
     names = [name if name in ("mlp", "digits") else f"own_package.command:{name}" for name in (network, dataset)]
     words = ["gangline", "train", "--network", names[0], "--dataset", names[1], "--cpus", "2", *flags]
@@ -374,7 +374,7 @@ def test_the_command_trains_them(
         ("seven", "shaped", "takes image_shape, and the network does not define it; give --image-shape"),
     ],
 )
-def test_the_command_refuses_what_does_not_fit_before_it_trains(
+def test_the_command_refuses_mismatched_data_before_training(
     network: str, dataset: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = command(monkeypatch, capsys, network, dataset)

@@ -1,4 +1,4 @@
-"""Mixed precision: what is half and what is not, how the loss of float16 is scaled, and float64 throughout."""
+"""Mixed precision: dtypes, loss scaling for float16, and float64 throughout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gangline.models.loss.loss_scale import LossScale
 HALVES = [torch.bfloat16, torch.float16]
 FEATURES, CLASSES = 6, 3
 FIRST = 2.0**16
-"""The scale that torch's GradScaler, and ours, begins with."""
+"""Initial scale of torch's GradScaler and of ours."""
 
 halves = pytest.mark.parametrize("half", HALVES, ids=lambda half: str(half).removeprefix("torch."))
 counts = pytest.mark.parametrize("count", [1, 2, 3])
@@ -50,13 +50,13 @@ def contexts(count: int) -> list[Any]:
 
 
 def overflowing(samples: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples within float16, whose scaled gradients are not."""
+    """Return samples in the range of float16 with scaled gradients outside of it."""
     data, label = batch(samples)
     return data * 1e4, label
 
 
 def plainly(network: nn.Module, half: torch.dtype, steps: int, **arguments: Any) -> torch.amp.GradScaler:
-    """A plain loop of torch under autocast."""
+    """Run a plain torch loop under autocast."""
     optimizer = torch.optim.SGD(network.parameters(), **arguments)
     scaler = torch.amp.GradScaler("cpu", enabled=half is torch.float16)
     for step in range(steps):
@@ -110,7 +110,7 @@ def test_contexts_train_as_torchs_plain_loop_under_autocast(half: torch.dtype, c
         module.init_optimizer("local", "sgd", {"lr": 0.1, "momentum": 0.9})
         for step in range(4):
             module.forward_backward_update(*batch(seed=step))
-        # gradients of weights are rounded to half once a replica, not once a batch
+        # gradients are rounded to half precision once per replica, not once per batch
         assert distance(module.get_params(), reference.state_dict()) < 8 * torch.finfo(half).eps * 4 * 0.1
 
 
@@ -285,7 +285,7 @@ def test_gradients_too_small_for_float16_arrive_thanks_to_the_scale(count: int) 
     data, _ = batch()
 
     def tiny(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        return (output.float() - label).square().mean() * 1e-8  # below the smallest float16 there is
+        return (output.float() - label).square().mean() * 1e-8  # below the smallest float16
 
     label = torch.zeros(12, 1)
     tiny(reference(data), label).backward()

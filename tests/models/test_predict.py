@@ -18,7 +18,7 @@ from gangline.models.zoo import create
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``images`` of three classes and checkpoints ``net`` of a perceptron trained on them."""
+    """Make a folder with ``images`` of three classes and checkpoints ``net`` of a network trained on them."""
     folder = tmp_path_factory.mktemp("predict")
     write_digits(folder / "images")
     from gangline.cli.train_options import TrainOptions
@@ -40,7 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected(folder: Path, epoch: int) -> torch.Tensor:
-    """The probabilities of all images, by the network alone."""
+    """Return the probabilities of all images, computed by the network alone."""
     network = create("mlp", 3)
     network.load_state_dict(checkpoint.read(folder / "net", epoch).params)
     images = ImageFolder(folder / "images", (1, 28, 28))
@@ -50,7 +50,7 @@ def expected(folder: Path, epoch: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("where", [["--cpus", "1"], ["--cpus", "3", "--work-load-list", "3,1,2"], ["--context", "cpu"]])
-def test_the_table_says_what_the_network_says(
+def test_the_table_equals_the_networks_predictions(
     where: list[str], trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--data-dir", trained / "images", "--model-prefix", trained / "net", "--batch-size", "7", *where]
@@ -116,7 +116,7 @@ def test_a_file_that_is_passed_over_has_no_row(
     assert str(files[2]) in err
 
 
-def test_score_counts_what_is_right(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_score_counts_correct_predictions(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--data-dir", trained / "images", "--model-prefix", trained / "net", "--load-epoch", "3", "--top-k", "2"]
     code, out, _ = gangline_command(capsys, "score", *words, "--cpus", "2")
     assert code == 0

@@ -1,4 +1,4 @@
-"""The page of a run's progress: its numbers, when it is written, how it goes on, and what a browser makes of it."""
+"""Progress page: its numbers, when it is written, resumed runs, and how a browser shows it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from gangline.models.reports.page import FORMAT, TrainingProgress, page, read_pr
 from gangline.models.reports.record import Point, Record, Validation
 
 RATE = {"learning_rate": 0.1, "momentum": 0.9}
-SIX = 1e-5  # what six digits give
+SIX = 1e-5  # as six digits show it
 
 
 def network() -> nn.Module:
@@ -64,7 +64,7 @@ def fit(module: Module, progress: TrainingProgress, *others: Any, epochs: int = 
 
 
 class Seen:
-    """A callback that notes what each update had."""
+    """Callback that records the numbers of each update."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -80,7 +80,7 @@ class Seen:
         self.sizes.append(len(label))
 
 
-# -- what the page says ----------------------------------------------------------------------------------------------
+# -- contents of the page --------------------------------------------------------------------------------------------
 
 
 def test_each_update_of_a_run_is_a_point_with_its_own_numbers(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_epochs_of_one_batch_count_their_samples(tmp_path: Path) -> None:
     assert points["samples"] == {"cpu(0)": [0, 10, 10], "cpu(1)": [0, 10, 10]}
 
 
-def test_contexts_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_contexts_of_one_name_are_distinguished(tmp_path: Path) -> None:
     with Module(network(), nn.CrossEntropyLoss(), [cpu(0), cpu(0), cpu(1)], [1, 1, 0]) as module:
         module.init_optimizer("local", "sgd", RATE)
         fit(module, TrainingProgress(module, tmp_path / "page.html"), epochs=1)
@@ -242,7 +242,7 @@ def test_a_page_is_written_at_once_then_when_it_is_due_and_at_the_end(tmp_path: 
     assert read_progress(path)["state"] == "ended"
 
 
-def test_who_reads_while_it_is_written_always_finds_a_whole_page(tmp_path: Path) -> None:
+def test_readers_always_find_a_complete_page(tmp_path: Path) -> None:
     path, over = tmp_path / "page.html", threading.Event()
     found: list[int] = []
 
@@ -295,7 +295,7 @@ def test_an_error_that_ends_training_is_on_the_page(tmp_path: Path) -> None:
     )
 
 
-def test_what_stops_training_early_is_on_the_page(tmp_path: Path) -> None:
+def test_the_page_shows_why_training_stopped_early(tmp_path: Path) -> None:
     with module_on([1, 1]) as module:
         progress = TrainingProgress(module, tmp_path / "page.html", every_seconds=3600)
         ended_by = module.fit(
@@ -314,11 +314,11 @@ def test_an_error_that_a_caller_is_handling_does_not_end_training(tmp_path: Path
     assert read_progress(tmp_path / "page.html")["state"] == "ended"
 
 
-# -- how it goes on --------------------------------------------------------------------------------------------------
+# -- resumed runs ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loads", [[1, 1], [2, 1, 1]])
-def test_a_run_that_goes_on_in_mid_epoch_has_one_whole_record(tmp_path: Path, loads: list[float]) -> None:
+def test_a_run_resumed_in_mid_epoch_has_one_complete_record(tmp_path: Path, loads: list[float]) -> None:
     whole, path, prefix = tmp_path / "whole.html", tmp_path / "page.html", tmp_path / "net"
     with module_on([1, 1]) as module:
         fit(module, TrainingProgress(module, whole), eval_data=arrays(), epochs=4)
@@ -353,7 +353,7 @@ def test_a_run_that_goes_on_in_mid_epoch_has_one_whole_record(tmp_path: Path, lo
     assert {len(column) for column in data["points"]["samples"].values()} == {12}
 
 
-def test_what_came_after_the_checkpoint_is_replaced(tmp_path: Path) -> None:
+def test_records_after_the_checkpoint_are_replaced(tmp_path: Path) -> None:
     path, prefix = tmp_path / "page.html", tmp_path / "net"
     with module_on([1, 1]) as module:
         fit(module, TrainingProgress(module, path), Checkpoint(module, prefix), epochs=3, eval_data=arrays())
@@ -365,7 +365,7 @@ def test_what_came_after_the_checkpoint_is_replaced(tmp_path: Path) -> None:
     assert [one["epoch"] for one in data["epochs"]] == [0, 1]
 
 
-def test_a_second_fit_of_the_same_module_goes_on(tmp_path: Path) -> None:
+def test_a_second_fit_of_the_same_module_continues_the_page(tmp_path: Path) -> None:
     with module_on([1, 1]) as module:
         progress = TrainingProgress(module, tmp_path / "page.html")
         fit(module, progress, epochs=1)
@@ -476,7 +476,7 @@ def test_many_epochs_and_validations_are_thinned_out_but_for_the_best() -> None:
     assert record.validations[-1].epoch == 9_999
 
 
-def test_a_record_comes_back_from_its_data() -> None:
+def test_a_record_can_be_restored_from_its_data() -> None:
     record = Record(
         [
             point(1, None, metrics={}),
@@ -533,7 +533,7 @@ def test_in_a_long_run_the_metric_is_taken_of_some_batches_alone(
 
 @register("slow_local")
 class SlowStore(LocalStore):
-    """Gives weights only when it is told to."""
+    """Store with pulls that block for 20 ms and record the time."""
 
     go: threading.Event
     held = 0.0
@@ -547,7 +547,7 @@ class SlowStore(LocalStore):
         return super().pull_bucket(*arguments, **options)
 
 
-def test_waiting_grows_by_what_a_store_is_waited_for() -> None:
+def test_waiting_time_includes_waits_for_the_store() -> None:
     store = create("slow_local")
     assert isinstance(store, SlowStore)
     store.go = threading.Event()
@@ -611,7 +611,7 @@ browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed
 
 
 class Drawn(HTMLParser):
-    """What a browser made of a page: attributes of its root, texts by class or id, and curves by chart."""
+    """A page as rendered: attributes of its root, texts by class or id, and curves by chart."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -671,7 +671,7 @@ def test_a_browser_draws_every_curve_and_the_script_raises_nothing(tmp_path: Pat
     assert [x for x, _ in losses] == sorted(x for x, _ in losses)
     order = sorted(range(12), key=lambda place: data["points"]["loss"][place])
     heights = [losses[place][1] for place in order]
-    assert heights == sorted(heights, reverse=True)  # the larger, the nearer to the top
+    assert heights == sorted(heights, reverse=True)  # larger values are nearer to the top
     assert len(spots(drawn.curves["accuracy"]["validation"])) == 4
     assert len(spots(drawn.curves["throughput"]["all"])) == 11  # the first update has no time of its own
     assert drawn.texts["title"][-1] == "<i>one</i> & two"
@@ -684,7 +684,7 @@ def test_a_browser_draws_every_curve_and_the_script_raises_nothing(tmp_path: Pat
 
 @pytest.mark.slow
 @browser
-def test_a_browser_draws_what_is_odd(tmp_path: Path) -> None:
+def test_a_browser_draws_unusual_records(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     record = Record([point(step, math.nan if step > 5 else 10.0**-step) for step in range(1, 9)], per_point=2)
     base = {
@@ -709,7 +709,7 @@ def test_a_browser_draws_what_is_odd(tmp_path: Path) -> None:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Callable[[list[str]], tuple[str, list[str]]]]:
-    """Serves one page after another at one address of the loopback, the last one for good; and notes requests."""
+    """Loopback server that serves a sequence of pages at one address and records requests; the last page stays."""
     servers: list[tuple[ThreadingHTTPServer, threading.Thread]] = []
 
     def serve(pages: list[str]) -> tuple[str, list[str]]:
@@ -754,6 +754,6 @@ def test_a_browser_reloads_a_page_until_training_has_ended(
         pages.append(page(data))
     address, asked = served(pages)
     drawn = dumped(address, tmp_path / "profile", "--virtual-time-budget=30000")
-    assert len(asked) == 3  # and not once more in thirty seconds
+    assert len(asked) == 3  # and no further request in thirty seconds
     assert drawn.texts["ended"] == ["ended"]
     assert len(spots(drawn.curves["loss"]["each batch"])) == 4

@@ -1,6 +1,6 @@
-"""The promise: k contexts, equal or not, train as one device does.
+"""Equivalence guarantee: k contexts, equal or not, train as one device does.
 
-The reference is a plain torch loop over the whole batches, with none of gangline's code in it.
+The reference is a plain torch loop over the whole batches, without gangline's code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FEATURES, CLASSES = 6, 4
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Nothing here is large enough for torch to share out."""
+    """Use one torch thread: the tensors are too small for more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -47,7 +47,7 @@ def convolution() -> nn.Module:
 
 
 class TiedWithUnused(nn.Module):
-    """Two layers share a weight, a third is never called."""
+    """Network in which two layers share a weight and a third is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 def gradients_of(module: Module) -> dict[str, torch.Tensor]:
-    """The sums over replicas, of the parameters that any of them has a gradient for."""
+    """Return the gradients summed over replicas, for parameters with a gradient on any of them."""
     found = {}
     for name in module.bound.replicas.first.parameters:
         grads = [replica.parameters[name].grad for replica in module.bound.replicas.all]
@@ -137,7 +137,7 @@ class Job:
     seed: int
 
     def arguments(self) -> dict[str, Any]:
-        """The optimizer's; a summed loss wants a smaller step, or training runs away and shows nothing."""
+        """Return the optimizer's arguments; a summed loss needs a smaller learning rate, or training diverges."""
         arguments = dict(OPTIMIZERS[self.optimizer][1])
         if self.loss.endswith("summed"):
             arguments["lr"] /= 50

@@ -1,7 +1,7 @@
-"""The promise with sync_batchnorm: k contexts train a network with batch normalisation as one device does.
+"""Equivalence guarantee with sync_batchnorm: k contexts train a batch-normalised network as one device does.
 
-The reference is a plain torch loop over the whole batches, with none of gangline's code in it. Running statistics
-belong to the comparison: it is of whole state dicts.
+The reference is a plain torch loop over the whole batches, without gangline's code. Running statistics
+are compared too, because whole state dicts are compared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 @pytest.fixture(autouse=True)
 def _one_torch_thread() -> Iterator[None]:
-    """Networks so small take longer with several, on a busy machine much longer."""
+    """Use one torch thread: networks this small take longer with several."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -68,7 +68,7 @@ def perceptron() -> nn.Module:
 
 
 class Checkpointed(nn.Module):
-    """Computes its middle again during backward."""
+    """Network that recomputes its middle layers in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,8 +137,8 @@ def replicas_are_equal(module: Module) -> None:
             assert torch.equal(state[name], value), name
 
 
-# Not fewer than four values a channel: of two, normalisation makes +1 and -1, and what is left is rounding (plain torch
-# is then 1e-4 away from itself with the samples in another order).
+# At least four values per channel: two are normalised to +1 and -1, and only rounding errors remain (plain torch
+# then differs by 1e-4 from itself with the samples in another order).
 @pytest.mark.parametrize("network", [residual, perceptron, Checkpointed])
 @pytest.mark.parametrize(
     ("loads", "store", "sizes"),
@@ -209,7 +209,7 @@ def test_random_layers_between_repeat_bit_for_bit() -> None:
     made, batches = job(with_dropout, [8, 8, 5, 2], torch.float32, 5)
     torch.manual_seed(11)
     first = by_module(made, batches * 2, [2, 1, 1])
-    torch.manual_seed(12)  # which is the caller's, and nothing to the contexts
+    torch.manual_seed(12)  # the caller's, unrelated to the contexts
     again = by_module(made, batches * 2, [2, 1, 1])
     assert all(torch.equal(first[name], value) for name, value in again.items())
 

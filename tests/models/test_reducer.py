@@ -1,4 +1,4 @@
-"""Reducer: when, in what order and how often buckets are pushed, and equal bits whichever way steps are run."""
+"""Reducer: when, in what order and how often buckets are pushed, and equal bits for all kinds of steps."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ small_buckets = pytest.mark.usefixtures("_small_buckets")
 
 
 class Recorder(LocalStore):
-    """A local store that notes what it is asked for, and in what order it does it."""
+    """Local store that records calls, and the order in which they run."""
 
     def __init__(self) -> None:
         super().__init__("recorder")
@@ -111,19 +111,19 @@ class Recorder(LocalStore):
 
 
 class LocalByKeys(LocalStore):
-    """Moves a bucket's keys one by one, as a store does that knows nothing of buckets."""
+    """Local store without bucket support: it transfers keys one by one."""
 
     _fuse, _push_bucket, _pull_bucket = KVStore._fuse, KVStore._push_bucket, KVStore._pull_bucket
 
 
 class DeviceByKeys(DeviceStore):
-    """Likewise, of the device store."""
+    """Device store without bucket support."""
 
     _fuse, _push_bucket, _pull_bucket = KVStore._fuse, KVStore._push_bucket, KVStore._pull_bucket
 
 
 class Passing(torch.autograd.Function):
-    """Passes values on, and calls a function when its gradient comes by."""
+    """Identity that calls a function in its backward."""
 
     @staticmethod
     def forward(ctx: Any, data: torch.Tensor, function: Callable[[], None]) -> torch.Tensor:
@@ -137,7 +137,7 @@ class Passing(torch.autograd.Function):
 
 
 class Gate(nn.Module):
-    """Calls ``passed`` in the middle of backward; copies of it share the function."""
+    """Layer that calls ``passed`` during backward; copies share the function."""
 
     passed: ClassVar[Callable[[], None]]
 
@@ -146,7 +146,7 @@ class Gate(nn.Module):
 
 
 def gate() -> type[Gate]:
-    """A gate of a test's own, open at first."""
+    """Return a subclass of Gate of the test's own; its function does nothing at first."""
     return type("OwnGate", (Gate,), {"passed": staticmethod(lambda: None)})
 
 
@@ -185,7 +185,7 @@ def same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 
 
 def agree(module: Module, store: KVStore | None = None) -> None:
-    """Raise unless all replicas, and the store, have the same bits."""
+    """Check that all replicas and the store have the same bits."""
     first, *others = [dict(replica.network.named_parameters()) for replica in module.bound.replicas.all]
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
@@ -196,7 +196,7 @@ def agree(module: Module, store: KVStore | None = None) -> None:
             assert torch.equal(out, first[name]), name
 
 
-# -- when buckets leave ---------------------------------------------------------------------------------------------
+# -- when buckets are pushed ----------------------------------------------------------------------------------------
 
 
 @small_buckets
@@ -206,7 +206,7 @@ def test_the_last_layers_are_summed_and_updated_while_backward_still_runs(count:
     seen: list[int] = []
     with Recorder() as store, Module(gated(own), nn.MSELoss(), contexts(count)) as module:
         module.init_optimizer(store, "sgd", {"lr": 0.1})
-        module.forward_backward_update(*batch(columns=WIDTH))  # the first is watched
+        module.forward_backward_update(*batch(columns=WIDTH))  # the first bucket is recorded
         store.forget()
 
         def wait() -> None:
@@ -218,7 +218,7 @@ def test_the_last_layers_are_summed_and_updated_while_backward_still_runs(count:
         own.passed = wait
         store.on_push = lambda: left.set() if len(store.pushed) == 2 else None
         module.forward_backward_update(*batch(columns=WIDTH))
-        assert len(seen) == count  # backward of the first layer had yet to come, in every replica
+        assert len(seen) == count  # no replica's backward had reached the first layer
         assert min(seen) >= 2
         assert len(store.pushed) == 4
         assert "0.weight" in store.pushed[-1]
@@ -227,7 +227,7 @@ def test_the_last_layers_are_summed_and_updated_while_backward_still_runs(count:
 
 @small_buckets
 @pytest.mark.parametrize("count", [1, 2])
-def test_of_the_buckets_under_way_those_nearest_the_input_go_first(count: int) -> None:
+def test_pending_buckets_nearest_the_input_are_pushed_first(count: int) -> None:
     all_left = threading.Event()
     layers = 5
     with Recorder() as store, Module(gated(gate(), layers), nn.MSELoss(), contexts(count)) as module:
@@ -236,7 +236,7 @@ def test_of_the_buckets_under_way_those_nearest_the_input_go_first(count: int) -
         store.forget()
         started, waited = threading.Event(), []
 
-        def pushed() -> None:  # the first begins alone, and is held up until all others have left
+        def pushed() -> None:  # the first push begins alone and blocks until all others are queued
             if len(store.pushed) == 1:
                 waited.append(started.wait(LIMIT))
             elif len(store.pushed) == layers:
@@ -281,7 +281,7 @@ def test_a_step_pushes_each_key_once_and_pulls_each_bucket_once(count: int, earl
     with Recorder() as store, Module(perceptron(), nn.MSELoss(), contexts(count)) as module:
         module.init_optimizer(store, "sgd", {"lr": 0.1})
         names = list(module.bound.replicas.first.parameters)
-        for number, size in enumerate((6, 6, 1, 7)):  # of the third only one replica has a part
+        for number, size in enumerate((6, 6, 1, 7)):  # only one replica has a gradient for the third
             store.forget()
             if early:
                 module.forward_backward_update(*batch(size))
@@ -348,7 +348,7 @@ def test_a_first_backward_that_failed_does_not_keep_buckets_from_leaving_early()
 def by(
     store: str | KVStore, how: str, optimizer: str, loads: Sequence[float]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Weights and optimizer state after a few steps, some with fewer samples than contexts."""
+    """Return weights and optimizer state after a few steps, some with fewer samples than contexts."""
     torch.manual_seed(3)
     with Module(perceptron(), nn.MSELoss(), contexts(len(loads)), loads) as module:
         module.init_optimizer(store, *optimizer_of(optimizer))
@@ -365,7 +365,7 @@ def by(
 @small_buckets
 @pytest.mark.parametrize(
     ("optimizer", "loads"),
-    [  # each optimizer with one of the loads, and by `make test-all` with all
+    [  # each optimizer with one of the loads; `make test-all` runs all loads
         pytest.param(optimizer, loads, marks=() if (number + place) % len(LOADS) == 0 else pytest.mark.slow)
         for number, optimizer in enumerate(sorted(OPTIMIZERS))
         for place, loads in enumerate(LOADS)
@@ -406,7 +406,7 @@ def test_a_store_given_by_the_user_is_used_and_left_open() -> None:
 
 
 class Branches(nn.Module):
-    """Samples whose first number is positive pass through one more layer; where there are none, it is not called."""
+    """Network with a branch for samples that begin with a positive number; not called if there are none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -465,7 +465,7 @@ def test_a_backward_of_the_users_own_between_steps_reaches_no_store(rounds: int)
     with Recorder() as store, Module(network, nn.MSELoss(), contexts(1)) as module:
         module.init_optimizer(store, "sgd", {"lr": 0.1})
         module.forward_backward_update(data.abs(), label)
-        module.forward_backward_update(-data.abs(), label)  # which leaves the branch's bucket waiting
+        module.forward_backward_update(-data.abs(), label)  # the branch's bucket then waits
         store.forget()
         for _ in range(rounds):
             F.mse_loss(network(data.abs()), label).backward()
@@ -483,7 +483,7 @@ def test_a_gradient_that_turns_sparse_later_leaves_its_bucket(sparse: list[int])
     with create("local") as store, Module(network, nn.MSELoss(), contexts(2)) as module:
         module.init_optimizer(store, "sgd", {"lr": 0.1})
         for step in range(5):
-            if step in (2, 4):  # turns sparse, and dense again
+            if step in (2, 4):  # becomes sparse, then dense again
                 for place in sparse:
                     module.bound.replicas.all[place].network[0].sparse = step == 2  # type: ignore[index]
             data = torch.randint(10, (6, 2), generator=generator)
@@ -519,11 +519,11 @@ def test_frozen_parameters_stay_and_those_freed_join(count: int) -> None:
             assert distance(module.get_params(), reference.state_dict()) < 1e-12
 
 
-# -- whatever a user does between steps -----------------------------------------------------------------------------
+# -- changes by the user between steps ------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
-    """One weight in two layers."""
+    """Network with one weight in two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -536,7 +536,7 @@ class Tied(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM over the features, one a step."""
+    """LSTM over the features, one per step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -623,7 +623,7 @@ BEFORE_UPDATE: dict[str, Callable[[nn.Module], None]] = {
 @small_buckets
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("network", NETWORKS)
-def test_what_a_user_does_between_steps_changes_nothing(network: str, between: str) -> None:
+def test_changes_by_the_user_between_steps_do_not_matter(network: str, between: str) -> None:
     made = NETWORKS[network]().double()
     reference = copy.deepcopy(made)
     plain = torch.optim.SGD(reference.parameters(), **OPTIMIZERS["sgd"])
@@ -647,7 +647,7 @@ def test_what_a_user_does_between_steps_changes_nothing(network: str, between: s
 @small_buckets
 @pytest.mark.parametrize("change", BEFORE_UPDATE)
 @pytest.mark.parametrize("count", [1, 3])
-def test_what_a_user_does_to_all_gradients_before_update_counts(change: str, count: int) -> None:
+def test_changes_to_all_gradients_before_update_take_effect(change: str, count: int) -> None:
     network = convolution().double()
     reference = copy.deepcopy(network)
     plain = torch.optim.SGD(reference.parameters(), **OPTIMIZERS["sgd"])
@@ -718,7 +718,7 @@ def test_weights_loaded_behind_the_modules_back_leave_replicas_and_store_alike_a
 
 
 def saved_and_loaded(network: nn.Module) -> nn.Module:
-    """The network saved whole, which must be possible, and one with the weights that were saved by name."""
+    """Return the network after pickling, and a new one with the weights of its state dict."""
     torch.save(network, io.BytesIO())
     file = io.BytesIO()
     torch.save(network.state_dict(), file)
@@ -801,7 +801,7 @@ def test_two_modules_train_one_network_one_after_the_other(close_first: bool) ->
         module = Module(network, nn.MSELoss(), contexts(2))
         module.init_optimizer("local", "sgd", OPTIMIZERS["sgd"])
         plain = torch.optim.SGD(reference.parameters(), **OPTIMIZERS["sgd"])
-        for step, sign in enumerate((1, 1, -1)):  # the last leaves the branch unused
+        for step, sign in enumerate((1, 1, -1)):  # the last one does not use the branch
             data, label = doubles(6, 10 * number + step)
             data = data.abs() * sign
             module.forward_backward_update(data, label)
@@ -821,7 +821,7 @@ def test_two_modules_train_one_network_one_after_the_other(close_first: bool) ->
 @small_buckets
 @pytest.mark.parametrize("stores", [("local", "local"), ("local", "device"), ("device", "local")])
 @pytest.mark.parametrize("count", [1, 2])
-def test_init_optimizer_again_goes_on_from_the_weights_with_fresh_state(stores: tuple[str, str], count: int) -> None:
+def test_init_optimizer_again_keeps_the_weights_and_resets_the_state(stores: tuple[str, str], count: int) -> None:
     network = perceptron().double()
     reference = copy.deepcopy(network)
     with Module(network, nn.MSELoss(), contexts(count)) as module:
@@ -838,11 +838,11 @@ def test_init_optimizer_again_goes_on_from_the_weights_with_fresh_state(stores: 
         assert distance(module.get_params(), reference.state_dict()) < 1e-12
 
 
-# -- a weight whose gradient comes twice ----------------------------------------------------------------------------
+# -- a weight with two gradients in one backward --------------------------------------------------------------------
 
 
 class Checkpointed(nn.Module):
-    """A layer called twice, each time recomputed in backward."""
+    """Network that calls a layer twice and recomputes both calls in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -882,7 +882,7 @@ def test_a_weight_whose_gradient_came_twice_in_the_first_backward_waits(count: i
 
 @small_buckets
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_gradient_that_comes_after_its_bucket_left_is_named_and_separate_steps_work(count: int) -> None:
+def test_a_gradient_after_its_bucket_was_pushed_is_an_error_and_separate_steps_work(count: int) -> None:
     network = Checkpointed().double()
     network.recompute = False
     with create("local") as store, Module(network, nn.MSELoss(), contexts(count)) as module:
@@ -970,7 +970,7 @@ def test_an_error_before_any_bucket_left_changes_nothing_and_says_nothing_of_buc
 @small_buckets
 @pytest.mark.parametrize("eager", [True, False])
 def test_a_step_that_the_store_refuses_does_not_spoil_the_next(eager: bool) -> None:
-    """A gradient that is not finite cannot be compressed."""
+    """A gradient that is not finite cannot be compressed, so the store raises an error."""
     data, label = batch()
     spoilt = torch.full_like(data, float("nan"))
     network = perceptron()
@@ -1033,9 +1033,9 @@ def test_an_update_adds_each_gradient_once_and_copies_weights_as_one(layers: int
         with Operations() as operations:
             module.update()
         bucket = layers * (32 + 16)  # each key begins on a cache line of 16 elements
-        assert operations.copies == {bucket: count}  # the weights, once a replica
+        assert operations.copies == {bucket: count}  # the weights, once per replica
         keys = 2 * layers
-        assert sum(operations.sums.values()) == keys * (count - 1) + keys  # the sums, and the optimizer's own
+        assert sum(operations.sums.values()) == keys * (count - 1) + keys  # the sums, and the optimizer's copies
 
 
 @pytest.mark.parametrize("count", [1, 2])

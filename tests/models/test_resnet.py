@@ -35,7 +35,7 @@ SMALL_AND_BOTTLENECK = ["resnet18", "resnet50"]
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Layers this small gain nothing from more, and wait for each other where the machine is busy."""
+    """Use one torch thread: the layers are too small for more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -78,7 +78,7 @@ def without_buffers(state: list[tuple[str, tuple[int, ...]]]) -> list[tuple[str,
 
 
 def reference(name: str, state: dict[str, torch.Tensor], images: torch.Tensor) -> torch.Tensor:
-    """The network in evaluation, computed from its state dict by functions alone."""
+    """Compute the network in evaluation mode from its state dict, with functions only."""
 
     def conv_norm(at: str, convolution: str, norm: str, value: torch.Tensor, stride: int = 1) -> torch.Tensor:
         weight = state[f"{at}{convolution}.weight"]
@@ -117,7 +117,7 @@ def test_names_and_shapes_are_torchvisions_in_its_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DEPTHS)
-def test_ten_classes_and_strides_are_where_torchvision_has_them(name: str) -> None:
+def test_ten_classes_and_strides_as_in_torchvision(name: str) -> None:
     with torch.device("meta"):
         network = zoo.create(name, num_classes=10)
     assert zoo.find(name).image_shape == (3, 224, 224)
@@ -168,7 +168,7 @@ def test_blocks_can_begin_as_the_identity(name: str, last: str) -> None:
     assert torch.equal(block(features), features)
 
 
-# -- what they compute ----------------------------------------------------------------------------------------------
+# -- outputs --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [(64, 64), (96, 96), (32, 45)], ids=str)

@@ -1,4 +1,4 @@
-"""A run that was cut off anywhere and resumed ends with the bits of one that was not."""
+"""Resume: a run that was cut off anywhere ends with the same bits as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAMPLES, FEATURES = 23, 5
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Nothing here is large enough for torch to share out."""
+    """Use one torch thread: the tensors are too small for more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -35,11 +35,11 @@ def _one_thread() -> Iterator[None]:
 
 
 class Cut(BaseException):
-    """Ends a run as a kill does: nothing of ours catches it."""
+    """Simulates a killed process: no code of gangline catches it."""
 
 
 class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Adds noise from all three of the host's generators when a sample is read."""
+    """Dataset that adds noise from all three host generators to each sample."""
 
     def __init__(self) -> None:
         self.data, self.label = arrays()
@@ -74,7 +74,7 @@ DATA: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 
 def run(data: str, loads: list[float], optimizer: str, prefix: Path | None, resume: Any = None, cut: int = -1) -> Any:
-    """Train 3 epochs, with a checkpoint every 2 batches and each epoch; cut off after batch ``cut`` of all."""
+    """Train 3 epochs with a checkpoint every 2 batches and each epoch; stop after ``cut`` batches in all."""
     torch.manual_seed(11)
     random.seed(11)
     np.random.seed(11)
@@ -110,12 +110,12 @@ def run(data: str, loads: list[float], optimizer: str, prefix: Path | None, resu
 
 
 CUTS = (0, 1, 4, 7, 10)
-"""Batches: before the first checkpoint, in each epoch, and where an epoch ends."""
+"""Batches to stop after: before the first checkpoint, within each epoch, and at the end of an epoch."""
 
 
 RUNS = [(data, *run) for data in sorted(DATA) for run in (([1], "sgd", CUTS), ([2, 1, 0], "adam", CUTS))]
 FORKING = [pytest.param(*run, marks=pytest.mark.slow) for run in RUNS if run[0] == "loader-workers"]
-"""Every epoch forks the loader's workers anew, which takes its time."""
+"""Fewer cuts for loaders with workers, which fork in every epoch and take longer."""
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_saving_changes_nothing_of_the_run(tmp_path: Path) -> None:
 
 
 def train_digits(prefix: str, kill_after: int = -1, resume: str | None = None) -> None:
-    """Two epochs of digits; the process is killed after so many batches."""
+    """Train two epochs of digits; kill the process after this many batches."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Dropout(0.2), nn.Tanh(), nn.Linear(32, 10))
     seen = 0
@@ -167,7 +167,7 @@ def train_digits(prefix: str, kill_after: int = -1, resume: str | None = None) -
 
 
 def train_until_killed(connection: Connection) -> None:
-    """In a process of its own."""
+    """Train in a process of its own."""
     torch.set_num_threads(1)
     train_digits(connection.recv_bytes().decode(), kill_after=33)  # in the second epoch of 23 batches
 
@@ -233,8 +233,8 @@ def test_a_save_cut_off_at_any_step_leaves_the_old_checkpoint_or_the_new(
     momentum = saved.require_optimizer_state().tensors['"weight"/momentum_buffer']
     module.save_checkpoint(prefix, 1, save_optimizer_states=True)
     newest = checkpoint.read(prefix, 1).require_optimizer_state().tensors['"weight"/momentum_buffer']
-    assert torch.equal(momentum, newest) == committed  # state and weights are of one moment
-    module.save_checkpoint(prefix, 0, save_optimizer_states=True)  # sweeps up what the cut left aside
+    assert torch.equal(momentum, newest) == committed  # state and weights are from the same step
+    module.save_checkpoint(prefix, 0, save_optimizer_states=True)  # removes the leftovers of the interrupted save
     assert not list(tmp_path.glob("*.aside"))
 
 
@@ -265,13 +265,13 @@ def test_a_file_of_another_checkpoint_is_refused_by_name(tmp_path: Path) -> None
         checkpoint.read(prefix, 3)
 
 
-def test_a_missing_checkpoint_names_those_there_are(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_an_error_that_lists_existing_ones(tmp_path: Path) -> None:
     prefix = saved_module(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"net-0004\.json does not exist.*\[3\]"):
         Module.load(prefix, 4, network=nn.Linear(2, 2))
 
 
-def test_load_gives_the_weights_and_the_optimizer_state(tmp_path: Path) -> None:
+def test_load_returns_the_weights_and_the_optimizer_state(tmp_path: Path) -> None:
     prefix = saved_module(tmp_path, save_optimizer_states=True)
     saved = checkpoint.read(prefix, 3)
     module = Module.load(
@@ -327,7 +327,7 @@ def test_a_plain_iterable_resumes_at_the_epochs_start(tmp_path: Path, caplog: py
     assert "3 batches into epoch 0, but train_data is a plain iterable" in caplog.text
 
 
-def test_resume_takes_a_new_learning_rate_where_one_is_asked_for(tmp_path: Path) -> None:
+def test_resume_takes_a_new_learning_rate_if_requested(tmp_path: Path) -> None:
     prefix = tmp_path / "net"
     for first, second, expected in ((0.1, 0.1, 0.01), (0.1, 0.5, 0.5)):
         with Module(nn.Linear(2, 2), nn.MSELoss(), cpu()) as module:

@@ -1,4 +1,4 @@
-"""A run that goes on in an epoch's middle by other contexts or workers trains on each sample exactly once."""
+"""Resume in mid-epoch with other contexts or workers: each sample is trained on exactly once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Params = dict[str, torch.Tensor]
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Nothing here is large enough for torch to share out."""
+    """Use one torch thread: the tensors are too small for more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -34,7 +34,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class Recorded(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Notes which samples are read."""
+    """Dataset that records which samples are read."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -58,7 +58,7 @@ def network() -> nn.Module:
 def part(
     prefix: str, resume: str | None, updates: int | None, contexts: int, store: Any, accumulate: int, loader: bool
 ) -> tuple[list[int], Params, str]:
-    """Train on, for so many updates (None: to the end); gives the samples read, in order, and the weights."""
+    """Resume for a number of updates (None: to the end); return the samples read, in order, and the weights."""
     data, done = Recorded(), 0
     torch.manual_seed(5)  # a DataLoader draws from it
 
@@ -91,7 +91,7 @@ def part_of_a_worker(comm: Communicator, *arguments: Any) -> Any:
 
 
 def parts(kind: str, *arguments: Any) -> list[Any]:
-    """What each worker gives: "2 workers" over collectives, "2 of servers", or "3 contexts" in this process."""
+    """Return each worker's result: "2 workers" over collectives, "2 of servers", or "3 contexts" in this process."""
     number, _, what = kind.partition(" ")
     prefix, resume, updates, *rest = arguments
     if what == "workers":
@@ -129,7 +129,7 @@ def test_each_sample_of_an_epoch_is_trained_on_once(tmp_path: Path, kinds: list[
     assert all(distance(found[1], weights) <= 1e-11 for found in third)
 
 
-def test_a_shuffling_loader_goes_on_with_other_contexts(tmp_path: Path) -> None:
+def test_a_shuffling_loader_resumes_with_other_contexts(tmp_path: Path) -> None:
     prefix = str(tmp_path / "net")
     [(first, _, _)] = parts("1 contexts", prefix, None, 2, 1, True)
     [(second, _, _)] = parts("3 contexts", prefix, "auto", 3, 1, True)

@@ -25,7 +25,7 @@ SAMPLES = 24
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """The networks are too small for several threads."""
+    """Use one torch thread: the networks are too small for more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -63,7 +63,7 @@ def test_piecewise_drops_as_the_named_epochs_begin() -> None:
     assert [found(epoch, 3) for epoch in range(7)] == [0.8, 0.8, 0.4, 0.4, 0.4, 0.2, 0.2]
 
 
-def test_piecewise_drops_every_so_many_epochs() -> None:
+def test_piecewise_can_drop_at_a_fixed_interval() -> None:
     found = made(("piecewise", {"every": 3, "factor": 0.5}))
     assert [found(epoch) for epoch in range(8)] == [0.8] * 3 + [0.4] * 3 + [0.2] * 2
 
@@ -104,14 +104,14 @@ def test_rates_are_those_of_torchs_schedulers(spec: Any, per_epoch: bool, make: 
 
 @pytest.mark.parametrize("length", [{"warmup_epochs": 2}, {"warmup_batches": 8}])
 @pytest.mark.parametrize("name", ["constant", "cosine", "poly"])
-def test_a_warm_up_climbs_in_equal_steps_to_where_the_rest_begins(name: str, length: dict[str, int]) -> None:
+def test_a_warm_up_rises_in_equal_steps_to_the_initial_rate(name: str, length: dict[str, int]) -> None:
     found = rates_of(made((name, length)), 10, 4)
     assert found[:8] == pytest.approx([0.1 * (t + 1) for t in range(8)], rel=1e-12)
     without = rates_of(made(name, epochs=8), 8, 4)
     assert found[8:] == pytest.approx(without, rel=1e-12)
 
 
-def test_a_warm_up_leaves_the_epochs_of_piecewise_where_they_are() -> None:
+def test_a_warm_up_does_not_shift_the_epochs_of_piecewise() -> None:
     found = made(("piecewise", {"epochs": [4], "warmup_epochs": 0.5, "warmup_rate": 0.4}))
     assert [found(0, batch) for batch in range(4)] == [pytest.approx(0.6), pytest.approx(0.8), 0.8, 0.8]
     assert (found(3, 3), found(4, 0)) == (0.8, pytest.approx(0.08))
@@ -162,7 +162,7 @@ def test_a_warm_up_by_batches_needs_their_number() -> None:
 
 
 def fitted(lr_scheduler: Any, *, store: Any = "local", contexts: int = 1, **options: Any) -> tuple[list[float], Any]:
-    """The rate after each update of 3 epochs of 4 batches, and the weights."""
+    """Return the rate after each update of 3 epochs of 4 batches, and the weights."""
     rates: list[float] = []
     with Module(network(), nn.CrossEntropyLoss(), [cpu(i) for i in range(contexts)]) as module:
         module.fit(
@@ -179,7 +179,7 @@ def fitted(lr_scheduler: Any, *, store: Any = "local", contexts: int = 1, **opti
 
 
 def by_torch(rates: list[float]) -> dict[str, torch.Tensor]:
-    """A plain torch loop that gives each update its rate."""
+    """Run a plain torch loop with the given rate for each update."""
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
     data, label = arrays()
@@ -201,7 +201,7 @@ def test_each_update_is_done_by_its_rate(store: str, contexts: int) -> None:
         torch.testing.assert_close(params[name], value, rtol=1e-11, atol=1e-12)
 
 
-def test_a_schedule_counts_batches_where_several_make_an_update() -> None:
+def test_a_schedule_counts_batches_if_updates_use_several() -> None:
     rates, _ = fitted("poly", accumulate=3)
     whole = rates_of(schedule("poly", 0.5, 3, 4), 3, 4)
     assert rates == [whole[t] for t in (0, 3, 4, 7, 8, 11)]
@@ -266,7 +266,7 @@ def test_a_scheduler_of_torchs_steps_after_each_update_or_epoch(make: Any) -> No
 
 
 def test_reduce_on_plateau_steps_after_validations() -> None:
-    """The first value is an improvement on nothing; none of the later ones exceeds it by ten times."""
+    """The first value counts as an improvement; no later one is ten times as large."""
     rates, _ = fitted(plateau, eval_data=arrays())
     assert rates == [0.5] * 8 + [0.25] * 4
     rates, _ = fitted(TorchScheduler(plateau, metric="accuracy"), eval_data=arrays(), eval_frequency=(2, "batches"))
@@ -310,7 +310,7 @@ SPECS: dict[str, Any] = {
 
 
 class Cut(BaseException):
-    """Stops a run as SIGKILL would."""
+    """Simulates a killed process: no code of gangline catches it."""
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -1,4 +1,4 @@
-"""Sparse gradients: embeddings train through Module as in a plain loop, and cost by the rows that are named."""
+"""Sparse gradients: embeddings train through Module as in a plain loop; cost grows with the rows used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Batch = tuple[Any, torch.Tensor]
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Nothing here is large enough for torch to share out."""
+    """Use one torch thread: the tensors are too small for more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -34,7 +34,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class Words(nn.Module):
-    """A table between dense layers; rows come several times in a batch, and in a sample."""
+    """A table between dense layers; rows occur several times in a batch and in a sample."""
 
     def __init__(self, padding: int | None = None) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Two(nn.Module):
 
 
 class Tied(nn.Module):
-    """The table is the last layer's weight as well, so that its gradient is dense after all."""
+    """The table is also the last layer's weight, so its gradient is dense."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Job:
     optimizer: str
     arguments: dict[str, Any]
     sizes: list[int]
-    """Of the batches, in samples."""
+    """Batch sizes in samples."""
     steps: int = 20
     seed: int = 0
 
@@ -176,7 +176,7 @@ def tables_of(module: Module) -> list[torch.Tensor]:
 loads = st.lists(st.one_of(st.integers(0, 5), st.sampled_from([0.5, 0.001, 7.3])), min_size=1, max_size=4).filter(any)
 
 
-# -- the promise ----------------------------------------------------------------------------------------------------
+# -- equal to plain torch -------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=25)
@@ -259,7 +259,7 @@ def test_rows_that_were_never_named_keep_their_bits(optimizer: str, count: int) 
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_where_every_batch_names_every_row_lazy_is_the_dense_optimizer(optimizer: str) -> None:
+def test_lazy_updates_equal_dense_ones_if_every_batch_uses_every_row(optimizer: str) -> None:
     arguments = {"lr": 0.1, "weight_decay": 0.01} | ({"momentum": 0.9} if optimizer == "sgd" else {"eps": 1e-3})
     network = Words().double()
     reference = copy.deepcopy(network)
@@ -276,11 +276,11 @@ def test_where_every_batch_names_every_row_lazy_is_the_dense_optimizer(optimizer
         assert distance(module.get_params(), reference.state_dict()) <= 1e-11
 
 
-# -- shares with little or nothing ----------------------------------------------------------------------------------
+# -- shares with few rows or none -----------------------------------------------------------------------------------
 
 
 class Asked(nn.Module):
-    """Looks its table up for the flagged samples of its share only, and not at all where there are none."""
+    """Network that looks up its table for flagged samples only, and not at all if there are none."""
 
     def __init__(self, *, whole: bool) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ class Asked(nn.Module):
 @pytest.mark.parametrize("store", ["local", "device"])
 @pytest.mark.parametrize("whole", [False, True])
 def test_replicas_whose_gradient_is_missing_or_of_another_kind_do_not_matter(store: str, whole: bool) -> None:
-    """With ``whole`` a flagged share's gradient is dense, and the others' are rows."""
+    """With ``whole`` the gradient of a flagged share is dense; those of others are row-sparse."""
     torch.manual_seed(0)
     network = Asked(whole=whole).double()
     reference = copy.deepcopy(network)
@@ -375,13 +375,13 @@ def test_accumulated_sparse_gradients_are_those_of_the_mean_over_all_batches(cou
 
 
 class Cut(BaseException):
-    """Ends a run as a kill does: nothing of ours catches it."""
+    """Simulates a killed process: no code of gangline catches it."""
 
 
 def run(
     optimizer: str, loads: list[float], accumulate: int, prefix: Path, resume: Any = None, cut: int = -1
 ) -> tuple[dict[str, torch.Tensor], Any] | None:
-    """Train 2 epochs of 5 batches with a checkpoint after each update; cut off before the callbacks of one are over."""
+    """Train 2 epochs of 5 batches with a checkpoint after each update; stop within the callbacks of one update."""
     torch.manual_seed(11)
     generator = torch.Generator().manual_seed(7)
     data = torch.randint(ROWS, (28, LENGTH), generator=generator)
@@ -413,12 +413,12 @@ def run(
 
 
 WAYS: list[tuple[list[float], int]] = [([1], 1), ([2, 1, 0], 1), ([1, 1], 2)]
-"""Loads, and batches to an update."""
+"""Loads, and number of batches per update."""
 
 
 @pytest.mark.parametrize(
     ("optimizer", "loads", "accumulate"),
-    [  # each optimizer one way, and by `make test-all` all ways
+    [  # each optimizer with one setting; `make test-all` runs all
         pytest.param(optimizer, *way, marks=() if number == place else pytest.mark.slow)
         for number, optimizer in enumerate(sorted(LAZY))
         for place, way in enumerate(WAYS)
@@ -439,7 +439,7 @@ def test_a_run_cut_off_in_mid_epoch_resumes_to_the_same_bits(
         assert all(torch.equal(whole[1].tensors[name], value) for name, value in resumed[1].tensors.items()), cut
 
 
-# -- what a step costs ----------------------------------------------------------------------------------------------
+# -- cost of a step -------------------------------------------------------------------------------------------------
 
 VOCABULARY, WIDE = 1_000_000, 8
 
@@ -456,9 +456,9 @@ class Wide(nn.Module):
 
 
 class Elements(TorchDispatchMode):
-    """The most elements of a tensor that an operation of this thread has made or written.
+    """Records the most elements of a tensor that an operation of this thread has created or written.
 
-    A view makes none. Rows copied into a table, and a sparse tensor, count as what they hold.
+    A view counts as none. Copied rows and sparse tensors count by the values that they hold.
     """
 
     ROW_WRITES = ("index_copy_", "index_add_")
@@ -485,7 +485,9 @@ def batch(step: int) -> Batch:
 
 
 @pytest.mark.parametrize(("optimizer", "arguments"), [("sgd", {"lr": 0.5}), ("adam", {"lr": 0.01})])
-def test_a_step_of_a_million_rows_costs_by_those_it_names(optimizer: str, arguments: dict[str, Any]) -> None:
+def test_the_cost_of_a_step_grows_with_the_rows_used_not_with_the_table(
+    optimizer: str, arguments: dict[str, Any]
+) -> None:
     named: set[int] = set()
     with Module(Wide(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)], [3, 1]) as module:
         module.init_optimizer("device", optimizer, arguments)
@@ -497,9 +499,9 @@ def test_a_step_of_a_million_rows_costs_by_those_it_names(optimizer: str, argume
                 gradient = replica.network.get_parameter("table.weight").grad
                 assert gradient is not None
                 assert gradient._values().numel() <= 16 * LENGTH * WIDE
-            with Elements() as counted:  # all of it runs in the thread that calls it
+            with Elements() as counted:  # everything runs in the caller's thread
                 module.update()
-            if step >= 2:  # state is made in the first, buckets after it
+            if step >= 2:  # the first step creates state, then buckets
                 assert 0 < counted.most <= 2 * 16 * LENGTH * WIDE
         for table in tables_of(module):
             written = set(table.any(1).nonzero().flatten().tolist())
@@ -510,7 +512,7 @@ def test_forward_and_backward_of_a_million_rows_touch_those_they_name() -> None:
     with create("local") as store, Module(Wide(), nn.CrossEntropyLoss(), cpu()) as module:
         module.init_optimizer(store, "sgd", {"lr": 0.5})
         for step in range(4):
-            with Elements() as counted:  # one context runs where it is called, autograd too
+            with Elements() as counted:  # one context runs in the caller's thread, autograd too
                 module.forward_backward(*batch(step))
                 module.update()
             if step >= 2:

@@ -43,7 +43,7 @@ def best_step(size: int, costs: Costs) -> float:
 
 @dataclass
 class Job:
-    """A training job on contexts of these speeds, as far as its loads are concerned."""
+    """Simulated training on contexts of these speeds; only loads and timings exist."""
 
     costs: Costs
     size: int
@@ -181,7 +181,7 @@ def test_trials_of_an_idle_context_cost_little() -> None:
     assert taken <= 1.05 * 60 * 20 * best_step(job.size, job.costs)
 
 
-# -- what is recorded, and when to look -----------------------------------------------------------------------------
+# -- recorded steps, and when loads are computed --------------------------------------------------------------------
 
 
 def test_updates_are_due_after_2_4_8_batches_without_the_first_and_not_after_the_first_epoch() -> None:
@@ -296,7 +296,7 @@ def test_one_context_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == ["work_load_list auto: cpu(0) 1.0000 (1000.0 samples/s)"]
 
 
-def test_state_goes_through_json_and_training_goes_on_with_it() -> None:
+def test_state_survives_json_and_training_continues_with_it() -> None:
     job = Job([(0.01, 1e-3), (0.002, 3e-3)], 64, noise=0.05).epochs(3)
     state = json.loads(json.dumps(job.model.state()))
     other = Job(job.costs, 64, noise=0.05)

@@ -1,4 +1,4 @@
-"""Training ends cleanly: by a callback, by patience, by a signal; on all workers after the same step."""
+"""Stopping: by a callback, by patience or by a signal; on all workers after the same step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Params = dict[str, torch.Tensor]
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Nothing here is large enough for torch to share out."""
+    """Use one torch thread: the tensors are too small for more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -49,7 +49,7 @@ def network() -> nn.Module:
 
 
 class At:
-    """A batch callback that notes each update, and does something after one of them."""
+    """Batch callback that records each update and calls a function after one of them."""
 
     def __init__(self, step: int, what: Any = lambda: True) -> None:
         self.step, self.what = step, what
@@ -67,7 +67,7 @@ def terminate() -> None:
 def fitted(
     prefix: Path | None, callback: Any = None, *, store: Any = "local", resume: Any = None, **options: Any
 ) -> tuple[str, Params]:
-    """Why training ended, and the weights. Checkpoints are written at the end of the second epoch, and on a stop."""
+    """Return why training ended, and the weights. Checkpoints are written after the second epoch and on a stop."""
     with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
         module.init_optimizer(store, "sgd", {"learning_rate": 0.5, "momentum": 0.9})
         reason = module.fit(
@@ -111,7 +111,7 @@ def test_a_callback_that_returns_true_ends_training_after_that_update(tmp_path: 
     assert equal(weights, resumed)
 
 
-def test_what_is_not_true_ends_nothing() -> None:
+def test_a_callback_that_returns_other_than_true_does_not_stop_training() -> None:
     assert fitted(None, At(2, lambda: 1))[0] == "epochs"
     assert fitted(None, At(2, lambda: "yes"))[0] == "epochs"
 
@@ -136,7 +136,9 @@ def test_a_stop_within_a_window_of_several_batches_waits_for_its_update(tmp_path
     assert equal(fitted(None, accumulate=3)[1], resumed)
 
 
-def test_what_was_saved_at_the_stop_already_is_not_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_already_saved_at_the_stop_is_not_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written: list[int | str] = []
     save = checkpoint.save
     monkeypatch.setattr(checkpoint, "save", lambda *args: (written.append(args[2]), save(*args)))
@@ -170,7 +172,7 @@ def test_a_signal_before_training_ends_it_before_the_first_step() -> None:
     assert not stop.seen
 
 
-def test_without_a_signal_the_handlers_come_back() -> None:
+def test_without_a_signal_the_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with stop_on(signal.SIGTERM, signal.SIGUSR1):
         assert signal.getsignal(signal.SIGTERM) is not before
@@ -197,7 +199,7 @@ def test_in_another_thread_it_warns_and_has_no_effect(caplog: pytest.LogCaptureF
 
 
 class Told:
-    """A metric with the values that it was told, one a validation."""
+    """Metric with given values, one per validation."""
 
     def __init__(self, values: list[float]) -> None:
         self._values = iter(values)
@@ -207,7 +209,7 @@ class Told:
 
 
 def validated(values: list[float], stopping: EarlyStopping, **options: Any) -> tuple[str, int]:
-    """Why training ended, and after how many updates, where validations have these values."""
+    """Train with these validation values; return why training ended, and after how many updates."""
     with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
         reason = module.fit(
             arrays(),
@@ -240,7 +242,7 @@ def test_patience_counts_validations_without_an_improvement(
     assert (reason, done) == ("patience" if steps < len(values) else "epochs", steps)
 
 
-def test_patience_counts_on_where_a_checkpoint_stood(tmp_path: Path) -> None:
+def test_patience_continues_from_a_checkpoint(tmp_path: Path) -> None:
     def run(values: list[float], resume: str | None, stop: Any = None) -> tuple[str, EarlyStopping]:
         stopping = EarlyStopping(2, "custom")
         with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
@@ -281,7 +283,7 @@ def test_a_metric_that_validation_lacks_is_refused_before_training() -> None:
         assert module.step == 0
 
 
-# -- how often validation comes -------------------------------------------------------------------------------------
+# -- how often validation runs --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -295,7 +297,7 @@ def test_a_metric_that_validation_lacks_is_refused_before_training() -> None:
     ],
 )
 @pytest.mark.parametrize("cut", [None, 5, 7])
-def test_validation_comes_after_so_many_epochs_or_batches_and_at_the_end(
+def test_validation_runs_at_its_interval_of_epochs_or_batches_and_at_the_end(
     tmp_path: Path, frequency: Any, after: list[int], cut: int | None
 ) -> None:
     seen: list[int] = []
@@ -338,7 +340,7 @@ def test_a_frequency_that_makes_no_sense_is_refused(frequency: Any) -> None:
 
 
 def stopped(rank: int, store: Any, folder: str, how: str, resume: Any = None) -> Any:
-    """One worker alone wants to stop, in its own way; gives why it ended, what it saw, and the weights."""
+    """Stop on one worker only; return why training ended, the updates seen, and the weights."""
     what = {"callback": lambda: rank == 1, "signal": lambda: terminate() if rank == 1 else None, "": lambda: None}[how]
     stop = At(6, what)
     with stop_on(signal.SIGTERM):
@@ -369,7 +371,7 @@ def test_one_workers_word_ends_all_workers_after_one_common_step(tmp_path: Path)
 
 
 def exchanges_in_a_job(comm: Communicator) -> tuple[int, int]:
-    """How often workers exchange something in an epoch of 4 and of 12 batches."""
+    """Return the number of exchanges between workers in an epoch of 4 and of 12 batches."""
     counts = []
     for size in (6, 2):
         with create("allreduce", communicator=comm) as store:

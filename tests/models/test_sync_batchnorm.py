@@ -1,4 +1,4 @@
-"""Joint batch normalization: replicas in threads give what one network over the whole batch gives."""
+"""Synchronised batch normalisation: replicas in threads equal one network over the whole batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ JOINS: list[Mode] = ["threads", "graph"]
 
 @pytest.fixture(autouse=True)
 def _one_torch_thread() -> Iterator[None]:
-    """Networks so small take longer with several, on a busy machine much longer."""
+    """Use one torch thread: networks this small take longer with several."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -35,7 +35,7 @@ def _one_torch_thread() -> Iterator[None]:
 
 
 def in_threads(functions: Sequence[Callable[[], Any]], order: Sequence[int] | None = None) -> list[Any]:
-    """What each function returned or raised, each in a thread of its own, begun in the order given."""
+    """Run each function in a thread of its own, started in this order; return results or errors."""
     with ThreadPoolExecutor(len(functions)) as pool:
         futures = {index: pool.submit(functions[index]) for index in order or range(len(functions))}
         return [futures[index].exception() or futures[index].result() for index in range(len(functions))]
@@ -53,7 +53,7 @@ def random(*shape: int, seed: int = 1) -> torch.Tensor:
 
 
 class Trained:
-    """One pass of a network, over a whole batch or in shares: outputs and all gradients."""
+    """Run forward and backward over a whole batch or in shares; return outputs and all gradients."""
 
     def __init__(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], networks: list[nn.Module]) -> None:
         self.networks = networks
@@ -132,7 +132,7 @@ def convolutions() -> nn.Module:
 
 @pytest.mark.parametrize("by", JOINS)
 @pytest.mark.parametrize("sizes", [[4, 4], [6, 1], [1, 1, 1, 1], [1, 5, 2], [8], [3, 0, 4]], ids=str)
-def test_nested_layers_give_what_one_network_over_the_whole_batch_gives(by: Mode, sizes: list[int]) -> None:
+def test_nested_layers_equal_one_network_over_the_whole_batch(by: Mode, sizes: list[int]) -> None:
     network, data, gradient = convolutions(), random(sum(sizes), 2, 6, 6), random(sum(sizes), 3, seed=2)
     shared_out(network, data, gradient, sizes, by).is_close_to(wholly(network, data, gradient))
 
@@ -295,7 +295,7 @@ def test_a_share_of_which_nothing_reaches_the_layer_takes_part_with_nothing(by: 
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_what_checkpointing_recomputes_is_synchronized_again(reentrant: bool) -> None:
+def test_recomputed_layers_are_synchronized_again(reentrant: bool) -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -315,7 +315,7 @@ def test_what_checkpointing_recomputes_is_synchronized_again(reentrant: bool) ->
 
 
 class Norm(nn.Module):
-    """Batch normalization, and what else a test wants a replica to do."""
+    """Network with batch normalisation and a function that a test supplies."""
 
     def __init__(self, *then: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -474,7 +474,7 @@ def dropping() -> nn.Module:
 
 
 def dropped(order: Sequence[int]) -> list[torch.Tensor]:
-    """Outputs and gradients of replicas with dropout, in threads begun in this order."""
+    """Return outputs and gradients of replicas with dropout, in threads started in this order."""
     torch.manual_seed(3)
     networks = [dropping()]
     networks += [copy.deepcopy(networks[0]) for _ in order[1:]]
@@ -504,7 +504,7 @@ def test_in_turns_random_layers_give_the_same_bits_whoever_is_quicker() -> None:
         assert all(torch.equal(a, b) for a, b in zip(dropped(order), expected, strict=True))
 
 
-def test_in_turns_each_replica_draws_what_it_would_draw_alone() -> None:
+def test_replicas_in_turns_draw_the_same_numbers_as_alone() -> None:
     drawn: dict[int, list[float]] = {0: [], 1: []}
     barrier = ThreadBarrier([0, 1], one_after_another=True)
 

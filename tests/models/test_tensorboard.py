@@ -1,4 +1,4 @@
-"""What TensorBoard reads of a run: event files, read back as it reads them."""
+"""TensorBoard callback: event files, read back with TensorBoard's reader."""
 
 from __future__ import annotations
 
@@ -37,12 +37,16 @@ def arrays(samples: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(samples, 4, generator=generator), torch.randint(3, (samples,), generator=generator)
 
 
-def fit(module: Module, board: TensorBoard, *others: Any, **options: Any) -> None:
-    """Train on 20 samples in batches of 8, 8 and 4; ``others`` are called before the board."""
+def fit(module: Module, callback: TensorBoard, *others: Any, **options: Any) -> None:
+    """Train on 20 samples in batches of 8, 8 and 4; ``others`` are called before the TensorBoard callback."""
     request = module.optimizer_request
     assert request is not None
     settings: dict[str, Any] = dict(zip(("kvstore", "optimizer", "optimizer_params"), request, strict=True))
-    settings |= {"batch_end_callback": [*others, board], "epoch_end_callback": board, "eval_end_callback": board}
+    settings |= {
+        "batch_end_callback": [*others, callback],
+        "epoch_end_callback": callback,
+        "eval_end_callback": callback,
+    }
     module.fit(arrays(), arrays(12), batch_size=8, **{**settings, **options})
 
 
@@ -52,7 +56,7 @@ def scalars(folder: Path) -> Scalars:
     return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_each_update_is_there_with_its_own_numbers(tmp_path: Path) -> None:
+def test_each_update_is_logged_with_its_own_numbers(tmp_path: Path) -> None:
     losses: list[float] = []
     accuracies: list[float] = []
     validations: list[float] = []
@@ -63,9 +67,9 @@ def test_each_update_is_there_with_its_own_numbers(tmp_path: Path) -> None:
         accuracies.append(float((outputs.argmax(1) == param.locals["label"]).double().mean()))
 
     with module_on(2) as module:
-        board = TensorBoard(module, tmp_path / "new" / "runs", period=1)
-        note = [board, lambda param: validations.append(param.eval_metric.get_global_name_value()[0][1])]
-        fit(module, board, look, num_epoch=3, eval_end_callback=note)
+        callback = TensorBoard(module, tmp_path / "new" / "runs", period=1)
+        note = [callback, lambda param: validations.append(param.eval_metric.get_global_name_value()[0][1])]
+        fit(module, callback, look, num_epoch=3, eval_end_callback=note)
     found = scalars(tmp_path / "new" / "runs")
     steps = list(range(1, 10))
     assert [step for step, _ in found["train/loss"]] == steps
@@ -82,7 +86,7 @@ def test_each_update_is_there_with_its_own_numbers(tmp_path: Path) -> None:
     assert all(0 < waiting < 1 for _, waiting in found["waiting"])
 
 
-def test_a_period_gives_the_mean_loss_over_it_and_the_end_what_is_left(tmp_path: Path) -> None:
+def test_each_period_logs_its_mean_loss_also_a_partial_last_one(tmp_path: Path) -> None:
     losses: list[float] = []
     with module_on(2) as module:
         fit(
@@ -99,7 +103,7 @@ def test_a_period_gives_the_mean_loss_over_it_and_the_end_what_is_left(tmp_path:
     assert [step for step, _ in found["train/accuracy"]] == [4, 8]
 
 
-def test_a_run_that_goes_on_replaces_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_records_after_its_checkpoint(tmp_path: Path) -> None:
     runs, prefix = tmp_path / "runs", tmp_path / "net"
     with module_on(1) as module:
         fit(module, TensorBoard(module, runs, period=1), num_epoch=1)
@@ -125,7 +129,7 @@ def test_in_a_job_rank_0_alone_writes(tmp_path: Path) -> None:
     assert not list((tmp_path / "1").iterdir())
 
 
-def test_what_cannot_be_is_refused_before_training(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with module_on(1) as module:
         with pytest.raises(ValueError, match=r"file is a file; expected a folder for TensorBoard's event files"):

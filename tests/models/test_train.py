@@ -24,7 +24,7 @@ from gangline.models.checkpoint import checkpoint
 
 
 def train(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `gangline train` with these flags, in this process."""
+    """Run `gangline train` with these flags in this process; return exit code, stdout and stderr."""
     monkeypatch.setattr(sys, "argv", ["gangline", "train", *flags])
     with pytest.raises(SystemExit) as end:
         main()
@@ -95,7 +95,7 @@ def test_the_default_run_reaches_its_accuracy(
     assert sum("Validation-accuracy" in line for line in lines) == epochs
 
 
-def test_load_epoch_goes_on_where_the_checkpoint_stood(
+def test_load_epoch_resumes_from_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--network", "mlp", "--cpus", "2", "--lr-step-epochs", "2,3", "--optimizer", "adam", "--lr", "0.002"]
@@ -124,7 +124,7 @@ def test_a_folder_of_images_trains(
 
 
 @pytest.mark.parametrize("kind", ["2bit", "fp16", "bf16", "topk"])
-def test_gc_type_compresses_what_goes_to_the_store_and_checkpoints_keep_what_is_owed(
+def test_gc_type_compresses_pushes_and_checkpoints_keep_residuals(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--network", "mlp", "--cpus", "2", "--gc-type", kind, "--model-prefix", str(tmp_path / "net")]
@@ -136,7 +136,7 @@ def test_gc_type_compresses_what_goes_to_the_store_and_checkpoints_keep_what_is_
     assert senders == ({"0", "1"} if kind in ("2bit", "topk") else set())
 
 
-def test_gc_threshold_is_what_two_bits_send(
+def test_gc_threshold_sets_the_threshold_of_2bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prefix = tmp_path / "net"
@@ -149,7 +149,7 @@ def test_gc_threshold_is_what_two_bits_send(
         moved = torch.cat([(weights(prefix, 2)[name] - value).flatten() for name, value in first.items()])
         steps = moved / (0.5 * float(threshold))
         assert bool(steps.abs().max() > 0.5) is moves
-        assert (steps - steps.round()).abs().max() < 1e-9  # whole thresholds, of two senders in two batches
+        assert (steps - steps.round()).abs().max() < 1e-9  # multiples of the threshold, from two senders in two batches
         assert steps.abs().max() < 4.5
 
 
@@ -243,7 +243,7 @@ def test_a_wrong_value_is_one_line_on_stderr(
 
 @pytest.fixture
 def _ctrl_c_is_heard() -> Iterator[None]:
-    """What is started now takes SIGINT, though the shell of a background job had it ignored."""
+    """Restore SIGINT for started processes; a shell ignores it in background jobs."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""`gangline train`: what its flags come to."""
+"""`gangline train`: effects of its flags."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(prefix: Path, epoch: int | str) -> dict[str, float]:
-    """The optimizer's, of a checkpoint."""
+    """Return the initial and the current learning rate in a checkpoint."""
     state = checkpoint.read(prefix, epoch).require_optimizer_state()
     return {"initial": state.initial_learning_rate, "now": state.learning_rate}
 
@@ -50,7 +50,7 @@ def test_batch_and_rate_grow_with_the_devices(tmp_path: Path, capsys: pytest.Cap
     assert settings(tmp_path / "m", 1)["initial"] == pytest.approx(0.04)
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint_and_keeps_few(
+def test_a_run_resumes_from_its_newest_checkpoint_and_keeps_few(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prefix = tmp_path / "m"

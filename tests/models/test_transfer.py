@@ -1,4 +1,4 @@
-"""Transfer: the new last layer, factors of the learning rate, fixed layers, weights with another class count."""
+"""Transfer learning: new last layer, learning-rate factors, frozen layers, weights with another class count."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NEW = ["fc2.weight", "fc2.bias"]
 
 
 def small(**options: Any) -> nn.Sequential:
-    """A convolution, and two linear layers."""
+    """Network of a convolution and two linear layers."""
     return nn.Sequential(
         OrderedDict(
             conv=nn.Conv2d(1, 2, 3),
@@ -91,10 +91,10 @@ def test_the_new_layer_is_as_the_old_one_was() -> None:
     assert new.bias is None
     assert new.weight.dtype == torch.bfloat16
     assert not new.training
-    assert new.weight.requires_grad  # new weights learn
+    assert new.weight.requires_grad  # new weights are trained
 
 
-def test_values_come_from_the_generator_alone_and_are_as_torch_draws_them() -> None:
+def test_values_depend_on_the_generator_only_and_equal_torchs() -> None:
     outputs = []
     for _ in range(2):
         network = nn.Sequential(nn.Linear(1, 1), nn.Linear(400, 2))
@@ -104,7 +104,7 @@ def test_values_come_from_the_generator_alone_and_are_as_torch_draws_them() -> N
         outputs.append(network[1].weight.detach())
     assert torch.equal(*outputs)
     bound = 1 / math.sqrt(400)
-    assert bound * 0.999 < outputs[0].abs().max() <= bound  # 200,000 draws come near the end of their range
+    assert bound * 0.999 < outputs[0].abs().max() <= bound  # 200,000 draws nearly reach the ends of the range
     assert outputs[0].std() == pytest.approx(bound / math.sqrt(3), rel=0.01)
     replace_last_layer(network, 500)
     assert not torch.equal(torch.get_rng_state(), torch_before)

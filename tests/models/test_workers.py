@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any]]] = 
     "tiny-batches": (arrays, nn.CrossEntropyLoss, {"batch_size": 2}),
     "accumulated": (lambda: arrays(ignore=True), nn.CrossEntropyLoss, {"batch_size": 4, "accumulate": 3}),
 }
-"""Data, loss, and how fit reads it; 37 samples leave a partial batch for each size."""
+"""Data, loss and arguments of fit; 37 samples leave a partial batch for each size."""
 
 
 def trained(case: str, kvstore: Any, contexts: list[float], epochs: int) -> Params:
@@ -97,7 +97,7 @@ def in_a_job(comm: Communicator, cases: list[tuple[str, list[float], int]], load
 
 
 def epochs_of(case: str) -> int:
-    """So many that at least 20 steps are made."""
+    """Return the number of epochs for at least 20 steps."""
     options = CASES[case][2]
     steps = -(-SAMPLES // options["batch_size"]) // options.get("accumulate", 1)
     return -(-20 // steps)
@@ -129,7 +129,7 @@ def test_workers_train_as_one_process_does(
 
 
 class Branches(nn.Module):
-    """Has two ways for some samples, which run where there are such; and a third one that is never taken."""
+    """Network with two branches that run for some samples, and a third that never runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Branches(nn.Module):
 
 
 class Words(nn.Module):
-    """A table with sparse gradients and one with dense ones."""
+    """Network with a table with sparse gradients and one with dense ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def made(kind: type[nn.Module]) -> nn.Module:
 
 
 def stepped(kind: type[nn.Module], batches: list[Any], store: Any, rank: int, count: int, verbs: str) -> Params:
-    """Each batch's samples go to the workers in turn."""
+    """Return each batch's samples distributed to the workers in turn."""
     with Module(made(kind), nn.CrossEntropyLoss(), cpu()) as module:
         module.init_optimizer(store, "sgd", {"learning_rate": 0.1, "momentum": 0.9 if kind is Branches else 0.0})
         for data, label in batches:
@@ -181,7 +181,7 @@ def stepped(kind: type[nn.Module], batches: list[Any], store: Any, rank: int, co
 
 
 SIZES = {"all-at-first": [9, 1, 2, 1, 12, 1, 4, 7], "some-later": [1, 2, 9, 1, 12, 4, 1, 7]}
-"""Of batches: what a single sample gives no gradient of is in a bucket already, or has yet to come."""
+"""Batch sizes: a parameter unused by a single sample is in a bucket already, or is not yet."""
 
 
 def batches_of(kind: type[nn.Module], sizes: list[int]) -> list[Any]:
@@ -198,7 +198,7 @@ def steps_in_a_job(comm: Communicator) -> dict[tuple[str, str, str], Params]:
     return found
 
 
-def test_what_no_worker_has_a_gradient_of_is_left_alone_and_rows_travel_as_rows() -> None:
+def test_parameters_without_gradients_stay_and_rows_are_sent_as_rows() -> None:
     everybody = spawn(steps_in_a_job, 2)
     for kind, order in product((Branches, Words), SIZES):
         alone = stepped(kind, batches_of(kind, SIZES[order]), None, 0, 1, "early")
@@ -207,7 +207,7 @@ def test_what_no_worker_has_a_gradient_of_is_left_alone_and_rows_travel_as_rows(
 
 
 def own_batches(rank: int) -> list[Any]:
-    """Rank 0 has 3 batches, rank 1 five, of other sizes."""
+    """Return three batches for rank 0 and five of other sizes for rank 1."""
     data, label = arrays(ignore=True)
     sizes = [[5, 2, 6], [1, 3, 4, 2, 5]][rank]
     start = [0, 20][rank]
@@ -247,7 +247,7 @@ def noisy(rank: int) -> nn.Module:
 
 def noise_in_a_job(comm: Communicator) -> tuple[Params, Params]:
     network = noisy(comm.rank)
-    network[1].running_mean.fill_(comm.rank + 1)  # rank 0's win
+    network[1].running_mean.fill_(comm.rank + 1)  # rank 0's values are used
     with create("allreduce", communicator=comm) as store, Module(network, nn.CrossEntropyLoss(), cpu()) as module:
         module.init_optimizer(store, "sgd", {"learning_rate": 0.1})
         begun = module.get_params()
@@ -281,13 +281,15 @@ def variant(name: str, store: Any) -> tuple[Params, Any]:
     with Module(network() if name != "float16" else network().float(), nn.CrossEntropyLoss(), **options) as module:
         data, label = arrays(ignore=True)
         if name == "float16":
-            data = data.float() * 3000  # so that the first steps overflow, on a worker that has such a sample
+            data = data.float() * 3000  # the first steps overflow on a worker that has such a sample
         module.init_params("uniform")
         module.fit((data, label), num_epoch=3, batch_size=5, kvstore=store, optimizer_params={"learning_rate": 0.05})
         begun = module.get_params()
         module.set_params({name: value + getattr(store, "rank", 0) for name, value in begun.items()})
         after = module.get_params()
-        assert all(torch.equal(after[name], value) for name, value in begun.items())  # rank 0's, which added nothing
+        assert all(
+            torch.equal(after[name], value) for name, value in begun.items()
+        )  # rank 0's, which contributed nothing
         return begun, module.loss_scale and module.loss_scale.state()
 
 

@@ -30,7 +30,7 @@ def network() -> nn.Module:
 
 
 def train(kvstore: str | KVStore | None, epochs: int = 3, rate: float = 0.2) -> tuple[float, State]:
-    """Three epochs of digits in float64, with a last batch that is not full; gives accuracy and weights."""
+    """Train three epochs of digits in float64 with a partial last batch; return accuracy and weights."""
     torch.set_num_threads(1)
     data = digits((1, 28, 28), torch.float64, 0)
     images, labels = data.train
@@ -61,7 +61,7 @@ def alone() -> tuple[float, State]:
 
 
 def apart(first: State, second: State) -> float:
-    """The largest relative difference of a parameter, in the norm."""
+    """Return the largest relative difference of a parameter, by norm."""
     pairs = ((first[name], second[name]) for name in second)
     return max(float(torch.linalg.norm(a - b) / torch.linalg.norm(b).clamp(min=1e-12)) for a, b in pairs)
 
@@ -70,7 +70,7 @@ def apart(first: State, second: State) -> float:
     ("store", "workers", "servers"),
     [("dist_sync", 2, 1), ("dist_sync", 4, 2), pytest.param("dist_device_sync", 2, 2, marks=pytest.mark.slow)],
 )
-def test_servers_give_what_one_process_gives(
+def test_servers_give_the_same_result_as_one_process(
     store: str, workers: int, servers: int, alone: tuple[float, State]
 ) -> None:
     results = run_job(train, workers, servers, store)
@@ -81,7 +81,7 @@ def test_servers_give_what_one_process_gives(
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_collectives_give_what_one_process_gives(workers: int, alone: tuple[float, State]) -> None:
+def test_collectives_give_the_same_result_as_one_process(workers: int, alone: tuple[float, State]) -> None:
     results = spawn(over_collectives, workers)
     for accuracy, weights in results:
         assert accuracy == pytest.approx(alone[0], abs=1e-6)
@@ -123,7 +123,7 @@ def test_lenet_learns_digits_with_every_store(workers: int, servers: int) -> Non
     assert alone >= 0.96
     for store in ("dist_sync", "dist_device_sync", "allreduce"):
         assert launched(workers, servers if "dist" in store else 0, store) == pytest.approx(alone, abs=0.02), store
-    rate = 0.04 / workers  # each push is an update of its own
+    rate = 0.04 / workers  # each push is a separate update
     assert launched(workers, servers, "dist_async", rate=f"{rate}") >= 0.95
 
 

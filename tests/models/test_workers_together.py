@@ -1,4 +1,4 @@
-"""Workers score, predict, report, write checkpoints and fail together."""
+"""Several workers: scores, predictions, reports, checkpoints and errors."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def scored(module: Module, samples: int, batch_size: int) -> list[tuple[str, flo
 
 
 def correlations(module: Module) -> list[tuple[str, float]]:
-    """Metrics whose states are joined by something else than a sum."""
+    """Metrics with states that are not combined by a sum."""
     data = torch.arange(SAMPLES * 2.0).view(SAMPLES, 2)
     label = (data.sum(1, keepdim=True) + 40 * data.sin().sum(1, keepdim=True)).float()
     return module.score((data, label), [torchmetrics.PearsonCorrCoef(), torchmetrics.SpearmanCorrCoef()], batch_size=6)
 
 
 SCORED = [(SAMPLES, 7), (5, 5), (2, 4), (1, 1)]
-"""Samples and batch sizes: with three workers some have no part of a batch, or of any."""
+"""Samples and batch sizes: with three workers some have no share of a batch, or of any."""
 
 
 def scores_in_a_job(comm: Communicator, loads: str) -> Any:
@@ -109,7 +109,7 @@ def test_scores_and_predictions_count_each_sample_once_and_keep_the_order() -> N
 
 
 class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Adds noise from all three of the host's generators when a sample is read."""
+    """Dataset that adds noise from all three host generators to each sample."""
 
     def __init__(self) -> None:
         self.data, self.label = arrays()
@@ -123,11 +123,11 @@ class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class Cut(Exception):  # noqa: N818
-    """Ends a run."""
+    """Simulates a killed process."""
 
 
 def run(comm: Communicator, data: str, prefix: str, resume: Any = None, cut: int = -1) -> Any:
-    """Train 3 epochs, with a checkpoint every 2 batches and each epoch; cut off after batch ``cut`` of all."""
+    """Train 3 epochs with a checkpoint every 2 batches and each epoch; stop after ``cut`` batches in all."""
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(11 + comm.rank)
     layers = [nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, CLASSES)]
@@ -254,7 +254,7 @@ def refused_in_a_job(comm: Communicator) -> list[str]:
     return found
 
 
-def test_what_workers_cannot_do_together_is_the_same_error_on_all() -> None:
+def test_unsupported_options_with_workers_raise_the_same_error_on_all() -> None:
     first, second = spawn(refused_in_a_job, 2)
     assert first == second
     assert first[0].startswith("fit(): train_data is {")
@@ -269,7 +269,7 @@ def free_port() -> int:
 
 
 def as_launched(patch: pytest.MonkeyPatch, comm: Communicator, port: int) -> None:
-    """The environment of a launcher."""
+    """Return the environment that a launcher sets."""
     values = {"RANK": comm.rank, "WORLD_SIZE": comm.size, "LOCAL_RANK": comm.rank, "MASTER_PORT": port}
     for name, value in values.items():
         patch.setenv(name, str(value))
@@ -289,7 +289,7 @@ def failing_in_a_job(comm: Communicator, port: int) -> str:
             return f"{type(raised.value).__name__}: {raised.value}"
 
 
-def test_a_worker_that_fails_leaves_nobody_waiting() -> None:
+def test_a_failed_worker_ends_the_others_waits() -> None:
     first, second = spawn(failing_in_a_job, 2, free_port())
     assert second == "ArithmeticError: this one had enough"
     assert first.startswith("DeadNodeError")

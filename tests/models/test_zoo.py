@@ -21,7 +21,7 @@ from gangline.models.zoo import registry
 
 @pytest.fixture(autouse=True)
 def _registry_as_it_was() -> Iterator[None]:
-    """Forget the networks that a test registers."""
+    """Remove the networks that a test registers."""
     before = dict(registry._networks)
     yield
     registry._networks.clear()
@@ -60,7 +60,7 @@ DEEP = ("resnet101", "resnet152")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in DEEP else name for name in zoo.names()]
 )
-def test_every_network_takes_the_images_it_says_and_gives_ten_classes(name: str) -> None:
+def test_every_network_takes_its_documented_images_and_gives_ten_classes(name: str) -> None:
     shape = zoo.find(name).image_shape
     assert zoo.create(name).eval()(torch.zeros(1, *shape)).shape == (1, 10)
 
@@ -78,7 +78,7 @@ def test_a_users_network_can_be_registered() -> None:
     def build(num_classes: int = 10, bias: bool = True) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(6, num_classes, bias))
 
-    assert build(2)[1].out_features == 2  # the decorator leaves the function what it was
+    assert build(2)[1].out_features == 2  # the decorator returns the function unchanged
     assert zoo.find("test-linear").image_shape == (1, 2, 3)
     assert zoo.find("test-linear").build is build
     assert zoo.create("test-linear", 4, bias=False)(torch.zeros(5, 1, 2, 3)).shape == (5, 4)
@@ -107,12 +107,12 @@ def test_an_unknown_name_is_refused_with_the_list() -> None:
 
 
 def small() -> nn.Module:
-    """Two parameters, and the buffers of a BatchNorm."""
+    """Network with two parameters and the buffers of a BatchNorm."""
     return nn.Sequential(OrderedDict(fc=nn.Linear(3, 2), norm=nn.BatchNorm1d(2)))
 
 
 def state(prefix: str = "") -> dict[str, torch.Tensor]:
-    """Values by name that no fresh network has."""
+    """Return values by name that no new network has."""
     return {
         f"{prefix}{name}": torch.full_like(value, 3 + i) for i, (name, value) in enumerate(small().state_dict().items())
     }
@@ -172,7 +172,7 @@ def test_older_weights_may_lack_the_count_of_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_weights_that_are_not_there_are_refused(tmp_path: Path, suffix: str) -> None:
+def test_missing_weights_are_refused(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"weights{suffix}"
     with pytest.raises(FileNotFoundError, match="do not exist") as caught:
         zoo.create("mlp", weights=path)
@@ -206,7 +206,7 @@ def test_another_ending_is_refused(tmp_path: Path, suffix: str) -> None:
 
 
 class RunsCode:
-    """Makes a folder when it is unpickled."""
+    """Object that creates a folder when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""The ranks of one host and the memory that they share: one segment of each rank, handed out in regions."""
+"""The ranks of one host and the memory that they share: one segment per rank, allocated in regions."""
 
 from __future__ import annotations
 

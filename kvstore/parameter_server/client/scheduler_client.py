@@ -127,7 +127,7 @@ class SchedulerClient:
         return result.data
 
     def join(self, data: bytes) -> JoinResult:
-        """Wait until all workers have called it; other collectives go on without this worker meanwhile.
+        """Wait until all workers have called it; meanwhile other collectives run without this worker.
 
         Returns:
             The worker that called it last, and the data of each worker in rank order.

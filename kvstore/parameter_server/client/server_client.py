@@ -445,7 +445,7 @@ class ServerClient:
                 connection.unreleased[sequence] = request
 
     def _acknowledge(self, connection: _ServerConnection, sequence: int) -> None:
-        """Mark a request as received; this completes it unless it wants values."""
+        """Mark a request as received; this completes it unless it requests values."""
         request = connection.pending.get(sequence)
         if request is not None:
             self._mark_received(connection, request)

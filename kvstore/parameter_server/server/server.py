@@ -133,7 +133,7 @@ class Server:
             if worker is None:
                 raise ProtocolError(f"received {type(message).__name__} before a Hello")
             self._handle(worker, message, frames[1:])
-        except Exception as error:  # noqa: BLE001  sent to the worker; the server goes on
+        except Exception as error:  # noqa: BLE001  sent to the worker; the server continues
             self._reject(identity, sequence, error)
 
     def _reject(self, identity: bytes, sequence: int, error: Exception) -> None:

@@ -18,7 +18,7 @@ _INLINE = 1 << 18
 
 
 class ThreadPool:
-    """One thread per core, each with its own queue: work of the same thread runs in order and never concurrently."""
+    """Threads, one per core, each with its own queue: work of the same thread runs in order and never concurrently."""
 
     def __init__(self) -> None:
         self.size = len(os.sched_getaffinity(0))

@@ -49,7 +49,7 @@ class Poller:
             spin_seconds: time to poll and yield the CPU before sleeping.
             before_sleep: called if nothing was ready while spinning.
         """
-        # A ZeroMQ descriptor is edge-triggered: what arrived before the last look at EVENTS must be asked for.
+        # A ZeroMQ descriptor is edge-triggered: messages from before the last read of EVENTS do not make it readable.
         ready: set[Source] = {socket for socket in self._sockets.values() if _is_readable(socket)}
         if ready:
             return ready | self._poll(0)

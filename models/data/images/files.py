@@ -113,7 +113,7 @@ def _store_error(shown: str, text: str, error: Exception) -> Exception:
 def read(root: str | Path, names: Sequence[str]) -> list[bytes | Path | Exception]:
     """Return each file in a form for `PIL.Image.open`: a path, or the bytes behind a URL, fetched concurrently.
 
-    A missing file gives a FileNotFoundError in its place.
+    A missing file is returned as a FileNotFoundError.
 
     Raises:
         RuntimeError: if the store fails to return a file; the message has no secrets.

@@ -207,7 +207,7 @@ class ImageFolder(Images):
         classes: Sequence[str] | None = None,
         seed: int = 0,
     ) -> None:
-        """List the files; arguments and errors as of `Images`, and these.
+        """List the files; arguments and errors are those of `Images`, and these.
 
         Args:
             root: see `Images`.

@@ -66,7 +66,7 @@ def _checked_parts(parts: Sequence[Any]) -> list[int | Fraction]:
 
 
 def _bounds(samples: int, wanted: Sequence[int | Fraction], what: str) -> list[int]:
-    """Return the end index of each part but the last, for one label with so many samples."""
+    """Return the end index of each part but the last, for a label with this number of samples."""
     counts = [part if isinstance(part, int) else 1 for part in wanted]
     if samples <= sum(counts):
         raise ValueError(

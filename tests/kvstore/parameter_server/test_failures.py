@@ -139,7 +139,7 @@ def test_a_worker_that_leaves_is_named(how: str) -> None:
             stage.say(rank, "close")
         outcomes = stage.outcomes()
         ended_by_themselves(outcomes, but=4)
-        assert ("as the test wants it" if how == "raise" else "exit code 3") in str(outcomes[4].error)
+        assert ("as the test wants it" if how == "raise" else "exited with code 3") in str(outcomes[4].error)
 
 
 def test_calls_that_need_a_dead_server_fail() -> None:

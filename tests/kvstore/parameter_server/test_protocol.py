@@ -197,7 +197,7 @@ def test_truncated_and_invalid_messages_are_refused() -> None:
     for end in range(len(whole)):
         with pytest.raises(ProtocolError):
             protocol.unpack(whole[:end])
-    for junk, said in (
+    for invalid, said in (
         (whole + b"\0", "not msgpack"),
         (b"", "not msgpack"),
         (msgpack.packb({}), "not a list"),
@@ -215,7 +215,7 @@ def test_truncated_and_invalid_messages_are_refused() -> None:
         (b"\xc6\xff\xff\xff\xff", "not msgpack"),
     ):
         with pytest.raises(ProtocolError, match=said):
-            protocol.unpack(junk)
+            protocol.unpack(invalid)
     with pytest.raises(ProtocolError, match="received a header of 9 bytes; expected at most 8"):
         protocol.unpack(b"123456789", 8)
 
@@ -643,7 +643,7 @@ def test_a_server_survives_arbitrary_messages(pair: Pair, messages: list[tuple[M
     pair.serves()
 
 
-def test_pushes_that_nobody_waits_for_are_acknowledged_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pushes_without_a_waiter_are_acknowledged_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "_DEFER_SECONDS", math.inf)
     sent: list[tuple[bytes, Message]] = []
     listener = SimpleNamespace(send=lambda identity, frames: sent.append((identity, protocol.unpack(frames[0]))))

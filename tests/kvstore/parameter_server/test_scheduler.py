@@ -157,7 +157,7 @@ def test_a_worker_ahead_waits_and_a_late_one_is_an_error() -> None:
             impatient.all_gather(b"", "barrier()")
 
 
-def test_collectives_go_on_without_joined_workers_until_all_have_joined() -> None:
+def test_collectives_continue_without_joined_workers_until_all_have_joined() -> None:
     with Job(3) as job:
         zero, one, two = job.members()
         first = job.later(lambda: two.join(b"two"))
@@ -269,14 +269,14 @@ def test_a_reconnected_worker_loses_nothing() -> None:
         client.send(join)
         assert isinstance(client.receive()[0], Registered)
         assert client.request(Collective(1, b"one")) == CollectiveResult(1, [b"zero", b"one"])
-        resting = job.later(lambda: zero.join(b"zero"))
+        pending = job.later(lambda: zero.join(b"zero"))
         client.send(Join(1, b"one"))
-        rested = resting.result(LIMIT)
+        joined = pending.result(LIMIT)
         client.reconnect()
         client.send(join)
         assert isinstance(client.receive()[0], Registered)
-        assert client.request(Join(1, b"one")) == rested
-        assert client.request(Collective(rested.number - 1, b"")) != rested
+        assert client.request(Join(1, b"one")) == joined
+        assert client.request(Collective(joined.number - 1, b"")) != joined
         zero.close()
         client.reconnect()
         client.send(join)

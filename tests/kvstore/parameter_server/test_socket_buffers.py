@@ -23,7 +23,7 @@ from gangline.kvstore.parameter_server.transport.socket_buffers import limit_loo
         ("*", False),
     ],
 )
-def test_buffers_are_small_on_loopback_alone(host: str, expected: bool) -> None:
+def test_buffers_are_small_on_loopback_only(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context, context.socket(zmq.ROUTER) as socket:

@@ -85,7 +85,7 @@ def test_sending_to_a_closed_peer_is_an_error(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    "junk",
+    "invalid",
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b"glu1" + struct.pack("<I", 0),
@@ -94,11 +94,11 @@ def test_sending_to_a_closed_peer_is_an_error(pair: Pair) -> None:
     ],
     ids=["text", "no frames", "too many frames", "too large"],
 )
-def test_invalid_messages_are_refused_before_memory_is_allocated(junk: bytes) -> None:
+def test_invalid_messages_are_refused_before_memory_is_allocated(invalid: bytes) -> None:
     listener = UnixListener()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
         stranger.connect(f"\0{listener.name}")
-        stranger.sendall(junk)
+        stranger.sendall(invalid)
         far = listener.accept()
         assert far is not None
         with pytest.raises(ProtocolError):
