@@ -277,7 +277,7 @@ def test_patience_that_makes_no_sense_is_refused(arguments: Any, message: str) -
 
 def test_a_metric_that_validation_lacks_is_refused_before_training() -> None:
     with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
-        for data, message in ((arrays(), r"'mae', but validation computes \['accuracy'\]"), (None, "there is no eval_data")):
+        for data, message in ((arrays(), r"'mae', but .* computes \['accuracy'\]"), (None, "there is no eval_data")):
             with pytest.raises(ValueError, match=message):
                 module.fit(arrays(), data, num_epoch=1, batch_size=6, eval_end_callback=EarlyStopping(1, "mae"))
         assert module.step == 0
