@@ -52,7 +52,7 @@ def prepare(options):
 
 
 def options(collective: str = "all_reduce", ranks: int = 1, size: int = 4000, **more: Any) -> dict[str, Any]:
-    """What ranks are to prepare."""
+    """Return the options that ranks prepare."""
     places = IN_PLACE.get(collective, (False,))
     sweep = Sweep(collective, [size], dtype=more.get("dtype", "float32"), op=more.get("op", "sum"))
     return {**sweep.options(ranks, size, in_place=more.get("in_place", places[0])), **more}
