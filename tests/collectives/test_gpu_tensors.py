@@ -13,7 +13,6 @@ from gangline.collectives import Communicator, num_gpus, spawn
 from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.errors import MismatchError, StallError
 from gangline.collectives.work import Work
-from tests.collectives.cards import HostRank, OnCard, cards, on_card
 from tests.collectives.ranks import (
     MOVING,
     REDUCING,
@@ -24,6 +23,7 @@ from tests.collectives.ranks import (
     outcomes_in_threads,
     same,
 )
+from tests.collectives.simulated_gpus import HostRank, SimulatedGpuTensor, on_simulated_gpu, simulated_gpus
 
 COLLECTIVES = (*REDUCING, *MOVING)
 COUNT = 37
@@ -32,16 +32,16 @@ LARGE = 200_003
 
 @pytest.fixture
 def machine() -> Iterator[None]:
-    with cards():
+    with simulated_gpus():
         yield
 
 
 def located(values: Tensor, card: int | None) -> Tensor:
-    return values if card is None else on_card(values, card)
+    return values if card is None else on_simulated_gpu(values, card)
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    return tensor.host() if isinstance(tensor, OnCard) else tensor
+    return tensor.host() if isinstance(tensor, SimulatedGpuTensor) else tensor
 
 
 def check(
@@ -109,10 +109,10 @@ def test_ranks_without_nccl_use_host_memory(machine: None, run: Any) -> None:
 
 
 def in_a_process(comm: Communicator) -> None:
-    with cards():
+    with simulated_gpus():
         check_all(comm, comm.rank if comm.rank else None)
         check(comm, "all_reduce", comm.rank)
-    with cards(nccl="nothing to join processes by"):  # so that all ranks agree on the host path together
+    with simulated_gpus(nccl="nothing to join processes by"):  # so that all ranks agree on the host path together
         group = comm.split(0)
         assert group is not None
         check(group, "all_reduce", comm.rank)
@@ -142,7 +142,7 @@ def test_missing_requirements_are_logged_once(caplog: pytest.LogCaptureFixture) 
         check(comm, "all_reduce", comm.rank)
         check(comm, "all_gather", comm.rank)
 
-    with cards(nccl="a card index of rank and file"):
+    with simulated_gpus(nccl="a card index of rank and file"):
         in_threads(2, run)
         in_threads(2, run)
     said = [record.getMessage() for record in caplog.records]
@@ -155,8 +155,8 @@ def test_non_contiguous_tensors_and_outs(machine: None) -> None:
         for card in (0, comm.rank):  # through the host on the first communicator, by NCCL on the second
             group = comm.split(0)
             assert group is not None
-            inner = on_card(torch.arange(12, dtype=torch.float32).view(4, 3) + comm.rank, card)
-            turned, out = inner.t(), on_card(torch.zeros(3, 4), card)
+            inner = on_simulated_gpu(torch.arange(12, dtype=torch.float32).view(4, 3) + comm.rank, card)
+            turned, out = inner.t(), on_simulated_gpu(torch.zeros(3, 4), card)
             group.all_reduce(turned, out=out)
             same(out.host(), torch.arange(12, dtype=torch.float32).view(4, 3).t() * 2 + 1, "into out")
             same(turned.inner, torch.arange(12, dtype=torch.float32).view(4, 3).t() + comm.rank, "the tensor stays")
@@ -170,11 +170,11 @@ def test_non_contiguous_tensors_and_outs(machine: None) -> None:
 
 def test_tensors_of_a_call_must_be_on_one_device(machine: None) -> None:
     def run(comm: Communicator) -> None:
-        for out in (torch.zeros(3), on_card(torch.zeros(3), 1)):
+        for out in (torch.zeros(3), on_simulated_gpu(torch.zeros(3), 1)):
             with pytest.raises(
                 ValueError, match=r"out is on (cpu|cuda:1); expected cuda:0, as the call's other tensor"
             ):
-                comm.all_reduce(on_card(torch.ones(3), 0), out=out)
+                comm.all_reduce(on_simulated_gpu(torch.ones(3), 0), out=out)
         check(comm, "all_reduce", 0)
 
     in_threads(2, run)
@@ -204,7 +204,7 @@ def test_messages_between_gpus_and_the_host(machine: None, async_op: bool) -> No
                 tensor = located(values, card)
                 work = comm.send(tensor, 1, tag, async_op=async_op)
                 assert (work is None) != async_op
-                if isinstance(tensor, OnCard):
+                if isinstance(tensor, SimulatedGpuTensor):
                     tensor.mul_(0)  # after the sent messages
             else:
                 tensor = located(torch.zeros(LARGE), card)
@@ -256,7 +256,7 @@ def test_ranks_at_different_calls_get_an_error(machine: None, is_first: bool) ->
     def run(comm: Communicator) -> None:
         if not is_first:
             check(comm, "all_reduce", comm.rank)
-        comm.all_reduce(on_card(torch.ones(3 + comm.rank), comm.rank))
+        comm.all_reduce(on_simulated_gpu(torch.ones(3 + comm.rank), comm.rank))
 
     errors = outcomes_in_threads(2, run)
     assert [type(error) for error in errors] == [MismatchError] * 2
@@ -273,10 +273,10 @@ def test_a_rank_that_fails_ends_the_others_kernels(machine: None) -> None:
         check(comm, "all_reduce", comm.rank)
 
         def gather_twice() -> None:
-            out = comm.all_gather(on_card(torch.ones(3), comm.rank))
-            assert isinstance(out, OnCard)
+            out = comm.all_gather(on_simulated_gpu(torch.ones(3), comm.rank))
+            assert isinstance(out, SimulatedGpuTensor)
             out.host()
-            comm.all_gather(on_card(torch.ones(3), comm.rank))
+            comm.all_gather(on_simulated_gpu(torch.ones(3), comm.rank))
 
         with pytest.raises(RuntimeError) as raised:
             gather_twice()
@@ -295,7 +295,7 @@ def test_an_abort_ends_running_calls_on_a_gpu(machine: None) -> None:
 
         def reduce_on_and_on() -> None:
             while True:
-                tensor = on_card(torch.ones(3), comm.rank)
+                tensor = on_simulated_gpu(torch.ones(3), comm.rank)
                 comm.all_reduce(tensor)
                 tensor.host()
 

@@ -78,14 +78,14 @@ class Event:
             time.sleep(0.001)
 
 
-class OnCard(torch.Tensor):
+class SimulatedGpuTensor(torch.Tensor):
     """Tensor on a simulated GPU: only operations on a stream of the GPU may read and write it."""
 
     inner: Tensor
     card: torch.device
 
     @staticmethod
-    def __new__(cls, inner: Tensor, card: torch.device) -> OnCard:
+    def __new__(cls, inner: Tensor, card: torch.device) -> SimulatedGpuTensor:
         made = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
@@ -115,29 +115,33 @@ class OnCard(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        card = next(arg.card for arg in args if isinstance(arg, OnCard))
-        inner = [arg.inner if isinstance(arg, OnCard) else arg for arg in args]
+        card = next(arg.card for arg in args if isinstance(arg, SimulatedGpuTensor))
+        inner = [arg.inner if isinstance(arg, SimulatedGpuTensor) else arg for arg in args]
         stream = current_stream(card)
         if func in _AT_ONCE:
             made = func(*inner, **{name: value for name, value in kwargs.items() if name == "dtype"})
-            return [OnCard(one, card) for one in made] if isinstance(made, (list, tuple)) else OnCard(made, card)
+            return (
+                [SimulatedGpuTensor(one, card) for one in made]
+                if isinstance(made, (list, tuple))
+                else SimulatedGpuTensor(made, card)
+            )
         if func is aten.clone.default:
             memory_format = kwargs.get("memory_format", torch.preserve_format)
             made = torch.empty_like(inner[0], memory_format=memory_format)
             stream.put(lambda: made.copy_(inner[0]) is not None)
-            return OnCard(made, card)
+            return SimulatedGpuTensor(made, card)
         assert func in (aten.copy_.default, aten.div_.Tensor, aten.mul_.Tensor), func
         stream.put(lambda: func(*inner) is not None)
         waits = func is aten.copy_.default and not (len(args) > 2 and args[2])
-        if waits and not all(isinstance(arg, OnCard) for arg in args[:2]):
+        if waits and not all(isinstance(arg, SimulatedGpuTensor) for arg in args[:2]):
             stream.record_event().synchronize()
         return args[0]
 
 
-def on_card(values: Tensor, index: int = 0) -> OnCard:
+def on_simulated_gpu(values: Tensor, index: int = 0) -> SimulatedGpuTensor:
     """Return a tensor on a simulated GPU; a kernel on the current stream writes its values."""
     card = torch.device("cuda", index)
-    made = OnCard(torch.full_like(values, 77 if values.dtype != torch.bool else True), card)
+    made = SimulatedGpuTensor(torch.full_like(values, 77 if values.dtype != torch.bool else True), card)
     kept = values.clone()
     current_stream(card).put(lambda: made.inner.copy_(kept) is not None)
     return made
@@ -324,7 +328,7 @@ def _host_memory(count: int, dtype: torch.dtype) -> Tensor:
 
 
 @contextmanager
-def cards(*, nccl: str = "") -> Iterator[None]:
+def simulated_gpus(*, nccl: str = "") -> Iterator[None]:
     """Simulate a machine with GPUs.
 
     Args:
