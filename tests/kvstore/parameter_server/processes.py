@@ -15,7 +15,7 @@ from gangline.kvstore.parameter_server.scheduler import scheduler
 from gangline.kvstore.parameter_server.server import server
 
 
-class Place:
+class RoleProcess:
     """Rank, size and exchange of a process of the job."""
 
     def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **_: object) -> None:
@@ -27,7 +27,7 @@ class Place:
         pass
 
 
-def _play(place: Place, workers: int, servers: int, play: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _play(place: RoleProcess, workers: int, servers: int, play: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Run the role of a rank: 0 is the scheduler, then servers, then workers, which call ``play(*args)``."""
     torch.set_num_threads(1)
     own = scheduler.Scheduler(workers, servers) if place.rank == 0 else None
@@ -52,7 +52,7 @@ class DistJob:
     def __init__(self, play: Callable[..., Any], workers: int, servers: int, *args: Any) -> None:
         self._first = 1 + servers
         size = 1 + servers + workers
-        self._ranks = Ranks(_play, size, (workers, servers, play, args), opener=Place)
+        self._ranks = Ranks(_play, size, (workers, servers, play, args), opener=RoleProcess)
 
     def results(self) -> list[Any]:
         """Return the results of the workers; raise the exception of one that failed."""

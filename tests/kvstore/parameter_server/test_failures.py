@@ -233,7 +233,7 @@ def digits_of(value: float) -> list[int]:
     return digits
 
 
-class _Place(processes.Place):
+class _RoleProcess(processes.RoleProcess):
     """Process that announces a proxy that breaks connections if it becomes a server."""
 
     def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **more: object) -> None:
@@ -256,6 +256,6 @@ class _Place(processes.Place):
 def test_every_push_counts_once_when_connections_break(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GANGLINE_TRANSPORT", "tcp" if way == "sockets" else "auto")
     monkeypatch.setenv("BROKEN_STREAMS", "yes" if way == "streams" else "no")
-    with Ranks(processes._play, 1 + 2 + 3, (3, 2, push_digits, (name,)), opener=_Place) as ranks:
+    with Ranks(processes._play, 1 + 2 + 3, (3, 2, push_digits, (name,)), opener=_RoleProcess) as ranks:
         for told in ranks.results()[3:]:
             assert told == {"small": [[1] * 3 * ROUNDS], "cut": [[1] * 3 * ROUNDS]}
