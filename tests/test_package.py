@@ -111,6 +111,7 @@ def test_the_wheel_holds_the_package_alone(built: tuple[Path, Path]) -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_sdist_holds_docs_and_tests_and_builds_the_same_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
     wheel, sdist = built
     with tarfile.open(sdist) as archive:
@@ -130,6 +131,7 @@ def test_an_installed_gangline_runs_beside_a_users_own_folders(installed: Instal
     assert installed.run("script.py") == "['weight', 'bias'] device\n"
 
 
+@pytest.mark.slow
 def test_mypy_strict_accepts_a_users_script(installed: Installed) -> None:
     environment = {**installed.environment, "MYPYPATH": installed.environment["PYTHONPATH"]}
     words = ["-m", "mypy", "--strict", "--follow-imports=silent", "script.py"]

@@ -37,7 +37,7 @@ def stopped(number: signal.Signals, folder: Path, *words: str, before: Sequence[
     return process.returncode, out, "".join(seen) + err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_leaves_a_checkpoint_and_exit_code_75_without_scoring(number: signal.Signals, tmp_path: Path) -> None:
     code, out, err = stopped(number, tmp_path, "--model-prefix", "net", "--json", "result.json")
     assert (code, out) == (75, ""), err
@@ -53,6 +53,7 @@ def test_a_signal_without_a_prefix_is_reported_as_a_signal(tmp_path: Path) -> No
     assert "no checkpoint was written" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["allreduce", "dist_sync"])
 def test_a_launched_job_ends_with_75_if_all_workers_wrote_a_checkpoint(store: str, tmp_path: Path) -> None:
     servers = "0" if store == "allreduce" else "1"
