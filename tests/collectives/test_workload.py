@@ -212,7 +212,7 @@ def test_loads_without_one_above_zero_are_refused(loads: list[float]) -> None:
 
 @pytest.mark.parametrize("loads", ["31", b"31", {3: 1}, {3, 1}, np.array([3, 1])], ids=repr)
 def test_loads_that_are_no_sequence_are_refused(loads: Any) -> None:
-    with pytest.raises(TypeError, match=r"work_load_list is .*; expected one number a context"):
+    with pytest.raises(TypeError, match=r"work_load_list is .*; expected one number per context"):
         split_batch(8, loads)
 
 
