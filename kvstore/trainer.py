@@ -122,7 +122,7 @@ class Trainer:
         gradients, weight = self._mean(batch_size)
         try:
             self._push(gradients, weight)
-        except Exception:
+        except Exception:  # whatever failed, what was pushed is dropped, and the error is raised again
             if self.kvstore.num_workers == 1:  # drop_updates is collective
                 self.kvstore.drop_updates()
             raise

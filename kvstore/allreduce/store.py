@@ -148,7 +148,7 @@ class AllReduceStore(LocalStore):
                 self._workers.check_same("init()", shapes)
                 for _, (value,) in pairs:
                     check_dtype(value.dtype)
-            except Exception:
+            except Exception:  # undone for any error, then raised again
                 with self._layout_lock:
                     for key, _ in pairs:
                         del self._layout[key]
