@@ -38,8 +38,9 @@ class Stream:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.cuda_stream = len(_streams) + 1
-        _streams[self.cuda_stream] = self
+        with _lock:
+            self.cuda_stream = len(_streams) + 1
+            _streams[self.cuda_stream] = self
         self._operations: deque[Callable[[], bool]] = deque()
         self._put = self._done = 0
 
@@ -195,7 +196,8 @@ class HostRank:
         self.is_aborted = False
         self.is_destroyed = False
         self._device, self._rank, self._size = device, rank, size
-        self._table = self._shared[unique_id]
+        with _lock:  # the ranks are threads, and a defaultdict can give two of them different values
+            self._table = self._shared[unique_id]
         self._number = 0
         self._group: list[tuple[str, int, int, int, int]] | None = None
 
@@ -291,7 +293,8 @@ class HostRank:
         if self.fails_at.get(self._rank) == name:
             raise RuntimeError(f"NCCL has had enough of {name}")
         self._number += 1
-        there = self._table["call", self._number]
+        with _lock:
+            there = self._table["call", self._number]
         own: list[Tensor] = []
 
         def kernel() -> bool:

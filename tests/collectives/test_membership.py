@@ -309,8 +309,8 @@ def test_a_stranger_at_the_port_neither_joins_nor_ends_a_connection() -> None:
             stranger.linger = 0
             monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             stranger.connect(port)
+            stranger.send(msgpack.packb(["closed"]))  # before the handshake fails and takes the pipe away
             is_turned_away = monitor.poll(10_000)
-            stranger.send(msgpack.packb(["closed"]))
             stranger.disable_monitor()
             monitor.close()
         assert is_turned_away
