@@ -1,31 +1,62 @@
-"""`gangline bench`: the benches as subcommands. Each imports what it needs when it runs."""
+"""`gangline bench`: the benches as subcommands, imported when one of them runs or is listed."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
+from typer.core import TyperGroup
 
-from gangline.bench.algorithms.simulate import simulate
-from gangline.bench.algorithms.tune import tune
-from gangline.bench.balance import balance
-from gangline.bench.collectives import collective
-from gangline.bench.compression import compression
-from gangline.bench.device_group import device_group
-from gangline.bench.driver.hosts import hosts
-from gangline.bench.kvstore import kvstore
-from gangline.bench.parameter_server import ps
-from gangline.bench.report.compare import compare
-from gangline.bench.simplicity import simplicity
-from gangline.bench.startup import startup
-from gangline.bench.training import training
-from gangline.bench.transfer import transfer
-from gangline.bench.workload.collective_shapes import COLLECTIVES
 
-bench = typer.Typer(help="Measure gangline beside the programs that users would otherwise run.", no_args_is_help=True)
-for command in (kvstore, ps, training, transfer, balance, compression, device_group, tune, simulate):
-    bench.command()(command)  # typer spells names with dashes
-for name in COLLECTIVES:  # with an underscore, as in JSON and for peers
-    bench.command(name, short_help=f"Measure {name} over a range of sizes, beside gloo and MPI.")(collective)
-bench.command()(compare)
-bench.command()(startup)
-bench.command()(simplicity)
-bench.command(context_settings={"allow_interspersed_args": False})(hosts)  # options after COMMAND belong to it
+class _Benches(TyperGroup):
+    """Group whose commands are imported on first use, so that `gangline --help` answers without them."""
+
+    def _load(self) -> None:
+        if self.commands:
+            return
+        from gangline.bench.algorithms.simulate import simulate
+        from gangline.bench.algorithms.tune import tune
+        from gangline.bench.balance import balance
+        from gangline.bench.collectives import collective
+        from gangline.bench.compression import compression
+        from gangline.bench.device_group import device_group
+        from gangline.bench.driver.hosts import hosts
+        from gangline.bench.kvstore import kvstore
+        from gangline.bench.parameter_server import ps
+        from gangline.bench.report.compare import compare
+        from gangline.bench.simplicity import simplicity
+        from gangline.bench.startup import startup
+        from gangline.bench.training import training
+        from gangline.bench.transfer import transfer
+        from gangline.bench.workload.collective_shapes import COLLECTIVES
+
+        benches = typer.Typer()
+        for command in (kvstore, ps, training, transfer, balance, compression, device_group, tune, simulate):
+            benches.command()(command)  # typer spells names with dashes
+        for name in COLLECTIVES:  # with an underscore, as in JSON and for peers
+            benches.command(name, short_help=f"Measure {name} over a range of sizes, beside gloo and MPI.")(collective)
+        benches.command()(compare)
+        benches.command()(startup)
+        benches.command()(simplicity)
+        benches.command(context_settings={"allow_interspersed_args": False})(
+            hosts
+        )  # options after COMMAND belong to it
+        self.commands.update(typer.main.get_group(benches).commands)
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]  # typer has its own click
+        self._load()
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
+        self._load()
+        return super().get_command(ctx, cmd_name)
+
+
+bench = typer.Typer(
+    cls=_Benches, help="Measure gangline beside the programs that users would otherwise run.", no_args_is_help=True
+)
+
+
+@bench.callback()
+def _no_options() -> None:
+    """Make typer build a group although its commands are added later."""
