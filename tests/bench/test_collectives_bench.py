@@ -326,6 +326,7 @@ def test_candidates_are_all_algorithms_with_segments_where_these_matter() -> Non
     assert tune.candidates(TableKey("all_to_all", "tcp", 2, 1)) == [Choice("direct")]  # pairwise is the same
 
 
+@pytest.mark.slow
 def test_an_algorithm_with_a_wrong_sum_is_refused_however_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gangline.collectives.algorithms import REGISTRY, direct
 

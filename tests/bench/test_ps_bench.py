@@ -66,6 +66,7 @@ def test_compressed_pushes_stand_beside_plain_ones(capsys: pytest.CaptureFixture
     assert "ratio_to_float32" not in push
 
 
+@pytest.mark.slow
 def test_async_stores_are_summed_exactly_too() -> None:
     rows = measure(Case([40_000], workers=3, store="dist_async", pushpull=True, runs=1, run_seconds=0.01))
     assert [(row["mode"], row["workers"], row["error"]) for row in rows] == [("dist_async", 3, 0)] * 2
@@ -113,6 +114,7 @@ def job(workers: int, store: str = "dist_sync") -> RankGroup:
     return RankGroup(Candidate("parameter_server/gangline", workers, 1, env={"BENCH_STORE": store}, forked=True))
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_created_is_reported() -> None:
     with pytest.raises(GroupError, match="gangline did not start: ValueError: there is no store"):
         job(2, "nosuch")

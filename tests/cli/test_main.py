@@ -45,10 +45,10 @@ def test_help_and_the_front_door_import_no_torch() -> None:
     assert "--work-load-list" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["models", "kvstore", "collectives", "bench"])
-def test_a_package_of_the_users_beside_a_script_does_not_matter(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir()
-    (tmp_path / name / "__init__.py").write_text("raise RuntimeError('the user's own')")
+def test_a_users_own_packages_beside_a_script_do_not_matter(tmp_path: Path) -> None:
+    for name in ("models", "kvstore", "collectives", "bench"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('the user's own')")
     code = (
         "from gangline import Module, Trainer, cpu, create; import gangline.bench.report; print(create('local').type)"
     )

@@ -47,6 +47,7 @@ def test_a_signal_leaves_a_checkpoint_and_exit_code_75_without_scoring(number: s
     assert list(tmp_path.glob("net-*.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_signal_without_a_prefix_is_reported_as_a_signal(tmp_path: Path) -> None:
     code, out, err = stopped(signal.SIGTERM, tmp_path)
     assert (code, out) == (128 + signal.SIGTERM, ""), err

@@ -234,5 +234,6 @@ def test_a_plain_program_sees_the_lines_of_fit_on_stderr() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_program_with_logging_of_its_own_gets_no_second_handler() -> None:
     assert run("logging.basicConfig(level=logging.WARNING)") == ""

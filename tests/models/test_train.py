@@ -249,6 +249,7 @@ def _ctrl_c_is_heard() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_ctrl_c_is_heard")
 def test_ctrl_c_and_the_progress_bar_on_a_terminal() -> None:
     terminal, end = pty.openpty()

@@ -290,6 +290,7 @@ def muon_refuses_vectors(kv: KVStore) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_optimizers_of_whole_tensors() -> None:
     check("dist_sync", 2, 2, [adafactor])
     check("dist_sync", 2, 2, [muon, muon_refuses_vectors])

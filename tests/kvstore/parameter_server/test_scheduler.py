@@ -400,6 +400,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, said
 
 
+@pytest.mark.slow
 def test_one_script_in_all_roles_as_trackers_start_it(starts: Any) -> None:
     processes = [starts(role, "-c", SCRIPT) for role in ("scheduler", "server", "worker", "worker")]
     said = [ended(process) for process in processes]
