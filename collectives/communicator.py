@@ -417,8 +417,8 @@ class Communicator:
     def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate an uninitialised tensor in memory that all ranks of the host can read.
 
-        Collectives on such a tensor need no copy. The memory stays shared until `close`. Collective: all ranks must
-        call it with the same arguments.
+        Collectives on such a tensor need no copy. When no tensor of a rank refers to its memory any more, the memory is
+        released by the next call of `empty` or by `close`. Collective: all ranks must call it with the same arguments.
 
         Args:
             shape: shape of the tensor.
@@ -434,8 +434,13 @@ class Communicator:
         return self._host.empty(shape, dtype)
 
     def close(self) -> None:
-        """Finish pending operations, tell the other ranks that this one closes, and release resources. Idempotent."""
+        """Finish pending operations, tell the other ranks that this one closes, and release resources. Idempotent.
+
+        In a forked process it does nothing: the resources are the parent's.
+        """
         self._finalizer.detach()
+        if self._engine.is_inherited:
+            return
         self._messages.close()
         self._engine.settle()
         self._gpus.close()

@@ -57,6 +57,9 @@ MISMATCH_REPORT_SECONDS = 0.5
 CLOSE_GRACE_SECONDS = 1.0
 """Time in which data that a rank sent before it closed its communicator may still arrive."""
 
+NCCL_CALL_SECONDS = 5.0
+"""Time for a thread to leave NCCL before another one aborts the communicator in which it may wait for a dead rank."""
+
 SPAWN_CAUSE_SECONDS = 2.0
 """Time for `spawn` to learn how a rank ended after another rank reported losing it."""
 

@@ -27,8 +27,7 @@ from gangline.collectives.devices.nccl_communicator import NcclCommunicator
 from gangline.collectives.engine.engine import Engine
 from gangline.collectives.engine.executor import EqualChunks, run
 from gangline.collectives.engine.host_collectives import HostCollectives
-from gangline.collectives.errors import GanglineError
-from gangline.collectives.limits import limits
+from gangline.collectives.limits import NCCL_CALL_SECONDS, limits
 from gangline.collectives.liveness.membership import CLOSED
 from gangline.collectives.liveness.watchdog import Watchdog
 
@@ -62,6 +61,7 @@ class NcclSelection:
         self._device = torch.device("cpu")
         self._binding: Binding | None = None
         self._lock = threading.Lock()  # guards _binding, _running and _thread
+        self._calling = threading.Lock()  # held in calls of the binding, of which NCCL allows one at a time
         self._running: list[_Running] = []
         self._thread: threading.Thread | None = None
 
@@ -98,10 +98,12 @@ class NcclSelection:
             arguments: arguments of the method.
         """
         try:
-            getattr(nccl, name)(*arguments)
+            with self._calling:
+                self._engine.check_open()  # an abort in another thread has ended the binding
+                getattr(nccl, name)(*arguments)
+            self._watch_call(code)
         except BaseException as error:  # noqa: BLE001  raised again
             raise self._engine.failed(error, code) from None
-        self._watch_call(code)
 
     def _watch_call(self, code: int) -> None:
         """Watch a call that was enqueued on the current stream, in which NCCL would wait forever for a dead rank."""
@@ -113,12 +115,16 @@ class NcclSelection:
                 self._thread.start()
 
     def abort(self) -> None:
-        """Abort the calls that run on this rank's GPU; callable from any thread."""
+        """Abort the calls that run on this rank's GPU; callable from any thread, after `Engine.end`.
+
+        A thread that is inside NCCL has 5 s to leave it. If it waits there for a rank that is gone, only the abort ends
+        its call.
+        """
         with self._lock:
             binding, self._binding = self._binding, None
             self._running = []
         if binding is not None:
-            binding.abort()
+            self._end(binding.abort)
 
     def close(self) -> None:
         """Wait for running calls and release all resources."""
@@ -127,10 +133,16 @@ class NcclSelection:
             thread.join()
         with self._lock:
             binding, self._binding = self._binding, None
-        if binding is not None and self._engine.error is None:
-            binding.destroy()
-        elif binding is not None:  # ncclCommDestroy may wait for ranks that are gone
-            binding.abort()
+        if binding is not None:  # ncclCommDestroy may wait for ranks that are gone
+            self._end(binding.destroy if self._engine.error is None else binding.abort)
+
+    def _end(self, end: Callable[[], None]) -> None:
+        is_alone = self._calling.acquire(timeout=NCCL_CALL_SECONDS)
+        try:
+            end()
+        finally:
+            if is_alone:
+                self._calling.release()
 
     def _decide(self, code: int, device: torch.device) -> None:
         engine = self._engine
@@ -169,11 +181,12 @@ class NcclSelection:
         with engine.lock:
             resources.watchdog.begin(0, code)  # publish only the numbers below
             try:
-                return self._wait_for_proposals(number, code)
+                is_agreed = self._wait_for_proposals(number, code)
             except BaseException as error:  # noqa: BLE001  raised again
                 raise engine.failed(error, code) from None
-            finally:
+            if not is_agreed:  # else the next call of this number is an exchange, and ranks may be waiting in it
                 resources.membership.poll(number, code)
+            return is_agreed
 
     def _wait_for_proposals(self, number: int, code: int) -> bool:
         resources = self._engine.resources
@@ -242,7 +255,6 @@ class NcclSelection:
         watched: _Running | None = None
         while True:
             with self._lock:
-                self._running = [one for one in self._running if not one.event.query()]  # type: ignore[no-untyped-call]
                 if not self._running:
                     self._thread = None
                     return
@@ -251,11 +263,16 @@ class NcclSelection:
                 watched = oldest
                 watchdog.begin(0, oldest.code)
             try:
+                if oldest.event.query():  # type: ignore[no-untyped-call]
+                    with self._lock:
+                        self._running = self._running[1:]  # empty after an abort
+                    continue
                 self._engine.check_open()
                 watchdog.check(())
-            except GanglineError as error:
-                self._engine.end(error)
+            except BaseException as error:  # noqa: BLE001  of CUDA too: later calls of all ranks raise it
+                self._engine.failed(error, oldest.code)
                 self.abort()
+                continue
             time.sleep(_CHECK_SECONDS)
 
     def _new_watchdog(self) -> Watchdog:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,8 +76,11 @@ class Engine:
         self.lock = threading.Lock()
         """Held by the thread that runs a collective."""
         self.queue = WorkQueue()
+        self.is_inherited = False
+        """Whether this process was forked from the one that opened the communicator, whose sockets it must not use."""
         self._number_of_hosts = len(set(resources.hosts))
         self._sequence = 0
+        _engines.add(self)
 
     @property
     def next_number(self) -> int:
@@ -200,12 +205,24 @@ class Engine:
     def finalize(self) -> None:
         """Close a communicator that the user did not close; if a call is still running, close only its membership.
 
-        Pending messages are flushed, and the other ranks do not report this rank as killed.
+        Pending messages are flushed, and the other ranks do not report this rank as killed. A forked process leaves all
+        of it to its parent.
         """
+        if self.is_inherited:
+            return
         if self.queue.is_idle() and not self.lock.locked():
             self.close()
         else:
             self.resources.membership.close()
+
+    def leave_to_parent(self) -> None:
+        """Make every call of a forked process raise an error; locks and queue may be in use by the parent's threads."""
+        self.is_inherited = True
+        self.lock, self.queue = threading.Lock(), WorkQueue()
+        self.error = GanglineError(
+            f"this communicator belongs to process {os.getppid()}, from which this one was forked: open another one "
+            "in the child, or start the child with multiprocessing's 'spawn' or 'forkserver' method"
+        )
 
     def _disagreement(self, misplaced: MisplacedMessageError, code: int) -> GanglineError:
         """Return the error for a message of another call.
@@ -221,3 +238,14 @@ class Engine:
                 return error
             time.sleep(0.01)
         return mismatch({misplaced.source: misplaced.message_tag, self.resources.rank: (self._sequence, code)})
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for engine in list(_engines):
+        engine.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)

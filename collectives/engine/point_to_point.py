@@ -77,17 +77,19 @@ class PointToPoint:
         self._early: dict[int, deque[_EarlyMessage]] = {}
         self._error: GanglineError | None = None
         self._timed: Work | None = None  # the message whose wait the watchdog times
+        self._timed_code = 0
         self._thread: threading.Thread | None = None
 
     def send(self, flat: Tensor, to: int, tag: int) -> Work:
         """Start to send a contiguous 1-d tensor."""
         code = encode_signature("send", flat.numel(), flat.dtype, None, None)
+        self._engine.check_open()
         with self._lock:
             self._check_open()
             self._time_oldest()
             if self._timed is None:  # the transport may find out in `send` that the other rank is gone
                 self._watchdog.begin(0, code)
-            with self._end_on_error():
+            with self._end_on_error(code):
                 request = self._transport.send(to, flat.view(torch.uint8), MessageTag(tag, code))
             if request.is_done():
                 return Work.finished("send")
@@ -97,6 +99,7 @@ class PointToPoint:
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
         """Start to receive into a tensor."""
+        self._engine.check_open()
         code = encode_signature("send", tensor.numel(), tensor.dtype, None, None)
         section = self._side_streams.behind_caller([tensor]) if tensor.is_cuda else None
         work = Work("recv", result=tensor) if section is None else Work("recv", section.join, tensor)
@@ -115,7 +118,12 @@ class PointToPoint:
         if async_op:
             self._progress_in_background()
             return work
-        self._progress_until(work)
+        try:
+            self._progress_until(work)
+        except BaseException as error:  # an interrupted call must not take a later message
+            with self._lock:
+                self._fail(error, self._timed_code)
+            raise
         work.wait()
         return None
 
@@ -169,19 +177,27 @@ class PointToPoint:
             peers = [one.source for one in self._receives] + [one.to for one in self._sends]
             if not peers:
                 return
-            with suppress(GanglineError), self._end_on_error():
+            with suppress(Exception), self._end_on_error(self._timed_code):  # the pending works raise it
                 self._engine.check_open()
                 self._watchdog.check(peers)
 
     @contextmanager
-    def _end_on_error(self) -> Iterator[None]:
-        """End the whole communicator if the section raises a GanglineError."""
+    def _end_on_error(self, code: int) -> Iterator[None]:
+        """End the communicator on all ranks if the section, which handles the message of a call, raises any error."""
         try:
             yield
-        except GanglineError as error:
-            self._engine.end(error)
-            self._end(error)
+        except BaseException as error:  # of the system or of torch too: a message may be half read
+            self._fail(error, code)
             raise
+
+    def _fail(self, error: BaseException, code: int) -> None:
+        """End the communicator on all ranks; pending and later calls raise an error that names ``error``."""
+        if self._error is None:
+            self._engine.failed(error, code)
+            assert self._engine.error is not None
+            reason = type(self._engine.error)(*self._engine.error.args)
+            reason.__cause__ = None if isinstance(error, GanglineError) else error
+            self._end(reason)
 
     def _end(self, error: GanglineError) -> None:
         self._error = error
@@ -192,9 +208,9 @@ class PointToPoint:
     def _progress(self) -> bool:
         """Advance all messages; return whether one ended, with or without an error."""
         try:
-            with self._end_on_error():
+            with self._end_on_error(self._timed_code):
                 return self._advance()
-        except GanglineError:
+        except Exception:  # noqa: BLE001  the pending works raise it
             return True
 
     def _advance(self) -> bool:
@@ -218,11 +234,15 @@ class PointToPoint:
         pending = [(one.work, one.recv_code) for one in self._receives]
         pending += [(one.work, one.code) for one in self._sends]
         self._timed = None
-        for self._timed, code in pending[:1]:
-            self._watchdog.begin(0, code)
+        for self._timed, self._timed_code in pending[:1]:
+            self._watchdog.begin(0, self._timed_code)
 
     def _try_receive(self, receive: _PendingReceive) -> bool:
         """End a receive if its message has arrived, and return whether it had; keep other messages of its source."""
+        with self._end_on_error(receive.recv_code):
+            return self._take_message(receive)
+
+    def _take_message(self, receive: _PendingReceive) -> bool:
         early = self._early.setdefault(receive.source, deque())
         for message in early:
             if message.message_tag.sequence == receive.message_tag.sequence:

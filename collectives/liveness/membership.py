@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -158,7 +159,8 @@ class ProcessMembership(Membership):
 
     def _send_to_all(self, packed: bytes) -> None:
         for connection in self._peers.sockets.values() if not self._closed else ():
-            connection.send(packed)
+            with suppress(zmq.ZMQError):  # the other peers must still be told
+                connection.send(packed)
 
     def _announce(self, call: tuple[int, int]) -> None:
         packed = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from functools import cache
 from pathlib import Path
 
 
@@ -17,7 +18,9 @@ def this_process() -> list[str | int]:
 
 
 def state_of(process: list[str | int]) -> str:
-    """Return the kernel's letter for a process's state ("T": stopped), "" if it is dead, "?" if on another host.
+    """Return the kernel's letter for a process's state ("T": stopped), "" if it is dead, "?" if it cannot be observed.
+
+    It cannot be observed on another host, or if this process has no file descriptor left.
 
     Args:
         process: a process's `this_process`.
@@ -27,11 +30,14 @@ def state_of(process: list[str | int]) -> str:
         return "?"
     try:
         state, started = _state_and_start(int(pid))
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return ""
+    except OSError:
+        return "?"
     return state if started == start and state not in "ZX" else ""
 
 
+@cache
 def _host() -> str:
     return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor
 
 from gangline.collectives import Communicator, num_gpus, spawn
+from gangline.collectives.devices import nccl_selection
 from gangline.collectives.devices.backends import nccl_bindings
-from gangline.collectives.errors import MismatchError, StallError
+from gangline.collectives.engine.host_collectives import HostCollectives
+from gangline.collectives.errors import GanglineError, MismatchError, StallError
+from gangline.collectives.liveness.watchdog import Watchdog
 from gangline.collectives.work import Work
 from tests.collectives.ranks import (
     MOVING,
@@ -23,7 +27,7 @@ from tests.collectives.ranks import (
     outcomes_in_threads,
     same,
 )
-from tests.collectives.simulated_gpus import HostRank, SimulatedGpuTensor, on_simulated_gpu, simulated_gpus
+from tests.collectives.simulated_gpus import Event, HostRank, SimulatedGpuTensor, on_simulated_gpu, simulated_gpus
 
 COLLECTIVES = (*REDUCING, *MOVING)
 COUNT = 37
@@ -303,6 +307,132 @@ def test_an_abort_ends_running_calls_on_a_gpu(machine: None) -> None:
             reduce_on_and_on()
 
     in_threads(2, run)
+
+
+def test_a_rank_held_up_after_the_agreement_is_not_taken_to_be_in_another_call(
+    machine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 has agreed on NCCL and is held; rank 0 waits for it in the exchange that follows."""
+    exchange, check_wait = HostCollectives.exchange, Watchdog.check
+    held, may_go_on = threading.Event(), threading.Event()
+    checks: list[None] = []
+
+    def exchange_later(host: HostCollectives, blob: bytes) -> list[bytes]:
+        if host._rank == 1 and not held.is_set():
+            held.set()
+            assert may_go_on.wait(30)
+        return exchange(host, blob)
+
+    def noted(watchdog: Watchdog, missing: Iterable[int]) -> None:
+        failed = True
+        try:
+            check_wait(watchdog, missing)
+            failed = False
+        finally:
+            if held.is_set() and watchdog._membership.rank == 0:
+                checks.append(None)
+                if failed or len(checks) == 5:
+                    may_go_on.set()
+
+    monkeypatch.setattr(HostCollectives, "exchange", exchange_later)
+    monkeypatch.setattr(Watchdog, "check", noted)
+    in_threads(2, lambda comm: check(comm, "all_reduce", comm.rank))
+    assert HostRank.calls
+
+
+def _reduce_until(comm: Communicator, error: type[Exception]) -> str:
+    def reduce_on_and_on() -> None:
+        while True:
+            tensor = on_simulated_gpu(torch.ones(3), comm.rank)
+            comm.all_reduce(tensor)
+            tensor.host()
+
+    with pytest.raises(error) as raised:
+        reduce_on_and_on()
+    return str(raised.value)
+
+
+def test_an_error_of_a_gpu_that_the_watching_thread_finds_ends_all_ranks(
+    machine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query = Event.query
+
+    def fail(event: Event) -> bool:
+        if threading.current_thread().name == "gangline-nccl" and event._stream.device.index == 1:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return query(event)
+
+    monkeypatch.setattr(Event, "query", fail)
+    texts = in_threads(2, lambda comm: _reduce_until(comm, GanglineError))
+    text = (
+        "rank 1 left all_reduce(3 x float32, sum) by RuntimeError: CUDA error: an illegal memory access was encountered"
+    )
+    assert texts == [text] * 2
+
+
+@pytest.mark.parametrize("call_ends", [True, False])
+def test_an_abort_waits_for_the_thread_inside_nccl(
+    machine: None, monkeypatch: pytest.MonkeyPatch, call_ends: bool
+) -> None:
+    """NCCL forbids an abort beside a call of the same communicator, but a call that never ends must be aborted."""
+    monkeypatch.setattr(nccl_selection, "NCCL_CALL_SECONDS", 30 if call_ends else 0.05)
+    gather, abort = HostRank.all_gather, HostRank.abort
+    inside, is_wanted, may_leave = threading.Event(), threading.Event(), threading.Event()
+    order: list[str] = []
+
+    class Noted:
+        """Lock that reports when a thread waits for it with a limit."""
+
+        def __init__(self) -> None:
+            self._lock = threading.Lock()
+            self.release = self._lock.release
+
+        def acquire(self, timeout: float) -> bool:
+            is_wanted.set()
+            return self._lock.acquire(timeout=timeout)
+
+        def __enter__(self) -> None:
+            self._lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self._lock.release()
+
+    def gather_and_stay(binding: HostRank, *arguments: int) -> None:
+        if binding._rank == 0:
+            inside.set()
+            assert may_leave.wait(30)
+            order.append("left")
+        gather(binding, *arguments)
+
+    def noted_abort(binding: HostRank) -> None:
+        if binding._rank == 0:
+            order.append("aborted")
+            is_wanted.set()
+            if not call_ends:
+                may_leave.set()
+        abort(binding)
+
+    monkeypatch.setattr(HostRank, "all_gather", gather_and_stay)
+    monkeypatch.setattr(HostRank, "abort", noted_abort)
+
+    def run(comm: Communicator) -> None:
+        comm._gpus._calling = Noted()  # type: ignore[assignment]
+        check(comm, "all_reduce", comm.rank)
+        if comm.rank == 0:
+            aborting = threading.Thread(target=lambda: inside.wait(30) and comm.abort(StallError("that was enough")))
+            aborting.start()
+            releasing = threading.Thread(target=lambda: is_wanted.wait(30) and call_ends and may_leave.set())
+            releasing.start()
+        tensor = on_simulated_gpu(torch.ones(3), comm.rank)
+        with pytest.raises(StallError, match="that was enough"):
+            comm.all_gather(tensor)
+            _reduce_until(comm, AssertionError)
+        if comm.rank == 0:
+            aborting.join(30)
+            releasing.join(30)
+
+    in_threads(2, run)
+    assert order == (["left", "aborted"] if call_ends else ["aborted", "left"])
 
 
 # -- on GPUs --------------------------------------------------------------------------------------------------------

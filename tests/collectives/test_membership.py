@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ from gangline.collectives.liveness.membership import CLOSED, LOST, ProcessMember
 from gangline.collectives.liveness.watchdog import Watchdog, mismatch
 from gangline.collectives.processes import process_pool
 from gangline.collectives.transports.addresses import check_address
-from gangline.collectives.transports.zmq.peer_sockets import PeerSockets
+from gangline.collectives.transports.zmq.peer_sockets import PeerSocket, PeerSockets
 from tests.collectives.processes import Processes, Rank
 
 pytestmark = pytest.mark.timeout(60)
@@ -379,6 +380,55 @@ def test_sixteen_ranks_open_few_descriptors_and_close_them(address: str) -> None
         for rank in range(16):
             ranks.say(rank, "close")
         assert ranks.all_heard() == [0] * 16
+
+
+def _poll_without_descriptors(rank: Rank) -> None:
+    membership = open_membership(rank, "ipc")
+    with full_descriptor_table():
+        membership._next_state_check = 0.0
+        try:
+            membership.poll(1, SUM)
+            found: Any = membership.gone
+        except OSError as error:
+            found = str(error)
+    rank.tell(found)
+    rank.hear()
+
+
+@contextmanager
+def full_descriptor_table() -> Iterator[None]:
+    """Use up this process's file descriptors inside the section."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.dup(0)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 10, hard))
+    with suppress(OSError):
+        while True:
+            taken.append(os.dup(0))
+    try:
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_full_descriptor_table_kills_nobody() -> None:
+    assert in_processes(_poll_without_descriptors, 2) == [{}, {}]
+
+
+def test_an_error_is_sent_to_the_peers_whose_sockets_work() -> None:
+    def check(membership: ProcessMembership, other: PeerSockets) -> None:
+        with zmq.Context() as context:
+            broken = PeerSocket(context, bytes(32), binds=False)
+            broken.close(0)
+        sockets = membership._peers.sockets
+        membership._peers.sockets = {0: broken, **sockets}
+        membership.fail(StallError("too late"))
+        membership._peers.sockets = sockets
+        assert other.sockets[0].socket.poll(10_000)
+        assert other.sockets[0].receive() == msgpack.packb(["failed", "StallError", "too late"])
+
+    pair_of(check)
 
 
 def test_a_failed_exchange_leaves_no_resources(tmp_path: Path) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import threading
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from gangline.collectives.communicator import Communicator
+from gangline.collectives.engine import point_to_point
 from gangline.collectives.errors import GanglineError, MismatchError
 from gangline.collectives.processes.spawning import spawn
 from gangline.collectives.transports.base import ReceiveRequest
 from gangline.collectives.transports.in_process import InProcessTransport
+from gangline.collectives.transports.shm import transport as shm_transport
 from gangline.collectives.work import Work
 from tests.collectives.ranks import check, in_threads, same, values
 
@@ -216,3 +222,83 @@ def test_pending_receives_fail_at_close() -> None:
             work.wait()
 
     in_threads(2, run)
+
+
+# Errors that are not gangline's
+
+
+def _text_of(call: Callable[[], object]) -> str:
+    with pytest.raises(GanglineError) as raised:
+        call()
+    return str(raised.value)
+
+
+def _send_from_memory_that_goes_away(comm: Communicator, async_op: bool) -> list[str]:
+    """Rank 0 sends from memory that no process may read when rank 1 receives it."""
+    if comm.rank == 0:
+        memory = mmap.mmap(-1, 1 << 20)
+        tensor = torch.frombuffer(memory, dtype=torch.float32)
+        work = _work(comm.send(tensor, 1, async_op=True))
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.mprotect(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(len(memory)), 0) == 0
+        comm.barrier()
+        return [_text_of(partial(work.wait, 30)), _text_of(comm.barrier)]
+    shm_transport.PEER_LOST_SECONDS = 0.1  # type: ignore[attr-defined]  # nobody will report a reason
+    comm.barrier()
+    target = torch.empty(1 << 18)
+    work, other = comm._messages.receive(target, 0, 0), comm._messages.receive(torch.empty(3), 0, 7)
+    if async_op:
+        comm._messages.finish(work, async_op=True)
+        texts = [_text_of(partial(work.wait, 30))]
+    else:
+        texts = [_text_of(lambda: comm._messages.finish(work, async_op=False))]
+    texts.append(_text_of(partial(other.wait, 30)))
+    texts += [_text_of(partial(comm.recv, target, 0)), _text_of(partial(comm.send, target, 0)), _text_of(comm.barrier)]
+    return texts
+
+
+@pytest.mark.parametrize("async_op", [True, False])
+def test_memory_that_cannot_be_read_fails_all_messages_of_both_ranks(async_op: bool) -> None:
+    texts = spawn(_send_from_memory_that_goes_away, 2, async_op, transport="shared_memory", timeout=60)
+    (text,) = {text for of_rank in texts for text in of_rank}
+    assert text.startswith("rank 1 left recv(262144 x float32) by OSError: [Errno 14] reading 1048576 bytes of process")
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory is left"), ValueError("3 is not the code of a call")])
+def test_any_error_of_the_background_thread_fails_what_is_pending(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(request: ReceiveRequest) -> None:
+        raise error
+
+    monkeypatch.setattr(point_to_point, "_read_early", fail)
+
+    def run(comm: Communicator) -> list[str]:
+        if comm.rank == 0:
+            work = _work(comm.send(torch.ones(3), 1, 1, async_op=True))
+            return [_text_of(partial(work.wait, 30))]
+        works = [comm._messages.receive(torch.empty(3), 0, tag) for tag in (0, 2)]
+        comm._messages.finish(works[0], async_op=True)
+        return [*(_text_of(partial(work.wait, 30)) for work in works), _text_of(comm.barrier)]
+
+    (text,) = {text for of_rank in in_threads(2, run) for text in of_rank}
+    assert text == f"rank 1 left recv(3 x float32) by {type(error).__name__}: {error}"
+
+
+def test_an_interrupted_receive_takes_no_later_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(comm: Communicator) -> str:
+        got = torch.zeros(3)
+        if comm.rank == 1:
+            with monkeypatch.context() as patch:
+
+                def interrupt(messages: point_to_point.PointToPoint, idle_polls: int) -> None:
+                    raise KeyboardInterrupt
+
+                patch.setattr(point_to_point.PointToPoint, "_pause", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    comm.recv(got, 0)
+        text = _text_of(comm.barrier)
+        assert not got.any()
+        return text
+
+    assert set(in_threads(2, run)) == {"rank 1 left recv(3 x float32) by KeyboardInterrupt"}

@@ -459,6 +459,27 @@ def test_registered_memory_holds_no_descriptors() -> None:
     spawn(_many_registered, 3, transport="shared_memory", timeout=60)
 
 
+def _register_at_each_step(comm: Communicator) -> None:
+    first = comm.empty(COUNT)
+    kept = first.fill_(7 + comm.rank).view(-1)[-3:]
+    del first
+    held = set()
+    for step in range(12):
+        tensor = comm.empty(COUNT).fill_(step + comm.rank)
+        comm.all_reduce(tensor)
+        assert tensor.eq(comm.size * step + comm.size * (comm.size - 1) / 2).all()
+        if step > 1:
+            maps = Path("/proc/self/maps").read_text().splitlines()
+            held.add((len(_descriptors()), sum("/memfd:gangline" in line for line in maps)))
+    assert len(held) == 1, held
+    comm.all_reduce(kept)
+    assert kept.eq(comm.size * 7 + comm.size * (comm.size - 1) / 2).all()
+
+
+def test_registered_memory_is_released_when_its_tensors_are_gone() -> None:
+    spawn(_register_at_each_step, 3, transport="shared_memory", timeout=60)
+
+
 # Received entries
 
 
@@ -497,7 +518,18 @@ def test_registered_memory_is_found_by_address() -> None:
         assert registered.find(piece[10:20]) == (number, 10)
         assert registered.find(piece[999:]) == (number, 999)
     assert registered.find(torch.empty(10, dtype=torch.uint8)) is None
-    assert registered.view(2, 0, 990, 10).data_ptr() == pieces[2].data_ptr() + 990
+    assert registered.view(2, 1, 990, 10).data_ptr() == found[1].address + 990
     for number, offset in ((3, 0), (-1, 0), (1, 991), (1, -5)):
         with pytest.raises(ProtocolError, match="there are none"):
-            registered.view(number, 0, offset, 10)
+            registered.view(number, 1, offset, 10)
+    view = pieces.pop(1)[7:9]
+    assert registered.take_released() == []
+    assert registered.find(view) == (1, 7)
+    address = view.data_ptr()
+    del view
+    assert registered.take_released() == [1]
+    assert [registered.find(piece) for piece in pieces] == [(0, 0), (2, 0)]
+    assert address not in registered._begins
+    registered.forget(1, [1, 1])
+    with pytest.raises(ProtocolError, match="there are none"):
+        registered.view(1, 1, 0, 10)

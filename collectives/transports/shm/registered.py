@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -11,21 +13,43 @@ from gangline.collectives.transports.shm.segments import Segment
 
 
 class RegisteredMemory:
-    """Registrations made by `SharedMemoryTransport.empty`: one segment per rank each, numbered alike on all ranks."""
+    """Registrations made by `SharedMemoryTransport.empty`: one segment per rank each, numbered alike on all ranks.
+
+    A rank's segment is released once no tensor of that rank refers to it and all other ranks have been told (`forget`).
+    """
 
     def __init__(self) -> None:
         self._begins: list[int] = []
         self._ranges: list[tuple[int, int, int]] = []  # begin, end, number; in the order of _begins
-        self._segments: list[list[Segment]] = []
+        self._own: dict[int, Segment] = {}  # this rank's, until `take_released` returns its number
+        self._others: dict[tuple[int, int], Segment] = {}  # by number and rank
+        self._count = 0
+        self._dead: deque[int] = deque()  # numbers without a tensor; a finalizer appends, in any thread
 
     def add(self, segments: list[Segment], rank: int, nbytes: int) -> Tensor:
         """Register one segment per rank; return this rank's own as a uint8 tensor of ``nbytes``."""
-        own = segments[rank]
+        number = self._count
+        self._count += 1
+        own = self._own[number] = segments[rank]
+        self._others.update({(number, other): one for other, one in enumerate(segments) if other != rank})
         index = bisect_right(self._begins, own.address)
         self._begins.insert(index, own.address)
-        self._ranges.insert(index, (own.address, own.address + nbytes, len(self._segments)))
-        self._segments.append(segments)
-        return own.tensor(0, nbytes)
+        self._ranges.insert(index, (own.address, own.address + nbytes, number))
+        return own.exported(nbytes, self._dead, number)
+
+    def take_released(self) -> list[int]:
+        """Return the numbers whose tensors on this rank are gone since the last call, and drop their memory."""
+        released = [self._dead.popleft() for _ in range(len(self._dead))]
+        for number in released:
+            del self._own[number]
+        self._ranges = [one for one in self._ranges if one[2] in self._own]
+        self._begins = [begin for begin, _, _ in self._ranges]
+        return released
+
+    def forget(self, rank: int, numbers: Iterable[int]) -> None:
+        """Unmap memory that another rank has released."""
+        for number in numbers:
+            self._others.pop((number, rank), None)
 
     def find(self, data: Tensor) -> tuple[int, int] | None:
         """Return (registration number, byte offset) of a tensor's memory; None if it is not registered."""
@@ -37,14 +61,15 @@ class RegisteredMemory:
         return (number, address - begin) if address + data.numel() <= end else None
 
     def view(self, number: int, rank: int, offset: int, nbytes: int) -> Tensor:
-        """Return bytes of a rank's registered memory as a uint8 tensor.
+        """Return bytes of another rank's registered memory as a uint8 tensor.
 
         Raises:
             ProtocolError: if there are no such bytes.
         """
-        if not 0 <= number < len(self._segments) or not 0 <= offset <= self._segments[number][rank].nbytes - nbytes:
+        segment = self._others.get((number, rank))
+        if segment is None or not 0 <= offset <= segment.nbytes - nbytes:
             raise ProtocolError(
                 f"rank {rank} refers to bytes {offset} to {offset + nbytes} of registered memory {number}: there are "
                 "none"
             )
-        return self._segments[number][rank].tensor(offset, nbytes)
+        return segment.tensor(offset, nbytes)

@@ -12,6 +12,8 @@ import mmap
 import os
 import secrets
 import struct
+import weakref
+from collections import deque
 
 import torch
 from torch import Tensor
@@ -63,6 +65,13 @@ class Segment:
     def region(self, offset: int, nbytes: int) -> Segment:
         """Return a part of the segment, which keeps the whole mapping alive."""
         return Segment(self._mapping, nbytes, self._offset + offset)
+
+    def exported(self, nbytes: int, dead: deque[int], number: int) -> Tensor:
+        """Return the first bytes as a uint8 tensor; ``number`` is appended to ``dead`` once nothing refers to them."""
+        memory = (ctypes.c_uint8 * nbytes).from_address(self.address)
+        memory.mapping = self._mapping  # type: ignore[attr-defined]
+        weakref.finalize(memory, dead.append, number).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
 
     def words(self, offset: int, count: int) -> memoryview:
         """Return ``count`` 64-bit integers from byte ``offset``; a load or store of one is a single instruction."""

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+import msgpack
 import torch
 from torch import Tensor
 
@@ -132,12 +133,20 @@ class SharedMemoryTransport(Transport):
     def empty(self, nbytes: int, exchange: BootstrapAllGather) -> Tensor:
         """Return an uninitialised uint8 tensor in memory that all ranks have mapped.
 
-        Collective: all ranks must call it.
+        The ranks unmap the memory of earlier tensors that are gone. Collective: all ranks must call it.
 
         Raises:
             OSError: if the ranks cannot share that much memory.
         """
-        segments = share(self.rank, max(nbytes, 1), exchange)
+        released = self._registered.take_released()
+
+        def exchange_released(blob: bytes) -> list[bytes]:
+            gathered = [msgpack.unpackb(packed) for packed in exchange(msgpack.packb([blob, released]))]
+            for rank, (_, numbers) in enumerate(gathered):
+                self._registered.forget(rank, numbers)
+            return [blob for blob, _ in gathered]
+
+        segments = share(self.rank, max(nbytes, 1), exchange_released)
         return self._registered.add(segments, self.rank, nbytes)
 
     def close(self) -> None:  # noqa: D102
