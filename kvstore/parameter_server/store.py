@@ -39,6 +39,7 @@ from gangline.kvstore.parameter_server.sharding import (
     Sharding,
     ShardPlacement,
     agree_on_keys,
+    grouped_by_server,
     pack_layouts,
 )
 from gangline.kvstore.parameter_server.torchrun import ChildServers, start_child_servers
@@ -177,19 +178,12 @@ class DistStore(KVStore):
 
     def _define(self, pairs: Sequence[tuple[Key, Sequence[Tensor]]]) -> None:
         """Send the values of these keys to the servers."""
-        requests: list[Request] = []
-        for server in self._collective_calls.servers:
-            group: list[tuple[ShardPlacement, Tensor]] = []
-            for key, (value,) in pairs:
-                flat = value.detach().cpu().contiguous().view(-1)
-                for shard in self._shards[key]:
-                    if shard.server == server:
-                        group.append((shard, flat[shard.begin : shard.begin + shard.numel]))
-                        if sum(one.nbytes for one, _ in group) >= _DEFINE_BYTES:
-                            requests.append(_definition(server, group))
-                            group = []
-            if group:
-                requests.append(_definition(server, group))
+        parts = []
+        for key, (value,) in pairs:
+            flat = value.detach().cpu().contiguous().view(-1)
+            for shard in self._shards[key]:
+                parts.append(((shard, flat[shard.begin : shard.begin + shard.numel]), shard, shard.nbytes))
+        requests = [_definition(server, group) for server, group in grouped_by_server(parts, _DEFINE_BYTES)]
         self._collective_calls.request_all(requests, "init()")
 
     # Push and pull

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from gangline import kvstore
 from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from tests.kvstore.parameter_server.in_process import Job
 
@@ -45,20 +44,13 @@ def bytes_by_thread(
 ) -> list[int]:
     """Initialise keys on real servers and return the bytes of shards that each of their threads updates."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(threads)))
-    with Job(1, servers) as job:
-        port = job.address.rpartition(":")[2]
-        for name, value in (("URI", "127.0.0.1"), ("PORT", port)):
-            monkeypatch.setenv(f"DMLC_PS_ROOT_{name}", value)
-        monkeypatch.setenv("DMLC_NUM_WORKER", "1")
-        monkeypatch.setenv("DMLC_NUM_SERVER", str(servers))
-        with kvstore.create("dist_sync") as kv:
-            kv.init(list(shapes), [torch.zeros(shape) for shape in shapes.values()])
-            of_servers = [job.server() for _ in range(servers)]
-            used: Counter[tuple[int, int]] = Counter()
-            for index, server in enumerate(of_servers):
-                for shard in server._rounds.shards.values():
-                    used[index, shard.thread] += shard.flat.nbytes
-        return [used[index, thread] for index in range(servers) for thread in range(threads)]
+    with Job(1, servers) as job, job.stores()[0] as kv:
+        kv.init(list(shapes), [torch.zeros(shape) for shape in shapes.values()])
+        used: Counter[tuple[int, int]] = Counter()
+        for index in range(servers):
+            for shard in job.server()._rounds.shards.values():
+                used[index, shard.thread] += shard.flat.nbytes
+    return [used[index, thread] for index in range(servers) for thread in range(threads)]
 
 
 @pytest.mark.parametrize(("servers", "threads"), [(1, 2), (2, 2), (4, 4)])
