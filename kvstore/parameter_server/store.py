@@ -283,6 +283,7 @@ class DistStore(KVStore):
             return work
         self._queue.run(run, Work(name), keys, priority)
         self._servers.wait(work.is_completed)
+        self._servers.watch_connections()
         work.wait()
         return work
 

@@ -51,6 +51,9 @@ _MAX_QUEUED = 256 << 20
 """Bytes of unsent requests beyond which `wait_for_room` blocks."""
 
 _TICK_MS = 100
+_WATCH_SECONDS = 0.5
+"""Time between two looks at connections while the caller computes and servers may not have received all pushes."""
+
 _CLOSE_SECONDS = 10.0
 
 
@@ -180,7 +183,9 @@ class ServerClient:
         self._driving = threading.Lock()  # held by the thread that drives the sockets
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
-        self._idle = threading.Condition()
+        self._idle = threading.Condition()  # protects the next two
+        self._drives = False  # whether the thread drives the sockets all the time
+        self._sleeps = True  # whether the thread looks after nothing
         self._thread: threading.Thread | None = None
         self._checked_at = 0.0
         self._warned = False
@@ -231,8 +236,18 @@ class ServerClient:
             self.wait(lambda: self._queued <= _MAX_QUEUED)
 
     def drive_in_background(self) -> None:
-        """Start or resume the thread that handles answers while no other thread waits."""
+        """Handle answers in a thread while no other thread waits, until all requests are answered."""
+        self._wake_thread(drives=True)
+
+    def watch_connections(self) -> None:
+        """Let a thread look twice a second, until servers have received all pushes, whether a connection is lost."""
+        if self._sleeps and any(connection.undelivered for connection in self._connections):
+            self._wake_thread(drives=False)
+
+    def _wake_thread(self, *, drives: bool) -> None:
         with self._idle:
+            self._drives |= drives
+            self._sleeps = False
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="gangline-server-client", daemon=True)
                 self._thread.start()
@@ -353,17 +368,21 @@ class ServerClient:
     # Receiving
 
     def _serve(self) -> None:
-        """Drive the sockets while requests are pending and no other thread does."""
-        while not self._closed:
-            if not self._is_busy():
-                with self._idle:
-                    if not self._is_busy() and not self._closed:
-                        self._idle.wait()
-                continue
+        """Drive the sockets, or look after them now and then, while requests are pending and no other thread does."""
+        while True:
+            with self._idle:
+                self._sleeps = True  # before the next look: `watch_connections` looks in the other order
+                self._sleeps = not self._is_busy()
+                self._drives &= not self._sleeps
+                if not self._drives and not self._closed:
+                    self._idle.wait(None if self._sleeps else _WATCH_SECONDS)
+                drives = self._drives
+            if self._closed:
+                return
             if self._driving.acquire(timeout=0.05):
                 try:
                     if not self._closed:
-                        self._progress(_TICK_MS)
+                        self._progress(_TICK_MS if drives else 0)
                 finally:
                     self._driving.release()
                 self._send_queued()

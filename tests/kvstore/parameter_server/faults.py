@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
 from gangline.collectives.processes.spawning import Outcome
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import ServerClient
@@ -96,6 +98,7 @@ class BreakingProxy:
         self._listener = listener
         self._connect = connect
         self._breaks = list(breaks)
+        self._allowed: list[list[int]] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -103,8 +106,14 @@ class BreakingProxy:
             near, _ = self._listener.accept()
             far = self._connect()
             allowed = [self._breaks.pop(0)] if self._breaks else []
+            self._allowed.append(allowed)
             for pair in ((near, far), (far, near)):
                 threading.Thread(target=self._forward, args=(*pair, allowed), daemon=True).start()
+
+    def break_at_next_byte(self) -> None:
+        """Break all connections when the next bytes arrive, which are lost."""
+        for allowed in self._allowed:
+            allowed[:] = [0]
 
     def _forward(self, source: socket.socket, target: socket.socket, allowed: list[int]) -> None:
         with suppress(OSError):
@@ -130,12 +139,36 @@ def break_connections(breaks: Sequence[int]) -> None:
     server.SchedulerClient = scheduler_client  # type: ignore[assignment,misc]
 
 
-def proxied(address: str, breaks: Sequence[int]) -> str:
-    """Return the address of a proxy for a server's endpoint, and for its Unix stream if it has one."""
+def proxied_streams(monkeypatch: pytest.MonkeyPatch) -> list[BreakingProxy]:
+    """Make servers of this process announce proxies for their Unix streams, over which all data are sent.
+
+    Returns:
+        List to which the proxies are added.
+    """
+    proxies: list[BreakingProxy] = []
+
+    def scheduler_client(role: str, scheduler: str, *, address: str, timeout: float | None) -> SchedulerClient:
+        return SchedulerClient(role, scheduler, address=proxied(address, [], proxies), timeout=timeout)
+
+    monkeypatch.setattr(server, "SchedulerClient", scheduler_client)
+    monkeypatch.setenv("GANGLINE_TRANSPORT", "ipc")
+    monkeypatch.setenv("BROKEN_STREAMS", "yes")
+    return proxies
+
+
+def proxied(address: str, breaks: Sequence[int], proxies: list[BreakingProxy] | None = None) -> str:
+    """Return the address of a proxy for a server's endpoint, and for its Unix stream if it has one.
+
+    Args:
+        address: of the server.
+        breaks: bytes after which connections break.
+        proxies: list to which the proxies are added.
+    """
+    proxies = [] if proxies is None else proxies
     endpoint, _, name = address.partition(" ")
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     listener = socket.create_server((host, 0))
-    BreakingProxy(listener, lambda: socket.create_connection((host, int(port))), breaks)
+    proxies.append(BreakingProxy(listener, lambda: socket.create_connection((host, int(port))), breaks))
     endpoint = f"tcp://{host}:{listener.getsockname()[1]}"
     if not name or os.environ["BROKEN_STREAMS"] == "no":
         return endpoint
@@ -148,5 +181,5 @@ def proxied(address: str, breaks: Sequence[int]) -> str:
         far.connect(f"\0{name}")
         return far
 
-    BreakingProxy(streams, connect, breaks)
+    proxies.append(BreakingProxy(streams, connect, breaks))
     return f"{endpoint} {name}-broken"
