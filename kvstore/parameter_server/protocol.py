@@ -247,6 +247,9 @@ class JoinResult(Message):
 class Leave(Message):
     """Notice that the sender leaves the job."""
 
+    why: Text = ""
+    """Reason if others cannot go on without it; "" otherwise."""
+
 
 @message(11)
 @dataclass

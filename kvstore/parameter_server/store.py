@@ -178,11 +178,10 @@ class DistStore(KVStore):
 
     def _define(self, pairs: Sequence[tuple[Key, Sequence[Tensor]]]) -> None:
         """Send the values of these keys to the servers."""
-        parts = []
-        for key, (value,) in pairs:
-            flat = value.detach().cpu().contiguous().view(-1)
-            for shard in self._shards[key]:
-                parts.append(((shard, flat[shard.begin : shard.begin + shard.numel]), shard, shard.nbytes))
+        flats = {key: value.detach().cpu().contiguous().view(-1) for key, (value,) in pairs}
+        shards = [shard for key in flats for shard in self._shards[key]]
+        ranges = [flats[shard.layout.key][shard.begin : shard.begin + shard.numel] for shard in shards]
+        parts = (((shard, values), shard, shard.nbytes) for shard, values in zip(shards, ranges, strict=True))
         requests = [_definition(server, group) for server, group in grouped_by_server(parts, _DEFINE_BYTES)]
         self._collective_calls.request_all(requests, "init()")
 
@@ -529,11 +528,16 @@ def _finish(
     child_servers: ChildServers | None,
 ) -> None:
     """Close the resources of a store; in a new thread if one of their own threads dropped the last reference."""
-    resources = [one for one in (queue, servers, scheduler, pool, child_servers) if one is not None]
 
     def close_all() -> None:
-        for one in resources:
-            one.close()
+        queue.close()
+        servers.close()
+        scheduler.leave()
+        if child_servers is not None:
+            child_servers.close(lambda: scheduler.is_job_over)
+        scheduler.close()
+        if pool is not None:
+            pool.close()
 
     if threading.current_thread().name.startswith("gangline-"):  # one of the store's own threads cannot join itself
         threading.Thread(target=close_all).start()

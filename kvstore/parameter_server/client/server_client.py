@@ -170,7 +170,7 @@ class ServerClient:
         self, scheduler: SchedulerClient, mode: str, staleness: int, pool: SharedMemoryPool | None, timeout: float
     ) -> None:
         bounds = limits()
-        self._timeout, self._stall_warn = timeout, bounds.stall_warn
+        self._timeout, self._stall_warn, self._limit = timeout, bounds.stall_warn, bounds.heartbeat_limit
         self._scheduler = scheduler
         handle = b"" if pool is None else pool.handle
         self._hello = Hello(scheduler.rank, scheduler.view, mode, staleness, handle, 0)
@@ -313,7 +313,7 @@ class ServerClient:
                 if self._refusal is not None:
                     raise self._refusal
                 for server in range(len(self._connections)):
-                    if lost := self._lost(server):
+                    if lost := self._lost(server) or self._cut(server):
                         raise DeadNodeError(f"{lost} (worker {self._scheduler.rank} connected to it)")
                 if time.monotonic() > ends:
                     silent = [index for index, one in enumerate(self._connections) if not one.greeted]
@@ -494,7 +494,7 @@ class ServerClient:
             return
         self._checked_at = now
         for server, connection in enumerate(self._connections):
-            lost = self._lost(server)
+            lost = self._lost(server) or (connection.pending and self._cut(server))
             if lost:
                 self._fail_connection(connection, lost)
             for sequence, request in list(connection.pending.items()):
@@ -512,6 +512,15 @@ class ServerClient:
             return f"the scheduler {self._scheduler.lost}"
         why = self._scheduler.gone.get(("server", server)) if self._scheduler.gone else None
         return "" if why is None else f"server {server} {why or 'has left the job'}"
+
+    def _cut(self, server: int) -> str:
+        """Return why a server cannot be reached though it lives, and leave the job then; "" if it can be reached."""
+        channel = self._connections[server].channel
+        if not channel.disconnected_at or time.monotonic() - channel.disconnected_at <= self._limit:
+            return ""
+        why = f"has had no connection to server {server} for {self._limit:g} s, though both reach the scheduler"
+        self._scheduler.leave(why)  # others would wait for its pushes
+        return f"worker {self._scheduler.rank} {why}"
 
     def _dead(self, request: Request, why: str) -> DeadNodeError:
         return DeadNodeError(f"{why} (worker {self._scheduler.rank} waited in {request.what})")

@@ -275,7 +275,9 @@ def _joined(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [torch.cat(group) if len(group) > 1 else group[0] for group in groups]
 
 
-def _tensors(described: Sequence[tuple[str, str, Sequence[int]]], datas: Iterable[Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    described: Sequence[tuple[str, str, Sequence[int]]], datas: Iterable[Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield name and tensor of each ``[name, dtype, shape]`` from what `_joined` returned.
 
     Raises:

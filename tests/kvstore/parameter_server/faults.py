@@ -10,17 +10,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import pytest
 
+from gangline.bench.driver.hosts import Hosts, enter
 from gangline.collectives.processes.spawning import Outcome
+from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import ServerClient
 from gangline.kvstore.parameter_server.server import server
 from tests.collectives.stage import LIMIT, WAITS, Actor, Audience
-from tests.kvstore.parameter_server.processes import DistJob
+from tests.kvstore.parameter_server.processes import DistJob, RoleProcess
 
 _SERVER, _SCHEDULER = 100, 200
 """Offsets of server and scheduler numbers among the processes of a stage."""
@@ -29,6 +31,8 @@ _SERVER, _SCHEDULER = 100, 200
 class DistStage(Audience):
     """Job whose workers run ``play(path, *arguments)`` and connect to the stage once the job has started."""
 
+    opener: type[RoleProcess] = RoleProcess
+
     def __init__(self, play: Callable[..., Any], workers: int, servers: int, *arguments: Any, **more: str) -> None:
         super().__init__()
         try:
@@ -36,7 +40,8 @@ class DistStage(Audience):
             with patch.dict(
                 os.environ, {**self.environment, "XDG_CACHE_HOME": cache, "XDG_CONFIG_HOME": cache, **more}
             ):
-                self._job = self._stack.enter_context(DistJob(play, workers, servers, self.path, *arguments))
+                job = DistJob(play, workers, servers, self.path, *arguments, opener=self.opener)
+                self._job = self._stack.enter_context(job)
             self._ending = self._stack.enter_context(ThreadPoolExecutor(1)).submit(self._job.outcomes)
             places = [("worker", rank, rank) for rank in range(workers)]
             places += [("server", rank, _SERVER + rank) for rank in range(servers)]
@@ -83,6 +88,46 @@ class Waits:
             return inner(own, *args)
 
         setattr(cls, name, waits)
+
+
+class HostProcess(RoleProcess):
+    """Process of a job with one server, which runs on a host of its own; its link to workers can be cut."""
+
+    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **more: object) -> None:
+        super().__init__(rank, size, exchange, **more)
+        is_server = rank == 1
+        enter(os.environ["GANGLINE_TEST_HOSTS"].split()[is_server])
+        if is_server:
+            os.environ["DMLC_INTERFACE"] = CuttableHosts.interface
+
+
+class CuttableHosts(Hosts):
+    """A host for the scheduler and workers and one for a server, which workers reach at a second address."""
+
+    interface = "eth0:1"
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self._address = f"{self.addresses[1]}00"
+        self.environment = {
+            "GANGLINE_TEST_HOSTS": " ".join(self.names),
+            "GANGLINE_TEST_SCHEDULER": self.addresses[0],
+            "GANGLINE_INSECURE": "1",
+        }
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self.run(1, ["ip", "address", "add", f"{self._address}/24", "dev", "eth0", "label", self.interface])
+        return self
+
+    def cut_server(self) -> None:
+        """Lose all packets from workers to the server, as behind a dead switch; both still reach the scheduler."""
+        wrong = "02:00:00:00:00:99"
+        self.run(0, ["ip", "neigh", "replace", self._address, "lladdr", wrong, "dev", "eth0", "nud", "permanent"])
+
+    def mend_server(self) -> None:
+        """Lose no packets any more."""
+        self.run(0, ["ip", "neigh", "delete", self._address, "dev", "eth0"])
 
 
 class BreakingProxy:
