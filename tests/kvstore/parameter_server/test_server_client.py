@@ -209,6 +209,7 @@ def test_a_server_that_cannot_be_reached_is_an_error_of_all_workers(
     request.on_error = told.append
     server.listener.close()
     server.hang_up()
+    monkeypatch.setattr(server, "serve", lambda: None)
     client.submit(request)
     monkeypatch.setattr(client, "_limit", 0.1)
     client.wait(lambda: bool(told))
