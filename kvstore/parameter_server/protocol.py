@@ -21,6 +21,8 @@ MAX_HEADER = 4 << 20
 """Maximum bytes of a header frame."""
 MAX_SHARD = 1 << 35
 """Maximum bytes of one shard, including keys that are not split."""
+MAX_ENTRIES = 1 << 12
+"""Maximum number of entries of a message that this implementation sends; Unix streams refuse 65,536 frames or more."""
 MAX_RANKS = 1 << 16
 MAX_AXES = 64
 MAX_COLLECTIVE = 64 << 20
@@ -244,6 +246,9 @@ class JoinResult(Message):
 @dataclass
 class Leave(Message):
     """Notice that the sender leaves the job."""
+
+    why: Text = ""
+    """Reason if others cannot go on without it; "" otherwise."""
 
 
 @message(11)

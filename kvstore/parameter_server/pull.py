@@ -14,7 +14,7 @@ from gangline.kvstore.arguments import Value
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.protocol import CODED, DENSE, ROWS, Message, Pull, Values
-from gangline.kvstore.parameter_server.sharding import ShardPlacement
+from gangline.kvstore.parameter_server.sharding import ShardPlacement, grouped_by_server
 from gangline.kvstore.parameter_server.transport.frames import frame_of
 from gangline.kvstore.parameter_server.transport.shared_memory import region_of, typed
 from gangline.kvstore.sparse import RowSparse
@@ -65,18 +65,9 @@ class PullTargets:
 
     def requests(self, rounds: Mapping[Key, int], what: str, priority: int) -> list[Request]:
         """Return the requests for all shards; ``rounds``: round of each key."""
-        groups: list[tuple[int, list[ShardPlacement]]] = []
-        open_groups: dict[int, list[ShardPlacement]] = {}
-        for target in self._targets.values():
-            shard = target.shard
-            if sum(one.nbytes for one in open_groups.get(shard.server, ())) + shard.nbytes > _MESSAGE_BYTES:
-                open_groups.pop(shard.server, None)
-            if shard.server not in open_groups:
-                open_groups[shard.server] = []
-                groups.append((shard.server, open_groups[shard.server]))
-            open_groups[shard.server].append(shard)
+        wanted = [target.shard for target in self._targets.values()]
         requests = []
-        for server, shards in groups:
+        for server, shards in grouped_by_server(((shard, shard, shard.nbytes) for shard in wanted), _MESSAGE_BYTES):
             entries = [[shard.number, rounds[shard.layout.key], DENSE, 0] for shard in shards]
             handler = self.handler(server, [shard.number for shard in shards])
             message = _message(entries)
@@ -180,9 +171,7 @@ class RowPull:
 
 def wait_requests(rounds: Sequence[tuple[ShardPlacement, int]]) -> list[Request]:
     """Build wait-for-round requests, sent as row pulls of zero rows, which the server answers when the round closes."""
-    of_server: dict[int, list[list[int]]] = {}
-    for shard, number in rounds:
-        of_server.setdefault(shard.server, []).append([shard.number, number, ROWS, 0])
+    entries_of = (([shard.number, number, ROWS, 0], shard, 0) for shard, number in rounds)
     return [
         Request(
             server,
@@ -192,7 +181,7 @@ def wait_requests(rounds: Sequence[tuple[ShardPlacement, int]]) -> list[Request]
             on_answer=_counter(len(entries)),
             wants_values=True,
         )
-        for server, entries in of_server.items()
+        for server, entries in grouped_by_server(entries_of, 0)
     ]
 
 

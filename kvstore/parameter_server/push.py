@@ -18,7 +18,7 @@ from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.protocol import ABSENT, CODED, DENSE, ROWS, Message, Push
 from gangline.kvstore.parameter_server.pull import PullTargets
-from gangline.kvstore.parameter_server.sharding import ShardPlacement
+from gangline.kvstore.parameter_server.sharding import ShardPlacement, grouped_by_server
 from gangline.kvstore.parameter_server.transport.frames import INLINE, frame_of
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool, aligned
 from gangline.kvstore.sparse import RowSparse, summed
@@ -102,7 +102,8 @@ class PushEncoder:
             ValueError: if a value to be compressed contains NaN or infinity.
         """
         requests = []
-        for server, group in _grouped(self._encode(pushed)):
+        encoded = self._encode(pushed)
+        for server, group in grouped_by_server(((one, one.shard, one.nbytes) for one in encoded), _MESSAGE_BYTES):
             entries = [[one.shard.number, rounds[one.shard.layout.key], one.kind, one.nbytes] for one in group]
             nbytes = sum(aligned(one.nbytes) for one in group)
             request = Request(server, _no_message, what, nbytes=max(nbytes, 1), priority=priority)
@@ -220,21 +221,6 @@ def _message(
 
 def _no_message(sequence: int) -> Message:
     raise AssertionError(f"request {sequence} has no message yet")
-
-
-def _grouped(values: Sequence[ShardValue]) -> list[tuple[int, list[ShardValue]]]:
-    """Group values of the same server into messages of at most `_MESSAGE_BYTES`, in order."""
-    groups: list[tuple[int, list[ShardValue]]] = []
-    open_groups: dict[int, list[ShardValue]] = {}
-    nbytes: dict[int, int] = {}
-    for one in values:
-        server = one.shard.server
-        if server not in open_groups or nbytes[server] + one.nbytes > _MESSAGE_BYTES:
-            open_groups[server], nbytes[server] = [], 0
-            groups.append((server, open_groups[server]))
-        open_groups[server].append(one)
-        nbytes[server] += one.nbytes
-    return groups
 
 
 def _flat(value: Tensor) -> Tensor:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import msgpack
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from gangline.collectives.errors import MismatchError
 from gangline.kvstore.optimizer.spec import Key
-from gangline.kvstore.parameter_server.protocol import DTYPES
+from gangline.kvstore.parameter_server.protocol import DTYPES, MAX_ENTRIES
 
+_T = TypeVar("_T")
 GRAIN = 65_536
 """Elements: shards begin at multiples of it, so that fused optimizers give the same bits as on the whole key."""
 
@@ -141,6 +143,27 @@ class Sharding:
         few, more = divmod(grains, count)
         sizes = [(few + (index < more)) * GRAIN for index in range(count)]
         return [*sizes[:-1], layout.numel - sum(sizes[:-1])]
+
+
+def grouped_by_server(items: Iterable[tuple[_T, ShardPlacement, int]], most: int) -> list[tuple[int, list[_T]]]:
+    """Group items by server into messages of at most ``most`` bytes (or one item) and `MAX_ENTRIES` items, in order.
+
+    Args:
+        items: item, its shard and its bytes.
+        most: maximum bytes of a message.
+    """
+    groups: list[tuple[int, list[_T]]] = []
+    open_groups: dict[int, list[_T]] = {}
+    filled: dict[int, int] = {}
+    for item, shard, nbytes in items:
+        server = shard.server
+        is_full = server in open_groups and len(open_groups[server]) == MAX_ENTRIES
+        if server not in open_groups or is_full or filled[server] + nbytes > most:
+            open_groups[server], filled[server] = [], 0
+            groups.append((server, open_groups[server]))
+        open_groups[server].append(item)
+        filled[server] += nbytes
+    return groups
 
 
 def pack_layouts(layouts: Sequence[KeyLayout]) -> bytes:

@@ -39,6 +39,7 @@ from gangline.kvstore.parameter_server.sharding import (
     Sharding,
     ShardPlacement,
     agree_on_keys,
+    grouped_by_server,
     pack_layouts,
 )
 from gangline.kvstore.parameter_server.torchrun import ChildServers, start_child_servers
@@ -177,19 +178,11 @@ class DistStore(KVStore):
 
     def _define(self, pairs: Sequence[tuple[Key, Sequence[Tensor]]]) -> None:
         """Send the values of these keys to the servers."""
-        requests: list[Request] = []
-        for server in self._collective_calls.servers:
-            group: list[tuple[ShardPlacement, Tensor]] = []
-            for key, (value,) in pairs:
-                flat = value.detach().cpu().contiguous().view(-1)
-                for shard in self._shards[key]:
-                    if shard.server == server:
-                        group.append((shard, flat[shard.begin : shard.begin + shard.numel]))
-                        if sum(one.nbytes for one, _ in group) >= _DEFINE_BYTES:
-                            requests.append(_definition(server, group))
-                            group = []
-            if group:
-                requests.append(_definition(server, group))
+        flats = {key: value.detach().cpu().contiguous().view(-1) for key, (value,) in pairs}
+        shards = [shard for key in flats for shard in self._shards[key]]
+        ranges = [flats[shard.layout.key][shard.begin : shard.begin + shard.numel] for shard in shards]
+        parts = (((shard, values), shard, shard.nbytes) for shard, values in zip(shards, ranges, strict=True))
+        requests = [_definition(server, group) for server, group in grouped_by_server(parts, _DEFINE_BYTES)]
         self._collective_calls.request_all(requests, "init()")
 
     # Push and pull
@@ -289,6 +282,7 @@ class DistStore(KVStore):
             return work
         self._queue.run(run, Work(name), keys, priority)
         self._servers.wait(work.is_completed)
+        self._servers.watch_connections()
         work.wait()
         return work
 
@@ -534,11 +528,16 @@ def _finish(
     child_servers: ChildServers | None,
 ) -> None:
     """Close the resources of a store; in a new thread if one of their own threads dropped the last reference."""
-    resources = [one for one in (queue, servers, scheduler, pool, child_servers) if one is not None]
 
     def close_all() -> None:
-        for one in resources:
-            one.close()
+        queue.close()
+        servers.close()
+        scheduler.leave()
+        if child_servers is not None:
+            child_servers.close(lambda: scheduler.is_job_over)
+        scheduler.close()
+        if pool is not None:
+            pool.close()
 
     if threading.current_thread().name.startswith("gangline-"):  # one of the store's own threads cannot join itself
         threading.Thread(target=close_all).start()

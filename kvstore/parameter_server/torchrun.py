@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import os
+import queue
 import subprocess
 import sys
-from functools import partial
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
 
 from gangline.collectives.bootstrap import rendezvous
 from gangline.collectives.bootstrap.launcher_environment import LOOPBACK
-from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.kvstore.parameter_server.environment import ServerJob
+
+_END_SECONDS = 10.0
+"""Time for the processes to end once the job is over."""
+_POLL_SECONDS = 0.02
 
 
 class ChildServers:
@@ -18,6 +26,9 @@ class ChildServers:
 
     def __init__(self) -> None:
         self._children: list[subprocess.Popen[bytes]] = []
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # The kernel kills the processes when the thread that started them ends, so this thread outlives them.
+        threading.Thread(target=self._run_commands, name="gangline-children", daemon=True).start()
 
     def start_scheduler(self, workers: int, servers: int, host: str) -> int:
         """Start a scheduler on a free port and return the port."""
@@ -36,16 +47,32 @@ class ChildServers:
         """Start a server."""
         self._start("server", workers, servers, host, port, None)
 
-    def close(self) -> None:
-        """Wait until the processes have ended, which they do when all workers have left or died."""
-        for child in self._children:
-            child.wait()
+    def close(self, is_job_over: Callable[[], bool]) -> None:
+        """Wait until the processes have ended; kill those that have not ended 10 s after the job.
+
+        Args:
+            is_job_over: returns whether all workers have left or died, after which the processes end by themselves.
+        """
+        over_at = math.inf
+        while any(child.poll() is None for child in self._children):
+            if over_at == math.inf and is_job_over():
+                over_at = time.monotonic()
+            if time.monotonic() - over_at > _END_SECONDS:
+                self.kill()
+                return
+            time.sleep(_POLL_SECONDS)
+        self._commands.put(None)
 
     def kill(self) -> None:
         """Kill the processes."""
         for child in self._children:
             child.kill()
-        self.close()
+            child.wait()
+        self._commands.put(None)
+
+    def _run_commands(self) -> None:
+        while (command := self._commands.get()) is not None:
+            command()
 
     def _start(self, role: str, workers: int, servers: int, host: str, port: int, announce: int | None) -> None:
         environment = {
@@ -55,19 +82,28 @@ class ChildServers:
             "DMLC_PS_ROOT_PORT": str(port),
             "DMLC_NUM_WORKER": str(workers),
             "DMLC_NUM_SERVER": str(servers),
+            "GANGLINE_PARENT": str(os.getpid()),
         }
         environment.pop("DMLC_WORKER_ID", None)
         if announce is not None:
             environment["GANGLINE_ANNOUNCE_FD"] = str(announce)
-        child = subprocess.Popen(  # noqa: S603  our own module
-            [sys.executable, "-m", f"gangline.kvstore.parameter_server.{role}"],
-            env=environment,
-            pass_fds=[] if announce is None else [announce],
-            stdin=subprocess.DEVNULL,
-            preexec_fn=partial(die_with_parent, os.getpid()),
-            start_new_session=True,
-        )
-        self._children.append(child)
+        started: Future[subprocess.Popen[bytes]] = Future()
+
+        def start() -> None:
+            try:
+                child = subprocess.Popen(  # noqa: S603  our own module
+                    [sys.executable, "-m", f"gangline.kvstore.parameter_server.{role}"],
+                    env=environment,
+                    pass_fds=[] if announce is None else [announce],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+                started.set_result(child)
+            except OSError as error:
+                started.set_exception(error)
+
+        self._commands.put(start)
+        self._children.append(started.result())
 
 
 def start_child_servers(timeout: float) -> tuple[ServerJob, ChildServers]:

@@ -87,6 +87,7 @@ class SchedulerClient:
         self._connections = 0
         self._disconnected_at = 0.0  # 0: connected, or not yet connected
         self._is_registered = False
+        self._has_left = False
         self._socket.connect(scheduler)
         registering: Future[Registered] = Future()
         self._registration = Register(role, rank, this_process(), address)
@@ -140,18 +141,34 @@ class SchedulerClient:
         self._number = result.number
         return result
 
+    def leave(self, why: str = "") -> None:
+        """Leave the job, but go on listening until `close`. Idempotent.
+
+        Args:
+            why: reason if others cannot go on, such as "failed: ..."; they get it as an error.
+        """
+        if self._has_left or not self._is_registered or self.lost:
+            return
+        self._has_left = True
+        leaving: Future[Any] = Future()
+        self._pending["over"] = leaving, Leave(why)
+        self._send(Leave(why))
+        try:
+            leaving.result(_LEAVE_SECONDS)
+        except (TimeoutError, GanglineError):
+            _log.debug("the scheduler did not acknowledge that %s %d leaves", self.role, self.rank)
+
+    @property
+    def is_job_over(self) -> bool:
+        """True if all other workers have left or died, or the scheduler has."""
+        others = {("worker", rank) for rank in range(self.num_workers)} - {(self.role, self.rank)}
+        return bool(self.lost) or others <= self.gone.keys()
+
     def close(self) -> None:
         """Leave the job and end the thread. Idempotent."""
         if self._ending.is_set():
             return
-        if self._is_registered and not self.lost:
-            leaving: Future[Any] = Future()
-            self._pending["over"] = leaving, Leave()
-            self._send(Leave())
-            try:
-                leaving.result(_LEAVE_SECONDS)
-            except (TimeoutError, GanglineError):
-                _log.debug("the scheduler did not acknowledge that %s %d leaves", self.role, self.rank)
+        self.leave()
         self._ending.set()
         self._notify()
         self._thread.join()

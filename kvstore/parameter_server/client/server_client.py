@@ -51,6 +51,9 @@ _MAX_QUEUED = 256 << 20
 """Bytes of unsent requests beyond which `wait_for_room` blocks."""
 
 _TICK_MS = 100
+_WATCH_SECONDS = 0.5
+"""Time between two looks at connections while the caller computes and servers may not have received all pushes."""
+
 _CLOSE_SECONDS = 10.0
 
 
@@ -167,7 +170,7 @@ class ServerClient:
         self, scheduler: SchedulerClient, mode: str, staleness: int, pool: SharedMemoryPool | None, timeout: float
     ) -> None:
         bounds = limits()
-        self._timeout, self._stall_warn = timeout, bounds.stall_warn
+        self._timeout, self._stall_warn, self._limit = timeout, bounds.stall_warn, bounds.heartbeat_limit
         self._scheduler = scheduler
         handle = b"" if pool is None else pool.handle
         self._hello = Hello(scheduler.rank, scheduler.view, mode, staleness, handle, 0)
@@ -180,7 +183,9 @@ class ServerClient:
         self._driving = threading.Lock()  # held by the thread that drives the sockets
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
-        self._idle = threading.Condition()
+        self._idle = threading.Condition()  # protects the next two
+        self._drives = False  # whether the thread drives the sockets all the time
+        self._sleeps = True  # whether the thread looks after nothing
         self._thread: threading.Thread | None = None
         self._checked_at = 0.0
         self._warned = False
@@ -231,8 +236,18 @@ class ServerClient:
             self.wait(lambda: self._queued <= _MAX_QUEUED)
 
     def drive_in_background(self) -> None:
-        """Start or resume the thread that handles answers while no other thread waits."""
+        """Handle answers in a thread while no other thread waits, until all requests are answered."""
+        self._wake_thread(drives=True)
+
+    def watch_connections(self) -> None:
+        """Let a thread look twice a second, until servers have received all pushes, whether a connection is lost."""
+        if self._sleeps and any(connection.undelivered for connection in self._connections):
+            self._wake_thread(drives=False)
+
+    def _wake_thread(self, *, drives: bool) -> None:
         with self._idle:
+            self._drives |= drives
+            self._sleeps = False
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="gangline-server-client", daemon=True)
                 self._thread.start()
@@ -298,7 +313,7 @@ class ServerClient:
                 if self._refusal is not None:
                     raise self._refusal
                 for server in range(len(self._connections)):
-                    if lost := self._lost(server):
+                    if lost := self._lost(server) or self._cut(server):
                         raise DeadNodeError(f"{lost} (worker {self._scheduler.rank} connected to it)")
                 if time.monotonic() > ends:
                     silent = [index for index, one in enumerate(self._connections) if not one.greeted]
@@ -353,17 +368,21 @@ class ServerClient:
     # Receiving
 
     def _serve(self) -> None:
-        """Drive the sockets while requests are pending and no other thread does."""
-        while not self._closed:
-            if not self._is_busy():
-                with self._idle:
-                    if not self._is_busy() and not self._closed:
-                        self._idle.wait()
-                continue
+        """Drive the sockets, or look after them now and then, while requests are pending and no other thread does."""
+        while True:
+            with self._idle:
+                self._sleeps = True  # before the next look: `watch_connections` looks in the other order
+                self._sleeps = not self._is_busy()
+                self._drives &= not self._sleeps
+                if not self._drives and not self._closed:
+                    self._idle.wait(None if self._sleeps else _WATCH_SECONDS)
+                drives = self._drives
+            if self._closed:
+                return
             if self._driving.acquire(timeout=0.05):
                 try:
                     if not self._closed:
-                        self._progress(_TICK_MS)
+                        self._progress(_TICK_MS if drives else 0)
                 finally:
                     self._driving.release()
                 self._send_queued()
@@ -475,7 +494,7 @@ class ServerClient:
             return
         self._checked_at = now
         for server, connection in enumerate(self._connections):
-            lost = self._lost(server)
+            lost = self._lost(server) or (connection.pending and self._cut(server))
             if lost:
                 self._fail_connection(connection, lost)
             for sequence, request in list(connection.pending.items()):
@@ -493,6 +512,15 @@ class ServerClient:
             return f"the scheduler {self._scheduler.lost}"
         why = self._scheduler.gone.get(("server", server)) if self._scheduler.gone else None
         return "" if why is None else f"server {server} {why or 'has left the job'}"
+
+    def _cut(self, server: int) -> str:
+        """Return why a server cannot be reached though it lives, and leave the job then; "" if it can be reached."""
+        channel = self._connections[server].channel
+        if not channel.disconnected_at or time.monotonic() - channel.disconnected_at <= self._limit:
+            return ""
+        why = f"has had no connection to server {server} for {self._limit:g} s, though both reach the scheduler"
+        self._scheduler.leave(why)  # others would wait for its pushes
+        return f"worker {self._scheduler.rank} {why}"
 
     def _dead(self, request: Request, why: str) -> DeadNodeError:
         return DeadNodeError(f"{why} (worker {self._scheduler.rank} waited in {request.what})")

@@ -163,10 +163,10 @@ class Scheduler:
                 self._last_joined = member.rank
                 self._complete_collectives()
                 self._complete_join()
-            case Leave():
+            case Leave(why):
                 self._send(member, JobOver())
                 if member.gone is None:
-                    self._remove(member, "")
+                    self._remove(member, why)
             case _:
                 raise ProtocolError(f"received an unexpected {type(message).__name__} from {member.name}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,9 @@ from gangline.kvstore.parameter_server.server.shards import Shard
 from gangline.kvstore.parameter_server.sharding import ShardPlacement
 from gangline.kvstore.parameter_server.transport.shared_memory import typed
 from gangline.kvstore.sparse import RowSparse
+
+_JOINED_BYTES = 1 << 20
+"""Bytes of small tensors that share a data frame, so that a state of many keys does not need too many frames."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ class ShardOptimizers:
         plain = {name: value for state in states for name, value in state.plain.items()}
         described = [[name, _dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
         header = [self._spec.name, states[0].initial_learning_rate, self._of_threads[0].learning_rate, plain, described]
-        return bytes(msgpack.packb(header)), [tensor.contiguous() for tensor in tensors.values()]
+        return bytes(msgpack.packb(header)), _joined(tensors.values())
 
     def load_state(self, payload: bytes, datas: Sequence[Tensor], shards: Mapping[int, Shard]) -> None:
         """Replace the state by a result of `split_state`.
@@ -161,10 +164,7 @@ class ShardOptimizers:
             ValueError: if the state is of another optimizer or does not fit.
         """
         name, plain, described = msgpack.unpackb(payload)
-        tensors = {
-            path: typed(data, getattr(torch, dtype)).view(shape).clone()
-            for (path, dtype, shape), data in zip(described, datas, strict=True)
-        }
+        tensors = {path: tensor.clone() for path, tensor in _tensors(described, datas)}
         for shard in shards.values():
             self._optimizer_of(shard)
         for thread, optimizer in enumerate(self._of_threads):
@@ -206,9 +206,9 @@ def merge_states(
         for path, value in of_shards.items():
             number, _, name = path.rpartition("/")
             plain.setdefault(int(number), {})[name] = value
-        for (path, dtype, shape), data in zip(described, datas, strict=True):
+        for path, tensor in _tensors(described, datas):
             number, _, name = path.rpartition("/")
-            tensors.setdefault(int(number), {})[name] = typed(data, getattr(torch, dtype)).view(shape)
+            tensors.setdefault(int(number), {})[name] = tensor
     state = OptimizerState(spec.name, float(spec.arguments["lr"]), learning_rate, {}, {}, {})
     for key, of_key in shards.items():
         encoded, first = json.dumps(key), of_key[0]
@@ -257,9 +257,43 @@ def split_state(
             described[shard.server].append([own, _dtype_name(one.dtype), list(one.shape)])
             datas[shard.server].append(one)
     return [
-        (bytes(msgpack.packb([spec.name, plain[server], described[server]])), datas[server])
+        (bytes(msgpack.packb([spec.name, plain[server], described[server]])), _joined(datas[server]))
         for server in range(servers)
     ]
+
+
+def _joined(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the bytes of tensors, where neighbours share a tensor of at most `_JOINED_BYTES`: each becomes a frame."""
+    groups: list[list[Tensor]] = []
+    filled = _JOINED_BYTES
+    for tensor in tensors:
+        if filled + tensor.nbytes > _JOINED_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor.contiguous().view(-1).view(torch.uint8))
+        filled += tensor.nbytes
+    return [torch.cat(group) if len(group) > 1 else group[0] for group in groups]
+
+
+def _tensors(
+    described: Sequence[tuple[str, str, Sequence[int]]], datas: Iterable[Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor of each ``[name, dtype, shape]`` from what `_joined` returned.
+
+    Raises:
+        ValueError: if there are fewer bytes than described.
+    """
+    following = iter(datas)
+    data = torch.empty(0, dtype=torch.uint8)
+    for path, name, shape in described:
+        dtype = getattr(torch, name)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes > data.nbytes:
+            data = next(following, data)
+        if nbytes > data.nbytes:
+            raise ValueError(f"the optimizer state of {path!r} has {data.nbytes} bytes; expected {nbytes}")
+        yield path, typed(data[:nbytes], dtype).view(shape)
+        data = data[nbytes:]
 
 
 def _elements(value: Tensor | RowSparse) -> Tensor:

@@ -244,7 +244,7 @@ class Server:
             shard = self._rounds.shards.get(one.number)
             if shard is None:
                 stored, offset = self._allocate(one)
-                thread = self._thread_pool.thread_of(one.number)
+                thread = self._thread_pool.assign(one.nbytes)
                 shard = Shard(one.number, one.key, one.begin, one.width, stored, one.is_whole, offset, thread)
                 self._rounds.shards[one.number] = shard
             elif shard.flat.nbytes != one.nbytes or shard.flat.dtype is not one.dtype or shard.key != one.key:
@@ -385,7 +385,10 @@ class Server:
         """Remove shards whose keys have moved to another server."""
         for number in numbers:
             shard = self._rounds.shards.pop(number, None)
-            if shard is not None and self._pool is not None:
+            if shard is None:
+                continue
+            self._thread_pool.unassign(shard.thread, shard.flat.nbytes)
+            if self._pool is not None:
                 self._pool.free(shard.offset)
         self._bound_backlogs()
 

@@ -31,10 +31,17 @@ class ThreadPool:
         self._running = [0] * self.size
         self._outstanding = 0
         self._scratch = [torch.empty(0, dtype=torch.uint8)] * self.size
+        self._loads = [0] * self.size  # bytes of the shards of each thread
 
-    def thread_of(self, number: int) -> int:
-        """Return the thread of a shard."""
-        return number % self.size
+    def assign(self, nbytes: int) -> int:
+        """Assign a new shard of this many bytes to the thread with the fewest bytes, and return the thread."""
+        thread = min(range(self.size), key=self._loads.__getitem__)
+        self._loads[thread] += nbytes
+        return thread
+
+    def unassign(self, thread: int, nbytes: int) -> None:
+        """Subtract the bytes of a removed shard from the load of its thread."""
+        self._loads[thread] -= nbytes
 
     def scratch(self, thread: int, nbytes: int) -> Tensor:
         """Return uint8 memory that work of a thread may use; the same each time, so it is likely in the CPU caches."""

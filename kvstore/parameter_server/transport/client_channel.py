@@ -11,9 +11,10 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from gangline.collectives.errors import ProtocolError
+from gangline.collectives.limits import limits
 from gangline.kvstore.parameter_server.transport import unix_stream
 from gangline.kvstore.parameter_server.transport.poller import Poller, Source
-from gangline.kvstore.parameter_server.transport.socket_buffers import limit_loopback_buffers
+from gangline.kvstore.parameter_server.transport.socket_buffers import close_cut_connections, limit_loopback_buffers
 
 _COPIED = 1 << 16
 _RETRY_SECONDS = 0.1
@@ -23,6 +24,9 @@ Frames = Sequence[bytes | memoryview]
 
 class Channel(Protocol):
     """Connection that is re-established when it is lost; the caller resends messages that were lost with it."""
+
+    disconnected_at: float
+    """`time.monotonic` seconds since when there is no connection; 0: there is one."""
 
     @property
     def is_full(self) -> bool:
@@ -74,7 +78,9 @@ class SocketChannel:
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IDENTITY, identity)
         limit_loopback_buffers(self._socket, endpoint.removeprefix("tcp://").rpartition(":")[0])
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        close_cut_connections(self._socket, limits().heartbeat_limit)
+        self.disconnected_at = time.monotonic()
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         poller.add(self._socket)
         poller.add(self._monitor)
         self._socket.connect(endpoint)
@@ -86,8 +92,8 @@ class SocketChannel:
     def reconnected(self, events: Set[Source]) -> bool:  # noqa: D102  see Channel, also below
         is_new = False
         while self._monitor in events and self._monitor.poll(0):
-            recv_monitor_message(self._monitor)
-            is_new = True
+            is_new = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self.disconnected_at = 0.0 if is_new else time.monotonic()
         return is_new
 
     def send(self, frames: Frames) -> None:  # noqa: D102
@@ -118,6 +124,7 @@ class StreamChannel:
         self._stream: unix_stream.UnixStream | None = None
         self._is_new = False
         self._retry_at = 0.0
+        self.disconnected_at = 0.0
         self._connect()
 
     @property
@@ -154,8 +161,10 @@ class StreamChannel:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
+            self.disconnected_at = time.monotonic()
 
     def _connect(self) -> None:
         self._stream = unix_stream.connect(self._name, self._poller)
+        self.disconnected_at = 0.0
         self._is_new = True
         self.send([self._identity])

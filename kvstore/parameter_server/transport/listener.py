@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence, Set
 import zmq
 
 from gangline.collectives.errors import ProtocolError
+from gangline.collectives.limits import limits
 from gangline.collectives.transports.zmq.context import end
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.transport.poller import SPIN_SECONDS, Poller, Source
-from gangline.kvstore.parameter_server.transport.socket_buffers import limit_loopback_buffers
+from gangline.kvstore.parameter_server.transport.socket_buffers import close_cut_connections, limit_loopback_buffers
 from gangline.kvstore.parameter_server.transport.unix_stream import UnixListener, UnixStream
 
 _log = logging.getLogger("gangline")
@@ -37,12 +38,14 @@ class Listener:
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.ROUTER_HANDOVER, 1),
             (zmq.SNDHWM, 0),
+            (zmq.RCVHWM, 0),  # workers bound what is in flight; a full receive window would count as a cut link
             (zmq.MAXMSGSIZE, protocol.MAX_SHARD),
             (zmq.LINGER, 0),
             (zmq.IPV6, int(":" in host)),
         ):
             self._socket.setsockopt(option, value)
         limit_loopback_buffers(self._socket, host)
+        close_cut_connections(self._socket, limits().heartbeat_limit)
         self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:*")
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         """Address for `client_channel.open_channel`."""

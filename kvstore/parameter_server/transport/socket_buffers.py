@@ -1,4 +1,4 @@
-"""Kernel buffer sizes of ZeroMQ connections."""
+"""Kernel options of ZeroMQ connections: buffer sizes, and detection of cut links."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import zmq
 from gangline.collectives.transports.addresses import is_loopback
 
 _NBYTES = 192 << 10
+_CUT_SECONDS = 3.0
+"""A connection is closed, and opened again, when the peer's kernel has acknowledged nothing for this long."""
 
 
 def limit_loopback_buffers(socket: zmq.Socket[bytes], host: str) -> None:
@@ -18,3 +20,20 @@ def limit_loopback_buffers(socket: zmq.Socket[bytes], host: str) -> None:
     if is_loopback(host):
         socket.setsockopt(zmq.SNDBUF, _NBYTES)
         socket.setsockopt(zmq.RCVBUF, _NBYTES)
+
+
+def close_cut_connections(socket: zmq.Socket[bytes], limit: float) -> None:
+    """Make the kernel close connections whose link is cut; call it before bind or connect.
+
+    The kernel probes idle connections, so gangline sends no message for it, and a process that is busy or receives a
+    large message on a slow link is not taken for a cut link, because its kernel acknowledges what arrives.
+
+    Args:
+        socket: socket of either side.
+        limit: seconds after which a link that stays cut is an error; connections are closed in half this time or less.
+    """
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 1)
+    socket.setsockopt(zmq.TCP_MAXRT, int(1000 * min(_CUT_SECONDS, limit / 2)))
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, 1000)  # the kernel's own attempts become rarer and rarer

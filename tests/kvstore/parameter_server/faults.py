@@ -10,15 +10,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
+import pytest
+
+from gangline.bench.driver.hosts import Hosts, enter
 from gangline.collectives.processes.spawning import Outcome
+from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import ServerClient
 from gangline.kvstore.parameter_server.server import server
 from tests.collectives.stage import LIMIT, WAITS, Actor, Audience
-from tests.kvstore.parameter_server.processes import DistJob
+from tests.kvstore.parameter_server.processes import DistJob, RoleProcess
 
 _SERVER, _SCHEDULER = 100, 200
 """Offsets of server and scheduler numbers among the processes of a stage."""
@@ -27,6 +31,8 @@ _SERVER, _SCHEDULER = 100, 200
 class DistStage(Audience):
     """Job whose workers run ``play(path, *arguments)`` and connect to the stage once the job has started."""
 
+    opener: type[RoleProcess] = RoleProcess
+
     def __init__(self, play: Callable[..., Any], workers: int, servers: int, *arguments: Any, **more: str) -> None:
         super().__init__()
         try:
@@ -34,7 +40,8 @@ class DistStage(Audience):
             with patch.dict(
                 os.environ, {**self.environment, "XDG_CACHE_HOME": cache, "XDG_CONFIG_HOME": cache, **more}
             ):
-                self._job = self._stack.enter_context(DistJob(play, workers, servers, self.path, *arguments))
+                job = DistJob(play, workers, servers, self.path, *arguments, opener=self.opener)
+                self._job = self._stack.enter_context(job)
             self._ending = self._stack.enter_context(ThreadPoolExecutor(1)).submit(self._job.outcomes)
             places = [("worker", rank, rank) for rank in range(workers)]
             places += [("server", rank, _SERVER + rank) for rank in range(servers)]
@@ -83,6 +90,46 @@ class Waits:
         setattr(cls, name, waits)
 
 
+class HostProcess(RoleProcess):
+    """Process of a job with one server, which runs on a host of its own; its link to workers can be cut."""
+
+    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **more: object) -> None:
+        super().__init__(rank, size, exchange, **more)
+        is_server = rank == 1
+        enter(os.environ["GANGLINE_TEST_HOSTS"].split()[is_server])
+        if is_server:
+            os.environ["DMLC_INTERFACE"] = CuttableHosts.interface
+
+
+class CuttableHosts(Hosts):
+    """A host for the scheduler and workers and one for a server, which workers reach at a second address."""
+
+    interface = "eth0:1"
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self._address = f"{self.addresses[1]}00"
+        self.environment = {
+            "GANGLINE_TEST_HOSTS": " ".join(self.names),
+            "GANGLINE_TEST_SCHEDULER": self.addresses[0],
+            "GANGLINE_INSECURE": "1",
+        }
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self.run(1, ["ip", "address", "add", f"{self._address}/24", "dev", "eth0", "label", self.interface])
+        return self
+
+    def cut_server(self) -> None:
+        """Lose all packets from workers to the server, as behind a dead switch; both still reach the scheduler."""
+        wrong = "02:00:00:00:00:99"
+        self.run(0, ["ip", "neigh", "replace", self._address, "lladdr", wrong, "dev", "eth0", "nud", "permanent"])
+
+    def mend_server(self) -> None:
+        """Lose no packets any more."""
+        self.run(0, ["ip", "neigh", "delete", self._address, "dev", "eth0"])
+
+
 class BreakingProxy:
     """Proxy between a server and its workers that breaks each connection after a number of bytes.
 
@@ -96,6 +143,7 @@ class BreakingProxy:
         self._listener = listener
         self._connect = connect
         self._breaks = list(breaks)
+        self._allowed: list[list[int]] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -103,8 +151,14 @@ class BreakingProxy:
             near, _ = self._listener.accept()
             far = self._connect()
             allowed = [self._breaks.pop(0)] if self._breaks else []
+            self._allowed.append(allowed)
             for pair in ((near, far), (far, near)):
                 threading.Thread(target=self._forward, args=(*pair, allowed), daemon=True).start()
+
+    def break_at_next_byte(self) -> None:
+        """Break all connections when the next bytes arrive, which are lost."""
+        for allowed in self._allowed:
+            allowed[:] = [0]
 
     def _forward(self, source: socket.socket, target: socket.socket, allowed: list[int]) -> None:
         with suppress(OSError):
@@ -130,12 +184,36 @@ def break_connections(breaks: Sequence[int]) -> None:
     server.SchedulerClient = scheduler_client  # type: ignore[assignment,misc]
 
 
-def proxied(address: str, breaks: Sequence[int]) -> str:
-    """Return the address of a proxy for a server's endpoint, and for its Unix stream if it has one."""
+def proxied_streams(monkeypatch: pytest.MonkeyPatch) -> list[BreakingProxy]:
+    """Make servers of this process announce proxies for their Unix streams, over which all data are sent.
+
+    Returns:
+        List to which the proxies are added.
+    """
+    proxies: list[BreakingProxy] = []
+
+    def scheduler_client(role: str, scheduler: str, *, address: str, timeout: float | None) -> SchedulerClient:
+        return SchedulerClient(role, scheduler, address=proxied(address, [], proxies), timeout=timeout)
+
+    monkeypatch.setattr(server, "SchedulerClient", scheduler_client)
+    monkeypatch.setenv("GANGLINE_TRANSPORT", "ipc")
+    monkeypatch.setenv("BROKEN_STREAMS", "yes")
+    return proxies
+
+
+def proxied(address: str, breaks: Sequence[int], proxies: list[BreakingProxy] | None = None) -> str:
+    """Return the address of a proxy for a server's endpoint, and for its Unix stream if it has one.
+
+    Args:
+        address: of the server.
+        breaks: bytes after which connections break.
+        proxies: list to which the proxies are added.
+    """
+    proxies = [] if proxies is None else proxies
     endpoint, _, name = address.partition(" ")
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     listener = socket.create_server((host, 0))
-    BreakingProxy(listener, lambda: socket.create_connection((host, int(port))), breaks)
+    proxies.append(BreakingProxy(listener, lambda: socket.create_connection((host, int(port))), breaks))
     endpoint = f"tcp://{host}:{listener.getsockname()[1]}"
     if not name or os.environ["BROKEN_STREAMS"] == "no":
         return endpoint
@@ -148,5 +226,5 @@ def proxied(address: str, breaks: Sequence[int]) -> str:
         far.connect(f"\0{name}")
         return far
 
-    BreakingProxy(streams, connect, breaks)
+    proxies.append(BreakingProxy(streams, connect, breaks))
     return f"{endpoint} {name}-broken"

@@ -19,6 +19,7 @@ from gangline.kvstore.parameter_server.environment import ServerJob
 from gangline.kvstore.parameter_server.protocol import Failed, Heartbeat, Hello, Message, Welcome
 from gangline.kvstore.parameter_server.scheduler.scheduler import Scheduler
 from gangline.kvstore.parameter_server.server.server import Server, open_server
+from gangline.kvstore.parameter_server.store import DistStore
 
 LIMIT = 30.0
 """Timeout of waits in seconds."""
@@ -56,6 +57,14 @@ class Job:
     def members(self) -> list[SchedulerClient]:
         """Register all workers and return their memberships in rank order."""
         return self.at_once(*[lambda rank=rank: self.member(rank) for rank in range(self._workers)])
+
+    def stores(self, name: str = "dist_sync", **options: Any) -> list[DistStore]:
+        """Create the stores of all workers in this process and return them in rank order."""
+        host, _, port = self.address.removeprefix("tcp://").partition(":")
+        counts = {"DMLC_NUM_WORKER": str(self._workers), "DMLC_NUM_SERVER": str(len(self._serving))}
+        with patch.dict(os.environ, DMLC_PS_ROOT_URI=host, DMLC_PS_ROOT_PORT=port, **counts):
+            stores = self.at_once(*[lambda: DistStore(name, **options)] * self._workers)
+        return sorted(stores, key=lambda store: store.rank)
 
     def server(self) -> Server:
         """Return the next server that has registered."""

@@ -30,10 +30,11 @@ class RoleProcess:
 def _play(place: RoleProcess, workers: int, servers: int, play: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Run the role of a rank: 0 is the scheduler, then servers, then workers, which call ``play(*args)``."""
     torch.set_num_threads(1)
-    own = scheduler.Scheduler(workers, servers) if place.rank == 0 else None
+    host = os.environ.get("GANGLINE_TEST_SCHEDULER", "127.0.0.1")
+    own = scheduler.Scheduler(workers, servers, host) if place.rank == 0 else None
     port = place.exchange(b"" if own is None else str(own.port).encode())[0].decode()
     os.environ.update(
-        DMLC_PS_ROOT_URI="127.0.0.1", DMLC_PS_ROOT_PORT=port, DMLC_NUM_WORKER=str(workers), DMLC_NUM_SERVER=str(servers)
+        DMLC_PS_ROOT_URI=host, DMLC_PS_ROOT_PORT=port, DMLC_NUM_WORKER=str(workers), DMLC_NUM_SERVER=str(servers)
     )
     if own is not None:
         own.run()
@@ -49,10 +50,12 @@ def _play(place: RoleProcess, workers: int, servers: int, play: Callable[..., An
 class DistJob:
     """Job whose workers run ``play(*args)``; a context manager."""
 
-    def __init__(self, play: Callable[..., Any], workers: int, servers: int, *args: Any) -> None:
+    def __init__(
+        self, play: Callable[..., Any], workers: int, servers: int, *args: Any, opener: type[RoleProcess] = RoleProcess
+    ) -> None:
         self._first = 1 + servers
         size = 1 + servers + workers
-        self._ranks = Ranks(_play, size, (workers, servers, play, args), opener=RoleProcess)
+        self._ranks = Ranks(_play, size, (workers, servers, play, args), opener=opener)
 
     def results(self) -> list[Any]:
         """Return the results of the workers; raise the exception of one that failed."""

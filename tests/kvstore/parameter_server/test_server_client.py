@@ -68,9 +68,12 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def scheduler(server: Server) -> SimpleNamespace:
-    return SimpleNamespace(
+    place = SimpleNamespace(
         rank=0, view=1, identity=b"i" * 16, servers=[server.address], gone={}, lost="", on_change=lambda: None
     )
+    place.reasons = []
+    place.leave = place.reasons.append
+    return place
 
 
 @pytest.fixture
@@ -196,6 +199,24 @@ def test_errors_of_dead_and_silent_servers_name_the_call(
     client.wait(lambda: len(told) == 2)
     assert isinstance(told[1], DeadNodeError)
     assert str(told[1]) == "server 0 was killed or left: connection lost (worker 0 waited in push 8)"
+
+
+def test_a_server_that_cannot_be_reached_is_an_error_of_all_workers(
+    client: ServerClient, server: Server, scheduler: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Exception] = []
+    request = push(7, 0, 10, [])
+    request.on_error = told.append
+    server.listener.close()
+    server.hang_up()
+    monkeypatch.setattr(server, "serve", lambda: None)
+    client.submit(request)
+    monkeypatch.setattr(client, "_limit", 0.1)
+    client.wait(lambda: bool(told))
+    why = "has had no connection to server 0 for 0.1 s, though both reach the scheduler"
+    assert isinstance(told[0], DeadNodeError)
+    assert str(told[0]) == f"worker 0 {why} (worker 0 waited in push 7)"
+    assert why in scheduler.reasons  # with which it has left the job
 
 
 def test_a_request_to_a_server_known_to_be_dead_fails_at_once(client: ServerClient, scheduler: SimpleNamespace) -> None:

@@ -1,0 +1,93 @@
+"""Connections between workers and servers that break or are cut while nothing else is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import pytest
+import torch
+
+from gangline import kvstore
+from gangline.bench.driver.hosts import obstacle
+from gangline.collectives.errors import GanglineError
+from gangline.kvstore.parameter_server.transport.client_channel import SocketChannel
+from gangline.kvstore.parameter_server.transport.poller import Source
+from tests.collectives.stage import Actor
+from tests.kvstore.parameter_server.faults import CuttableHosts, DistStage, HostProcess, proxied_streams
+from tests.kvstore.parameter_server.in_process import Job
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_a_lost_push_is_repeated_while_its_worker_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    proxies = proxied_streams(monkeypatch)
+    with Job(2) as job:
+        first, second = stores = job.stores(timeout=10)
+        out = torch.empty(3)
+        job.at_once(*[lambda kv=kv: kv.init("key", torch.zeros(3)) for kv in stores])  # type: ignore[misc]
+        for proxy in proxies:
+            proxy.break_at_next_byte()
+        first.push("key", torch.ones(3))  # lost with the connection; worker 0 makes no further call
+        second.pushpull("key", torch.full((3,), 4.0), out)
+        assert out.tolist() == [5, 5, 5]
+        for kv in stores:
+            kv.close()
+
+
+LARGE = 1_000_000
+"""Elements of a key that fills the buffers of a cut connection."""
+
+
+def play_over_a_cut_link(path: str) -> None:
+    """Do a pushpull for each message of the test and report the result; report when the connection is lost."""
+    kv = kvstore.create("dist_sync", timeout=20)
+    kv.init("key", torch.zeros(LARGE))
+    actor = Actor(kv.rank, path)
+    reconnected = SocketChannel.reconnected
+
+    def report_lost(channel: SocketChannel, events: Set[Source]) -> bool:
+        was_lost = channel.disconnected_at
+        is_new = reconnected(channel, events)
+        if channel.disconnected_at and not was_lost:
+            actor.tell("lost")
+        return is_new
+
+    SocketChannel.reconnected = report_lost  # type: ignore[method-assign]
+    actor.tell("ready")
+    out = torch.empty(LARGE)
+    while (digit := actor.hear()) is not None:
+        try:
+            kv.pushpull("key", torch.full((LARGE,), float(digit) * 4**kv.rank), out)
+            actor.tell(out.unique().tolist())
+        except GanglineError as error:
+            actor.tell(f"{type(error).__name__}: {error}")
+    kv.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+def test_a_cut_link_to_a_server_heals_or_is_named_on_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DistStage, "opener", HostProcess)
+    limits = {"GANGLINE_HEARTBEAT_LIMIT": "4", "GANGLINE_HEARTBEAT": "0.2", "GANGLINE_TRANSPORT": "tcp"}
+    with CuttableHosts() as hosts, DistStage(play_over_a_cut_link, 2, 1, **hosts.environment, **limits) as stage:
+        assert [stage.heard(rank) for rank in range(2)] == ["ready"] * 2
+        for digit in (1, 2):  # before the cut, and during it
+            for rank in range(2):
+                stage.say(rank, digit)
+            if digit == 2:
+                for rank in range(2):
+                    assert stage.heard(rank) == "lost"
+                hosts.mend_server()
+            for rank in range(2):
+                assert stage.heard(rank) == [5.0 * digit]
+            hosts.cut_server()
+        for rank in range(2):
+            stage.say(rank, 3)
+        told = []
+        for rank in range(2):
+            assert stage.heard(rank) == "lost"
+            told.append(stage.heard(rank))
+            stage.say(rank)
+        assert all(one.startswith("DeadNodeError: worker ") for one in told), told
+        assert all("has had no connection to server 0 for 4 s" in one for one in told), told
+        stage.outcomes()
