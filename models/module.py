@@ -664,7 +664,11 @@ class Module:
             force_init=force_init,
             eval_batch_end_callback=eval_batch_end_callback,
         )
-        return fit(self, train_data, eval_data, eval_metric, options)
+        try:
+            return fit(self, train_data, eval_data, eval_metric, options)
+        finally:
+            if self._step.optimizer is not None:
+                self._step.optimizer.hand_back()
 
     def score(
         self,

@@ -330,7 +330,7 @@ def _schedule(options: TrainOptions) -> tuple[str, dict[str, Any]]:
     settings: dict[str, Any] = {}
     if name == "piecewise":
         late = [step for step in steps if step >= options.num_epochs]
-        if late:
+        if late and options.model_prefix is None:  # a run with checkpoints may be the first part of a longer one
             raise UsageError(
                 f"--lr-step-epochs is {options.lr_step_epochs}, but --num-epochs is {options.num_epochs}: the rate "
                 f"would not step at epoch {late[0]}"
