@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-_ONE = re.compile(r"(cpu|gpu)(?:\((\d+)\))?")
+_ONE = re.compile(r"(cpu|gpu)\((\d+)\)|(cpu|cuda):(\d+)|(\d+)")
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+"""Rank on this host, as set by torchrun and gangline launch, Open MPI, MPICH and Intel MPI, and Slurm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,10 @@ class Context:
     __repr__ = __str__
 
 
+Device = str | Context | torch.device
+"""What names a device: a context, a torch device, or a string such as "gpu(0)" or "cuda:0"."""
+
+
 def cpu(device_id: int = 0) -> Context:
     """Return a context on the host."""
     return Context("cpu", device_id)
@@ -56,31 +62,61 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def contexts(spec: str | Context | Sequence[Context] = "auto") -> list[Context]:
+def contexts(spec: Device | Sequence[Device] = "auto") -> list[Context]:
     """Return the contexts that ``spec`` names, after checking that this machine has them.
 
     Args:
-        spec: a context, a sequence of contexts, or a string: ``"0,2"`` (GPUs), ``"gpu(0),cpu(0)"``, ``"multi-gpu"``
-            (every GPU), ``"auto"`` (in a job the GPU numbered LOCAL_RANK, else ``gpu(0)``, else ``cpu(0)``) or
-            ``"parallel"`` (the same as "auto", for one of several processes of a job).
+        spec: a context, a torch device or a string, or a sequence of them. Strings: ``"0,2"`` (GPUs),
+            ``"gpu(0),cpu(0)"``, ``"cuda:0"``, ``"gpu"`` (``gpu(0)``; in a job the GPU with this process's rank on the
+            host), ``"multi-gpu"`` (every GPU), ``"auto"`` (``"gpu"`` if there is one, else ``"cpu"``) or ``"parallel"``
+            (the same as "auto", for one of several processes of a job).
 
     Raises:
-        ValueError: if the string cannot be parsed, the list is empty, or a GPU does not exist.
+        ValueError: if a string cannot be parsed, the list is empty, or a GPU does not exist.
         TypeError: if ``spec`` has another type.
     """
-    found = _parse(spec) if isinstance(spec, str) else [spec] if isinstance(spec, Context) else spec
-    if not isinstance(found, (list, tuple)) or not all(isinstance(one, Context) for one in found):
-        raise TypeError(f"context is {spec!r}; expected a Context, a list of them, or words such as 'gpu(0),gpu(2)'")
+    if isinstance(spec, str):
+        found = _parse(spec)
+    elif isinstance(spec, (list, tuple)):
+        found = [_one(each, spec) for each in spec]
+    else:
+        found = [_one(spec, spec)]
     if not found:
         raise ValueError("context is empty; expected at least one, such as [cpu(0)]")
     _check_present(found)
-    return list(found)
+    return found
+
+
+def local_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """Return this process's rank on its host, as its launcher set it; 0 without a launcher.
+
+    Raises:
+        ValueError: if the launcher's variable is not a number.
+    """
+    name = next((name for name in _LOCAL_RANKS if environment.get(name)), None)
+    if name is None:
+        return 0
+    if not environment[name].strip().isdecimal():
+        raise ValueError(f"{name} is {environment[name]!r}; expected this process's rank on its host, 0 or more")
+    return int(environment[name])
+
+
+def _one(device: object, spec: object) -> Context:
+    """Return the context of one device of the list ``spec``."""
+    if isinstance(device, Context):
+        return device
+    if isinstance(device, (str, torch.device)):
+        found = _parse(str(device))
+        if len(found) == 1:
+            return found[0]
+    raise TypeError(
+        f"context is {spec!r}; expected a Context, a torch device, a list of them, or words such as 'gpu(0),gpu(2)'"
+    )
 
 
 def _parse(words: str) -> list[Context]:
     if words in ("auto", "parallel"):
-        available = num_gpus()
-        return [gpu(int(os.environ.get("LOCAL_RANK", "0")) % available)] if available else [cpu()]
+        return _parse("gpu") if num_gpus() else [cpu()]
     if words == "multi-gpu":
         if not num_gpus():
             raise ValueError("context is 'multi-gpu', but this machine has no GPU; expected 'auto' or 'cpu(0),cpu(1)'")
@@ -88,13 +124,19 @@ def _parse(words: str) -> list[Context]:
     found = []
     for word in words.split(","):
         name = word.strip()
-        match = _ONE.fullmatch(f"gpu({name})" if name.isdecimal() else name)
-        if match is None:
+        match = _ONE.fullmatch(name)
+        if match is not None:
+            kind = "cpu" if "cpu" in (match[1], match[3]) else "gpu"
+            found.append(Context(kind, int(match[2] or match[4] or match[5])))
+        elif name == "cpu":
+            found.append(cpu())
+        elif name in ("gpu", "cuda"):
+            found.append(gpu(local_rank() % max(1, num_gpus())))
+        else:
             raise ValueError(
-                f"context is {words!r}, of which {name!r} names no device; expected '0,2', "
-                "'gpu(0),gpu(2)', 'cpu(0),cpu(1)', 'auto', 'cpu', 'gpu', 'multi-gpu' or 'parallel'"
+                f"context is {words!r}, of which {name!r} names no device; expected '0,2', 'gpu(0),gpu(2)', 'cuda:0', "
+                "'cpu(0),cpu(1)', 'auto', 'cpu', 'gpu', 'multi-gpu' or 'parallel'"
             )
-        found.append(Context(match[1], int(match[2] or 0)))
     return found
 
 
@@ -105,4 +147,5 @@ def _check_present(wanted: Sequence[Context]) -> None:
     missing = [str(one) for one in wanted if one.device_type == "gpu" and one.device_id >= available]
     if missing:
         there = ", ".join(str(gpu(index)) for index in range(available)) or "none"
-        raise ValueError(f"{', '.join(missing)} is not on this machine; the GPUs here: {there}")
+        are = "is" if len(missing) == 1 else "are"
+        raise ValueError(f"{', '.join(missing)} {are} not on this machine; the GPUs here: {there}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from difflib import get_close_matches
 
 
 class GanglineError(RuntimeError):
@@ -23,6 +24,12 @@ class ProtocolError(GanglineError):
 
 class MismatchError(GanglineError, ValueError):
     """Processes disagree on something that must be equal: a collective, a size, a dtype, an operation."""
+
+
+def did_you_mean(word: str, known: Collection[str]) -> str:
+    """Return " did you mean 'lenet'?" for a misspelt word, or "" if no known word is like it."""
+    near = get_close_matches(word, known, n=1, cutoff=0.7)
+    return f" did you mean {near[0]!r}?" if near else ""
 
 
 def name_ranks(ranks: Collection[int]) -> str:

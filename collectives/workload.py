@@ -24,7 +24,8 @@ def _checked(work_load_list: Sequence[float], count: int | None = None) -> list[
         raise TypeError(f"work_load_list is {work_load_list!r}; expected one number per context, such as [3, 1]")
     loads = list(work_load_list)
     if count is not None and len(loads) != count:
-        raise ValueError(f"work_load_list has {len(loads)} entries for {count} contexts")
+        entries = "1 entry" if len(loads) == 1 else f"{len(loads)} entries"
+        raise ValueError(f"work_load_list has {entries} for {count} context{'s' * (count != 1)}")
     for index, load in enumerate(loads):
         if isinstance(load, bool) or not isinstance(load, (int, float)):
             raise TypeError(f"work_load_list[{index}] is {load!r}; expected a number")

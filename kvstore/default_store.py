@@ -19,7 +19,7 @@ def job_store(environment: Mapping[str, str] = os.environ) -> str:
         RuntimeError: if the environment describes no job.
         ValueError: if the launcher's variables hold an invalid rank or size.
     """
-    if _has_servers(environment):
+    if server_environment.has_servers(environment):
         return "dist_sync"
     try:
         find_rank_info(None, None, None, environment)
@@ -32,19 +32,29 @@ def job_store(environment: Mapping[str, str] = os.environ) -> str:
     return "allreduce"
 
 
+def default_store(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the store that joins the workers of this job; ``"device"`` without a job, or alone in it.
+
+    The batch script of a Slurm job has variables of the job's tasks, but is none of them.
+
+    Raises:
+        ValueError: if the launcher's variables hold an invalid rank or size.
+    """
+    is_batch_script = "SLURM_PROCID" in environment and "SLURM_STEP_ID" not in environment
+    if is_batch_script and not {"RANK", "DMLC_ROLE", "OMPI_COMM_WORLD_RANK"} & set(environment):
+        return "device"
+    return job_store(environment) if num_workers(environment) > 1 else "device"
+
+
 def num_workers(environment: Mapping[str, str] = os.environ) -> int:
     """Return the number of workers of this job; 1 without a job.
 
     Raises:
         ValueError: if the launcher's variables hold an invalid rank or size.
     """
-    if _has_servers(environment):
+    if server_environment.has_servers(environment):
         return server_environment.from_environment(environment).workers
     try:
         return find_rank_info(None, None, None, environment).size
     except RuntimeError:
         return 1
-
-
-def _has_servers(environment: Mapping[str, str]) -> bool:
-    return server_environment.is_set(environment) and environment.get("DMLC_NUM_SERVER") != "0"

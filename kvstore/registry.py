@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, TypeVar
 
+from gangline.collectives.errors import did_you_mean
 from gangline.kvstore.interface import KVStore
 
 # Name -> "module:class". A module is imported when its store is first created: the parameter server costs a while.
@@ -73,7 +74,8 @@ def create(name: str = "local", **options: Any) -> KVStore:
     if name in _registered:
         return _registered[name](name, **options)
     if name not in _BUILT_IN:
-        raise ValueError(f"there is no store named {name!r}; expected one of {sorted([*_BUILT_IN, *_registered])}")
+        known = sorted([*_BUILT_IN, *_registered])
+        raise ValueError(f"there is no store named {name!r};{did_you_mean(name, known)} expected one of {known}")
     module, _, class_name = _BUILT_IN[name].partition(":")
     store: KVStore = getattr(import_module(f"gangline.kvstore.{module}"), class_name)(name, **options)
     return store

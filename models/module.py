@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gangline.collectives.compression import parse
-from gangline.collectives.context import Context, contexts
+from gangline.collectives.context import Device, contexts
 from gangline.collectives.workload import check_work_load_list
 from gangline.kvstore import KVStore
 from gangline.kvstore.default_store import job_store
@@ -59,7 +59,7 @@ class Module:
         self,
         network: nn.Module,
         loss: Loss = None,
-        context: str | Context | Sequence[Context] = "auto",
+        context: Device | Sequence[Device] = "auto",
         work_load_list: Sequence[float] | str | None = None,
         fixed_param_names: Sequence[str] | None = None,
         compression_params: Mapping[str, Any] | None = None,
@@ -72,9 +72,11 @@ class Module:
 
         Args:
             network: network that takes a batch's data as one argument, or as several if the data is a tuple or dict.
-            loss: torch loss, or function of (output, label); None: the network's output is the loss.
-            context: a context, a list of contexts, or words for `contexts`. With "parallel", the default store of
-                `init_optimizer` and `fit` is the one that joins all processes of the job in the environment.
+            loss: torch loss, or function of (output, label); None: the network's output is the loss, one number (the
+                mean over samples) or one number per sample.
+            context: a context, a list of contexts, or words for `contexts`; torch's devices and their names serve as
+                well. With "parallel", the default store of `init_optimizer` and `fit` is the one that joins all
+                processes of the job in the environment.
             work_load_list: one number >= 0 per context, in any unit; 0 leaves a context idle; None: equal loads. "auto"
                 measures the contexts during training, splits by their speed, updates the split every epoch, and runs
                 shares that do not fit into a context's memory in micro-steps.
@@ -662,7 +664,11 @@ class Module:
             force_init=force_init,
             eval_batch_end_callback=eval_batch_end_callback,
         )
-        return fit(self, train_data, eval_data, eval_metric, options)
+        try:
+            return fit(self, train_data, eval_data, eval_metric, options)
+        finally:
+            if self._step.optimizer is not None:
+                self._step.optimizer.hand_back()
 
     def score(
         self,

@@ -80,8 +80,11 @@ class OptimizerBinding(abc.ABC):
     def load_compression_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:  # noqa: B027
         """Restore residuals, if gradients are compressed."""
 
+    def hand_back(self) -> None:  # noqa: B027
+        """Give the parameters of the user's network memory of their own, until the next step."""
+
     def detach(self) -> None:  # noqa: B027
-        """Remove the hooks from the replicas' parameters."""
+        """Remove the hooks from the replicas' parameters, and hand them back."""
 
     def close(self) -> None:  # noqa: B027
         """Detach, and close the store if it was created here."""
@@ -181,6 +184,9 @@ class StoreOptimizer(OptimizerBinding):
     def load_compression_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:  # noqa: D102  inherited
         if self.store.compresses:
             self.store.load_compression_residuals(residuals)
+
+    def hand_back(self) -> None:  # noqa: D102  inherited
+        self._reducer.hand_back()
 
     def detach(self) -> None:  # noqa: D102  inherited
         self._reducer.close()

@@ -164,7 +164,7 @@ class TrainingStep:
 
     def _backward_from_loss(self, *, push_early: bool) -> None:
         if self._shares:
-            _check_loss(self._shares)
+            self._check_loss(self._shares)
         divisor, expected = self.normalizer, None
         accumulates = self.grad_req == "add" and not self._loss.is_sum
         if accumulates:
@@ -315,7 +315,7 @@ class TrainingStep:
     ) -> list[Share]:
         """Run forward and backward of a part of a batch, and free its graph."""
         shares = self._run_forward(data, label, slices, True, number)
-        _check_loss(shares)
+        self._check_loss(shares)
         self._backward_of(shares, divisor, push_early=False)
         for share in shares:
             share.output = map_tensors(torch.Tensor.detach, share.output)
@@ -406,6 +406,10 @@ class TrainingStep:
             for replica, own in by_replica.items()
         ]
 
+    def _check_loss(self, shares: Sequence[Share]) -> None:
+        if shares[0].loss is None:
+            raise self._loss.error_without_loss(shares[0].output)
+
     def _check_forwarded(self, call: str) -> None:
         if not self._shares:
             raise RuntimeError(f"{call}() came before forward()")
@@ -413,14 +417,6 @@ class TrainingStep:
     def close(self) -> None:
         """Free the last batch."""
         self._shares = []
-
-
-def _check_loss(shares: Sequence[Share]) -> None:
-    if shares[0].loss is None:
-        raise RuntimeError(
-            "backward() has no loss: forward() got no label, or loss=None and the outputs are not a loss; "
-            "give a label, or call backward(out_grads)"
-        )
 
 
 def _graph_tensors(shares: Iterable[Share]) -> Iterator[torch.Tensor]:

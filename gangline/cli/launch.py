@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
 
@@ -32,7 +35,7 @@ def launch(
             "--num-servers",
             metavar="N",
             min=0,
-            help="Number of servers; 0: no scheduler either.",
+            help="Number of servers, beside a scheduler. 0: none; workers of a dist_* store then start their own.",
         ),
     ] = 1,
     launcher: Annotated[Launcher, typer.Option(help="How to start the processes.")] = Launcher.LOCAL,
@@ -72,6 +75,7 @@ def launch(
     if dry_run:
         print(*(process.shell_line() for process in table), sep="\n")
         return
+    _check_gpus(job.gpus)
     from gangline.kvstore.launch.local import run
     from gangline.kvstore.launch.supervisor import StopTimeouts
 
@@ -85,12 +89,32 @@ def _gpus(words: str | None) -> tuple[int, ...]:
     return tuple(found)
 
 
+def _check_gpus(gpus: Sequence[int]) -> None:
+    """Check that GPUs exist, before anything starts; a process of its own counts them, since torch starts threads."""
+    if not gpus:
+        return
+    count = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"],
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    available = int(count.stdout)
+    missing = sorted({gpu for gpu in gpus if gpu >= available})
+    if missing:
+        there = ", ".join(map(str, range(available))) or "none"
+        raise UsageError(
+            f"--gpus names {', '.join(map(str, missing))}, which this machine does not have; the GPUs here: {there}"
+        )
+
+
 def _loads(words: str | None, workers: int) -> tuple[float, ...]:
     if words is None:
         return ()
     loads = [int(load) if load.is_integer() else load for load in numbers("--work-load-list", words, float)]
     if len(loads) != workers:
-        raise UsageError(f"--work-load-list has {len(loads)} entries for {workers} workers")
+        entries = "1 entry" if len(loads) == 1 else f"{len(loads)} entries"
+        raise UsageError(f"--work-load-list has {entries} for {workers} workers")
     try:
         return tuple(check_work_load_list(loads, workers))
     except ValueError as error:

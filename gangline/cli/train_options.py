@@ -114,9 +114,18 @@ class TrainOptions(DeviceOptions):
         str | None,
         typer.Option(
             help="Store that sums gradients and updates weights: local, device or nccl; in a job allreduce, dist_sync "
-            "or dist_async. Default: device; with --context parallel the store that fits the job.",
+            "or dist_async. Default: device; in a job of several workers dist_sync with servers, else allreduce.",
             rich_help_panel=_WHERE,
             autocompletion=_stores,
+        ),
+    ] = None
+    max_staleness: Annotated[
+        int | None,
+        typer.Option(
+            help="With dist_async, make a worker wait that is more than N updates ahead of the slowest.",
+            metavar="N",
+            min=0,
+            rich_help_panel=_WHERE,
         ),
     ] = None
     dtype: Annotated[
@@ -157,7 +166,14 @@ class TrainOptions(DeviceOptions):
     optimizer: Annotated[str, typer.Option(help="Optimizer of torch.optim, by name.", rich_help_panel=_GRADIENTS)] = (
         "sgd"
     )
-    mom: Annotated[float, typer.Option(help="Momentum, for optimizers that have it.", rich_help_panel=_GRADIENTS)] = 0.9
+    mom: Annotated[
+        float | None,
+        typer.Option(
+            help="Momentum, for optimizers that have it. Default: 0.9; 0 for several workers of dist_async, whose late "
+            "updates diverge with momentum.",
+            rich_help_panel=_GRADIENTS,
+        ),
+    ] = None
     wd: Annotated[float, typer.Option(help="Weight decay (L2).", rich_help_panel=_GRADIENTS)] = 1e-4
     clip_gradient: Annotated[
         float | None,

@@ -7,8 +7,8 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from gangline.cli.options import UsageError, image_shape_of, metrics_of, numbers, per_channel, write_json
+from gangline.cli.options import ContextWord, UsageError, image_shape_of, metrics_of, numbers, per_channel, write_json
 from gangline.cli.train_options import GradientCompression, Plots, TrainOptions
-from gangline.kvstore.default_store import num_workers
+from gangline.collectives.context import Context
+from gangline.kvstore import KVStore, create
+from gangline.kvstore.default_store import default_store, job_store, num_workers
 from gangline.kvstore.launch.supervisor import CHECKPOINTED
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.parameter_server.roles import serve_if_assigned
@@ -38,6 +40,12 @@ from gangline.models.reports.tensorboard import TensorBoard
 from gangline.models.zoo import registry, transfer
 
 _HALF = ("bfloat16", "float16")  # what forward computes in; weights stay float32
+_MOMENTUM = 0.9
+"""Default of --mom."""
+_ASYNC = ("dist_async", "dist_device_async")
+_FULL_RATE_WORKERS = 4
+"""Largest number of workers of an asynchronous store whose late updates train stably at the rate of one worker."""
+_CLASSES_SHOWN = 10
 _BENCHMARK_BATCHES = 100
 _BENCHMARK_BYTES = 1e9  # limit for all images of --benchmark; larger images make fewer batches
 
@@ -59,12 +67,11 @@ def run(options: TrainOptions) -> dict[str, Any] | None:
     autocast: torch.dtype | None = getattr(torch, options.dtype) if options.dtype in _HALF else None
     dtype: torch.dtype = torch.float32 if autocast else getattr(torch, options.dtype)
     context = options.devices()
-    store = options.kv_store or ("local" if context == "parallel" else "device")
-    resume = _resume(options.model_prefix, options.load_epoch)
+    store = _store_name(options, context)
+    resume, schedule = _resume(options.model_prefix, options.load_epoch), _schedule(options)
     splits, about = _data(options, dtype)
-    has_batches = import_by_name.has_batches(splits.train), import_by_name.has_batches(splits.validation)
     if options.test_io:
-        speed = read_speed(splits.train, None if has_batches[0] else options.batch_size)
+        speed = read_speed(splits.train, None if import_by_name.has_batches(splits.train) else options.batch_size)
         print(f"samples-per-second={speed:.1f}")
         write_json(options.json, {"samples_per_second": speed})
         return None
@@ -81,19 +88,43 @@ def run(options: TrainOptions) -> dict[str, Any] | None:
     )
     module.run_state.metadata.update(about, network=options.network, num_classes=model.num_classes)
     batch_size, rate = options.batch_size, options.lr
+    workers = 1 if store in IN_PROCESS else num_workers()
     if options.scale_batch:
-        workers = 1 if store in IN_PROCESS and context != "parallel" else num_workers()
         batch_size, rate = transfer.scale_batch(batch_size, rate, len(module.contexts) * workers)
     params = _optimizer_params(options, rate, model.factors)
-    module.init_optimizer(store, options.optimizer, params)
-    metrics = metrics_of(options.top_k, model.num_classes)
+    adapted = _adapt_to_late_updates(params, options, store, workers)
+    with ExitStack() as stack:
+        kvstore: str | KVStore = store
+        if options.max_staleness is not None:
+            kvstore = stack.enter_context(create(store, max_staleness=options.max_staleness))
+        module.init_optimizer(kvstore, options.optimizer, params)
+        if module.workers.is_first:
+            for line in (*_description(module, options, batch_size, splits, model.num_classes), *adapted):
+                module.logger.info("%s", line)
+        result = _fit_and_score(module, options, splits, model.num_classes, batch_size, schedule, resume)
+        module.close()
+    return result
+
+
+def _fit_and_score(
+    module: Module,
+    options: TrainOptions,
+    splits: datasets.Splits,
+    num_classes: int | None,
+    batch_size: int,
+    schedule: tuple[str, dict[str, Any]],
+    resume: str | tuple[str, int] | None,
+) -> dict[str, Any]:
+    """Train a module that has its optimizer; return the result of `run`."""
+    has_batches = import_by_name.has_batches(splits.train), import_by_name.has_batches(splits.validation)
+    metrics = metrics_of(options.top_k, num_classes)
     on_terminal = sys.stderr.isatty()
     if on_terminal:
         metrics = [*metrics, "loss"]
     callbacks = _callbacks(module, options, batch_size, on_terminal)
-    if module.workers.is_first:
-        module.logger.info("%s", _description(module, options, batch_size, model.num_classes))
     shows_loss = options.plots != Plots.NONE or options.tensorboard is not None
+    assert module.optimizer_request is not None
+    kvstore, optimizer, optimizer_params = module.optimizer_request
     with stop_on(signal.SIGTERM, signal.SIGINT), _one_line_per_epoch(module.logger, on_terminal):
         ended = module.fit(
             splits.train,
@@ -102,10 +133,10 @@ def run(options: TrainOptions) -> dict[str, Any] | None:
             num_epoch=options.num_epochs,
             batch_size=None if has_batches[0] and has_batches[1] else batch_size,
             seed=options.seed,
-            kvstore=store,
-            optimizer=options.optimizer,
-            optimizer_params=params,
-            lr_scheduler=_schedule(options),
+            kvstore=kvstore,
+            optimizer=optimizer,
+            optimizer_params=optimizer_params,
+            lr_scheduler=schedule,
             eval_frequency=options.eval_frequency,
             validation_metric=None if on_terminal or not shows_loss else [*metrics, "loss"],
             monitor=Monitor(options.monitor) if options.monitor else None,
@@ -115,23 +146,46 @@ def run(options: TrainOptions) -> dict[str, Any] | None:
     result: dict[str, Any] = {"ended": ended, "exit_code": 0}
     reports = module.workers.is_first
     if ended in signal.Signals.__members__:  # the grace period is for the checkpoint, not for scoring
-        result["exit_code"] = CHECKPOINTED if options.model_prefix else 128 + signal.Signals[ended]
+        checkpoint = _newest(options.model_prefix) if module.step or resume else None
+        result["exit_code"] = CHECKPOINTED if checkpoint is not None else 128 + signal.Signals[ended]
         if reports:
-            module.logger.info("training was stopped by %s; %s", ended, _how_to_resume(options.model_prefix))
-    else:
-        if ended != "epochs" and reports:
-            module.logger.info("training ended by %s", ended)
-        [(_, accuracy)] = module.score(splits.validation, "acc", batch_size=None if has_batches[1] else batch_size)
-        if reports:
-            result["validation_accuracy"] = accuracy
-    module.close()
+            where = _progress(module, options.num_epochs)
+            module.logger.info("training was stopped by %s %s; %s", ended, where, _how_to_resume(options, checkpoint))
+        return result
+    if ended != "epochs" and reports:
+        module.logger.info("training ended by %s", ended)
+    [(_, accuracy)] = module.score(splits.validation, "acc", batch_size=None if has_batches[1] else batch_size)
+    if reports:
+        result["validation_accuracy"] = accuracy
     return result
 
 
-def _how_to_resume(prefix: str | None) -> str:
-    if prefix is None:
+def _store_name(options: TrainOptions, context: str | list[Context]) -> str:
+    """Return the store; unless one is asked for, processes of one job are joined."""
+    if options.max_staleness is not None and options.kv_store not in _ASYNC:
+        raise UsageError(f"--max-staleness is for --kv-store dist_async, but --kv-store is {options.kv_store}")
+    if options.kv_store is not None:
+        return options.kv_store
+    return job_store() if context == ContextWord.PARALLEL else default_store()
+
+
+def _newest(prefix: str | None) -> Path | None:
+    """Return the weights of the newest checkpoint."""
+    numbers = epochs(prefix) if prefix is not None else []
+    return paths_of(prefix, numbers[-1])[0] if prefix is not None and numbers else None
+
+
+def _progress(module: Module, num_epochs: int) -> str:
+    epoch, batch = module.position.epoch, module.position.batch
+    return f"after {epoch} of {num_epochs} epochs" + (f" and {batch} batches of the next" if batch else "")
+
+
+def _how_to_resume(options: TrainOptions, checkpoint: Path | None) -> str:
+    if options.model_prefix is None:
         return "no checkpoint was written, as there is no --model-prefix"
-    return f"the checkpoint is {paths_of(prefix, epochs(prefix)[-1])[0]}, and --load-epoch auto resumes from it"
+    if checkpoint is None:
+        return "there is no checkpoint yet"
+    return f"the checkpoint is {checkpoint}, and --load-epoch auto resumes from it"
 
 
 @dataclass(frozen=True)
@@ -227,12 +281,40 @@ def _resume(prefix: str | None, word: str | None) -> str | tuple[str, int] | Non
 
 def _optimizer_params(options: TrainOptions, rate: float, factors: dict[str, float]) -> dict[str, Any]:
     params: dict[str, Any] = {"learning_rate": rate, "wd": options.wd}
+    if options.mom is not None and not 0 <= options.mom < 1:
+        raise UsageError(f"--mom is {options.mom:g}; expected a momentum from 0 to below 1, such as 0.9")
     if "momentum" in OptimizerSpec.parse(options.optimizer).optional_arguments:
-        params["momentum"] = options.mom
+        params["momentum"] = _MOMENTUM if options.mom is None else options.mom
     if factors:
         params["lr_mult"] = factors
     clips = ("clip_gradient", "clip_norm", "clip_global_norm")
     return params | {name: getattr(options, name) for name in clips if getattr(options, name) is not None}
+
+
+def _adapt_to_late_updates(params: dict[str, Any], options: TrainOptions, store: str, workers: int) -> list[str]:
+    """Change settings that diverge when the updates of several workers come late; return what to log.
+
+    With ``workers`` updates between the computation of a gradient and its use, momentum 0.9 would be stable only for
+    rates 38 times (1 update) to 238 times (7 updates) smaller: with curvature c, momentum m and a delay of k updates the
+    weights follow z^(k+2) - (1+m) z^(k+1) + m z^k + rate c = 0, whose roots must stay inside the unit circle. Without
+    momentum the limit falls only as 1/k.
+    """
+    if store not in _ASYNC or workers == 1:
+        return []
+    lines = []
+    if options.mom is None and params.get("momentum"):
+        params["momentum"] = 0.0
+        lines.append(
+            f"{store}: momentum is 0, because updates of {workers} workers come late and diverge with momentum "
+            f"{_MOMENTUM}; --mom sets it"
+        )
+        if workers > _FULL_RATE_WORKERS:
+            params["learning_rate"] *= _FULL_RATE_WORKERS / workers
+            lines.append(
+                f"{store}: the learning rate is {params['learning_rate']:g}, --lr times "
+                f"{_FULL_RATE_WORKERS}/{workers}, because each of {workers} workers updates the weights; --mom keeps it"
+            )
+    return lines
 
 
 def _compression(kind: GradientCompression | None, threshold: float | None) -> dict[str, Any] | None:
@@ -247,6 +329,12 @@ def _schedule(options: TrainOptions) -> tuple[str, dict[str, Any]]:
     name, steps = options.lr_schedule.value, numbers("--lr-step-epochs", options.lr_step_epochs, int)
     settings: dict[str, Any] = {}
     if name == "piecewise":
+        late = [step for step in steps if step >= options.num_epochs]
+        if late and options.model_prefix is None:  # a run with checkpoints may be the first part of a longer one
+            raise UsageError(
+                f"--lr-step-epochs is {options.lr_step_epochs}, but --num-epochs is {options.num_epochs}: the rate "
+                f"would not step at epoch {late[0]}"
+            )
         settings |= {"epochs": steps, "factor": options.lr_factor}
     elif steps:
         raise UsageError(
@@ -335,10 +423,28 @@ def _callbacks(module: Module, options: TrainOptions, batch_size: int, on_termin
     }
 
 
-def _description(module: Module, options: TrainOptions, batch_size: int, classes: int | None) -> str:
-    loads = ", ".join(f"{load:g}" for load in module.work_load_list)
-    workers = f"{module.workers.count} workers, " if module.workers.count > 1 else ""
-    return (
-        f"{options.network} on {', '.join(map(str, module.contexts))} by loads {loads}, {workers}"
-        f"store {module.store_type or 'none'}, batch size {batch_size}, {classes} classes, {options.dtype}"
-    )
+def _description(
+    module: Module, options: TrainOptions, batch_size: int, splits: datasets.Splits, classes: int | None
+) -> list[str]:
+    """Return the lines that describe the run at its start."""
+    contexts = ", ".join(map(str, module.contexts))
+    if len(module.contexts) > 1:
+        contexts += f" by loads {_listed(module.work_load_list)}"
+    workers = module.workers
+    if workers.count > 1:
+        contexts = f"{workers.count} workers by loads {_listed(workers.loads)}, each on {contexts}"
+    lines = [
+        f"{options.network} on {contexts}, store {module.store_type or 'none'}, batch size {batch_size}, "
+        f"{classes} classes, {options.dtype}"
+    ]
+    if options.data_dir is None or options.benchmark or splits.classes is None:
+        return lines
+    shape = tuple(module.run_state.metadata["image_shape"])
+    shown = ", ".join(splits.classes[:_CLASSES_SHOWN]) + ", ..." * (len(splits.classes) > _CLASSES_SHOWN)
+    kind = "grey" if shape[0] == 1 else "RGB"
+    images = f"{len(splits.train)} training and {len(splits.validation)} held-out images"
+    return [*lines, f"{images} of {shown}; read as {shape[1]}x{shape[2]} {kind}"]
+
+
+def _listed(loads: Sequence[float]) -> str:
+    return ", ".join(f"{load:g}" for load in loads)

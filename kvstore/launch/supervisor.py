@@ -73,7 +73,8 @@ class Supervisor:
         self._is_interrupted = False
         self._worker_codes: set[int] = set()
         """Exit codes of the workers that have ended."""
-        self._servers_stop_last = False  # workers that end cleanly on a signal need the servers until then
+        self._servers_stop_last = False
+        """True while workers end: they need the servers to end cleanly, or to learn which other worker died."""
         self._alarm: tuple[float, Callable[[], None]] | None = None
         """Monotonic time and what to do then."""
         self._are_orphans_terminated = False
@@ -198,6 +199,7 @@ class Supervisor:
         if child.process.role == "worker":
             self._worker_codes.add(code)
         if code and self._code is None:
+            self._servers_stop_last = child.process.role == "worker" and bool(self._workers())
             self._fail(f"{child} {_how(code)}", 128 - code if code < 0 else code)
         if self._servers_stop_last and not self._workers():
             self._servers_stop_last = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,10 @@ def write_aside(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     on_host = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    path.touch()
+    mode = path.stat().st_mode
     save_file(on_host, path, metadata={_HEADER: json.dumps(header)})
+    path.chmod(stat.S_IMODE(mode))  # safetensors writes a file of mode 600, whatever the umask
     with path.open("rb") as file:
         os.fsync(file.fileno())
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gangline.collectives.errors import did_you_mean
 from gangline.kvstore.optimizer.clipping import THRESHOLDS, check_thresholds
 
 Key = str | int
@@ -174,7 +175,10 @@ def _find_class(kind: Any) -> tuple[str, type[torch.optim.Optimizer]]:
     if reason:
         raise ValueError(f"optimizer {name!r} cannot be used: {reason}; expected one of {sorted(_CLASSES)}")
     if known is None:
-        raise ValueError(f"optimizer {name!r} is unknown; expected one of {sorted(_CLASSES)} or a torch.optim class")
+        raise ValueError(
+            f"optimizer {name!r} is unknown;{did_you_mean(name, _CLASSES)} expected one of {sorted(_CLASSES)} or a "
+            "torch.optim class"
+        )
     return name, known
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from gangline.collectives.transports.addresses import check_address, local_address
 
-__all__ = ["ServerJob", "announce", "check_address", "from_environment", "is_set"]
+__all__ = ["ServerJob", "announce", "check_address", "from_environment", "has_servers"]
 
 ROLES = ("scheduler", "server", "worker")
 
@@ -37,9 +37,10 @@ class ServerJob(NamedTuple):
         return f"tcp://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
-def is_set(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a launcher has given this process a role."""
-    return "DMLC_ROLE" in environment or "DMLC_PS_ROOT_URI" in environment
+def has_servers(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return True if a launcher has given this process a role in a job with servers."""
+    is_set = "DMLC_ROLE" in environment or "DMLC_PS_ROOT_URI" in environment
+    return is_set and environment.get("DMLC_NUM_SERVER") != "0"
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> ServerJob:

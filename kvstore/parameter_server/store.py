@@ -87,6 +87,7 @@ class DistStore(KVStore):
             raise ValueError(
                 f"max_staleness is {max_staleness!r}; expected 0 or more, of an async store (not {name!r})"
             )
+        self.max_staleness = max_staleness
         self._on_device = "device" in name
         self._timeout = limits().timeout if timeout is None else timeout
         mode = "async" if is_async else "sync"
@@ -514,7 +515,7 @@ def _make_pool() -> SharedMemoryPool | None:
 
 def _find_job(timeout: float) -> tuple[environment.ServerJob, ChildServers | None]:
     """Read the job from the environment. If DMLC_ROLE is server or scheduler, run that role and raise SystemExit(0)."""
-    if environment.is_set():
+    if environment.has_servers():
         serve_if_assigned()
         return environment.from_environment(), None
     return start_child_servers(timeout)

@@ -28,6 +28,7 @@ from torch import nn
 from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.models.batchnorm.running_statistics import Buffers, averaged_over
+from gangline.models.checkpoint.lock import writing
 from gangline.models.checkpoint.retention import BEST, epochs, number_of, paths_of
 from gangline.models.random_streams import host_states
 from gangline.models.run_state import RunState
@@ -120,7 +121,8 @@ def save(snapshot: Snapshot, prefix: str | Path, epoch: int | str, workers: Work
     failure: Exception | None = None
     if workers.is_first:
         try:
-            _write(snapshot, prefix, epoch, parts)
+            with writing(prefix):
+                _write(snapshot, prefix, epoch, parts)
         except Exception as error:  # noqa: BLE001  raised below, after the other workers were informed
             failure = error
     message = workers.from_first(None if failure is None else f"{type(failure).__name__}: {failure}")

@@ -89,11 +89,16 @@ def image_folder(
 
     Raises:
         ValueError, FileNotFoundError, RuntimeError, TypeError: as `ImageFolder`.
-        ValueError: if a class has too few images to be split.
+        ValueError: if there is one class only, or a class has too few images to be split.
     """
     augmentation = augmentation or Augmentation()
     options: dict[str, Any] = {"num_workers": num_workers, "skip_unreadable": skip_unreadable, "seed": seed}
     folder = ImageFolder(root, image_shape, dtype, augmentation=augmentation, **options)
+    if len(folder.classes) == 1:
+        raise ValueError(
+            f"image folder {folder.shown} has one class, {folder.classes[0]!r}; expected at least two sub-folders, one "
+            "for each class"
+        )
     evaluation = augmentation.for_evaluation()
     if validation is not None:
         held_out = ImageFolder(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from gangline.models.loop.evaluation import batch_end_param, score
 from gangline.models.loop.monitor import Monitor
 from gangline.models.loop.rates import Rates
 from gangline.models.loop.stopping import received_signal
+from gangline.models.loss.divergence import DivergenceDetector
 from gangline.models.metrics.metric import EvalMetric
 from gangline.models.random_streams import host_states, set_host_states
 from gangline.models.run_state import Position
@@ -69,6 +70,7 @@ class Epochs:
     callbacks: Callbacks
     batches_per_epoch: int | None
     """Number of batches of the worker that has most; None if a worker does not know."""
+    divergence: DivergenceDetector = field(default_factory=DivergenceDetector)
 
     def run(self, begin_epoch: int, skip: int, saved: checkpoint.Checkpoint | None) -> str:
         """Train from batch ``skip`` of an epoch on; return the reason for the end."""
@@ -140,6 +142,7 @@ class Epochs:
                 module.update()
             if part is not None:
                 self.metric.update(label, module.get_outputs(), module)
+                self._check_loss()
             if is_due:
                 is_last = nbatch + 1 == self.batches_per_epoch
                 self._after_update(epoch, nbatch, accumulated, data, label, is_last)
@@ -150,6 +153,33 @@ class Epochs:
             module.update()
             self._after_update(epoch, nbatch, accumulated, data, label, is_last=True)
         return False
+
+    def _check_loss(self) -> None:
+        """Warn once, on rank 0, if the training loss diverges."""
+        module = self.module
+        if not (module.workers.is_first and self.divergence.is_due() and module.normalizer):
+            return
+        loss = self.divergence.diverged(float(module.get_loss()))
+        if loss is None:
+            return
+        assert module.optimizer_request is not None
+        kvstore, _, params = module.optimizer_request
+        settings, remedies = [f"learning rate {module.learning_rate:g}"], ["lower the learning rate"]
+        momentum = params.get("momentum")
+        if momentum:
+            settings.append(f"momentum {momentum:g}")
+            remedies.append("set a smaller momentum")
+        if module.workers.count > 1 and not module.workers.in_step:
+            bound = getattr(kvstore, "max_staleness", None)
+            settings.append(f"late updates of {module.workers.count} workers, max_staleness {bound}")
+            remedies.append("set a smaller max_staleness")
+        module.logger.warning(
+            "the training loss went from %.4g to %.4g: training diverges with %s; %s",
+            self.divergence.start,
+            loss,
+            ", ".join(settings),
+            " or ".join(remedies),
+        )
 
     def _after_update(self, epoch: int, nbatch: int, batches: int, data: Any, label: Any, is_last: bool) -> None:
         module = self.module

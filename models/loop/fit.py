@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from gangline.kvstore import KVStore
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.models.checkpoint import checkpoint
+from gangline.models.checkpoint.lock import writing
 from gangline.models.checkpoint.retention import epochs as saved_epochs
 from gangline.models.checkpoint.retention import orphaned_weights
 from gangline.models.data.sources import Source, source
@@ -177,6 +178,7 @@ def _run(
         begin_epoch, skip = _resumed_position(module, train)
     else:
         module.run_state.position.epoch = begin_epoch
+    _log_beginning(module, savers, options, saved, begin_epoch, skip)
     if options.monitor is not None:
         options.monitor.install(module.network, reports=module.workers.is_first)
     loop = Epochs(
@@ -193,7 +195,55 @@ def _run(
         callbacks,
         per_epoch,
     )
-    return loop.run(begin_epoch, skip, saved)
+    with _locked_prefixes(module, savers):
+        return loop.run(begin_epoch, skip, saved)
+
+
+def _log_beginning(
+    module: Trainable,
+    savers: Iterable[Checkpoint],
+    options: FitOptions,
+    saved: checkpoint.Checkpoint | None,
+    begin_epoch: int,
+    skip: int,
+) -> None:
+    """Log from where the run goes on, or which checkpoints it will replace."""
+    if not module.workers.is_first:
+        return
+    if saved is not None:
+        done = f"{begin_epoch} of {options.num_epoch} epochs" + (f" and {skip} batches of the next" if skip else "")
+        nothing_left = "; nothing is left to train" * (begin_epoch >= options.num_epoch)
+        module.logger.info("resuming from %s: %s are done%s", saved.path, done, nothing_left)
+        return
+    for prefix in {saver.prefix for saver in savers}:
+        replaced = [number for number in saved_epochs(prefix) if number > begin_epoch]
+        if replaced:
+            module.logger.warning(
+                "%s has checkpoints of an earlier run, up to epoch %d, which this run replaces; to go on from them, "
+                "resume (resume='auto', --load-epoch auto); to keep them, give another prefix",
+                prefix,
+                replaced[-1],
+            )
+        elif options.resume is not None:
+            module.logger.info("%s has no checkpoint to resume from: a new run begins", prefix)
+
+
+@contextmanager
+def _locked_prefixes(module: Trainable, savers: Iterable[Checkpoint]) -> Iterator[None]:
+    """Make rank 0 the only process that writes these checkpoints inside the block. Collective."""
+    with ExitStack() as stack:
+        failure: Exception | None = None
+        try:
+            for saver in savers if module.workers.is_first else ():
+                stack.enter_context(writing(saver.prefix))
+        except (OSError, RuntimeError) as error:
+            failure = error
+        message = module.workers.from_first(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        if message is not None:
+            raise RuntimeError(f"rank 0: {message}")
+        yield
 
 
 @contextmanager

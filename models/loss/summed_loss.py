@@ -51,7 +51,8 @@ class SummedLoss:
 
     torch's losses of (output, label) are summed, and counted as torch does for reduction="mean": class weights of the
     labels not ignored, elements, or samples; with reduction="sum" the batch's normalizer is 1. Any other callable is
-    taken as a mean over samples, or over what ``normalizer(label)`` counts. With None the output is the loss.
+    taken as a mean over samples, or over what ``normalizer(label)`` counts. With None the output is the loss: one number,
+    the mean over samples, or one number per sample.
     """
 
     def __init__(self, loss: Loss, normalizer: Normalizer | None = None) -> None:
@@ -106,9 +107,9 @@ class SummedLoss:
         if self.loss is None:
             if not isinstance(output, torch.Tensor) or not output.is_floating_point():
                 return None, 0.0
-            if output.dim():
-                return _wide(output).sum(), output.numel()
-            return _wide(output) * samples, samples
+            if output.numel() == 1:
+                return _wide(output).sum() * samples, samples
+            return (_wide(output).sum(), samples) if output.numel() == samples else (None, 0.0)
         if self.is_sum:
             return self._placed(output)(output, label), 1.0
         if self._counts_as_torch:
@@ -123,6 +124,23 @@ class SummedLoss:
             shape = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
             raise ValueError(f"loss {self.loss} gave {shape}; expected a scalar tensor, the mean over samples")
         return _wide(value) * count, count
+
+    def error_without_loss(self, output: Batch) -> Exception:
+        """Return the error for a backward that starts from the loss of a share without one.
+
+        Args:
+            output: the network's output for the share.
+        """
+        if self.loss is not None:
+            return RuntimeError("backward() has no loss: forward() got no label; give one, or call backward(out_grads)")
+        what = f"has shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else f"is a {type(output).__name__}"
+        if isinstance(output, torch.Tensor) and not output.is_floating_point():
+            what += f" and dtype {output.dtype}"
+        return ValueError(
+            f"the module has loss=None, but the network's output {what}, which is not a loss: expected one "
+            "floating-point number, or one per sample; give a loss, such as Module(network, "
+            "loss=torch.nn.CrossEntropyLoss()), or call backward(out_grads)"
+        )
 
     def known_normalizer(self, label: Batch | None, samples: int) -> float | None:
         """Return the normalizer of a whole batch if its labels determine it; None if the outputs are needed.

@@ -67,6 +67,7 @@ class Reducer:
         self._active: list[int] = []  # indices of the replicas that take part in this backward
         self._repeated: set[str] = set()  # parameters whose gradient arrives more than once
         self._warned: set[str] = set()
+        self._handed_back: set[str] = set()  # parameters that are no views until the next step, see hand_back
         self._lock = threading.Lock()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index, name))  # type: ignore[no-untyped-call]
@@ -288,7 +289,9 @@ class Reducer:
                 parameter = replica.parameters[name]
                 if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
                     parameter.data = view
-                    if name not in self._warned:
+                    if name in self._handed_back:
+                        self._handed_back.discard(name)
+                    elif name not in self._warned:
                         self._warned.add(name)
                         _log.warning("parameter %r had moved to memory of its own; it is back in its bucket", name)
 
@@ -298,8 +301,22 @@ class Reducer:
     def _weights(self, name: str) -> list[torch.Tensor]:
         return [parameter.data for parameter in self._parameters(name)]
 
+    @torch.no_grad()
+    def hand_back(self) -> None:
+        """Give the parameters of the user's network memory of their own, until the next step.
+
+        Saving a part of the network then does not write the whole buckets that its parameters would be views of.
+        """
+        for state in self._buckets:
+            for name, view in state.weight_views[0].items():
+                parameter = self._replicas[0].parameters[name]
+                if parameter.data_ptr() == view.data_ptr():
+                    parameter.data = view.clone()
+                    self._handed_back.add(name)
+
     def close(self) -> None:
-        """Remove the hooks; parameters stay views of the flat tensors."""
+        """Remove the hooks, and hand back the parameters."""
+        self.hand_back()
         for hook in self._hooks:
             hook.remove()
 

@@ -140,7 +140,7 @@ class TrainingProgress:
             "written": round(time.time(), 3),
             "elapsed": round(began - self._begun, 3),
             "every_seconds": self.every_seconds,
-            "settings": self._settings,
+            "settings": self._settings | {"loads": _loads(self._module)},
             "now": self._where,
             **self._record.data(),
         }
@@ -209,7 +209,7 @@ def settings(module: Module, param: BatchEndParam) -> dict[str, str]:
         + (f", {trained:,} trained" if trained != parameters else ""),
         "loss": "the network's output" if loss is None else getattr(loss, "__name__", type(loss).__name__),
         "contexts": ", ".join(map(str, module.contexts)),
-        "loads": ", ".join(f"{load:g}" for load in module.work_load_list) + (" (auto)" if module.load_balancer else ""),
+        "loads": _loads(module),
         "store": str(getattr(store, "type", store)),
         "optimizer": f"{optimizer if isinstance(optimizer, str) else optimizer.__name__}, "
         + ", ".join(f"{name} {value}" for name, value in arguments.items()),
@@ -225,6 +225,11 @@ def settings(module: Module, param: BatchEndParam) -> dict[str, str]:
             + ("" if shared else ", throughput too")
         )
     return {name: text for name, text in texts.items() if text}
+
+
+def _loads(module: Module) -> str:
+    """Return the current loads, which change from epoch to epoch if they are measured."""
+    return ", ".join(f"{load:.3g}" for load in module.work_load_list) + (" (auto)" if module.load_balancer else "")
 
 
 def _check_writable(path: Path, aside: Path) -> None:

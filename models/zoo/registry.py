@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from gangline.collectives.errors import did_you_mean
 from gangline.models import import_by_name
 from gangline.models.checkpoint.checkpoint import load_weights
 
@@ -36,6 +38,7 @@ class Entry:
 
 
 _networks: dict[str, Entry] = {}
+_PARTS = re.compile(r"(\d+)")
 
 
 def register(name: str, image_shape: tuple[int, int, int] = (3, 224, 224)) -> Callable[[Builder], Builder]:
@@ -55,8 +58,8 @@ def register(name: str, image_shape: tuple[int, int, int] = (3, 224, 224)) -> Ca
 
 
 def names() -> list[str]:
-    """Return all registered names, sorted."""
-    return sorted(_networks)
+    """Return all registered names, sorted, with numbers in them by value."""
+    return sorted(_networks, key=lambda name: [int(part) if part.isdecimal() else part for part in _PARTS.split(name)])
 
 
 def find(name: str) -> Entry:
@@ -70,7 +73,8 @@ def find(name: str) -> Entry:
         return Entry(import_by_name.network_builder(name), import_by_name.image_shape_of(name), name)
     if name not in _networks:
         raise ValueError(
-            f"network {name!r} is unknown; expected one of {names()}, or package.module:builder of your own"
+            f"network {name!r} is unknown;{did_you_mean(name, names())} expected one of {names()}, or "
+            "package.module:builder of your own"
         )
     return _networks[name]
 

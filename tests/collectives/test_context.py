@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gangline.collectives import Context, contexts, cpu, gpu, num_gpus
+from gangline.collectives.context import local_rank
 
 ABSENT = num_gpus()
 """Number of the first GPU that the machine lacks."""
@@ -110,6 +111,55 @@ def test_auto_in_a_job_is_the_workers_own_gpu_or_the_host(monkeypatch: pytest.Mo
         assert contexts("auto") == ([gpu(rank % num_gpus())] if num_gpus() else [cpu(0)])
 
 
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"LOCAL_RANK": "3"}, 3),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "2", "OMPI_COMM_WORLD_RANK": "5"}, 2),
+        ({"MPI_LOCALRANKID": "1", "PMI_RANK": "5"}, 1),
+        ({"SLURM_LOCALID": "2", "SLURM_PROCID": "6"}, 2),
+        ({"SLURM_LOCALID": "0", "LOCAL_RANK": "1"}, 1),  # torchrun in a step of Slurm
+        ({"LOCAL_RANK": ""}, 0),
+        ({}, 0),
+    ],
+)
+def test_the_rank_on_the_host_selects_the_gpu(
+    environment: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for words in ("auto", "gpu", "parallel", "cuda", torch.device("cuda")):
+        assert contexts(words) == [gpu(expected)]
+    assert contexts("gpu(0)") == contexts("0") == contexts("cuda:0") == [gpu(0)]
+
+
+def test_a_rank_on_the_host_that_is_no_number_is_named() -> None:
+    with pytest.raises(ValueError, match="SLURM_LOCALID is 'one'; expected this process's rank on its host"):
+        local_rank({"SLURM_LOCALID": "one"})
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (torch.device("cpu"), [cpu(0)]),
+        ("cuda:1", [gpu(1)]),
+        ("cuda:0,cuda:1", [gpu(0), gpu(1)]),
+        (torch.device("cuda:1"), [gpu(1)]),
+        (["cpu", "cpu"], [cpu(0), cpu(0)]),
+        (["cuda:0", "cpu"], [gpu(0), cpu(0)]),
+        ([torch.device("cuda", 1), cpu(1)], [gpu(1), cpu(1)]),
+        (("gpu(0)", "1"), [gpu(0), gpu(1)]),
+    ],
+    ids=repr,
+)
+def test_devices_as_torch_names_them(spec: Any, expected: list[Context], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert contexts(spec) == expected
+
+
 def test_numbers_and_words_name_the_existing_gpus() -> None:
     there = [gpu(index) for index in range(num_gpus())]
     for words in (",".join(str(one.device_id) for one in there), ",".join(str(one) for one in there)):
@@ -141,7 +191,7 @@ def test_a_missing_gpu_is_an_error_that_lists_existing_ones(spec: Any) -> None:
 def test_every_missing_gpu_is_named() -> None:
     with pytest.raises(ValueError, match="not on this machine") as caught:
         contexts(f"{ABSENT + 2},cpu(0),gpu({ABSENT})")
-    assert str(caught.value).startswith(f"gpu({ABSENT + 2}), gpu({ABSENT}) is")
+    assert str(caught.value).startswith(f"gpu({ABSENT + 2}), gpu({ABSENT}) are")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +199,8 @@ def test_every_missing_gpu_is_named() -> None:
     [
         ("", ""),
         ("tpu(0)", "tpu(0)"),
-        ("cpu(0),cuda:1", "cuda:1"),
+        ("cpu(0),cuda:x", "cuda:x"),
+        ("mps", "mps"),
         ("cpu(0),", ""),
         (",cpu(0)", ""),
         ("cpu(-1)", "cpu(-1)"),
@@ -179,7 +230,7 @@ def test_an_empty_list_is_refused(spec: Any) -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [3, None, True, 1.0, [0], ["cpu(0)"], [cpu(0), "cpu(1)"], [[cpu(0)]], {cpu(0)}, torch.device("cpu")],
+    [3, None, True, 1.0, [0], ["cpu(0),cpu(1)"], [cpu(0), None], [[cpu(0)]], {cpu(0)}],
     ids=repr,
 )
 def test_other_types_than_contexts_are_refused(spec: Any) -> None:

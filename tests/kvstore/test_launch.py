@@ -254,6 +254,20 @@ def test_a_server_that_fails_is_a_failure_of_the_job(worker: str) -> None:
     assert re.match(r"gangline: server 0 \(pid \d+\) exited with code 7", errors[0])
 
 
+def test_servers_outlive_the_workers_that_a_failure_stops(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+
+    def until_stopped(say: str) -> str:
+        return f"trap 'echo {say}; exit 0' TERM; sleep 100 & echo {say} > {fifo}; wait"
+
+    fails = f"exec 4<> {fifo}; read x <&4; read x <&4; exit 5"
+    with job({"scheduler": until_stopped("last"), "worker 0": until_stopped("first"), "worker 1": fails}) as run:
+        code, out, errors = run.end()
+    assert (code, out) == (5, ["[worker 0] first", "[scheduler] last"])
+    assert re.match(r"gangline: worker 1 \(pid \d+\) exited with code 5", errors[0])
+
+
 # Nothing is left
 
 
@@ -430,6 +444,7 @@ def test_dry_run_prints_lines_for_a_shell_and_runs_nothing(tmp_path: Path) -> No
         (["-n", "2", "--launcher", "yarn", "--", "true"], "'yarn' is not one of 'local'"),
         (["-n", "2", "--gpus", "0,x", "--", "true"], "--gpus is '0,x'; expected numbers with commas"),
         (["-n", "2", "--gpus", "", "--", "true"], "--gpus is ''"),
+        (["-n", "2", "--gpus", "0,97", "--", "true"], "97, which this machine does not have; the GPUs here: "),
         (["-n", "2", "--work-load-list", "3,1,1", "--", "true"], "has 3 entries for 2 workers"),
         (["-n", "2", "--work-load-list", "3,x", "--", "true"], "'3,x'; expected numbers with commas, such as 3,1"),
         (["-n", "2", "--work-load-list", "3,-1", "--", "true"], "work_load_list[1] is -1"),

@@ -534,3 +534,44 @@ def test_a_class_with_one_image_is_refused_by_its_name(folder: Path) -> None:
     with pytest.raises(ValueError, match="cannot be split into four fifths and one: label one has 1 sample") as caught:
         image_folder(folder, SHAPE, torch.float32, 0)
     assert str(folder) in str(caught.value)
+
+
+# -- orientation, and a folder that is none of classes --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("suffix", [".png", ".jpg", ".tif"])
+def test_images_stand_upright_whatever_their_orientation(orientation: int, suffix: str, tmp_path: Path) -> None:
+    upright = np.zeros((16, 16), np.uint8)
+    upright[:8, :8], upright[8:, :8] = 255, 128
+    # The stored pixels, to which the viewer applies the orientation.
+    stored = {
+        1: upright,
+        2: np.fliplr(upright),
+        3: np.rot90(upright, 2),
+        4: np.flipud(upright),
+        5: upright.T,
+        6: np.rot90(upright, 1),
+        7: np.rot90(upright, 2).T,
+        8: np.rot90(upright, -1),
+    }[orientation]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    (tmp_path / "a").mkdir()
+    Image.fromarray(np.ascontiguousarray(stored)).save(tmp_path / "a" / f"0{suffix}", exif=exif)
+    image = ImageFolder.unlabelled(tmp_path, (1, 16, 16))[0]
+    torch.testing.assert_close(image[0] * 255, torch.from_numpy(upright).float(), rtol=0, atol=3)
+
+
+def test_damaged_metadata_do_not_make_an_image_unreadable(tmp_path: Path) -> None:
+    Image.fromarray(digit(1, 0)).save(tmp_path / "0.png", exif=b"Exif\0\0no tiff at all")
+    Image.fromarray(digit(1, 0)).save(tmp_path / "1.png")
+    images = ImageFolder.unlabelled(tmp_path, SHAPE)
+    assert torch.equal(images[0], images[1])
+
+
+def test_a_folder_with_one_class_is_refused(folder: Path) -> None:
+    for name in ("eight", "one"):
+        (folder / name).rename(folder.parent / name)
+    with pytest.raises(ValueError, match="has one class, 'zero'; expected at least two sub-folders"):
+        image_folder(folder, SHAPE, torch.float32, 0)

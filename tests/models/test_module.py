@@ -570,3 +570,47 @@ def test_contexts_by_words_and_numpy_labels() -> None:
         assert module.contexts == [Context("cpu", 0), Context("cpu", 1)]
         module.init_optimizer()
         module.forward_backward_update(np.ones((4, 2), np.float32), np.ones((4, 3), np.float32))
+
+
+# -- a network whose output is the loss -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["fit", "forward_backward", "forward_backward_update"])
+@pytest.mark.parametrize("loads", [None, "auto"])
+def test_an_output_that_is_no_loss_is_refused(call: str, loads: str | None) -> None:
+    network = linear()
+    before = network.weight.detach().clone()
+    data, label = counted(4, 2), torch.zeros(4, dtype=torch.long)
+    with Module(network, context=CONTEXTS[:2], work_load_list=loads) as module:
+        module.init_optimizer("local", "sgd", {"lr": 0.1})
+        message = r"output has shape \(2, 3\), which is not a loss: .* loss=torch\.nn\.CrossEntropyLoss\(\)"
+        with pytest.raises(ValueError, match=message):
+            if call == "fit":
+                module.fit((data, label), num_epoch=1, batch_size=4)
+            else:
+                getattr(module, call)(data, label)
+        assert torch.equal(module.get_params()["weight"], before)
+        assert module.predict(data, batch_size=4).shape == (4, 3)  # which needs no loss
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4,), (4, 1)])
+def test_a_loss_is_one_number_or_one_per_sample(shape: tuple[int, ...]) -> None:
+    class Loss(nn.Linear):
+        def forward(self, data: torch.Tensor) -> torch.Tensor:
+            losses = super().forward(data).square().mean(1)
+            return losses.mean().reshape(shape) if len(shape) < 1 or shape == (1,) else losses.reshape(shape)
+
+    torch.manual_seed(0)
+    network = Loss(2, 3).double()
+    reference = nn.Linear(2, 3).double()
+    reference.load_state_dict(network.state_dict())
+    data = torch.randn(4, 2, dtype=torch.float64)
+    loss = reference(data).square().mean()
+    loss.backward()
+    with Module(network, context=cpu()) as module:
+        module.init_optimizer("local", "sgd", {"lr": 1.0})
+        module.forward_backward_update(data)
+        assert module.get_loss().item() == pytest.approx(loss.item(), rel=1e-12)
+        assert reference.weight.grad is not None
+        expected = (reference.weight - reference.weight.grad).detach()
+        torch.testing.assert_close(module.get_params()["weight"], expected, rtol=1e-12, atol=1e-12)

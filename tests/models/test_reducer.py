@@ -10,6 +10,7 @@ import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import pytest
@@ -789,6 +790,45 @@ def test_after_close_the_network_is_plain_again(count: int) -> None:
             F.mse_loss(one(data), label).backward()
             optimizer.step()
     assert same_bits(dict(network.state_dict()), dict(reference.state_dict()))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("end", ["fit", "close", "init_optimizer"])
+def test_a_part_of_the_network_is_saved_without_its_bucket(count: int, end: str, tmp_path: Path) -> None:
+    network = nn.Sequential(nn.Linear(FEATURES, 4096), nn.ReLU(), nn.Linear(4096, CLASSES))
+    data, label = batch()
+    with create("local") as store, Module(network, nn.MSELoss(), contexts(count)) as module:
+        module.init_optimizer(store, "sgd", {"lr": 1e-4})
+        if end == "fit":
+            module.fit((data, label), num_epoch=2, batch_size=len(data), eval_metric="mse")
+        else:
+            module.forward_backward_update(data, label)
+            module.close() if end == "close" else module.init_optimizer(store, "sgd", {"lr": 1e-4})
+        file = tmp_path / "part.pt"
+        torch.save(network[0].bias, file)
+        assert file.stat().st_size < 2 * 4096 * 4
+        for parameter in network.parameters():
+            assert parameter.untyped_storage().nbytes() == parameter.nbytes
+
+
+@small_buckets
+@pytest.mark.parametrize("count", [1, 3])
+def test_training_goes_on_after_fit_as_if_it_had_not_ended(count: int, caplog: pytest.LogCaptureFixture) -> None:
+    first = perceptron().double()
+    networks = [first, copy.deepcopy(first)]
+    data, label = doubles()
+    for number, network in enumerate(networks):
+        with create("local") as store, Module(network, nn.MSELoss(), contexts(count)) as module:
+            module.init_optimizer(store, "sgd", {"lr": 0.1, "momentum": 0.9})
+            for _ in range(2):
+                module.fit((data, label), num_epoch=1, batch_size=len(data), shuffle=False, eval_metric="mse")
+                if number:  # by single steps, which hand nothing back
+                    module.forward_backward_update(data, label)
+                else:
+                    module.fit((data, label), num_epoch=1, batch_size=len(data), shuffle=False, eval_metric="mse")
+            agree(module, store)
+    assert same_bits(dict(networks[0].state_dict()), dict(networks[1].state_dict()))
+    assert "had moved" not in caplog.text
 
 
 @small_buckets

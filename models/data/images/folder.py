@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -171,13 +172,16 @@ class Images(Dataset[Any]):
 
     def _decoded(self, content: bytes | Path | Exception) -> torch.Tensor:
         """Return the pixels, uint8 of (channels, height, width), resized."""
-        from PIL import Image
+        from PIL import Image, ImageOps
 
         if isinstance(content, Exception):
             raise content
         channels = self._shape[0]
         height, width = self.augmentation.size_before(self._shape)
         with Image.open(BytesIO(content) if isinstance(content, bytes) else content) as file:
+            file.load()
+            with suppress(Exception):  # damaged metadata are no reason to refuse the pixels
+                ImageOps.exif_transpose(file, in_place=True)
             image: Image.Image = file
             if file.mode.startswith("I"):  # 16 bits per pixel, which convert() would clip at 255
                 image = Image.fromarray((np.asarray(file, np.float32) / 257).round().astype(np.uint8))

@@ -1,0 +1,119 @@
+"""Locks of checkpoint prefixes: one process writes the files of a prefix at a time."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gangline import Checkpoint, Module, collectives, cpu
+from gangline.collectives import Communicator
+from gangline.models.checkpoint.lock import writing
+from gangline.models.checkpoint.retention import epochs
+
+HOLDER = """
+import sys
+from gangline.models.checkpoint.lock import writing
+with writing(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def start_holder(prefix: Path) -> subprocess.Popen[str]:
+    """Start a process that holds the prefix until its standard input ends."""
+    words = [sys.executable, "-c", HOLDER, str(prefix)]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def trained(prefix: Path, **options: Any) -> None:
+    data = torch.ones(4, 2), torch.zeros(4, dtype=torch.long)
+    with Module(nn.Linear(2, 2), nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit(data, num_epoch=1, batch_size=2, epoch_end_callback=Checkpoint(module, prefix), **options)
+
+
+def test_a_prefix_that_another_process_writes_is_refused_and_names_it(tmp_path: Path) -> None:
+    prefix = tmp_path / "net"
+    holder = start_holder(prefix)
+    message = f"process {holder.pid} on .* is writing checkpoints {re.escape(str(prefix))}-"
+    with pytest.raises(RuntimeError, match=message):
+        trained(prefix)
+    with Module(nn.Linear(2, 2), context=cpu()) as module, pytest.raises(RuntimeError, match=message):
+        module.save_checkpoint(prefix, 1)
+    assert epochs(prefix) == []
+    trained(tmp_path / "other")
+    holder.communicate()
+    trained(prefix)
+    assert epochs(prefix) == [1]
+    assert not list(tmp_path.glob("*.lock"))
+
+
+def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
+    prefix = tmp_path / "net"
+    holder = start_holder(prefix)
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+    assert f"process {holder.pid} " in Path(f"{prefix}.lock").read_text()
+    trained(prefix)
+    assert epochs(prefix) == [1]
+
+
+def test_blocks_of_one_process_overlap(tmp_path: Path) -> None:
+    prefix = tmp_path / "net"
+    with writing(prefix):
+        with writing(prefix):
+            pass
+        with pytest.raises(RuntimeError, match=f"process {os.getpid()} on"):
+            collectives.spawn(_holds, 1, str(prefix))
+    assert collectives.spawn(_holds, 1, str(prefix)) == [True]
+
+
+def _holds(_: Communicator, prefix: str) -> bool:
+    with writing(prefix):
+        return True
+
+
+def test_of_many_that_begin_at_once_one_holds(tmp_path: Path) -> None:
+    prefix = tmp_path / "net"
+    for _ in range(4):
+        assert sum(collectives.spawn(_try, 3, str(prefix))) == 1
+    assert not Path(f"{prefix}.lock").exists()
+
+
+def _try(comm: Communicator, prefix: str) -> bool:
+    comm.barrier()
+    try:
+        with writing(prefix):
+            comm.barrier()
+            return True
+    except RuntimeError:
+        comm.barrier()
+        return False
+
+
+def test_threads_share_the_lock_of_their_process(tmp_path: Path) -> None:
+    prefix = tmp_path / "net"
+    inside = threading.Barrier(2)
+
+    def hold() -> None:
+        with writing(prefix):
+            inside.wait(10)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    with writing(prefix):
+        inside.wait(10)
+    other.join(10)
+    assert not Path(f"{prefix}.lock").exists()
