@@ -133,7 +133,9 @@ class SummedLoss:
         """
         if self.loss is not None:
             return RuntimeError("backward() has no loss: forward() got no label; give one, or call backward(out_grads)")
-        what = f"has shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else f"is a {type(output).__name__}"
+        what = (
+            f"has shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else f"is a {type(output).__name__}"
+        )
         if isinstance(output, torch.Tensor) and not output.is_floating_point():
             what += f" and dtype {output.dtype}"
         return ValueError(
