@@ -296,8 +296,8 @@ def _adapt_to_late_updates(params: dict[str, Any], options: TrainOptions, store:
 
     With ``workers`` updates between the computation of a gradient and its use, momentum 0.9 would be stable only for
     rates 38 times (1 update) to 238 times (7 updates) smaller: with curvature c, momentum m and a delay of k updates
-    the weights follow z^(k+2) - (1+m) z^(k+1) + m z^k + rate c = 0, whose roots must stay inside the unit circle. Without
-    momentum the limit falls only as 1/k.
+    the weights follow z^(k+2) - (1+m) z^(k+1) + m z^k + rate c = 0, whose roots must stay inside the unit circle.
+    Without momentum the limit falls only as 1/k.
     """
     if store not in _ASYNC or workers == 1:
         return []
