@@ -104,7 +104,7 @@ class ProcessMembership(Membership):
         self._limit = limit
         self._reconnect_seconds = min(RECONNECT_SECONDS, limit / 4)
         self._has_heartbeats = address != "ipc"  # not by ipc: libzmq note 4 in transports/zmq/context.py
-        options = {int(zmq.MAXMSGSIZE): _MESSAGE_LIMIT}
+        options = {int(zmq.MAXMSGSIZE): _MESSAGE_LIMIT, int(zmq.SNDHWM): 0, int(zmq.RCVHWM): 0}  # libzmq note 4
         if self._has_heartbeats:
             options[int(zmq.HEARTBEAT_IVL)] = max(1, round(min(heartbeat, limit / 2) * 1000))
             options[int(zmq.HEARTBEAT_TIMEOUT)] = max(1, round(limit * 1000))
@@ -150,12 +150,29 @@ class ProcessMembership(Membership):
             if self._closed:
                 return
             self._read_all()
-            self._send_to_all(msgpack.packb(["closed"]))
+            packed = msgpack.packb(["closed"])
+            if self._has_heartbeats:
+                self._send_completely(packed)
+            else:
+                self._send_to_all(packed)
             self._closed = True
-            linger_ms = round(MEMBERSHIP_LINGER_SECONDS * 1000)
+            linger_ms = 0 if self._has_heartbeats else round(MEMBERSHIP_LINGER_SECONDS * 1000)
             for connection in self._peers.sockets.values():  # a lost peer receives nothing, however long we linger
                 connection.close(linger_ms if connection.down_since is None else 0)
             self._peers.close(0)
+
+    def _send_completely(self, packed: bytes) -> None:
+        """Send to all peers and wait until the message has left, so that no socket lingers: libzmq note 4."""
+        deadline = time.monotonic() + MEMBERSHIP_LINGER_SECONDS
+        trackers = []
+        for connection in self._peers.sockets.values():
+            connection.socket.copy_threshold = 0  # pyzmq tracks no message that it copies
+            with suppress(zmq.ZMQError):  # not connected
+                trackers.append(connection.send_frame(packed, copy=False, track=True))
+        for tracker in trackers:
+            with suppress(zmq.NotDone):
+                assert tracker is not None
+                tracker.wait(max(0.0, deadline - time.monotonic()))
 
     def _send_to_all(self, packed: bytes) -> None:
         for connection in self._peers.sockets.values() if not self._closed else ():

@@ -13,6 +13,9 @@ from gangline.collectives.liveness.membership import CLOSED, Membership
 
 _log = logging.getLogger("gangline")
 
+_CALLS_PER_POLL = 256
+"""Calls after which a rank that never waits reads the others' announcements, which would fill its memory."""
+
 
 class Watchdog:
     """`WaitPolicy` of one transport of a communicator: ends waits on failure, mismatch or timeout.
@@ -36,6 +39,8 @@ class Watchdog:
             sequence: number of the call on the communicator, from 1; 0 for a point-to-point message.
             code: `CallSignature.code`.
         """
+        if sequence and not sequence % _CALLS_PER_POLL:
+            self._membership.poll(0, code)
         self._sequence = sequence
         self._code = code
         self._since = 0.0  # time at which the call first had to wait; 0: not yet
