@@ -277,7 +277,7 @@ class Module:
             replicas = self.bound.replicas
             trained = replicas.first.parameters
             others = {name: tensor for name, tensor in replicas.state_dict().items() if name not in trained}
-            replicas.load_state_dict(workers.agree_on_tensors(others))
+            replicas.load_state_dict(workers.agree_on_tensors(others, "broadcast of buffers"))
 
     def save_params(self, path: str | Path) -> None:
         """Write `get_params` to a safetensors file; in a job rank 0 writes.

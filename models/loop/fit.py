@@ -228,7 +228,7 @@ def _check_metrics(users: Iterable[Any], validation: EvalMetric | None) -> None:
 
 def _batches_per_epoch(module: Trainable, train: Source) -> int | None:
     """Return the number of batches of the worker that has most; None if a worker does not know."""
-    counts = module.workers.exchange(train.num_batches())
+    counts = module.workers.all_gather(train.num_batches(), "fit")
     return max(counts) if None not in counts else None
 
 
@@ -270,7 +270,7 @@ def _check_same(
         shared = data is not None and data.is_shared
         settings[what] = "none" if data is None else data.plan() if shared else "batches of each worker's own"
     settings["the checkpoint to resume"] = saved.id if saved is not None else None
-    module.workers.check_same("fit()", settings)
+    module.workers.check_same(settings, "fit")
 
 
 def _check_epochs(begin_epoch: int, num_epoch: int) -> None:

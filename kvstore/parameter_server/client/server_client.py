@@ -42,6 +42,7 @@ from gangline.kvstore.parameter_server.transport.client_channel import Channel, 
 from gangline.kvstore.parameter_server.transport.frames import tensor_of
 from gangline.kvstore.parameter_server.transport.poller import SPIN_SECONDS, Poller, Source
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool
+from gangline.kvstore.remote_errors import make_error
 
 _log = logging.getLogger("gangline")
 _WINDOW = 16 << 20
@@ -199,6 +200,11 @@ class ServerClient:
             raise
         if not all(self.shares_memory):  # values arrive by socket, in buffers of up to 4 MiB
             keep_freed_memory()
+
+    @property
+    def count(self) -> int:
+        """Number of servers."""
+        return len(self._connections)
 
     @property
     def shares_memory(self) -> list[bool]:
@@ -421,7 +427,7 @@ class ServerClient:
             case CommandResult(sequence, _):
                 self._settle(connection, sequence, message, [tensor_of(frame) for frame in frames])
             case Failed(sequence, kind, text):
-                error = protocol.make_error(kind, text)
+                error = make_error(kind, text)
                 if not sequence:  # of a Hello, or of a message whose number the server could not read
                     self._refusal = error
                     _log.warning("server %d rejects a message of worker %d: %s", server, self._scheduler.rank, text)
