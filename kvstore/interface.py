@@ -144,13 +144,14 @@ class KVStore(abc.ABC):
         """Return the names of workers and servers known to be dead, such as ``"worker 1"``."""
         return []
 
-    def num_dead_nodes(self, timeout: float = 60.0) -> int:  # noqa: ARG002  MXNet's signature
-        """Return the number of workers and servers known to be dead.
+    def num_dead_nodes(self, timeout: float = 60.0) -> int:
+        """Return the number of workers and servers that are dead or, in ``dist_*`` stores, have been silent for long.
 
         Args:
-            timeout: ignored, and present only because MXNet has it; the job's heartbeat limit decides.
+            timeout: seconds without a sign of life. A process is dead after GANGLINE_HEARTBEAT_LIMIT, 10 s by default,
+                whatever the timeout; ``allreduce`` counts dead workers only.
         """
-        return len(self.dead_nodes())
+        return len({*self.dead_nodes(), *self._silent_nodes(timeout)})
 
     # Values
 
@@ -645,6 +646,10 @@ class KVStore(abc.ABC):
         """All-gather bytes, see `worker_group.Exchange`."""
         self._check_open()
         return [data]
+
+    def _silent_nodes(self, seconds: float) -> list[str]:  # noqa: ARG002  where a scheduler watches them
+        """Return the names of processes that have given no sign of life for some time."""
+        return []
 
     def _refuse(self, call: str, error: Exception, keys: object = None) -> None:  # noqa: B027  one worker tells nobody
         """Tell the other workers that this rank refuses a call because of an error; may raise another error.

@@ -703,8 +703,8 @@ class Module:
     def predict(self, data: Any, *, batch_size: int | None = None, num_batch: int | None = None) -> Any:
         """Return the outputs for all samples, in order, on the host, in evaluation mode.
 
-        Collective in a job, from `init_optimizer` on: the workers share arrays and datasets, and all get all outputs.
-        From a DataLoader or iterable each worker gets the outputs of its own batches.
+        Collective in a job, from `init_optimizer` on: the workers share arrays and datasets; rank 0 gets all outputs,
+        the others None. From a DataLoader or iterable each worker gets the outputs of its own batches.
 
         Args:
             data: a tensor, array or dict of them, or the data of `fit`; labels are ignored.

@@ -60,6 +60,10 @@ class Negotiator:
         """Collective calls on plain data, which no worker inside join() takes part in."""
         return WorkerGroup(self.rank, self.size, self.exchange)
 
+    def dead_ranks(self) -> list[int]:
+        """Return the ranks that are known to be dead."""
+        return self._communicator.dead_ranks()
+
     def check(self) -> None:
         """Raise the communicator's error if it has failed."""
         if self._failure is not None:

@@ -70,6 +70,9 @@ class AllReduceStore(LocalStore):
     def num_workers(self) -> int:  # noqa: D102  inherited
         return self._workers.size
 
+    def dead_nodes(self) -> list[str]:  # noqa: D102  inherited
+        return [f"worker {rank}" for rank in self._workers.dead_ranks()]
+
     def _exchange(self, data: bytes, name: str, root: int | None) -> list[bytes]:
         self._check_open()
         found: list[bytes] = []

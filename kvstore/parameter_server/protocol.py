@@ -279,6 +279,23 @@ class Waiting(Message):
     """Name of the call of each of them."""
 
 
+@message(16)
+@dataclass
+class SilenceQuery(Message):
+    """Question which processes the scheduler has not heard for this many seconds."""
+
+    seconds: Number
+
+
+@message(17)
+@dataclass
+class SilenceResult(Message):
+    """Answer to `SilenceQuery`."""
+
+    members: Strings
+    """Role and rank of each, such as "worker 1"."""
+
+
 # Server messages
 
 

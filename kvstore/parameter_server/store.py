@@ -159,6 +159,9 @@ class DistStore(KVStore):
         dead = [f"{role} {rank}" for (role, rank), why in self._scheduler.gone.items() if why]
         return [*sorted(dead), *(["scheduler"] if self._scheduler.lost else [])]
 
+    def _silent_nodes(self, seconds: float) -> list[str]:
+        return self._scheduler.silent_members(seconds)
+
     @refused_on_all_ranks
     def join(self) -> int:
         """Wait until all workers have called it; rounds close without this worker meanwhile.

@@ -11,6 +11,7 @@ import torch
 from gangline import kvstore
 from gangline.collectives import Communicator, spawn
 from gangline.kvstore import KVStore
+from tests.collectives.stage import Actor, Stage
 from tests.kvstore.parameter_server.processes import run_job
 
 pytestmark = pytest.mark.timeout(60)
@@ -158,6 +159,30 @@ def _gathered(kv: KVStore) -> list[Any]:
 @both
 def test_plain_data_and_tensors_are_gathered_and_broadcast(name: str) -> None:
     assert work(name, _gathered, 3) == [[2, [1, None]]] * 3
+
+
+def _watch_deaths(comm: Communicator, path: str) -> None:
+    kv = kvstore.create("allreduce", communicator=comm)
+    actor = Actor(comm.rank, path)
+    while actor.hear() != "end":
+        actor.tell([kv.dead_nodes(), kv.num_dead_nodes()])
+
+
+def test_a_dead_worker_of_an_allreduce_store_is_named() -> None:
+    with Stage(_watch_deaths, 3, transport="auto") as stage:
+
+        def dead() -> Any:
+            stage.say(0, "dead")
+            return stage.heard(0)
+
+        assert dead() == [[], 0]
+        stage.kill(2)
+        while (found := dead()) == [[], 0]:
+            pass
+        assert found == [["worker 2"], 1]
+        for rank in range(2):
+            stage.say(rank, "end")
+        stage.outcomes()
 
 
 def _failing_rank(kv: KVStore) -> list[str]:

@@ -92,16 +92,19 @@ def test_scores_and_predictions_count_each_sample_once_and_keep_the_order() -> N
     nn.init.constant_(line.weight, 0.5)
     with Module(line, nn.MSELoss(), cpu()) as module:
         expected_of_line = correlations(module)
-    for found, own_share, outputs, of_dataset, _, of_line in everybody:
+    for rank, (found, own_share, outputs, of_dataset, _, of_line) in enumerate(everybody):
         for values, alone in zip(found, expected, strict=True):
             assert [name for name, _ in values] == [name for name, _ in alone]
             assert [value for _, value in values] == pytest.approx(
                 [value for _, value in alone], rel=1e-12, nan_ok=True
             )
         assert own_share == [("accuracy", pytest.approx(float(sum(rights)) / 9))]
-        for (samples, _), output in zip(SCORED, outputs, strict=True):
-            torch.testing.assert_close(output, whole[:samples])
-        torch.testing.assert_close(of_dataset, whole)
+        if rank:
+            assert [*outputs, of_dataset] == [None] * 5
+        else:
+            for (samples, _), output in zip(SCORED, outputs, strict=True):
+                torch.testing.assert_close(output, whole[:samples])
+            torch.testing.assert_close(of_dataset, whole)
         assert dict(of_line) == pytest.approx(dict(expected_of_line), rel=1e-5)
         assert all(0.5 < value < 0.9 for value in dict(of_line).values())
     assert len({repr(found) for found, *_ in everybody}) == 1  # the same bits, NaN among them

@@ -40,6 +40,8 @@ from gangline.kvstore.parameter_server.protocol import (
     Register,
     Registered,
     Rejected,
+    SilenceQuery,
+    SilenceResult,
     Waiting,
     Withdraw,
     Withdrawn,
@@ -187,6 +189,17 @@ class SchedulerClient:
                 raise StallError(f"{error} for {missing}") from None
             raise error from None
         return result
+
+    def silent_members(self, seconds: float) -> list[str]:
+        """Return the names of processes that the scheduler has not heard for some time; none if it is dead."""
+        if self.lost:
+            return []
+        message = SilenceQuery(max(seconds, 0.0))
+        with self._lock:
+            answer, _ = self._pending.setdefault("silence", (Future(), message))
+        self._send(message)
+        result: SilenceResult = self._wait(answer, "num_dead_nodes")
+        return result.members
 
     def join(self, data: bytes) -> JoinResult:
         """Wait until all workers have called it; meanwhile other collectives run without this worker.
@@ -341,6 +354,8 @@ class SchedulerClient:
                 self._settle(number, error=MismatchError(text))
             case Withdrawn(number, missing):
                 self._settle(number, error=StallError(name_ranks(missing)))
+            case SilenceResult():
+                self._settle("silence", message)
             case Waiting(ranks, calls):
                 self.waiting = dict(zip(ranks, calls, strict=False))
                 self.on_change()
@@ -363,7 +378,7 @@ class SchedulerClient:
     def _lose(self, why: str) -> None:
         self.lost = why
         self._fail_collectives()
-        for key in ("registered", "over"):
+        for key in ("registered", "over", "silence"):
             self._settle(key, error=DeadNodeError(f"the scheduler {why}"))
         self.on_change()
 

@@ -26,6 +26,8 @@ from gangline.kvstore.parameter_server.protocol import (
     Register,
     Registered,
     Rejected,
+    SilenceQuery,
+    SilenceResult,
     Waiting,
     Withdraw,
 )
@@ -172,6 +174,10 @@ class Scheduler:
                 self._last_joined = member.rank
                 self._complete_collectives()
                 self._complete_join()
+            case SilenceQuery(seconds):
+                since = time.monotonic() - seconds
+                silent = [one.name for one in self._state.members.values() if one.gone is None and one.heard_at < since]
+                self._send(member, SilenceResult(silent))
             case Leave():
                 self._send(member, JobOver())
                 if member.gone is None:

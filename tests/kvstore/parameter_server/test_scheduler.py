@@ -252,6 +252,17 @@ def test_a_silent_worker_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None
         assert MemberGone("worker", 1, zero.gone["worker", 1]) in heard
 
 
+def test_processes_that_have_been_silent_for_some_time_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GANGLINE_HEARTBEAT", "0.05")
+    with Job(2) as job, RawClient(job.address, b"silent") as client:
+        client.send(Register("worker", 1, this_process(), ""))
+        zero = job.member(0)
+        while (silent := zero.silent_members(0.5)) != ["worker 1"]:
+            assert silent == []
+        assert zero.silent_members(60) == []
+        client.send(Leave())
+
+
 def test_a_living_worker_that_counts_as_dead_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with Job(2) as job:
         members = job.members()
