@@ -85,6 +85,7 @@ class SchedulerClient:
         self.rank = -1  # the thread reads it before it is assigned
         self.lost = ""
         """Reason why the scheduler counts as dead; "" while it is alive."""
+        self._cause: Exception | None = None  # why the thread has ended, if an error has ended it
         self.waiting: dict[int, str] = {}
         """Of a server: workers that wait in collectives for other workers, with the name of the call."""
         self.is_over = False
@@ -240,7 +241,7 @@ class SchedulerClient:
             self._pending[key] = answer, message
             problem = self._problem()
         if problem:
-            raise DeadNodeError(f"{problem} (worker {self.rank} waited in {what})")
+            raise self._dead(f"{problem} (worker {self.rank} waited in {what})")
         self._send(message)
         return answer
 
@@ -250,7 +251,7 @@ class SchedulerClient:
         except TimeoutError:
             raise StallError(f"{what} has waited {self._timeout:g} s") from None
         except DeadNodeError as error:
-            raise DeadNodeError(f"{error} ({what})") from None
+            raise DeadNodeError(f"{error} ({what})") from error.__cause__
 
     def _problem(self) -> str:
         """Return why collectives can no longer complete; "" if they can."""
@@ -291,6 +292,17 @@ class SchedulerClient:
         return socket
 
     def _serve(self) -> None:
+        try:
+            self._run()
+        except Exception as error:  # noqa: BLE001  whatever it is, nothing would answer the waiting calls
+            self._lose(f"cannot be reached any more: {type(error).__name__}: {error}", error)
+        finally:
+            with self._lock:
+                self._socket.disable_monitor()
+                for socket in (self._notifier, self._notified, self._monitor, self._socket):
+                    socket.close(0)
+
+    def _run(self) -> None:
         poller = zmq.Poller()
         for socket in (self._socket, self._notified, self._monitor):
             poller.register(socket, zmq.POLLIN)
@@ -321,10 +333,6 @@ class SchedulerClient:
                 self._lose("was killed or left: connection lost")
             if self._is_registered and not self.lost and now - heard_at > self._limit:
                 self._lose(f"gave no sign of life for {self._limit:g} s")
-        with self._lock:
-            self._socket.disable_monitor()
-            for socket in (self._notifier, self._notified, self._monitor, self._socket):
-                socket.close(0)
 
     def _on_connected(self) -> None:
         """Repeat pending requests after a reconnection, since messages of either direction may be lost."""
@@ -375,19 +383,25 @@ class SchedulerClient:
             case _:
                 pass
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, why: str, cause: Exception | None = None) -> None:
         self.lost = why
+        self._cause = cause
         self._fail_collectives()
         for key in ("registered", "over", "silence"):
-            self._settle(key, error=DeadNodeError(f"the scheduler {why}"))
+            self._settle(key, error=self._dead(f"the scheduler {why}"))
         self.on_change()
+
+    def _dead(self, text: str) -> DeadNodeError:
+        error = DeadNodeError(text)
+        error.__cause__ = self._cause
+        return error
 
     def _fail_collectives(self) -> None:
         with self._lock:
             problem = self._problem()
             keys = [key for key in self._pending if isinstance(key, int) or key == "join"]
         for key in keys if problem else ():
-            self._settle(key, error=DeadNodeError(problem))
+            self._settle(key, error=self._dead(problem))
 
     def _settle(self, key: object, value: Any = None, error: Exception | None = None) -> None:
         with self._lock:

@@ -145,6 +145,9 @@ class Scheduler:
         except ProtocolError as error:
             self.rejected += 1
             _log.warning("the scheduler drops a message: %s", error)
+        except Exception:  # noqa: BLE001  the other members must not lose the scheduler by one message
+            self.rejected += 1
+            _log.exception("the scheduler drops a message of %d frames", len(frames))
 
     def _handle(self, member: Member, message: Message) -> None:
         if member.gone and not isinstance(message, Leave):  # counted as dead, for example after it was stopped

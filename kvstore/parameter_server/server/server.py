@@ -166,6 +166,8 @@ class Server:
             memory = self._memory_of(hello)
             shares_memory = memory is not None and self._pool is not None
             worker = self._sessions.workers[identity] = WorkerSession(identity, hello.rank, memory, shares_memory)
+        elif not hello.memory:  # it could not open this server's memory
+            worker.memory, worker.shares_memory = None, False
         self._sessions.end_reads(hello.rank, hello.last_read)  # its ValuesRead may be lost
         handle = self._pool.handle if worker.shares_memory and self._pool is not None else b""
         self._sessions.send(identity, Welcome(worker.memory is not None, handle))
