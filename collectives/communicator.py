@@ -30,6 +30,7 @@ from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.engine.host_staging import data_of, flat_values, is_contiguous_on_cpu
 from gangline.collectives.engine.point_to_point import PointToPoint
 from gangline.collectives.errors import GanglineError
+from gangline.collectives.liveness.membership import CLOSED
 from gangline.collectives.streams import SideStreams
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.work import Work
@@ -462,6 +463,12 @@ class Communicator:
             self._engine.end(error)
             self._resources.membership.abort(error)
             self._gpus.abort()
+
+    def dead_ranks(self) -> list[int]:
+        """Return the ranks that are known to be dead; not those that have closed the communicator."""
+        membership = self._resources.membership
+        membership.poll(0, 0)
+        return sorted(rank for rank, why in membership.gone.items() if why != CLOSED)
 
     def __enter__(self) -> Communicator:
         return self

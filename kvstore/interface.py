@@ -6,9 +6,10 @@ import abc
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -36,9 +37,33 @@ from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
 from gangline.kvstore.sparse import checked_rows, copy_rows
+from gangline.kvstore.worker_group import WorkerGroup
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 Updater = Callable[[Key, Any, torch.Tensor], None]
 """(key, sum of a push, stored value); the sum is a `RowSparse` if only row-sparse values were pushed."""
+
+
+def refused_on_all_ranks(call: _Call) -> _Call:
+    """Decorate a store's call: if argument checks fail on this rank, raise on every rank, so that no other rank blocks.
+
+    The store counts in ``_calls_begun`` the calls in which it has communicated with other workers; from then on an
+    error reaches the others by other ways.
+    """
+
+    @wraps(call)
+    def checked(self: KVStore, *arguments: Any, **options: Any) -> Any:
+        begun = self._calls_begun
+        try:
+            return call(self, *arguments, **options)
+        except Exception as error:
+            if self._calls_begun == begun and not self._closed:
+                keys = arguments[0] if arguments else options.get("key", options.get("bucket"))
+                self._refuse(call.__name__, error, keys)
+            raise
+
+    return cast(_Call, checked)
 
 
 class KVStore(abc.ABC):
@@ -79,6 +104,7 @@ class KVStore(abc.ABC):
         self._layout_lock = threading.Lock()
         self._buckets: weakref.WeakSet[Bucket] = weakref.WeakSet()  # fused, so checked against the layout
         self._pending: set[Key] = set()  # pushed and not yet updated, under clip_global_norm
+        self._calls_begun = 0
         self._closed = False
 
     # The job
@@ -100,7 +126,7 @@ class KVStore(abc.ABC):
 
     def barrier(self) -> None:
         """Wait until every worker has called it; workers in `join` count as present."""
-        self._check_open()
+        self.group.barrier("barrier")
 
     def join(self) -> int:
         """Leave the rounds until all workers have joined; then all take part again.
@@ -118,16 +144,18 @@ class KVStore(abc.ABC):
         """Return the names of workers and servers known to be dead, such as ``"worker 1"``."""
         return []
 
-    def num_dead_nodes(self, timeout: float = 60.0) -> int:  # noqa: ARG002  MXNet's signature
-        """Return the number of workers and servers known to be dead.
+    def num_dead_nodes(self, timeout: float = 60.0) -> int:
+        """Return the number of workers and servers that are dead or, in ``dist_*`` stores, have been silent for long.
 
         Args:
-            timeout: ignored, and present only because MXNet has it; the job's heartbeat limit decides.
+            timeout: seconds without a sign of life. A process is dead after GANGLINE_HEARTBEAT_LIMIT, 10 s by default,
+                whatever the timeout; ``allreduce`` counts dead workers only.
         """
-        return len(self.dead_nodes())
+        return len({*self.dead_nodes(), *self._silent_nodes(timeout)})
 
     # Values
 
+    @refused_on_all_ranks
     def init(self, key: Any, value: Any, *, async_op: bool = False) -> Work:
         """Initialise a key with a copy of ``value``; with several workers, with rank 0's.
 
@@ -158,6 +186,7 @@ class KVStore(abc.ABC):
                 self._layout[one] = (tensor.shape, tensor.dtype)
         return self._init(pairs, async_op)
 
+    @refused_on_all_ranks
     def push(self, key: Any, value: Any, priority: int = 0, *, async_op: bool = False) -> Work:
         """Sum ``value`` over devices and workers, and update the stored value with the sum.
 
@@ -208,6 +237,7 @@ class KVStore(abc.ABC):
         self._check_not_pending([one for one, _ in pairs])
         return self._pull(pairs, checked_priority(priority), async_op)
 
+    @refused_on_all_ranks
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, async_op: bool = False) -> Work:
         """Push ``value`` and pull into ``out``, in one round trip.
 
@@ -237,6 +267,7 @@ class KVStore(abc.ABC):
             )
         return self._pushpull(values, targets, checked_priority(priority), async_op)
 
+    @refused_on_all_ranks
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0, *, async_op: bool = False) -> Work:
         """Initialise a key and pull it into ``out``: `init` and `pull` in one call.
 
@@ -299,6 +330,7 @@ class KVStore(abc.ABC):
 
     # Optimizer
 
+    @refused_on_all_ranks
     def set_optimizer(self, spec: Any) -> None:
         """Update stored values with an optimizer of torch.optim at every push.
 
@@ -338,6 +370,7 @@ class KVStore(abc.ABC):
         """
         raise ValueError(f"a {self.type!r} store takes no updater; use set_optimizer")
 
+    @refused_on_all_ranks
     def update(self) -> None:
         """Clip everything pushed since the last update by its common norm, and update; with ``clip_global_norm`` only.
 
@@ -378,6 +411,7 @@ class KVStore(abc.ABC):
         state = self.optimizer_state()
         files.save(Path(path), state.tensors, state.header())
 
+    @refused_on_all_ranks
     def load_optimizer_states(self, path: str | Path) -> None:
         """Replace the optimizer's state by that of a file; the learning rate does not change.
 
@@ -391,6 +425,7 @@ class KVStore(abc.ABC):
 
     # Compression
 
+    @refused_on_all_ranks
     def set_gradient_compression(self, params: Mapping[str, Any] | None) -> None:
         """Compress the gradients that each device or worker pushes; None turns compression off.
 
@@ -431,9 +466,14 @@ class KVStore(abc.ABC):
 
         Collective: all workers must call it.
         """
-        self._check_open()
-        return [data]
+        return [b"" if one is None else one for one in self.group.all_gather(data, "exchange")]
 
+    @property
+    def group(self) -> WorkerGroup:
+        """Collective calls of all workers on plain data."""
+        return WorkerGroup(self.rank, self.num_workers, self._exchange)
+
+    @refused_on_all_ranks
     def assign(self, key: Any, value: Any) -> None:
         """Replace the stored value by rank 0's ``value``, without an update; optimizer state stays.
 
@@ -444,6 +484,7 @@ class KVStore(abc.ABC):
         self._check(pairs)
         self._assign(pairs)
 
+    @refused_on_all_ranks
     def push_weighted(self, key: Any, value: Any, weight: float, priority: int = 0, *, async_op: bool = False) -> Work:
         """Push this worker's part of a weighted mean over workers: sum(weight * value) / sum(weight).
 
@@ -471,6 +512,7 @@ class KVStore(abc.ABC):
         self._add_pending([one for one, _ in pairs])
         return self._push_weighted(pairs, float(weight), priority, async_op)
 
+    @refused_on_all_ranks
     def fuse(self, bucket: Bucket) -> None:
         """Store the keys of a bucket side by side, for `push_bucket` and `pull_bucket`; they also stay single keys.
 
@@ -485,6 +527,7 @@ class KVStore(abc.ABC):
         self._fuse(bucket)
         self._buckets.add(bucket)
 
+    @refused_on_all_ranks
     def push_bucket(
         self,
         bucket: Bucket,
@@ -537,6 +580,7 @@ class KVStore(abc.ABC):
         """True if pushes only sum until `update`: the optimizer has ``clip_global_norm``."""
         return False
 
+    @refused_on_all_ranks
     def drop_updates(self) -> None:
         """Discard the pushes that wait for `update`. Collective: all workers must call it."""
         self._check_open()
@@ -597,6 +641,24 @@ class KVStore(abc.ABC):
     def _assign(self, pairs: Pairs) -> None: ...
 
     # What a store may implement: it runs an optimizer, compresses, has several workers, moves buckets whole
+
+    def _exchange(self, data: bytes, name: str, root: int | None) -> list[bytes]:  # noqa: ARG002  of several workers
+        """All-gather bytes, see `worker_group.Exchange`."""
+        self._check_open()
+        return [data]
+
+    def _silent_nodes(self, seconds: float) -> list[str]:  # noqa: ARG002  where a scheduler watches them
+        """Return the names of processes that have given no sign of life for some time."""
+        return []
+
+    def _refuse(self, call: str, error: Exception, keys: object = None) -> None:  # noqa: B027  one worker tells nobody
+        """Tell the other workers that this rank refuses a call because of an error; may raise another error.
+
+        Args:
+            call: name of the call.
+            error: reason.
+            keys: first argument of the call, not checked: a key, a list of keys or a bucket.
+        """
 
     def _push_weighted(self, pairs: Pushed, weight: float, priority: int, async_op: bool) -> Work:
         if self.num_workers > 1:

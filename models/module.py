@@ -279,7 +279,7 @@ class Module:
             replicas = self.bound.replicas
             trained = replicas.first.parameters
             others = {name: tensor for name, tensor in replicas.state_dict().items() if name not in trained}
-            replicas.load_state_dict(workers.agree_on_tensors(others))
+            replicas.load_state_dict(workers.agree_on_tensors(others, "broadcast of buffers"))
 
     def save_params(self, path: str | Path) -> None:
         """Write `get_params` to a safetensors file; in a job rank 0 writes.
@@ -709,8 +709,8 @@ class Module:
     def predict(self, data: Any, *, batch_size: int | None = None, num_batch: int | None = None) -> Any:
         """Return the outputs for all samples, in order, on the host, in evaluation mode.
 
-        Collective in a job, from `init_optimizer` on: the workers share arrays and datasets, and all get all outputs.
-        From a DataLoader or iterable each worker gets the outputs of its own batches.
+        Collective in a job, from `init_optimizer` on: the workers share arrays and datasets; rank 0 gets all outputs,
+        the others None. From a DataLoader or iterable each worker gets the outputs of its own batches.
 
         Args:
             data: a tensor, array or dict of them, or the data of `fit`; labels are ignored.

@@ -190,7 +190,7 @@ class TrainingStep:
                 found = reachable_parameters([share.loss], share.replica.parameters)
                 on_replicas.setdefault(replicas.all.index(share.replica), set()).update(found)
         own = bytes(any(name in found for found in on_replicas.values()) for name in names)
-        received = self._timed(self.workers.exchange, [self.normalizer, own])
+        received = self._timed(self.workers.all_gather, [self.normalizer, own], "step")
         divisor = 1.0 if self._loss.is_sum else sum(normalizer for normalizer, _ in received)
         if not push_early:
             return divisor, None

@@ -1,18 +1,18 @@
-"""The workers of a job: ranks, loads and exchanges of plain data."""
+"""The workers of a job: ranks, loads and collective calls on plain data."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from gangline.collectives.errors import MismatchError
 from gangline.collectives.workload import check_work_load_list, split_batch
 from gangline.kvstore import KVStore
-from gangline.models.serialization import digest, pack, unpack
+from gangline.kvstore.serialization import digest
+from gangline.kvstore.worker_group import check_same
 
 _LOADS = "GANGLINE_WORK_LOAD_LIST"
 
@@ -43,7 +43,7 @@ class Workers:
         self._stop_request: str | None = None
         self._clock = 0.0
         self.loads = _loads(self.count) if self.count > 1 else [1.0]
-        self.first_context = sum(self.exchange(num_contexts)[: self.rank])
+        self.first_context = sum(self.all_gather(num_contexts, "init_optimizer")[: self.rank])
         """Job-wide index of this worker's first context."""
 
     @property
@@ -55,18 +55,32 @@ class Workers:
         """Return this worker's slice of a batch of ``samples``, split by the loads; it may be empty."""
         return split_batch(samples, self.loads)[self.rank]
 
-    def exchange(self, value: Any) -> list[Any]:
-        """All-gather plain data and tensors; return the values in rank order. Collective.
+    def all_gather(self, value: Any, name: str) -> list[Any]:
+        """Return every worker's plain data and tensors in rank order; calls are compared by name. Collective.
 
-        Each message also carries this worker's stop request and its clock, which saves separate exchanges for them.
+        Each message also carries this worker's stop request and its clock, which saves separate calls for them.
         """
         if self._store is None:
             return [value]
-        messages = self._store.exchange(pack([self._stop_request, time.monotonic(), value]))
-        received = [unpack(data) for data in messages]
+        received = self._store.group.all_gather([self._stop_request, time.monotonic(), value], name)
         self._clock = received[0][1]
         self.stop = self.stop or next((request for request, _, _ in received if request is not None), None)
         return [theirs for _, _, theirs in received]
+
+    def gather(self, value: Any, name: str) -> list[Any]:
+        """Return every worker's data in rank order on rank 0, and an empty list on the other ranks. Collective."""
+        return [value] if self._store is None else self._store.group.gather(value, name)
+
+    def broadcast(self, value: Any, name: str) -> Any:
+        """Return rank 0's data. Collective."""
+        return value if self._store is None else self._store.group.broadcast(value, name)
+
+    def run_on_first(self, action: Callable[[], object], name: str) -> None:
+        """Run an action on rank 0 while the others wait; if it raises, raise on all workers. Collective."""
+        if self._store is None:
+            action()
+        else:
+            self._store.group.run_on_rank(action, name)
 
     def ask_to_stop(self, reason: str) -> None:
         """Request that all workers stop; `stop` is set at the next exchange, to the first reason given."""
@@ -83,46 +97,32 @@ class Workers:
         """Monotonic seconds of rank 0 at the last exchange, equal on all workers; without other workers, now."""
         return time.monotonic() if self._store is None else self._clock
 
-    def from_first(self, value: Any) -> Any:
-        """Return rank 0's value. Collective."""
-        return self.exchange(value if self.is_first else None)[0]
-
-    def any(self, flag: bool) -> bool:
+    def any(self, flag: bool, name: str = "step") -> bool:
         """Return True if ``flag`` is set on any worker. Collective among workers in step; otherwise local."""
-        return flag if not self.in_step else any(self.exchange(flag))
+        return flag if not self.in_step else any(self.all_gather(flag, name))
 
-    def total(self, number: float) -> float:
+    def total(self, number: float, name: str = "step") -> float:
         """Return the sum over workers, in rank order. Collective among workers in step; otherwise local."""
-        return number if not self.in_step else sum(self.exchange(number))
+        return number if not self.in_step else sum(self.all_gather(number, name))
 
-    def agree_on_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def agree_on_tensors(self, tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
         """Return rank 0's values, on the host, of the tensors that differ between workers. Collective."""
         if self.count == 1:
             return {}
-        digests = self.exchange({name: digest(tensor) for name, tensor in tensors.items()})
-        differing = [name for name in digests[0] if any(other.get(name) != digests[0][name] for other in digests[1:])]
-        found: dict[str, torch.Tensor] = self.from_first({name: tensors[name] for name in differing if name in tensors})
-        return {name: tensor for name, tensor in found.items() if name in tensors}
+        digests = self.all_gather({one: digest(tensor) for one, tensor in tensors.items()}, name)
+        differing = [one for one in digests[0] if any(other.get(one) != digests[0][one] for other in digests[1:])]
+        found: dict[str, torch.Tensor] = self.broadcast(
+            {one: tensors[one] for one in differing if one in tensors}, name
+        )
+        return {one: tensor for one, tensor in found.items() if one in tensors}
 
-    def check_same(self, what: str, settings: Mapping[str, Any]) -> None:
-        """Check that all workers have the same settings. Collective.
-
-        Args:
-            what: call named at the start of the error message.
-            settings: plain data by name.
+    def check_same(self, settings: Mapping[str, Any], name: str) -> None:
+        """Check that all workers have the same settings, plain data by name. Collective.
 
         Raises:
             MismatchError: if a setting differs; the message is the same on all workers.
         """
-        received = self.exchange(dict(settings))
-        first = received[0]
-        for rank, theirs in enumerate(received):
-            for name in first:
-                if theirs[name] != first[name]:
-                    raise MismatchError(
-                        f"{what}: {name} is {first[name]!r} on rank 0, but {theirs[name]!r} on rank {rank}; expected "
-                        f"the same on all {self.count} workers"
-                    )
+        check_same(self.all_gather(dict(settings), name), name)
 
 
 def _loads(count: int) -> list[float]:

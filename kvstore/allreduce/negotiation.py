@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Iterator, Sequence
@@ -14,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gangline.collectives.errors import GanglineError, MismatchError, name_ranks
+from gangline.kvstore.remote_errors import differing, refusal, refused
+from gangline.kvstore.serialization import pack, unpack
+from gangline.kvstore.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from gangline.collectives.communicator import Communicator
 
 _HEADER = struct.Struct("<ddq")  # weight, learning rate, 4 * digest of the call + one of:
 _JOINED, _PLAIN, _UNEVEN, _REFUSED = range(4)
-_SHOWN = 300  # characters of a call in an error message
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Negotiation:
     """Description of the call for ranks that have joined, so that they can take part; None if none has."""
 
 
-class WorkerGroup:
-    """The workers of a job and the collectives between them.
+class Negotiator:
+    """The communicator of a job's workers, and the negotiations before its collectives.
 
     `negotiate` costs one all-gather of 24 bytes per worker. If the calls differ, or a rank refuses its arguments, all
     ranks raise the same error, no tensor has changed, and later calls work. An error of the communicator itself
@@ -53,6 +54,15 @@ class WorkerGroup:
         self._communicator = communicator
         self._failure: GanglineError | None = None
         self._had_joined = [False] * self.size
+
+    @property
+    def group(self) -> WorkerGroup:
+        """Collective calls on plain data, which no worker inside join() takes part in."""
+        return WorkerGroup(self.rank, self.size, self.exchange)
+
+    def dead_ranks(self) -> list[int]:
+        """Return the ranks that are known to be dead."""
+        return self._communicator.dead_ranks()
 
     def check(self) -> None:
         """Raise the communicator's error if it has failed."""
@@ -90,18 +100,40 @@ class WorkerGroup:
         with self._usable_communicator() as communicator:
             return communicator.empty(numel, dtype).zero_()
 
-    def exchange(self, data: bytes) -> list[bytes]:
-        """All-gather bytes of any length; return them in rank order."""
-        lengths = self.all_gather(torch.tensor([len(data)])).view(-1).tolist()
+    def exchange(self, data: bytes, name: str, root: int | None = None, *, takes_joined: bool = False) -> list[bytes]:
+        """All-gather bytes of any length, see `worker_group.Exchange`.
+
+        Args:
+            data: this worker's.
+            name: name of the call.
+            root: rank that gets the data; None: all.
+            takes_joined: ranks inside join() take part without data, instead of an error.
+        """
+        call = name if root is None else f"{name}, to rank {root}"
+        negotiation = self.negotiate(call, {"exchange": root} if takes_joined else None, weight=len(data))
+        return self.gather_bytes(data, [int(weight) for weight in negotiation.weights], root)
+
+    def gather_bytes(self, data: bytes, lengths: Sequence[int], root: int | None = None) -> list[bytes]:
+        """Gather bytes whose lengths are known; return them in rank order, nothing on ranks other than the root."""
         own = torch.zeros(max(lengths), dtype=torch.uint8)
         if data:
             own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        rows = self.all_gather(own) if len(own) else own.expand(self.size, 0)
+        if not len(own):
+            rows: object = own.expand(self.size, 0)
+        elif root is None:
+            rows = self.all_gather(own)
+        else:
+            with self._usable_communicator() as communicator:
+                rows = communicator.gather(own, root)
+        if root not in (None, self.rank):
+            return []
+        assert isinstance(rows, torch.Tensor)
         return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
 
-    def exchange_json(self, value: Any) -> list[Any]:
-        """All-gather a value that JSON can hold; return the values in rank order."""
-        return [json.loads(data) for data in self.exchange(json.dumps(value).encode())]
+    def _gather_plain(self, value: Any) -> list[Any]:
+        data = pack(value)
+        lengths = self.all_gather(torch.tensor([len(data)])).view(-1).tolist()
+        return [unpack(one) for one in self.gather_bytes(data, lengths)]
 
     def negotiate(
         self,
@@ -152,22 +184,10 @@ class WorkerGroup:
             Exception: ``error`` itself, if all ranks refuse for the same reason.
             MismatchError: if others make the call, or refuse it for another reason; the same text on all ranks.
         """
-        refusal = f"{call} was refused: {error.args[0] if error.args else type(error).__name__}"
         try:
-            self._gather_headers(_HEADER.pack(0.0, math.nan, _REFUSED), refusal)
+            self._gather_headers(_HEADER.pack(0.0, math.nan, _REFUSED), refusal(call, error))
         except _RefusedByAllError:
             raise error from error.__cause__
-
-    def check_same(self, what: str, items: Sequence[tuple[str, str]]) -> None:
-        """Check that all workers have the same (name, value) pairs in the same order.
-
-        Raises:
-            MismatchError: if they differ; the message names the first difference, with both values.
-        """
-        first, *others = self.exchange_json(items)
-        for rank, other in enumerate(others, 1):
-            if other != first:
-                raise MismatchError(_first_difference(what, first, other, rank))
 
     def _gather_headers(self, header: bytes, call: str) -> Negotiation:
         table = self.all_gather(torch.frombuffer(bytearray(header), dtype=torch.uint8))
@@ -177,7 +197,7 @@ class WorkerGroup:
         self._had_joined = [kind == _JOINED for kind in kinds]
         if _REFUSED in kinds or len(digests) > 1:
             self._had_joined = [False] * self.size  # joined ranks raise the error too
-            raise _disagreement([data.decode() for data in self.exchange(call.encode())], kinds)
+            raise _disagreement(self._gather_plain(call), kinds)
         return Negotiation(
             weights=[weight for weight, _, _ in rows],
             has_joined=self._had_joined,
@@ -187,12 +207,12 @@ class WorkerGroup:
 
     def _with_plan(self, negotiation: Negotiation, plan: Any, call: str) -> Negotiation:
         active = negotiation.has_joined.index(False)
-        their_plan, their_call = self.exchange_json([plan, call])[active]
+        their_plan, their_call = self._gather_plain([plan, call])[active]
         if their_plan is None:
             joined = [rank for rank, has in enumerate(negotiation.has_joined) if has]
             self._had_joined = [False] * self.size
             raise MismatchError(
-                f"rank {active} called {_short(their_call)}, but {name_ranks(joined)} of {self.size} joined; expected "
+                f"rank {active} called {their_call}, but {name_ranks(joined)} of {self.size} joined; expected "
                 "only pushes, updates, barriers and exchanges until all have joined"
             )
         return replace(negotiation, plan=their_plan)
@@ -210,31 +230,6 @@ def _disagreement(calls: Sequence[str], kinds: Sequence[int]) -> Exception:
     if all(kind == _REFUSED for kind in kinds) and len(set(calls)) == 1:
         return _RefusedByAllError()
     if _REFUSED in kinds:
-        rank = kinds.index(_REFUSED)
-        other = next((r for r, call in enumerate(calls) if call != calls[rank]), rank)
-        return MismatchError(
-            f"rank {rank} of {len(calls)}: {_short(calls[rank])}; rank {other} called {_short(calls[other])}; "
-            "no tensor has changed"
-        )
-    first, *others = [rank for rank, kind in enumerate(kinds) if kind != _JOINED]
-    other = next(rank for rank in others if calls[rank] != calls[first])
-    return MismatchError(
-        f"the workers' calls differ: rank {first} called {_short(calls[first])}, rank {other} called "
-        f"{_short(calls[other])}; expected the same calls in the same order on all {len(calls)}; no tensor has changed"
-    )
-
-
-def _first_difference(what: str, first: list[list[str]], other: list[list[str]], rank: int) -> str:
-    for index in range(max(len(first), len(other))):
-        expected, found = ((items[index] if index < len(items) else None) for items in (first, other))
-        if expected == found:
-            continue
-        if expected is not None and found is not None and expected[0] == found[0]:
-            return f"{what} differs: {expected[0]} is {expected[1]} on rank 0, but {found[1]} on rank {rank}"
-        on_0, on_rank = (" ".join(item) if item is not None else "nothing" for item in (expected, found))
-        return f"{what} differs: place {index} has {on_0} on rank 0, but {on_rank} on rank {rank}"
-    return f"{what} differs between rank 0 and rank {rank}"
-
-
-def _short(call: str) -> str:
-    return call if len(call) <= _SHOWN else call[:_SHOWN] + " ..."
+        return MismatchError(refused(dict(enumerate(calls)), kinds.index(_REFUSED), len(calls)))
+    active = {rank: call for rank, call in enumerate(calls) if kinds[rank] != _JOINED}
+    return MismatchError(differing(active, len(calls)))

@@ -9,7 +9,7 @@ import torch
 
 from gangline.collectives.compression import Compression, check, compress_checked
 from gangline.collectives.devices.device_group import Transfer, move, reduce
-from gangline.kvstore.allreduce.negotiation import Negotiation, WorkerGroup
+from gangline.kvstore.allreduce.negotiation import Negotiation, Negotiator
 from gangline.kvstore.arguments import Pushed, Value
 from gangline.kvstore.buckets import BucketValue
 from gangline.kvstore.gradient_compression import CompressedPushes
@@ -91,7 +91,7 @@ class Payloads(CompressedPushes):
 
 @torch.no_grad()
 def reduce_over_workers(
-    workers: WorkerGroup, negotiation: Negotiation, part: BucketPart, payloads: Payloads | None, *, is_mean: bool
+    workers: Negotiator, negotiation: Negotiation, part: BucketPart, payloads: Payloads | None, *, is_mean: bool
 ) -> list[tuple[Key, Value]]:
     """Sum all workers' parts, or take their weighted mean. Collective: all workers must call it.
 
@@ -126,7 +126,7 @@ def reduce_over_workers(
     return [(key, sums[key]) for key in part.keys if key in sums]
 
 
-def _kinds(workers: WorkerGroup, part: BucketPart) -> dict[Key, int]:
+def _kinds(workers: Negotiator, part: BucketPart) -> dict[Key, int]:
     """Return each key's kind over all workers: dense if any worker has a dense value, else rows, else absent."""
     own = [_kind(part.values.get(key)) for key in part.keys]
     gathered = workers.all_gather(torch.tensor(own, dtype=torch.uint8))
@@ -154,7 +154,7 @@ def _filled(part: BucketPart, key: Key, factor: float) -> torch.Tensor:
 
 
 def _reduce_payloads(
-    workers: WorkerGroup, negotiation: Negotiation, part: BucketPart, payloads: Payloads, keys: Sequence[Key]
+    workers: Negotiator, negotiation: Negotiation, part: BucketPart, payloads: Payloads, keys: Sequence[Key]
 ) -> None:
     """All-gather the payloads of all keys at once, and sum them into the buffers in rank order."""
     buffers = [part.buffer(key) for key in keys]
@@ -172,7 +172,7 @@ def _reduce_payloads(
         reduce(values, out=buffer)
 
 
-def _reduce_rows(workers: WorkerGroup, part: BucketPart, keys: Sequence[Key], factor: float) -> dict[Key, RowSparse]:
+def _reduce_rows(workers: Negotiator, part: BucketPart, keys: Sequence[Key], factor: float) -> dict[Key, RowSparse]:
     """Return the sums of keys that have only rows on all workers; only these rows are sent."""
     if not keys:
         return {}

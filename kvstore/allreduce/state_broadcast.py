@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from gangline.kvstore.allreduce.negotiation import WorkerGroup
+from gangline.kvstore.allreduce.negotiation import Negotiator
 from gangline.kvstore.optimizer.keyed import OptimizerState
 
 
-def broadcast_state(workers: WorkerGroup, state: OptimizerState | None) -> OptimizerState:
+def broadcast_state(workers: Negotiator, state: OptimizerState | None) -> OptimizerState:
     """Return rank 0's optimizer state on every rank. Collective: all workers must call it.
 
     Tensors are broadcast one by one, as bytes: collectives do not support all of their dtypes.
@@ -24,7 +24,7 @@ def broadcast_state(workers: WorkerGroup, state: OptimizerState | None) -> Optim
         assert state is not None
         layout = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in state.tensors.items()}
         header = {**state.header(), "layout": layout}
-    header = workers.exchange_json(header)[0]
+    header = workers.group.broadcast(header, "load_optimizer_state")
     tensors: dict[str, torch.Tensor] = {}
     for name, (dtype, shape) in header.pop("layout").items():
         if state is not None and not workers.rank:

@@ -6,9 +6,9 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import wraps
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,12 +16,12 @@ from gangline.collectives.bootstrap.launcher_environment import find_rank_info
 from gangline.collectives.compression import Compression
 from gangline.collectives.engine.reduction import check_dtype
 from gangline.collectives.work import Work, WorkQueue
-from gangline.kvstore.allreduce.negotiation import Negotiation, WorkerGroup
+from gangline.kvstore.allreduce.negotiation import Negotiation, Negotiator
 from gangline.kvstore.allreduce.reduction import BucketPart, Payloads, reduce_over_workers
 from gangline.kvstore.allreduce.state_broadcast import broadcast_state
 from gangline.kvstore.arguments import Pairs, Pushed, Value, by_key, merged
 from gangline.kvstore.buckets import Bucket, BucketValue
-from gangline.kvstore.interface import KVStore
+from gangline.kvstore.interface import refused_on_all_ranks
 from gangline.kvstore.local import LocalStore
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
@@ -29,24 +29,6 @@ from gangline.kvstore.sparse import RowSparse
 
 if TYPE_CHECKING:
     from gangline.collectives.communicator import Communicator
-
-_Call = TypeVar("_Call", bound=Callable[..., Any])
-
-
-def _refused_on_all_ranks(call: _Call) -> _Call:
-    """Decorate a call: if argument checks fail on this rank, raise on every rank, so that no other rank blocks."""
-
-    @wraps(call)
-    def checked(self: AllReduceStore, *arguments: Any, **options: Any) -> Any:
-        started = self._started
-        try:
-            return call(self, *arguments, **options)
-        except Exception as error:
-            if self._started == started:
-                self._refuse(call.__name__, error)
-            raise
-
-    return cast(_Call, checked)
 
 
 class AllReduceStore(LocalStore):
@@ -73,13 +55,12 @@ class AllReduceStore(LocalStore):
             GanglineError: if a worker does not connect in time.
         """
         self._owned = _connected() if communicator is None else None
-        self._workers = WorkerGroup(communicator or self._owned)  # type: ignore[arg-type]  # one of them is not None
+        self._workers = Negotiator(communicator or self._owned)  # type: ignore[arg-type]  # one of them is not None
         super().__init__(name)
         self._queue = _InOrder()
         weakref.finalize(self, self._queue.close)
         self._payloads: Payloads | None = None
         self._fused: list[Bucket] = []
-        self._started = 0  # calls whose arguments were accepted
 
     @property
     def rank(self) -> int:  # noqa: D102  inherited
@@ -89,19 +70,14 @@ class AllReduceStore(LocalStore):
     def num_workers(self) -> int:  # noqa: D102  inherited
         return self._workers.size
 
-    def barrier(self) -> None:  # noqa: D102  inherited
-        self._check_open()
-        self._run_in_order("barrier", lambda: self._negotiate("barrier", plan={}))
+    def dead_nodes(self) -> list[str]:  # noqa: D102  inherited
+        return [f"worker {rank}" for rank in self._workers.dead_ranks()]
 
-    def exchange(self, data: bytes) -> list[bytes]:  # noqa: D102  inherited
+    def _exchange(self, data: bytes, name: str, root: int | None) -> list[bytes]:
         self._check_open()
         found: list[bytes] = []
-
-        def exchange() -> None:
-            self._negotiate("exchange", plan={"exchange": True})
-            found.extend(self._workers.exchange(data))
-
-        self._run_in_order("exchange", exchange)
+        exchange = partial(self._workers.exchange, data, name, root, takes_joined=True)
+        self._run_in_order(name, lambda: found.extend(exchange()))
         return found
 
     def join(self) -> int:  # noqa: D102  inherited
@@ -116,20 +92,7 @@ class AllReduceStore(LocalStore):
         self._run_in_order("join", take_part)
         return last[0]
 
-    init = _refused_on_all_ranks(KVStore.init)
-    broadcast = _refused_on_all_ranks(KVStore.broadcast)
-    push = _refused_on_all_ranks(KVStore.push)
-    push_weighted = _refused_on_all_ranks(KVStore.push_weighted)
-    push_bucket = _refused_on_all_ranks(KVStore.push_bucket)
-    pushpull = _refused_on_all_ranks(KVStore.pushpull)
-    assign = _refused_on_all_ranks(KVStore.assign)
-    fuse = _refused_on_all_ranks(KVStore.fuse)
-    update = _refused_on_all_ranks(KVStore.update)
-    drop_updates = _refused_on_all_ranks(KVStore.drop_updates)
-    set_optimizer = _refused_on_all_ranks(KVStore.set_optimizer)
-    set_gradient_compression = _refused_on_all_ranks(KVStore.set_gradient_compression)
-
-    def _refuse(self, call: str, error: Exception) -> None:
+    def _refuse(self, call: str, error: Exception, keys: object = None) -> None:  # noqa: ARG002
         """Refuse a call on this rank, so that all ranks raise.
 
         Raises:
@@ -143,9 +106,8 @@ class AllReduceStore(LocalStore):
 
         def init() -> None:
             try:
-                self._negotiate("init")
-                shapes = [(f"key {key!r}", f"{tuple(value.shape)} of {value.dtype}") for key, (value,) in pairs]
-                self._workers.check_same("init()", shapes)
+                shapes = {f"key {key!r}": f"{tuple(value.shape)} of {value.dtype}" for key, (value,) in pairs}
+                self._workers.group.check_same(shapes, "init")
                 for _, (value,) in pairs:
                     check_dtype(value.dtype)
             except Exception:  # undone for any error, then raised again
@@ -172,14 +134,13 @@ class AllReduceStore(LocalStore):
 
     def _fuse(self, bucket: Bucket) -> None:
         make_flat = super()._fuse
-        slots = [
-            (f"key {slot.key!r}", f"{tuple(slot.shape)} with strides {slot.stride} at {slot.offset}")
+        slots = {
+            f"key {slot.key!r}": f"{tuple(slot.shape)} with strides {slot.stride} at {slot.offset}"
             for slot in bucket.slots
-        ]
+        }
 
         def fuse() -> None:
-            self._negotiate("fuse")
-            self._workers.check_same("the bucket", [*slots, ("size", f"{bucket.numel} of {bucket.dtype}")])
+            self._workers.group.check_same({**slots, "size": f"{bucket.numel} of {bucket.dtype}"}, "fuse")
             make_flat(bucket)
             self._flats[bucket].sum = self._workers.registered_zeros(bucket.numel, bucket.dtype)
             self._fused.append(bucket)
@@ -257,7 +218,8 @@ class AllReduceStore(LocalStore):
         """Take part in the others' call by its plan, without values."""
         plan = negotiation.plan
         if "exchange" in plan:
-            self._workers.exchange(b"")
+            lengths = [int(weight) for weight in negotiation.weights]
+            self._workers.gather_bytes(b"", lengths, plan["exchange"])
         elif "update" in plan:
             self._end_update(negotiation, is_dropped=plan["update"] == "drop")
         elif plan:
@@ -312,21 +274,17 @@ class AllReduceStore(LocalStore):
         params = {} if compression is None else compression.params
 
         def change() -> None:
-            self._negotiate("set_gradient_compression")
-            self._workers.check_same("compression", [(name, repr(value)) for name, value in params.items()])
+            self._workers.group.check_same(params or {"compression": "none"}, "set_gradient_compression")
             self._compressed = self._payloads = Payloads(compression) if compression is not None else None
 
         self._run_exclusive(change)
 
     def _set_optimizer(self, spec: OptimizerSpec) -> None:
-        def agree() -> None:
-            self._negotiate("set_optimizer")
-            self._workers.check_same("the optimizer", [(name, repr(value)) for name, value in vars(spec).items()])
-
-        self._run_in_order("set_optimizer", agree)
+        items = {name: repr(value) for name, value in vars(spec).items()}
+        self._run_in_order("set_optimizer", lambda: self._workers.group.check_same(items, "set_optimizer"))
         super()._set_optimizer(spec)
 
-    @_refused_on_all_ranks
+    @refused_on_all_ranks
     def load_optimizer_states(self, path: str | Path) -> None:  # noqa: D102  inherited
         self._check_open()
         self._needs_optimizer("load_optimizer_states")
@@ -335,7 +293,7 @@ class AllReduceStore(LocalStore):
         else:
             super().load_optimizer_states(path)
 
-    @_refused_on_all_ranks
+    @refused_on_all_ranks
     def load_optimizer_state(self, state: OptimizerState | None) -> None:
         """Replace the optimizer's state by rank 0's; ``state`` is ignored on other ranks.
 
@@ -346,7 +304,6 @@ class AllReduceStore(LocalStore):
         taken: list[OptimizerState] = []
 
         def take() -> None:
-            self._negotiate("load_optimizer_state")
             taken.append(broadcast_state(self._workers, state))
 
         self._run_in_order("load_optimizer_state", take)
@@ -366,7 +323,7 @@ class AllReduceStore(LocalStore):
         async_op: bool,
     ) -> Work:
         self._workers.check()
-        self._started += 1
+        self._calls_begun += 1
         return super()._start(name, operation, pairs, priority, async_op)
 
     def _run_in_order(self, name: str, operation: Callable[[], object]) -> None:

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, TypeVar
 
 import msgpack
 
-from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
+from gangline.collectives.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
 MAX_HEADER = 4 << 20
 """Maximum bytes of a header frame."""
 MAX_SHARD = 1 << 35
@@ -27,12 +27,6 @@ MAX_RANKS = 1 << 16
 MAX_AXES = 64
 MAX_COLLECTIVE = 64 << 20
 """Maximum bytes that a worker contributes to one collective."""
-
-ERRORS: dict[str, type[Exception]] = {
-    cls.__name__: cls
-    for cls in (DeadNodeError, MismatchError, ProtocolError, StallError, ValueError, KeyError, TypeError, RuntimeError)
-}
-"""Exception classes that messages may name."""
 
 MessageType = type["Message"]
 _M = TypeVar("_M", bound="Message")
@@ -75,7 +69,7 @@ Region = list[int] | None
 """``[offset, bytes]`` in the sender's shared memory, where entries are consecutive and aligned to 64 bytes.
 None: the data are in data frames."""
 Entries = list[list[Any]]
-"""``[shard, round, kind, bytes]`` each; kind is DENSE, ROWS, CODED or ABSENT."""
+"""``[shard, round, kind, bytes]`` each; kind is DENSE, ROWS, CODED, ABSENT or REFUSED."""
 Definitions = list[list[Any]]
 """``[shard, dtype, shape, row width, key as msgpack, begin, is whole key]`` each; width and begin in elements."""
 
@@ -133,16 +127,6 @@ def unpack(frame: bytes | memoryview, most: int = MAX_HEADER + MAX_COLLECTIVE) -
         if not check(value):
             raise ProtocolError(f"received {cls.__name__} with {name}={_abbreviated(value)}; expected type {expected}")
     return cls(*values)
-
-
-def error_name(error: Exception) -> str:
-    """Return the name in `ERRORS` of an exception's class or of its nearest listed base class."""
-    return next((cls.__name__ for cls in type(error).__mro__ if cls.__name__ in ERRORS), RuntimeError.__name__)
-
-
-def make_error(name: str, text: str) -> Exception:
-    """Return the exception that a message names; a GanglineError if the name is not in `ERRORS`."""
-    return ERRORS.get(name, GanglineError)(text)
 
 
 # Scheduler messages
@@ -208,13 +192,19 @@ class Collective(Message):
     """Contribution of a worker to the collective of this number; a barrier has empty data."""
 
     number: Count
+    name: Text
+    """Name of the call, which must be the same on all workers."""
+    root: Rank
+    """Rank that gets the data; -1: all."""
     data: Blob
+    refusal: Text
+    """Why this worker does not take part, which fails the collective for all; empty: it does."""
 
 
 @message(7)
 @dataclass
 class CollectiveResult(Message):
-    """Contributions of all workers in rank order; empty for workers inside join()."""
+    """Contributions of all workers in rank order, empty for workers inside join(); none for ranks but the root."""
 
     number: Count
     data: Blobs
@@ -255,6 +245,60 @@ class Leave(Message):
 @dataclass
 class JobOver(Message):
     """Acknowledgement of `Leave`; sent to servers when all workers have left."""
+
+
+@message(12)
+@dataclass
+class CollectiveFailed(Message):
+    """End of a collective because workers made different calls, or one refused its call."""
+
+    number: Count
+    text: Text
+
+
+@message(13)
+@dataclass
+class Withdraw(Message):
+    """Withdrawal of a `Collective` whose worker does not wait any longer; its next call has the same number."""
+
+    number: Count
+
+
+@message(14)
+@dataclass
+class Withdrawn(Message):
+    """Answer to `Withdraw` if the collective has not completed before."""
+
+    number: Count
+    missing: Counts
+    """Workers that the collective waits for."""
+
+
+@message(15)
+@dataclass
+class Waiting(Message):
+    """Notice to servers of the workers that wait in collectives for other workers, each time this changes."""
+
+    ranks: Counts
+    calls: Strings
+    """Name of the call of each of them."""
+
+
+@message(16)
+@dataclass
+class SilenceQuery(Message):
+    """Question which processes the scheduler has not heard for this many seconds."""
+
+    seconds: Number
+
+
+@message(17)
+@dataclass
+class SilenceResult(Message):
+    """Answer to `SilenceQuery`."""
+
+    members: Strings
+    """Role and rank of each, such as "worker 1"."""
 
 
 # Server messages
@@ -369,7 +413,7 @@ class Failed(Message):
 
     sequence: Count
     error: String
-    """Name of a class in `ERRORS`."""
+    """Name of a class in `remote_errors.ERRORS`."""
     text: Text
 
 
@@ -394,8 +438,9 @@ class CommandResult(Message):
 
 # Entries
 
-DENSE, ROWS, CODED, ABSENT = 0, 1, 2, 3
-"""Kinds of data: elements; row numbers (int64) then rows; payload of a codec; none (the worker has no value)."""
+DENSE, ROWS, CODED, ABSENT, REFUSED = range(5)
+"""Kinds of data: elements; row numbers (int64) then rows; payload of a codec; none (the worker has no value); the
+reason, in UTF-8, why a worker refused to push, which fails the round for all."""
 
 DTYPES = (
     "float32",
@@ -418,7 +463,7 @@ def _is_entry(value: Any) -> bool:
     return (
         (type(shard) is int and shard >= 0)
         and (type(number) is int and number >= 0)
-        and (type(kind) is int and DENSE <= kind <= ABSENT)
+        and (type(kind) is int and DENSE <= kind <= REFUSED)
         and (type(nbytes) is int and 0 <= nbytes <= MAX_SHARD)
     )
 

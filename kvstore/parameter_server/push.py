@@ -16,7 +16,7 @@ from gangline.kvstore.arguments import Value, check_like
 from gangline.kvstore.gradient_compression import Layout, parsed_place
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.client.request import Request
-from gangline.kvstore.parameter_server.protocol import ABSENT, CODED, DENSE, ROWS, Message, Push
+from gangline.kvstore.parameter_server.protocol import ABSENT, CODED, DENSE, REFUSED, ROWS, Message, Push
 from gangline.kvstore.parameter_server.pull import PullTargets
 from gangline.kvstore.parameter_server.sharding import ShardPlacement, grouped_by_server
 from gangline.kvstore.parameter_server.transport.frames import INLINE, frame_of
@@ -24,6 +24,7 @@ from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemo
 from gangline.kvstore.sparse import RowSparse, summed
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
+_REASON_BYTES = 1024
 _MESSAGE_BYTES = 4 << 20
 """Bytes of shards that share one message."""
 
@@ -79,7 +80,7 @@ class PushEncoder:
 
     def requests(
         self,
-        pushed: Iterable[tuple[Key, Sequence[Value], Sequence[ShardPlacement]]],
+        values: Sequence[ShardValue],
         rounds: Mapping[Key, int],
         learning_rate: float | None,
         targets: PullTargets | None,
@@ -87,23 +88,19 @@ class PushEncoder:
         priority: int,
         weight: float | None = None,
     ) -> list[Request]:
-        """Read the values and return the push requests; residuals change only if all values are valid.
+        """Write the values to shared memory or frames and return the push requests.
 
         Args:
-            pushed: key, values of the devices and shards. A key without values takes part in the round as absent.
+            values: results of `encode` or `refusals`.
             rounds: round of each key.
             learning_rate: on rank 0.
             targets: destination of the values after those rounds; None: they are not pulled.
             what: name of the call, for errors.
             priority: requests of higher priority are sent first.
             weight: see docs/protocol.md, Push.
-
-        Raises:
-            ValueError: if a value to be compressed contains NaN or infinity.
         """
         requests = []
-        encoded = self._encode(pushed)
-        for server, group in grouped_by_server(((one, one.shard, one.nbytes) for one in encoded), _MESSAGE_BYTES):
+        for server, group in grouped_by_server(((one, one.shard, one.nbytes) for one in values), _MESSAGE_BYTES):
             entries = [[one.shard.number, rounds[one.shard.layout.key], one.kind, one.nbytes] for one in group]
             nbytes = sum(aligned(one.nbytes) for one in group)
             request = Request(server, _no_message, what, nbytes=max(nbytes, 1), priority=priority)
@@ -127,7 +124,15 @@ class PushEncoder:
             requests.append(request)
         return requests
 
-    def _encode(self, pushed: Iterable[tuple[Key, Sequence[Value], Sequence[ShardPlacement]]]) -> list[ShardValue]:
+    def encode(self, pushed: Iterable[tuple[Key, Sequence[Value], Sequence[ShardPlacement]]]) -> list[ShardValue]:
+        """Read values: reduce, split and compress them; residuals change only if all values are valid.
+
+        Args:
+            pushed: key, values of the devices and shards. A key without values takes part in the round as absent.
+
+        Raises:
+            ValueError: if a value to be compressed contains NaN or infinity.
+        """
         encoded: list[ShardValue] = []
         to_compress: list[tuple[Key, Tensor, Sequence[ShardPlacement]]] = []
         for key, values, shards in pushed:
@@ -160,6 +165,12 @@ class PushEncoder:
                 own = None if residual is None else residual[span]
                 encoded.append(ShardValue(shard, CODED, [compress_checked(self._compression.codec, total[span], own)]))
         return encoded
+
+    @staticmethod
+    def refusals(shards: Iterable[ShardPlacement], text: str) -> list[ShardValue]:
+        """Return values that close the rounds of shards with an error for all workers; ``text`` is the reason."""
+        reason = torch.frombuffer(bytearray(text.encode()[:_REASON_BYTES]), dtype=torch.uint8)
+        return [ShardValue(shard, REFUSED, [reason]) for shard in shards]
 
     @property
     def compresses(self) -> bool:

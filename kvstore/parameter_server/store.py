@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,15 @@ from gangline.collectives.limits import limits
 from gangline.collectives.work import Work, WorkQueue
 from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, by_key, merged
 from gangline.kvstore.buckets import Bucket, BucketValue
-from gangline.kvstore.interface import KVStore, read_optimizer_states
+from gangline.kvstore.interface import KVStore, read_optimizer_states, refused_on_all_ranks
 from gangline.kvstore.optimizer import clipping
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_rate
 from gangline.kvstore.parameter_server import environment
-from gangline.kvstore.parameter_server.client.collective_calls import CollectiveCalls
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import PendingRequests, ServerClient
+from gangline.kvstore.parameter_server.client.server_commands import command, request_all
 from gangline.kvstore.parameter_server.protocol import Define
 from gangline.kvstore.parameter_server.pull import PullTargets, RowPull, ShardTarget, wait_requests
 from gangline.kvstore.parameter_server.push import PushEncoder
@@ -45,8 +45,11 @@ from gangline.kvstore.parameter_server.sharding import (
 from gangline.kvstore.parameter_server.torchrun import ChildServers, start_child_servers
 from gangline.kvstore.parameter_server.transport.frames import frame_of
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool
+from gangline.kvstore.remote_errors import error_text, refusal
+from gangline.kvstore.worker_group import WorkerGroup
 
 _log = logging.getLogger("gangline")
+_PUSHES = ("push", "push_weighted", "push_bucket", "pushpull")
 _DEFINE_BYTES = 16 << 20
 """Bytes of initial values that share one message."""
 
@@ -103,7 +106,6 @@ class DistStore(KVStore):
                 stack.callback(self._pool.close)
             self._servers = ServerClient(self._scheduler, mode, staleness, self._pool, self._timeout)
             stack.pop_all()
-        self._collective_calls = CollectiveCalls(self._scheduler, self._servers)
         self._queue = WorkQueue()
         self._finish = weakref.finalize(
             self, _finish, self._queue, self._servers, self._scheduler, self._pool, child_servers
@@ -128,20 +130,41 @@ class DistStore(KVStore):
     def is_async(self) -> bool:  # noqa: D102  inherited
         return self.type.endswith("async")
 
-    def barrier(self) -> None:  # noqa: D102  inherited
-        self._check_open()
-        self._deliver()
-        self._scheduler.all_gather(b"", "barrier()")
+    def _exchange(self, data: bytes, name: str, root: int | None) -> list[bytes]:
+        try:
+            self._check_open()
+            self._deliver()
+        except Exception as error:  # an error of an earlier push: the others must not wait for this call
+            self._refuse(name, error)
+            raise
+        return self._exchange_now(data, name, root)
 
-    def exchange(self, data: bytes) -> list[bytes]:  # noqa: D102  inherited
-        self._check_open()
-        self._deliver()
-        return self._collective_calls.exchange(data)
+    def _exchange_now(self, data: bytes, name: str, root: int | None) -> list[bytes]:
+        self._calls_begun += 1
+        return self._scheduler.exchange(data, name, root)
+
+    @property
+    def _workers(self) -> WorkerGroup:
+        """The workers, for calls that do not wait until servers have received this worker's pushes."""
+        return WorkerGroup(self.rank, self.num_workers, self._exchange_now)
+
+    def _refuse(self, call: str, error: Exception, keys: object = None) -> None:
+        self._calls_begun += 1
+        if call in _PUSHES:
+            known = keys.keys if isinstance(keys, Bucket) else keys if isinstance(keys, (list, tuple)) else [keys]
+            known = [key for key in known if isinstance(key, (str, int)) and key in self._rounds]
+            self._queue.run(lambda: self._refuse_rounds(known, error), Work(call), known, 0)
+        elif not self._closed:
+            self._scheduler.refuse(call, refusal(call, error))
 
     def dead_nodes(self) -> list[str]:  # noqa: D102  inherited
         dead = [f"{role} {rank}" for (role, rank), why in self._scheduler.gone.items() if why]
         return [*sorted(dead), *(["scheduler"] if self._scheduler.lost else [])]
 
+    def _silent_nodes(self, seconds: float) -> list[str]:
+        return self._scheduler.silent_members(seconds)
+
+    @refused_on_all_ranks
     def join(self) -> int:
         """Wait until all workers have called it; rounds close without this worker meanwhile.
 
@@ -150,12 +173,12 @@ class DistStore(KVStore):
         """
         self._check_open()
         self._settle()
-        self._collective_calls.command("join")
+        command(self._servers, "join")
         result = self._scheduler.join(msgpack.packb(list(self._rounds.items())))
         for packed in result.data:
             for key, number in msgpack.unpackb(packed) if packed else ():
                 self._rounds[key] = max(self._rounds.get(key, 0), number)
-        self._collective_calls.command("resume")
+        command(self._servers, "resume")
         self.barrier()
         return result.last
 
@@ -164,7 +187,7 @@ class DistStore(KVStore):
     def _init(self, pairs: Pairs, async_op: bool) -> Work:  # noqa: ARG002  always complete on return
         layouts = [KeyLayout.of(key, value) for key, (value,) in pairs]
         try:
-            new = agree_on_keys(self._scheduler.all_gather(pack_layouts(layouts), "init()"), self._shards)
+            new = agree_on_keys(self._workers.all_gather(pack_layouts(layouts), "init"), self._shards)
         except BaseException:
             with self._layout_lock:
                 for key, _ in pairs:
@@ -174,7 +197,7 @@ class DistStore(KVStore):
         placed = self._sharding.place(new, whole=whole)
         self._shards.update(placed)
         self._rounds.update(dict.fromkeys(placed, 0))
-        self._collective_calls.run_on_rank(lambda: self._define(pairs), "init()")
+        self._workers.run_on_rank(lambda: self._define(pairs), "init")
         return Work.finished("init")
 
     def _define(self, pairs: Sequence[tuple[Key, Sequence[Tensor]]]) -> None:
@@ -184,7 +207,7 @@ class DistStore(KVStore):
         ranges = [flats[shard.layout.key][shard.begin : shard.begin + shard.numel] for shard in shards]
         parts = (((shard, values), shard, shard.nbytes) for shard, values in zip(shards, ranges, strict=True))
         requests = [_definition(server, group) for server, group in grouped_by_server(parts, _DEFINE_BYTES)]
-        self._collective_calls.request_all(requests, "init()")
+        request_all(self._servers, requests, "init")
 
     # Push and pull
 
@@ -226,15 +249,34 @@ class DistStore(KVStore):
 
         def push(work: PendingRequests) -> None:
             self._servers.wait_for_room()
-            rounds = {key: self._rounds[key] + 1 for key, _ in pairs}
             rate = self._learning_rate if self.rank == 0 else None
             targets = None if merged_outs is None else self._targets(merged_outs, work)
-            pushed = [(key, values, self._shards[key]) for key, values in pairs]
-            requests = self._encoder.requests(pushed, rounds, rate, targets, work.name, priority, weight)
-            self._rounds.update(rounds)
+            try:
+                values = self._encoder.encode((key, values, self._shards[key]) for key, values in pairs)
+            except Exception as error:
+                self._refuse_rounds([key for key, _ in pairs], error)
+                raise
+            rounds = self._next_rounds(key for key, _ in pairs)
+            requests = self._encoder.requests(values, rounds, rate, targets, work.name, priority, weight)
             work.submit(requests, self._servers)
 
         return self._start(name, push, [*pairs, *(outs or ())], priority, async_op)
+
+    def _next_rounds(self, keys: Iterable[Key]) -> dict[Key, int]:
+        """Return the rounds of the next push of keys, and count the push."""
+        self._calls_begun += 1
+        rounds = {key: self._rounds[key] + 1 for key in keys}
+        self._rounds.update(rounds)
+        return rounds
+
+    def _refuse_rounds(self, keys: Sequence[Key], error: Exception) -> None:
+        """Close the next rounds of keys with an error for all workers, which would wait for this worker's push."""
+        keys = [key for key in dict.fromkeys(keys) if key in self._rounds]
+        if self.is_async or not keys:
+            return
+        values = self._encoder.refusals((shard for key in keys for shard in self._shards[key]), error_text(error))
+        requests = self._encoder.requests(values, self._next_rounds(keys), None, None, "push", 0)
+        PendingRequests(Work("push"), "push").submit(requests, self._servers)
 
     def _pull(self, pairs: Pairs, priority: int, async_op: bool) -> Work:
         merged_outs = _merged_outs(pairs)
@@ -310,14 +352,14 @@ class DistStore(KVStore):
         """Wait until the rounds of all pushes are closed."""
         self._settle()
         rounds = [(shard, self._rounds[key]) for key, shards in self._shards.items() for shard in shards]
-        self._collective_calls.request_all(
-            wait_requests([(shard, number) for shard, number in rounds if number]), "the end of rounds"
+        request_all(
+            self._servers, wait_requests([(shard, number) for shard, number in rounds if number]), "the end of rounds"
         )
 
     def _assign(self, pairs: Pairs) -> None:
         self._catch_up()
-        self._scheduler.all_gather(b"", "assign()")
-        self._collective_calls.run_on_rank(lambda: self._define(pairs), "assign()")
+        self._workers.barrier("assign")
+        self._workers.run_on_rank(lambda: self._define(pairs), "assign")
 
     # Optimizer
 
@@ -326,12 +368,10 @@ class DistStore(KVStore):
         for key, shards in self._shards.items():
             KeyedOptimizer(spec).check(key, shards[0].layout.empty())
         self._catch_up()
-        self._collective_calls.check_same(packed, optimizer_shards.read_spec, "set_optimizer()")
+        self._workers.check_same({name: repr(value) for name, value in vars(spec).items()}, "set_optimizer")
         if spec.needs_whole_keys:
             self._merge_shards()
-        self._collective_calls.run_on_rank(
-            lambda: self._collective_calls.command("optimizer", packed), "set_optimizer()"
-        )
+        self._workers.run_on_rank(lambda: command(self._servers, "optimizer", packed), "set_optimizer")
         self._spec = spec
         self._learning_rate = float(spec.arguments["lr"])
 
@@ -339,10 +379,13 @@ class DistStore(KVStore):
         """Replace the shards of each split key by one, for an optimizer that needs the whole tensor."""
         split = [key for key, shards in self._shards.items() if len(shards) > 1]
         values: dict[Key, Tensor] = {}
-        if self.rank == 0:
+
+        def pull() -> None:
             for key in split:
                 values[key] = self._shards[key][0].layout.empty()
                 self._pull([(key, [values[key]])], 0, False)
+
+        self._workers.run_on_rank(pull, "set_optimizer")
         old = {key: self._shards[key] for key in split}
         for shards in old.values():
             self._sharding.remove(shards)
@@ -353,11 +396,11 @@ class DistStore(KVStore):
             self._define([(key, [value]) for key, value in values.items()])
             numbers = [
                 [shard.number for shards in old.values() for shard in shards if shard.server == server]
-                for server in self._collective_calls.servers
+                for server in range(self._servers.count)
             ]
-            self._collective_calls.command("remove", [msgpack.packb(of_server) for of_server in numbers])
+            command(self._servers, "remove", [msgpack.packb(of_server) for of_server in numbers])
 
-        self._collective_calls.run_on_rank(define, "set_optimizer()")
+        self._workers.run_on_rank(define, "set_optimizer")
 
     @property
     def updates_wait(self) -> bool:  # noqa: D102  inherited
@@ -367,23 +410,23 @@ class DistStore(KVStore):
         def update(rate: float) -> None:
             assert self._spec is not None
             assert self._spec.clip_global_norm is not None
-            norms = [one for packed, _ in self._collective_calls.command("norms") for one in msgpack.unpackb(packed)]
+            norms = [one for packed, _ in command(self._servers, "norms") for one in msgpack.unpackb(packed)]
             if norms:
                 norm = clipping.norm_of_norms(torch.tensor(norms, dtype=torch.float64).unbind())
                 factor = clipping.factor(norm * abs(self._spec.rescale_grad), self._spec.clip_global_norm)
-                self._collective_calls.command("update", msgpack.packb([float(factor), rate]))
+                command(self._servers, "update", msgpack.packb([float(factor), rate]))
 
-        self._end_updates(update, "update()")
+        self._end_updates(update, "update")
 
     def _drop_updates(self) -> None:
-        self._end_updates(lambda _: self._collective_calls.command("drop"), "drop_updates()")
+        self._end_updates(lambda _: command(self._servers, "drop"), "drop_updates")
 
     def _end_updates(self, action: Callable[[float], object], what: str) -> None:
         """Run an action on the first worker that is not inside join(), with its learning rate."""
         self._catch_up()
-        rates = self._scheduler.all_gather(msgpack.packb(self._learning_rate), what)
-        first = next(rank for rank, packed in enumerate(rates) if packed)
-        self._collective_calls.run_on_rank(lambda: action(msgpack.unpackb(rates[first])), what, first)
+        rates = self._workers.all_gather(self._learning_rate, what)
+        first = next(rank for rank, rate in enumerate(rates) if rate is not None)
+        self._workers.run_on_rank(lambda: action(rates[first]), what, first)
 
     @property
     def learning_rate(self) -> float:  # noqa: D102  inherited
@@ -408,12 +451,14 @@ class DistStore(KVStore):
         rate = self._with_optimizer("optimizer_state")
         assert self._spec is not None
         self._catch_up()
-        return optimizer_shards.merge_states(self._spec, rate, self._shards, self._collective_calls.command("state"))
+        return optimizer_shards.merge_states(self._spec, rate, self._shards, command(self._servers, "state"))
 
+    @refused_on_all_ranks
     def load_optimizer_state(self, state: OptimizerState) -> None:
         """Replace the optimizer's state by rank 0's. Collective: all workers must call it."""
         self._load(lambda: state)
 
+    @refused_on_all_ranks
     def load_optimizer_states(self, path: str | Path) -> None:
         """Load the optimizer's state from rank 0's path and ignore other paths. Collective: all ranks must call it."""
         self._load(lambda: read_optimizer_states(path))
@@ -424,24 +469,23 @@ class DistStore(KVStore):
         assert self._spec is not None
         spec = self._spec
         self._catch_up()
-        self._scheduler.all_gather(b"", "load_optimizer_state()")
+        self._workers.barrier("load_optimizer_state")
 
         def load() -> None:
-            packed = optimizer_shards.split_state(spec, state(), self._shards, len(self._collective_calls.servers))
+            packed = optimizer_shards.split_state(spec, state(), self._shards, self._servers.count)
             payloads, datas = [payload for payload, _ in packed], [tensors for _, tensors in packed]
-            self._collective_calls.command("load", payloads, datas)
+            command(self._servers, "load", payloads, datas)
 
-        self._collective_calls.run_on_rank(load, "load_optimizer_state()")
+        self._workers.run_on_rank(load, "load_optimizer_state")
 
     # Compression
 
     def _set_compression(self, compression: Compression | None) -> None:
-        packed = msgpack.packb(None if compression is None else compression.params)
+        params = None if compression is None else compression.params
         self._settle()
-        self._collective_calls.check_same(packed, msgpack.unpackb, "set_gradient_compression()")
-        self._collective_calls.run_on_rank(
-            lambda: self._collective_calls.command("compression", packed), "set_gradient_compression()"
-        )
+        self._workers.check_same(params or {"compression": "none"}, "set_gradient_compression")
+        packed = msgpack.packb(params)
+        self._workers.run_on_rank(lambda: command(self._servers, "compression", packed), "set_gradient_compression")
         self._encoder.set_compression(compression)
 
     @property
@@ -498,7 +542,7 @@ def _definition(server: int, group: Sequence[tuple[ShardPlacement, Tensor]]) -> 
     return Request(
         server,
         lambda sequence: Define(sequence, definitions, None),
-        "init()",
+        "init",
         nbytes=sum(shard.nbytes for shard, _ in group),
         frames=[frame_of(value) for _, value in group],
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from gangline.models.serialization import digest
+from gangline.kvstore.serialization import digest
 from gangline.models.workers import Workers
 
 Buffers = Mapping[str, Sequence[torch.Tensor]]
@@ -32,15 +32,17 @@ def averaged(buffers: Buffers, samples_seen: Sequence[int]) -> dict[str, torch.T
     return averages
 
 
-def averaged_over(workers: Workers, buffers: Buffers, samples_seen: Sequence[int]) -> dict[str, torch.Tensor]:
+def averaged_over(
+    workers: Workers, buffers: Buffers, samples_seen: Sequence[int], name: str = "average_statistics"
+) -> dict[str, torch.Tensor]:
     """Return `averaged` over the replicas of all workers; only buffers that differ are sent. Collective."""
     own = {name: [digest(value) for value in values] for name, values in buffers.items()}
-    received = workers.exchange([list(samples_seen), own])
+    received = workers.all_gather([list(samples_seen), own], name)
     seen = [count for counts, _ in received for count in counts]
     differing = [
-        name for name in buffers if len({one for _, digests in received for one in digests[name]}) > 1 and any(seen)
+        one for one in buffers if len({value for _, digests in received for value in digests[one]}) > 1 and any(seen)
     ]
     if not differing:
         return {}
-    parts = workers.exchange({name: list(buffers[name]) for name in differing})
-    return averaged({name: [value for part in parts for value in part[name]] for name in differing}, seen)
+    parts = workers.all_gather({one: list(buffers[one]) for one in differing}, name)
+    return averaged({one: [value for part in parts for value in part[one]] for one in differing}, seen)

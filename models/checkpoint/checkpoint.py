@@ -29,12 +29,13 @@ from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.models.batchnorm.running_statistics import Buffers, averaged_over
 from gangline.models.checkpoint.lock import writing
-from gangline.models.checkpoint.retention import BEST, epochs, number_of, paths_of
+from gangline.models.checkpoint.retention import BEST, epochs, paths_of
 from gangline.models.random_streams import host_states
 from gangline.models.run_state import RunState
 from gangline.models.workers import Workers
 
 _FORMAT = 2
+_SAVE = "save_checkpoint"
 _ATTEMPTS = 5
 _OPTIMIZER, _REPLICA, _RESIDUAL = "optimizer/", "replica/", "residual/"
 
@@ -110,26 +111,19 @@ def save(snapshot: Snapshot, prefix: str | Path, epoch: int | str, workers: Work
         workers: workers of the job.
 
     Raises:
-        OSError: if the files cannot be written.
-        RuntimeError: on other ranks, if rank 0 could not write.
+        OSError: if rank 0 could not write the files; on all ranks.
     """
     paths_of(prefix, epoch)  # an invalid epoch must raise on every worker
     if workers.count > 1:
-        averages = averaged_over(workers, snapshot.replica_buffers, snapshot.samples_seen)
+        averages = averaged_over(workers, snapshot.replica_buffers, snapshot.samples_seen, _SAVE)
         snapshot = replace(snapshot, params=snapshot.params | averages)
-    parts = workers.exchange(_worker_part(snapshot))
-    failure: Exception | None = None
-    if workers.is_first:
-        try:
-            with writing(prefix):
-                _write(snapshot, prefix, epoch, parts)
-        except Exception as error:  # noqa: BLE001  raised below, after the other workers were informed
-            failure = error
-    message = workers.from_first(None if failure is None else f"{type(failure).__name__}: {failure}")
-    if failure is not None:
-        raise failure
-    if message is not None:
-        raise RuntimeError(f"rank 0 could not write checkpoint {prefix}-{number_of(epoch)}: {message}")
+    parts = workers.gather(_worker_part(snapshot), _SAVE)
+
+    def write() -> None:
+        with writing(prefix):
+            _write(snapshot, prefix, epoch, parts)
+
+    workers.run_on_first(write, _SAVE)
 
 
 def _worker_part(snapshot: Snapshot) -> dict[str, Any]:

@@ -47,9 +47,9 @@ class Source(abc.ABC):
         out of its own batches while others have not. Collective in each step, if each worker has batches of its own.
         """
         for item in self.epoch(epoch, skip, skipped):
-            workers.any(True)
+            workers.any(True, "next batch")
             yield item
-        while workers.any(False):
+        while workers.any(False, "next batch"):
             yield None
 
     @abc.abstractmethod

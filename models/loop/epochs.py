@@ -202,7 +202,7 @@ class Epochs:
         if workers.count > 1 and not workers.in_step and self.train.is_shared and not is_last:
             done = nbatch + 1
             if done // _ASYNC_STEPS > (done - batches) // _ASYNC_STEPS:
-                workers.exchange(None)
+                workers.all_gather(None, "step of fit")
 
     def _end_epoch(self, epoch: int, began: float) -> None:
         module, workers = self.module, self.module.workers
@@ -224,7 +224,7 @@ class Epochs:
         if self.evaluation is not None and (self.eval_frequency.is_due_at_end(epoch) or ends):
             self._validate(epoch, f"Epoch[{epoch}]")
         check_signals(self.module)
-        workers.exchange(None)  # after this, all workers know the stop requests of this epoch
+        workers.all_gather(None, "end of epoch")  # after this, all workers know the stop requests of this epoch
         self._call(after, epoch)  # after validation, whose result is part of what they save
         if workers.stop is not None and not ends:
             for saver in self.callbacks.savers:

@@ -69,10 +69,12 @@ def predict(module: Trainable, data: Any, *, batch_size: int | None = None, num_
             if item is not None:
                 module.forward(item[0], is_train=False)
             own.append(map_tensors(lambda tensor: tensor.to(host), module.get_outputs()) if item is not None else None)
-    received = module.workers.exchange(own) if data_source.is_shared else [own]
-    parts = [part for of_batch in zip(*received, strict=True) for part in of_batch if part is not None]
-    if not parts:
+    if not own:
         raise ValueError("predict() got data without batches; expected at least one")
+    received = module.workers.gather(own, "predict") if data_source.is_shared else [own]
+    if not received:
+        return None
+    parts = [part for of_batch in zip(*received, strict=True) for part in of_batch if part is not None]
     return concat(parts, host)
 
 

@@ -232,17 +232,12 @@ def _log_beginning(
 def _locked_prefixes(module: Trainable, savers: Iterable[Checkpoint]) -> Iterator[None]:
     """Make rank 0 the only process that writes these checkpoints inside the block. Collective."""
     with ExitStack() as stack:
-        failure: Exception | None = None
-        try:
-            for saver in savers if module.workers.is_first else ():
+
+        def lock() -> None:
+            for saver in savers:
                 stack.enter_context(writing(saver.prefix))
-        except (OSError, RuntimeError) as error:
-            failure = error
-        message = module.workers.from_first(None if failure is None else str(failure))
-        if failure is not None:
-            raise failure
-        if message is not None:
-            raise RuntimeError(f"rank 0: {message}")
+
+        module.workers.run_on_first(lock, "fit")
         yield
 
 
@@ -278,7 +273,7 @@ def _check_metrics(users: Iterable[Any], validation: EvalMetric | None) -> None:
 
 def _batches_per_epoch(module: Trainable, train: Source) -> int | None:
     """Return the number of batches of the worker that has most; None if a worker does not know."""
-    counts = module.workers.exchange(train.num_batches())
+    counts = module.workers.all_gather(train.num_batches(), "fit")
     return max(counts) if None not in counts else None
 
 
@@ -320,7 +315,7 @@ def _check_same(
         shared = data is not None and data.is_shared
         settings[what] = "none" if data is None else data.plan() if shared else "batches of each worker's own"
     settings["the checkpoint to resume"] = saved.id if saved is not None else None
-    module.workers.check_same("fit()", settings)
+    module.workers.check_same(settings, "fit")
 
 
 def _check_epochs(begin_epoch: int, num_epoch: int) -> None:

@@ -51,8 +51,8 @@ class SummedLoss:
 
     torch's losses of (output, label) are summed, and counted as torch does for reduction="mean": class weights of the
     labels not ignored, elements, or samples; with reduction="sum" the batch's normalizer is 1. Any other callable is
-    taken as a mean over samples, or over what ``normalizer(label)`` counts. With None the output is the loss: one number,
-    the mean over samples, or one number per sample.
+    taken as a mean over samples, or over what ``normalizer(label)`` counts. With None the output is the loss: one
+    number, the mean over samples, or one number per sample.
     """
 
     def __init__(self, loss: Loss, normalizer: Normalizer | None = None) -> None:

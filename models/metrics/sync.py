@@ -23,10 +23,10 @@ def value_over(workers: Workers, metric: torchmetrics.Metric | None, finish: Cal
         metric: this worker's metric, whose state does not change; None if it has counted nothing.
         finish: function from the metric's value to the result.
     """
-    exchanged = workers.exchange(_states(metric) if metric is not None else None)
+    exchanged = workers.all_gather(_states(metric) if metric is not None else None, "metric")
     states = [state for state in exchanged if state is not None]
     own = finish(float(_merge(metric, states).compute())) if metric is not None else None
-    values = [value for value in workers.exchange(own) if value is not None]
+    values = [value for value in workers.all_gather(own, "metric") if value is not None]
     return float(values[0]) if values else float("nan")
 
 

@@ -131,7 +131,7 @@ class WorkerReducer(Reducer):
         for state in self._buckets:
             if state.push is not None:
                 state.push.wait()  # keeps the workers' collective calls in one order
-        return self._workers.exchange(value)
+        return self._workers.all_gather(value, "step")
 
     def _agree_on_new(self, expected: ExpectedGradients) -> tuple[list[str], set[str]] | None:
         """Fix bucket order and the dense or sparse format of parameters that have their first gradient. Collective.

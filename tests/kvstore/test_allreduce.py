@@ -486,7 +486,7 @@ WORDS = [
     "rank 1 of 3: init was refused: key 'a' is initialised already",
     "arguments is {'lr': 0.1} on rank 0, but {'lr': 0.2} on rank 1",
     "threshold is 0.1 on rank 0, but 0.2 on rank 1",
-    "the bucket differs: place 0 has key 'a' (2, 3) with strides (3, 1) at 0 on rank 0, but key 'b'",
+    "fuse: place 0 has key 'a' (2, 3) with strides (3, 1) at 0 on rank 0, but key 'b'",
     "rank 1 of 3: push was refused: key 'a' has shape (2, 3)",
 ]
 

@@ -92,16 +92,19 @@ def test_scores_and_predictions_count_each_sample_once_and_keep_the_order() -> N
     nn.init.constant_(line.weight, 0.5)
     with Module(line, nn.MSELoss(), cpu()) as module:
         expected_of_line = correlations(module)
-    for found, own_share, outputs, of_dataset, _, of_line in everybody:
+    for rank, (found, own_share, outputs, of_dataset, _, of_line) in enumerate(everybody):
         for values, alone in zip(found, expected, strict=True):
             assert [name for name, _ in values] == [name for name, _ in alone]
             assert [value for _, value in values] == pytest.approx(
                 [value for _, value in alone], rel=1e-12, nan_ok=True
             )
         assert own_share == [("accuracy", pytest.approx(float(sum(rights)) / 9))]
-        for (samples, _), output in zip(SCORED, outputs, strict=True):
-            torch.testing.assert_close(output, whole[:samples])
-        torch.testing.assert_close(of_dataset, whole)
+        if rank:
+            assert [*outputs, of_dataset] == [None] * 5
+        else:
+            for (samples, _), output in zip(SCORED, outputs, strict=True):
+                torch.testing.assert_close(output, whole[:samples])
+            torch.testing.assert_close(of_dataset, whole)
         assert dict(of_line) == pytest.approx(dict(expected_of_line), rel=1e-5)
         assert all(0.5 < value < 0.9 for value in dict(of_line).values())
     assert len({repr(found) for found, *_ in everybody}) == 1  # the same bits, NaN among them
@@ -187,7 +190,7 @@ def test_a_job_that_was_cut_off_resumes_to_the_same_bits_on_all_workers(tmp_path
 def unwritable_in_a_job(comm: Communicator, folder: str) -> str:
     with create("allreduce", communicator=comm) as store, Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
         module.init_optimizer(store)
-        with pytest.raises((OSError, RuntimeError)) as raised:
+        with pytest.raises(OSError, match="file") as raised:
             module.save_checkpoint(f"{folder}/file/net", 1)
         module.save_checkpoint(f"{folder}/net", 1)
         return f"{type(raised.value).__name__}: {raised.value}"
@@ -197,7 +200,7 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_of_all_workers(tmp_path
     (tmp_path / "file").write_text("not a folder")
     first, second = spawn(unwritable_in_a_job, 2, str(tmp_path))
     assert first.startswith(("FileExistsError", "NotADirectoryError"))
-    assert second == f"RuntimeError: rank 0 could not write checkpoint {tmp_path}/file/net-0001: {first}"
+    assert second == first.replace(": ", ": rank 0 failed in save_checkpoint: ", 1)
 
 
 def reports_in_a_job(comm: Communicator) -> tuple[list[str], int]:
@@ -257,7 +260,7 @@ def refused_in_a_job(comm: Communicator) -> list[str]:
 def test_unsupported_options_with_workers_raise_the_same_error_on_all() -> None:
     first, second = spawn(refused_in_a_job, 2)
     assert first == second
-    assert first[0].startswith("fit(): train_data is {")
+    assert first[0].startswith("fit: train_data is {")
     assert first[0].index("'batch_size': 4") < first[0].index("on rank 0, but") < first[0].index("'batch_size': 5")
     assert first[2] == "GANGLINE_WORK_LOAD_LIST is '1,2,3', which has 3 entries for 2 workers"
 

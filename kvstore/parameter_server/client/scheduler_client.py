@@ -14,13 +14,21 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from gangline.collectives.errors import DeadNodeError, GanglineError, ProtocolError, StallError
+from gangline.collectives.errors import (
+    DeadNodeError,
+    GanglineError,
+    MismatchError,
+    ProtocolError,
+    StallError,
+    name_ranks,
+)
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.process_state import this_process
 from gangline.collectives.transports.zmq.context import end
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import (
     Collective,
+    CollectiveFailed,
     CollectiveResult,
     Heartbeat,
     JobOver,
@@ -32,6 +40,11 @@ from gangline.kvstore.parameter_server.protocol import (
     Register,
     Registered,
     Rejected,
+    SilenceQuery,
+    SilenceResult,
+    Waiting,
+    Withdraw,
+    Withdrawn,
 )
 
 _log = logging.getLogger("gangline")
@@ -39,6 +52,11 @@ _TICK_MS = 100
 _LEAVE_SECONDS = 5.0
 _CONFIRM_SECONDS = 1.0
 """The scheduler counts as dead when its connection has been lost for this long."""
+_WITHDRAW_SECONDS = 1.0
+"""Time for the scheduler to name the ranks that a collective which has timed out waits for."""
+_CHUNK = 16 << 20
+"""Bytes per worker and collective, all of which the scheduler holds in memory."""
+_LENGTH = 8
 
 
 class SchedulerClient:
@@ -67,6 +85,9 @@ class SchedulerClient:
         self.rank = -1  # the thread reads it before it is assigned
         self.lost = ""
         """Reason why the scheduler counts as dead; "" while it is alive."""
+        self._cause: Exception | None = None  # why the thread has ended, if an error has ended it
+        self.waiting: dict[int, str] = {}
+        """Of a server: workers that wait in collectives for other workers, with the name of the call."""
         self.is_over = False
         """True once the scheduler has ended the job."""
         self.on_change: Callable[[], None] = lambda: None
@@ -107,25 +128,80 @@ class SchedulerClient:
         self._limit = registered.limit
         self._heartbeat = registered.heartbeat
 
-    def all_gather(self, data: bytes, what: str = "exchange") -> list[bytes]:
-        """Gather the bytes of all workers in rank order; empty for workers inside join(). Collective.
+    def exchange(self, data: bytes, name: str, root: int | None = None) -> list[bytes]:
+        """All-gather bytes of any length in chunks; see `worker_group.Exchange`. Collective.
 
         Raises:
+            MismatchError: if a worker makes another call or refuses this one; the same text on all workers.
             DeadNodeError: if a worker has died or left.
-            StallError: if a worker does not call it within the timeout.
-            ValueError: if the data exceed 64 MiB.
+            StallError: if a worker does not call it within the timeout; a later call takes its place.
         """
-        if len(data) > protocol.MAX_COLLECTIVE:
-            raise ValueError(
-                f"{len(data)} bytes were given to a collective; expected at most {protocol.MAX_COLLECTIVE}"
-            )
+        length = len(data).to_bytes(_LENGTH, "big")
+        if root is None:
+            gathered = self._collective(length + data[:_CHUNK], name)
+            lengths = [int.from_bytes(one[:_LENGTH], "big") for one in gathered]
+            whole, begin = [bytearray(one[_LENGTH:]) for one in gathered], _CHUNK
+        else:  # the other ranks get lengths only
+            name = f"{name}, to rank {root}"
+            lengths = [int.from_bytes(one, "big") for one in self._collective(length, name)]
+            whole, begin = [bytearray() for _ in lengths], 0
+        for offset in range(begin, max(lengths), _CHUNK):
+            chunks = self._collective(data[offset : offset + _CHUNK], f"{name}, bytes from {offset}", root)
+            for own, chunk in zip(whole, chunks, strict=False):
+                own += chunk
+        return [bytes(own) for own in whole] if root in (None, self.rank) else []
+
+    def refuse(self, name: str, text: str) -> None:
+        """Fail a collective of all workers, without waiting for them; ``text`` is the reason."""
+        with self._lock:
+            self._number += 1
+            message = Collective(self._number, name, -1, b"", text)
+            self._pending[message.number] = Future(), message
+        self._send(message)
+
+    def _collective(self, data: bytes, name: str, root: int | None = None) -> list[bytes]:
         with self._lock:
             self._number += 1
             number = self._number
-        result: CollectiveResult = self._ask(
-            Collective(number, data), number, f"{what}, number {number} of worker {self.rank}"
-        )
+        message = Collective(number, name, -1 if root is None else root, data, "")
+        answer = self._ask(message, number, f"{name} of worker {self.rank}")
+        try:
+            result: CollectiveResult = self._wait(answer, f"{name} of worker {self.rank}")
+        except StallError as error:
+            result = self._withdraw(number, answer, error)
+        except KeyboardInterrupt as error:
+            self._withdraw(number, answer, error)
+            raise
         return result.data
+
+    def _withdraw(self, number: int, answer: Future[Any], error: BaseException) -> CollectiveResult:
+        """Withdraw from a collective, so that the next call takes its place; return its result if it has completed.
+
+        Raises:
+            BaseException: ``error`` if it has not completed; a StallError with the ranks that are missing.
+        """
+        self._send(Withdraw(number))
+        try:
+            result: CollectiveResult = answer.result(_WITHDRAW_SECONDS)
+        except (StallError, TimeoutError) as missing:
+            with self._lock:
+                self._pending.pop(number, None)
+                self._number -= self._number == number
+            if isinstance(error, StallError) and isinstance(missing, StallError):
+                raise StallError(f"{error} for {missing}") from None
+            raise error from None
+        return result
+
+    def silent_members(self, seconds: float) -> list[str]:
+        """Return the names of processes that the scheduler has not heard for some time; none if it is dead."""
+        if self.lost:
+            return []
+        message = SilenceQuery(max(seconds, 0.0))
+        with self._lock:
+            answer, _ = self._pending.setdefault("silence", (Future(), message))
+        self._send(message)
+        result: SilenceResult = self._wait(answer, "num_dead_nodes")
+        return result.members
 
     def join(self, data: bytes) -> JoinResult:
         """Wait until all workers have called it; meanwhile other collectives run without this worker.
@@ -137,7 +213,8 @@ class SchedulerClient:
             DeadNodeError: if a worker has died or left.
             StallError: if a worker does not call it within the timeout.
         """
-        result: JoinResult = self._ask(Join(self._number, data), "join", f"join() of worker {self.rank}")
+        call = f"join() of worker {self.rank}"
+        result: JoinResult = self._wait(self._ask(Join(self._number, data), "join", call), call)
         self._number = result.number
         return result
 
@@ -174,15 +251,16 @@ class SchedulerClient:
         self._thread.join()
         end(self._context)
 
-    def _ask(self, message: Message, key: object, what: str) -> Any:
+    def _ask(self, message: Message, key: object, what: str) -> Future[Any]:
+        """Send a request and return the future of its answer."""
         answer: Future[Any] = Future()
         with self._lock:
             self._pending[key] = answer, message
             problem = self._problem()
         if problem:
-            raise DeadNodeError(f"{problem} (worker {self.rank} waited in {what})")
+            raise self._dead(f"{problem} (worker {self.rank} waited in {what})")
         self._send(message)
-        return self._wait(answer, what)
+        return answer
 
     def _wait(self, answer: Future[Any], what: str) -> Any:
         try:
@@ -190,7 +268,7 @@ class SchedulerClient:
         except TimeoutError:
             raise StallError(f"{what} has waited {self._timeout:g} s") from None
         except DeadNodeError as error:
-            raise DeadNodeError(f"{error} ({what})") from None
+            raise DeadNodeError(f"{error} ({what})") from error.__cause__
 
     def _problem(self) -> str:
         """Return why collectives can no longer complete; "" if they can."""
@@ -231,6 +309,17 @@ class SchedulerClient:
         return socket
 
     def _serve(self) -> None:
+        try:
+            self._run()
+        except Exception as error:  # noqa: BLE001  whatever it is, nothing would answer the waiting calls
+            self._lose(f"cannot be reached any more: {type(error).__name__}: {error}", error)
+        finally:
+            with self._lock:
+                self._socket.disable_monitor()
+                for socket in (self._notifier, self._notified, self._monitor, self._socket):
+                    socket.close(0)
+
+    def _run(self) -> None:
         poller = zmq.Poller()
         for socket in (self._socket, self._notified, self._monitor):
             poller.register(socket, zmq.POLLIN)
@@ -261,10 +350,6 @@ class SchedulerClient:
                 self._lose("was killed or left: connection lost")
             if self._is_registered and not self.lost and now - heard_at > self._limit:
                 self._lose(f"gave no sign of life for {self._limit:g} s")
-        with self._lock:
-            self._socket.disable_monitor()
-            for socket in (self._notifier, self._notified, self._monitor, self._socket):
-                socket.close(0)
 
     def _on_connected(self) -> None:
         """Repeat pending requests after a reconnection, since messages of either direction may be lost."""
@@ -290,6 +375,15 @@ class SchedulerClient:
                 self._settle("registered", error=StallError(text) if kind == StallError.__name__ else ValueError(text))
             case CollectiveResult(number, _):
                 self._settle(number, message)
+            case CollectiveFailed(number, text):
+                self._settle(number, error=MismatchError(text))
+            case Withdrawn(number, missing):
+                self._settle(number, error=StallError(name_ranks(missing)))
+            case SilenceResult():
+                self._settle("silence", message)
+            case Waiting(ranks, calls):
+                self.waiting = dict(zip(ranks, calls, strict=False))
+                self.on_change()
             case JoinResult():
                 self._settle("join", message)
             case MemberGone(role, rank, why) if self._is_registered and (role, rank) == (self.role, self.rank):
@@ -306,19 +400,25 @@ class SchedulerClient:
             case _:
                 pass
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, why: str, cause: Exception | None = None) -> None:
         self.lost = why
+        self._cause = cause
         self._fail_collectives()
-        for key in ("registered", "over"):
-            self._settle(key, error=DeadNodeError(f"the scheduler {why}"))
+        for key in ("registered", "over", "silence"):
+            self._settle(key, error=self._dead(f"the scheduler {why}"))
         self.on_change()
+
+    def _dead(self, text: str) -> DeadNodeError:
+        error = DeadNodeError(text)
+        error.__cause__ = self._cause
+        return error
 
     def _fail_collectives(self) -> None:
         with self._lock:
             problem = self._problem()
             keys = [key for key in self._pending if isinstance(key, int) or key == "join"]
         for key in keys if problem else ():
-            self._settle(key, error=DeadNodeError(problem))
+            self._settle(key, error=self._dead(problem))
 
     def _settle(self, key: object, value: Any = None, error: Exception | None = None) -> None:
         with self._lock:

@@ -18,7 +18,7 @@ import zmq
 from torch import Tensor
 
 from gangline.collectives.compression import Codec
-from gangline.collectives.errors import DeadNodeError, ProtocolError, StallError
+from gangline.collectives.errors import DeadNodeError, GanglineError, ProtocolError, StallError
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.limits import limits
 from gangline.collectives.transports.shm.segments import Segment, open_offered
@@ -42,6 +42,7 @@ from gangline.kvstore.parameter_server.transport.client_channel import Channel, 
 from gangline.kvstore.parameter_server.transport.frames import tensor_of
 from gangline.kvstore.parameter_server.transport.poller import SPIN_SECONDS, Poller, Source
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool
+from gangline.kvstore.remote_errors import make_error
 
 _log = logging.getLogger("gangline")
 _WINDOW = 16 << 20
@@ -100,7 +101,10 @@ class PendingRequests:
                 request.on_answer = self._ending_with(request.on_answer)
                 request.on_error = self._end
         for request in requests:
-            servers.submit(request)
+            try:
+                servers.submit(request)
+            except Exception as error:  # noqa: BLE001  the Work raises it
+                self._end(error)
 
     def __enter__(self) -> PendingRequests:
         return self
@@ -143,6 +147,7 @@ class _ServerConnection:
         self.memory: Segment | None = None
         self.shares_memory = False
         self.greeted = False
+        self.hello: Hello | None = None  # sent instead of the client's, without shared memory
         self.in_flight = 0  # bytes that the server has not received
         self.undelivered = 0  # number of requests in flight that completed when sent
         self.pending: dict[int, Request] = {}  # not answered
@@ -187,6 +192,7 @@ class ServerClient:
         self._drives = False  # whether the thread drives the sockets all the time
         self._sleeps = True  # whether the thread looks after nothing
         self._thread: threading.Thread | None = None
+        self._failure: GanglineError | None = None  # an error of the thread that drove the sockets
         self._checked_at = 0.0
         self._warned = False
         self._poller = Poller()
@@ -206,6 +212,11 @@ class ServerClient:
             keep_freed_memory()
 
     @property
+    def count(self) -> int:
+        """Number of servers."""
+        return len(self._connections)
+
+    @property
     def shares_memory(self) -> list[bool]:
         """True for each server that reads this worker's shared memory."""
         return [connection.shares_memory for connection in self._connections]
@@ -220,8 +231,8 @@ class ServerClient:
     def submit(self, request: Request) -> None:
         """Queue a request; its callbacks run in the thread that drives the sockets then."""
         lost = self._lost(request.server)
-        if lost:
-            request.on_error(self._dead(request, lost))
+        if lost or self._failure is not None:
+            request.on_error(self._failure or self._dead(request, lost))
             return
         with self._lock:
             if self._closed:
@@ -261,11 +272,14 @@ class ServerClient:
 
         ends = time.monotonic() + seconds
         self.wait(lambda: is_flushed() or time.monotonic() > ends)
+        if seconds == math.inf:
+            self._check_failure()
         return is_flushed()
 
     def deliver(self) -> None:
         """Wait until servers have received, or lost, all requests that completed when sent."""
         self.wait(lambda: not any(connection.undelivered for connection in self._connections))
+        self._check_failure()
 
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Drive the sockets, or wait while another thread does, until a condition holds."""
@@ -273,7 +287,8 @@ class ServerClient:
             if self._driving.acquire(timeout=0.002):
                 try:
                     while not is_over():
-                        self._progress(_TICK_MS, SPIN_SECONDS)
+                        self._check_failure()
+                        self._guard(partial(self._progress, _TICK_MS, SPIN_SECONDS))
                 finally:
                     self._driving.release()
                 self._send_queued()
@@ -282,7 +297,7 @@ class ServerClient:
 
     def close(self) -> None:
         """Close the sockets once servers have received all requests; fail what is still pending. Idempotent."""
-        if not self._closed and not self.flush(_CLOSE_SECONDS):
+        if not self._closed and self._failure is None and not self.flush(_CLOSE_SECONDS):
             _log.warning("worker %d leaves, and servers may not have received all its pushes", self._scheduler.rank)
         with self._lock:
             if self._closed:
@@ -326,7 +341,7 @@ class ServerClient:
                 self._notify()
                 return
             try:
-                self._flush_outbox()
+                self._guard(self._flush_outbox)
             finally:
                 self._driving.release()
             if self._outbox:  # the window is full until an acknowledgement arrives
@@ -353,7 +368,12 @@ class ServerClient:
     def _dispatch(self, connection: _ServerConnection, request: Request) -> None:
         request.sequence = next(self._sequences)
         request.sent_at = time.monotonic()
-        request.packed = protocol.pack(request.message(request.sequence))
+        try:
+            request.packed = protocol.pack(request.message(request.sequence))
+        except Exception as error:  # noqa: BLE001  passed to the request; others are not affected
+            request.sequence = 0  # not sent
+            request.on_error(error)
+            return
         connection.pending[request.sequence] = request
         connection.in_flight += request.nbytes
         connection.undelivered += request.completes_when_sent
@@ -377,15 +397,29 @@ class ServerClient:
                 if not self._drives and not self._closed:
                     self._idle.wait(None if self._sleeps else _WATCH_SECONDS)
                 drives = self._drives
-            if self._closed:
+            if self._closed or self._failure is not None:
                 return
             if self._driving.acquire(timeout=0.05):
                 try:
                     if not self._closed:
-                        self._progress(_TICK_MS if drives else 0)
+                        self._guard(partial(self._progress, _TICK_MS if drives else 0))
                 finally:
                     self._driving.release()
                 self._send_queued()
+
+    def _guard(self, step: Callable[[], object]) -> None:
+        """Run a step of driving the sockets; if it raises, fail all requests, pending and later ones."""
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001  whatever it is, nothing would answer the requests
+            text = f"worker {self._scheduler.rank} cannot exchange messages with its servers any more"
+            self._failure = GanglineError(f"{text}: {type(error).__name__}: {error}")
+            self._failure.__cause__ = error
+            self._fail_all(self._failure)
+
+    def _check_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def _is_busy(self) -> bool:
         return bool(self._outbox) or any(one.pending or one.unreleased for one in self._connections)
@@ -405,7 +439,8 @@ class ServerClient:
 
     def _greet(self, connection: _ServerConnection) -> None:
         """Send Hello on a new connection, then repeat unanswered requests, which may be lost, under their numbers."""
-        connection.channel.send([protocol.pack(replace(self._hello, last_read=connection.last_read))])
+        hello = connection.hello or self._hello
+        connection.channel.send([protocol.pack(replace(hello, last_read=connection.last_read))])
         for request in [*connection.unreleased.values(), *connection.pending.values()]:
             connection.channel.send([request.packed, *request.frames])
 
@@ -419,9 +454,15 @@ class ServerClient:
     def _handle(self, server: int, connection: _ServerConnection, message: Message, frames: list[memoryview]) -> None:
         match message:
             case Welcome(shared, memory):
-                connection.greeted = True
                 if shared and memory and connection.memory is None:
-                    connection.memory = open_offered(memory)
+                    try:
+                        connection.memory = open_offered(memory)
+                    except OSError as why:
+                        _log.info("worker %d and server %d share no memory: %s", self._hello.rank, server, why)
+                        connection.hello = replace(self._hello, memory=b"")
+                        self._greet(connection)  # the server then sends values over the socket
+                        return
+                connection.greeted = True
                 connection.shares_memory = shared and connection.memory is not None
             case Ack(sequences):
                 for sequence in sequences:
@@ -440,7 +481,7 @@ class ServerClient:
             case CommandResult(sequence, _):
                 self._settle(connection, sequence, message, [tensor_of(frame) for frame in frames])
             case Failed(sequence, kind, text):
-                error = protocol.make_error(kind, text)
+                error = make_error(kind, text)
                 if not sequence:  # of a Hello, or of a message whose number the server could not read
                     self._refusal = error
                     _log.warning("server %d rejects a message of worker %d: %s", server, self._scheduler.rank, text)
@@ -540,6 +581,7 @@ class ServerClient:
         for connection in self._connections:
             for sequence in list(connection.pending):
                 self._fail(connection, sequence, error)
-        for _, _, request in self._outbox:
+        with self._lock:
+            unsent, self._outbox, self._queued = self._outbox, [], 0
+        for _, _, request in unsent:
             request.on_error(error)
-        self._outbox, self._queued = [], 0

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gangline.collectives.errors import ProtocolError, name_ranks
-from gangline.kvstore.parameter_server.protocol import Collective, CollectiveResult, JoinResult, Register
+from gangline.kvstore.parameter_server.protocol import (
+    Collective,
+    CollectiveFailed,
+    CollectiveResult,
+    JoinResult,
+    Message,
+    Register,
+    Withdrawn,
+)
+from gangline.kvstore.remote_errors import differing, refused
 
 _KEPT = 4
 """Number of results kept for workers that lost them with their connection."""
 
 _MAX_OPEN = 64
 """Number of collectives that a worker may be in at once."""
+
+_WAITING_SECONDS = 0.1
+"""Servers are told of workers that have waited in a collective for longer than this."""
 
 
 @dataclass(eq=False)
@@ -37,6 +50,22 @@ class Member:
         return f"{self.registration.role} {self.rank}"
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a collective, or the error of all workers."""
+
+    name: str
+    root: int
+    data: list[bytes]
+    error: str = ""
+
+    def message(self, number: int, rank: int) -> Message:
+        """Return the message to a worker."""
+        if self.error:
+            return CollectiveFailed(number, self.error)
+        return CollectiveResult(number, self.data if self.root in (-1, rank) else [])
+
+
 @dataclass
 class JobState:
     """State of a job with a number of workers and servers."""
@@ -45,12 +74,14 @@ class JobState:
     servers: int
     members: dict[bytes, Member] = field(default_factory=dict)
     """Members by the identity of their socket."""
-    collectives: dict[int, dict[int, bytes]] = field(default_factory=dict)
-    """Data by rank, for each collective in progress, by its number."""
+    collectives: dict[int, dict[int, Collective]] = field(default_factory=dict)
+    """Contributions by rank, for each collective in progress, by its number."""
     since: dict[int, float] = field(default_factory=dict)
-    """Time of the first worker's call of each collective, until it completes or a warning is logged."""
-    results: dict[int, CollectiveResult] = field(default_factory=dict)
-    """Last results, by number of the collective."""
+    """Time of the first worker's call of each collective in progress."""
+    warned: set[int] = field(default_factory=set)
+    """Collectives in progress for which a stall warning was logged."""
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    """Last outcomes, by number of the collective."""
     join_result: JoinResult | None = None
     """Result of the last join()."""
     number: int = 0
@@ -100,47 +131,95 @@ class JobState:
         self.started = True
         return True
 
-    def add(self, rank: int, message: Collective) -> CollectiveResult | None:
-        """Add a worker's data to a collective; return the result if it has completed before.
+    def add(self, rank: int, message: Collective) -> Message | None:
+        """Add a worker's contribution to a collective; return the answer if the collective has ended before.
 
         Raises:
-            ProtocolError: if it completed too long ago, or the worker is in too many collectives.
+            ProtocolError: if the worker is in too many collectives.
         """
-        number = message.number
-        if number in self.results:
-            return self.results[number]
+        number, call = message.number, message.refusal or message.name
+        outcome = self.outcomes.get(number)
+        if outcome is not None:
+            if outcome.error or (outcome.name, outcome.root) == (call, message.root):
+                return outcome.message(number, rank)
+            others = next(iter({0, 1} - {rank}))  # they have returned from the call that this worker had given up
+            return CollectiveFailed(number, differing({rank: call, others: outcome.name}, self.workers))
         if number not in self.collectives:
-            if number <= max(self.results, default=0) - _KEPT:
-                raise ProtocolError(f"worker {rank} calls collective {number}, which is over")
+            if number <= max(self.outcomes, default=0) - _KEPT:
+                text = f"rank {rank} called {call} as its collective {number}, which is over"
+                return CollectiveFailed(number, text)
             if sum(rank in present for present in self.collectives.values()) >= _MAX_OPEN:
                 raise ProtocolError(f"worker {rank} calls more than {_MAX_OPEN} collectives at once")
             self.collectives[number] = {}
             self.since[number] = time.monotonic()
         self.number = max(self.number, number)
-        self.collectives[number][rank] = message.data
+        self.collectives[number][rank] = message
         return None
 
-    def complete(self) -> list[CollectiveResult]:
-        """Complete the collectives that all active workers have called and return their results."""
+    def withdraw(self, rank: int, number: int) -> Message | None:
+        """Remove a worker's contribution to a collective; return the answer, None if it is unknown."""
+        if number in self.outcomes:
+            return self.outcomes[number].message(number, rank)
+        present = self.collectives.get(number, {})
+        if present.pop(rank, None) is None:
+            return None
+        missing = sorted(self.active() - present.keys() - {rank})
+        if not present:
+            self._forget(number)
+        return Withdrawn(number, missing)
+
+    def complete(self) -> list[int]:
+        """End the collectives that all active workers have called, or that fail; return their numbers."""
         active = self.active()
-        done = [number for number, present in self.collectives.items() if present.keys() >= active]
-        for number in done:
-            present = self.collectives.pop(number)
-            self.since.pop(number, None)
-            self.results[number] = CollectiveResult(number, [present.get(rank, b"") for rank in range(self.workers)])
-        for number in sorted(self.results)[:-_KEPT]:
-            del self.results[number]
-        return [self.results[number] for number in done if number in self.results]
+        ended = []
+        for number, present in list(self.collectives.items()):
+            first = next(iter(present.values()))
+            error = self._error(present)
+            if error or present.keys() >= active:
+                data = [present[rank].data if rank in present else b"" for rank in range(self.workers)]
+                self.outcomes[number] = Outcome(first.name, first.root, [] if error else data, error)
+                self._forget(number)
+                ended.append(number)
+        last = max(self.outcomes, default=0)
+        for number, outcome in list(self.outcomes.items()):
+            if number <= last - (_MAX_OPEN if outcome.error else _KEPT):
+                del self.outcomes[number]
+        return [number for number in ended if number in self.outcomes]
+
+    def _error(self, present: Mapping[int, Collective]) -> str:
+        """Return the error of a collective if a worker refuses its call or the calls differ; "" if not."""
+        calls = {rank: one.refusal or one.name for rank, one in present.items()}
+        for rank, one in present.items():
+            if one.refusal:
+                return refused(calls, rank, self.workers)
+        if len({(one.name, one.root) for one in present.values()}) > 1:
+            return differing(calls, self.workers)
+        return ""
+
+    def _forget(self, number: int) -> None:
+        del self.collectives[number], self.since[number]
+        self.warned.discard(number)
 
     def stall_warnings(self, now: float, limit: float) -> list[str]:
         """Return a warning for each collective that has waited for longer than a limit in seconds, once."""
         warnings = []
-        for number in [number for number, began in self.since.items() if now - began > limit]:
-            del self.since[number]
-            present = self.collectives[number].keys()
-            missing = name_ranks(self.active() - present)
-            warnings.append(f"collective {number} waits for {missing}; present: {name_ranks(present)}")
+        for number, began in self.since.items():
+            if now - began > limit and number not in self.warned:
+                self.warned.add(number)
+                present = self.collectives[number]
+                name = next(iter(present.values())).name
+                missing = name_ranks(self.active() - present.keys())
+                warnings.append(f"{name} waits for {missing}; present: {name_ranks(present.keys())}")
         return warnings
+
+    def waiting(self, now: float) -> dict[int, str]:
+        """Return the workers that have waited in a collective for a while, with the name of the call."""
+        return {
+            rank: one.name
+            for number, began in self.since.items()
+            if now - began > _WAITING_SECONDS
+            for rank, one in self.collectives[number].items()
+        }
 
     def active(self) -> set[int]:
         """Return the workers that collectives wait for."""

@@ -26,6 +26,10 @@ from gangline.kvstore.parameter_server.protocol import (
     Register,
     Registered,
     Rejected,
+    SilenceQuery,
+    SilenceResult,
+    Waiting,
+    Withdraw,
 )
 from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member
 
@@ -33,6 +37,8 @@ _log = logging.getLogger("gangline")
 _TICK_MS = 100
 _CONFIRM_SECONDS = 1.0
 """A process counts as dead if its connection is lost and nothing arrives for this long."""
+_NAME = 4096
+"""Characters of a call's name in `Waiting`."""
 _LEAVE_SECONDS = 10.0
 """Time for servers to leave once all workers have."""
 
@@ -81,6 +87,7 @@ class Scheduler:
         self.rejected = 0
         """Number of messages dropped because they were invalid."""
         self._last_joined: int | None = None
+        self._waiting: dict[int, str] = {}
         self._over_since = 0.0
 
     def run(self) -> None:
@@ -138,6 +145,9 @@ class Scheduler:
         except ProtocolError as error:
             self.rejected += 1
             _log.warning("the scheduler drops a message: %s", error)
+        except Exception:  # noqa: BLE001  the other members must not lose the scheduler by one message
+            self.rejected += 1
+            _log.exception("the scheduler drops a message of %d frames", len(frames))
 
     def _handle(self, member: Member, message: Message) -> None:
         if member.gone and not isinstance(message, Leave):  # counted as dead, for example after it was stopped
@@ -151,10 +161,14 @@ class Scheduler:
                 if self._state.started:  # it has reconnected
                     self._send_again(member)
             case Collective() if is_active_worker:
-                result = self._state.add(member.rank, message)
-                if result is not None:
-                    self._send(member, result)
+                answer = self._state.add(member.rank, message)
+                if answer is not None:
+                    self._send(member, answer)
                 self._complete_collectives()
+            case Withdraw(number) if is_active_worker:
+                answer = self._state.withdraw(member.rank, number)
+                if answer is not None:
+                    self._send(member, answer)
             case Join(number, data) if is_active_worker:
                 if self._state.join_result is not None and number < self._state.join_result.number:
                     self._send(member, self._state.join_result)
@@ -163,6 +177,10 @@ class Scheduler:
                 self._last_joined = member.rank
                 self._complete_collectives()
                 self._complete_join()
+            case SilenceQuery(seconds):
+                since = time.monotonic() - seconds
+                silent = [one.name for one in self._state.members.values() if one.gone is None and one.heard_at < since]
+                self._send(member, SilenceResult(silent))
             case Leave(why):
                 self._send(member, JobOver())
                 if member.gone is None:
@@ -198,13 +216,17 @@ class Scheduler:
         for other in self._state.members.values():
             if other.gone is not None:
                 self._send(member, MemberGone(other.registration.role, other.rank, other.gone))
-        if self._over_since and member.registration.role == "server":
-            self._send(member, JobOver())
+        if member.registration.role == "server":
+            self._send(member, Waiting(list(self._waiting), list(self._waiting.values())))
+            if self._over_since:
+                self._send(member, JobOver())
 
     def _complete_collectives(self) -> None:
-        """Send the results of collectives that all active workers have called."""
-        for result in self._state.complete():
-            self._send_to_role("worker", result)
+        """Send the outcomes of collectives that have ended."""
+        for number in self._state.complete():
+            for member in self._state.of_role("worker"):
+                if member.gone is None:
+                    self._send(member, self._state.outcomes[number].message(number, member.rank))
 
     def _complete_join(self) -> None:
         """Send the result of join() once no worker is active."""
@@ -232,6 +254,10 @@ class Scheduler:
         now = time.monotonic()
         for text in self._state.stall_warnings(now, self._stall_warn):
             _log.warning("%s", text)
+        waiting = {rank: name[:_NAME] for rank, name in self._state.waiting(now).items()}
+        if waiting != self._waiting:
+            self._waiting = waiting
+            self._send_to_role("server", Waiting(list(waiting), list(waiting.values())))
         for member in self._state.members.values():
             if member.gone is not None:
                 continue

@@ -123,6 +123,8 @@ class ShardRounds:
         shard.busy = True
         pushes = [this.pushes[rank] for rank in sorted(this.pushes)]
         problems = [one.problem for one in pushes if one.problem]
+        if all(one.is_refused for one in pushes):  # then every worker has raised its own error
+            problems = []
         pushes = [one for one in pushes if one.value is not None]
         ranks = list(this.pushes)
         if problems or not pushes:

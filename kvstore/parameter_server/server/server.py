@@ -21,6 +21,7 @@ from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerC
 from gangline.kvstore.parameter_server.protocol import (
     CODED,
     DENSE,
+    REFUSED,
     Command,
     CommandResult,
     Define,
@@ -40,6 +41,7 @@ from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from gangline.kvstore.parameter_server.transport.frames import INLINE, tensor_of
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool, aligned, region_of
+from gangline.kvstore.remote_errors import error_name
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 200
@@ -141,7 +143,7 @@ class Server:
             self.rejected += 1
         text = str(error.args[0]) if error.args else type(error).__name__  # str() of a KeyError adds quotes
         _log.warning("server %d rejects a message: %s", self._scheduler.rank, text)
-        self._sessions.send(identity, Failed(sequence, protocol.error_name(error), text[: 1 << 16]))
+        self._sessions.send(identity, Failed(sequence, error_name(error), text[: 1 << 16]))
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
         if not 0 <= hello.rank < self._scheduler.num_workers or hello.view != self._scheduler.view:
@@ -164,6 +166,8 @@ class Server:
             memory = self._memory_of(hello)
             shares_memory = memory is not None and self._pool is not None
             worker = self._sessions.workers[identity] = WorkerSession(identity, hello.rank, memory, shares_memory)
+        elif not hello.memory:  # it could not open this server's memory
+            worker.memory, worker.shares_memory = None, False
         self._sessions.end_reads(hello.rank, hello.last_read)  # its ValuesRead may be lost
         handle = self._pool.handle if worker.shares_memory and self._pool is not None else b""
         self._sessions.send(identity, Welcome(worker.memory is not None, handle))
@@ -299,7 +303,7 @@ class Server:
         except Exception as error:  # noqa: BLE001  the round closes with this error for all its workers
             use.release()
             text = f"the push of worker {worker.rank} for key {shard.key!r} {error}"
-            return PushedValue(None, push.weight, _do_nothing, text)
+            return PushedValue(None, push.weight, _do_nothing, text, kind == REFUSED)
         if value is None:
             use.release()
             return PushedValue(value, push.weight, _do_nothing)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gangline.collectives.errors import name_ranks
 from gangline.kvstore.optimizer.spec import Key
-from gangline.kvstore.parameter_server.protocol import ABSENT, CODED, DENSE, ROWS
+from gangline.kvstore.parameter_server.protocol import ABSENT, CODED, DENSE, REFUSED, ROWS
 from gangline.kvstore.parameter_server.transport.shared_memory import typed
 from gangline.kvstore.sparse import RowSparse, summed
 
@@ -27,6 +27,8 @@ class PushedValue:
     """Function to call when the value is no longer read."""
     problem: str = ""
     """Reason if the value is invalid, else ""."""
+    is_refused: bool = False
+    """True if the worker itself refused to push, and so knows of the problem."""
 
 
 @dataclass(slots=True)
@@ -96,7 +98,7 @@ class Shard:
         """Return the pushed value in an entry's data; None for ABSENT.
 
         Args:
-            kind: DENSE, ROWS, CODED or ABSENT.
+            kind: DENSE, ROWS, CODED, ABSENT or REFUSED.
             data: uint8.
             decode: decoder of the compression that is set; None: no compression.
 
@@ -105,6 +107,8 @@ class Shard:
         """
         if kind == ABSENT:
             return None
+        if kind == REFUSED:
+            raise ValueError(f"was refused: {data.numpy().tobytes().decode(errors='replace')}")
         if kind == CODED:
             if decode is None:
                 raise ValueError("is compressed, but no compression is set")

@@ -27,6 +27,7 @@ from gangline.kvstore.parameter_server.protocol import (
     CODED,
     DENSE,
     DTYPES,
+    REFUSED,
     ROWS,
     Ack,
     Command,
@@ -52,7 +53,7 @@ KINDS = sorted((cls for cls in vars(protocol).values() if isinstance(cls, type) 
 COUNT = st.integers(0, 2**62 - 1)
 NUMBER = st.floats(0, allow_infinity=False, allow_nan=False) | st.integers(0, 2**60)
 SIZE = st.integers(0, protocol.MAX_SHARD)
-ENTRY = st.tuples(COUNT, COUNT, st.sampled_from([DENSE, ROWS, CODED, ABSENT]), SIZE).map(list)
+ENTRY = st.tuples(COUNT, COUNT, st.sampled_from([DENSE, ROWS, CODED, ABSENT, REFUSED]), SIZE).map(list)
 DEFINITION = st.tuples(
     COUNT,
     st.sampled_from(DTYPES),
@@ -97,7 +98,7 @@ OUTSIDE: dict[str, list[Any]] = {
     "Entries": [
         [1],
         [[1, 2, DENSE]],
-        [[1, 2, 4, 4]],
+        [[1, 2, 5, 4]],
         [[1, 2, DENSE, -1]],
         [[-1, 2, DENSE, 4]],
         [[1, 2, DENSE, protocol.MAX_SHARD + 1]],
@@ -202,7 +203,7 @@ def test_truncated_and_invalid_messages_are_refused() -> None:
         (b"", "not msgpack"),
         (msgpack.packb({}), "not a list"),
         (msgpack.packb([protocol.VERSION]), "not a list"),
-        (packed(4, version=2), "version 2"),
+        (packed(4, version=9), "version 9"),
         (packed(4, version="1"), "version '1'"),
         (packed(999), "unknown kind 999"),
         (packed("4"), "unknown kind '4'"),

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from gangline.collectives.errors import DeadNodeError, StallError
+from gangline.collectives.errors import DeadNodeError, MismatchError, StallError
 from gangline.collectives.liveness.process_state import this_process
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
@@ -121,56 +122,100 @@ def test_addresses_that_others_reach_are_refused() -> None:
 # Collectives
 
 
+def whole(data: bytes) -> bytes:
+    """Return the first chunk of data, which is all of them."""
+    return len(data).to_bytes(8, "big") + data
+
+
+def collective(number: int, data: bytes, name: str = "call") -> Collective:
+    return Collective(number, name, -1, whole(data), "")
+
+
 def test_all_gather_returns_data_in_rank_order() -> None:
     with Job(3) as job:
         members = job.members()
         for number in range(5):
-            calls = [lambda member=member: member.all_gather(bytes([member.rank, number])) for member in members]  # noqa: B023
+            calls = [lambda member=member: member.exchange(bytes([member.rank, number]), "call") for member in members]  # noqa: B023
             expected = [bytes([rank, number]) for rank in range(3)]
             assert job.at_once(*reversed(calls)) == [expected] * 3
 
 
-def test_large_data_are_gathered_and_too_large_data_refused() -> None:
-    with Job(2) as job:
+def test_data_for_one_rank_do_not_reach_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    received: dict[str, int] = defaultdict(int)
+    receive = SchedulerClient._receive
+
+    def counted(self: SchedulerClient, frame: bytes) -> None:
+        received[f"{self.role} {self.rank}"] += len(frame)
+        receive(self, frame)
+
+    monkeypatch.setattr(SchedulerClient, "_receive", counted)
+    with Job(3) as job:
         members = job.members()
-        large = [bytes([member.rank]) * (40 << 20) for member in members]
-        given = job.at_once(
-            *[lambda m=member, d=data: m.all_gather(d) for member, data in zip(members, large, strict=True)]
-        )
-        assert given == [large, large]
-        with pytest.raises(ValueError, match=f"{(64 << 20) + 1} bytes were given to a collective"):
-            members[0].all_gather(bytes((64 << 20) + 1))
-        assert job.at_once(*[lambda m=member: m.all_gather(b"") for member in members]) == [[b"", b""]] * 2
+        parts = [bytes([member.rank]) * (20 << 20) for member in members]
+        calls = [lambda m=member: m.exchange(parts[m.rank], "save", 0) for member in members]
+        assert job.at_once(*calls) == [parts, [], []]
+        assert received["worker 0"] > 60 << 20
+        assert max(received["worker 1"], received["worker 2"]) < 10_000
 
 
 def test_a_worker_ahead_waits_and_a_late_one_is_an_error() -> None:
     with Job(2) as job:
         members = job.members()
-        ahead = job.later(lambda: [members[0].all_gather(b"first"), members[0].all_gather(b"second")])
-        assert members[1].all_gather(b"1") == [b"first", b"1"]
+        ahead = job.later(lambda: [members[0].exchange(b"first", "call"), members[0].exchange(b"second", "call")])
+        assert members[1].exchange(b"1", "call") == [b"first", b"1"]
         assert not ahead.done()
-        assert members[1].all_gather(b"2") == [b"second", b"2"]
+        assert members[1].exchange(b"2", "call") == [b"second", b"2"]
         assert ahead.result(LIMIT) == [[b"first", b"1"], [b"second", b"2"]]
         impatient = members[0]
         impatient._timeout = 0.2
-        with pytest.raises(StallError, match=r"barrier\(\), number 3 of worker 0 has waited 0.2 s"):
-            impatient.all_gather(b"", "barrier()")
+        with pytest.raises(StallError, match=r"barrier of worker 0 has waited 0\.2 s for rank 1"):
+            impatient.exchange(b"", "barrier")
+
+
+def test_a_call_that_has_timed_out_can_be_repeated() -> None:
+    with Job(2) as job:
+        zero, one = job.members()
+        zero._timeout = 0.2
+        for _ in range(2):
+            with pytest.raises(StallError, match=r"barrier of worker 0 has waited 0\.2 s for rank 1"):
+                zero.exchange(b"early", "barrier")
+        zero._timeout = LIMIT
+        for name in ("barrier", "call after it"):
+            calls = [lambda m=member, name=name: m.exchange(bytes([m.rank]), name) for member in (zero, one)]
+            assert job.at_once(*calls) == [[b"\0", b"\1"]] * 2
+
+
+def test_a_call_after_one_that_has_timed_out_does_not_meet_the_next_of_the_others() -> None:
+    with Job(2) as job:
+        zero, one = job.members()
+        zero._timeout = 0.2
+        with pytest.raises(StallError):
+            zero.exchange(b"", "barrier")
+        text = "rank 0 called init, rank 1 called barrier"
+        late = job.later(lambda: one.exchange(b"", "barrier"))
+        with pytest.raises(MismatchError, match=text):
+            zero.exchange(b"", "init")
+        with pytest.raises(MismatchError, match=text):
+            late.result(LIMIT)
 
 
 def test_collectives_continue_without_joined_workers_until_all_have_joined() -> None:
     with Job(3) as job:
         zero, one, two = job.members()
         first = job.later(lambda: two.join(b"two"))
-        assert job.at_once(lambda: zero.all_gather(b"0"), lambda: one.all_gather(b"1")) == [[b"0", b"1", b""]] * 2
+        assert (
+            job.at_once(lambda: zero.exchange(b"0", "call"), lambda: one.exchange(b"1", "call"))
+            == [[b"0", b"1", b""]] * 2
+        )
         second = job.later(lambda: zero.join(b"zero"))
         for number in range(3):
-            assert one.all_gather(bytes([number])) == [b"", bytes([number]), b""]
+            assert one.exchange(bytes([number]), "call") == [b"", bytes([number]), b""]
         assert not first.done()
         assert not second.done()
         last = one.join(b"one")
         assert first.result(LIMIT) == second.result(LIMIT) == last
         assert (last.last, last.data) == (1, [b"zero", b"one", b"two"])
-        calls = [lambda m=member: m.all_gather(bytes([m.rank])) for member in (zero, one, two)]
+        calls = [lambda m=member: m.exchange(bytes([m.rank]), "call") for member in (zero, one, two)]
         assert job.at_once(*calls) == [[b"\0", b"\1", b"\2"]] * 3
 
 
@@ -181,9 +226,9 @@ def test_a_death_fails_waiting_workers() -> None:
     with Job(3) as job, RawClient(job.address, b"mortal") as client:
         client.send(Register("worker", 2, ["elsewhere", 1, 1], ""))
         zero, one = job.at_once(lambda: job.member(0), lambda: job.member(1))
-        waiting = job.later(lambda: zero.all_gather(b"", "barrier()"))
+        waiting = job.later(lambda: zero.exchange(b"", "barrier"))
         client.close()
-        with pytest.raises(DeadNodeError, match=r"worker 2 .*connection lost.*barrier\(\), number 1 of worker 0"):
+        with pytest.raises(DeadNodeError, match=r"worker 2 .*connection lost.*barrier of worker 0"):
             waiting.result(LIMIT)
         with pytest.raises(DeadNodeError, match="worker 2"):  # and later calls
             one.join(b"")
@@ -197,7 +242,7 @@ def test_a_silent_worker_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None
         client.send(Register("worker", 1, this_process(), ""))
         zero = job.member(0)
         with pytest.raises(DeadNodeError, match="worker 1 gave no sign of life for"):
-            zero.all_gather(b"")
+            zero.exchange(b"", "call")
         client.send(Heartbeat())  # it continues, learns that it counts as dead, and leaves
         client.send(Leave())
         heard = []
@@ -207,6 +252,17 @@ def test_a_silent_worker_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None
         assert MemberGone("worker", 1, zero.gone["worker", 1]) in heard
 
 
+def test_processes_that_have_been_silent_for_some_time_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GANGLINE_HEARTBEAT", "0.05")
+    with Job(2) as job, RawClient(job.address, b"silent") as client:
+        client.send(Register("worker", 1, this_process(), ""))
+        zero = job.member(0)
+        while (silent := zero.silent_members(0.5)) != ["worker 1"]:
+            assert silent == []
+        assert zero.silent_members(60) == []
+        client.send(Leave())
+
+
 def test_a_living_worker_that_counts_as_dead_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with Job(2) as job:
         members = job.members()
@@ -214,7 +270,7 @@ def test_a_living_worker_that_counts_as_dead_gets_an_error(monkeypatch: pytest.M
         place.gone = "gave no sign of life for 10 s"
         text = r"the scheduler counts this process as dead: it gave no sign of life for 10 s.*worker 1"
         with pytest.raises(DeadNodeError, match=text):
-            members[1].all_gather(b"")
+            members[1].exchange(b"", "call")
         assert members[1].lost
 
 
@@ -223,7 +279,7 @@ def test_a_worker_that_leaves_is_not_dead_but_fails_waiting_workers() -> None:
         zero, one = job.members()
         one.close()
         with pytest.raises(DeadNodeError, match="worker 1 has left the job"):
-            zero.all_gather(b"")
+            zero.exchange(b"", "call")
         assert zero.gone == {("worker", 1): ""}
 
 
@@ -234,7 +290,10 @@ def test_a_worker_that_dies_before_the_start_may_be_replaced() -> None:
             zero = job.later(lambda: job.member(0))
         one = retried(lambda: job.member(1))
         assert (zero.result(LIMIT).rank, one.rank) == (0, 1)
-        assert job.at_once(lambda: zero.result().all_gather(b"a"), lambda: one.all_gather(b"b")) == [[b"a", b"b"]] * 2
+        assert (
+            job.at_once(lambda: zero.result().exchange(b"a", "call"), lambda: one.exchange(b"b", "call"))
+            == [[b"a", b"b"]] * 2
+        )
 
 
 def retried(call: Any) -> Any:
@@ -263,12 +322,12 @@ def test_a_reconnected_worker_loses_nothing() -> None:
         client.send(join)
         zero = job.member(0)
         assert isinstance(client.receive()[0], Registered)
-        client.send(Collective(1, b"one"))
-        assert zero.all_gather(b"zero") == [b"zero", b"one"]
+        client.send(collective(1, b"one"))
+        assert zero.exchange(b"zero", "call") == [b"zero", b"one"]
         client.reconnect()  # before it has read the answer
         client.send(join)
         assert isinstance(client.receive()[0], Registered)
-        assert client.request(Collective(1, b"one")) == CollectiveResult(1, [b"zero", b"one"])
+        assert client.request(collective(1, b"one")) == CollectiveResult(1, [whole(b"zero"), whole(b"one")])
         pending = job.later(lambda: zero.join(b"zero"))
         client.send(Join(1, b"one"))
         joined = pending.result(LIMIT)
@@ -276,7 +335,7 @@ def test_a_reconnected_worker_loses_nothing() -> None:
         client.send(join)
         assert isinstance(client.receive()[0], Registered)
         assert client.request(Join(1, b"one")) == joined
-        assert client.request(Collective(joined.number - 1, b"")) != joined
+        assert client.request(collective(joined.number - 1, b"")) != joined
         zero.close()
         client.reconnect()
         client.send(join)
@@ -295,7 +354,7 @@ def test_a_scheduler_outlives_hostile_bytes() -> None:
             (b"x" * 1000, (b"more", b"frames")),
             (b"\x91" * 3000, ()),
             (protocol.pack(Heartbeat()) + b"\0", ()),
-            (Collective(1, b"mine"), ()),
+            (collective(1, b"mine"), ()),
             (Join(1, b"mine"), ()),
             (Leave(), ()),
             (Push(1, [], None, None, False, None), ()),
@@ -308,7 +367,9 @@ def test_a_scheduler_outlives_hostile_bytes() -> None:
         for message, frames in hostile:
             stranger.send(message, *frames)
         zero, one = job.members()
-        assert job.at_once(lambda: zero.all_gather(b"0"), lambda: one.all_gather(b"1")) == [[b"0", b"1"]] * 2
+        assert (
+            job.at_once(lambda: zero.exchange(b"0", "call"), lambda: one.exchange(b"1", "call")) == [[b"0", b"1"]] * 2
+        )
         assert job.scheduler.rejected == len(hostile)
 
 
@@ -318,12 +379,12 @@ def test_open_collectives_of_a_worker_are_bounded() -> None:
         zero = job.member(0)
         assert isinstance(flood.receive()[0], Registered)
         for number in range(2, 1002):
-            flood.send(Collective(number, bytes(100)))
+            flood.send(collective(number, bytes(100)))
         for message in (MemberGone("worker", 0, "x"), Push(1, [], None, None, False, None), JobOver()):
             flood.send(message)
         assert isinstance(flood.request(Register("worker", 1, this_process(), "")), Registered)
         assert job.scheduler.rejected == 1000 - 64 + 3
-        flood.send(Collective(1, b""))
+        flood.send(collective(1, b""))
         flood.send(Leave())
         with pytest.raises(DeadNodeError, match="worker 1 has left the job"):
             zero.join(b"")

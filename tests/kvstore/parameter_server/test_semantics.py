@@ -10,7 +10,7 @@ import torch
 from gangline import kvstore
 from gangline.collectives.errors import MismatchError
 from gangline.kvstore import KVStore
-from gangline.kvstore.parameter_server.client import collective_calls
+from gangline.kvstore.parameter_server.client import scheduler_client
 from gangline.kvstore.parameter_server.store import DistStore
 from tests.kvstore.parameter_server.cases import check
 from tests.kvstore.parameter_server.processes import run_job
@@ -61,8 +61,8 @@ def dtypes_that_servers_do_not_hold_are_refused(kv: KVStore) -> None:
 def exchanges_may_exceed_one_chunk(kv: KVStore) -> None:
     for sizes in (
         (0, 0, 0),
-        (collective_calls._CHUNK, 1, 0),
-        (0, 2 * collective_calls._CHUNK + 5, collective_calls._CHUNK + 1),
+        (scheduler_client._CHUNK, 1, 0),
+        (0, 2 * scheduler_client._CHUNK + 5, scheduler_client._CHUNK + 1),
         (65 << 20, 3, 0),
     ):
         given = [bytes([rank + 1]) * size for rank, size in enumerate(sizes)]

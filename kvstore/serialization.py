@@ -1,4 +1,4 @@
-"""Serialization of plain data and tensors, for exchanges between workers."""
+"""Serialization of plain data and tensors, for everything that workers exchange besides gradients and weights."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 _TENSOR = 1
 """MessagePack extension code of a tensor, stored as [dtype name, shape, bytes]."""
 
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
 
 def pack(value: Any) -> bytes:
-    """Serialize numbers, strings, lists, dicts and tensors to MessagePack.
+    """Serialize numbers, strings, bytes, lists, dicts and tensors to MessagePack.
 
     Raises:
         TypeError: if ``value`` contains any other type.
@@ -43,7 +45,9 @@ def _unpack_tensor(code: int, data: bytes) -> torch.Tensor:
     if code != _TENSOR:
         raise ValueError(f"serialized data has a value of extension type {code}; expected {_TENSOR}, a tensor")
     name, shape, content = msgpack.unpackb(data)
-    dtype = getattr(torch, name)
+    if name not in _DTYPES:
+        raise ValueError(f"serialized data has a tensor of dtype {name!r}; expected one of torch's")
+    dtype = _DTYPES[name]
     flat = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
     return flat.reshape(shape)
 

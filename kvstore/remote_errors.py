@@ -1,0 +1,71 @@
+"""Errors that one process reports to others: names of classes, and the texts of differing or refused calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
+
+ERRORS: dict[str, type[Exception]] = {
+    cls.__name__: cls
+    for cls in (
+        *(DeadNodeError, MismatchError, ProtocolError, StallError, GanglineError),
+        *(ValueError, KeyError, TypeError, RuntimeError, MemoryError),
+        *(OSError, FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError),
+    )
+}
+"""Exception classes that messages may name."""
+
+_SHOWN = 300
+"""Characters of a call in an error message."""
+
+_WRITES = "save_checkpoint"
+"""Name of the call that users tend to make on rank 0 alone."""
+
+
+def error_name(error: BaseException) -> str:
+    """Return the name in `ERRORS` of an exception's class or of its nearest listed base class."""
+    return next((cls.__name__ for cls in type(error).__mro__ if cls.__name__ in ERRORS), RuntimeError.__name__)
+
+
+def error_text(error: BaseException) -> str:
+    """Return an exception's text; without the quotes that ``str`` adds to that of a KeyError."""
+    return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error) or type(error).__name__
+
+
+def make_error(name: str, text: str) -> Exception:
+    """Return the exception that a message names; a GanglineError if the name is not in `ERRORS`."""
+    return ERRORS.get(name, GanglineError)(text)
+
+
+def refusal(call: str, error: BaseException) -> str:
+    """Return the text by which a rank tells the others that it refuses a call."""
+    return f"{call} was refused: {error_text(error)}"
+
+
+def refused(calls: Mapping[int, str], rank: int, size: int) -> str:
+    """Return the error of all ranks if one refuses a call.
+
+    Args:
+        calls: calls of the ranks that have made one so far, by rank; of ranks that refuse theirs, the `refusal`.
+        rank: a rank that refuses its call.
+        size: number of ranks.
+    """
+    others = [f"; rank {other} called {_short(calls[other])}" for other in calls if calls[other] != calls[rank]]
+    return f"rank {rank} of {size}: {_short(calls[rank])}{''.join(others[:1])}; no tensor has changed"
+
+
+def differing(calls: Mapping[int, str], size: int) -> str:
+    """Return the error of all ranks if they make different calls; arguments as for `refused`."""
+    first = min(calls)
+    other = next(rank for rank in sorted(calls) if calls[rank] != calls[first])
+    hint = f"; call {_WRITES} on every worker, not only on rank 0: it writes on rank 0 alone"
+    return (
+        f"the workers' calls differ: rank {first} called {_short(calls[first])}, rank {other} called "
+        f"{_short(calls[other])}; expected the same calls in the same order on all {size}"
+        f"{hint if _WRITES in calls.values() else ''}; no tensor has changed"
+    )
+
+
+def _short(call: str) -> str:
+    return call if len(call) <= _SHOWN else call[:_SHOWN] + " ..."

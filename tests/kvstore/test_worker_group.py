@@ -1,0 +1,199 @@
+"""Calls of all workers: names that differ, calls that one rank refuses, gather; in `allreduce` and `dist_sync`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from gangline import kvstore
+from gangline.collectives import Communicator, spawn
+from gangline.kvstore import KVStore
+from tests.collectives.stage import Actor, Stage
+from tests.kvstore.parameter_server.processes import run_job
+
+pytestmark = pytest.mark.timeout(60)
+
+Play = Callable[..., Any]
+
+
+def said(call: Callable[[], Any]) -> list[str]:
+    """Return the class and the text of a call's error, or what it returned."""
+    try:
+        return ["returned", str(call())]
+    except Exception as error:  # noqa: BLE001  reported to the test
+        return [type(error).__name__, str(error)]
+
+
+def _in_communicator(comm: Communicator, play: Play, args: tuple[Any, ...]) -> Any:
+    with kvstore.create("allreduce", communicator=comm) as kv:
+        return play(kv, *args)
+
+
+def _in_job(play: Play, args: tuple[Any, ...]) -> Any:
+    with kvstore.create("dist_sync") as kv:
+        return play(kv, *args)
+
+
+def work(name: str, play: Play, size: int, *args: Any) -> list[Any]:
+    """Run ``play(kv, *args)`` on workers of a store and return their results."""
+    if name == "allreduce":
+        return spawn(_in_communicator, size, play, args, threads=1)
+    return run_job(_in_job, size, 1, play, args)
+
+
+both = pytest.mark.parametrize("name", ["allreduce", "dist_sync"])
+
+
+# Names
+
+
+def _different_calls(kv: KVStore) -> list[list[str]]:
+    first = kv.rank == 0
+    return [
+        said(kv.barrier if first else lambda: kv.init("a", torch.zeros(2))),
+        said(lambda: kv.exchange(b"1")) if first else said(kv.barrier),
+        said(lambda: kv.group.all_gather(1, "end of epoch" if first else "step")),
+        said(lambda: kv.group.gather(1, "parts") if first else kv.group.all_gather(1, "parts")),
+        said(lambda: kv.group.broadcast(1, "save_checkpoint") if first else kv.group.broadcast(1, "step")),
+        said(lambda: kv.init("a", torch.zeros(2))),  # works as before
+    ]
+
+
+NAMES = [
+    "rank 0 called barrier, rank 1 called init",
+    "rank 0 called exchange, rank 1 called barrier",
+    "rank 0 called end of epoch, rank 1 called step",
+    "rank 0 called parts, to rank 0, rank 1 called parts",
+    "rank 0 called save_checkpoint, rank 1 called step; expected the same calls in the same order on all 3; call "
+    "save_checkpoint on every worker, not only on rank 0: it writes on rank 0 alone",
+]
+
+
+@both
+def test_different_calls_that_meet_are_an_error_of_all_ranks_that_names_both(name: str) -> None:
+    results = work(name, _different_calls, 3)
+    for found in results:
+        assert found == results[0]
+        assert [kind for kind, _ in found] == ["MismatchError"] * 5 + ["returned"]
+        for (_, text), words in zip(found, NAMES, strict=False):
+            assert words in text.replace("rank 2", "rank 1")
+
+
+# Refusals
+
+
+def _refused(kv: KVStore) -> list[list[str]]:
+    odd = kv.rank == 1
+    kv.init("a", torch.zeros(2))
+    return [
+        said(lambda: kv.init("a" if odd else "b", torch.zeros(2))),
+        said(lambda: kv.set_optimizer(("nothing" if odd else "sgd", {"learning_rate": 0.1}))),
+        said(lambda: kv.assign("a", torch.zeros(3 if odd else 2))),
+        said(lambda: kv.broadcast("c", torch.zeros(2), torch.zeros(3 if odd else 2))),
+        said(lambda: kv.set_gradient_compression({"type": "nothing" if odd else "2bit"})),
+        said(lambda: kv.load_optimizer_states("/nowhere")),
+        said(lambda: kv.init("b", torch.zeros(2))),  # works as before
+    ]
+
+
+REFUSALS = [
+    ("ValueError", "init was refused: key 'a' is initialised already"),
+    ("ValueError", "set_optimizer was refused: "),
+    ("ValueError", "assign was refused: key 'a' has shape (2,), but got a tensor of shape (3,)"),
+    ("ValueError", "broadcast was refused: key 'c' has shape (2,), but got a tensor of shape (3,)"),
+    ("ValueError", "set_gradient_compression was refused: "),
+]
+
+
+@both
+def test_a_call_that_one_rank_refuses_fails_on_all_ranks_with_the_reason(name: str) -> None:
+    results = work(name, _refused, 3)
+    for rank, found in enumerate(results):
+        for (kind, text), (own, words) in zip(found, REFUSALS, strict=False):
+            if rank != 1 or name == "allreduce":
+                assert (kind, f"rank 1 of 3: {words}" in text) == ("MismatchError", True), text
+            else:
+                assert (kind, text != "") == (own, True), text
+        assert found[5][0] == "RuntimeError"  # all ranks refuse it for the same reason
+        assert found[6][0] == "returned"
+
+
+def _refused_push(kv: KVStore) -> list[Any]:
+    kv.init("a", torch.zeros(2))
+    found = [said(lambda: kv.push("a", torch.ones(3 if kv.rank == 1 else 2)))]
+    out = torch.empty(2)
+    found.append(said(lambda: kv.pull("a", out)))
+    kv.push("a", torch.ones(2))
+    kv.pull("a", out)
+    return [*found, out.tolist()]
+
+
+@both
+def test_a_push_that_one_rank_refuses_fails_its_round_on_all_ranks(name: str) -> None:
+    for rank, (pushed, pulled, value) in enumerate(work(name, _refused_push, 3)):
+        words = "key 'a' has shape (2,), but got a tensor of shape (3,)"
+        failed = pushed if name == "allreduce" or rank == 1 else pulled
+        assert failed[0] == ("MismatchError" if name == "allreduce" or rank != 1 else "ValueError")
+        assert words in failed[1]
+        assert value == [3.0, 3.0]
+
+
+# Data
+
+
+def _gathered(kv: KVStore) -> list[Any]:
+    group = kv.group
+    value = {"rank": kv.rank, "tensor": torch.full((kv.rank + 1,), 2.0), "bytes": b"x" * kv.rank}
+    whole = group.all_gather(value, "all")
+    assert [one["rank"] for one in whole] == [0, 1, 2]
+    assert [one["tensor"].tolist() for one in whole] == [[2.0] * (rank + 1) for rank in range(3)]
+    parts = [group.gather(value, f"to {root}", root) for root in range(3)]
+    assert [len(one) for one in parts] == [3 * (rank == kv.rank) for rank in range(3)]
+    assert [one["bytes"] for one in parts[kv.rank]] == [b"", b"x", b"xx"]
+    return [group.broadcast(kv.rank, "from 2", 2), group.broadcast([1, None] if kv.rank == 0 else None, "from 0")]
+
+
+@both
+def test_plain_data_and_tensors_are_gathered_and_broadcast(name: str) -> None:
+    assert work(name, _gathered, 3) == [[2, [1, None]]] * 3
+
+
+def _watch_deaths(comm: Communicator, path: str) -> None:
+    kv = kvstore.create("allreduce", communicator=comm)
+    actor = Actor(comm.rank, path)
+    while actor.hear() != "end":
+        actor.tell([kv.dead_nodes(), kv.num_dead_nodes()])
+
+
+def test_a_dead_worker_of_an_allreduce_store_is_named() -> None:
+    with Stage(_watch_deaths, 3, transport="auto") as stage:
+
+        def dead() -> Any:
+            stage.say(0, "dead")
+            return stage.heard(0)
+
+        assert dead() == [[], 0]
+        stage.kill(2)
+        while (found := dead()) == [[], 0]:
+            pass
+        assert found == [["worker 2"], 1]
+        for rank in range(2):
+            stage.say(rank, "end")
+        stage.outcomes()
+
+
+def _failing_rank(kv: KVStore) -> list[str]:
+    def fail() -> None:
+        raise FileNotFoundError("no such file: weights")
+
+    return said(lambda: kv.group.run_on_rank(fail, "reading", 1))
+
+
+@both
+def test_an_error_of_one_rank_keeps_its_type_on_the_others(name: str) -> None:
+    results = work(name, _failing_rank, 2)
+    assert results[1] == ["FileNotFoundError", "no such file: weights"]
+    assert results[0] == ["FileNotFoundError", "rank 1 failed in reading: no such file: weights"]
