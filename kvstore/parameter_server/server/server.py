@@ -185,7 +185,7 @@ class Server:
                 shards = [self._shard(entry[0]) for entry in entries]
                 for shard, entry, data in zip(shards, entries, datas, strict=True):
                     rows = None if data is None else _row_numbers(data, shard)
-                    self._rounds.wait(shard, Waiter(worker.rank, sequence, entry[1], rows))
+                    self._wait(shard, Waiter(worker.rank, sequence, entry[1], rows))
             case ValuesRead(numbers):
                 for number in numbers:
                     self._sessions.end_read(worker.rank, number)
@@ -198,6 +198,10 @@ class Server:
                 self._commands.append((worker, message, frames))
             case _:
                 raise ProtocolError(f"received an unexpected {type(message).__name__} from worker {worker.rank}")
+
+    def _wait(self, shard: Shard, waiter: Waiter) -> None:
+        if not self._sessions.fail_again(waiter.rank, waiter.sequence):
+            self._rounds.wait(shard, waiter)
 
     def _data(
         self,
@@ -273,19 +277,22 @@ class Server:
             release = partial(worker.release, push.sequence)
         use = _RegionUse(len(shards), release)
         lost = ""
+        lost_shards = []
         for shard, entry, data in zip(shards, push.entries, datas, strict=True):
             number = entry[1]
             why = self._rounds.why_lost(shard, number) if self._rounds.is_broken else ""
-            lost = lost or why
+            if why:
+                lost = lost or why
+                lost_shards.append(shard.number)
             if why or not shard.record_push(worker.rank, number):  # the round cannot close, or the push is a repeat
                 use.release()
             else:
                 value = self._read(shard, worker, push, entry[2], data, use)
                 self._rounds.push(shard, worker.rank, number, value, push.learning_rate)
             if push.wants_values:
-                self._rounds.wait(shard, Waiter(worker.rank, push.sequence, number))
+                self._wait(shard, Waiter(worker.rank, push.sequence, number))
         if lost and not push.wants_values:  # waiters fail when the death is handled
-            self._sessions.send(worker.identity, Failed(push.sequence, DeadNodeError.__name__, lost))
+            self._sessions.send(worker.identity, Failed(push.sequence, DeadNodeError.__name__, lost, lost_shards))
             return
         is_small = sum(data.nbytes for data in datas) <= INLINE  # then the worker does not wait for it
         self._sessions.acknowledge_push(worker, push.sequence, urgent=not is_small)

@@ -112,9 +112,12 @@ class RawClient:
     ) -> RawClient:
         """Connect to a server as a worker and send Hello."""
         client = cls(member.servers[server], member.identity)
-        answer = client.request(Hello(member.rank, member.view, mode, staleness, handle, 0))
-        assert isinstance(answer, Welcome), answer
+        client._greet(member, mode, staleness, handle)
         return client
+
+    def _greet(self, member: SchedulerClient, mode: str, staleness: int = -1, handle: bytes = b"") -> None:
+        answer = self.request(Hello(member.rank, member.view, mode, staleness, handle, 0))
+        assert isinstance(answer, Welcome), answer
 
     def send(self, message: Message | bytes, *frames: bytes) -> None:
         self._socket.send_multipart([message if isinstance(message, bytes) else protocol.pack(message), *frames])
@@ -151,6 +154,11 @@ class RawClient:
         """Disconnect without leaving. Idempotent."""
         self._socket.close()
         self._context.term()
+
+    def reconnect_as(self, member: SchedulerClient, mode: str) -> None:
+        """Reconnect and send Hello."""
+        self.reconnect()
+        self._greet(member, mode)
 
     def reconnect(self) -> None:
         """Reconnect; messages that were not received are lost."""
