@@ -8,6 +8,7 @@ docs/protocol.md specifies the messages for clients in other languages.
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
@@ -33,6 +34,8 @@ ERRORS: dict[str, type[Exception]] = {
     for cls in (DeadNodeError, MismatchError, ProtocolError, StallError, ValueError, KeyError, TypeError, RuntimeError)
 }
 """Exception classes that messages may name."""
+
+_TRACE = "\nTraceback of the server (most recent call last):\n"
 
 MessageType = type["Message"]
 _M = TypeVar("_M", bound="Message")
@@ -141,8 +144,21 @@ def error_name(error: Exception) -> str:
 
 
 def make_error(name: str, text: str) -> Exception:
-    """Return the exception that a message names; a GanglineError if the name is not in `ERRORS`."""
-    return ERRORS.get(name, GanglineError)(text)
+    """Return the exception that a message names, with a traceback of `with_traceback` as note.
+
+    It is a GanglineError if the name is not in `ERRORS`.
+    """
+    reason, _, trace = text.partition(_TRACE)
+    error = ERRORS.get(name, GanglineError)(reason)
+    if trace:
+        error.add_note(f"{_TRACE[1:]}{trace}")
+    return error
+
+
+def with_traceback(text: str, error: Exception) -> str:
+    """Return the text of an error that a server did not expect, followed by its traceback, for `make_error`."""
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    return f"{text}{_TRACE}{frames}{type(error).__name__}: {error}"[: 1 << 16]
 
 
 # Scheduler messages

@@ -140,8 +140,12 @@ class Server:
         if not isinstance(error, MismatchError):
             self.rejected += 1
         text = str(error.args[0]) if error.args else type(error).__name__  # str() of a KeyError adds quotes
-        _log.warning("server %d rejects a message: %s", self._scheduler.rank, text)
-        self._sessions.send(identity, Failed(sequence, protocol.error_name(error), text[: 1 << 16]))
+        is_expected = isinstance(error, (ProtocolError, MismatchError))
+        _log.warning(
+            "server %d rejects a message: %s", self._scheduler.rank, text, exc_info=None if is_expected else error
+        )
+        text = text[: 1 << 16] if is_expected else protocol.with_traceback(text, error)
+        self._sessions.send(identity, Failed(sequence, protocol.error_name(error), text))
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
         if not 0 <= hello.rank < self._scheduler.num_workers or hello.view != self._scheduler.view:
@@ -429,7 +433,7 @@ def serve(job: environment.ServerJob) -> None:
 
 @contextmanager
 def open_server(job: environment.ServerJob) -> Iterator[Server]:
-    """Join a job as a server; leave it at the end of the block."""
+    """Join a job as a server; leave it at the end of the block, with the reason if it fails."""
     environment.check_address(job.interface)
     keep_freed_memory()  # messages from sockets allocate up to 4 MiB each
     thread_pool = ThreadPool()
@@ -439,6 +443,9 @@ def open_server(job: environment.ServerJob) -> Iterator[Server]:
         scheduler = SchedulerClient("server", job.scheduler, address=listener.address, timeout=timeout)
         try:
             yield Server(scheduler, listener, thread_pool)
+        except Exception as error:
+            scheduler.leave(f"failed: {type(error).__name__}: {error}")
+            raise
         finally:
             scheduler.close()
     finally:

@@ -41,6 +41,8 @@ class Job:
         )
         self._serving = [self._pool.submit(self._serve, place) for _ in range(servers)]
         self._members: list[SchedulerClient] = []
+        self.expected: tuple[type[Exception], ...] = ()
+        """Errors with which servers may end."""
         self.gives_up = False
         """True if the scheduler is expected to end with a StallError."""
 
@@ -87,7 +89,7 @@ class Job:
             for member in self._members:
                 member.close()
             for one in [self.ending, *self._serving] if error is None else ():
-                with suppress(*([StallError] if self.gives_up else [])):
+                with suppress(*self.expected, *([StallError] if self.gives_up else [])):
                     one.result(LIMIT)
         finally:
             self._pool.shutdown()

@@ -150,6 +150,12 @@ def test_close_waits_until_servers_have_all_pushes(gate: threading.Event) -> Non
         second.close()
 
 
+def push_and_fail(store: DistStore) -> None:
+    with store:
+        store.push("key", digit(0, LARGE), async_op=True)
+        raise ArithmeticError("of the caller")
+
+
 def test_close_raises_if_servers_did_not_get_all_pushes(
     gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -166,8 +172,7 @@ def test_close_raises_if_servers_did_not_get_all_pushes(
         (kv,) = stores = job.stores(timeout=0.5)
         init(job, stores, ["key"], LARGE)
         gate.clear()
-        with pytest.raises(ArithmeticError, match="of the caller"), kv:  # which no other error replaces
-            kv.push("key", digit(0, LARGE), async_op=True)
-            raise ArithmeticError("of the caller")
+        with pytest.raises(ArithmeticError, match="of the caller"):  # which no other error replaces
+            push_and_fail(kv)
         gate.set()
     assert "one of its pushes was lost" in caplog.text
