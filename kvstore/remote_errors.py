@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
@@ -15,6 +16,8 @@ ERRORS: dict[str, type[Exception]] = {
     )
 }
 """Exception classes that messages may name."""
+
+_TRACE = "\nTraceback of the server (most recent call last):\n"
 
 _SHOWN = 300
 """Characters of a call in an error message."""
@@ -33,9 +36,22 @@ def error_text(error: BaseException) -> str:
     return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error) or type(error).__name__
 
 
+def text_with_traceback(text: str, error: BaseException) -> str:
+    """Return the text of an error that a server did not expect, followed by its traceback, for `make_error`."""
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    return f"{text}{_TRACE}{frames}{type(error).__name__}: {error}"[: 1 << 16]
+
+
 def make_error(name: str, text: str) -> Exception:
-    """Return the exception that a message names; a GanglineError if the name is not in `ERRORS`."""
-    return ERRORS.get(name, GanglineError)(text)
+    """Return the exception that a message names, with the traceback of `text_with_traceback` as a note.
+
+    It is a GanglineError if the name is not in `ERRORS`.
+    """
+    reason, _, trace = text.partition(_TRACE)
+    error = ERRORS.get(name, GanglineError)(reason)
+    if trace:
+        error.add_note(f"{_TRACE[1:]}{trace}")
+    return error
 
 
 def refusal(call: str, error: BaseException) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
 import msgpack
@@ -415,6 +415,10 @@ class Failed(Message):
     error: String
     """Name of a class in `remote_errors.ERRORS`."""
     text: Text
+    shards: Counts = field(default_factory=list)
+    """Shards of a `Push` that the error is about, which has no effect on them; empty: all of its shards."""
+    number: Count = 0
+    """Number to confirm by `ValuesRead`; the error is sent again if the request is repeated before. 0: none."""
 
 
 @message(30)

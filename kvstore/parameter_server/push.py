@@ -15,7 +15,7 @@ from gangline.collectives.devices.device_group import reduce
 from gangline.kvstore.arguments import Value, check_like
 from gangline.kvstore.gradient_compression import Layout, parsed_place
 from gangline.kvstore.optimizer.spec import Key
-from gangline.kvstore.parameter_server.client.request import Request
+from gangline.kvstore.parameter_server.client.request import PushFates, Request
 from gangline.kvstore.parameter_server.protocol import ABSENT, CODED, DENSE, REFUSED, ROWS, Message, Push
 from gangline.kvstore.parameter_server.pull import PullTargets
 from gangline.kvstore.parameter_server.sharding import ShardPlacement, grouped_by_server
@@ -100,6 +100,7 @@ class PushEncoder:
             weight: see docs/protocol.md, Push.
         """
         requests = []
+        fates = PushFates()
         for server, group in grouped_by_server(((one, one.shard, one.nbytes) for one in values), _MESSAGE_BYTES):
             entries = [[one.shard.number, rounds[one.shard.layout.key], one.kind, one.nbytes] for one in group]
             nbytes = sum(aligned(one.nbytes) for one in group)
@@ -117,6 +118,9 @@ class PushEncoder:
                 request.frames = [frame_of(one.total()) for one in group]
                 frames = zip(group, request.frames, strict=True)
                 request.owns_data = all(one.owns_data or isinstance(frame, bytes) for one, frame in frames)
+            request.shards = [one.shard.number for one in group]
+            request.fates = fates
+            fates.keys.update((one.shard.number, one.shard.layout.key) for one in group)
             request.message = _message(entries, weight, learning_rate, targets is not None, region)
             if targets is not None:
                 request.wants_values = True

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.compression import Compression
+from gangline.collectives.errors import DeadNodeError, MismatchError, StallError
 from gangline.collectives.limits import limits
 from gangline.collectives.work import Work, WorkQueue
 from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, by_key, merged
@@ -27,7 +30,7 @@ from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_r
 from gangline.kvstore.parameter_server import environment
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
-from gangline.kvstore.parameter_server.client.server_client import PendingRequests, ServerClient
+from gangline.kvstore.parameter_server.client.server_client import CLOSE_SECONDS, PendingRequests, ServerClient
 from gangline.kvstore.parameter_server.client.server_commands import command, request_all
 from gangline.kvstore.parameter_server.protocol import Define
 from gangline.kvstore.parameter_server.pull import PullTargets, RowPull, ShardTarget, wait_requests
@@ -108,11 +111,13 @@ class DistStore(KVStore):
             stack.pop_all()
         self._queue = WorkQueue()
         self._finish = weakref.finalize(
-            self, _finish, self._queue, self._servers, self._scheduler, self._pool, child_servers
+            self, _finish_unclosed, self._queue, self._servers, self._scheduler, self._pool, child_servers
         )
         self._sharding = Sharding(len(self._scheduler.servers))
         self._shards: dict[Key, list[ShardPlacement]] = {}
         self._rounds: dict[Key, int] = {}
+        self._failed: dict[Key, set[int]] = {}  # rounds of pushes that failed and may be repeated
+        self._failed_lock = threading.Lock()
         self._spec: OptimizerSpec | None = None
         self._learning_rate: float | None = None
         self._late_error: Exception | None = None  # error of a push that had already returned
@@ -178,6 +183,7 @@ class DistStore(KVStore):
         for packed in result.data:
             for key, number in msgpack.unpackb(packed) if packed else ():
                 self._rounds[key] = max(self._rounds.get(key, 0), number)
+        self._failed.clear()
         command(self._servers, "resume")
         self.barrier()
         return result.last
@@ -257,16 +263,26 @@ class DistStore(KVStore):
                 self._refuse_rounds([key for key, _ in pairs], error)
                 raise
             rounds = self._next_rounds(key for key, _ in pairs)
-            requests = self._encoder.requests(values, rounds, rate, targets, work.name, priority, weight)
+            try:
+                requests = self._encoder.requests(values, rounds, rate, targets, work.name, priority, weight)
+            except Exception as error:
+                self._keep_rounds(rounds, error, dict.fromkeys(rounds, "not applied"))
+                raise
+            work.on_push_error = partial(self._keep_rounds, rounds)
+            if targets is not None:
+                work.on_success = partial(self._drop_rounds, rounds)
             work.submit(requests, self._servers)
 
         return self._start(name, push, [*pairs, *(outs or ())], priority, async_op)
 
     def _next_rounds(self, keys: Iterable[Key]) -> dict[Key, int]:
-        """Return the rounds of the next push of keys, and count the push."""
+        """Return the rounds of the next push of keys: of each key the first one whose push failed, or a new one."""
         self._calls_begun += 1
-        rounds = {key: self._rounds[key] + 1 for key in keys}
-        self._rounds.update(rounds)
+        with self._failed_lock:
+            rounds = {key: min(self._failed.get(key, ()), default=self._rounds[key] + 1) for key in keys}
+            for key, number in rounds.items():
+                self._rounds[key] = max(self._rounds[key], number)
+                self._failed.get(key, set()).discard(number)
         return rounds
 
     def _refuse_rounds(self, keys: Sequence[Key], error: Exception) -> None:
@@ -278,10 +294,26 @@ class DistStore(KVStore):
         requests = self._encoder.requests(values, self._next_rounds(keys), None, None, "push", 0)
         PendingRequests(Work("push"), "push").submit(requests, self._servers)
 
+    def _keep_rounds(self, rounds: Mapping[Key, int], error: BaseException, fates: Mapping[Key, str]) -> None:
+        """Let the next push of each key repeat this failed one, of which servers count one."""
+        is_open = isinstance(error, (StallError, DeadNodeError))
+        with self._failed_lock:
+            for key, number in rounds.items():
+                # a mismatch has closed the round
+                if is_open or (fates.get(key) == "not applied" and not isinstance(error, MismatchError)):
+                    self._failed.setdefault(key, set()).add(number)
+
+    def _drop_rounds(self, pulled: Mapping[Key, int]) -> None:
+        """Repeat no push up to these rounds: servers have sent their results, so they have counted it."""
+        with self._failed_lock:
+            for key in pulled.keys() & self._failed.keys():
+                self._failed[key] = {number for number in self._failed[key] if number > pulled[key]}
+
     def _pull(self, pairs: Pairs, priority: int, async_op: bool) -> Work:
         merged_outs = _merged_outs(pairs)
 
         def pull(work: PendingRequests) -> None:
+            work.on_success = partial(self._drop_rounds, {key: self._rounds[key] for key, _ in merged_outs})
             work.submit(self._targets(merged_outs, work).requests(self._rounds, work.name, priority), self._servers)
 
         return self._start("pull", pull, pairs, priority, async_op)
@@ -508,9 +540,16 @@ class DistStore(KVStore):
     def close(self) -> None:  # noqa: D102  inherited
         if not self._closed:
             super().close()
-            self._finish()
-            if self._late_error is not None:
-                _log.error("worker %d leaves, and one of its pushes was lost: %s", self.rank, self._late_error)
+            is_failing = sys.exc_info()[0] is not None  # its error must not be replaced or delayed
+            detached = self._finish.detach()
+            assert detached is not None
+            _, _, resources, _ = detached
+            error = _finish(*resources, seconds=CLOSE_SECONDS if is_failing else self._timeout) or self._late_error
+            if error is None:
+                return
+            if not is_failing:
+                raise error
+            _log.error("worker %d leaves, and one of its pushes was lost: %s", self.rank, error)
 
 
 def _of_all_keys(bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key]) -> Pushed:
@@ -571,18 +610,32 @@ def _finish(
     scheduler: SchedulerClient,
     pool: SharedMemoryPool | None,
     child_servers: ChildServers | None,
-) -> None:
-    """Close the resources of a store; in a new thread if one of their own threads dropped the last reference."""
-
-    def close_all() -> None:
+    *,
+    seconds: float = CLOSE_SECONDS,
+) -> Exception | None:
+    """Close the resources of a store; return the error if servers may not have received all pushes in time."""
+    try:
         queue.close()
-        servers.close()
+        servers.close(seconds)
+    except StallError as error:
+        return error
+    finally:
         scheduler.leave()
         if child_servers is not None:
             child_servers.close(lambda: scheduler.is_job_over)
         scheduler.close()
         if pool is not None:
             pool.close()
+    return None
+
+
+def _finish_unclosed(*resources: Any) -> None:
+    """Close the resources of a dropped store; in a new thread if one of their own threads dropped it."""
+
+    def close_all() -> None:
+        error = _finish(*resources)
+        if error is not None:
+            _log.error("%s; call close() to wait longer and to get this as an exception", error)
 
     if threading.current_thread().name.startswith("gangline-"):  # one of the store's own threads cannot join itself
         threading.Thread(target=close_all).start()

@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 
@@ -24,8 +24,9 @@ from gangline.collectives.limits import limits
 from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.collectives.transports.zmq.context import end
 from gangline.collectives.work import Work
+from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server import protocol
-from gangline.kvstore.parameter_server.client.request import Request
+from gangline.kvstore.parameter_server.client.request import PushFates, Request, describe_fates
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.protocol import (
     Ack,
@@ -55,7 +56,8 @@ _TICK_MS = 100
 _WATCH_SECONDS = 0.5
 """Time between two looks at connections while the caller computes and servers may not have received all pushes."""
 
-_CLOSE_SECONDS = 10.0
+CLOSE_SECONDS = 10.0
+"""Time to deliver what was sent if the caller has failed already, or ends without closing its store."""
 
 
 class PendingRequests:
@@ -83,6 +85,11 @@ class PendingRequests:
         self.name = name
         self.codec = codec
         self._on_late_error = on_late_error
+        self.on_success: Callable[[], None] = lambda: None
+        """Called when all requests have succeeded."""
+        self.on_push_error: Callable[[BaseException, Mapping[Key, str]], None] = lambda *_: None
+        """Called with the first error of a push and the fate of the push for each key."""
+        self._fates = PushFates()
         self._work = work
         self._open = 1
         self._ended = False
@@ -94,6 +101,8 @@ class PendingRequests:
         with self._lock:
             self._open += len(requests)
         for request in requests:
+            if request.shards:
+                self._fates = request.fates
             if request.completes_when_sent:
                 request.on_sent = partial(self._end, None)
                 request.on_error = partial(self._fail, request)
@@ -124,6 +133,7 @@ class PendingRequests:
 
     def _fail(self, request: Request, error: Exception) -> None:
         if request.sequence:  # it was sent, so it has completed already
+            self._explain(error)
             self._on_late_error(error)
         else:
             self._end(error)
@@ -136,7 +146,21 @@ class PendingRequests:
             ends = not self._ended and (not self._open or isinstance(error, (DeadNodeError, StallError)))
             self._ended |= ends
         if ends:
+            if self._error is not None:
+                self._explain(self._error)
+            else:
+                self.on_success()
             self._work.complete(self._error)
+
+    def _explain(self, error: BaseException) -> None:
+        """Add to the first error of a push what has become of the push."""
+        fates, self._fates = self._fates.of_keys(), PushFates()
+        if not fates:
+            return
+        if isinstance(error, GanglineError):
+            error.fates = fates
+            error.args = (f"{error.args[0]}; {describe_fates(fates)}", *error.args[1:])
+        self.on_push_error(error, fates)
 
 
 class _ServerConnection:
@@ -203,6 +227,7 @@ class ServerClient:
         ]
         scheduler.on_change = self._notify
         self._refusal: Exception | None = None  # of a Hello
+        self._undelivered: list[str] | None = None  # requests that were lost during close()
         try:
             self._greet_all()
         except BaseException:
@@ -232,6 +257,7 @@ class ServerClient:
         """Queue a request; its callbacks run in the thread that drives the sockets then."""
         lost = self._lost(request.server)
         if lost or self._failure is not None:
+            request.mark("not applied")
             request.on_error(self._failure or self._dead(request, lost))
             return
         with self._lock:
@@ -295,10 +321,20 @@ class ServerClient:
         if any(connection.channel.is_full for connection in self._connections):  # bytes are left in a channel's queue
             self.drive_in_background()
 
-    def close(self) -> None:
-        """Close the sockets once servers have received all requests; fail what is still pending. Idempotent."""
-        if not self._closed and self._failure is None and not self.flush(_CLOSE_SECONDS):
-            _log.warning("worker %d leaves, and servers may not have received all its pushes", self._scheduler.rank)
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Close the sockets once servers have received all requests; fail what is still pending. Idempotent.
+
+        Args:
+            seconds: time for servers to receive them.
+
+        Raises:
+            StallError: if servers may not have received all requests; the sockets are closed all the same.
+        """
+        self._undelivered = []
+        if not self._closed and self._failure is None and not self.flush(seconds):
+            in_flight = [request for one in self._connections for request in one.pending.values()]
+            waiting = [*in_flight, *(request for _, _, request in self._outbox)]
+            self._undelivered += [request.what for request in waiting if not request.received]
         with self._lock:
             if self._closed:
                 return
@@ -317,6 +353,12 @@ class ServerClient:
             with self._lock:  # a later _notify must not write to another file with the same descriptor
                 event_fd, self._event_fd = self._event_fd, -1
                 os.close(event_fd)
+        if self._undelivered:
+            names = ", ".join(dict.fromkeys(self._undelivered))
+            raise StallError(
+                f"worker {self._scheduler.rank} closed its store, but servers may not have received {names} within "
+                f"{seconds:g} s"
+            )
 
     # Sending
 
@@ -473,21 +515,31 @@ class ServerClient:
                     if request is not None and request.on_release is not None:
                         request.on_release()
                         request.on_release = None
-            case Values(sequence, number, _, _):
+            case Values(sequence, number, entries, _):
+                if request := connection.pending.get(sequence):
+                    request.mark("applied", [entry[0] for entry in entries])
                 self._settle(connection, sequence, message, [tensor_of(frame) for frame in frames])
-                if number:
-                    connection.last_read = max(connection.last_read, number)
-                    connection.channel.send([protocol.pack(ValuesRead([number]))])
+                self._confirm(connection, number)
             case CommandResult(sequence, _):
                 self._settle(connection, sequence, message, [tensor_of(frame) for frame in frames])
-            case Failed(sequence, kind, text):
+            case Failed(sequence, kind, text, shards, number):
                 error = make_error(kind, text)
+                if request := connection.pending.get(sequence):
+                    request.mark("not applied", shards or None)
+                    if isinstance(error, DeadNodeError):
+                        request.mark("applied")
+                self._confirm(connection, number)
                 if not sequence:  # of a Hello, or of a message whose number the server could not read
                     self._refusal = error
                     _log.warning("server %d rejects a message of worker %d: %s", server, self._scheduler.rank, text)
                 self._fail(connection, sequence, error)
             case _:
                 raise ProtocolError(f"received an unexpected {type(message).__name__}")
+
+    def _confirm(self, connection: _ServerConnection, number: int) -> None:
+        if number:
+            connection.last_read = max(connection.last_read, number)
+            connection.channel.send([protocol.pack(ValuesRead([number]))])
 
     def _settle(self, connection: _ServerConnection, sequence: int, message: Message, datas: list[Tensor]) -> None:
         request = connection.pending.get(sequence)
@@ -510,6 +562,7 @@ class ServerClient:
         if request is not None:
             self._mark_received(connection, request)
             if not request.wants_values:
+                request.mark("applied")
                 self._settle(connection, sequence, Ack([sequence]), [])
 
     def _mark_received(self, connection: _ServerConnection, request: Request) -> None:
@@ -542,6 +595,8 @@ class ServerClient:
                 waited = now - request.sent_at
                 if waited > self._timeout:
                     text = f"{request.what} has waited {waited:.3g} s for server {server}"
+                    if self._undelivered is not None and not request.received:
+                        self._undelivered.append(request.what)
                     self._fail(connection, sequence, StallError(text))
                 elif waited > self._stall_warn and not self._warned:
                     self._warned = True
@@ -575,6 +630,7 @@ class ServerClient:
             heapq.heapify(self._outbox)
             self._queued -= sum(request.nbytes for _, _, request in unsent)
         for _, _, request in unsent:
+            request.mark("not applied")
             request.on_error(self._dead(request, why))
 
     def _fail_all(self, error: Exception) -> None:
@@ -584,4 +640,5 @@ class ServerClient:
         with self._lock:
             unsent, self._outbox, self._queued = self._outbox, [], 0
         for _, _, request in unsent:
+            request.mark("not applied")
             request.on_error(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -27,7 +27,7 @@ class ShardRounds:
         workers: number of workers.
         thread_pool: sums and updates.
         send_value: called for a waiter that gets the current value.
-        fail: called for a waiter that gets an error, with the name of its class and its text.
+        fail: called for a waiter that gets an error, as `Sessions.fail`.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ShardRounds:
         workers: int,
         thread_pool: ThreadPool,
         send_value: Callable[[Waiter, Shard], None],
-        fail: Callable[[Waiter, str, str], None],
+        fail: Callable[[Waiter, str, str, Sequence[int], bool], None],
     ) -> None:
         self.shards: dict[int, Shard] = {}
         """Shards by number."""
@@ -199,7 +199,7 @@ class ShardRounds:
             if self._must_wait(shard, waiter):
                 remaining.append(waiter)
             elif problem := (shard.problems.get(waiter.round) if self.is_sync else shard.rejected.pop(waiter.rank, "")):
-                self._fail(waiter, MismatchError.__name__, problem)
+                self._fail(waiter, MismatchError.__name__, problem, [shard.number], not self.is_sync)
             else:
                 self._send_value(waiter, shard)
         shard.waiters = remaining
@@ -230,12 +230,16 @@ class ShardRounds:
         return new
 
     def _fail_waiters(self) -> None:
+        lost: dict[tuple[int, int], tuple[Waiter, str, list[int]]] = {}  # by rank and sequence of a request
         for shard in self.shards.values():
             for waiter in list(shard.waiters):
                 why = self.why_lost(shard, waiter.round)
                 if why:
                     shard.waiters.remove(waiter)
-                    self._fail(waiter, DeadNodeError.__name__, f"{why} (key {shard.key!r}, round {waiter.round})")
+                    text = f"{why} (key {shard.key!r}, round {waiter.round})"
+                    lost.setdefault((waiter.rank, waiter.sequence), (waiter, text, []))[2].append(shard.number)
+        for waiter, text, shards in lost.values():
+            self._fail(waiter, DeadNodeError.__name__, text, shards, False)
 
     def warn_of_stalls(self) -> None:
         """Log the workers that others have waited for longer than the limit."""

@@ -41,7 +41,7 @@ from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from gangline.kvstore.parameter_server.transport.frames import INLINE, tensor_of
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool, aligned, region_of
-from gangline.kvstore.remote_errors import error_name
+from gangline.kvstore.remote_errors import error_name, text_with_traceback
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 200
@@ -142,8 +142,12 @@ class Server:
         if not isinstance(error, MismatchError):
             self.rejected += 1
         text = str(error.args[0]) if error.args else type(error).__name__  # str() of a KeyError adds quotes
-        _log.warning("server %d rejects a message: %s", self._scheduler.rank, text)
-        self._sessions.send(identity, Failed(sequence, error_name(error), text[: 1 << 16]))
+        is_expected = isinstance(error, (ProtocolError, MismatchError))
+        _log.warning(
+            "server %d rejects a message: %s", self._scheduler.rank, text, exc_info=None if is_expected else error
+        )
+        text = text[: 1 << 16] if is_expected else text_with_traceback(text, error)
+        self._sessions.send(identity, Failed(sequence, error_name(error), text))
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
         if not 0 <= hello.rank < self._scheduler.num_workers or hello.view != self._scheduler.view:
@@ -189,7 +193,7 @@ class Server:
                 shards = [self._shard(entry[0]) for entry in entries]
                 for shard, entry, data in zip(shards, entries, datas, strict=True):
                     rows = None if data is None else _row_numbers(data, shard)
-                    self._rounds.wait(shard, Waiter(worker.rank, sequence, entry[1], rows))
+                    self._wait(shard, Waiter(worker.rank, sequence, entry[1], rows))
             case ValuesRead(numbers):
                 for number in numbers:
                     self._sessions.end_read(worker.rank, number)
@@ -202,6 +206,10 @@ class Server:
                 self._commands.append((worker, message, frames))
             case _:
                 raise ProtocolError(f"received an unexpected {type(message).__name__} from worker {worker.rank}")
+
+    def _wait(self, shard: Shard, waiter: Waiter) -> None:
+        if not self._sessions.fail_again(waiter.rank, waiter.sequence):
+            self._rounds.wait(shard, waiter)
 
     def _data(
         self,
@@ -277,19 +285,22 @@ class Server:
             release = partial(worker.release, push.sequence)
         use = _RegionUse(len(shards), release)
         lost = ""
+        lost_shards = []
         for shard, entry, data in zip(shards, push.entries, datas, strict=True):
             number = entry[1]
             why = self._rounds.why_lost(shard, number) if self._rounds.is_broken else ""
-            lost = lost or why
+            if why:
+                lost = lost or why
+                lost_shards.append(shard.number)
             if why or not shard.record_push(worker.rank, number):  # the round cannot close, or the push is a repeat
                 use.release()
             else:
                 value = self._read(shard, worker, push, entry[2], data, use)
                 self._rounds.push(shard, worker.rank, number, value, push.learning_rate)
             if push.wants_values:
-                self._rounds.wait(shard, Waiter(worker.rank, push.sequence, number))
+                self._wait(shard, Waiter(worker.rank, push.sequence, number))
         if lost and not push.wants_values:  # waiters fail when the death is handled
-            self._sessions.send(worker.identity, Failed(push.sequence, DeadNodeError.__name__, lost))
+            self._sessions.send(worker.identity, Failed(push.sequence, DeadNodeError.__name__, lost, lost_shards))
             return
         is_small = sum(data.nbytes for data in datas) <= INLINE  # then the worker does not wait for it
         self._sessions.acknowledge_push(worker, push.sequence, urgent=not is_small)
@@ -426,7 +437,7 @@ def serve(job: environment.ServerJob) -> None:
 
 @contextmanager
 def open_server(job: environment.ServerJob) -> Iterator[Server]:
-    """Join a job as a server; leave it at the end of the block."""
+    """Join a job as a server; leave it at the end of the block, with the reason if it fails."""
     environment.check_address(job.interface)
     keep_freed_memory()  # messages from sockets allocate up to 4 MiB each
     thread_pool = ThreadPool()
@@ -436,6 +447,9 @@ def open_server(job: environment.ServerJob) -> Iterator[Server]:
         scheduler = SchedulerClient("server", job.scheduler, address=listener.address, timeout=timeout)
         try:
             yield Server(scheduler, listener, thread_pool)
+        except Exception as error:
+            scheduler.leave(f"failed: {type(error).__name__}: {error}")
+            raise
         finally:
             scheduler.close()
     finally:

@@ -105,6 +105,7 @@ class Sessions:
         self._mark_changed = mark_changed
         self._is_awaited = is_awaited
         self._reads: dict[int, _Read] = {}
+        self._refusals: dict[int, tuple[int, Failed]] = {}  # number -> rank and an error that it has not confirmed
         self._number = 0
 
     def bound_backlogs(self, stored: int) -> None:
@@ -204,6 +205,8 @@ class Sessions:
 
     def end_read(self, rank: int, number: int) -> None:
         """End a worker's read of the `Values` of this number; their shards may change unless others read them."""
+        if number in self._refusals and self._refusals[number][0] == rank:
+            del self._refusals[number]
         read = self._reads.get(number)
         if read is not None and read.rank == rank:
             del self._reads[number]
@@ -213,7 +216,7 @@ class Sessions:
 
     def end_reads(self, rank: int, most: int | None = None) -> None:
         """End a worker's reads of `Values` up to a number; None: all."""
-        for number in list(self._reads):
+        for number in [*self._reads, *self._refusals]:
             if most is None or number <= most:
                 self.end_read(rank, number)
 
@@ -224,10 +227,32 @@ class Sessions:
                 for shard in shards:
                     shard.readers.discard((rank, number))
 
-    def fail(self, waiter: Waiter, error: str, text: str) -> None:
-        """Send an error to a waiter."""
+    def fail(self, waiter: Waiter, error: str, text: str, shards: Sequence[int], once: bool) -> None:
+        """Send an error to a waiter.
+
+        Args:
+            waiter: one waiter of a request.
+            error: name of the error's class.
+            text: text of the error.
+            shards: shards that the error is about.
+            once: the error is known here only, so keep it until the worker confirms it.
+        """
+        failed = Failed(waiter.sequence, error, text, list(shards))
+        if once:
+            self._number += 1
+            failed.number = self._number
+            self._refusals[self._number] = waiter.rank, failed
         for worker in self._of_rank(waiter.rank):
-            self.send(worker.identity, Failed(waiter.sequence, error, text))
+            self.send(worker.identity, failed)
+
+    def fail_again(self, rank: int, sequence: int) -> bool:
+        """Send an error again if a repeated request has failed before; return whether it has."""
+        for refused, failed in self._refusals.values():
+            if (refused, failed.sequence) == (rank, sequence):
+                for worker in self._of_rank(rank):
+                    self.send(worker.identity, failed)
+                return True
+        return False
 
     def _of_rank(self, rank: int) -> list[WorkerSession]:
         return [worker for worker in self.workers.values() if worker.rank == rank]

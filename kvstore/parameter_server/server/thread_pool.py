@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gangline.kvstore.remote_errors import text_with_traceback
+
 _log = logging.getLogger("gangline")
 _INLINE = 1 << 18
 """Bytes up to which work runs in the main thread, since handing it over would take longer."""
@@ -127,6 +129,6 @@ def _problem_of(work: Callable[[], None]) -> str:
     try:
         work()
     except Exception as error:  # noqa: BLE001  sent to the workers of the round
-        _log.debug("work on a shard failed", exc_info=error)
-        return f"{type(error).__name__}: {error}"
+        _log.warning("work on a shard failed", exc_info=error)
+        return text_with_traceback(f"{type(error).__name__}: {error}", error)
     return ""

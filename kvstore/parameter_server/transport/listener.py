@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence, Set
 
 import zmq
@@ -18,6 +20,9 @@ from gangline.kvstore.parameter_server.transport.socket_buffers import close_cut
 from gangline.kvstore.parameter_server.transport.unix_stream import UnixListener, UnixStream
 
 _log = logging.getLogger("gangline")
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_RETRY_SECONDS = 1.0
+"""Time until connections are accepted again after descriptors or memory have run out."""
 
 
 class Listener:
@@ -58,6 +63,7 @@ class Listener:
         self._poller = Poller()
         self._poller.add(self._socket)
         self._event_fd = event_fd
+        self._accepts_at = 0.0  # `time.monotonic` seconds when Unix streams are accepted again; 0: they are
         self._poller.add(event_fd)
         self._events: Set[Source] = frozenset()
         if self._unix_listener is not None:
@@ -71,6 +77,9 @@ class Listener:
             timeout_ms: timeout in milliseconds.
             before_sleep: called if nothing has arrived while spinning.
         """
+        if self._unix_listener is not None and self._accepts_at and time.monotonic() > self._accepts_at:
+            self._accepts_at = 0.0
+            self._poller.add(self._unix_listener.fileno())
         self._events = self._poller.wait(timeout_ms, SPIN_SECONDS, before_sleep)
         return self._event_fd in self._events
 
@@ -84,8 +93,7 @@ class Listener:
                 break
             yield identity.bytes, [frame.buffer for frame in frames]
         if self._unix_listener is not None and self._unix_listener.fileno() in events:
-            while (stream := self._unix_listener.accept(self._poller)) is not None:
-                self._streams[stream.fileno()] = stream
+            self._accept(self._unix_listener)
         for descriptor in events:
             if isinstance(descriptor, int) and descriptor in self._streams:
                 yield from self._receive_from(descriptor)
@@ -121,6 +129,18 @@ class Listener:
         self._poller.close()
         self._socket.close(2000)
         end(self._context)
+
+    def _accept(self, listener: UnixListener) -> None:
+        """Accept connections; if descriptors or memory run out, go on without and try again later."""
+        try:
+            while (stream := listener.accept(self._poller)) is not None:
+                self._streams[stream.fileno()] = stream
+        except OSError as error:
+            if error.errno not in _EXHAUSTED:
+                raise
+            _log.warning("no worker can connect at present: %s", error.strerror)
+            self._poller.remove(listener.fileno())  # it would be reported without end
+            self._accepts_at = time.monotonic() + _RETRY_SECONDS
 
     def _receive_from(self, descriptor: int) -> Iterator[tuple[bytes, list[memoryview]]]:
         stream = self._streams[descriptor]

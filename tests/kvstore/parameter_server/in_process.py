@@ -41,6 +41,8 @@ class Job:
         )
         self._serving = [self._pool.submit(self._serve, place) for _ in range(servers)]
         self._members: list[SchedulerClient] = []
+        self.expected: tuple[type[Exception], ...] = ()
+        """Errors with which servers may end."""
         self.gives_up = False
         """True if the scheduler is expected to end with a StallError."""
 
@@ -87,7 +89,7 @@ class Job:
             for member in self._members:
                 member.close()
             for one in [self.ending, *self._serving] if error is None else ():
-                with suppress(*([StallError] if self.gives_up else [])):
+                with suppress(*self.expected, *([StallError] if self.gives_up else [])):
                     one.result(LIMIT)
         finally:
             self._pool.shutdown()
@@ -112,9 +114,12 @@ class RawClient:
     ) -> RawClient:
         """Connect to a server as a worker and send Hello."""
         client = cls(member.servers[server], member.identity)
-        answer = client.request(Hello(member.rank, member.view, mode, staleness, handle, 0))
-        assert isinstance(answer, Welcome), answer
+        client._greet(member, mode, staleness, handle)
         return client
+
+    def _greet(self, member: SchedulerClient, mode: str, staleness: int = -1, handle: bytes = b"") -> None:
+        answer = self.request(Hello(member.rank, member.view, mode, staleness, handle, 0))
+        assert isinstance(answer, Welcome), answer
 
     def send(self, message: Message | bytes, *frames: bytes) -> None:
         self._socket.send_multipart([message if isinstance(message, bytes) else protocol.pack(message), *frames])
@@ -151,6 +156,11 @@ class RawClient:
         """Disconnect without leaving. Idempotent."""
         self._socket.close()
         self._context.term()
+
+    def reconnect_as(self, member: SchedulerClient, mode: str) -> None:
+        """Reconnect and send Hello."""
+        self.reconnect()
+        self._greet(member, mode)
 
     def reconnect(self) -> None:
         """Reconnect; messages that were not received are lost."""

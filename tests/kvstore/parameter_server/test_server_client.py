@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -87,10 +88,10 @@ def client(server: Server, scheduler: SimpleNamespace, monkeypatch: pytest.Monke
         greet(self, min(timeout_ms, 1), spin_seconds)
 
     monkeypatch.setattr(ServerClient, "_progress", progress)
-    monkeypatch.setattr("gangline.kvstore.parameter_server.client.server_client._CLOSE_SECONDS", 0.05)
     client = ServerClient(scheduler, "sync", -1, None, 5.0)  # type: ignore[arg-type]
     yield client
-    client.close()
+    with suppress(StallError):
+        client.close(0.05)
 
 
 def push(number: int, priority: int, nbytes: int, over: list[int]) -> Request:
@@ -264,12 +265,15 @@ def test_a_request_that_completes_when_sent_does_not_complete_before(client: Ser
     server.send(Ack([server.pushes()[1].sequence]))
 
 
-def test_close_warns_of_undelivered_pushes(client: ServerClient, caplog: pytest.LogCaptureFixture) -> None:
-    request = push(0, 0, 10, [])
-    request.owns_data = True
-    client.submit(request)
-    client.close()
-    assert caplog.messages == ["worker 0 leaves, and servers may not have received all its pushes"]
+def test_close_names_what_was_not_delivered(client: ServerClient) -> None:
+    for number in range(6):  # four are in flight, two wait for the window
+        request = push(number, 0, 4 * MIB, [])
+        request.owns_data = True
+        client.submit(request)
+    text = "closed its store, but servers may not have received push 0, push 1, .*, push 5 within 0.05 s"
+    with pytest.raises(StallError, match=text):
+        client.close(0.05)
+    client.close()  # it is closed all the same
 
 
 def test_a_refused_hello_is_an_error_at_once(
@@ -302,7 +306,8 @@ def test_a_closed_client_refuses_requests(client: ServerClient) -> None:
     request = push(0, 0, 10, [])
     request.on_error = told.append
     client.submit(request)
-    client.close()
+    with pytest.raises(StallError):
+        client.close(0.05)
     assert [str(error) for error in told] == ["the store was closed"]
     with pytest.raises(RuntimeError, match="closed"):
         client.submit(push(1, 0, 10, []))

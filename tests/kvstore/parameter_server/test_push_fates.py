@@ -1,0 +1,178 @@
+"""What becomes of a push that fails: it counts once however often it is repeated, and its error says for which keys."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+
+from gangline.collectives.errors import DeadNodeError, StallError
+from gangline.kvstore.parameter_server.client import server_client
+from gangline.kvstore.parameter_server.protocol import DENSE, Ack, Define, Failed, Pull, Push, Values, ValuesRead
+from gangline.kvstore.parameter_server.store import DistStore
+from gangline.kvstore.parameter_server.transport.listener import Listener
+from tests.kvstore.parameter_server.in_process import LIMIT, Job, RawClient
+from tests.kvstore.parameter_server.test_failures import digits_of
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def init(job: Job, stores: list[DistStore], keys: list[str], numel: int = 1) -> None:
+    """Initialise keys on all workers; an optimizer with rate 1 adds the sums to the negative value."""
+    zeros = [torch.zeros(numel, dtype=torch.float64) for _ in keys]
+    job.at_once(*[lambda kv=kv: kv.init(keys, zeros) for kv in stores])  # type: ignore[misc]
+    job.at_once(*[lambda kv=kv: kv.set_optimizer(("sgd", {"lr": 1.0})) for kv in stores])  # type: ignore[misc]
+
+
+def digit(number: int, numel: int = 1) -> torch.Tensor:
+    return torch.full((numel,), 4.0**number, dtype=torch.float64)
+
+
+def test_a_push_that_is_repeated_after_a_stall_counts_once() -> None:
+    with Job(2) as job:
+        first, second = stores = job.stores(timeout=1)
+        init(job, stores, ["key"])
+        out, other = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+        with pytest.raises(StallError, match=r"'key' has waited 1.* s for server 0; unknown: 'key'") as told:
+            first.pushpull("key", digit(0), out)
+        assert told.value.fates == {"key": "unknown"}
+        job.at_once(
+            lambda: first.pushpull("key", digit(0), out),  # the same step again
+            lambda: second.pushpull("key", digit(1), other),
+        )
+        assert digits_of(float(out)) == digits_of(float(other)) == [1, 1]
+        job.at_once(
+            lambda: first.pushpull("key", digit(2), out),  # the next step
+            lambda: second.pushpull("key", digit(3), other),
+        )
+        assert digits_of(float(out)) == digits_of(float(other)) == [1, 1, 1, 1]
+        job.at_once(*[kv.close for kv in stores])
+
+
+def test_a_pull_ends_the_repetition_of_a_failed_push() -> None:
+    with Job(2) as job:
+        first, second = stores = job.stores(timeout=1)
+        init(job, stores, ["key"])
+        out, other = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+        with pytest.raises(StallError):
+            first.pushpull("key", digit(0), out)
+        job.at_once(lambda: first.pull("key", out), lambda: second.pushpull("key", digit(1), other))
+        assert digits_of(float(out)) == [1, 1]
+        job.at_once(lambda: first.pushpull("key", digit(2), out), lambda: second.pushpull("key", digit(3), other))
+        assert digits_of(float(out)) == digits_of(float(other)) == [1, 1, 1, 1]
+        job.at_once(*[kv.close for kv in stores])
+
+
+@pytest.mark.parametrize("pulls", [True, False])
+def test_an_error_says_which_keys_a_partial_push_reached(pulls: bool) -> None:
+    with Job(2) as job:
+        first, second = stores = job.stores(timeout=10)
+        init(job, stores, ["both", "mine", "other"])
+        second.push(["both", "other"], [digit(1), digit(1)])
+        second.close()
+        keys, values = ["both", "mine"], [digit(0), digit(0)]
+        outs = [torch.zeros(1, dtype=torch.float64) for _ in keys]
+        if not pulls:
+            first.push(keys, values)
+        with pytest.raises(DeadNodeError, match=r"worker 1 has left.*; applied: 'both'; not applied: 'mine'") as told:
+            first.pushpull(keys, values, outs) if pulls else first.barrier()
+        assert told.value.fates == {"both": "applied", "mine": "not applied"}
+        out = torch.zeros(1, dtype=torch.float64)
+        first.pull("both", out)
+        assert digits_of(float(out)) == [1, 1]
+        first.close()
+
+
+def test_a_refused_push_is_reported_though_the_connection_breaks() -> None:
+    with Job(1) as job, RawClient.of_worker(job.member(), mode="async") as client:
+        definition = Define(1, [[5, "float32", [4], 1, msgpack.packb("key"), 0, True]], None)
+        assert client.request(definition, bytes(16)) == Ack([1])
+        assert client.request(Push(2, [[5, 1, DENSE, 8]], None, None, False, None), bytes(8)) == Ack([2])
+        pull = Pull(4, [[5, 1, DENSE, 0]], False, None)
+        numbers = []
+        for _ in range(2):  # the worker asks again on a new connection, because the answer may be lost
+            failed = client.request(pull)
+            assert isinstance(failed, Failed), failed
+            assert "the push of worker 0 for key 'key' has 8 bytes" in failed.text
+            numbers.append(failed.number)
+            client.reconnect_as(job._members[0], mode="async")
+        client.send(ValuesRead(numbers[-1:]))
+        assert isinstance(client.request(pull), Values)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Event that servers of this process wait for before they receive messages."""
+    monkeypatch.setenv("GANGLINE_TRANSPORT", "ipc")
+    monkeypatch.setattr(server_client, "CLOSE_SECONDS", 0.05, raising=False)
+    monkeypatch.setattr(server_client, "_CLOSE_SECONDS", 0.05, raising=False)
+    gate = threading.Event()
+    gate.set()
+    receive = Listener.receive
+
+    def held(listener: Listener) -> Iterator[Any]:
+        gate.wait(LIMIT)
+        yield from receive(listener)
+
+    monkeypatch.setattr(Listener, "receive", held)
+    yield gate
+    gate.set()
+
+
+LARGE = 1 << 18
+"""Elements of a key of 2 MiB: sixteen pushes fill the window and the queue."""
+
+
+def test_close_waits_until_servers_have_all_pushes(gate: threading.Event) -> None:
+    with Job(2) as job:
+        first, second = stores = job.stores(timeout=20)
+        init(job, stores, ["key"], LARGE)
+        gate.clear()
+        for number in range(12):
+            first.push("key", digit(2 * number, LARGE), async_op=True)
+        closing = threading.Thread(target=first.close, daemon=True)
+        closing.start()
+        closing.join(0.3)
+        assert closing.is_alive()
+        gate.set()
+        closing.join(LIMIT)
+        assert not closing.is_alive()
+        for number in range(12):
+            second.push("key", digit(2 * number + 1, LARGE))
+        out = torch.zeros(LARGE, dtype=torch.float64)
+        second.pull("key", out)
+        assert [digits_of(value) for value in out.unique().tolist()] == [[1] * 24]
+        second.close()
+
+
+def push_and_fail(store: DistStore) -> None:
+    with store:
+        store.push("key", digit(0, LARGE), async_op=True)
+        raise ArithmeticError("of the caller")
+
+
+def test_close_raises_if_servers_did_not_get_all_pushes(
+    gate: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Job(1) as job:
+        (kv,) = stores = job.stores(timeout=0.5)
+        init(job, stores, ["key"], LARGE)
+        gate.clear()
+        kv.push("key", digit(0, LARGE), async_op=True)
+        with pytest.raises(StallError, match="closed its store, but servers may not have received push of key 'key'"):
+            kv.close()
+        gate.set()
+        kv.close()  # idempotent
+    with Job(1) as job, caplog.at_level(logging.ERROR):
+        (kv,) = stores = job.stores(timeout=0.5)
+        init(job, stores, ["key"], LARGE)
+        gate.clear()
+        with pytest.raises(ArithmeticError, match="of the caller"):  # which no other error replaces
+            push_and_fail(kv)
+        gate.set()
+    assert "one of its pushes was lost" in caplog.text

@@ -1,0 +1,122 @@
+"""Errors inside a server: workers get them with the server's traceback, and none of them ends a server in silence."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from gangline.collectives.errors import DeadNodeError, MismatchError
+from gangline.kvstore.parameter_server.server.optimizer_shards import ShardOptimizers
+from gangline.kvstore.parameter_server.server.server import Server
+from gangline.kvstore.parameter_server.server.sessions import Sessions
+from gangline.kvstore.parameter_server.transport.listener import Listener
+from tests.kvstore.parameter_server.in_process import LIMIT, Job
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def divide_by_zero(*_: object) -> None:
+    raise ZeroDivisionError("inside the server")
+
+
+@pytest.mark.parametrize("numel", [1, 1 << 17])  # in the main thread, and in a thread of the pool
+def test_an_error_in_an_update_carries_the_servers_traceback(
+    numel: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Job(1) as job, job.stores()[0] as kv:
+        kv.init("key", torch.zeros(numel))
+        kv.set_optimizer("sgd")
+        monkeypatch.setattr(ShardOptimizers, "apply", divide_by_zero)
+        with pytest.raises(MismatchError, match="ZeroDivisionError: inside the server") as told:
+            kv.pushpull("key", torch.ones(numel), torch.ones(numel))
+    (note,) = told.value.__notes__
+    assert note.startswith("Traceback of the server")
+    assert "in divide_by_zero" in note
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]
+
+
+def test_an_error_in_a_command_carries_the_servers_traceback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Job(1) as job, job.stores()[0] as kv:
+        kv.init("key", torch.zeros(1))
+        monkeypatch.setattr(Server, "_run_command", divide_by_zero)
+        with pytest.raises(RuntimeError, match="inside the server") as told:
+            kv.set_optimizer("sgd")
+    (note,) = told.value.__notes__
+    assert str(told.value) == "inside the server"
+    assert "in divide_by_zero" in note
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]
+
+
+def test_a_server_that_fails_is_named_with_the_cause_on_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Job(2) as job:
+        stores = job.stores(timeout=10)
+        job.at_once(*[lambda kv=kv: kv.init("key", torch.zeros(1)) for kv in stores])  # type: ignore[misc]
+        job.expected = (ZeroDivisionError,)
+        waiting = [job.later(lambda kv=kv: kv.pushpull("key", torch.ones(1), torch.ones(1))) for kv in stores[:1]]  # type: ignore[misc]
+        monkeypatch.setattr(Sessions, "flush", divide_by_zero)
+        waiting.append(job.later(lambda: stores[1].pushpull("key", torch.ones(1), torch.ones(1))))
+        for rank, call in enumerate(waiting):
+            error = call.exception(LIMIT)
+            assert isinstance(error, DeadNodeError)
+            assert "server 0 failed: ZeroDivisionError: inside the server" in str(error)
+            assert f"worker {rank} waited in pushpull of key 'key'" in str(error)
+        for kv in stores:
+            kv.close()
+
+
+class Awaited(logging.Handler):
+    """Handler that sets an event when a message with a text is logged."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+        self.seen = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._text in record.getMessage():
+            self.seen.set()
+
+
+def test_a_server_without_free_descriptors_accepts_connections_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = threading.Event()
+    gate.set()
+    receive = Listener.receive
+
+    def held(listener: Listener) -> Iterator[Any]:
+        gate.wait(LIMIT)
+        yield from receive(listener)
+
+    monkeypatch.setattr(Listener, "receive", held)
+    warned = Awaited("no worker can connect at present: Too many open files")
+    logger = logging.getLogger("gangline")
+    logger.addHandler(warned)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        with Job(1) as job, job.stores(timeout=10)[0] as kv, socket.socket(socket.AF_UNIX) as late:
+            kv.init("key", torch.zeros(1))
+            listener = job.server()._listener._unix_listener
+            assert listener is not None
+            gate.clear()
+            late.settimeout(LIMIT)
+            late.connect(f"\0{listener.name}")
+            late.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+            gate.set()
+            assert warned.seen.wait(LIMIT)
+            kv.pushpull("key", torch.ones(1), torch.empty(1))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert late.recv(1) == b""  # it was accepted, and refused for what it sent
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        logger.removeHandler(warned)
