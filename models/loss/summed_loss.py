@@ -51,8 +51,8 @@ class SummedLoss:
 
     torch's losses of (output, label) are summed, and counted as torch does for reduction="mean": class weights of the
     labels not ignored, elements, or samples; with reduction="sum" the batch's normalizer is 1. Any other callable is
-    taken as a mean over samples, or over what ``normalizer(label)`` counts. With None the output is the loss: one number,
-    the mean over samples, or one number per sample.
+    taken as a mean over samples, or over what ``normalizer(label)`` counts. With None the output is the loss: one
+    number, the mean over samples, or one number per sample.
     """
 
     def __init__(self, loss: Loss, normalizer: Normalizer | None = None) -> None:
@@ -133,7 +133,9 @@ class SummedLoss:
         """
         if self.loss is not None:
             return RuntimeError("backward() has no loss: forward() got no label; give one, or call backward(out_grads)")
-        what = f"has shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else f"is a {type(output).__name__}"
+        what = (
+            f"has shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else f"is a {type(output).__name__}"
+        )
         if isinstance(output, torch.Tensor) and not output.is_floating_point():
             what += f" and dtype {output.dtype}"
         return ValueError(

@@ -113,7 +113,12 @@ def test_dist_async_learns_the_digits_with_its_defaults(workers: int) -> None:
 @pytest.mark.parametrize("store", ["dist_sync", "allreduce"])
 def test_the_survivor_of_a_killed_worker_names_it(store: str) -> None:
     words = [sys.executable, "-m", "gangline", "launch", "-n", "2", "-s", str(int(store == "dist_sync")), "--"]
-    words += ["sh", "-c", 'echo "pid $$ $RANK"; exec gangline train --network mlp --num-epochs 100000 --kv-store $0', store]
+    words += [
+        "sh",
+        "-c",
+        'echo "pid $$ $RANK"; exec gangline train --network mlp --num-epochs 100000 --kv-store $0',
+        store,
+    ]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
