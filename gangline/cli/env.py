@@ -198,7 +198,10 @@ VARIABLES = (
     Variable("DMLC_INTERFACE", "", "Network interface by which other hosts reach this one, such as eth0."),
     Variable("RANK", "", "Rank of this process, as torchrun sets it."),
     Variable("WORLD_SIZE", "", "Number of processes, as torchrun sets it."),
-    Variable("LOCAL_RANK", "", "Rank on this host; selects the GPU of context `auto`."),
+    Variable("LOCAL_RANK", "", "Rank on this host; selects the GPU of contexts `auto` and `gpu`."),
+    Variable("OMPI_COMM_WORLD_LOCAL_RANK", "", "The same, as Open MPI sets it."),
+    Variable("MPI_LOCALRANKID", "", "The same, as MPICH and Intel MPI set it."),
+    Variable("SLURM_LOCALID", "", "The same, as srun sets it."),
     Variable("MASTER_ADDR", "", "Address of rank 0, as torchrun sets it."),
     Variable("MASTER_PORT", "", "Port of rank 0, as torchrun sets it."),
 )

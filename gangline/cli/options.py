@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -166,6 +166,17 @@ def metrics_of(top_k: int, num_classes: int | None) -> list[Any]:
     if num_classes is not None and top_k > num_classes:
         raise UsageError(f"--top-k is {top_k}, but there are {num_classes} classes")
     return ["acc", *([("top_k_accuracy", {"top_k": top_k})] if top_k > 1 else [])]
+
+
+def check_network(checkpoint: object, metadata: Mapping[str, Any], network: str | None) -> None:
+    """Check that a checkpoint is of the network that --network names.
+
+    Raises:
+        UsageError: if it is of another one.
+    """
+    saved = metadata.get("network")
+    if network is not None and saved not in (None, network):
+        raise UsageError(f"checkpoint {checkpoint} is of network {saved}, but --network is {network}")
 
 
 def write_json(path: Path | None, value: Any) -> None:

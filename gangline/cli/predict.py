@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gangline.cli.logs import logging_to_stderr
-from gangline.cli.options import DeviceOptions, UsageError, metrics_of, write_json
+from gangline.cli.options import DeviceOptions, UsageError, check_network, metrics_of, write_json
 
 if TYPE_CHECKING:
     from gangline.models.data.images.augmentation import Augmentation
@@ -133,6 +133,7 @@ def _loaded(options: _CheckpointOptions) -> tuple[Module, Augmentation]:
 
     prefix, word = options.model_prefix, options.load_epoch
     saved = checkpoint.read(prefix, _epoch(prefix, word))
+    check_network(saved.path, saved.metadata, options.network)
     about = saved.metadata | ({"network": options.network} if options.network else {})
     missing = [name for name in _KNOWN if about.get(name) is None]
     if missing:

@@ -16,7 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from gangline.cli.options import ContextWord, UsageError, image_shape_of, metrics_of, numbers, per_channel, write_json
+from gangline.cli.options import (
+    ContextWord,
+    UsageError,
+    check_network,
+    image_shape_of,
+    metrics_of,
+    numbers,
+    per_channel,
+    write_json,
+)
 from gangline.cli.train_options import GradientCompression, Plots, TrainOptions
 from gangline.collectives.context import Context
 from gangline.kvstore import KVStore, create
@@ -26,6 +35,7 @@ from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.kvstore.registry import IN_PROCESS
 from gangline.models import import_by_name
+from gangline.models.checkpoint.checkpoint import read_metadata
 from gangline.models.checkpoint.retention import epochs, paths_of
 from gangline.models.data import datasets
 from gangline.models.data.checks import check_fits, check_labels, first_sample
@@ -62,13 +72,11 @@ def run(options: TrainOptions) -> dict[str, Any] | None:
             where possible.
     """
     serve_if_assigned()  # MXNet's trackers start one command in all roles
-    if options.load_epoch is not None and options.model_prefix is None:
-        raise UsageError("--load-epoch needs --model-prefix, which says where the checkpoint is")
     autocast: torch.dtype | None = getattr(torch, options.dtype) if options.dtype in _HALF else None
     dtype: torch.dtype = torch.float32 if autocast else getattr(torch, options.dtype)
     context = options.devices()
     store = _store_name(options, context)
-    resume, schedule = _resume(options.model_prefix, options.load_epoch), _schedule(options)
+    resume, schedule = _resume(options), _schedule(options)
     splits, about = _data(options, dtype)
     if options.test_io:
         speed = read_speed(splits.train, None if import_by_name.has_batches(splits.train) else options.batch_size)
@@ -268,15 +276,19 @@ def _image_folder(
     return splits
 
 
-def _resume(prefix: str | None, word: str | None) -> str | tuple[str, int] | None:
-    """Return the checkpoint to resume from, as `fit` takes it."""
-    if prefix is None or word is None:
+def _resume(options: TrainOptions) -> str | tuple[str, int] | None:
+    """Return the checkpoint to resume from, as `fit` takes it, after checking that it is of this network."""
+    prefix, word = options.model_prefix, options.load_epoch
+    if word is None:
         return None
-    if word == "auto":
-        return "auto"
-    if not word.isdecimal():
+    if prefix is None:
+        raise UsageError("--load-epoch needs --model-prefix, which says where the checkpoint is")
+    if word != "auto" and not word.isdecimal():
         raise UsageError(f"--load-epoch is {word!r}; expected a number of epochs, or auto")
-    return prefix, int(word)
+    for epoch in epochs(prefix)[-1:] if word == "auto" else [int(word)]:
+        *_, description = paths_of(prefix, epoch)
+        check_network(description, read_metadata(prefix, epoch), options.network)
+    return "auto" if word == "auto" else (prefix, int(word))
 
 
 def _optimizer_params(options: TrainOptions, rate: float, factors: dict[str, float]) -> dict[str, Any]:
@@ -294,10 +306,10 @@ def _optimizer_params(options: TrainOptions, rate: float, factors: dict[str, flo
 def _adapt_to_late_updates(params: dict[str, Any], options: TrainOptions, store: str, workers: int) -> list[str]:
     """Change settings that diverge when the updates of several workers come late; return what to log.
 
-    With ``workers`` updates between the computation of a gradient and its use, momentum 0.9 would be stable only for
-    rates 38 times (1 update) to 238 times (7 updates) smaller: with curvature c, momentum m and a delay of k updates
-    the weights follow z^(k+2) - (1+m) z^(k+1) + m z^k + rate c = 0, whose roots must stay inside the unit circle.
-    Without momentum the limit falls only as 1/k.
+    A gradient is used about ``workers - 1`` updates after it was computed. With curvature c, momentum m and a delay of
+    d updates the weights follow z^(d+1) - (1+m) z^d + m z^(d-1) + rate c = 0, whose roots must lie inside the unit
+    circle: with momentum 0.9 the largest stable rate is 38 times smaller for d=1 than for d=0, and 240 times for d=7;
+    without momentum 2 times and 10 times.
     """
     if store not in _ASYNC or workers == 1:
         return []

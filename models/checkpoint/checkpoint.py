@@ -37,6 +37,7 @@ from gangline.models.workers import Workers
 _FORMAT = 2
 _SAVE = "save_checkpoint"
 _ATTEMPTS = 5
+_NAMES_SHOWN = 5
 _OPTIMIZER, _REPLICA, _RESIDUAL = "optimizer/", "replica/", "residual/"
 
 
@@ -183,6 +184,12 @@ def _write(snapshot: Snapshot, prefix: str | Path, epoch: int | str, parts: list
     _rename_tensors(prefix, epoch)
 
 
+def read_metadata(prefix: str | Path, epoch: int | str) -> dict[str, Any]:
+    """Return `RunState.metadata` of a checkpoint without its tensors; an empty dict if it does not exist."""
+    *_, description = paths_of(prefix, epoch)
+    return dict(_read_description(description).get("about", {})) if description.is_file() else {}
+
+
 def read(prefix: str | Path, epoch: int | str) -> Checkpoint:
     """Read the checkpoint with a number, or "best".
 
@@ -287,10 +294,10 @@ def matched(
         given = {name.removeprefix("module."): value for name, value in given.items()}
     missing = [name for name in own if name not in given and not name.endswith("num_batches_tracked")]
     if missing and not allow_missing:
-        raise RuntimeError(f"parameters {missing} are missing; give them, or pass allow_missing=True")
+        raise RuntimeError(f"parameters {_shown(missing)} are missing; give them, or pass allow_missing=True")
     extra = [name for name in given if name not in own]
     if extra and not allow_extra:
-        raise ValueError(f"parameters {extra} are not the network's; drop them, or pass allow_extra=True")
+        raise ValueError(f"parameters {_shown(extra)} are not the network's; drop them, or pass allow_extra=True")
     found = {name: value for name, value in given.items() if name in own}
     for name, value in found.items():
         if not isinstance(value, torch.Tensor):
@@ -302,6 +309,12 @@ def matched(
     return found
 
 
+def _shown(names: list[str]) -> str:
+    """Return names for a message, the first of many."""
+    more = len(names) - _NAMES_SHOWN
+    return f"{names}" if more <= 0 else f"{names[:_NAMES_SHOWN]} and {more} more"
+
+
 def load_weights(network: nn.Module, path: str | Path) -> None:
     """Load a network's parameters and buffers from a file that `read_weights` accepts.
 
@@ -310,7 +323,13 @@ def load_weights(network: nn.Module, path: str | Path) -> None:
         RuntimeError: if names are missing from it.
         ValueError: if it is damaged, of another format, or has other names or shapes.
     """
-    network.load_state_dict(matched(network, read_weights(path), False, False), strict=False)
+    weights = read_weights(path)
+    try:
+        found = matched(network, weights, False, False)
+    except (RuntimeError, ValueError) as error:
+        reason, _, _ = str(error).partition("; drop them")[0].partition("; give them")
+        raise type(error)(f"weights {path} do not fit the network: {reason}") from error
+    network.load_state_dict(found, strict=False)
 
 
 def read_weights(path: str | Path) -> dict[str, torch.Tensor]:

@@ -258,11 +258,12 @@ def test_servers_outlive_the_workers_that_a_failure_stops(tmp_path: Path) -> Non
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
 
-    def until_stopped(say: str) -> str:
-        return f"trap 'echo {say}; exit 0' TERM; sleep 100 & echo {say} > {fifo}; wait"
+    def until_stopped(then: str) -> str:
+        return f"trap '{then}; exit 0' TERM; sleep 100 & echo ready > {fifo}; wait"
 
     fails = f"exec 4<> {fifo}; read x <&4; read x <&4; exit 5"
-    with job({"scheduler": until_stopped("last"), "worker 0": until_stopped("first"), "worker 1": fails}) as run:
+    processes = {"scheduler": "echo last", "worker 0": "sleep 0.3; echo first"}
+    with job({name: until_stopped(then) for name, then in processes.items()} | {"worker 1": fails}) as run:
         code, out, errors = run.end()
     assert (code, out) == (5, ["[worker 0] first", "[scheduler] last"])
     assert re.match(r"gangline: worker 1 \(pid \d+\) exited with code 5", errors[0])

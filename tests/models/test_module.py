@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -584,11 +585,11 @@ def test_an_output_that_is_no_loss_is_refused(call: str, loads: str | None) -> N
     with Module(network, context=CONTEXTS[:2], work_load_list=loads) as module:
         module.init_optimizer("local", "sgd", {"lr": 0.1})
         message = r"output has shape \(2, 3\), which is not a loss: .* loss=torch\.nn\.CrossEntropyLoss\(\)"
+        run = partial(module.fit, (data, label), num_epoch=1, batch_size=4)
+        if call != "fit":
+            run = partial(getattr(module, call), data, label)
         with pytest.raises(ValueError, match=message):
-            if call == "fit":
-                module.fit((data, label), num_epoch=1, batch_size=4)
-            else:
-                getattr(module, call)(data, label)
+            run()
         assert torch.equal(module.get_params()["weight"], before)
         assert module.predict(data, batch_size=4).shape == (4, 3)  # which needs no loss
 

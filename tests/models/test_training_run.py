@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -201,3 +202,70 @@ def test_a_corrupt_checkpoint_is_named_before_training_starts(
     assert (code, out) == (1, "")
     assert "m-0001.safetensors" in err.strip().splitlines()[-1]
     assert "Epoch[" not in err
+
+
+def test_a_run_says_what_it_goes_on_from_and_what_it_replaces(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = tmp_path / "m"
+    words = [*MLP, "--model-prefix", prefix, "--num-epochs"]
+    _, _, err = gangline_command(capsys, *words, 1, "--load-epoch", "auto")
+    assert f"{prefix} has no checkpoint to resume from: a new run begins" in err
+    _, _, err = gangline_command(capsys, *words, 2, "--load-epoch", "auto")
+    assert f"resuming from {prefix}-0001.json: 1 of 2 epochs are done\n" in err
+    code, out, err = gangline_command(capsys, *words, 2, "--load-epoch", "auto")
+    assert f"resuming from {prefix}-0002.json: 2 of 2 epochs are done; nothing is left to train" in err
+    assert code == 0
+    assert out.startswith("Validation-accuracy=")
+    _, _, err = gangline_command(capsys, *words, 1)
+    assert f"{prefix} has checkpoints of an earlier run, up to epoch 2, which this run replaces" in err
+
+
+@pytest.mark.parametrize("command", ["train", "score", "predict"])
+def test_a_checkpoint_of_another_network_is_refused(
+    command: str, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = tmp_path / "m"
+    gangline_command(capsys, *MLP, "--num-epochs", "1", "--model-prefix", prefix)
+    words = [command, "--network", "lenet", "--model-prefix", prefix, "--load-epoch", "auto", "--data-dir", images]
+    code, _, err = gangline_command(capsys, *words)
+    assert code == 2
+    assert err.endswith(f"gangline: checkpoint {prefix}-0001.json is of network mlp, but --network is lenet\n")
+
+
+def test_weights_of_another_network_are_refused_with_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mlp.safetensors"
+    save_file({name: value.contiguous() for name, value in create("mlp", 10).state_dict().items()}, file)
+    code, _, err = gangline_command(capsys, "train", "--network", "lenet", "--cpus", "1", "--pretrained", file)
+    assert code == 1
+    assert f"gangline: weights {file} do not fit the network: parameters [" in err
+    assert "allow_missing" not in err
+
+
+def test_the_files_of_a_checkpoint_have_the_permissions_of_the_umask(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = os.umask(0o027)
+    try:
+        gangline_command(capsys, *MLP, "--num-epochs", "1", "--model-prefix", tmp_path / "m")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert len(modes) == 6
+    assert set(modes.values()) == {0o640}
+
+
+def test_a_signal_before_the_first_step_is_reported_as_a_signal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gangline.models.loop.fit.check_signals", lambda module: module.workers.ask_to_stop("SIGTERM"))
+    code, out, err = gangline_command(capsys, *MLP, "--num-epochs", "1", "--model-prefix", tmp_path / "m")
+    assert (code, out) == (143, "")
+    assert "training was stopped by SIGTERM after 0 of 1 epochs; there is no checkpoint yet" in err
+
+
+def test_a_run_on_images_names_them(images: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, err = gangline_command(capsys, *MLP, "--num-epochs", "0", "--data-dir", images)
+    assert re.search(r"48 training and 12 held-out images of digit0, digit1, digit2; read as 28x28 grey\n", err)
