@@ -68,12 +68,16 @@ class PushEncoder:
         shares_memory: for each server, whether it reads ``pool``.
         pool: this worker's shared memory; None: it has none.
         on_device: reduce device tensors on the first device rather than on the host.
+        workers: number of workers.
     """
 
-    def __init__(self, shares_memory: Sequence[bool], pool: SharedMemoryPool | None, *, on_device: bool) -> None:
+    def __init__(
+        self, shares_memory: Sequence[bool], pool: SharedMemoryPool | None, *, on_device: bool, workers: int
+    ) -> None:
         self._shares_memory = shares_memory
         self._pool = pool
         self._on_device = on_device
+        self._workers = workers
         self._compression: Compression | None = None
         self._residuals: dict[Key, Tensor] = {}
 
@@ -102,7 +106,7 @@ class PushEncoder:
             ValueError: if a value to be compressed contains NaN or infinity.
         """
         requests = []
-        for server, group in _grouped(self._encode(pushed)):
+        for server, group in _grouped(self._encode(pushed, weight)):
             entries = [[one.shard.number, rounds[one.shard.layout.key], one.kind, one.nbytes] for one in group]
             nbytes = sum(aligned(one.nbytes) for one in group)
             request = Request(server, _no_message, what, nbytes=max(nbytes, 1), priority=priority)
@@ -126,7 +130,9 @@ class PushEncoder:
             requests.append(request)
         return requests
 
-    def _encode(self, pushed: Iterable[tuple[Key, Sequence[Value], Sequence[ShardPlacement]]]) -> list[ShardValue]:
+    def _encode(
+        self, pushed: Iterable[tuple[Key, Sequence[Value], Sequence[ShardPlacement]]], weight: float | None
+    ) -> list[ShardValue]:
         encoded: list[ShardValue] = []
         to_compress: list[tuple[Key, Tensor, Sequence[ShardPlacement]]] = []
         for key, values, shards in pushed:
@@ -149,6 +155,8 @@ class PushEncoder:
                 if len(flats) > 1:
                     total = torch.empty_like(flats[0])
                     reduce(flats, out=total)
+                if weight is not None:  # thresholds are in the unit of a worker's part of the mean
+                    total = total / self._workers
                 check(total, self._residual(key, total), f"key {key!r}")
                 to_compress.append((key, total, shards))
         for key, total, shards in to_compress:

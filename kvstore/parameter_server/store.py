@@ -112,7 +112,9 @@ class DistStore(KVStore):
         self._spec: OptimizerSpec | None = None
         self._learning_rate: float | None = None
         self._late_error: Exception | None = None  # error of a push that had already returned
-        self._encoder = PushEncoder(self._servers.shares_memory, self._pool, on_device=self._on_device)
+        self._encoder = PushEncoder(
+            self._servers.shares_memory, self._pool, on_device=self._on_device, workers=self.num_workers
+        )
 
     @property
     def rank(self) -> int:  # noqa: D102  inherited
