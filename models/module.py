@@ -588,9 +588,9 @@ class Module:
         from a checkpoint.
 
         A callback that returns True ends training after the current update or epoch, and so does a signal inside
-        `stop_on`. In a job the request of one worker ends all of them after the same update, the current or the next
-        one (with dist_async after at most 100 updates, or at the end of an epoch if each worker has batches of its
-        own). `Checkpoint` callbacks then save.
+        `stop_on`. In a job the request of one worker ends all of them after the same update: workers exchange requests
+        about twice a second, at most 100 updates apart (with dist_async after every 100 updates, or at the end of an
+        epoch if each worker has batches of its own). `Checkpoint` callbacks then save.
 
         If the program has not configured logging, progress is printed to stderr.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,8 @@ from torch import nn
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec
+from gangline.kvstore.reducer.reducer import Reducer
 from gangline.kvstore.sparse import RowSparse, summed
-from gangline.models.reducer.reducer import Reducer
-from gangline.models.reducer.worker_reducer import ExpectedGradients, WorkerReducer
 from gangline.models.replicas import Replicas
 from gangline.models.workers import Workers
 
@@ -42,8 +41,12 @@ class OptimizerBinding(abc.ABC):
         """Set the learning rate from the next update on."""
 
     @abc.abstractmethod
-    def update(self) -> None:
-        """Sum the replicas' gradients, update the weights once, and give them to every replica."""
+    def update(self, weight: float | None = None) -> None:
+        """Sum the replicas' gradients, update the weights once, and give them to every replica.
+
+        Args:
+            weight: as for `Reducer.finish`.
+        """
 
     @abc.abstractmethod
     def state(self) -> OptimizerState:
@@ -54,14 +57,14 @@ class OptimizerBinding(abc.ABC):
         """Replace the optimizer's state."""
 
     def begin_backward(  # noqa: B027
-        self, active: Sequence[int], *, push_early: bool, expected: ExpectedGradients | None = None
+        self, active: Sequence[int], *, push_early: bool, weight: float | None = None
     ) -> None:
         """Prepare for a backward.
 
         Args:
             active: indices of the replicas that run it.
             push_early: push gradients during this backward, which `update` must follow directly.
-            expected: gradients that workers in step agreed on; None: they agree in `update`.
+            weight: as for `update`.
         """
 
     def abandon(self, error: BaseException) -> None:  # noqa: B027
@@ -104,8 +107,9 @@ class InPlaceOptimizer(OptimizerBinding):
     def set_learning_rate(self, learning_rate: float) -> None:  # noqa: D102  inherited
         self._optimizer.learning_rate = learning_rate
 
-    def update(self) -> None:  # noqa: D102  inherited
-        self._optimizer.update([(name, _as_value(grad)) for name, grad in self._replicas.gradients().items()])
+    def update(self, weight: float | None = None) -> None:  # noqa: D102  inherited
+        if weight != 0:
+            self._optimizer.update([(name, _as_value(grad)) for name, grad in self._replicas.gradients().items()])
 
     def state(self) -> OptimizerState:  # noqa: D102  inherited
         return self._optimizer.state()
@@ -123,8 +127,11 @@ class StoreOptimizer(OptimizerBinding):
         """Register the reducer's hooks; the store must hold the weights already."""
         super().__init__(workers)
         self._replicas, self.store, self.owns_store = replicas, store, owns_store
-        self._reducer: Reducer = (
-            WorkerReducer(replicas.all, store, workers) if workers.in_step else Reducer(replicas.all, store)
+        self._reducer = Reducer(
+            [replica.parameters for replica in replicas.all],
+            store,
+            loose=_cudnn_weights(replicas),
+            sparse=_sparse_tables(replicas.first.network) & replicas.first.parameters.keys(),
         )
 
     @property
@@ -135,14 +142,12 @@ class StoreOptimizer(OptimizerBinding):
         self.store.set_learning_rate(learning_rate)
 
     def begin_backward(  # noqa: D102  inherited
-        self, active: Sequence[int], *, push_early: bool, expected: ExpectedGradients | None = None
+        self, active: Sequence[int], *, push_early: bool, weight: float | None = None
     ) -> None:
-        if isinstance(self._reducer, WorkerReducer):
-            self._reducer.expect(expected)
-        self._reducer.begin(active, push_early=push_early)
+        self._reducer.begin(active, push_early=push_early, weight=weight)
 
-    def update(self) -> None:  # noqa: D102  inherited
-        self._reducer.finish()
+    def update(self, weight: float | None = None) -> None:  # noqa: D102  inherited
+        self._reducer.finish(weight)
 
     def abandon(self, error: BaseException) -> None:  # noqa: D102  inherited
         if self.workers.count > 1:
@@ -274,6 +279,24 @@ def _check_no_max_norm(network: nn.Module) -> None:
                 f"layer {name!r} has max_norm={module.max_norm}: its forward changes weights, and the store would undo "
                 "that; normalize the layer's output instead, or train on one context without a store"
             )
+
+
+def _cudnn_weights(replicas: Replicas) -> set[str]:
+    """Return the weights of recurrent layers on GPUs, which cuDNN requires in one contiguous block."""
+    if all(replica.context.device_type == "cpu" for replica in replicas.all):
+        return set()
+    return _weights_of(replicas.first.network, lambda layer: isinstance(layer, nn.RNNBase))
+
+
+def _sparse_tables(network: nn.Module) -> set[str]:
+    """Return the weights of embedding layers with sparse gradients."""
+    return _weights_of(network, lambda layer: isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse)
+
+
+def _weights_of(network: nn.Module, is_chosen: Callable[[nn.Module], bool]) -> set[str]:
+    """Return the names of the chosen layers' own parameters."""
+    own = {id(parameter) for layer in network.modules() if is_chosen(layer) for parameter in layer.parameters(False)}
+    return {name for name, parameter in network.named_parameters() if id(parameter) in own}
 
 
 def _as_value(gradient: torch.Tensor) -> torch.Tensor | RowSparse:

@@ -13,7 +13,6 @@ import torch
 
 from gangline.collectives.workload import split_batch
 from gangline.models.data.batches import Batch, as_batch, checked_batch, concat, map_tensors, num_samples
-from gangline.models.executor.autograd_graph import reachable_parameters
 from gangline.models.executor.bound_network import BoundNetwork
 from gangline.models.executor.executor import Share
 from gangline.models.load_balance.controller import LoadBalancer
@@ -21,7 +20,6 @@ from gangline.models.loss.accumulation import GradientAccumulation
 from gangline.models.loss.loss_scale import LossScale
 from gangline.models.loss.summed_loss import SummedLoss
 from gangline.models.optimizer_binding import OptimizerBinding
-from gangline.models.reducer.worker_reducer import ExpectedGradients, named_by_any
 from gangline.models.run_state import RunState
 from gangline.models.workers import Workers
 
@@ -29,8 +27,9 @@ from gangline.models.workers import Workers
 class TrainingStep:
     """Runs batches forward and backward over the replicas, and updates the weights from their gradients.
 
-    Each share's loss is summed and divided by the normalizer of the whole batch, over all contexts and workers, so
-    that the sum of all gradients is that of the batch's mean loss.
+    Each share's loss is summed and divided by the normalizer of this worker's batch, so that the sum of the replicas'
+    gradients is that of the worker's mean loss. The store weights it by the normalizer, which gives the gradient of the
+    mean over all workers.
     """
 
     def __init__(
@@ -69,6 +68,8 @@ class TrainingStep:
         self._accumulation = GradientAccumulation()
         self._input_factor = 1.0  # turns gradients of the inputs into those of the batch's own mean
         self._gradients_used = True
+        self._weight: float | None = None
+        """Weight that the gradients are this worker's mean over; None if they are to be summed over the workers."""
 
     def set_optimizer(self, optimizer: OptimizerBinding | None) -> None:
         """Set what `update` runs, and take part in its workers' steps; None: nothing, and no other workers."""
@@ -156,6 +157,9 @@ class TrainingStep:
             raise ValueError(f"out_grads has {num_samples(grads, 'out_grads')} samples, but the batch has {size}")
         if self.grad_req == "add":
             self._accumulation.add_output_gradients()
+        elif not self._gradients_used:
+            self._turn_mean_into_sum()
+        self._weight = None
         self._begin_backward(self._shares, push_early=False)
         scale = self._scale
         self._input_factor = 1 / scale
@@ -165,54 +169,45 @@ class TrainingStep:
     def _backward_from_loss(self, *, push_early: bool) -> None:
         if self._shares:
             self._check_loss(self._shares)
-        divisor, expected = self.normalizer, None
-        accumulates = self.grad_req == "add" and not self._loss.is_sum
-        if accumulates:
-            divisor = self._accumulation.divisor(self.normalizer)
-            push_early = push_early and not self.workers.in_step  # update() determines the divisor
-        elif self.workers.in_step:
-            divisor, expected = self._agree(push_early=push_early)
+        divisor = self._divisor()
         with self._discarding_gradients_on_error():
-            self._backward_of(self._shares, divisor, push_early=push_early, expected=expected)
-        if accumulates:
-            self._accumulation.count(self.normalizer)
+            self._backward_of(self._shares, divisor, push_early=push_early)
         self._set_input_factor(divisor)
         if self._load_balancer is not None and self._shares:
             self._load_balancer.record(self._shares, self._bound.executor)
 
-    def _agree(self, *, push_early: bool) -> tuple[float, ExpectedGradients | None]:
-        """Exchange the whole batch's normalizer, and which gradients the workers in step will have."""
-        replicas = self._bound.replicas
-        names = list(replicas.first.parameters)
-        on_replicas: dict[int, set[str]] = {}
-        for share in self._shares if push_early else ():
-            if share.loss is not None:
-                found = reachable_parameters([share.loss], share.replica.parameters)
-                on_replicas.setdefault(replicas.all.index(share.replica), set()).update(found)
-        own = bytes(any(name in found for found in on_replicas.values()) for name in names)
-        received = self._timed(self.workers.all_gather, [self.normalizer, own], "step")
-        divisor = 1.0 if self._loss.is_sum else sum(normalizer for normalizer, _ in received)
-        if not push_early:
-            return divisor, None
-        return divisor, ExpectedGradients(named_by_any(names, [flags for _, flags in received]), on_replicas)
+    def _divisor(self) -> float:
+        """Return the divisor of the summed loss for a backward, and set the weight of its gradients."""
+        if self._loss.is_sum:
+            self._weight = None
+            return 1.0
+        if self.grad_req == "add":
+            divisor = self._accumulation.divisor(self.normalizer)
+            self._accumulation.count(self.normalizer)
+            self._weight = self._accumulation.total
+            return divisor
+        if self._gradients_used:
+            self._weight = self.normalizer
+            return self.normalizer or 1.0
+        self._turn_mean_into_sum()  # a sum of means over different samples has no common weight
+        return self._timed(self.workers.total, self.normalizer) or 1.0
 
-    def _backward_of(
-        self,
-        shares: Sequence[Share],
-        divisor: float,
-        *,
-        push_early: bool,
-        expected: ExpectedGradients | None = None,
-    ) -> None:
-        self._begin_backward(shares, push_early=push_early, expected=expected)
+    def _turn_mean_into_sum(self) -> None:
+        """Scale gradients that are this worker's mean to its part of the mean over all workers. Collective."""
+        if self._weight is not None:
+            factor = self._weight / (self._timed(self.workers.total, self._weight) or 1.0)
+            if factor != 1.0:
+                self._bound.replicas.scale_gradients(factor)
+            self._weight = None
+
+    def _backward_of(self, shares: Sequence[Share], divisor: float, *, push_early: bool) -> None:
+        self._begin_backward(shares, push_early=push_early)
         self._bound.executor.backward(shares, divisor / self._scale)
 
-    def _begin_backward(
-        self, shares: Sequence[Share], *, push_early: bool, expected: ExpectedGradients | None = None
-    ) -> None:
+    def _begin_backward(self, shares: Sequence[Share], *, push_early: bool) -> None:
         if self.optimizer is not None:
             active = [self._bound.replicas.all.index(share.replica) for share in shares]
-            self.optimizer.begin_backward(active, push_early=push_early, expected=expected)
+            self.optimizer.begin_backward(active, push_early=push_early, weight=self._weight)
 
     @property
     def _scale(self) -> float:
@@ -240,8 +235,6 @@ class TrainingStep:
             raise RuntimeError("update() came before backward(); call forward() and backward() first")
         replicas = self._bound.replicas
         factor = self._accumulation.factor
-        if self.workers.in_step and self.grad_req == "add":
-            factor = self._accumulation.factor_for(self._timed(self.workers.total, self._accumulation.total))
         if self._loss_scale is not None:
             factor /= self._loss_scale.value
             if not self._loss_scale.accepts(replicas.all_gradients(), self.workers.any):
@@ -252,7 +245,7 @@ class TrainingStep:
         if factor != 1.0:
             replicas.scale_gradients(factor)
         try:
-            self._timed(self.optimizer.update)
+            self._timed(self.optimizer.update, self._weight)
         except BaseException as error:
             self.optimizer.abandon(error)
             raise
@@ -290,6 +283,9 @@ class TrainingStep:
         samples = num_samples(data, "data") if data is not None else 0
         accumulation = self._accumulation if self.grad_req == "add" else GradientAccumulation()
         divisor = 1.0 if self._loss.is_sum else accumulation.divisor(samples)
+        is_first = self._gradients_used or self.grad_req == "add"
+        if not is_first:
+            self._turn_mean_into_sum()
         kept = replicas.detach_gradients()
         restore = replicas.snapshot()
         with self._discarding_gradients_on_error():
@@ -299,8 +295,10 @@ class TrainingStep:
         self.normalizer = self._normalizer_of(self._shares)
         if not self._loss.is_sum:
             accumulation.count(self.normalizer)
+        self._weight = accumulation.total if is_first and not self._loss.is_sum else None
         if self.grad_req == "write":
-            factor = accumulation.factor_for(self._timed(self.workers.total, accumulation.total))
+            total = accumulation.total if is_first else self._timed(self.workers.total, accumulation.total)
+            factor = accumulation.factor_for(total)
             if factor != 1.0:
                 replicas.scale_gradients(factor)
         replicas.add_gradients(kept)
@@ -344,10 +342,8 @@ class TrainingStep:
         self.update()
 
     def _known_normalizer(self, data: Batch | None, label: Batch | None) -> float | None:
-        """Return the batch's normalizer if it is known before forward and no other worker contributes to it."""
-        if data is None or self.workers.in_step:
-            return None
-        if self.grad_req != "write" or not self._bound.executor.can_fuse_backward:
+        """Return the normalizer of this worker's batch if it is known before forward."""
+        if data is None or self.grad_req != "write" or not self._bound.executor.can_fuse_backward:
             return None
         return self._loss.known_normalizer(label, num_samples(data, "data"))
 
@@ -358,9 +354,11 @@ class TrainingStep:
         self._begin_batch()
         self._shares = []
         slices = split_batch(num_samples(data, "data"), self.loads)
-        optimizer.begin_backward(self._bound.executor.active_replicas(slices), push_early=True)
+        self._weight = None if self._loss.is_sum else normalizer
+        active = self._bound.executor.active_replicas(slices)
+        optimizer.begin_backward(active, push_early=True, weight=self._weight)
         with self._discarding_gradients_on_error():
-            self._shares = self._run_forward(data, label, slices, True, divisor=normalizer)
+            self._shares = self._run_forward(data, label, slices, True, divisor=normalizer or 1.0)
         self.normalizer = normalizer
         self._set_input_factor(normalizer)
         self._run_state.step += 1

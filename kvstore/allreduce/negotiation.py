@@ -7,7 +7,9 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import reduce
 from hashlib import blake2b
+from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +22,11 @@ from gangline.kvstore.worker_group import WorkerGroup
 if TYPE_CHECKING:
     from gangline.collectives.communicator import Communicator
 
-_HEADER = struct.Struct("<ddq")  # weight, learning rate, 4 * digest of the call + one of:
+_HEADER = struct.Struct("<ddq64s")  # weight, learning rate, 4 * digest of the call + one of the next, dense keys:
 _JOINED, _PLAIN, _UNEVEN, _REFUSED = range(4)
+MOST_KEYS = 511
+"""Keys whose presence fits into a header."""
+_UNKNOWN = 1 << MOST_KEYS
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,8 @@ class Negotiation:
     """Weight of each rank; 0 for a rank that has joined."""
     has_joined: list[bool]
     """True for each rank that is in `KVStore.join`, where it only takes part in the others' calls."""
-    is_uneven: bool
-    """True if a rank lacks a dense value for some key."""
+    dense: int | None
+    """Keys that some rank has a dense value for: bit i is set for key i, -1 for all; None if it is not known."""
     learning_rate: float
     """Rank 0's learning rate; NaN if it has none."""
     plan: Any = None
@@ -43,7 +48,7 @@ class Negotiation:
 class Negotiator:
     """The communicator of a job's workers, and the negotiations before its collectives.
 
-    `negotiate` costs one all-gather of 24 bytes per worker. If the calls differ, or a rank refuses its arguments, all
+    `negotiate` costs one all-gather of 88 bytes per worker. If the calls differ, or a rank refuses its arguments, all
     ranks raise the same error, no tensor has changed, and later calls work. An error of the communicator itself
     is final: every later call raises it again.
     """
@@ -141,7 +146,7 @@ class Negotiator:
         plan: Any = None,
         *,
         weight: float = 1.0,
-        is_uneven: bool = False,
+        dense: int | None = -1,
         learning_rate: float = math.nan,
     ) -> Negotiation:
         """Check that all workers make the same call, and exchange the data that it needs.
@@ -150,15 +155,17 @@ class Negotiator:
             call: description of the call, the same on all ranks.
             plan: plain data by which ranks that have joined take part; None if they cannot.
             weight: this worker's weight.
-            is_uneven: True if this worker lacks a dense value for some key.
+            dense: keys that this worker has a dense value for, as in `Negotiation`.
             learning_rate: this worker's; NaN if it has none.
 
         Raises:
             MismatchError: if a worker makes another call or has refused this one; the same text on all ranks.
             GanglineError: if a worker is dead or late.
         """
-        code = _digest(call) * 4 + (_UNEVEN if is_uneven else _PLAIN)
-        negotiation = self._gather_headers(_HEADER.pack(weight, learning_rate, code), call)
+        code = _digest(call) * 4 + (_PLAIN if dense == -1 else _UNEVEN)
+        keys = _UNKNOWN if dense is None else max(dense, 0)
+        header = _HEADER.pack(weight, learning_rate, code, keys.to_bytes(64, "little"))
+        negotiation = self._gather_headers(header, call)
         if not any(negotiation.has_joined):
             return negotiation
         return self._with_plan(negotiation, plan, call)
@@ -171,7 +178,7 @@ class Negotiator:
             largest of several at once).
         """
         before = self._had_joined
-        negotiation = self._gather_headers(_HEADER.pack(0.0, learning_rate, _JOINED), "join")
+        negotiation = self._gather_headers(_HEADER.pack(0.0, learning_rate, _JOINED, b""), "join")
         if not all(negotiation.has_joined):
             return self._with_plan(negotiation, None, "join")
         self._had_joined = [False] * self.size
@@ -185,23 +192,24 @@ class Negotiator:
             MismatchError: if others make the call, or refuse it for another reason; the same text on all ranks.
         """
         try:
-            self._gather_headers(_HEADER.pack(0.0, math.nan, _REFUSED), refusal(call, error))
+            self._gather_headers(_HEADER.pack(0.0, math.nan, _REFUSED, b""), refusal(call, error))
         except _RefusedByAllError:
             raise error from error.__cause__
 
     def _gather_headers(self, header: bytes, call: str) -> Negotiation:
         table = self.all_gather(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         rows = list(_HEADER.iter_unpack(table.numpy().tobytes()))
-        kinds = [code & 3 for _, _, code in rows]
-        digests = {code >> 2 for _, _, code in rows if code & 3 != _JOINED}
+        kinds = [code & 3 for _, _, code, _ in rows]
+        digests = {code >> 2 for _, _, code, _ in rows if code & 3 != _JOINED}
         self._had_joined = [kind == _JOINED for kind in kinds]
         if _REFUSED in kinds or len(digests) > 1:
             self._had_joined = [False] * self.size  # joined ranks raise the error too
             raise _disagreement(self._gather_plain(call), kinds)
+        dense = reduce(or_, (int.from_bytes(keys, "little") for *_, keys in rows))
         return Negotiation(
-            weights=[weight for weight, _, _ in rows],
+            weights=[weight for weight, *_ in rows],
             has_joined=self._had_joined,
-            is_uneven=_UNEVEN in kinds,
+            dense=-1 if _PLAIN in kinds else None if dense & _UNKNOWN else dense,
             learning_rate=rows[0][1],
         )
 

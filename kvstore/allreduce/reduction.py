@@ -9,7 +9,7 @@ import torch
 
 from gangline.collectives.compression import Compression, check, compress_checked
 from gangline.collectives.devices.device_group import Transfer, move, reduce
-from gangline.kvstore.allreduce.negotiation import Negotiation, Negotiator
+from gangline.kvstore.allreduce.negotiation import MOST_KEYS, Negotiation, Negotiator
 from gangline.kvstore.arguments import Pushed, Value
 from gangline.kvstore.buckets import BucketValue
 from gangline.kvstore.gradient_compression import CompressedPushes
@@ -62,9 +62,14 @@ class BucketPart:
         self.values = found
 
     @property
-    def is_uneven(self) -> bool:
-        """True if this worker lacks a dense value for some key."""
-        return any(not isinstance(self.values.get(key), torch.Tensor) for key in self.keys)
+    def dense(self) -> int | None:
+        """Keys with a dense value, as `Negotiation.dense`; None if there are row-sparse values, or too many keys."""
+        values = [self.values.get(key) for key in self.keys]
+        if all(isinstance(value, torch.Tensor) for value in values):
+            return -1
+        if len(values) > MOST_KEYS or any(isinstance(value, RowSparse) for value in values):
+            return None
+        return sum(1 << index for index, value in enumerate(values) if value is not None)
 
 
 class Payloads(CompressedPushes):
@@ -109,7 +114,7 @@ def reduce_over_workers(
     if is_mean and not total:
         return []
     factor = negotiation.weights[workers.rank] / total if is_mean else 1.0
-    kinds = _kinds(workers, part) if negotiation.is_uneven else dict.fromkeys(part.keys, _DENSE)
+    kinds = _kinds(workers, part, negotiation.dense)
     dense = [key for key in part.keys if kinds[key] == _DENSE]
     sums: dict[Key, Value] = {key: _filled(part, key, factor) for key in dense}
     if part.flat is not None and payloads is None:
@@ -126,8 +131,10 @@ def reduce_over_workers(
     return [(key, sums[key]) for key in part.keys if key in sums]
 
 
-def _kinds(workers: Negotiator, part: BucketPart) -> dict[Key, int]:
+def _kinds(workers: Negotiator, part: BucketPart, dense: int | None) -> dict[Key, int]:
     """Return each key's kind over all workers: dense if any worker has a dense value, else rows, else absent."""
+    if dense is not None:
+        return {key: _DENSE if dense >> index & 1 else _ABSENT for index, key in enumerate(part.keys)}
     own = [_kind(part.values.get(key)) for key in part.keys]
     gathered = workers.all_gather(torch.tensor(own, dtype=torch.uint8))
     kinds = {}

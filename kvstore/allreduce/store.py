@@ -192,7 +192,7 @@ class AllReduceStore(LocalStore):
             self._workers.refuse(call, error)
             raise
         plan = {**plan, "is_mean": weight is not None}
-        negotiation = self._negotiate(call, plan, 1.0 if weight is None else weight, is_uneven=part.is_uneven)
+        negotiation = self._negotiate(call, plan, 1.0 if weight is None else weight, part.dense)
         self._reduce_and_update(negotiation, part, is_mean=weight is not None)
 
     def _check_part(self, part: BucketPart) -> None:
@@ -330,9 +330,9 @@ class AllReduceStore(LocalStore):
         self._start(name, operation, [], 0, False)
 
     def _negotiate(
-        self, call: str, plan: Mapping[str, Any] | None = None, weight: float = 1.0, *, is_uneven: bool = False
+        self, call: str, plan: Mapping[str, Any] | None = None, weight: float = 1.0, dense: int | None = -1
     ) -> Negotiation:
-        return self._workers.negotiate(call, plan, weight=weight, is_uneven=is_uneven, learning_rate=self._rate())
+        return self._workers.negotiate(call, plan, weight=weight, dense=dense, learning_rate=self._rate())
 
     def _rate(self) -> float:
         return math.nan if self._optimizer is None else self._optimizer.learning_rate

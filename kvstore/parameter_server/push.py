@@ -69,12 +69,16 @@ class PushEncoder:
         shares_memory: for each server, whether it reads ``pool``.
         pool: this worker's shared memory; None: it has none.
         on_device: reduce device tensors on the first device rather than on the host.
+        workers: number of workers.
     """
 
-    def __init__(self, shares_memory: Sequence[bool], pool: SharedMemoryPool | None, *, on_device: bool) -> None:
+    def __init__(
+        self, shares_memory: Sequence[bool], pool: SharedMemoryPool | None, *, on_device: bool, workers: int
+    ) -> None:
         self._shares_memory = shares_memory
         self._pool = pool
         self._on_device = on_device
+        self._workers = workers
         self._compression: Compression | None = None
         self._residuals: dict[Key, Tensor] = {}
 
@@ -128,11 +132,14 @@ class PushEncoder:
             requests.append(request)
         return requests
 
-    def encode(self, pushed: Iterable[tuple[Key, Sequence[Value], Sequence[ShardPlacement]]]) -> list[ShardValue]:
+    def encode(
+        self, pushed: Iterable[tuple[Key, Sequence[Value], Sequence[ShardPlacement]]], weight: float | None = None
+    ) -> list[ShardValue]:
         """Read values: reduce, split and compress them; residuals change only if all values are valid.
 
         Args:
             pushed: key, values of the devices and shards. A key without values takes part in the round as absent.
+            weight: see docs/protocol.md, Push.
 
         Raises:
             ValueError: if a value to be compressed contains NaN or infinity.
@@ -159,6 +166,8 @@ class PushEncoder:
                 if len(flats) > 1:
                     total = torch.empty_like(flats[0])
                     reduce(flats, out=total)
+                if weight is not None:  # thresholds are in the unit of a worker's part of the mean
+                    total = total / self._workers
                 check(total, self._residual(key, total), f"key {key!r}")
                 to_compress.append((key, total, shards))
         for key, total, shards in to_compress:

@@ -121,7 +121,9 @@ class DistStore(KVStore):
         self._spec: OptimizerSpec | None = None
         self._learning_rate: float | None = None
         self._late_error: Exception | None = None  # error of a push that had already returned
-        self._encoder = PushEncoder(self._servers.shares_memory, self._pool, on_device=self._on_device)
+        self._encoder = PushEncoder(
+            self._servers.shares_memory, self._pool, on_device=self._on_device, workers=self.num_workers
+        )
 
     @property
     def rank(self) -> int:  # noqa: D102  inherited
@@ -258,7 +260,7 @@ class DistStore(KVStore):
             rate = self._learning_rate if self.rank == 0 else None
             targets = None if merged_outs is None else self._targets(merged_outs, work)
             try:
-                values = self._encoder.encode((key, values, self._shards[key]) for key, values in pairs)
+                values = self._encoder.encode(((key, values, self._shards[key]) for key, values in pairs), weight)
             except Exception as error:
                 self._refuse_rounds([key for key, _ in pairs], error)
                 raise

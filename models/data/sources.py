@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ from gangline.models.random_streams import mixed_seed
 from gangline.models.workers import Workers
 
 Item = tuple[Batch, Batch]
+_AHEAD = 4
+"""Batches that a worker reads ahead of data of unknown length, to know that so many steps follow."""
 
 
 def _do_nothing() -> None:
@@ -44,13 +48,29 @@ class Source(abc.ABC):
         """Yield this worker's share of each step's batch; None if the share has no samples.
 
         A share has no samples if the worker has no load, if none of its images can be read, or if the worker has run
-        out of its own batches while others have not. Collective in each step, if each worker has batches of its own.
+        out of its own batches while others have not. Collective if each worker has batches of its own: workers in step
+        then exchange the number of steps that surely follow, at the start and whenever these have passed.
         """
-        for item in self.epoch(epoch, skip, skipped):
-            workers.any(True, "next batch")
-            yield item
-        while workers.any(False, "next batch"):
-            yield None
+        items = self.epoch(epoch, skip, skipped)
+        if not workers.in_step:
+            yield from items
+            return
+        ahead: deque[Item] = deque()
+        sure = self.sure_batches()
+        own = None if sure is None else max(0, sure - skip)
+        while True:
+            if own is None:
+                ahead.extend(islice(items, _AHEAD - len(ahead)))
+            steps: int = max(workers.all_gather(len(ahead) if own is None else own, "next batches"))
+            if not steps:
+                return
+            for _ in range(steps):
+                yield ahead.popleft() if ahead else next(items, None)
+            own = None
+
+    def sure_batches(self) -> int | None:
+        """Return the number of batches in an epoch if it is certain; None otherwise."""
+        return None
 
     @abc.abstractmethod
     def plan(self) -> dict[str, Any]:
@@ -270,6 +290,9 @@ class _Loader(Source):
     def num_batches(self) -> int | None:
         return _length(self._loader)
 
+    def sure_batches(self) -> int | None:
+        return self.num_batches()
+
 
 class _Skipping:
     """Batch sampler that draws its first batches and drops them."""
@@ -320,6 +343,11 @@ class _Iterable(Source):
 
     def num_batches(self) -> int | None:
         return _length(self._batches)
+
+    def sure_batches(self) -> int | None:
+        batches = self._batches
+        counts = isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset)
+        return self.num_batches() if counts or isinstance(batches, Sequence) else None
 
 
 def _length(batches: Any) -> int | None:

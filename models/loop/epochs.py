@@ -17,7 +17,7 @@ from gangline.models.loop.eval_frequency import EvalFrequency
 from gangline.models.loop.evaluation import batch_end_param, score
 from gangline.models.loop.monitor import Monitor
 from gangline.models.loop.rates import Rates
-from gangline.models.loop.stopping import received_signal
+from gangline.models.loop.stopping import StopExchange, received_signal
 from gangline.models.loss.divergence import DivergenceDetector
 from gangline.models.metrics.metric import EvalMetric
 from gangline.models.random_streams import host_states, set_host_states
@@ -27,8 +27,6 @@ from gangline.models.trainable import Trainable
 ALL_EPOCHS = "epochs"
 """Return value of a `fit` that was not stopped."""
 _CALLBACK = "callback"
-_ASYNC_STEPS = 100
-"""Steps between exchanges of stop requests, for workers that are not in step but have equally many batches."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +69,11 @@ class Epochs:
     batches_per_epoch: int | None
     """Number of batches of the worker that has most; None if a worker does not know."""
     divergence: DivergenceDetector = field(default_factory=DivergenceDetector)
+
+    def __post_init__(self) -> None:
+        workers = self.module.workers
+        makes_same_updates = workers.count > 1 and (workers.in_step or self.train.is_shared)
+        self._stop_exchange = StopExchange(workers) if makes_same_updates else None
 
     def run(self, begin_epoch: int, skip: int, saved: checkpoint.Checkpoint | None) -> str:
         """Train from batch ``skip`` of an epoch on; return the reason for the end."""
@@ -128,7 +131,6 @@ class Epochs:
                 continue  # no sample of this batch could be read, so there is nothing to update from
             data, label = part if part is not None else (None, None)
             if not accumulated:
-                check_signals(self.module)  # before the exchange of this step, which informs the other workers
                 self._set_rate(epoch, nbatch)
                 if self.monitor is not None:
                     self.monitor.tic()
@@ -198,11 +200,8 @@ class Epochs:
                 self._validate(epoch, f"Epoch[{epoch}] Batch [{nbatch + 1}]")
             self._call(after, param)
         check_signals(self.module)
-        workers = module.workers
-        if workers.count > 1 and not workers.in_step and self.train.is_shared and not is_last:
-            done = nbatch + 1
-            if done // _ASYNC_STEPS > (done - batches) // _ASYNC_STEPS:
-                workers.all_gather(None, "step of fit")
+        if self._stop_exchange is not None and not is_last:
+            self._stop_exchange.after_update()
 
     def _end_epoch(self, epoch: int, began: float) -> None:
         module, workers = self.module, self.module.workers

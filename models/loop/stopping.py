@@ -13,18 +13,22 @@ from typing import Any
 
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.loop.improvement import check_metric, is_better, worst
+from gangline.models.workers import Workers
 
 _log = logging.getLogger("gangline")
 _received: str | None = None
 """Name of the signal received inside a `stop_on` block."""
 _blocks = 0
+_SECONDS = 0.5
+_MOST_UPDATES = 100
+"""Bounds of the time between exchanges of stop requests."""
 
 
 @contextmanager
 def stop_on(*numbers: signal.Signals) -> Iterator[None]:
     """Make signals end `fit` after the current step, instead of killing the process, inside the block.
 
-    In a job all workers end after the same step if one of them receives the signal. A second signal has the effect it
+    In a job all workers end after the same update if one of them receives the signal. A second signal has the effect it
     had before the block. Python delivers signals to the main thread only; in any other thread the block has no effect
     but a warning.
 
@@ -61,6 +65,32 @@ def stop_on(*numbers: signal.Signals) -> Iterator[None]:
 def received_signal() -> str | None:
     """Return the name of the signal received inside a `stop_on` block, if any."""
     return _received
+
+
+class StopExchange:
+    """Exchange of stop requests between workers, after some of their updates, the same ones on all of them.
+
+    Workers in step exchange after the first update and then about twice a second, at most `_MOST_UPDATES` updates
+    apart. Others, which may be at different updates, exchange after every `_MOST_UPDATES`.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._updates = 0  # since the last exchange
+        self._interval = 1 if workers.in_step else _MOST_UPDATES
+        self._clock: float | None = None
+
+    def after_update(self) -> None:
+        """Count an update, and exchange if it is due. Collective."""
+        self._updates += 1
+        if self._updates < self._interval:
+            return
+        self._workers.all_gather(None, "step of fit")
+        now = self._workers.clock  # rank 0's, so all workers compute the same interval
+        if self._workers.in_step and self._clock is not None:
+            seconds = max((now - self._clock) / self._updates, 1e-9)
+            self._interval = max(1, min(2 * self._interval, int(_SECONDS / seconds), _MOST_UPDATES))
+        self._updates, self._clock = 0, now
 
 
 class EarlyStopping:

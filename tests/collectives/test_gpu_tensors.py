@@ -423,10 +423,13 @@ def test_an_abort_waits_for_the_thread_inside_nccl(
             aborting.start()
             releasing = threading.Thread(target=lambda: is_wanted.wait(30) and call_ends and may_leave.set())
             releasing.start()
-        tensor = on_simulated_gpu(torch.ones(3), comm.rank)
-        with pytest.raises(StallError, match="that was enough"):
-            comm.all_gather(tensor)
+
+        def call_until_aborted() -> None:
+            comm.all_gather(on_simulated_gpu(torch.ones(3), comm.rank))
             _reduce_until(comm, AssertionError)
+
+        with pytest.raises(StallError, match="that was enough"):
+            call_until_aborted()
         if comm.rank == 0:
             aborting.join(30)
             releasing.join(30)

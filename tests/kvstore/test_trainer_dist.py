@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gangline.kvstore import Trainer
+from gangline.kvstore import Trainer, create
 from tests.kvstore.parameter_server.processes import run_job
 
 pytestmark = pytest.mark.timeout(60)
@@ -51,3 +51,58 @@ def test_workers_with_unequal_batches_train_as_one_process(optimizer: tuple[str,
     for weights in run_job(play, 2, 2, optimizer, "dist_sync"):
         for got, expected in zip(weights, alone, strict=True):
             assert torch.linalg.norm(got - expected) / torch.linalg.norm(expected) < 1e-11
+
+
+class Branches(nn.Module):
+    """Network with two halves, of which a worker uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.left, self.right = (nn.Linear(5, 5).double() for _ in range(3))
+
+    def forward(self, data: Tensor, goes_left: bool) -> Tensor:
+        output: Tensor = (self.left if goes_left else self.right)(self.stem(data)).square().mean()
+        return output
+
+
+def branches(store: str) -> dict[str, Tensor]:
+    model = Branches()
+    trainer = Trainer(model, "sgd", {"learning_rate": 0.1}, store)
+    rank, size = trainer.kvstore.rank, SIZES[trainer.kvstore.rank]
+    for step in range(4):
+        trainer.zero_grad()
+        model(torch.arange(5.0 * size).view(size, 5).double().sin(), goes_left=(rank + step) % 2 == 0).backward()
+        trainer.step(size)
+    trainer.kvstore.close()
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_the_samples_of_workers_that_do_not_use_a_parameter_count_in_its_mean() -> None:
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        for rank, size in enumerate(SIZES):
+            loss = model(torch.arange(5.0 * size).view(size, 5).double().sin(), goes_left=(rank + step) % 2 == 0)
+            (loss * size / sum(SIZES)).backward()
+        optimizer.step()
+    for found in run_job(branches, 2, 1, "dist_sync"):
+        for name, expected in model.state_dict().items():
+            torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12)
+
+
+def compressed(store: str) -> tuple[Tensor, Tensor]:
+    with create(store) as kv:
+        kv.init("w", torch.zeros(4))
+        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+        kv.push_weighted("w", torch.tensor([1.25, -1.5, 0.5, 0.0]), 3.0)
+        out = torch.empty(4)
+        kv.pull("w", out)
+        return out, kv.compression_residuals()['"w"/0']
+
+
+def test_a_threshold_is_in_the_unit_of_a_workers_part_of_the_mean() -> None:
+    for out, residual in run_job(compressed, 2, 1, "dist_sync"):
+        assert out.tolist() == [1.0, -1.0, 0.0, 0.0]
+        assert residual.tolist() == [0.125, -0.25, 0.25, 0.0]

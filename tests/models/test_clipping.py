@@ -19,7 +19,7 @@ from gangline import Context, Module, cpu, gpu
 from gangline.collectives import Communicator, spawn
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer
-from gangline.models.reducer import reducer
+from gangline.kvstore.reducer import reducer
 from tests.kvstore.parameter_server.processes import run_job
 
 pytestmark = pytest.mark.timeout(110)

@@ -236,7 +236,7 @@ def test_accumulated_gradients_are_those_of_the_mean_over_all_batches() -> None:
 
 def test_a_step_never_has_the_host_wait_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels on the host are counted there; the first two steps create buckets, streams and kernels."""
-    monkeypatch.setattr("gangline.models.reducer.reducer.BUCKET_BYTES", 1 << 16)
+    monkeypatch.setattr("gangline.kvstore.reducer.reducer.BUCKET_BYTES", 1 << 16)
     layers = [layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.Tanh())]
     for places in groups_of_gpus():
         torch.manual_seed(0)
@@ -272,7 +272,7 @@ class Early(DeviceStore):
 
 
 def test_buckets_leave_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gangline.models.reducer.reducer.BUCKET_BYTES", 1 << 12)
+    monkeypatch.setattr("gangline.kvstore.reducer.reducer.BUCKET_BYTES", 1 << 12)
     for places in groups_of_gpus():
         network = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, CLASSES))
         with Early(len(places)) as store, Module(network, nn.CrossEntropyLoss(), places) as module:

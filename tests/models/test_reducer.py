@@ -28,7 +28,7 @@ from gangline.kvstore.buckets import Bucket
 from gangline.kvstore.device import DeviceStore
 from gangline.kvstore.local import LocalStore
 from gangline.kvstore.optimizer.spec import Key
-from gangline.models.reducer import reducer
+from gangline.kvstore.reducer import reducer
 
 LIMIT = 20.0
 """Seconds after which a test that waits has failed."""
@@ -282,7 +282,7 @@ def test_a_step_pushes_each_key_once_and_pulls_each_bucket_once(count: int, earl
     with Recorder() as store, Module(perceptron(), nn.MSELoss(), contexts(count)) as module:
         module.init_optimizer(store, "sgd", {"lr": 0.1})
         names = list(module.bound.replicas.first.parameters)
-        for number, size in enumerate((6, 6, 1, 7)):  # only one replica has a gradient for the third
+        for size in (6, 6, 1, 7):  # only one replica has a gradient for the third
             store.forget()
             if early:
                 module.forward_backward_update(*batch(size))
@@ -291,7 +291,7 @@ def test_a_step_pushes_each_key_once_and_pulls_each_bucket_once(count: int, earl
                 module.update()
             pushed = itertools.chain(*store.pushed, *store.one_by_one)
             assert Counter(pushed) == dict.fromkeys(names, 1)
-            assert bool(store.one_by_one) == (number == 0)
+            assert not store.one_by_one
             assert Counter(store.pulled) == Counter(store.pushed)
 
 

@@ -125,6 +125,7 @@ class ShardRounds:
         problems = [one.problem for one in pushes if one.problem]
         if all(one.is_refused for one in pushes):  # then every worker has raised its own error
             problems = []
+        weight = sum(one.weight for one in pushes if one.weight is not None and one.value is None)
         pushes = [one for one in pushes if one.value is not None]
         ranks = list(this.pushes)
         if problems or not pushes:
@@ -141,7 +142,7 @@ class ShardRounds:
             return self._thread_pool.scratch(shard.thread, nbytes)
 
         def work() -> None:
-            total = shard.total(pushes, allocate)
+            total = shard.total(pushes, allocate, weight)
             if optimizers is not None:
                 optimizers.apply(shard, total, this.learning_rate)
             elif isinstance(total, RowSparse):

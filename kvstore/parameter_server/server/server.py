@@ -319,6 +319,8 @@ class Server:
             use.release()
             return PushedValue(value, push.weight, _do_nothing)
         release = use.release
+        if kind == CODED and push.weight is not None and isinstance(value, Tensor):  # the worker has divided it
+            value.mul_(self._scheduler.num_workers)
         if kind == CODED:  # decoded into memory of the server
             use.release()
             release = _do_nothing

@@ -174,26 +174,29 @@ class Shard:
         self.warned = self.closed + 1
         return f"key {self.key!r}, round {self.warned}, waits for {name_ranks(missing)}; present: {name_ranks(present)}"
 
-    def total(self, pushes: Sequence[PushedValue], allocate: Callable[[int], Tensor]) -> Tensor | RowSparse:
+    def total(
+        self, pushes: Sequence[PushedValue], allocate: Callable[[int], Tensor], absent: float = 0.0
+    ) -> Tensor | RowSparse:
         """Return the sum of a round in the order given, or its weighted mean if a push has a weight.
 
         Args:
             pushes: at least one, all with values, in rank order.
             allocate: returns uint8 memory of a number of bytes for a dense sum.
+            absent: summed weights of the workers without a value, whose gradient is 0.
         """
         values = [one.value for one in pushes]
         weights = [one.weight for one in pushes]
         is_weighted = any(weight is not None for weight in weights)
         sparse = [value for value in values if isinstance(value, RowSparse)]
         if len(sparse) == len(values):
-            return mean_of_rows(sparse, weights) if is_weighted else summed(sparse, self.flat.device)
+            return mean_of_rows(sparse, weights, absent) if is_weighted else summed(sparse, self.flat.device)
         dense = [value.to_dense().view(-1) if isinstance(value, RowSparse) else value for value in values]
         out = allocate(self.flat.nbytes).view(self.flat.dtype)
-        add_up([value for value in dense if value is not None], out, weights if is_weighted else None)
+        add_up([value for value in dense if value is not None], out, weights if is_weighted else None, absent)
         return out
 
 
-def mean_of_rows(values: Sequence[RowSparse], weights: Sequence[float | None]) -> RowSparse:
+def mean_of_rows(values: Sequence[RowSparse], weights: Sequence[float | None], absent: float = 0.0) -> RowSparse:
     """Return the weighted mean of row-sparse values, as `add_up`; rows that no worker has stay absent."""
     factors = [1.0 if weight is None else weight for weight in weights]
     dtype = values[0].dtype
@@ -203,13 +206,13 @@ def mean_of_rows(values: Sequence[RowSparse], weights: Sequence[float | None]) -
         for value, factor in zip(values, factors, strict=True)
     ]
     total = summed(scaled, values[0].device)
-    return RowSparse(total.indices, total.values.div_(sum(factors) or 1.0).to(dtype), total.shape)
+    return RowSparse(total.indices, total.values.div_(sum(factors) + absent or 1.0).to(dtype), total.shape)
 
 
-def add_up(values: Sequence[Tensor], out: Tensor, weights: Sequence[float | None] | None) -> None:
+def add_up(values: Sequence[Tensor], out: Tensor, weights: Sequence[float | None] | None, absent: float = 0.0) -> None:
     """Write the sum, in the order given, into ``out``; float16 and bfloat16 are summed in float32 and rounded once.
 
-    With weights: sum of weight * value divided by the sum of weights, where None counts as 1.
+    With weights: sum of weight * value divided by the sum of weights and of ``absent``, where None counts as 1.
     """
     total = out
     narrow = out.dtype in (torch.float16, torch.bfloat16)
@@ -220,7 +223,7 @@ def add_up(values: Sequence[Tensor], out: Tensor, weights: Sequence[float | None
         torch.mul(values[0].to(total.dtype), factors[0], out=total)
         for value, factor in zip(values[1:], factors[1:], strict=True):
             total.add_(value.to(total.dtype), alpha=factor)
-        total.div_(sum(factors) or 1.0)
+        total.div_(sum(factors) + absent or 1.0)
     elif len(values) == 1:
         total.copy_(values[0])
     else:

@@ -190,7 +190,7 @@ def weights_make_a_round_a_mean(kv: KVStore) -> None:
         kv.push_weighted(key, torch.full((numel,), 2.0 * (kv.rank + 1), dtype=torch.float64), weights[kv.rank])
         kv.pull(key, out)
         torch.testing.assert_close(out, torch.full((numel,), expected, dtype=torch.float64), rtol=1e-14, atol=0)
-        kv.push_weighted(key, None if kv.rank else out.fill_(3.0), 5.0)  # absent workers do not count
+        kv.push_weighted(key, None if kv.rank else out.fill_(3.0 * n), 5.0)  # the samples of absent workers count
         kv.pull(key, out)
         assert out.unique().tolist() == [3.0]
         kv.push_weighted(key, None if kv.rank else out.fill_(7.0), 0.0 if kv.rank == 0 else 5.0)

@@ -180,7 +180,7 @@ def weights_make_a_mean(kv: KVStore) -> None:
 def a_worker_without_a_value_lets_the_others_go_on(kv: KVStore) -> None:
     kv.init("absent", torch.zeros(SMALL))
     out = torch.empty(SMALL)
-    kv.push_weighted("absent", None if kv.rank else ramp(SMALL, 5), 2.0)
+    kv.push_weighted("absent", None if kv.rank else ramp(SMALL, 5) * kv.num_workers, 2.0)  # the others' samples count
     kv.pull("absent", out)
     same(out, ramp(SMALL, 5))
     kv.push_weighted("absent", None, 1.0)  # no worker has a value: it stays

@@ -1,0 +1,444 @@
+"""Reducer: gradients gathered in flat buckets that are pushed to the store as soon as backward has filled them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from gangline.collectives.work import Work
+from gangline.kvstore.buckets import BUCKET_BYTES, Bucket, BucketValue, plan
+from gangline.kvstore.interface import KVStore
+from gangline.kvstore.optimizer.spec import Key
+from gangline.kvstore.sparse import RowSparse
+
+_log = logging.getLogger("gangline")
+Parameters = Mapping[Any, torch.Tensor]
+"""Trained parameters of a replica, by `Key`."""
+
+
+@dataclass(eq=False)
+class BucketState:
+    """A bucket with its flat tensors on every replica, and its progress in the current backward."""
+
+    bucket: Bucket
+    priority: int
+    weights: list[torch.Tensor]
+    """Flat weights, one tensor per replica; empty if the parameters keep memory of their own."""
+    gradients: list[torch.Tensor | None]
+    """Flat gradients, one per replica; None on the host, where gradients stay where autograd accumulates them."""
+    keys: list[Key] = field(init=False)
+    weight_views: list[dict[Key, torch.Tensor]] = field(init=False)
+    gradient_views: list[dict[Key, torch.Tensor]] = field(init=False)
+    pending: dict[int, set[Key]] = field(default_factory=dict)
+    """Keys of gradients yet to arrive, by replica index; empty if the bucket is not pushed before `finish`."""
+    is_full: bool = False
+    """True if all gradients of this backward have arrived."""
+    events: list[torch.cuda.Event] = field(default_factory=list)
+    """Events after which the flat gradients on GPUs are complete."""
+    push: Work | None = None
+    """The bucket's push in this step, if it was started."""
+
+    def __post_init__(self) -> None:
+        self.keys = self.bucket.keys
+        self.gradient_views = [self.bucket.views(flat) if flat is not None else {} for flat in self.gradients]
+        self.weight_views = [self.bucket.views(flat) for flat in self.weights]
+
+
+class Reducer:
+    """Pushes the gradients of all replicas to a store, and pulls the new weights.
+
+    The first backward is only recorded: the order in which its gradients arrive on rank 0 becomes that of the buckets,
+    and parameters with sparse gradients stay out of them. From then on the replicas' parameters are views of flat
+    tensors, into which the store's weights are copied whole, and hooks count the gradients of each bucket. On a GPU a
+    hook copies each gradient into a flat tensor, so that a bucket is one transfer; on the host there is no transfer to
+    save, and the store adds up gradients where autograd accumulated them.
+
+    Autograd does not accumulate into the flat tensor, because it would have to be cleared and read first; one copy
+    costs half of that, and no assignment to ``.grad`` by the user can detach a bucket.
+
+    Workers of a synchronous store push every bucket in every step, in one order, with their weight and the keys that
+    they have gradients for. They exchange nothing else, except the bucket order after the first backward and the row
+    numbers of sparse gradients.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameters],
+        store: KVStore,
+        *,
+        loose: Collection[Key] = (),
+        sparse: Collection[Key] = (),
+    ) -> None:
+        """Register hooks on the trained parameters.
+
+        Args:
+            parameters: the parameters of each replica, with the same keys.
+            store: store that holds the weights already.
+            loose: keys whose parameters must keep memory of their own.
+            sparse: keys whose gradients may be sparse.
+        """
+        self._parameters: list[dict[Key, torch.Tensor]] = [dict(of_replica) for of_replica in parameters]
+        self._store = store
+        self._in_step = store.num_workers > 1 and not store.is_async
+        self._buckets: list[BucketState] = []
+        self._bucket_of: dict[Key, BucketState] = {}
+        self._loose = set(loose)
+        self._sparse = set(sparse)  # keys whose gradients are pushed as rows, outside of buckets
+        self._arrivals: dict[Key, int] = {}  # arrivals of each gradient in the recorded backward, in order
+        self._active: list[int] = []  # indices of the replicas that take part in this backward
+        self._weight: float | None = None
+        self._repeated: set[Key] = set()  # parameters whose gradient arrives more than once
+        self._warned: set[Key] = set()
+        self._handed_back: set[Key] = set()  # parameters that are no views until the next step, see hand_back
+        self._lock = threading.Lock()
+        self._push_lock = threading.Lock()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index, key))  # type: ignore[no-untyped-call]
+            for index, of_replica in enumerate(self._parameters)
+            for key, parameter in of_replica.items()
+        ]
+
+    def begin(self, active: Iterable[int], *, push_early: bool, weight: float | None = None) -> None:
+        """Prepare for a backward.
+
+        Args:
+            active: indices of the replicas that take part in it.
+            push_early: push each bucket as soon as all of them have filled it, instead of in `finish`.
+            weight: as for `finish`.
+        """
+        self._active = list(active)
+        self._weight = weight
+        if not self._buckets:
+            self._arrivals.clear()
+        push_early = push_early and (self._in_step or weight != 0)
+        for state in self._buckets:
+            state.push = None
+            state.is_full = False
+            state.events.clear()
+            waits = not push_early or self._repeated.intersection(state.keys)
+            state.pending = {} if waits else {index: set(state.keys) for index in self._active}
+
+    def _on_gradient(self, index: int, key: Key, parameter: torch.Tensor) -> None:
+        """Count a gradient that autograd has just accumulated; runs in the autograd thread."""
+        state = self._bucket_of.get(key)
+        if state is None:
+            if not self._buckets and self._active and index == self._active[0]:
+                self._arrivals[key] = self._arrivals.get(key, 0) + 1
+            return
+        if state.push is not None:
+            raise RuntimeError(
+                f"parameter {key!r} got another gradient after its bucket was pushed, which happens if layers that "
+                "share a weight are checkpointed with use_reentrant=True; call forward_backward() and update() "
+                "instead of forward_backward_update()"
+            )
+        if not _copy_to_bucket(parameter, state.gradient_views[index].get(key)):
+            return
+        with self._lock:
+            pending = state.pending.get(index)
+            if pending is None:
+                return
+            pending.discard(key)
+            if pending:
+                return
+            if parameter.is_cuda:
+                state.events.append(torch.cuda.current_stream(parameter.device).record_event())
+            del state.pending[index]
+            if state.pending:
+                return
+            state.is_full = True
+        if self._in_step:
+            self._push_full()
+        else:
+            self._push(state, self._active, state.keys, async_op=True)
+
+    def _push_full(self) -> None:
+        """Push full buckets in order, up to the first that is not full."""
+        with self._push_lock:
+            for state in self._buckets:
+                if not state.is_full:
+                    return
+                if state.push is None:
+                    self._push(state, self._active, state.keys, async_op=True)
+
+    def _push(self, state: BucketState, indices: Iterable[int], keys: Sequence[Key], *, async_op: bool = False) -> None:
+        """Push a bucket's gradients of these replicas; ``keys`` have a gradient on some of them."""
+        for event in state.events:
+            torch.cuda.current_stream(event.device).wait_event(event)
+        if self._store.compresses and keys:  # every replica pushes, or residuals would be applied to other replicas
+            indices = range(len(self._parameters))
+        values: list[BucketValue] = [self._value(state, index, keys) for index in indices] if keys else []
+        if self._in_step:
+            state.push = self._store.push_bucket(
+                state.bucket, values or [{}], keys, state.priority, weight=self._weight, async_op=async_op
+            )
+        else:
+            state.push = self._store.push_bucket(state.bucket, values, keys, state.priority, async_op=async_op)
+
+    def _value(self, state: BucketState, index: int, keys: Sequence[Key]) -> BucketValue:
+        """Return a replica's gradients of a bucket, with zeros for missing ones where all must be pushed."""
+        flat, views = state.gradients[index], state.gradient_views[index]
+        parameters = self._parameters[index]
+        if flat is not None:
+            for key in keys:
+                if not _copy_to_bucket(parameters[key], views[key]):
+                    views[key].zero_()
+            return flat
+        gradients = {key: parameters[key].grad for key in keys}
+        if self._store.compresses:
+            return {key: torch.zeros_like(parameters[key]) if g is None else g for key, g in gradients.items()}
+        return {key: gradient for key, gradient in gradients.items() if gradient is not None}
+
+    def finish(self, weight: float | None = None) -> None:
+        """Push what was not pushed yet, and pull all weights into the replicas.
+
+        Parameters for which no replica of any worker has a gradient are left alone.
+
+        Args:
+            weight: None: gradients are summed over the workers. A number: the gradients are this worker's mean over
+                this weight, and the update uses the weighted mean over the workers. With weight 0 the gradients are
+                ignored; if all workers have weight 0, nothing is updated.
+        """
+        self._active = []
+        self._weight = weight
+        if self._in_step or weight != 0:
+            if not self._buckets:
+                self._form_buckets()
+            for state in self._buckets:
+                state.pending = {}  # a backward outside of a step must not push the bucket
+                if state.push is None:
+                    self._push_incomplete(state)
+            rows = self._push_rows()
+            if self._store.updates_wait:
+                for state in self._buckets:
+                    if state.push is not None:
+                        state.push.wait()  # a failed push must raise before any update
+                self._store.update()
+            self._pull_rows(rows)
+        self._pull_buckets()
+
+    def _push_incomplete(self, state: BucketState) -> None:
+        """Push a bucket that backward did not fill, with the keys that have gradients."""
+        self._make_dense(state.keys)
+        present = [
+            key for key in state.keys if any(of_replica[key].grad is not None for of_replica in self._parameters)
+        ]
+        if present or self._in_step:
+            used = [
+                index
+                for index, of_replica in enumerate(self._parameters)
+                if any(of_replica[key].grad is not None for key in present)
+            ]
+            self._push(state, used, present)
+
+    def _pull_buckets(self) -> None:
+        for state in sorted(self._buckets, key=lambda state: -state.priority):
+            if state.push is not None:
+                state.push.wait()
+                self._pull(state)
+                state.push = None
+
+    def _pull(self, state: BucketState) -> None:
+        if state.weights:
+            self._restore_views(state)
+            self._store.pull_bucket(state.bucket, state.weights, state.priority)
+        else:
+            self._store.pull(state.keys, [self._weights(key) for key in state.keys], state.priority)
+
+    def abandon(self) -> tuple[int, int]:
+        """After a failed backward, pull the store's weights into the replicas.
+
+        Returns:
+            The number of buckets that had been pushed, and the number of buckets.
+        """
+        self._active = []
+        pushed = [state for state in self._buckets if state.push is not None]
+        if self._store.updates_wait:  # nothing has been updated
+            self._store.drop_updates()
+            pushed = []
+        for state in self._buckets:
+            state.pending = {}
+            self._pull(state)  # ordered after its push, if there was one
+            state.push = None
+        unbucketed = [key for key in self._parameters[0] if key not in self._bucket_of]
+        self._store.pull(unbucketed, [self._weights(key) for key in unbucketed])
+        return len(pushed), len(self._buckets)
+
+    # Sparse gradients
+
+    def _push_rows(self) -> dict[Key, torch.Tensor | None]:
+        """Push sparse gradients; return the numbers of the rows to pull, by key (None: all rows)."""
+        rows: dict[Key, torch.Tensor | None] = {}
+        for key in self._parameters[0]:
+            if key not in self._sparse:
+                continue
+            gradients = [_rows_of(p[key].grad) for p in self._parameters if p[key].grad is not None]  # type: ignore[arg-type]
+            if self._in_step:
+                rows[key] = self._exchange_numbers(gradients if self._weight != 0 else [])
+                if self._weight is None:
+                    self._store.push(key, gradients or [_rows_of(self._parameters[0][key].detach(), 0)])
+                else:
+                    self._store.push_weighted(key, gradients or None, self._weight)
+            elif gradients:
+                self._store.push(key, gradients)
+                rows[key] = (
+                    _numbers_of(gradients) if self._store.num_workers == 1 else None
+                )  # others changed other rows
+        return rows
+
+    def _exchange_numbers(self, gradients: Sequence[RowSparse]) -> torch.Tensor:
+        """Return the numbers of the rows that any worker pushes. Collective."""
+        for state in self._buckets:
+            if state.push is not None:
+                state.push.wait()  # keeps the workers' collective calls in one order
+        received = self._store.group.all_gather(_numbers_of(gradients), "numbers of sparse rows")
+        return _distinct([numbers for numbers in received if numbers is not None])
+
+    def _pull_rows(self, rows: Mapping[Key, torch.Tensor | None]) -> None:
+        for key, numbers in rows.items():
+            if numbers is None:
+                self._store.pull(key, self._weights(key))
+            else:
+                self._store.row_sparse_pull(key, self._weights(key), row_ids=numbers)
+
+    def _make_dense(self, keys: Iterable[Key]) -> None:
+        """Convert sparse gradients of parameters whose first gradient was dense."""
+        for key in keys:
+            for of_replica in self._parameters:
+                gradient = of_replica[key].grad
+                if gradient is not None and is_sparse(gradient):
+                    of_replica[key].grad = gradient.to_dense()
+                    self._warn_once(
+                        key, "the gradient of parameter %r became sparse after the first step; it is sent dense"
+                    )
+
+    # Buckets
+
+    def _form_buckets(self) -> None:
+        """Create the buckets in the order of arrival, and make the parameters views of them.
+
+        Collective among workers in step: rank 0's order counts, then the others' for parameters that rank 0 lacks.
+        Parameters without a gradient go to buckets of their own, behind.
+        """
+        repeated = [key for key, count in self._arrivals.items() if count > 1]
+        sparse = [key for key in self._parameters[0] if any(is_sparse(p[key].grad) for p in self._parameters)]
+        unseen = [
+            key for key in reversed(self._parameters[0]) if any(p[key].grad is not None for p in self._parameters)
+        ]
+        own = [list(dict.fromkeys([*self._arrivals, *unseen])), repeated, sparse]
+        received = [own]
+        if self._in_step:
+            gathered = self._store.group.all_gather(own, "order of buckets")
+            received = [theirs for theirs in gathered if theirs is not None]
+        order, all_repeated, all_sparse = (
+            dict.fromkeys(key for theirs in received for key in theirs[part]) for part in range(3)
+        )
+        if not order:  # no worker had samples
+            return
+        self._repeated.update(all_repeated)
+        self._sparse.update(all_sparse)
+        dense = [key for key in order if key not in self._sparse]
+        others = [key for key in self._parameters[0] if key not in order]
+        for keys in (order, others):
+            dense = [key for key in keys if key not in self._sparse]
+            self._add_buckets([key for key in dense if key not in self._loose], is_flat=True)
+            self._add_buckets([key for key in dense if key in self._loose], is_flat=False)
+
+    def _add_buckets(self, keys: Sequence[Key], *, is_flat: bool) -> None:
+        devices = [next(iter(of_replica.values())).device for of_replica in self._parameters]
+        for bucket in plan([(key, self._parameters[0][key].detach()) for key in keys], BUCKET_BYTES):
+            if is_flat:
+                self._store.fuse(bucket)
+            state = BucketState(
+                bucket,
+                len(
+                    self._buckets
+                ),  # the last to arrive belongs to the first layers, which the next forward needs first
+                [bucket.empty(device) for device in devices] if is_flat else [],
+                [bucket.empty(device) if is_flat and device.type == "cuda" else None for device in devices],
+            )
+            self._buckets.append(state)
+            self._bucket_of.update(dict.fromkeys(state.keys, state))
+            for of_replica, views in zip(self._parameters, state.weight_views, strict=is_flat):
+                for key, view in views.items():
+                    view.copy_(of_replica[key].detach())
+                    of_replica[key].data = view
+
+    def _restore_views(self, state: BucketState) -> None:
+        """Make parameters views of the bucket again if user code gave them other memory."""
+        for of_replica, views in zip(self._parameters, state.weight_views, strict=True):
+            for key, view in views.items():
+                parameter = of_replica[key]
+                if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
+                    parameter.data = view
+                    if key in self._handed_back:
+                        self._handed_back.discard(key)
+                    else:
+                        self._warn_once(key, "parameter %r had moved to memory of its own; it is back in its bucket")
+
+    def _warn_once(self, key: Key, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            _log.warning(message, key)
+
+    def _weights(self, key: Key) -> list[torch.Tensor]:
+        return [of_replica[key].data for of_replica in self._parameters]
+
+    @torch.no_grad()
+    def hand_back(self) -> None:
+        """Give the parameters of the user's network memory of their own, until the next step.
+
+        Saving a part of the network then does not write the whole buckets that its parameters would be views of.
+        """
+        for state in self._buckets:
+            for key, view in state.weight_views[0].items() if state.weight_views else ():
+                parameter = self._parameters[0][key]
+                if parameter.data_ptr() == view.data_ptr():
+                    parameter.data = view.clone()
+                    self._handed_back.add(key)
+
+    def close(self) -> None:
+        """Remove the hooks, and hand back the parameters."""
+        self.hand_back()
+        for hook in self._hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def _copy_to_bucket(parameter: torch.Tensor, view: torch.Tensor | None) -> bool:
+    """Copy a gradient into its view of the bucket, if there is one; return False if it is None or sparse."""
+    gradient = parameter.grad
+    if gradient is None or is_sparse(gradient):
+        return False
+    if view is not None and (gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride()):
+        view.copy_(gradient)
+        parameter.grad = view.detach()  # a separate tensor object: a user's ``grad.data = ...`` must not move the view
+    return True
+
+
+def is_sparse(gradient: torch.Tensor | None) -> bool:
+    """Return True if there is a gradient and it is sparse."""
+    return gradient is not None and gradient.layout != torch.strided
+
+
+def _rows_of(gradient: torch.Tensor, count: int | None = None) -> RowSparse:
+    """Return a gradient as rows; of a dense one the first ``count`` rows (None: all)."""
+    if is_sparse(gradient):
+        return RowSparse.from_coo(gradient)
+    values = gradient[:count]
+    return RowSparse(torch.arange(len(values), device=gradient.device), values, gradient.shape)
+
+
+def _numbers_of(gradients: Sequence[RowSparse]) -> torch.Tensor:
+    """Return the numbers of the rows of any of these, ascending, on the host."""
+    return _distinct([one.indices.cpu() for one in gradients])
+
+
+def _distinct(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    found: torch.Tensor = torch.unique(torch.cat([torch.empty(0, dtype=torch.int64), *numbers]))
+    return found

@@ -1,0 +1,160 @@
+"""What the workers of a job exchange in a training step: buckets, and nothing beside them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from gangline import Module, cpu
+from gangline.collectives import Communicator, spawn
+from gangline.kvstore import KVStore, create
+from gangline.kvstore.allreduce.negotiation import WorkerGroup
+from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
+from gangline.kvstore.reducer import reducer
+from tests.kvstore.parameter_server.processes import run_job
+
+FEATURES, CLASSES = 6, 3
+
+
+class Branches(nn.Module):
+    """Network with a branch that only some samples use, and a layer that none uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.stem, self.branch, self.unused = (nn.Linear(FEATURES, FEATURES) for _ in range(3))
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(data).tanh()
+        if (data[:, :1] > 0).any():
+            hidden = hidden + self.branch(hidden) * (data[:, :1] > 0)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+def batches(rank: int) -> list[Any]:
+    """Return this worker's batches: of its own size, one without samples, some without a sample for the branch."""
+    generator = torch.Generator().manual_seed(rank)
+    made: list[Any] = []
+    for step in range(6):
+        data = torch.randn(3 + rank + step, FEATURES, generator=generator)
+        data[:, 0] = data[:, 0].abs() * (-1 if (step + rank) % 2 else 1)
+        made.append((data, torch.randint(CLASSES, (len(data),), generator=generator)))
+    made[3 + rank] = (None, None)
+    return made
+
+
+def counting(calls: Counter[str], owner: Any, name: str, patch: pytest.MonkeyPatch) -> None:
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        calls[name] += 1
+        return original(*arguments, **options)
+
+    patch.setattr(owner, name, counted)
+
+
+def steps(store: KVStore, rank: int, calls: Counter[str]) -> tuple[list[dict[str, int]], int]:
+    """Return the calls of each step after the first, and the number of buckets."""
+    with Module(Branches(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
+        module.init_optimizer(store, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
+        found = []
+        for number, (data, label) in enumerate(batches(rank)):
+            calls.clear()
+            if number % 2:
+                module.forward_backward_update(data, label)
+            else:
+                module.forward_backward(data, label)
+                module.update()
+            found.append(dict(calls))
+        return found[1:], len(module._step.optimizer._reducer._buckets)  # type: ignore[union-attr]
+
+
+def allreduce_steps(comm: Communicator) -> Any:
+    calls: Counter[str] = Counter()
+    with pytest.MonkeyPatch.context() as patch, create("allreduce", communicator=comm) as store:
+        patch.setattr(reducer, "BUCKET_BYTES", 200)
+        for name in ("all_gather", "all_reduce", "broadcast"):
+            counting(calls, WorkerGroup, name, patch)
+        return steps(store, comm.rank, calls)
+
+
+def test_a_step_of_allreduce_gathers_one_header_and_reduces_one_tensor_per_bucket() -> None:
+    for found, buckets in spawn(allreduce_steps, 2):
+        assert buckets > 3
+        for calls in found:
+            assert calls.keys() <= {"all_gather", "all_reduce"}
+            assert calls["all_gather"] == buckets
+            assert 0 < calls["all_reduce"] < buckets  # the unused layer's has no gradients
+
+
+def server_steps(name: str) -> Any:
+    calls: Counter[str] = Counter()
+    with pytest.MonkeyPatch.context() as patch, create(name) as store:
+        counting(calls, SchedulerClient, "_send", patch)
+        return steps(store, store.rank, calls)[0]
+
+
+def test_a_step_of_dist_sync_sends_the_scheduler_nothing() -> None:
+    for found in run_job(server_steps, 2, 1, "dist_sync"):
+        assert found == [{}] * 5
+
+
+class Stream(IterableDataset[Any]):
+    """Batches without a length."""
+
+    def __init__(self, own: list[Any]) -> None:
+        self.own = own
+
+    def __iter__(self) -> Any:
+        return iter(self.own)
+
+
+def own_batches(rank: int, count: int) -> list[Any]:
+    generator = torch.Generator().manual_seed(rank)
+    return [
+        (torch.randn(2 + rank, FEATURES, generator=generator).double(), torch.randint(CLASSES, (2 + rank,)))
+        for _ in range(count)
+    ]
+
+
+def epochs_in_a_job(comm: Communicator) -> Any:
+    """Return the exchanges of an epoch, and the batches seen in it, for each kind of loader and length."""
+    found = []
+    for kind in ("loader", "list", "stream"):
+        for count in (4, 12):
+            data: Any = own_batches(comm.rank, count - 3 * comm.rank)
+            if kind != "list":
+                data = Stream(data) if kind == "stream" else data
+                data = DataLoader(data, batch_size=None)
+            calls: Counter[str] = Counter()
+            seen: list[int] = []
+            with pytest.MonkeyPatch.context() as patch, create("allreduce", communicator=comm) as store:
+                counting(calls, store, "exchange", patch)
+                patch.setattr("gangline.models.loop.stopping._SECONDS", 100.0)
+                with Module(nn.Linear(FEATURES, CLASSES).double(), nn.CrossEntropyLoss(), cpu()) as module:
+                    module.fit(
+                        data,
+                        num_epoch=1,
+                        kvstore=store,
+                        eval_metric="loss",
+                        batch_end_callback=lambda param, seen=seen: seen.append(param.nbatch),
+                    )
+            found.append((kind, count, calls["exchange"], seen))
+    return found
+
+
+def test_loaders_that_end_at_different_steps_exchange_their_lengths_and_not_each_step() -> None:
+    first, second = spawn(epochs_in_a_job, 2)
+    assert first == second
+    assert all(seen == list(range(count)) for _, count, _, seen in first)
+    exchanges = {(kind, count): calls for kind, count, calls, _ in first}
+    for kind in ("loader", "list"):
+        assert exchanges[kind, 12] - exchanges[kind, 4] == 2  # of stop requests, after the fourth and eighth update
+    assert exchanges["stream", 12] - exchanges["stream", 4] == 1 + 2  # the eighth update; every four batches
