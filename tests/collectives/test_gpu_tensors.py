@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -424,9 +425,9 @@ def test_an_abort_waits_for_the_thread_inside_nccl(
             releasing = threading.Thread(target=lambda: is_wanted.wait(30) and call_ends and may_leave.set())
             releasing.start()
         tensor = on_simulated_gpu(torch.ones(3), comm.rank)
-        with pytest.raises(StallError, match="that was enough"):
+        with suppress(StallError):  # the call may end before the abort
             comm.all_gather(tensor)
-            _reduce_until(comm, AssertionError)
+        assert _reduce_until(comm, StallError) == "that was enough"
         if comm.rank == 0:
             aborting.join(30)
             releasing.join(30)

@@ -62,7 +62,9 @@ class ZmqTransport(Transport):
             # In effect never: after a reconnection, messages in flight would be missing. Not -1: note 3.
             int(zmq.RECONNECT_IVL): (1 << 31) - 1,
         }
-        self._peers = PeerSockets(rank, size, exchange, address=address, options=options)
+        self._peers = PeerSockets(
+            rank, size, exchange, address=address, options=options, check=lambda missing, _: wait_policy.check(missing)
+        )
         for connection in self._peers.sockets.values():
             connection.socket.copy_threshold = 0  # a copied last frame would be done before the frames ahead of it
         self._sent = dict.fromkeys(self._peers.sockets, 0)  # number of messages, by which losses are detected
