@@ -28,6 +28,12 @@ PARENT_CHECK_SECONDS = 1.0
 
 # Connections.
 
+BOOTSTRAP_WARN_SECONDS = 5.0
+"""Waiting time at the rendezvous after which a warning names the missing ranks."""
+
+BOOTSTRAP_STATE_CHECK_SECONDS = 0.2
+"""Time between two checks at the rendezvous that the ranks of this host are alive."""
+
 CONNECT_SECONDS = 60.0
 """Time for all peers to connect and to complete the handshake. All are running: they have exchanged addresses."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import os
 import socket
 import time
@@ -17,10 +18,12 @@ from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore  # 
 from gangline.collectives.bootstrap.launcher_environment import LOOPBACK, find_rank_info
 from gangline.collectives.bootstrap.store_all_gather import StoreAllGather, store_errors
 from gangline.collectives.errors import StallError
-from gangline.collectives.limits import limits
+from gangline.collectives.limits import BOOTSTRAP_WARN_SECONDS, limits
 from gangline.collectives.liveness.process_state import boot_id
 from gangline.collectives.transports.addresses import check_address, local_address
 from gangline.collectives.transports.base import BootstrapAllGather
+
+_log = logging.getLogger("gangline")
 
 
 class Rendezvous:
@@ -133,16 +136,20 @@ def _serve_store(host: str, port: int) -> Store:
 
 def _connect_store(host: str, port: int, timeout: float) -> Store:
     """Connect to the store at an address, and wait until it is open."""
-    ends, pause = time.monotonic() + timeout, 0.005
+    begin, pause, is_warned = time.monotonic(), 0.005, False
     while True:
+        left = begin + timeout - time.monotonic()
         try:
-            socket.create_connection((host, port), timeout=max(1.0, ends - time.monotonic())).close()
+            socket.create_connection((host, port), timeout=min(max(1.0, left), BOOTSTRAP_WARN_SECONDS)).close()
             return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
         except OSError as error:
-            if time.monotonic() + pause > ends:
+            if pause > left:
                 raise StallError(
                     f"rank 0 did not open its store at {host}:{port} within {timeout:g} s: {error}"
                 ) from error
+            if not is_warned and time.monotonic() > begin + BOOTSTRAP_WARN_SECONDS:
+                is_warned = True
+                _log.warning("waiting for rank 0, which has not opened its store at %s:%d: %s", host, port, error)
         time.sleep(pause)
         pause = min(2 * pause, 0.2)
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+import msgpack
 from torch.distributed import DistNetworkError, Store  # type: ignore[attr-defined]
 
 from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
+from gangline.collectives.limits import BOOTSTRAP_STATE_CHECK_SECONDS, BOOTSTRAP_WARN_SECONDS
+from gangline.collectives.liveness.process_state import state_of, this_process
+
+_log = logging.getLogger("gangline")
 
 
 class StoreAllGather:
     """A `BootstrapAllGather` over a store that all ranks share; no other code may use its keys.
 
-    Each round's keys are deleted, so that a store that outlives the ranks can serve others.
+    Each round's keys are deleted, so that a store that outlives the ranks can serve others. The first round also
+    gathers the ranks' process identities, by which later rounds notice a rank of this host that has died.
 
     Args:
         store: TCPStore, FileStore, HashStore, or a prefix of one.
@@ -34,16 +41,25 @@ class StoreAllGather:
         self._where = where
         self._server = server
         self._rounds = itertools.count()
+        self._processes: list[list[str | int]] = []
 
     def __call__(self, blob: bytes) -> list[bytes]:
         """Return the bytes of all ranks, in rank order. Collective: all ranks must call it.
 
         Raises:
             StallError: if ranks did not call in time; the message names them.
-            DeadNodeError: if the process that serves the store is gone.
+            DeadNodeError: if the process that serves the store is gone, or a rank of this host that took part in an
+                earlier round.
         """
         if self._size == 1:
             return [blob]
+        if not self._processes:
+            gathered = [msgpack.unpackb(one) for one in self._gather(msgpack.packb([this_process(), blob]))]
+            self._processes = [process for process, _ in gathered]
+            return [blob for _, blob in gathered]
+        return self._gather(blob)
+
+    def _gather(self, blob: bytes) -> list[bytes]:
         number = next(self._rounds)
         blob_keys, done_keys = ([f"{number}/{word}/{rank}" for rank in range(self._size)] for word in ("blob", "done"))
         with store_errors(self._rank, self._size, self._server):
@@ -62,15 +78,33 @@ class StoreAllGather:
 
     def _wait(self, keys: list[str]) -> None:
         """Poll until the store has all the keys of a round; the store's own wait cannot be interrupted."""
-        ends, pause = time.monotonic() + self._timeout, 0.001
+        begin, pause = time.monotonic(), 0.001
+        next_state_check, is_warned = begin + BOOTSTRAP_STATE_CHECK_SECONDS, False
         while not self._store.check(keys):
-            if time.monotonic() > ends:
-                missing = [int(key.rpartition("/")[2]) for key in keys if not self._store.check([key])]
+            now = time.monotonic()
+            if now >= next_state_check:
+                next_state_check = now + BOOTSTRAP_STATE_CHECK_SECONDS
+                self._check_alive(keys)
+            if now > begin + self._timeout:
                 raise StallError(
-                    f"{name_ranks(missing)} of {self._size} did not reach {self._where} within {self._timeout:g} s"
+                    f"{name_ranks(self._missing(keys))} of {self._size} did not reach {self._where} within "
+                    f"{self._timeout:g} s"
                 )
+            if not is_warned and now > begin + BOOTSTRAP_WARN_SECONDS:
+                is_warned = True
+                missing = name_ranks(self._missing(keys))
+                _log.warning("rank %d waits at %s for %s of %d", self._rank, self._where, missing, self._size)
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
+
+    def _missing(self, keys: list[str]) -> list[int]:
+        return [int(key.rpartition("/")[2]) for key in keys if not self._store.check([key])]
+
+    def _check_alive(self, keys: list[str]) -> None:
+        dead = {rank for rank, process in enumerate(self._processes) if not state_of(process)}
+        missing = dead.intersection(self._missing(keys) if dead else ())  # a rank may have reached it before it died
+        if missing:
+            raise DeadNodeError(f"{name_ranks(missing)} of {self._size} died before all had joined at {self._where}")
 
 
 @contextmanager

@@ -16,13 +16,12 @@ from gangline.collectives.call_signature import CallSignature, encode_signature
 from gangline.collectives.engine.engine import Engine, GroupResources
 from gangline.collectives.engine.host_staging import flat_buffer, write_back
 from gangline.collectives.errors import GanglineError, MismatchError
+from gangline.collectives.limits import WAIT_CHECK_SECONDS
 from gangline.collectives.streams import Ordered, SideStreams
 from gangline.collectives.transports.base import MessageTag, ReceiveRequest, SendRequest
 from gangline.collectives.work import Work
 
 _POLLS = 200  # before the first sleep
-_SLEEP_SECONDS = 0.0002
-_CHECK_SECONDS = 0.01
 
 
 @dataclass(eq=False, slots=True)
@@ -64,7 +63,7 @@ class _EarlyMessage:
 
 
 class PointToPoint:
-    """Messages of one rank. Any thread that waits makes all of them progress; if none waits, a thread does."""
+    """Messages of one rank. A background thread moves them while asynchronous ones are pending, else the caller."""
 
     def __init__(self, resources: GroupResources, engine: Engine) -> None:
         self._engine = engine
@@ -91,6 +90,7 @@ class PointToPoint:
                 self._watchdog.begin(0, code)
             with self._end_on_error(code):
                 request = self._transport.send(to, flat.view(torch.uint8), MessageTag(tag, code))
+            self._wake_thread()
             if request.is_done():
                 return Work.finished("send")
             work = Work("send")
@@ -107,6 +107,7 @@ class PointToPoint:
             self._check_open()
             recv_code = encode_signature("recv", tensor.numel(), tensor.dtype, None, None)
             self._receives.append(_PendingReceive(tensor, source, MessageTag(tag, code), work, recv_code, section))
+            self._wake_thread()
         return work
 
     def finish(self, work: Work, *, async_op: bool) -> Work | None:
@@ -119,7 +120,12 @@ class PointToPoint:
             self._progress_in_background()
             return work
         try:
-            self._progress_until(work)
+            if self._thread is None:
+                self._progress_until(work.is_completed)
+            else:  # it ends when no message is pending
+                work.wait()
+        except GanglineError:
+            raise
         except BaseException as error:  # an interrupted call must not take a later message
             with self._lock:
                 self._fail(error, self._timed_code)
@@ -132,8 +138,10 @@ class PointToPoint:
         with self._lock:
             if self._error is None:
                 self._end(GanglineError("the communicator is closed"))
-        if self._thread is not None:
-            self._thread.join()
+            self._wake_thread()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
 
     def _check_open(self) -> None:
         self._engine.check_open()
@@ -147,32 +155,43 @@ class PointToPoint:
                 self._thread.start()
 
     def _run_thread(self) -> None:
+        def is_over() -> bool:
+            if self._sends or self._receives:
+                return False
+            self._thread = None
+            return True
+
+        self._progress_until(is_over)
+
+    def _wake_thread(self) -> None:
+        """Make a sleeping background thread look at the pending messages; the caller holds the lock."""
+        if self._thread is not None:
+            self._transport.wake()
+
+    def _progress_until(self, is_over: Callable[[], bool]) -> None:
+        """Advance all messages until ``is_over()``, which is called under the lock."""
         idle_polls = 0
+        checked = time.monotonic()
         while True:
+            wait: Callable[[float], None] = time.sleep
             with self._lock:
-                if not self._sends and not self._receives:
-                    self._thread = None
+                if is_over():
                     return
+                if idle_polls >= _POLLS:
+                    sources, targets = {one.source for one in self._receives}, {one.to for one in self._sends}
+                    wait = self._transport.waiter(sources, targets)
                 idle_polls = 0 if self._progress() else idle_polls + 1
-            self._pause(idle_polls)
+            self._pause(wait, idle_polls)
+            if time.monotonic() - checked >= WAIT_CHECK_SECONDS:
+                checked = time.monotonic()
+                self._check_waits()
 
-    def _progress_until(self, work: Work) -> None:
-        idle_polls = 0
-        while not work.is_completed():
-            with self._lock:
-                idle_polls = 0 if work.is_completed() or self._progress() else idle_polls + 1
-            self._pause(idle_polls)
-
-    def _pause(self, idle_polls: int) -> None:
-        """Yield for the first polls without a message, then sleep; check every 10 ms that waiting makes sense."""
-        if idle_polls < _POLLS:
-            time.sleep(0)  # lets another thread or process send the message
-            return
-        time.sleep(_SLEEP_SECONDS)
-        if idle_polls % int(_CHECK_SECONDS / _SLEEP_SECONDS) == 0:
-            self._check_waits()
+    def _pause(self, wait: Callable[[float], None], idle_polls: int) -> None:
+        """Yield for the first polls without a message, which lets another thread or process send it, then sleep."""
+        wait(WAIT_CHECK_SECONDS if idle_polls > _POLLS else 0)
 
     def _check_waits(self) -> None:
+        """Check that waiting makes sense."""
         with self._lock:
             peers = [one.source for one in self._receives] + [one.to for one in self._sends]
             if not peers:

@@ -13,7 +13,14 @@ import msgpack
 import zmq
 
 from gangline.collectives.call_signature import CallSignature
-from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
+from gangline.collectives.errors import (
+    DeadNodeError,
+    GanglineError,
+    MismatchError,
+    ProtocolError,
+    StallError,
+    name_ranks,
+)
 from gangline.collectives.limits import (
     MEMBERSHIP_LINGER_SECONDS,
     RECONNECT_SECONDS,
@@ -111,7 +118,9 @@ class ProcessMembership(Membership):
         self._stopped_since: dict[int, float] = {}
         self._next_state_check = 0.0
         identity = msgpack.packb(this_process())
-        self._peers = PeerSockets(rank, size, exchange, address=address, options=options, payload=identity)
+        self._peers = PeerSockets(
+            rank, size, exchange, address=address, options=options, payload=identity, check=_check_alive
+        )
         self._processes = [_read_process(peer, packed) for peer, packed in enumerate(self._peers.payloads)]
         self._announced: dict[int, tuple[int, int]] = {}  # peer -> the call that it was last sent
         self._failure_message = b""
@@ -296,6 +305,12 @@ def _is_call(code: int) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _check_alive(ranks: list[int], payloads: list[bytes]) -> None:
+    dead = [rank for rank in ranks if not state_of(_read_process(rank, payloads[rank]))]
+    if dead:
+        raise DeadNodeError(f"{name_ranks(dead)} died while the ranks connected")
 
 
 def _read_process(rank: int, packed: bytes) -> list[str | int]:

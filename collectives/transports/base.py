@@ -7,12 +7,15 @@ whenever it blocks. transports/in_process.py is the shortest complete example.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from gangline.collectives.limits import PROGRESS_POLL_SECONDS
 
 PIECE = 1 << 19
 """Bytes of one piece of a message: small enough to stay in a core's cache while it is reduced or copied."""
@@ -126,6 +129,21 @@ class Transport(ABC):
         Returns:
             Whether messages are left that need further calls.
         """
+
+    def waiter(self, sources: Collection[int], targets: Collection[int]) -> Callable[[float], None]:  # noqa: ARG002
+        """Return a function that sleeps for so many seconds, until a message arrives or leaves, or until `wake`.
+
+        It counts events since `waiter` returned: call `poll` and `progress` in between. It is called once, by a thread
+        that may run beside other calls of the transport.
+
+        Args:
+            sources: ranks whose messages end the sleep.
+            targets: ranks with outgoing messages.
+        """
+        return lambda seconds: time.sleep(min(seconds, PROGRESS_POLL_SECONDS))
+
+    def wake(self) -> None:  # noqa: B027  for transports whose waiters sleep longer
+        """End the sleep of a `waiter`."""
 
     def empty(self, nbytes: int, exchange: BootstrapAllGather) -> Tensor:  # noqa: ARG002  for transports that share memory
         """Return an uninitialised uint8 tensor, in memory that other ranks can read if the medium has such memory.

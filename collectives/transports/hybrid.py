@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
-from gangline.collectives.limits import PROGRESS_POLL_SECONDS, WAIT_CHECK_SECONDS
+from gangline.collectives.limits import FUTEX_SLEEP_SECONDS, PROGRESS_POLL_SECONDS, WAIT_CHECK_SECONDS
 from gangline.collectives.transports.base import (
     BootstrapAllGather,
     MessageTag,
@@ -66,6 +66,22 @@ class HybridTransport(Transport):
     def progress(self) -> bool:  # noqa: D102
         self._network.progress()
         return self._local.progress()
+
+    def waiter(self, sources: Collection[int], targets: Collection[int]) -> Callable[[float], None]:  # noqa: D102
+        local = [
+            [self._local_index[rank] for rank in ranks if rank in self._local_index] for ranks in (sources, targets)
+        ]
+        far = [[rank for rank in ranks if rank not in self._local_index] for ranks in (sources, targets)]
+        if not any(far):
+            return self._local.waiter(*local)
+        wait = self._network.waiter(*far)
+        if not any(local):
+            return wait
+        return lambda seconds: wait(min(seconds, FUTEX_SLEEP_SECONDS))  # it does not hear the ranks of this host
+
+    def wake(self) -> None:  # noqa: D102
+        self._local.wake()
+        self._network.wake()
 
     def empty(self, nbytes: int, exchange: BootstrapAllGather) -> Tensor:  # noqa: D102
         with within(exchange, list(self._local_index)) as local_exchange:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,13 +31,21 @@ class ThreadGroup:
         self.queues = {(a, b): deque[_Message]() for a in range(size) for b in range(size)}
         self.marks = [[(0, 0, 0)] * size for _ in (0, 1)]  # [parity][rank]: count, sequence, code
         self.slots = [[torch.empty(SLOT_BYTES, dtype=torch.uint8) for _ in range(size)] for _ in (0, 1)]
+        self.updates = 0
+        """Number of calls of `update`."""
         self._changed = threading.Condition()
 
     def update(self, change: Callable[[], None]) -> None:
         """Call ``change`` under the lock and notify all waiting threads."""
         with self._changed:
             change()
+            self.updates += 1
             self._changed.notify_all()
+
+    def wait_for_update(self, seen: int, seconds: float) -> None:
+        """Block until there have been more than ``seen`` updates, or for so many seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.updates > seen, seconds)
 
     def wait(self, ready: Callable[[], bool], wait_policy: WaitPolicy, peer: int) -> None:
         """Block until ``ready()``, which ``peer`` makes true.
@@ -78,6 +87,12 @@ class InProcessTransport(Transport):
 
     def progress(self) -> bool:  # noqa: D102
         return False
+
+    def waiter(self, sources: Collection[int], targets: Collection[int]) -> Callable[[float], None]:  # noqa: ARG002, D102
+        return partial(self._group.wait_for_update, self._group.updates)
+
+    def wake(self) -> None:  # noqa: D102
+        self._group.update(lambda: None)
 
     def close(self) -> None:  # noqa: D102
         pass

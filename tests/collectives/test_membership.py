@@ -30,6 +30,7 @@ from gangline.collectives.call_signature import CallSignature
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.membership import CLOSED, LOST, ProcessMembership, ThreadMembership
+from gangline.collectives.liveness.process_state import this_process
 from gangline.collectives.liveness.watchdog import Watchdog, mismatch
 from gangline.collectives.processes import process_pool
 from gangline.collectives.transports.addresses import check_address
@@ -90,6 +91,21 @@ def test_a_killed_rank_is_gone_for_all_others(address: str, size: int, victim: i
         ranks.kill(victim)
         for rank in set(range(size)) - {victim}:
             assert ranks.heard(rank)[victim] == LOST
+
+
+def _die_before_the_connection(rank: Rank, address: str) -> None:
+    if rank.rank == 1:
+        rank.exchange(msgpack.packb((msgpack.packb(this_process()), {})))
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(DeadNodeError) as raised:
+        open_membership(rank, address)
+    rank.tell(str(raised.value))
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_a_rank_that_dies_while_the_ranks_connect_is_named(address: str) -> None:
+    with Processes(_die_before_the_connection, 2, address) as ranks:
+        assert ranks.heard(0) == "rank 1 died while the ranks connected"
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
@@ -406,6 +422,11 @@ def test_a_lost_connection_may_be_restored() -> None:
 
 def _count_descriptors(rank: Rank, address: str) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as other:  # starts pyzmq's thread that frees sent memory
+        other.copy_threshold = 0
+        other.linger = 0
+        other.connect("inproc://nobody")
+        other.send(b"", copy=False, track=True)
     before = len(os.listdir("/proc/self/fd"))
     membership = open_membership(rank, address, limit=10)
     rank.tell(len(os.listdir("/proc/self/fd")) - before)

@@ -21,6 +21,7 @@ from gangline.collectives.transports.in_process import InProcessTransport
 from gangline.collectives.transports.shm import transport as shm_transport
 from gangline.collectives.work import Work
 from tests.collectives.ranks import check, in_threads, same, values
+from tests.collectives.stage import WAITS, Actor, Stage
 
 SIZES = (
     1,
@@ -224,6 +225,45 @@ def test_pending_receives_fail_at_close() -> None:
     in_threads(2, run)
 
 
+# Waiting
+
+
+def _wait_for_a_message(comm: Communicator, path: str, async_op: bool) -> int:
+    """Return how often rank 1 looked for the messages until they came, 20 checks of its wait later."""
+    actor = Actor(comm.rank, path)
+    looks = 0
+    if comm.rank == 0:
+        actor.hear()
+        comm.send(torch.ones(3), 1, 5)
+        comm.send(torch.ones(3), 1)
+        return 0
+
+    def counted(messages: point_to_point.PointToPoint) -> bool:
+        nonlocal looks
+        looks += 1
+        return advance(messages)
+
+    advance = point_to_point.PointToPoint._advance
+    point_to_point.PointToPoint._advance = counted  # type: ignore[method-assign]
+    actor.announce_waits(20)
+    works = [_work(comm.recv(torch.empty(3), 0, 5, async_op=True))] if async_op else []
+    comm.recv(torch.empty(3), 0)
+    for work in works:
+        work.wait()
+    return looks
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+def test_a_pending_receive_sleeps_until_its_message_comes(transport: str, async_op: bool) -> None:
+    with Stage(_wait_for_a_message, 2, async_op, transport=transport) as stage:
+        assert [stage.heard(1) for _ in range(20)] == [WAITS] * 20
+        stage.say(0)
+        _, outcome = stage.outcomes()
+    assert outcome.error is None
+    assert outcome.value <= 2 * point_to_point._POLLS + 3 * 20
+
+
 # Errors that are not gangline's
 
 
@@ -291,7 +331,7 @@ def test_an_interrupted_receive_takes_no_later_message(monkeypatch: pytest.Monke
         if comm.rank == 1:
             with monkeypatch.context() as patch:
 
-                def interrupt(messages: point_to_point.PointToPoint, idle_polls: int) -> None:
+                def interrupt(*_: object) -> None:
                     raise KeyboardInterrupt
 
                 patch.setattr(point_to_point.PointToPoint, "_pause", interrupt)

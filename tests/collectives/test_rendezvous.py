@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from gangline.collectives.bootstrap import store_all_gather
 from gangline.collectives.bootstrap.launcher_environment import find_rank_info, from_environment
 from gangline.collectives.bootstrap.rendezvous import Rendezvous, hosts, time_limit
 from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
@@ -305,6 +307,48 @@ def _keeper_dies(comm: Bare, address: str) -> None:
     if comm.rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     job.exchange(b"")
+
+
+def test_a_rank_of_this_host_that_dies_is_named_at_once(address: str) -> None:
+    with ranks_of(_one_dies_between_exchanges, 3, (address,)) as ranks:
+        first, second, _ = ranks.outcomes()
+    assert [type(first.error), type(second.error)] == [DeadNodeError] * 2
+    text = f"rank 2 of 3 died before all had joined at {address}"
+    assert str(first.error) == text
+    assert str(second.error).startswith((text, "rank 1 of 3 lost the process that serves the store"))  # with rank 0
+
+
+def _one_dies_between_exchanges(comm: Bare, address: str) -> None:
+    job = Rendezvous(comm.rank, comm.size, address, timeout=1000, environment={})
+    job.exchange(b"here")
+    if comm.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    job.exchange(b"and here")
+
+
+def test_a_missing_rank_is_named_in_a_warning(address: str) -> None:
+    with ranks_of(_come_after_the_warning, 2, (address,)) as ranks:
+        (text, _), (_, got) = ranks.results()
+    assert text == f"rank 0 waits at {address} for rank 1 of 2"
+    assert got == [b"0", b"1"]
+
+
+def _come_after_the_warning(comm: Bare, address: str) -> tuple[str, list[bytes]]:
+    class Telling(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
+            comm.exchange(b"warned")
+
+    texts: list[str] = []
+    logging.getLogger("gangline").addHandler(Telling())
+    store_all_gather.BOOTSTRAP_WARN_SECONDS = 0.05  # type: ignore[attr-defined]
+    if comm.rank == 1:
+        comm.exchange(b"")
+        store_all_gather.BOOTSTRAP_WARN_SECONDS = 1000  # type: ignore[attr-defined]
+    job = Rendezvous(comm.rank, comm.size, address, timeout=1000, environment={})
+    got = job.exchange(b"%d" % comm.rank)
+    comm.exchange(b"")
+    return texts[0] if texts else "", got
 
 
 def test_a_port_that_another_program_has_is_an_error_of_rank_0() -> None:

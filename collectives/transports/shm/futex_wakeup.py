@@ -6,7 +6,9 @@ A lost wake-up delays a rank by one sleep at most, because a sleeping rank check
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import errno
+import time
+from collections.abc import Callable, Collection
 
 from gangline.collectives.limits import FUTEX_SLEEP_SECONDS, FUTEX_SLEEP_SENDING_SECONDS, WAIT_CHECK_SECONDS
 from gangline.collectives.transports.base import WaitPolicy
@@ -18,11 +20,28 @@ _FUTEX = 202  # system call number on x86-64, the only CPUs that `open_host_grou
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _CACHE_LINE = 64  # bytes
 
+_FUTEX_WAITV = 449  # system call number; Linux 5.16
+_FUTEX_32_BITS = 2
+_MOST_FUTEXES = 128  # that the call accepts
+
 _libc = ctypes.CDLL(None, use_errno=True)  # calls through it release the GIL
 
 
 class _TimeSpec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+    @classmethod
+    def of(cls, seconds: float) -> _TimeSpec:
+        return cls(int(seconds), int(seconds % 1 * 1e9))
+
+
+class _FutexWait(ctypes.Structure):
+    _fields_ = (
+        ("value", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
 
 
 class FutexWakeup:
@@ -55,9 +74,7 @@ class FutexWakeup:
     def notify(self, rank: int) -> None:
         """Wake a rank that sleeps in `wait` for this one; call it after writing what that rank waits for."""
         if self._asleep[rank][self._rank]:
-            futex = self._futexes[self._rank]
-            futex[0] = (futex[0] + 1) & 0x7FFFFFFF
-            _libc.syscall(_FUTEX, ctypes.c_void_p(self._addresses[self._rank]), _FUTEX_WAKE, 1 << 30, None, None, 0)
+            self.wake()
 
     def wait(self, rank: int, ready: Callable[[], bool], progress: Callable[[], bool] | None = None) -> None:
         """Block until ``ready()``, which another rank makes true before it calls `notify`.
@@ -90,12 +107,44 @@ class FutexWakeup:
                 since_check = 0.0
                 self._wait_policy.check([rank])
 
+    def waiter(self, ranks: Collection[int]) -> Callable[[float], None]:
+        """Return a function that sleeps until one of the ranks notifies or wakes this one; see `Transport.waiter`."""
+        watched = [self._rank, *ranks][:_MOST_FUTEXES]
+        for rank in ranks:
+            self._own_asleep[rank] = 1
+        futexes = (_FutexWait * len(watched))(
+            *(_FutexWait(self._futexes[rank][0], self._addresses[rank], _FUTEX_32_BITS, 0) for rank in watched)
+        )
+
+        def wait(seconds: float) -> None:
+            _sleep_on(futexes, seconds if len(watched) > len(ranks) else min(seconds, FUTEX_SLEEP_SECONDS))
+            for rank in ranks:
+                self._own_asleep[rank] = 0
+
+        return wait
+
+    def wake(self) -> None:
+        """Wake all that sleep on this rank's futex, its own `waiter` too; calls of this and `notify` are serialised."""
+        futex = self._futexes[self._rank]
+        futex[0] = (futex[0] + 1) & 0x7FFFFFFF
+        _libc.syscall(_FUTEX, ctypes.c_void_p(self._addresses[self._rank]), _FUTEX_WAKE, 1 << 30, None, None, 0)
+
     def _sleep(self, rank: int, ready: Callable[[], bool], seconds: float) -> None:
         self._own_asleep[rank] = 1
         try:
             seen = self._futexes[rank][0]
             if not ready():
-                address, limit = ctypes.c_void_p(self._addresses[rank]), _TimeSpec(0, int(seconds * 1e9))
+                address, limit = ctypes.c_void_p(self._addresses[rank]), _TimeSpec.of(seconds)
                 _libc.syscall(_FUTEX, address, _FUTEX_WAIT, seen, ctypes.byref(limit), None, 0)
         finally:
             self._own_asleep[rank] = 0
+
+
+def _sleep_on(futexes: ctypes.Array[_FutexWait], seconds: float) -> None:
+    """Sleep until one of the futexes is woken or no longer has its value; for 2 ms on kernels before Linux 5.16."""
+    until = _TimeSpec.of(time.clock_gettime(time.CLOCK_MONOTONIC) + seconds)
+    result = _libc.syscall(
+        _FUTEX_WAITV, ctypes.byref(futexes), len(futexes), 0, ctypes.byref(until), time.CLOCK_MONOTONIC
+    )
+    if result < 0 and ctypes.get_errno() in (errno.ENOSYS, errno.EPERM):
+        time.sleep(min(seconds, FUTEX_SLEEP_SECONDS))

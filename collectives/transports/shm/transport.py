@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -129,6 +129,12 @@ class SharedMemoryTransport(Transport):
     def wait_for(self, peer: int, ready: Callable[[], bool]) -> None:
         """Block until ``ready()``, which ``peer`` makes true, while outgoing messages progress."""
         self._wakeup.wait(peer, ready, self.progress)
+
+    def waiter(self, sources: Collection[int], targets: Collection[int]) -> Callable[[float], None]:  # noqa: D102
+        return self._wakeup.waiter({*sources, *targets})
+
+    def wake(self) -> None:  # noqa: D102
+        self._wakeup.wake()
 
     def empty(self, nbytes: int, exchange: BootstrapAllGather) -> Tensor:
         """Return an uninitialised uint8 tensor in memory that all ranks have mapped.

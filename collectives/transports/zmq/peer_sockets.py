@@ -38,7 +38,8 @@ class PeerSockets:
             chosen by the system.
         options: ZeroMQ socket options by number.
         payload: bytes to exchange along with the endpoints; ``payloads`` holds those of all ranks.
-        io_threads: I/O threads of the context.
+        check: called while a rank waits for the connections of others, with their ranks and the payloads of all ranks;
+            an error that it raises ends the wait.
 
     Raises:
         RuntimeError: if other machines can reach ``address`` (`check_address`).
@@ -56,7 +57,7 @@ class PeerSockets:
         address: str,
         options: Mapping[int, int],
         payload: bytes = b"",
-        io_threads: int = 1,
+        check: Callable[[list[int], list[bytes]], None] | None = None,
     ) -> None:
         kind, separator, host = address.partition("://")
         if address != "ipc" and (kind != "tcp" or not separator or not host):
@@ -72,12 +73,12 @@ class PeerSockets:
             int(zmq.IPV6): int(":" in host),
             int(zmq.HANDSHAKE_IVL): round(CONNECT_SECONDS * 1000),  # the default drops peers that accept late
         }
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, max(1023, 8 * size))
         directory = tempfile.mkdtemp(prefix="gangline-") if kind == "ipc" else None
         try:
             self._exchange_endpoints(exchange, payload, f"ipc://{directory}" if directory else address)
-            self._wait_until_connected()
+            self._wait_until_connected(check)
         except BaseException:
             self.close(0)
             raise
@@ -111,7 +112,7 @@ class PeerSockets:
             connection.socket.setsockopt(option, value)
         return connection
 
-    def _wait_until_connected(self) -> None:
+    def _wait_until_connected(self, check: Callable[[list[int], list[bytes]], None] | None) -> None:
         deadline = time.monotonic() + CONNECT_SECONDS
         poller = zmq.Poller()
         waiting = dict(self.sockets)
@@ -128,6 +129,8 @@ class PeerSockets:
                     poller.unregister(connection.monitor)
                     poller.unregister(connection.socket)  # messages after the hello are for the owner of the socket
                     del waiting[peer]
+            if waiting and check is not None:
+                check(list(waiting), self.payloads)
 
 
 class PeerSocket:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import select
 import struct
 import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -30,6 +34,7 @@ frame per piece."""
 _HEADER = struct.Struct("<4sQqQQ")  # magic, message number of the connection, sequence, code, bytes
 _MAGIC = b"gll1"
 _MAX_BYTES = 1 << 48
+_SEND_POLL_SECONDS = 0.001  # nothing announces that a message has left
 _CHECK_MS = round(WAIT_CHECK_SECONDS * 1000)
 
 
@@ -62,12 +67,15 @@ class ZmqTransport(Transport):
             # In effect never: after a reconnection, messages in flight would be missing. Not -1: note 3.
             int(zmq.RECONNECT_IVL): (1 << 31) - 1,
         }
-        self._peers = PeerSockets(rank, size, exchange, address=address, options=options)
+        self._peers = PeerSockets(
+            rank, size, exchange, address=address, options=options, check=lambda missing, _: wait_policy.check(missing)
+        )
         for connection in self._peers.sockets.values():
             connection.socket.copy_threshold = 0  # a copied last frame would be done before the frames ahead of it
         self._sent = dict.fromkeys(self._peers.sockets, 0)  # number of messages, by which losses are detected
         self._received = dict.fromkeys(self._peers.sockets, 0)
         self._has_failed = False
+        self._wake_event: int | None = None  # file descriptor
 
     def send(self, to: int, data: Tensor, message_tag: MessageTag) -> SendRequest:  # noqa: D102
         view = data.numpy().data
@@ -100,7 +108,28 @@ class ZmqTransport(Transport):
     def progress(self) -> bool:  # noqa: D102
         return False  # ZeroMQ's I/O thread sends
 
+    def waiter(self, sources: Collection[int], targets: Collection[int]) -> Callable[[float], None]:  # noqa: D102
+        if self._wake_event is None:
+            self._wake_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake_event)
+        poll = select.poll()
+        for descriptor in (self._wake_event, *(self._peers.sockets[source].socket.FD for source in sources)):
+            poll.register(descriptor, select.POLLIN)
+
+        def wait(seconds: float) -> None:
+            poll.poll(1000 * (min(seconds, _SEND_POLL_SECONDS) if targets else seconds))
+
+        return wait
+
+    def wake(self) -> None:  # noqa: D102
+        if self._wake_event is not None:
+            os.eventfd_write(self._wake_event, 1)
+
     def close(self) -> None:  # noqa: D102
+        if self._wake_event is not None:
+            os.close(self._wake_event)
+            self._wake_event = None
         linger_ms = round(TRANSPORT_LINGER_SECONDS * 1000)
         for connection in self._peers.sockets.values():
             if not connection.socket.closed:
