@@ -17,8 +17,9 @@ from torch import Tensor
 
 from gangline.collectives.compression import Compression
 from gangline.collectives.limits import limits
+from gangline.collectives.streams import SideStreams
 from gangline.collectives.work import Work, WorkQueue
-from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, by_key, merged
+from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, by_key, merged, tensors_of
 from gangline.kvstore.buckets import Bucket, BucketValue
 from gangline.kvstore.interface import KVStore, read_optimizer_states, refused_on_all_ranks
 from gangline.kvstore.optimizer import clipping
@@ -105,6 +106,7 @@ class DistStore(KVStore):
             self._servers = ServerClient(self._scheduler, mode, staleness, self._pool, self._timeout)
             stack.pop_all()
         self._queue = WorkQueue()
+        self._streams = SideStreams()
         self._finish = weakref.finalize(
             self, _finish, self._queue, self._servers, self._scheduler, self._pool, child_servers
         )
@@ -317,11 +319,12 @@ class DistStore(KVStore):
         self._raise_late_error()
         keys = list(dict.fromkeys(key for key, _ in pairs))
         shown = f"{name} of " + (f"key {keys[0]!r}" if len(keys) == 1 else f"{len(keys)} keys")
-        work = Work(shown)
-        pending = PendingRequests(work, shown, self._encoder.pull_codec, self._keep_late_error)
+        section = self._streams.behind_caller(tensors_of(values for _, values in pairs))
+        work = Work(shown, section.join)
+        pending = PendingRequests(work, shown, self._encoder.pull_codec, self._keep_late_error, section.resumed)
 
         def run() -> None:
-            with pending:
+            with pending, section:
                 prepare(pending)
             if async_op:
                 self._servers.drive_in_background()

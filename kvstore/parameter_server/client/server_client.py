@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
@@ -68,6 +69,7 @@ class PendingRequests:
         name: str,
         codec: Codec | None = None,
         on_late_error: Callable[[Exception], None] = lambda _: None,
+        on_streams: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         """Start without requests.
 
@@ -76,10 +78,12 @@ class PendingRequests:
             name: for errors.
             codec: compression of pulled values.
             on_late_error: called with errors of requests that completed when they were sent.
+            on_streams: makes a context in which answers are handled: the GPU streams that pulled values are written on.
         """
         self.name = name
         self.codec = codec
         self._on_late_error = on_late_error
+        self._on_streams = on_streams
         self._work = work
         self._open = 1
         self._ended = False
@@ -112,7 +116,8 @@ class PendingRequests:
 
     def _ending_with(self, take: Callable[[Message, list[Tensor]], bool]) -> Callable[[Message, list[Tensor]], bool]:
         def on_answer(message: Message, datas: list[Tensor]) -> bool:
-            is_complete = take(message, datas)
+            with self._on_streams():
+                is_complete = take(message, datas)
             if is_complete:
                 self._end(None)
             return is_complete
