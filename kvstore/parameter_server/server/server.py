@@ -100,6 +100,7 @@ class Server:
                 for identity, frames in self._listener.receive():
                     self._receive(identity, frames)
                 self._remove_gone_workers()
+                self._rounds.set_in_collectives(self._scheduler.waiting)
                 self._rounds.warn_of_stalls()
                 self._advance()
         finally:
