@@ -50,6 +50,8 @@ from gangline.kvstore.parameter_server.protocol import (
 _log = logging.getLogger("gangline")
 _TICK_MS = 100
 _LEAVE_SECONDS = 5.0
+_NOTICE_SECONDS = 5.0
+"""A process logs what it waits for if the job has not begun by then."""
 _CONFIRM_SECONDS = 1.0
 """The scheduler counts as dead when its connection has been lost for this long."""
 _WITHDRAW_SECONDS = 1.0
@@ -116,7 +118,7 @@ class SchedulerClient:
         self._thread = threading.Thread(target=self._serve, name="gangline-scheduler-client", daemon=True)
         self._thread.start()
         try:
-            registered = self._wait(registering, f"{role} waits for the job to begin at {scheduler}")
+            registered = self._wait_for_start(registering)
         except BaseException:
             self.close()
             raise
@@ -126,6 +128,22 @@ class SchedulerClient:
         self.servers: list[str] = registered.servers
         self._limit = registered.limit
         self._heartbeat = registered.heartbeat
+
+    def _wait_for_start(self, registering: Future[Registered]) -> Registered:
+        """Wait until the job begins; log what is missing after some seconds."""
+        limit = min(_NOTICE_SECONDS, self._timeout)
+        try:
+            return registering.result(limit)
+        except TimeoutError:
+            address = f"{self._address.removeprefix('tcp://')} (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)"
+            if self._connections:
+                _log.info("%s waits for other processes to register with the scheduler at %s", self.role, address)
+            else:
+                _log.warning("%s waits for the scheduler at %s", self.role, address)
+        registered: Registered = self._wait(
+            registering, f"{self.role} waits for the job to begin at {self._address}", self._timeout - limit
+        )
+        return registered
 
     def exchange(self, data: bytes, name: str, root: int | None = None) -> list[bytes]:
         """All-gather bytes of any length in chunks; see `worker_group.Exchange`. Collective.
@@ -245,9 +263,11 @@ class SchedulerClient:
         self._send(message)
         return answer
 
-    def _wait(self, answer: Future[Any], what: str) -> Any:
+    def _wait(self, answer: Future[Any], what: str, seconds: float | None = None) -> Any:
+        """Return an answer; StallError after the timeout, or after ``seconds``."""
+        seconds = self._timeout if seconds is None else seconds
         try:
-            return answer.result(None if self._timeout == math.inf else self._timeout)
+            return answer.result(None if seconds == math.inf else seconds)
         except TimeoutError:
             raise StallError(f"{what} has waited {self._timeout:g} s") from None
         except DeadNodeError as error:
