@@ -28,7 +28,7 @@ from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_r
 from gangline.kvstore.parameter_server import environment
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
-from gangline.kvstore.parameter_server.client.server_client import PendingRequests, ServerClient
+from gangline.kvstore.parameter_server.client.server_client import PendingRequests, RequestWork, ServerClient
 from gangline.kvstore.parameter_server.client.server_commands import command, request_all
 from gangline.kvstore.parameter_server.protocol import Define
 from gangline.kvstore.parameter_server.pull import PullTargets, RowPull, ShardTarget, wait_requests
@@ -320,7 +320,7 @@ class DistStore(KVStore):
         keys = list(dict.fromkeys(key for key, _ in pairs))
         shown = f"{name} of " + (f"key {keys[0]!r}" if len(keys) == 1 else f"{len(keys)} keys")
         section = self._streams.behind_caller(tensors_of(values for _, values in pairs))
-        work = Work(shown, section.join)
+        work = RequestWork(shown, section.join)
         pending = PendingRequests(work, shown, self._encoder.pull_codec, self._keep_late_error, section.resumed)
 
         def run() -> None:
@@ -333,6 +333,7 @@ class DistStore(KVStore):
             self._queue.submit(run, Work(name), keys, priority)
             return work
         self._queue.run(run, Work(name), keys, priority)
+        work.is_awaited = True
         self._servers.wait(work.is_completed)
         work.wait()
         return work

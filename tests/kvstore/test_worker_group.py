@@ -14,7 +14,7 @@ from gangline.kvstore import KVStore
 from tests.collectives.stage import Actor, Stage
 from tests.kvstore.parameter_server.processes import run_job
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(110)
 
 Play = Callable[..., Any]
 

@@ -88,8 +88,8 @@ class SchedulerClient:
         self.lost = ""
         """Reason why the scheduler counts as dead; "" while it is alive."""
         self._cause: Exception | None = None  # why the thread has ended, if an error has ended it
-        self.waiting: dict[int, str] = {}
-        """Of a server: workers that wait in collectives for other workers, with the name of the call."""
+        self.waiting: dict[int, tuple[str, int]] = {}
+        """Of a server: workers that wait in collectives for other workers, with name and number of the call."""
         self.is_over = False
         """True once the scheduler has ended the job."""
         self.on_change: Callable[[], None] = lambda: None
@@ -168,13 +168,19 @@ class SchedulerClient:
                 own += chunk
         return [bytes(own) for own in whole] if root in (None, self.rank) else []
 
-    def refuse(self, name: str, text: str) -> None:
-        """Fail a collective of all workers, without waiting for them; ``text`` is the reason."""
+    def refuse(self, name: str, text: str, number: int | None = None) -> bool:
+        """Fail this worker's next collective for all workers, without waiting for them; ``text`` is the reason.
+
+        With a ``number``, only if the next collective has this number; return whether it was failed.
+        """
         with self._lock:
+            if number not in (None, self._number + 1):
+                return False
             self._number += 1
             message = Collective(self._number, name, -1, b"", text)
             self._pending[message.number] = Future(), message
         self._send(message)
+        return True
 
     def _collective(self, data: bytes, name: str, root: int | None = None) -> list[bytes]:
         with self._lock:
@@ -384,8 +390,8 @@ class SchedulerClient:
                 self._settle(number, error=StallError(name_ranks(missing)))
             case SilenceResult():
                 self._settle("silence", message)
-            case Waiting(ranks, calls):
-                self.waiting = dict(zip(ranks, calls, strict=False))
+            case Waiting(ranks, calls, numbers):
+                self.waiting = dict(zip(ranks, zip(calls, numbers, strict=False), strict=False))
                 self.on_change()
             case JoinResult():
                 self._settle("join", message)

@@ -19,7 +19,7 @@ import zmq
 from torch import Tensor
 
 from gangline.collectives.compression import Codec
-from gangline.collectives.errors import DeadNodeError, GanglineError, ProtocolError, StallError
+from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.limits import limits
 from gangline.collectives.transports.shm.segments import Segment, open_offered
@@ -30,6 +30,7 @@ from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.protocol import (
     Ack,
+    Blocked,
     CommandResult,
     Failed,
     Hello,
@@ -43,7 +44,7 @@ from gangline.kvstore.parameter_server.transport.client_channel import Channel, 
 from gangline.kvstore.parameter_server.transport.frames import tensor_of
 from gangline.kvstore.parameter_server.transport.poller import SPIN_SECONDS, Poller, Source
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool
-from gangline.kvstore.remote_errors import make_error
+from gangline.kvstore.remote_errors import hint, make_error
 
 _log = logging.getLogger("gangline")
 _WINDOW = 16 << 20
@@ -54,6 +55,19 @@ _MAX_QUEUED = 256 << 20
 
 _TICK_MS = 100
 _CLOSE_SECONDS = 10.0
+
+
+class RequestWork(Work):
+    """Work of requests that knows whether a thread waits for it."""
+
+    is_awaited = False
+
+    def wait(self, timeout: float | None = None) -> None:  # noqa: D102  inherited
+        self.is_awaited = timeout is None
+        try:
+            super().wait(timeout)
+        finally:
+            self.is_awaited = False
 
 
 class PendingRequests:
@@ -95,6 +109,7 @@ class PendingRequests:
         with self._lock:
             self._open += len(requests)
         for request in requests:
+            request.is_awaited = self._is_awaited
             if request.completes_when_sent:
                 request.on_sent = partial(self._end, None)
                 request.on_error = partial(self._fail, request)
@@ -106,6 +121,9 @@ class PendingRequests:
                 servers.submit(request)
             except Exception as error:  # noqa: BLE001  the Work raises it
                 self._end(error)
+
+    def _is_awaited(self) -> bool:
+        return isinstance(self._work, RequestWork) and self._work.is_awaited
 
     def __enter__(self) -> PendingRequests:
         return self
@@ -193,6 +211,7 @@ class ServerClient:
         self._idle = threading.Condition()
         self._thread: threading.Thread | None = None
         self._failure: GanglineError | None = None  # an error of the thread that drove the sockets
+        self._blocked_at = 0  # number of the last collective that was failed because of a blocked request
         self._checked_at = 0.0
         self._warned = False
         self._poller = Poller()
@@ -466,6 +485,9 @@ class ServerClient:
                     connection.channel.send([protocol.pack(ValuesRead([number]))])
             case CommandResult(sequence, _):
                 self._settle(connection, sequence, message, [tensor_of(frame) for frame in frames])
+            case Blocked(sequence, number, text):
+                if sequence in connection.pending:
+                    connection.pending[sequence].blocked = number, text
             case Failed(sequence, kind, text):
                 error = make_error(kind, text)
                 if not sequence:  # of a Hello, or of a message whose number the server could not read
@@ -525,6 +547,9 @@ class ServerClient:
             if lost:
                 self._fail_connection(connection, lost)
             for sequence, request in list(connection.pending.items()):
+                if request.blocked is not None and request.is_awaited():
+                    self._fail_blocked(connection, sequence, request)
+                    continue
                 waited = now - request.sent_at
                 if waited > self._timeout:
                     text = f"{request.what} has waited {waited:.3g} s for server {server}"
@@ -532,6 +557,16 @@ class ServerClient:
                 elif waited > self._stall_warn and not self._warned:
                     self._warned = True
                     _log.warning("%s has waited %.3g s for server %d", request.what, waited, server)
+
+    def _fail_blocked(self, connection: _ServerConnection, sequence: int, request: Request) -> None:
+        """Fail a request that can never be answered, because workers wait for each other; tell the others."""
+        assert request.blocked is not None
+        number, text = request.blocked
+        request.blocked = None
+        text = f"{request.what} {text}; expected the same calls in the same order on all workers{hint(text)}"
+        if self._blocked_at == number or self._scheduler.refuse(request.what, text, number):
+            self._blocked_at = number
+            self._fail(connection, sequence, MismatchError(f"rank {self._scheduler.rank}: {text}"))
 
     def _lost(self, server: int) -> str:
         """Return why a server cannot answer any more; "" if it can."""

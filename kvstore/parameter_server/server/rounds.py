@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -46,8 +46,9 @@ class ShardRounds:
         """Staleness bound in rounds, as in `protocol.Hello`; -1 for none."""
         self.joined: set[int] = set()
         """Workers inside join(), which rounds do not wait for."""
-        self.in_collectives: dict[int, str] = {}
-        """Workers that wait in a collective for other workers, which rounds must not hold up; with the call's name."""
+        self.in_collectives: dict[int, tuple[str, int]] = {}
+        """Workers that wait in a collective for other workers, with the call's name and number; no round or
+        acknowledgement may hold the others up then."""
         self._workers = workers
         self._all_ranks = frozenset(range(workers))
         self._thread_pool = thread_pool
@@ -221,7 +222,30 @@ class ShardRounds:
             waiter.until = shard.closed + len(shard.open)
         return shard.closed < waiter.until
 
-    def set_in_collectives(self, calls: dict[int, str]) -> None:
+    def blocked(self) -> Iterator[tuple[Waiter, int, str]]:
+        """Yield each waiter that needs a push of a worker which waits in a collective for the waiter's worker.
+
+        With the number of the collective, and a text that names both calls. Each waiter is yielded once a collective.
+        """
+        if not self.is_sync or not self.in_collectives:
+            return
+        for shard in self.shards.values():
+            for waiter in shard.waiters:
+                if waiter.rank in self.in_collectives or waiter.round <= shard.closed:
+                    continue
+                this = shard.open.get(shard.closed + 1, Round())
+                for rank in sorted(self.in_collectives.keys() & self._needed() - this.pushes.keys()):
+                    name, number = self.in_collectives[rank]
+                    if waiter.blocked_by != number:
+                        waiter.blocked_by = number
+                        yield (
+                            waiter,
+                            number,
+                            f"waits for a push of key {shard.key!r} by rank {rank}, which is in {name}",
+                        )
+                    break
+
+    def set_in_collectives(self, calls: dict[int, tuple[str, int]]) -> None:
         """Set the workers that wait in collectives."""
         if calls != self.in_collectives:
             self.in_collectives = calls

@@ -226,8 +226,12 @@ class Sessions:
 
     def fail(self, waiter: Waiter, error: str, text: str) -> None:
         """Send an error to a waiter."""
-        for worker in self._of_rank(waiter.rank):
-            self.send(worker.identity, Failed(waiter.sequence, error, text))
+        self.send_to_rank(waiter.rank, Failed(waiter.sequence, error, text))
+
+    def send_to_rank(self, rank: int, message: Message) -> None:
+        """Send a message to a worker."""
+        for worker in self._of_rank(rank):
+            self.send(worker.identity, message)
 
     def _of_rank(self, rank: int) -> list[WorkerSession]:
         return [worker for worker in self.workers.values() if worker.rank == rank]

@@ -18,7 +18,7 @@ from gangline.kvstore.parameter_server.client.server_client import PendingReques
 from gangline.kvstore.parameter_server.protocol import Command
 from tests.kvstore.parameter_server.in_process import LIMIT, Job, stores
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(110)
 FULL = OSError(errno.EMFILE, "Too many open files")
 
 

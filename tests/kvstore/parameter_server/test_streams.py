@@ -11,7 +11,7 @@ from gangline.kvstore.parameter_server.store import DistStore
 from tests.collectives.simulated_gpus import Stream, current_stream, on_simulated_gpu, simulated_gpus
 from tests.kvstore.parameter_server.in_process import stores
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(110)
 CARD = torch.device("cuda", 0)
 NUMEL = 20_000
 
