@@ -6,8 +6,9 @@ the streams that produced its inputs, and the consumers wait for the side stream
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
 import torch
@@ -37,6 +38,7 @@ class Ordered:
         devices = {tensor.device for tensor in tensors}
         self._before = {device: torch.cuda.current_stream(device).record_event() for device in devices}
         self._after: dict[torch.device, torch.cuda.Event] = {}
+        self._lock = threading.Lock()
         self._current = ExitStack()
 
     def __enter__(self) -> None:
@@ -51,8 +53,21 @@ class Ordered:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._current.close()
-        self._after = {device: stream.record_event() for device, stream in list(self._streams.items())}
+        self._record()
         self._tensors = ()
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Run more work on the side streams, after the section was entered, in any thread; `join` waits for it too."""
+        with ExitStack() as current:
+            for stream in list(self._streams.values()):
+                current.enter_context(torch.cuda.stream(stream))
+            yield
+        self._record()
+
+    def _record(self) -> None:
+        with self._lock:
+            self._after = {device: stream.record_event() for device, stream in list(self._streams.items())}
 
     def join(self) -> None:
         """Make the caller's current streams wait for the section's work."""

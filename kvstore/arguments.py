@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,15 @@ def row_pulls(key: Any, out: Any, row_ids: Any) -> list[tuple[Key, list[tuple[Va
         checked = [target if isinstance(target, RowSparse) else _writable(one, target) for target in targets]
         pulls.append((one, list(zip(checked, ids if own else [ids] * len(targets), strict=True))))
     return pulls
+
+
+def tensors_of(values: Iterable[Iterable[Value]]) -> list[torch.Tensor]:
+    """Return all tensors of the values of keys, which for a row-sparse value are its row numbers and its rows."""
+    tensors: list[torch.Tensor] = []
+    for of_key in values:
+        for value in of_key:
+            tensors += [value.indices, value.values] if isinstance(value, RowSparse) else [value]
+    return tensors
 
 
 def checked_priority(priority: Any) -> int:

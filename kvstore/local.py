@@ -13,7 +13,7 @@ from gangline.collectives.compression import Compression
 from gangline.collectives.devices.device_group import Transfer, broadcast, move, reduce
 from gangline.collectives.streams import SideStreams
 from gangline.collectives.work import Work, WorkQueue
-from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, Value, by_key, merged
+from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, Value, by_key, merged, tensors_of
 from gangline.kvstore.buckets import Bucket, BucketValue
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.interface import KVStore, Updater
@@ -246,12 +246,8 @@ class LocalStore(KVStore):
         async_op: bool,
     ) -> Work:
         """Run the operation after earlier ones that use the same keys; on GPUs, on the store's own streams."""
-        tensors: list[torch.Tensor] = []
-        for key, values in pairs:
-            for value in values:
-                tensors += [value.indices, value.values] if isinstance(value, RowSparse) else [value]
-            if key in self._entries:
-                tensors.append(self._entries[key].stored)
+        tensors = tensors_of(values for _, values in pairs)
+        tensors += [self._entries[key].stored for key, _ in pairs if key in self._entries]
         section = self._streams.behind_caller(tensors)
 
         def run() -> None:

@@ -71,15 +71,20 @@ def refused(calls: Mapping[int, str], rank: int, size: int) -> str:
     return f"rank {rank} of {size}: {_short(calls[rank])}{''.join(others[:1])}; no tensor has changed"
 
 
+def hint(*calls: str) -> str:
+    """Return what to do if one of the calls is often made on rank 0 alone; "" if none is."""
+    found = any(_WRITES in call for call in calls)
+    return f"; call {_WRITES} on every worker, not only on rank 0: it writes on rank 0 alone" if found else ""
+
+
 def differing(calls: Mapping[int, str], size: int) -> str:
     """Return the error of all ranks if they make different calls; arguments as for `refused`."""
     first = min(calls)
     other = next(rank for rank in sorted(calls) if calls[rank] != calls[first])
-    hint = f"; call {_WRITES} on every worker, not only on rank 0: it writes on rank 0 alone"
     return (
         f"the workers' calls differ: rank {first} called {_short(calls[first])}, rank {other} called "
         f"{_short(calls[other])}; expected the same calls in the same order on all {size}"
-        f"{hint if _WRITES in calls.values() else ''}; no tensor has changed"
+        f"{hint(*calls.values())}; no tensor has changed"
     )
 
 

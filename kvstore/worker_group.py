@@ -57,7 +57,7 @@ class WorkerGroup:
         check_same(self.all_gather(dict(items), name), name)
 
     def run_on_rank(self, action: Callable[[], object], name: str, rank: int = 0) -> None:
-        """Run an action on one rank while the others wait; if it raises, raise on all workers."""
+        """Run an action on one rank while the others wait; if it raises, raise an equal error on all workers."""
         error: Exception | None = None
         if self.rank == rank:
             try:
@@ -68,8 +68,9 @@ class WorkerGroup:
         if error is not None:
             raise error
         if failure is not None:
-            kind, text = failure
-            raise make_error(kind, f"rank {rank} failed in {name}: {text}")
+            remote = make_error(*failure)
+            remote.add_note(f"Rank {rank} raised this error in {name}.")
+            raise remote
 
 
 def check_same(gathered: Sequence[Mapping[str, Any] | None], name: str) -> None:

@@ -282,6 +282,8 @@ class Waiting(Message):
     ranks: Counts
     calls: Strings
     """Name of the call of each of them."""
+    numbers: Counts
+    """Number of the collective of each of them."""
 
 
 @message(16)
@@ -438,6 +440,17 @@ class CommandResult(Message):
 
     sequence: Count
     payload: Blob
+
+
+@message(32)
+@dataclass
+class Blocked(Message):
+    """Notice that a request waits for a push of a worker which itself waits in a collective for the requesting one."""
+
+    sequence: Count
+    number: Count
+    """Number of the collective."""
+    text: Text
 
 
 # Entries

@@ -234,7 +234,7 @@ class PushEncoder:
             total = torch.empty_like(dense[0], memory_format=torch.contiguous_format)
             reduce(dense, out=total)
             dense = [total]
-        return [value if value.is_cpu else value.cpu() for value in dense]
+        return [value if value.is_cpu else torch.empty(value.shape, dtype=value.dtype).copy_(value) for value in dense]
 
 
 def _message(

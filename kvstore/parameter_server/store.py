@@ -20,8 +20,9 @@ from torch import Tensor
 from gangline.collectives.compression import Compression
 from gangline.collectives.errors import DeadNodeError, MismatchError, StallError
 from gangline.collectives.limits import limits
+from gangline.collectives.streams import SideStreams
 from gangline.collectives.work import Work, WorkQueue
-from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, by_key, merged
+from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, by_key, merged, tensors_of
 from gangline.kvstore.buckets import Bucket, BucketValue
 from gangline.kvstore.interface import KVStore, read_optimizer_states, refused_on_all_ranks
 from gangline.kvstore.optimizer import clipping
@@ -30,7 +31,12 @@ from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_r
 from gangline.kvstore.parameter_server import environment
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
-from gangline.kvstore.parameter_server.client.server_client import CLOSE_SECONDS, PendingRequests, ServerClient
+from gangline.kvstore.parameter_server.client.server_client import (
+    CLOSE_SECONDS,
+    PendingRequests,
+    RequestWork,
+    ServerClient,
+)
 from gangline.kvstore.parameter_server.client.server_commands import command, request_all
 from gangline.kvstore.parameter_server.protocol import Define
 from gangline.kvstore.parameter_server.pull import PullTargets, RowPull, ShardTarget, wait_requests
@@ -110,6 +116,7 @@ class DistStore(KVStore):
             self._servers = ServerClient(self._scheduler, mode, staleness, self._pool, self._timeout)
             stack.pop_all()
         self._queue = WorkQueue()
+        self._streams = SideStreams()
         self._finish = weakref.finalize(
             self, _finish_unclosed, self._queue, self._servers, self._scheduler, self._pool, child_servers
         )
@@ -345,11 +352,12 @@ class DistStore(KVStore):
         self._raise_late_error()
         keys = list(dict.fromkeys(key for key, _ in pairs))
         shown = f"{name} of " + (f"key {keys[0]!r}" if len(keys) == 1 else f"{len(keys)} keys")
-        work = Work(shown)
-        pending = PendingRequests(work, shown, self._encoder.pull_codec, self._keep_late_error)
+        section = self._streams.behind_caller(tensors_of(values for _, values in pairs))
+        work = RequestWork(shown, section.join)
+        pending = PendingRequests(work, shown, self._encoder.pull_codec, self._keep_late_error, section.resumed)
 
         def run() -> None:
-            with pending:
+            with pending, section:
                 prepare(pending)
             if async_op:
                 self._servers.drive_in_background()
@@ -358,6 +366,7 @@ class DistStore(KVStore):
             self._queue.submit(run, Work(name), keys, priority)
             return work
         self._queue.run(run, Work(name), keys, priority)
+        work.is_awaited = True
         self._servers.wait(work.is_completed)
         self._servers.watch_connections()
         work.wait()

@@ -14,7 +14,7 @@ from gangline.kvstore import KVStore
 from tests.collectives.stage import Actor, Stage
 from tests.kvstore.parameter_server.processes import run_job
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(110)
 
 Play = Callable[..., Any]
 
@@ -194,6 +194,4 @@ def _failing_rank(kv: KVStore) -> list[str]:
 
 @both
 def test_an_error_of_one_rank_keeps_its_type_on_the_others(name: str) -> None:
-    results = work(name, _failing_rank, 2)
-    assert results[1] == ["FileNotFoundError", "no such file: weights"]
-    assert results[0] == ["FileNotFoundError", "rank 1 failed in reading: no such file: weights"]
+    assert work(name, _failing_rank, 2) == [["FileNotFoundError", "no such file: weights"]] * 2

@@ -200,7 +200,7 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_of_all_workers(tmp_path
     (tmp_path / "file").write_text("not a folder")
     first, second = spawn(unwritable_in_a_job, 2, str(tmp_path))
     assert first.startswith(("FileExistsError", "NotADirectoryError"))
-    assert second == first.replace(": ", ": rank 0 failed in save_checkpoint: ", 1)
+    assert second == first
 
 
 def reports_in_a_job(comm: Communicator) -> tuple[list[str], int]:

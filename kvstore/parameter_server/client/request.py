@@ -62,6 +62,10 @@ class Request:
     """Fate of the push of which this is a part."""
     wants_values: bool = False
     """True if an answer with data follows; otherwise the request is complete when it is acknowledged."""
+    is_awaited: Callable[[], bool] = lambda: False
+    """Returns whether a thread can do nothing else until the request is complete."""
+    blocked: tuple[int, str] | None = field(default=None, init=False)
+    """Number of a collective in which a worker waits whose push the request waits for, and a text that names both."""
     sequence: int = field(default=0, init=False)
     sent_at: float = field(default=0.0, init=False)
     packed: bytes = field(default=b"", init=False)

@@ -50,6 +50,8 @@ from gangline.kvstore.parameter_server.protocol import (
 _log = logging.getLogger("gangline")
 _TICK_MS = 100
 _LEAVE_SECONDS = 5.0
+_NOTICE_SECONDS = 5.0
+"""A process logs what it waits for if the job has not begun by then."""
 _CONFIRM_SECONDS = 1.0
 """The scheduler counts as dead when its connection has been lost for this long."""
 _WITHDRAW_SECONDS = 1.0
@@ -86,8 +88,8 @@ class SchedulerClient:
         self.lost = ""
         """Reason why the scheduler counts as dead; "" while it is alive."""
         self._cause: Exception | None = None  # why the thread has ended, if an error has ended it
-        self.waiting: dict[int, str] = {}
-        """Of a server: workers that wait in collectives for other workers, with the name of the call."""
+        self.waiting: dict[int, tuple[str, int]] = {}
+        """Of a server: workers that wait in collectives for other workers, with name and number of the call."""
         self.is_over = False
         """True once the scheduler has ended the job."""
         self.on_change: Callable[[], None] = lambda: None
@@ -117,7 +119,7 @@ class SchedulerClient:
         self._thread = threading.Thread(target=self._serve, name="gangline-scheduler-client", daemon=True)
         self._thread.start()
         try:
-            registered = self._wait(registering, f"{role} waits for the job to begin at {scheduler}")
+            registered = self._wait_for_start(registering)
         except BaseException:
             self.close()
             raise
@@ -127,6 +129,22 @@ class SchedulerClient:
         self.servers: list[str] = registered.servers
         self._limit = registered.limit
         self._heartbeat = registered.heartbeat
+
+    def _wait_for_start(self, registering: Future[Registered]) -> Registered:
+        """Wait until the job begins; log what is missing after some seconds."""
+        limit = min(_NOTICE_SECONDS, self._timeout)
+        try:
+            return registering.result(limit)
+        except TimeoutError:
+            address = f"{self._address.removeprefix('tcp://')} (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)"
+            if self._connections:
+                _log.info("%s waits for other processes to register with the scheduler at %s", self.role, address)
+            else:
+                _log.warning("%s waits for the scheduler at %s", self.role, address)
+        registered: Registered = self._wait(
+            registering, f"{self.role} waits for the job to begin at {self._address}", self._timeout - limit
+        )
+        return registered
 
     def exchange(self, data: bytes, name: str, root: int | None = None) -> list[bytes]:
         """All-gather bytes of any length in chunks; see `worker_group.Exchange`. Collective.
@@ -151,13 +169,19 @@ class SchedulerClient:
                 own += chunk
         return [bytes(own) for own in whole] if root in (None, self.rank) else []
 
-    def refuse(self, name: str, text: str) -> None:
-        """Fail a collective of all workers, without waiting for them; ``text`` is the reason."""
+    def refuse(self, name: str, text: str, number: int | None = None) -> bool:
+        """Fail this worker's next collective for all workers, without waiting for them; ``text`` is the reason.
+
+        With a ``number``, only if the next collective has this number; return whether it was failed.
+        """
         with self._lock:
+            if number not in (None, self._number + 1):
+                return False
             self._number += 1
             message = Collective(self._number, name, -1, b"", text)
             self._pending[message.number] = Future(), message
         self._send(message)
+        return True
 
     def _collective(self, data: bytes, name: str, root: int | None = None) -> list[bytes]:
         with self._lock:
@@ -262,9 +286,11 @@ class SchedulerClient:
         self._send(message)
         return answer
 
-    def _wait(self, answer: Future[Any], what: str) -> Any:
+    def _wait(self, answer: Future[Any], what: str, seconds: float | None = None) -> Any:
+        """Return an answer; StallError after the timeout, or after ``seconds``."""
+        seconds = self._timeout if seconds is None else seconds
         try:
-            return answer.result(None if self._timeout == math.inf else self._timeout)
+            return answer.result(None if seconds == math.inf else seconds)
         except TimeoutError:
             raise StallError(f"{what} has waited {self._timeout:g} s") from None
         except DeadNodeError as error:
@@ -381,8 +407,8 @@ class SchedulerClient:
                 self._settle(number, error=StallError(name_ranks(missing)))
             case SilenceResult():
                 self._settle("silence", message)
-            case Waiting(ranks, calls):
-                self.waiting = dict(zip(ranks, calls, strict=False))
+            case Waiting(ranks, calls, numbers):
+                self.waiting = dict(zip(ranks, zip(calls, numbers, strict=False), strict=False))
                 self.on_change()
             case JoinResult():
                 self._settle("join", message)

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +19,7 @@ import zmq
 from torch import Tensor
 
 from gangline.collectives.compression import Codec
-from gangline.collectives.errors import DeadNodeError, GanglineError, ProtocolError, StallError
+from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.limits import limits
 from gangline.collectives.transports.shm.segments import Segment, open_offered
@@ -30,6 +31,7 @@ from gangline.kvstore.parameter_server.client.request import PushFates, Request,
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.protocol import (
     Ack,
+    Blocked,
     CommandResult,
     Failed,
     Hello,
@@ -43,7 +45,7 @@ from gangline.kvstore.parameter_server.transport.client_channel import Channel, 
 from gangline.kvstore.parameter_server.transport.frames import tensor_of
 from gangline.kvstore.parameter_server.transport.poller import SPIN_SECONDS, Poller, Source
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool
-from gangline.kvstore.remote_errors import make_error
+from gangline.kvstore.remote_errors import hint, make_error
 
 _log = logging.getLogger("gangline")
 _WINDOW = 16 << 20
@@ -60,6 +62,19 @@ CLOSE_SECONDS = 10.0
 """Time to deliver what was sent if the caller has failed already, or ends without closing its store."""
 
 
+class RequestWork(Work):
+    """Work of requests that knows whether a thread waits for it."""
+
+    is_awaited = False
+
+    def wait(self, timeout: float | None = None) -> None:  # noqa: D102  inherited
+        self.is_awaited = timeout is None
+        try:
+            super().wait(timeout)
+        finally:
+            self.is_awaited = False
+
+
 class PendingRequests:
     """A Work that completes when all its requests have completed, with the first error among them.
 
@@ -73,6 +88,7 @@ class PendingRequests:
         name: str,
         codec: Codec | None = None,
         on_late_error: Callable[[Exception], None] = lambda _: None,
+        on_streams: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         """Start without requests.
 
@@ -81,6 +97,7 @@ class PendingRequests:
             name: for errors.
             codec: compression of pulled values.
             on_late_error: called with errors of requests that completed when they were sent.
+            on_streams: makes a context in which answers are handled: the GPU streams that pulled values are written on.
         """
         self.name = name
         self.codec = codec
@@ -90,6 +107,7 @@ class PendingRequests:
         self.on_push_error: Callable[[BaseException, Mapping[Key, str]], None] = lambda *_: None
         """Called with the first error of a push and the fate of the push for each key."""
         self._fates = PushFates()
+        self._on_streams = on_streams
         self._work = work
         self._open = 1
         self._ended = False
@@ -103,6 +121,7 @@ class PendingRequests:
         for request in requests:
             if request.shards:
                 self._fates = request.fates
+            request.is_awaited = self._is_awaited
             if request.completes_when_sent:
                 request.on_sent = partial(self._end, None)
                 request.on_error = partial(self._fail, request)
@@ -115,6 +134,9 @@ class PendingRequests:
             except Exception as error:  # noqa: BLE001  the Work raises it
                 self._end(error)
 
+    def _is_awaited(self) -> bool:
+        return isinstance(self._work, RequestWork) and self._work.is_awaited
+
     def __enter__(self) -> PendingRequests:
         return self
 
@@ -124,7 +146,8 @@ class PendingRequests:
 
     def _ending_with(self, take: Callable[[Message, list[Tensor]], bool]) -> Callable[[Message, list[Tensor]], bool]:
         def on_answer(message: Message, datas: list[Tensor]) -> bool:
-            is_complete = take(message, datas)
+            with self._on_streams():
+                is_complete = take(message, datas)
             if is_complete:
                 self._end(None)
             return is_complete
@@ -217,6 +240,7 @@ class ServerClient:
         self._sleeps = True  # whether the thread looks after nothing
         self._thread: threading.Thread | None = None
         self._failure: GanglineError | None = None  # an error of the thread that drove the sockets
+        self._blocked_at = 0  # number of the last collective that was failed because of a blocked request
         self._checked_at = 0.0
         self._warned = False
         self._poller = Poller()
@@ -522,6 +546,9 @@ class ServerClient:
                 self._confirm(connection, number)
             case CommandResult(sequence, _):
                 self._settle(connection, sequence, message, [tensor_of(frame) for frame in frames])
+            case Blocked(sequence, number, text):
+                if sequence in connection.pending:
+                    connection.pending[sequence].blocked = number, text
             case Failed(sequence, kind, text, shards, number):
                 error = make_error(kind, text)
                 if request := connection.pending.get(sequence):
@@ -592,6 +619,9 @@ class ServerClient:
             if lost:
                 self._fail_connection(connection, lost)
             for sequence, request in list(connection.pending.items()):
+                if request.blocked is not None and request.is_awaited():
+                    self._fail_blocked(connection, sequence, request)
+                    continue
                 waited = now - request.sent_at
                 if waited > self._timeout:
                     text = f"{request.what} has waited {waited:.3g} s for server {server}"
@@ -601,6 +631,16 @@ class ServerClient:
                 elif waited > self._stall_warn and not self._warned:
                     self._warned = True
                     _log.warning("%s has waited %.3g s for server %d", request.what, waited, server)
+
+    def _fail_blocked(self, connection: _ServerConnection, sequence: int, request: Request) -> None:
+        """Fail a request that can never be answered, because workers wait for each other; tell the others."""
+        assert request.blocked is not None
+        number, text = request.blocked
+        request.blocked = None
+        text = f"{request.what} {text}; expected the same calls in the same order on all workers{hint(text)}"
+        if self._blocked_at == number or self._scheduler.refuse(request.what, text, number):
+            self._blocked_at = number
+            self._fail(connection, sequence, MismatchError(f"rank {self._scheduler.rank}: {text}"))
 
     def _lost(self, server: int) -> str:
         """Return why a server cannot answer any more; "" if it can."""

@@ -212,10 +212,10 @@ class JobState:
                 warnings.append(f"{name} waits for {missing}; present: {name_ranks(present.keys())}")
         return warnings
 
-    def waiting(self, now: float) -> dict[int, str]:
-        """Return the workers that have waited in a collective for a while, with the name of the call."""
+    def waiting(self, now: float) -> dict[int, tuple[str, int]]:
+        """Return the workers that have waited in a collective for a while, with the call's name and number."""
         return {
-            rank: one.name
+            rank: (one.name, number)
             for number, began in self.since.items()
             if now - began > _WAITING_SECONDS
             for rank, one in self.collectives[number].items()

@@ -87,7 +87,7 @@ class Scheduler:
         self.rejected = 0
         """Number of messages dropped because they were invalid."""
         self._last_joined: int | None = None
-        self._waiting: dict[int, str] = {}
+        self._waiting: dict[int, tuple[str, int]] = {}
         self._over_since = 0.0
 
     def run(self) -> None:
@@ -210,6 +210,10 @@ class Scheduler:
         addresses = [server.registration.address for server in self._state.of_role("server")]
         return Registered(member.rank, 1, self._state.workers, addresses, self._heartbeat, self._limit)
 
+    def _waiting_message(self) -> Waiting:
+        calls = self._waiting.values()
+        return Waiting(list(self._waiting), [name[:_NAME] for name, _ in calls], [number for _, number in calls])
+
     def _send_again(self, member: Member) -> None:
         """Send what a reconnected member may have missed, except answers that it requests again itself."""
         self._send(member, self._registered(member))
@@ -217,7 +221,7 @@ class Scheduler:
             if other.gone is not None:
                 self._send(member, MemberGone(other.registration.role, other.rank, other.gone))
         if member.registration.role == "server":
-            self._send(member, Waiting(list(self._waiting), list(self._waiting.values())))
+            self._send(member, self._waiting_message())
             if self._over_since:
                 self._send(member, JobOver())
 
@@ -254,10 +258,10 @@ class Scheduler:
         now = time.monotonic()
         for text in self._state.stall_warnings(now, self._stall_warn):
             _log.warning("%s", text)
-        waiting = {rank: name[:_NAME] for rank, name in self._state.waiting(now).items()}
+        waiting = self._state.waiting(now)
         if waiting != self._waiting:
             self._waiting = waiting
-            self._send_to_role("server", Waiting(list(waiting), list(waiting.values())))
+            self._send_to_role("server", self._waiting_message())
         for member in self._state.members.values():
             if member.gone is not None:
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -46,6 +46,9 @@ class ShardRounds:
         """Staleness bound in rounds, as in `protocol.Hello`; -1 for none."""
         self.joined: set[int] = set()
         """Workers inside join(), which rounds do not wait for."""
+        self.in_collectives: dict[int, tuple[str, int]] = {}
+        """Workers that wait in a collective for other workers, with the call's name and number; no round or
+        acknowledgement may hold the others up then."""
         self._workers = workers
         self._all_ranks = frozenset(range(workers))
         self._thread_pool = thread_pool
@@ -91,8 +94,8 @@ class ShardRounds:
             self._changed.add(shard)
 
     def is_awaited(self, rank: int) -> bool:
-        """Return whether a waiter needs a round for which this worker has not pushed."""
-        return any(
+        """Return whether others wait for this worker: in a collective, or for a round that it has not pushed."""
+        return any(other != rank for other in self.in_collectives) or any(
             waiter.round > shard.pushed.get(rank, 0) for shard in self.shards.values() for waiter in shard.waiters
         )
 
@@ -211,13 +214,43 @@ class ShardRounds:
         if shard.pushed.get(waiter.rank, 0) < waiter.round:  # its own earlier pushes come first
             return True
         if self.staleness >= 0:
-            active = [r for r in range(self._workers) if r not in self._gone and r not in self.joined]
+            idle = self._gone.keys() | self.joined | self.in_collectives.keys() - {waiter.rank}
+            active = [rank for rank in range(self._workers) if rank not in idle]
             slowest = min((shard.pushed.get(rank, 0) for rank in active), default=0)
             if shard.pushed.get(waiter.rank, 0) - slowest > self.staleness:
                 return True
         if waiter.until is None:  # all pushes that have arrived by now are applied first
             waiter.until = shard.closed + len(shard.open)
         return shard.closed < waiter.until
+
+    def blocked(self) -> Iterator[tuple[Waiter, int, str]]:
+        """Yield each waiter that needs a push of a worker which waits in a collective for the waiter's worker.
+
+        With the number of the collective, and a text that names both calls. Each waiter is yielded once a collective.
+        """
+        if not self.is_sync or not self.in_collectives:
+            return
+        for shard in self.shards.values():
+            for waiter in shard.waiters:
+                if waiter.rank in self.in_collectives or waiter.round <= shard.closed:
+                    continue
+                this = shard.open.get(shard.closed + 1, Round())
+                for rank in sorted(self.in_collectives.keys() & self._needed() - this.pushes.keys()):
+                    name, number = self.in_collectives[rank]
+                    if waiter.blocked_by != number:
+                        waiter.blocked_by = number
+                        yield (
+                            waiter,
+                            number,
+                            f"waits for a push of key {shard.key!r} by rank {rank}, which is in {name}",
+                        )
+                    break
+
+    def set_in_collectives(self, calls: dict[int, tuple[str, int]]) -> None:
+        """Set the workers that wait in collectives."""
+        if calls != self.in_collectives:
+            self.in_collectives = calls
+            self._changed.update(shard for shard in self.shards.values() if shard.waiters)
 
     def mark_gone(self, gone: Mapping[int, str]) -> list[int]:
         """Mark ranks as gone, fail waiters whose round can no longer close, and return the newly gone ranks."""

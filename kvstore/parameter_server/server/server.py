@@ -22,6 +22,7 @@ from gangline.kvstore.parameter_server.protocol import (
     CODED,
     DENSE,
     REFUSED,
+    Blocked,
     Command,
     CommandResult,
     Define,
@@ -100,6 +101,9 @@ class Server:
                 for identity, frames in self._listener.receive():
                     self._receive(identity, frames)
                 self._remove_gone_workers()
+                self._rounds.set_in_collectives(self._scheduler.waiting)
+                for waiter, number, text in self._rounds.blocked():
+                    self._sessions.send_to_rank(waiter.rank, Blocked(waiter.sequence, number, text))
                 self._rounds.warn_of_stalls()
                 self._advance()
         finally:

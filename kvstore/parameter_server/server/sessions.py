@@ -242,17 +242,20 @@ class Sessions:
             self._number += 1
             failed.number = self._number
             self._refusals[self._number] = waiter.rank, failed
-        for worker in self._of_rank(waiter.rank):
-            self.send(worker.identity, failed)
+        self.send_to_rank(waiter.rank, failed)
 
     def fail_again(self, rank: int, sequence: int) -> bool:
         """Send an error again if a repeated request has failed before; return whether it has."""
         for refused, failed in self._refusals.values():
             if (refused, failed.sequence) == (rank, sequence):
-                for worker in self._of_rank(rank):
-                    self.send(worker.identity, failed)
+                self.send_to_rank(rank, failed)
                 return True
         return False
+
+    def send_to_rank(self, rank: int, message: Message) -> None:
+        """Send a message to a worker."""
+        for worker in self._of_rank(rank):
+            self.send(worker.identity, message)
 
     def _of_rank(self, rank: int) -> list[WorkerSession]:
         return [worker for worker in self.workers.values() if worker.rank == rank]

@@ -50,6 +50,8 @@ class Waiter:
     until: int | None = None
     """Async mode: number of the round that must be closed before the value is sent; None: not yet determined."""
     since: float = field(default_factory=time.monotonic)
+    blocked_by: int = 0
+    """Number of the last collective that its worker was told of by `Blocked`."""
 
 
 @dataclass(eq=False)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Self
 from unittest.mock import patch
 
+import pytest
 import zmq
 
 from gangline.collectives.errors import StallError
@@ -173,3 +174,24 @@ class RawClient:
 def raw_clients(members: Sequence[SchedulerClient], **options: Any) -> list[RawClient]:
     """Connect to the first server as each of the workers."""
     return [RawClient.of_worker(member, **options) for member in members]
+
+
+@contextmanager
+def stores(
+    count: int, monkeypatch: pytest.MonkeyPatch, prepare: Callable[[DistStore], object] = lambda _: None, **options: Any
+) -> Iterator[list[DistStore]]:
+    """Create the stores of all workers of a job in this process, in rank order, and call ``prepare`` with each."""
+    with Job(count) as job:
+        monkeypatch.setenv("DMLC_ROLE", "worker")
+        monkeypatch.setenv("DMLC_PS_ROOT_URI", "127.0.0.1")
+        monkeypatch.setenv("DMLC_PS_ROOT_PORT", str(job.scheduler.port))
+        monkeypatch.setenv("DMLC_NUM_WORKER", str(count))
+        monkeypatch.setenv("DMLC_NUM_SERVER", "1")
+        made = job.at_once(*[lambda: DistStore(**{"name": "dist_sync", "timeout": LIMIT, **options})] * count)
+        made.sort(key=lambda kv: kv.rank)
+        try:
+            job.at_once(*[lambda kv=kv: prepare(kv) for kv in made])
+            yield made
+        finally:
+            for kv in made:
+                kv.close()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,30 +16,10 @@ from gangline.kvstore.parameter_server.client import server_client
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.client.server_client import PendingRequests
 from gangline.kvstore.parameter_server.protocol import Command
-from gangline.kvstore.parameter_server.store import DistStore
-from tests.kvstore.parameter_server.in_process import LIMIT, Job
+from tests.kvstore.parameter_server.in_process import LIMIT, Job, stores
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(110)
 FULL = OSError(errno.EMFILE, "Too many open files")
-
-
-@contextmanager
-def stores(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DistStore]]:
-    """Create the stores of all workers of a job in this process, in rank order."""
-    with Job(count) as job:
-        monkeypatch.setenv("DMLC_ROLE", "worker")
-        monkeypatch.setenv("DMLC_PS_ROOT_URI", "127.0.0.1")
-        monkeypatch.setenv("DMLC_PS_ROOT_PORT", str(job.scheduler.port))
-        monkeypatch.setenv("DMLC_NUM_WORKER", str(count))
-        monkeypatch.setenv("DMLC_NUM_SERVER", "1")
-        made = job.at_once(*[lambda: DistStore("dist_sync", timeout=LIMIT)] * count)
-        made.sort(key=lambda kv: kv.rank)
-        try:
-            job.at_once(*[lambda kv=kv: kv.init("a", torch.zeros(20_000)) for kv in made])
-            yield made
-        finally:
-            for kv in made:
-                kv.close()
 
 
 def raising(error: Exception) -> Callable[..., Any]:
@@ -53,6 +32,7 @@ def raising(error: Exception) -> Callable[..., Any]:
 def test_a_worker_that_cannot_open_shared_memory_uses_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_client, "open_offered", raising(FULL))
     with stores(1, monkeypatch) as (kv,):
+        kv.init("a", torch.zeros(20_000))
         assert kv._servers.shares_memory == [False]
         out = torch.empty(20_000)
         kv.pushpull("a", torch.ones(20_000), out=out)
@@ -63,7 +43,7 @@ def test_a_worker_that_cannot_open_shared_memory_uses_sockets(monkeypatch: pytes
 def test_an_error_while_messages_are_received_fails_pending_and_later_calls(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with stores(2, monkeypatch) as (kv, _):
+    with stores(2, monkeypatch, lambda kv: kv.init("a", torch.zeros(20_000))) as (kv, _):
         kv.push("a", torch.ones(20_000))
         pending = kv.pull("a", torch.empty(20_000), async_op=True)  # the other worker does not push
         for connection in kv._servers._connections:

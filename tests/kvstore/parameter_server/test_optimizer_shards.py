@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from gangline import kvstore
-from gangline.collectives.errors import GanglineError
 from gangline.kvstore import KVStore, RowSparse
 from gangline.kvstore.interface import read_optimizer_states
 from gangline.kvstore.optimizer.keyed import OptimizerState
@@ -175,7 +174,7 @@ def wrong_states_are_refused_alike(kv: KVStore) -> list[str]:
             if path is not torn and kv.rank == 1:
                 with pytest.raises(ValueError, match=r"."):
                     both.local.load_optimizer_states(path)
-    with pytest.raises(GanglineError if kv.rank else FileNotFoundError, match="nowhere"):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
         kv.load_optimizer_states("/nowhere/at/all")
     both.step()  # as if nothing had been asked for
     both.agree(exactly=True)

@@ -18,6 +18,7 @@ import pytest
 from gangline.collectives.errors import DeadNodeError, MismatchError, StallError
 from gangline.collectives.liveness.process_state import this_process
 from gangline.kvstore.parameter_server import protocol
+from gangline.kvstore.parameter_server.client import scheduler_client
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.protocol import (
     Collective,
@@ -112,6 +113,20 @@ def test_a_scheduler_that_is_not_there_is_named() -> None:
         address = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
         with pytest.raises(StallError, match=f"worker waits for the job to begin at {address} has waited 0.2 s"):
             SchedulerClient("worker", address, timeout=0.2)
+
+
+def test_a_worker_logs_which_scheduler_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert scheduler_client._NOTICE_SECONDS == 5
+    monkeypatch.setattr(scheduler_client, "_NOTICE_SECONDS", 0.1)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        with pytest.raises(StallError):
+            SchedulerClient("worker", f"tcp://{address}", timeout=0.2)
+    said = f"worker waits for the scheduler at {address} (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)"
+    assert caplog.messages == [said]
 
 
 def test_addresses_that_others_reach_are_refused() -> None:

@@ -381,22 +381,22 @@ def test_pushes_before_close_count(transport: str, monkeypatch: pytest.MonkeyPat
 
 def staleness_blocks_and_releases(kv: KVStore) -> None:
     assert isinstance(kv, DistStore)
-    kv.init("stale", torch.zeros(SMALL))
-    out = torch.empty(SMALL)
+    kv.init(["stale", "signal"], [torch.zeros(SMALL), torch.zeros(1)])
+    out, signal = torch.empty(SMALL), torch.zeros(1)
     if kv.rank == 0:
         for _ in range(2):  # two ahead of the slowest is allowed
             kv.pushpull("stale", torch.ones(SMALL), out=out)
         kv.push("stale", torch.ones(SMALL))
         blocked = kv.pull("stale", out, async_op=True)
-        kv.exchange(b"")  # the others have not pushed
+        kv.pull("signal", signal)  # the server has received the earlier pull
         assert not blocked.is_completed()
-        kv.exchange(b"")
+        kv.push("signal", torch.ones(1))
         blocked.wait(60)
         same(out, torch.full((SMALL,), 3.0 + kv.num_workers - 1))
     else:
         kv.pull("stale", out)  # a worker that is behind never waits
-        kv.exchange(b"")
-        kv.exchange(b"")  # rank 0 has looked
+        while not signal:  # not in a collective: workers that wait there do not count as the slowest
+            kv.pull("signal", signal)
         kv.push("stale", torch.ones(SMALL))
         kv.pull("stale", out)
     kv.barrier()

@@ -1,0 +1,62 @@
+"""GPU streams: pushes read what the caller's stream writes before, pulls write what it reads afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from gangline.kvstore.parameter_server.store import DistStore
+from tests.collectives.simulated_gpus import Stream, current_stream, on_simulated_gpu, simulated_gpus
+from tests.kvstore.parameter_server.in_process import stores
+
+pytestmark = pytest.mark.timeout(110)
+CARD = torch.device("cuda", 0)
+NUMEL = 20_000
+
+
+@pytest.fixture
+def kv(monkeypatch: pytest.MonkeyPatch) -> Iterator[DistStore]:
+    with simulated_gpus(), stores(1, monkeypatch) as (store,):
+        store.init("a", torch.full((NUMEL,), 5.0))
+        yield store
+
+
+@pytest.mark.parametrize("async_op", [True, False])
+def test_a_push_reads_the_gradient_after_the_callers_stream_has_written_it(kv: DistStore, async_op: bool) -> None:
+    with torch.cuda.stream(Stream(CARD)):  # type: ignore[arg-type]
+        gradient = on_simulated_gpu(torch.full((NUMEL,), 3.0))  # its kernel has not run yet
+        kv.push("a", gradient, async_op=async_op).wait()
+    out = torch.empty(NUMEL)
+    kv.pull("a", out)
+    assert out.unique().tolist() == [3.0]
+
+
+@pytest.mark.parametrize("async_op", [True, False])
+def test_a_pull_writes_the_weights_between_the_callers_kernels(kv: DistStore, async_op: bool) -> None:
+    with torch.cuda.stream(Stream(CARD)):  # type: ignore[arg-type]
+        weights = on_simulated_gpu(torch.full((NUMEL,), 1.0))
+        before, after = on_simulated_gpu(torch.zeros(NUMEL)), on_simulated_gpu(torch.zeros(NUMEL))
+        before.copy_(weights)  # a kernel that has not run yet
+        kv.pull("a", weights, async_op=async_op).wait()
+        after.copy_(weights)
+        assert current_stream(CARD) is not kv._streams._streams[CARD]
+        assert before.host().unique().tolist() == [1.0]
+        assert after.host().unique().tolist() == [5.0]
+
+
+@pytest.mark.gpu
+def test_kernels_of_a_side_stream_are_ordered_with_pushes_and_pulls(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stores(1, monkeypatch) as (kv,), torch.cuda.stream(torch.cuda.Stream()):
+        kv.init("a", torch.full((NUMEL,), 5.0))
+        gradient, weights = torch.zeros(NUMEL, device="cuda"), torch.ones(NUMEL, device="cuda")
+        for step in range(1, 6):
+            torch.cuda._sleep(50_000_000)
+            gradient.fill_(step)
+            kv.push("a", gradient, async_op=True).wait()
+            torch.cuda._sleep(50_000_000)
+            before = weights.clone()
+            kv.pull("a", weights, async_op=True).wait()
+            assert before.unique().tolist() == [step - 1.0 if step > 1 else 1.0]
+            assert weights.unique().tolist() == [float(step)]

@@ -1,0 +1,157 @@
+"""Workers that wait for each other in different ways: in collectives, for rounds, for acknowledgements.
+
+GANGLINE_TIMEOUT is 1800: a test that hangs ends by pytest's timeout.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gangline import Module, cpu, kvstore
+from gangline.collectives import Communicator, spawn
+from gangline.collectives.errors import MismatchError
+from gangline.collectives.processes.spawning import Ranks
+from gangline.collectives.transports.base import BootstrapAllGather
+from gangline.kvstore import KVStore
+from gangline.kvstore.parameter_server.server import sessions
+from tests.kvstore.parameter_server import processes
+from tests.kvstore.parameter_server.processes import run_job
+
+pytestmark = pytest.mark.timeout(110)
+NUMEL = 20_000
+
+
+def epochs_of_different_length() -> list[Any]:
+    """Train two epochs, of 12 batches on rank 0 and 4 on rank 1, that end with an exchange."""
+    with kvstore.create("dist_async", max_staleness=4) as kv:
+        kv.init("a", torch.zeros(8))
+        out = torch.empty(8)
+        told = []
+        for _ in range(2):
+            for _ in range(4 if kv.rank else 12):
+                kv.pushpull("a", torch.ones(8), out=out)
+            told.append(kv.exchange(bytes([kv.rank])))
+        kv.pull("a", out)
+        return [told, out.tolist()]
+
+
+def test_a_worker_at_the_end_of_its_epoch_does_not_count_as_the_slowest() -> None:
+    assert run_job(epochs_of_different_length, 2, 1) == [[[[b"\0", b"\1"]] * 2, [32.0] * 8]] * 2
+
+
+class _SmallBacklog(processes.RoleProcess):
+    """Process that withholds acknowledgements beyond two rounds if it becomes a server."""
+
+    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **more: object) -> None:
+        super().__init__(rank, size, exchange, **more)
+        sessions._BACKLOG_BYTES = 0
+
+
+def pushes_before_and_after_a_barrier() -> list[float]:
+    """Push eight rounds, before the barrier on rank 0 and after it on rank 1."""
+    with kvstore.create("dist_sync") as kv:
+        kv.init("a", torch.zeros(NUMEL))
+        if kv.rank == 1:
+            kv.barrier()
+        for step in range(8):
+            kv.push("a", torch.full((NUMEL,), 10.0**kv.rank * (step + 1)))
+        if kv.rank == 0:
+            kv.barrier()
+        out = torch.empty(NUMEL)
+        kv.pull("a", out)
+        found: list[float] = out.unique().tolist()
+        return found
+
+
+def test_a_barrier_does_not_wait_for_withheld_acknowledgements() -> None:
+    play = pushes_before_and_after_a_barrier
+    with Ranks(processes._play, 1 + 1 + 2, (2, 1, play, ()), opener=_SmallBacklog) as ranks:
+        assert ranks.results()[2:] == [[88.0]] * 2
+
+
+def barrier_against_pull(async_op: bool) -> list[str]:
+    """Call a barrier on rank 0, which has not pushed, while rank 1 waits for its push; then go on."""
+    with kvstore.create("dist_sync") as kv:
+        kv.init("a", torch.zeros(NUMEL))
+        out = torch.empty(NUMEL)
+        kv.pushpull("a", torch.ones(NUMEL), out=out)
+        if kv.rank == 1:
+            kv.push("a", torch.ones(NUMEL))
+        with pytest.raises(MismatchError) as raised:
+            kv.pull("a", out, async_op=async_op).wait() if kv.rank else kv.barrier()
+        if kv.rank == 0:
+            kv.push("a", torch.ones(NUMEL))
+        kv.barrier()
+        kv.pull("a", out)
+        assert out.unique().tolist() == [2.0]
+        return [str(raised.value)]
+
+
+@pytest.mark.parametrize("async_op", [True, False])
+def test_a_barrier_against_a_pull_is_an_error_of_both(async_op: bool) -> None:
+    ([first], [second]) = run_job(barrier_against_pull, 2, 1, async_op)
+    words = "pull of key 'a' waits for a push of key 'a' by rank 0, which is in barrier"
+    assert first.startswith(f"rank 1 of 2: {words}")
+    assert second.startswith(f"rank 1: {words}")
+
+
+def pull_across_a_barrier() -> list[float]:
+    """Rank 1 waits for its pull only after the barrier; rank 0 pushes after it: no error."""
+    with kvstore.create("dist_sync") as kv:
+        kv.init(["a", "b"], [torch.zeros(NUMEL), torch.zeros(1)])
+        out = torch.empty(NUMEL)
+        if kv.rank == 1:
+            kv.push("a", torch.ones(NUMEL))
+            pending = kv.pull("a", out, async_op=True)
+            connection = kv._servers._connections[0]  # type: ignore[attr-defined]
+            while not any(request.blocked for request in list(connection.pending.values())):
+                pass
+            kv.barrier()
+            pending.wait()
+        else:
+            kv.barrier()
+            kv.push("a", torch.ones(NUMEL))
+            kv.pull("a", out)
+        found: list[float] = out.unique().tolist()
+        return found
+
+
+def test_a_pull_may_be_pending_across_a_barrier() -> None:
+    assert run_job(pull_across_a_barrier, 2, 1) == [[2.0]] * 2
+
+
+def save_on_rank_0(store: str | KVStore, folder: str) -> str:
+    data = torch.rand(12, 3)
+    with Module(nn.Linear(3, 2), nn.CrossEntropyLoss(), cpu()) as module:
+        module.init_optimizer(store)
+
+        def train() -> None:
+            for _ in range(3):
+                module.forward_backward_update(data, torch.zeros(12, dtype=torch.int64))
+                if module.workers.rank == 0:
+                    module.save_checkpoint(f"{folder}/net", 1)
+
+        with pytest.raises(MismatchError) as raised:
+            train()
+        return str(raised.value)
+
+
+def save_on_rank_0_of_a_communicator(comm: Communicator, folder: str) -> str:
+    with kvstore.create("allreduce", communicator=comm) as kv:
+        return save_on_rank_0(kv, folder)
+
+
+@pytest.mark.parametrize("store", ["allreduce", "dist_sync"])
+def test_saving_on_rank_0_alone_is_an_error_of_all_that_says_what_to_write(store: str, tmp_path: Path) -> None:
+    if store == "allreduce":
+        texts = spawn(save_on_rank_0_of_a_communicator, 2, str(tmp_path), threads=1)
+    else:
+        texts = run_job(save_on_rank_0, 2, 1, store, str(tmp_path))
+    for text in texts:
+        assert "save_checkpoint" in text
+        assert "call save_checkpoint on every worker, not only on rank 0: it writes on rank 0 alone" in text
