@@ -99,7 +99,7 @@ class ChildServers:
                     start_new_session=True,
                 )
                 started.set_result(child)
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001  raised below
                 started.set_exception(error)
 
         self._commands.put(start)

@@ -246,7 +246,7 @@ class SchedulerClient:
         """Leave the job, but go on listening until `close`. Idempotent.
 
         Args:
-            why: reason if others cannot go on, such as "failed: ..."; they get it as an error.
+            why: reason if others cannot go on, such as "ended with an error: ..."; they get it as an error.
         """
         if self._has_left or not self._is_registered or self.lost:
             return

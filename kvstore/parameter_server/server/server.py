@@ -411,6 +411,8 @@ class Server:
             self._thread_pool.unassign(shard.thread, shard.flat.nbytes)
             if self._pool is not None:
                 self._pool.free(shard.offset)
+        if self._pool is not None:
+            self._pool.return_pages()
         self._bound_backlogs()
 
     def _bound_backlogs(self) -> None:
@@ -454,7 +456,7 @@ def open_server(job: environment.ServerJob) -> Iterator[Server]:
         try:
             yield Server(scheduler, listener, thread_pool)
         except Exception as error:
-            scheduler.leave(f"failed: {type(error).__name__}: {error}")
+            scheduler.leave(f"ended with an error: {type(error).__name__}: {error}")
             raise
         finally:
             scheduler.close()

@@ -145,7 +145,7 @@ class StreamChannel:
         if self._stream is not None:
             try:
                 self._stream.send(frames)
-            except ConnectionError:
+            except OSError:
                 self.close()
 
     def receive(self, events: Set[Source]) -> Iterator[list[memoryview]]:  # noqa: D102
@@ -154,7 +154,7 @@ class StreamChannel:
         try:
             self._stream.flush()
             yield from self._stream.receive()
-        except (ConnectionError, ProtocolError):
+        except (OSError, ProtocolError):
             self.close()
 
     def close(self) -> None:  # noqa: D102

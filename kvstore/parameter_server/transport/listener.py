@@ -110,7 +110,7 @@ class Listener:
         if descriptor is not None:
             try:
                 self._streams[descriptor].send(frames)
-            except ConnectionError:
+            except OSError:
                 self._close_stream(descriptor)
             return
         try:
@@ -153,7 +153,7 @@ class Listener:
                     self._descriptors[identity] = descriptor
                 else:
                     yield identity, frames
-        except ConnectionError:
+        except OSError:
             self._close_stream(descriptor)
         except ProtocolError as error:
             self.rejected += 1

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import ctypes
+import logging
+import mmap
 import os
 import threading
 
@@ -11,6 +14,14 @@ from torch import Tensor
 
 from gangline.collectives.transports.shm.segments import Offer, Segment
 
+_log = logging.getLogger("gangline")
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_PERIOD = 1024
+"""Frees between two looks at which pages were needed meanwhile."""
+_KEPT_BYTES = 64 << 20
+"""Bytes of unused pages that are kept, because returning and faulting in pages takes time."""
+
 ALIGNMENT = 64
 """Bytes: alignment of every allocation, so that it can be viewed as any dtype."""
 
@@ -18,7 +29,8 @@ ALIGNMENT = 64
 class SharedMemoryPool:
     """First-fit allocator over one segment as large as the machine's memory; only touched pages are committed.
 
-    Allocations take the lowest free offset, so that committed pages are reused first.
+    Allocations take the lowest free offset, so that committed pages are reused first. Pages that were not needed for a
+    while are returned to the system.
 
     Raises:
         OSError: if the system cannot create the segment.
@@ -30,6 +42,9 @@ class SharedMemoryPool:
         self._free: list[tuple[int, int]] = [(0, self._nbytes)]  # (begin, end), ascending
         self._allocated: dict[int, int] = {}
         self._lock = threading.Lock()  # allocate and free run in different threads
+        self._frees = 0
+        self._committed = 0  # end of the pages that may be committed
+        self._needed = 0  # highest end of an allocation in this period
 
     @property
     def handle(self) -> bytes:
@@ -54,6 +69,8 @@ class SharedMemoryPool:
                 if end - begin >= needed:
                     self._free[index : index + 1] = [(begin + needed, end)] if end - begin > needed else []
                     self._allocated[begin] = begin + needed
+                    self._needed = max(self._needed, begin + needed)
+                    self._committed = max(self._committed, begin + needed)
                     return begin
         raise MemoryError(f"{nbytes} bytes do not fit in {self._nbytes} bytes of shared memory")
 
@@ -68,6 +85,24 @@ class SharedMemoryPool:
                 begin = self._free.pop(index - 1)[0]
                 index -= 1
             self._free.insert(index, (begin, end))
+            self._frees += 1
+            if self._frees % _PERIOD == 0:
+                self._return_pages(self._needed + _KEPT_BYTES)
+                self._needed = max(self._allocated.values(), default=0)
+
+    def return_pages(self) -> None:
+        """Return all unused pages to the system."""
+        with self._lock:
+            self._return_pages(0)
+
+    def _return_pages(self, least: int) -> None:
+        """Return the pages of free ranges from offset ``least`` on."""
+        page = mmap.PAGESIZE
+        for first, last in self._free:
+            begin = -(-max(first, least) // page) * page
+            nbytes = min(last, self._committed) // page * page - begin
+            if nbytes > 0 and _libc.madvise(self._offer.segment.address + begin, nbytes, mmap.MADV_REMOVE):
+                _log.debug("unused shared memory stays in use: %s", os.strerror(ctypes.get_errno()))
 
     def tensor_at(self, offset: int, nbytes: int) -> Tensor:
         """Return a uint8 view of a range."""

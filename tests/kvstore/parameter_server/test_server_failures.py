@@ -67,7 +67,7 @@ def test_a_server_that_fails_is_named_with_the_cause_on_all_workers(monkeypatch:
         for rank, call in enumerate(waiting):
             error = call.exception(LIMIT)
             assert isinstance(error, DeadNodeError)
-            assert "server 0 failed: ZeroDivisionError: inside the server" in str(error)
+            assert "server 0 ended with an error: ZeroDivisionError: inside the server" in str(error)
             assert f"worker {rank} waited in pushpull of key 'key'" in str(error)
         for kv in stores:
             kv.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 from collections.abc import Sequence
 
 import pytest
@@ -255,3 +256,25 @@ def test_unaligned_bytes_are_copied_before_they_are_viewed() -> None:
     even = torch.zeros(2, dtype=torch.int64).view(torch.uint8)
     assert typed(even, torch.int64).data_ptr() == even.data_ptr()
     assert [aligned(nbytes) for nbytes in (0, 1, 64, 65, 128)] == [0, 64, 64, 128, 128]
+
+
+def committed(pool: SharedMemoryPool) -> int:
+    """Return the bytes of a pool's pages in memory."""
+    return os.fstat(pool._offer._descriptor).st_blocks * 512
+
+
+def test_pages_that_are_not_needed_any_more_are_returned() -> None:
+    pool = SharedMemoryPool()
+    small = pool.allocate(MIB)
+    large = pool.allocate(100 * MIB)
+    for offset, nbytes in ((small, MIB), (large, 100 * MIB)):
+        pool.tensor_at(offset, nbytes).fill_(7)
+    pool.free(large)
+    assert committed(pool) >= 101 * MIB  # it may be needed again soon
+    for _ in range(2 * 1024):
+        pool.free(pool.allocate(MIB))
+    assert committed(pool) <= 67 * MIB
+    pool.return_pages()
+    assert committed(pool) <= 2 * MIB
+    assert pool.tensor_at(small, MIB).eq(7).all()
+    pool.close()
