@@ -306,10 +306,10 @@ def _optimizer_params(options: TrainOptions, rate: float, factors: dict[str, flo
 def _adapt_to_late_updates(params: dict[str, Any], options: TrainOptions, store: str, workers: int) -> list[str]:
     """Change settings that diverge when the updates of several workers come late; return what to log.
 
-    A gradient is used about ``workers - 1`` updates after it was computed. With curvature c, momentum m and a delay of d
-    updates the weights follow z^(d+1) - (1+m) z^d + m z^(d-1) + rate c = 0, whose roots must lie inside the unit circle:
-    with momentum 0.9 the largest stable rate is 38 times smaller for d=1 than for d=0, and 240 times for d=7; without
-    momentum 2 times and 10 times.
+    A gradient is used about ``workers - 1`` updates after it was computed. With curvature c, momentum m and a delay of
+    d updates the weights follow z^(d+1) - (1+m) z^d + m z^(d-1) + rate c = 0, whose roots must lie inside the unit
+    circle: with momentum 0.9 the largest stable rate is 38 times smaller for d=1 than for d=0, and 240 times for d=7;
+    without momentum 2 times and 10 times.
     """
     if store not in _ASYNC or workers == 1:
         return []
