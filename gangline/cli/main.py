@@ -15,10 +15,11 @@ from gangline.cli.bench import bench
 from gangline.cli.devices import devices
 from gangline.cli.env import env
 from gangline.cli.launch import launch, scheduler, server
-from gangline.cli.options import UsageError, command
+from gangline.cli.options import command
 from gangline.cli.predict import PredictOptions, ScoreOptions, predict, score
 from gangline.cli.train import train
 from gangline.cli.train_options import TrainOptions
+from gangline.collectives.errors import UsageError
 
 app = typer.Typer(
     help="Train one PyTorch network on unequal devices and get the weights that one device would give.",

@@ -18,7 +18,6 @@ from torch import nn
 
 from gangline.cli.options import (
     ContextWord,
-    UsageError,
     check_network,
     image_shape_of,
     metrics_of,
@@ -28,6 +27,7 @@ from gangline.cli.options import (
 )
 from gangline.cli.train_options import GradientCompression, Plots, TrainOptions
 from gangline.collectives.context import Context
+from gangline.collectives.errors import UsageError
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.default_store import default_store, job_store, num_workers
 from gangline.kvstore.launch.supervisor import CHECKPOINTED
