@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gangline.cli.logs import reported_first
 from gangline.cli.options import (
     ContextWord,
     check_network,
@@ -133,7 +134,7 @@ def _fit_and_score(
     shows_loss = options.plots != Plots.NONE or options.tensorboard is not None
     assert module.optimizer_request is not None
     kvstore, optimizer, optimizer_params = module.optimizer_request
-    with stop_on(signal.SIGTERM, signal.SIGINT), _one_line_per_epoch(module.logger, on_terminal):
+    with stop_on(signal.SIGTERM, signal.SIGINT), reported_first(), _one_line_per_epoch(module.logger, on_terminal):
         ended = module.fit(
             splits.train,
             splits.validation,
