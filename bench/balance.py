@@ -20,6 +20,7 @@ from gangline.bench.report.machine import command_line
 from gangline.bench.report.output import check_outputs, publish
 from gangline.bench.report.rows import Row, spread
 from gangline.bench.workload.options import Json, Runs
+from gangline.collectives.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -179,7 +180,7 @@ def _parsed(factors: str) -> list[float]:
     try:
         found = [float(word) for word in factors.split(",")]
     except ValueError:
-        raise ValueError(f"--factors is {factors!r}; expected numbers with commas, such as 1,3,10") from None
+        raise UsageError(f"--factors is {factors!r}; expected numbers with commas, such as 1,3,10") from None
     if not all(1 <= factor <= 1000 for factor in found):
-        raise ValueError(f"--factors is {factors!r}; expected numbers from 1 to 1000")
+        raise UsageError(f"--factors is {factors!r}; expected numbers from 1 to 1000")
     return found

@@ -34,6 +34,7 @@ from gangline.bench.workload.options import (
     Transport,
 )
 from gangline.bench.workload.sizes import counts, sizes_between
+from gangline.collectives.errors import UsageError
 
 if TYPE_CHECKING:
     from gangline.bench.driver.hosts import Hosts
@@ -178,9 +179,9 @@ def measure(sweep: Sweep, ranks: int) -> Iterator[list[Row]]:
     from gangline.bench.driver.rank_group import RankGroup
 
     if sweep.root >= ranks:
-        raise ValueError(f"--root is {sweep.root}; expected a rank below {ranks}")
+        raise UsageError(f"--root is {sweep.root}; expected a rank below {ranks}")
     if sweep.hosts > ranks:
-        raise ValueError(f"--hosts is {sweep.hosts}; expected at most one for each of {ranks} ranks")
+        raise UsageError(f"--hosts is {sweep.hosts}; expected at most one for each of {ranks} ranks")
     with ExitStack() as stack:
         hosts = None
         if sweep.hosts > 1:

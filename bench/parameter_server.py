@@ -31,6 +31,7 @@ from gangline.bench.workload.options import (
     StepFactor,
 )
 from gangline.bench.workload.sizes import size_in_bytes, sizes_between
+from gangline.collectives.errors import UsageError
 
 if TYPE_CHECKING:
     from gangline.bench.driver.hosts import Hosts
@@ -127,9 +128,9 @@ class Case:
 
     def __post_init__(self) -> None:
         if min(self.sizes) < _ITEM:
-            raise ValueError(f"-b is {min(self.sizes)}; expected {_ITEM} bytes or more, those of one float32")
+            raise UsageError(f"-b is {min(self.sizes)}; expected {_ITEM} bytes or more, those of one float32")
         if self.rate is not None and self.hosts == 1:
-            raise ValueError(f"--rate is {self.rate}, but there is no link; expected --hosts 2 with it")
+            raise UsageError(f"--rate is {self.rate}, but there is no link; expected --hosts 2 with it")
         if self.hosts > 1:
             from gangline.bench.driver.hosts import obstacle
 

@@ -13,6 +13,7 @@ from gangline.bench.report.rows import Row, spread, times_as_fast
 from gangline.bench.report.tables import print_ratios
 from gangline.bench.workload.networks import context_words, distinct_devices, images
 from gangline.bench.workload.options import Gpus, Json, Plot, Runs, RunSeconds
+from gangline.collectives.errors import UsageError
 
 if TYPE_CHECKING:
     from gangline.bench.driver.candidates import Entry, Measured
@@ -78,7 +79,7 @@ def training(
     check_outputs(json, plot)
     if workers is not None:
         if contexts is not None or gpus is not None:
-            raise ValueError("--workers measures workers of one CPU context each; leave --contexts and --gpus out")
+            raise UsageError("--workers measures workers of one CPU context each; leave --contexts and --gpus out")
         from gangline.bench import scaling
         from gangline.bench.workload.sizes import counts
 

@@ -30,6 +30,10 @@ class MismatchError(GanglineError, ValueError):
     """Processes disagree on something that must be equal: a collective, a size, a dtype, an operation."""
 
 
+class UsageError(ValueError):
+    """Wrong value of a command-line option: the command prints one line and ends with exit code 2."""
+
+
 def did_you_mean(word: str, known: Collection[str]) -> str:
     """Return " did you mean 'lenet'?" for a misspelt word, or "" if no known word is like it."""
     near = get_close_matches(word, known, n=1, cutoff=0.7)

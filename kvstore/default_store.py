@@ -41,7 +41,7 @@ def default_store(environment: Mapping[str, str] = os.environ) -> str:
         ValueError: if the launcher's variables hold an invalid rank or size.
     """
     is_batch_script = "SLURM_PROCID" in environment and "SLURM_STEP_ID" not in environment
-    if is_batch_script and not {"RANK", "DMLC_ROLE", "OMPI_COMM_WORLD_RANK"} & set(environment):
+    if is_batch_script and not {"RANK", "DMLC_ROLE", "OMPI_COMM_WORLD_RANK"}.intersection(environment):
         return "device"
     return job_store(environment) if num_workers(environment) > 1 else "device"
 

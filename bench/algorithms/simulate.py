@@ -16,6 +16,7 @@ from gangline.bench.report.tables import format_number, format_seconds, format_s
 from gangline.bench.workload.collective_shapes import bus_factor
 from gangline.bench.workload.options import Collective, Json
 from gangline.bench.workload.sizes import size_in_bytes
+from gangline.collectives.errors import UsageError
 
 if TYPE_CHECKING:
     from gangline.collectives.schedule import Schedule
@@ -40,10 +41,10 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= self.ranks:
-            raise ValueError(f"--hosts is {self.hosts} for {self.ranks} ranks; expected 1 to {self.ranks}")
+            raise UsageError(f"--hosts is {self.hosts} for {self.ranks} ranks; expected 1 to {self.ranks}")
         for name in ("beta_inside", "beta_between", "gamma"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; expected more than 0 GB/s")
+                raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}; expected more than 0 GB/s")
 
     @property
     def host_of_rank(self) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from gangline.bench.report.tables import format_size
 from gangline.bench.workload.collective_shapes import IN_PLACE, ROWS_IN, tensor_options
 from gangline.bench.workload.options import Json
 from gangline.bench.workload.sizes import counts
+from gangline.collectives.errors import UsageError
 
 if TYPE_CHECKING:
     from gangline.bench.driver.rank_group import RankGroup
@@ -90,7 +91,7 @@ def measure(transport: str, ranks: int, collectives: Sequence[str], sizes: Seque
     from gangline.collectives.tuner import TRANSPORTS, TableKey
 
     if transport not in TRANSPORTS[:-1]:
-        raise ValueError(f"--transports has {transport!r}; expected names out of {', '.join(TRANSPORTS[:-1])}")
+        raise UsageError(f"--transports has {transport!r}; expected names out of {', '.join(TRANSPORTS[:-1])}")
     found = Tuned()
     with _Ranks(transport, ranks) as group:
         for collective in collectives:

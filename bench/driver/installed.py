@@ -12,6 +12,7 @@ import gangline
 from gangline.bench.driver.candidates import say
 from gangline.bench.driver.processes import PEERS as _FOLDER
 from gangline.bench.driver.processes import Candidate
+from gangline.collectives.errors import UsageError
 
 _ROOT = Path(gangline.__file__).resolve().parent.parent
 
@@ -35,7 +36,7 @@ def available_peers(names: str, bench: str, *, on_gpus: bool = False, among: Seq
     found = []
     for name in dict.fromkeys(word.strip() for word in names.split(",") if word.strip()):
         if name not in PEERS:
-            raise ValueError(f"--peers has {name!r}; expected names out of {', '.join(PEERS)}")
+            raise UsageError(f"--peers has {name!r}; expected names out of {', '.join(PEERS)}")
         reason = _why_not(name, bench, on_gpus) if name in among else "it is not measured with --workers"
         if reason is None:
             found.append(name)

@@ -12,6 +12,7 @@ from typing import Any
 from gangline.bench.report.fields import RATES, TIMES, describing, figure
 from gangline.bench.report.rows import Row
 from gangline.bench.report.tables import case_label, format_size, formatter
+from gangline.collectives.errors import UsageError
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # distinct for colour-blind readers too
 _TICKS = 6  # labels of an axis of sizes
@@ -145,7 +146,7 @@ def load_matplotlib(path: Path) -> ModuleType:
         RuntimeError: if matplotlib is missing.
     """
     if path.suffix.lower() != ".png":
-        raise ValueError(f"--plot is {path}; expected a file that ends in .png")
+        raise UsageError(f"--plot is {path}; expected a file that ends in .png")
     try:
         import matplotlib
     except ImportError:

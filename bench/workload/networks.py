@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gangline.bench.workload.sizes import counts as parse_counts
+from gangline.collectives.errors import UsageError
 
 _IMAGE_SIZE = 64  # pixels, in place of 224, with which networks for ImageNet take minutes on a CPU
 
@@ -81,7 +82,7 @@ def context_words(counts: str | None, gpus: str | None, default: tuple[int, ...]
     found = {}
     for number in dict.fromkeys(numbers):
         if gpu_contexts is not None and number > len(gpu_contexts):
-            raise ValueError(f"--contexts {counts} asks for {number}, but --gpus {gpus} names {len(gpu_contexts)}")
+            raise UsageError(f"--contexts {counts} asks for {number}, but --gpus {gpus} names {len(gpu_contexts)}")
         found[number] = ",".join(
             gpu_contexts[:number] if gpu_contexts else (f"cpu({index})" for index in range(number))
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from gangline.collectives.errors import UsageError
+
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -15,7 +17,7 @@ def size_in_bytes(word: str, flag: str) -> int:
     """
     number, unit = (word[:-1], word[-1].upper()) if word[-1:].isalpha() else (word, "")
     if not number.isdecimal() or not int(number) or unit not in _UNITS:
-        raise ValueError(f"{flag} is {word!r}; expected a number of bytes above 0, such as 8, 64K or 256M")
+        raise UsageError(f"{flag} is {word!r}; expected a number of bytes above 0, such as 8, 64K or 256M")
     return int(number) * _UNITS[unit]
 
 
@@ -27,7 +29,7 @@ def sizes_between(smallest: str, largest: str, factor: int) -> list[int]:
     """
     low, high = size_in_bytes(smallest, "-b"), size_in_bytes(largest, "-e")
     if low > high:
-        raise ValueError(f"-b {smallest} is above -e {largest}")
+        raise UsageError(f"-b {smallest} is above -e {largest}")
     return [low * factor**power for power in range(math.floor(math.log(high / low, factor) + 1e-9) + 1)]
 
 
@@ -39,5 +41,5 @@ def counts(words: str, flag: str) -> list[int]:
     """
     found = [word.strip() for word in words.split(",")]
     if not all(word.isdecimal() and int(word) for word in found):
-        raise ValueError(f"{flag} is {words!r}; expected numbers above 0 with commas, such as 1,2,4")
+        raise UsageError(f"{flag} is {words!r}; expected numbers above 0 with commas, such as 1,2,4")
     return list(dict.fromkeys(int(word) for word in found))

@@ -1,4 +1,4 @@
-"""A process's rank, job size and rendezvous address from the variables of torchrun, Open MPI or Slurm."""
+"""A process's rank, job size and rendezvous address from the variables of torchrun, mpirun or Slurm."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ def from_environment(environment: Mapping[str, str]) -> RankInfo:
     - RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: torchrun, or set by hand.
     - OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE: Open MPI's mpirun.
     - SLURM_PROCID, SLURM_NTASKS: Slurm's srun.
+    - PMI_RANK, PMI_SIZE: mpirun of MPICH and Intel MPI.
 
-    MASTER_ADDR and MASTER_PORT apply to all families and are optional under mpirun and srun. The default host under
-    mpirun is loopback if all ranks are on one machine, and under srun the first host of the step. The default port is
-    derived from the job's id.
+    MASTER_ADDR and MASTER_PORT apply to all families and are optional under Open MPI's mpirun and srun; under MPICH and
+    Intel MPI the port is required, as nothing else names the job. The default host under mpirun is loopback if all
+    ranks are on one machine, and under srun the first host of the step. The default port is derived from the job's id.
 
     Raises:
         RuntimeError: if no variable is set.
@@ -59,7 +60,7 @@ def find_rank_info(rank: int | None, size: int | None, address: str | None, envi
     if rank is None or size is None:
         if family is None:
             raise RuntimeError(
-                "no launcher has set this process's rank (RANK and WORLD_SIZE, or Open MPI's or Slurm's variables): "
+                "no launcher has set this process's rank (RANK and WORLD_SIZE, or those of an MPI or Slurm): "
                 "start it with torchrun, mpirun or srun, run a function with collectives.spawn, "
                 "or pass rank, size and address"
             )
@@ -74,11 +75,18 @@ def find_rank_info(rank: int | None, size: int | None, address: str | None, envi
     return RankInfo(rank, size, *_rendezvous_address(family, size, environment))
 
 
-_FAMILIES = _TORCHRUN, _OPEN_MPI, _SLURM = (
+_FAMILIES = _TORCHRUN, _OPEN_MPI, _SLURM, _MPICH = (
     ("RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("PMI_RANK", "PMI_SIZE"),
 )
+_LOCAL_SIZES = {
+    _TORCHRUN: "LOCAL_WORLD_SIZE",
+    _OPEN_MPI: "OMPI_COMM_WORLD_LOCAL_SIZE",
+    _MPICH: "MPI_LOCALNRANKS",
+}
+"""Variable with the number of this job's processes on this host."""
 
 
 def _rendezvous_address(family: tuple[str, str] | None, size: int, environment: Mapping[str, str]) -> tuple[str, int]:
@@ -106,8 +114,7 @@ def _rendezvous_address(family: tuple[str, str] | None, size: int, environment: 
 def _are_on_one_machine(family: tuple[str, str] | None, size: int, environment: Mapping[str, str]) -> bool:
     if family == _SLURM:
         return environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES")) == "1"
-    name = "OMPI_COMM_WORLD_LOCAL_SIZE" if family == _OPEN_MPI else "LOCAL_WORLD_SIZE"
-    return family is not None and environment.get(name) == str(size)
+    return family is not None and environment.get(_LOCAL_SIZES[family]) == str(size)
 
 
 def _slurm_host(environment: Mapping[str, str]) -> str | None:

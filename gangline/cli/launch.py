@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from gangline.cli.options import UsageError, numbers
+from gangline.cli.options import numbers
+from gangline.collectives.errors import UsageError
 from gangline.collectives.workload import check_work_load_list
 from gangline.kvstore.launch.job import JobSpec, cores, free_ports, process_table
 

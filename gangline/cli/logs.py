@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import typer
 
@@ -31,6 +32,20 @@ def set_level(verbose: bool, quiet: bool) -> None:
 def is_verbose() -> bool:
     """Return True if tracebacks of all errors are wanted."""
     return os.environ.get("GANGLINE_LOG") == "debug"
+
+
+@contextmanager
+def reported_first() -> Iterator[None]:
+    """If an error ends the block, ignore SIGTERM until `main` has reported it.
+
+    A launcher stops the survivors of a failed worker at about the moment at which they learn of it.
+    """
+    try:
+        yield
+    except Exception:
+        with suppress(ValueError):  # outside the main thread, which alone receives signals
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise
 
 
 @contextmanager

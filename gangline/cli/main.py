@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import sysconfig
 import traceback
@@ -15,10 +16,11 @@ from gangline.cli.bench import bench
 from gangline.cli.devices import devices
 from gangline.cli.env import env
 from gangline.cli.launch import launch, scheduler, server
-from gangline.cli.options import UsageError, command
+from gangline.cli.options import command
 from gangline.cli.predict import PredictOptions, ScoreOptions, predict, score
 from gangline.cli.train import train
 from gangline.cli.train_options import TrainOptions
+from gangline.collectives.errors import UsageError
 
 app = typer.Typer(
     help="Train one PyTorch network on unequal devices and get the weights that one device would give.",
@@ -65,6 +67,7 @@ def main() -> None:
     On an error the exit code is 1, after one line on stderr; a traceback precedes it with -v, or if the error passed
     through the user's code. On wrong usage the exit code is 2.
     """
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         app()
     except UsageError as error:
@@ -75,6 +78,9 @@ def main() -> None:
             traceback.print_exception(error)
         print(f"gangline: {error}", file=sys.stderr)
         raise SystemExit(1) from error
+    finally:
+        if handler is not None and signal.getsignal(signal.SIGTERM) != handler:  # see logs.reported_first
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _is_of_user_code(error: BaseException) -> bool:

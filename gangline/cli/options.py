@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hin
 
 import typer
 
+from gangline.collectives.errors import UsageError
+
 if TYPE_CHECKING:
     from gangline.collectives.context import Context
 
 T = TypeVar("T")
-
-
-class UsageError(ValueError):
-    """Wrong option value: the command prints one line and ends with exit code 2."""
 
 
 JsonFile = Annotated[

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gangline.cli.logs import logging_to_stderr
-from gangline.cli.options import DeviceOptions, UsageError, check_network, metrics_of, write_json
+from gangline.cli.options import DeviceOptions, check_network, metrics_of, write_json
+from gangline.collectives.errors import UsageError
 
 if TYPE_CHECKING:
     from gangline.models.data.images.augmentation import Augmentation

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from gangline.cli.logs import reported_first
 from gangline.cli.options import (
     ContextWord,
-    UsageError,
     check_network,
     image_shape_of,
     metrics_of,
@@ -28,6 +28,7 @@ from gangline.cli.options import (
 )
 from gangline.cli.train_options import GradientCompression, Plots, TrainOptions
 from gangline.collectives.context import Context
+from gangline.collectives.errors import UsageError
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.default_store import default_store, job_store, num_workers
 from gangline.kvstore.launch.supervisor import CHECKPOINTED
@@ -43,7 +44,7 @@ from gangline.models.data.images.augmentation import Augmentation
 from gangline.models.data.sources import read_speed
 from gangline.models.loop.callbacks import BatchEndParam, Checkpoint, ProgressBar, Speedometer
 from gangline.models.loop.monitor import Monitor
-from gangline.models.loop.stopping import EarlyStopping, stop_on
+from gangline.models.loop.stopping import EarlyStopping, received_signal, stop_on
 from gangline.models.module import Module
 from gangline.models.reports.page import TrainingProgress
 from gangline.models.reports.tensorboard import TensorBoard
@@ -133,24 +134,30 @@ def _fit_and_score(
     shows_loss = options.plots != Plots.NONE or options.tensorboard is not None
     assert module.optimizer_request is not None
     kvstore, optimizer, optimizer_params = module.optimizer_request
-    with stop_on(signal.SIGTERM, signal.SIGINT), _one_line_per_epoch(module.logger, on_terminal):
-        ended = module.fit(
-            splits.train,
-            splits.validation,
-            metrics,
-            num_epoch=options.num_epochs,
-            batch_size=None if has_batches[0] and has_batches[1] else batch_size,
-            seed=options.seed,
-            kvstore=kvstore,
-            optimizer=optimizer,
-            optimizer_params=optimizer_params,
-            lr_scheduler=schedule,
-            eval_frequency=options.eval_frequency,
-            validation_metric=None if on_terminal or not shows_loss else [*metrics, "loss"],
-            monitor=Monitor(options.monitor) if options.monitor else None,
-            resume=resume,
-            **callbacks,
-        )
+    with stop_on(signal.SIGTERM, signal.SIGINT), reported_first(), _one_line_per_epoch(module.logger, on_terminal):
+        try:
+            ended = module.fit(
+                splits.train,
+                splits.validation,
+                metrics,
+                num_epoch=options.num_epochs,
+                batch_size=None if has_batches[0] and has_batches[1] else batch_size,
+                seed=options.seed,
+                kvstore=kvstore,
+                optimizer=optimizer,
+                optimizer_params=optimizer_params,
+                lr_scheduler=schedule,
+                eval_frequency=options.eval_frequency,
+                validation_metric=None if on_terminal or not shows_loss else [*metrics, "loss"],
+                monitor=Monitor(options.monitor) if options.monitor else None,
+                resume=resume,
+                **callbacks,
+            )
+        except (EOFError, ConnectionError):  # a signal to the process group has ended the server of the data workers
+            name = received_signal()
+            if name is None:
+                raise
+            ended = name
     result: dict[str, Any] = {"ended": ended, "exit_code": 0}
     reports = module.workers.is_first
     if ended in signal.Signals.__members__:  # the grace period is for the checkpoint, not for scoring

@@ -120,7 +120,7 @@ def start_child_servers(timeout: float) -> tuple[ServerJob, ChildServers]:
     except RuntimeError as error:
         raise RuntimeError(
             "this process belongs to no job, so there are no servers; start it with "
-            f"'gangline launch -n WORKERS -- COMMAND', or by torchrun ({error})"
+            "'gangline launch -n WORKERS -- COMMAND', torchrun, mpirun or srun"
         ) from error
     child_servers = ChildServers()
     try:

@@ -54,6 +54,7 @@ class SpeedModel:
         self._next_update: int | None = 2
         self._first_epoch = True
         self._since_trial = 0
+        self._is_unlogged = True
 
     def record(self, samples: Sequence[int], seconds: Sequence[float | None]) -> None:
         """Record the times of a training batch.
@@ -86,7 +87,7 @@ class SpeedModel:
         self._try_idle_contexts()
 
     def update_loads(self) -> bool:
-        """Derive the loads from what was recorded since the last update, and log them.
+        """Derive the loads from what was recorded since the last update; log them the first time and if they change.
 
         Returns:
             True if they changed; they stay unless another split promises a noticeably shorter step.
@@ -102,7 +103,9 @@ class SpeedModel:
         changed = _step_seconds(best, fits) * (1 + _MIN_GAIN) < _step_seconds(self._split(size), fits)
         if changed:
             self._set_counts(best)
-        self._log(self._split(size), fits)
+        if changed or self._is_unlogged:
+            self._is_unlogged = False
+            self._log(self._split(size), fits)
         return changed
 
     def state(self) -> dict[str, Any]:
@@ -161,12 +164,11 @@ class SpeedModel:
 
     def _log(self, counts: Sequence[int], fits: Sequence[_LinearFit]) -> None:
         shares = ", ".join(
-            f"{context.name} {load:.4f}" for context, load in zip(self._contexts, self.loads, strict=True)
+            f"{context.name} {load:.3g}" for context, load in zip(self._contexts, self.loads, strict=True)
         )
-        *speeds, last = [f"{max(n, 1) / fit.seconds(max(n, 1)):.1f}" for n, fit in zip(counts, fits, strict=True)]
-        self._logger.info(
-            "work_load_list auto: %s (%s samples/s)", shares, f"{', '.join(speeds)} and {last}" if speeds else last
-        )
+        *speeds, last = [f"{max(n, 1) / fit.seconds(max(n, 1)):.0f}" for n, fit in zip(counts, fits, strict=True)]
+        listed = f"{', '.join(speeds)} and {last}" if speeds else last
+        self._logger.info("work_load_list auto: %s (alone %s samples/s)", shares, listed)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from gangline.bench.report.machine import command_line
 from gangline.bench.training import measure
 from gangline.bench.workload.networks import bytes_of, context_words, distinct_devices, images, parameter_shapes
 from gangline.cli.bench import bench
+from gangline.cli.main import main
 
 KVSTORE = {"who", "contexts", "store", "seconds", "gb_per_s_per_device", "error", "p50", "p99", "max", "runs"}
 TRAINING = {"who", "contexts", "network", "batch_size", "samples_per_s", "efficiency", "p50", "p99", "max", "runs"}
@@ -146,3 +148,23 @@ def test_every_bench_is_a_subcommand() -> None:
     help_text = CliRunner().invoke(bench, ["--help"]).output
     for name in ("balance", "compression", "transfer", "startup", "hosts", "simplicity", "device-group", "all_reduce"):
         assert f" {name} " in help_text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["kvstore", "--peers", "tensorflow"], "--peers has 'tensorflow'; expected names out of"),
+        (["all_reduce", "--ranks", "2,x"], "--ranks is '2,x'; expected numbers above 0 with commas"),
+        (["all_reduce", "-b", "8", "-e", "4"], "-b 8 is above -e 4"),
+        (["balance", "--factors", "1,x"], "--factors is '1,x'; expected numbers with commas"),
+        (["simulate", "--ranks", "4", "--hosts", "9"], "--hosts is 9 for 4 ranks"),
+    ],
+)
+def test_a_wrong_list_ends_the_command_with_2(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gangline", "bench", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err

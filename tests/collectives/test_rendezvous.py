@@ -29,6 +29,7 @@ pytestmark = pytest.mark.timeout(60)
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "29500"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_NAMESPACE": "3405643777"}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 SLURM = {
     "SLURM_PROCID": "3",
     "SLURM_NTASKS": "8",
@@ -53,6 +54,9 @@ SLURM = {
         (OPEN_MPI | TORCHRUN, (1, 4, "10.1.2.3", 29500)),
         (SLURM | {"MASTER_ADDR": "n1", "MASTER_PORT": "5000"}, (3, 8, "n1", 5000)),
         (SLURM | OPEN_MPI | {"MASTER_ADDR": "n1", "MASTER_PORT": "5000"}, (2, 4, "n1", 5000)),
+        (MPICH | {"MASTER_PORT": "5000"}, (1, 2, "127.0.0.1", 5000)),
+        (MPICH | {"MPI_LOCALNRANKS": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "5000"}, (1, 2, "n1", 5000)),
+        (MPICH | SLURM | {"MASTER_ADDR": "n1", "MASTER_PORT": "5000"}, (3, 8, "n1", 5000)),
     ],
 )
 def test_rank_and_size_are_those_of_the_launcher(

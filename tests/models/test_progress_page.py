@@ -317,6 +317,22 @@ def test_an_error_that_a_caller_is_handling_does_not_end_training(tmp_path: Path
 # -- resumed runs ----------------------------------------------------------------------------------------------------
 
 
+def test_measured_loads_are_those_of_now(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+
+    def measure(param: BatchEndParam) -> None:
+        if param.nbatch == 2:
+            assert module.load_balancer is not None
+            module.load_balancer._speeds.loads = [3 + param.epoch, 1]
+
+    contexts = [cpu(0), cpu(1)]
+    with Module(network(), nn.CrossEntropyLoss(), contexts, "auto") as module:
+        module.init_optimizer("local", "sgd", RATE)
+        module.begin_epoch = lambda: None  # type: ignore[method-assign]
+        fit(module, TrainingProgress(module, path), measure, epochs=3)
+    assert read_progress(path)["settings"]["loads"] == "5, 1 (auto)"
+
+
 @pytest.mark.parametrize("loads", [[1, 1], [2, 1, 1]])
 def test_a_run_resumed_in_mid_epoch_has_one_complete_record(tmp_path: Path, loads: list[float]) -> None:
     whole, path, prefix = tmp_path / "whole.html", tmp_path / "page.html", tmp_path / "net"

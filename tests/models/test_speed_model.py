@@ -274,7 +274,11 @@ def test_an_update_logs_the_split_and_the_speeds(caplog: pytest.LogCaptureFixtur
         auto.record([32, 32], [0.32, 0.96])
     with caplog.at_level(logging.INFO, "gangline"):
         assert auto.update_loads()
-    assert caplog.messages == ["work_load_list auto: cpu(0) 0.7500, cpu(1) 0.2500 (100.0 and 33.3 samples/s)"]
+        assert caplog.messages == ["work_load_list auto: cpu(0) 0.75, cpu(1) 0.25 (alone 100 and 33 samples/s)"]
+        for _ in range(3):
+            auto.record([48, 16], [0.48, 0.48])
+        assert not auto.update_loads()
+    assert len(caplog.messages) == 1  # what stays is not repeated
 
 
 def test_three_contexts_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -284,7 +288,7 @@ def test_three_contexts_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "gangline"):
         auto.update_loads()
     (line,) = caplog.messages
-    assert line.endswith("gpu(0) 0.3333, gpu(2) 0.3333, cpu(0) 0.3333 (1000.0, 1000.0 and 1000.0 samples/s)")
+    assert line.endswith("gpu(0) 0.333, gpu(2) 0.333, cpu(0) 0.333 (alone 1000, 1000 and 1000 samples/s)")
 
 
 def test_one_context_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -293,7 +297,7 @@ def test_one_context_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
         auto.record([4], [0.004])
     with caplog.at_level(logging.INFO, "gangline"):
         auto.update_loads()
-    assert caplog.messages == ["work_load_list auto: cpu(0) 1.0000 (1000.0 samples/s)"]
+    assert caplog.messages == ["work_load_list auto: cpu(0) 1 (alone 1000 samples/s)"]
 
 
 def test_state_survives_json_and_training_continues_with_it() -> None:

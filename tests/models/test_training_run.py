@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -269,3 +270,16 @@ def test_a_signal_before_the_first_step_is_reported_as_a_signal(
 def test_a_run_on_images_names_them(images: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, _, err = gangline_command(capsys, *MLP, "--num-epochs", "0", "--data-dir", images)
     assert re.search(r"48 training and 12 held-out images of digit0, digit1, digit2; read as 28x28 grey\n", err)
+
+
+def test_a_signal_that_ends_the_data_workers_as_they_start_is_reported_as_a_signal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit(*_: object, **__: object) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise EOFError  # as multiprocessing does if its fork server has ended
+
+    monkeypatch.setattr("gangline.models.module.Module.fit", fit)
+    code, out, err = gangline_command(capsys, *MLP, "--num-epochs", "1")
+    assert (code, out) == (143, "")
+    assert "training was stopped by SIGTERM after 0 of 1 epochs" in err

@@ -104,10 +104,13 @@ def _store_error(shown: str, text: str, error: Exception) -> Exception:
         return ValueError(f"image folder {shown} cannot be opened: {text} (s3:// needs `pip install gangline[s3]`)")
     if isinstance(error, ValueError):
         return ValueError(f"image folder {shown} cannot be opened: {text}")
-    return RuntimeError(
-        f"image folder {shown} cannot be listed: {type(error).__name__}: {text}; check that the credentials in the "
-        "environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE; AWS_ENDPOINT_URL) permit reading"
-    )
+    hint = "check the address, and that the server lists the folder"
+    if shown.startswith("s3"):
+        hint = (
+            "check that the credentials in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE; "
+            "AWS_ENDPOINT_URL) permit reading"
+        )
+    return RuntimeError(f"image folder {shown} cannot be listed: {type(error).__name__}: {text}; {hint}")
 
 
 def read(root: str | Path, names: Sequence[str]) -> list[bytes | Path | Exception]:
