@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,11 +29,13 @@ class BucketState:
 
     bucket: Bucket
     priority: int
+    """Number of the bucket: the last to arrive belongs to the first layers, which the next forward needs first."""
+    keys: list[Key]
+    """The parameters' keys."""
     weights: list[torch.Tensor]
     """Flat weights, one tensor per replica; empty if the parameters keep memory of their own."""
     gradients: list[torch.Tensor | None]
     """Flat gradients, one per replica; None on the host, where gradients stay where autograd accumulates them."""
-    keys: list[Key] = field(init=False)
     weight_views: list[dict[Key, torch.Tensor]] = field(init=False)
     gradient_views: list[dict[Key, torch.Tensor]] = field(init=False)
     pending: dict[int, set[Key]] = field(default_factory=dict)
@@ -46,7 +48,6 @@ class BucketState:
     """The bucket's push in this step, if it was started."""
 
     def __post_init__(self) -> None:
-        self.keys = self.bucket.keys
         self.gradient_views = [self.bucket.views(flat) if flat is not None else {} for flat in self.gradients]
         self.weight_views = [self.bucket.views(flat) for flat in self.weights]
 
@@ -342,7 +343,6 @@ class Reducer:
             return
         self._repeated.update(all_repeated)
         self._sparse.update(all_sparse)
-        dense = [key for key in order if key not in self._sparse]
         others = [key for key in self._parameters[0] if key not in order]
         for keys in (order, others):
             dense = [key for key in keys if key not in self._sparse]
@@ -351,23 +351,24 @@ class Reducer:
 
     def _add_buckets(self, keys: Sequence[Key], *, is_flat: bool) -> None:
         devices = [next(iter(of_replica.values())).device for of_replica in self._parameters]
-        for bucket in plan([(key, self._parameters[0][key].detach()) for key in keys], BUCKET_BYTES):
+        for bucket in self._plan(keys):
             if is_flat:
                 self._store.fuse(bucket)
-            state = BucketState(
-                bucket,
-                len(
-                    self._buckets
-                ),  # the last to arrive belongs to the first layers, which the next forward needs first
-                [bucket.empty(device) for device in devices] if is_flat else [],
-                [bucket.empty(device) if is_flat and device.type == "cuda" else None for device in devices],
-            )
-            self._buckets.append(state)
-            self._bucket_of.update(dict.fromkeys(state.keys, state))
+            weights = [bucket.empty(device) for device in devices] if is_flat else []
+            gradients = [bucket.empty(device) if is_flat and device.type == "cuda" else None for device in devices]
+            state = BucketState(bucket, len(self._buckets), bucket.keys, weights, gradients)
+            self._add_state(state)
             for of_replica, views in zip(self._parameters, state.weight_views, strict=is_flat):
                 for key, view in views.items():
                     view.copy_(of_replica[key].detach())
                     of_replica[key].data = view
+
+    def _plan(self, keys: Sequence[Key]) -> Iterator[Bucket]:
+        return plan([(key, self._parameters[0][key].detach()) for key in keys], BUCKET_BYTES)
+
+    def _add_state(self, state: BucketState) -> None:
+        self._buckets.append(state)
+        self._bucket_of.update(dict.fromkeys(state.keys, state))
 
     def _restore_views(self, state: BucketState) -> None:
         """Make parameters views of the bucket again if user code gave them other memory."""
