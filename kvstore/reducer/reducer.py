@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from gangline.collectives.work import Work
 from gangline.kvstore.buckets import BUCKET_BYTES, Bucket, BucketValue, plan
@@ -74,8 +75,9 @@ class Reducer:
         parameters: Sequence[Parameters],
         store: KVStore,
         *,
-        loose: Collection[Key] = (),
-        sparse: Collection[Key] = (),
+        loose: Collection[Any] = (),
+        sparse: Collection[Any] = (),
+        in_place: bool = False,
     ) -> None:
         """Register hooks on the trained parameters.
 
@@ -83,7 +85,9 @@ class Reducer:
             parameters: the parameters of each replica, with the same keys.
             store: store that holds the weights already.
             loose: keys whose parameters must keep memory of their own.
-            sparse: keys whose gradients may be sparse.
+            sparse: keys whose gradients may be sparse; others are ignored.
+            in_place: let the store update the parameters of a single replica in place, which it must not do during
+                backward.
         """
         self._parameters: list[dict[Key, torch.Tensor]] = [dict(of_replica) for of_replica in parameters]
         self._store = store
@@ -91,7 +95,10 @@ class Reducer:
         self._buckets: list[BucketState] = []
         self._bucket_of: dict[Key, BucketState] = {}
         self._loose = set(loose)
-        self._sparse = set(sparse)  # keys whose gradients are pushed as rows, outside of buckets
+        self._in_place = in_place
+        self._sparse = set(sparse).intersection(
+            parameters[0]
+        )  # keys whose gradients are pushed as rows, outside of buckets
         self._arrivals: dict[Key, int] = {}  # arrivals of each gradient in the recorded backward, in order
         self._active: list[int] = []  # indices of the replicas that take part in this backward
         self._weight: float | None = None
@@ -352,9 +359,9 @@ class Reducer:
     def _add_buckets(self, keys: Sequence[Key], *, is_flat: bool) -> None:
         devices = [next(iter(of_replica.values())).device for of_replica in self._parameters]
         for bucket in self._plan(keys):
-            if is_flat:
-                self._store.fuse(bucket)
             weights = [bucket.empty(device) for device in devices] if is_flat else []
+            if is_flat:
+                self._store.fuse(bucket, weights[0] if self._in_place else None)
             gradients = [bucket.empty(device) if is_flat and device.type == "cuda" else None for device in devices]
             state = BucketState(bucket, len(self._buckets), bucket.keys, weights, gradients)
             self._add_state(state)
@@ -426,3 +433,19 @@ def _numbers_of(gradients: Sequence[RowSparse]) -> torch.Tensor:
 def _distinct(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
     found: torch.Tensor = torch.unique(torch.cat([torch.empty(0, dtype=torch.int64), *numbers]))
     return found
+
+
+def cudnn_weights(network: nn.Module) -> set[str]:
+    """Return the weights of recurrent layers, which cuDNN requires in one contiguous block."""
+    return _weights_of(network, lambda layer: isinstance(layer, nn.RNNBase))
+
+
+def sparse_tables(network: nn.Module) -> set[str]:
+    """Return the weights of embedding layers with sparse gradients."""
+    return _weights_of(network, lambda layer: isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse)
+
+
+def _weights_of(network: nn.Module, is_chosen: Callable[[nn.Module], bool]) -> set[str]:
+    """Return the names of the chosen layers' own parameters."""
+    own = {id(parameter) for layer in network.modules() if is_chosen(layer) for parameter in layer.parameters(False)}
+    return {name for name, parameter in network.named_parameters() if id(parameter) in own}
