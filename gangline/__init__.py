@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         torch_backend,
     )
     from gangline.collectives.torch_backend import Samples, compress_hook, weighted_hook
-    from gangline.kvstore import KVStore, OptimizerSpec, RowSparse, Trainer, create, register
+    from gangline.kvstore import DistributedOptimizer, KVStore, OptimizerSpec, RowSparse, Trainer, create, register
     from gangline.models import (
         Augmentation,
         Checkpoint,
@@ -90,6 +90,7 @@ _PACKAGES = {
         "weighted_hook",
     ),
     "kvstore": (
+        "DistributedOptimizer",
         "KVStore",
         "OptimizerSpec",
         "RowSparse",
@@ -138,6 +139,7 @@ __all__ = [
     "Context",
     "DeadNodeError",
     "DeviceGroup",
+    "DistributedOptimizer",
     "EarlyStopping",
     "GanglineError",
     "ImageFolder",

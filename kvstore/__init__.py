@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gangline.kvstore.interface import KVStore
     from gangline.kvstore.optimizer.spec import OptimizerSpec
+    from gangline.kvstore.reducer.distributed_optimizer import DistributedOptimizer
     from gangline.kvstore.registry import create, register
     from gangline.kvstore.sparse import RowSparse
     from gangline.kvstore.trainer import Trainer
 
 _MODULES = {
+    "DistributedOptimizer": "reducer.distributed_optimizer",
     "KVStore": "interface",
     "OptimizerSpec": "optimizer.spec",
     "RowSparse": "sparse",
@@ -23,7 +25,7 @@ _MODULES = {
     "register": "registry",
 }
 
-__all__ = ["KVStore", "OptimizerSpec", "RowSparse", "Trainer", "create", "register"]
+__all__ = ["DistributedOptimizer", "KVStore", "OptimizerSpec", "RowSparse", "Trainer", "create", "register"]
 
 
 def __getattr__(name: str) -> Any:

@@ -513,10 +513,15 @@ class KVStore(abc.ABC):
         return self._push_weighted(pairs, float(weight), priority, async_op)
 
     @refused_on_all_ranks
-    def fuse(self, bucket: Bucket) -> None:
+    def fuse(self, bucket: Bucket, flat: torch.Tensor | None = None) -> None:
         """Store the keys of a bucket side by side, for `push_bucket` and `pull_bucket`; they also stay single keys.
 
         Collective: all workers must call it.
+
+        Args:
+            bucket: keys to store together.
+            flat: tensor of shape (bucket.numel,) that the store may hold the values in, if it stores them on that
+                device of this process; every update then changes it.
 
         Raises:
             KeyError: if a key was not initialised.
@@ -524,7 +529,7 @@ class KVStore(abc.ABC):
         """
         self._check_open()
         self._check_bucket(bucket)
-        self._fuse(bucket)
+        self._fuse(bucket, flat)
         self._buckets.add(bucket)
 
     @refused_on_all_ranks
@@ -673,7 +678,7 @@ class KVStore(abc.ABC):
                 copy_rows(whole, out, row_ids)
         return Work.finished("row_sparse_pull")
 
-    def _fuse(self, bucket: Bucket) -> None:  # noqa: B027  optional: keys can be sent one by one
+    def _fuse(self, bucket: Bucket, flat: torch.Tensor | None) -> None:  # noqa: B027  optional: keys can be sent one by one
         pass
 
     def _push_bucket(

@@ -175,12 +175,15 @@ class LocalStore(KVStore):
         pairs = [(key, [part for target in targets for part in target]) for key, targets in pulls]
         return self._start("row_sparse_pull", pull, pairs, priority, async_op)
 
-    def _fuse(self, bucket: Bucket) -> None:
+    def _fuse(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
+        given = flat
+
         def fuse() -> None:
             if self._optimizer is not None:
                 for key in bucket.keys:
                     self._optimizer.check(key, self._entries[key].stored)
-            flat = _Flat(bucket.empty(self._device_of(bucket)))
+            device = self._device_of(bucket)
+            flat = _Flat(given if given is not None and given.device == device else bucket.empty(device))
             for key, view in bucket.views(flat.stored).items():
                 self._unfuse(key)
                 self._entries[key] = _Entry(view.copy_(self._entries[key].stored))
@@ -217,7 +220,7 @@ class LocalStore(KVStore):
                 views = [bucket.views(out) for out in outs]
                 self._copy_out([(key, [view[key] for view in views]) for key in bucket.keys])
             else:
-                broadcast(flat.stored, outs)
+                broadcast(flat.stored, [out for out in outs if out.data_ptr() != flat.stored.data_ptr()])
 
         return self._start("pull", pull, [(key, list(outs)) for key in bucket.keys], priority, async_op)
 

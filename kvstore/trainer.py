@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,13 +11,12 @@ import torch
 from torch import nn
 
 from gangline.kvstore.arguments import Value, check_weight
-from gangline.kvstore.buckets import BUCKET_BYTES, Bucket, plan
 from gangline.kvstore.interface import KVStore
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
+from gangline.kvstore.reducer.reducer import Reducer, cudnn_weights, sparse_tables
 from gangline.kvstore.registry import create
 from gangline.kvstore.sparse import RowSparse, summed
 
-_log = logging.getLogger("gangline")
 _REDUCTIONS = ("mean", "sum")
 
 Parameters = nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -38,6 +35,8 @@ class Trainer:
 
     Parameters written between two steps, by ``load_state_dict`` for example, must be written on all workers. The next
     `step` then takes rank 0's values.
+
+    After the first step the parameters are views of flat buckets. With one worker the store updates them in place.
 
     Attributes:
         kvstore: the store, which reduces gradients and holds the weights.
@@ -88,16 +87,55 @@ class Trainer:
         held = [key for key in self._parameters if key in self.kvstore]
         if held:
             raise ValueError(f"the {self.kvstore.type!r} store holds keys {held} already; give each trainer its own")
-        self._buckets: list[Bucket] | None = None
-        self._sparse: list[Key] = []  # not in buckets
-        self._warned: set[Key] = set()
         self._is_accumulating = False
         self._accumulated: dict[Key, Value] = {}  # sums over the samples since the last update
         self._accumulated_samples = 0.0
+        self._weight = 0.0
+        self._early_samples: float | None = None  # those of the `backward` that has pushed gradients
         self.kvstore.set_optimizer(spec)
         weights = list(self._parameters.values())
         self.kvstore.broadcast(list(self._parameters), weights, weights)
         self._versions = self._current_versions()
+        network = params if isinstance(params, nn.Module) else None
+        on_gpus = any(weight.is_cuda for weight in weights)
+        keeps_memory = on_gpus and (network is None or len({weight.device for weight in weights}) > 1)
+        self._reducer = Reducer(
+            [self._parameters],
+            self.kvstore,
+            loose=self._parameters if keeps_memory else () if network is None else cudnn_weights(network),
+            sparse=() if network is None else sparse_tables(network),
+            in_place=self.kvstore.num_workers == 1,
+        )
+        self._reducer.begin([0], push_early=False)
+
+    def backward(self, loss: torch.Tensor, batch_size: float) -> None:
+        """Run ``loss.backward()`` and send gradients to the other workers meanwhile; `step` must follow directly.
+
+        The gradients must not be changed before `step`. After it, ``.grad`` is that of the mean over the samples, also
+        with ``loss_reduction="sum"``.
+
+        Collective: all workers must call it, or ``step(0)`` alone if they have no samples.
+
+        Args:
+            loss: loss of this worker's samples.
+            batch_size: as for `step`, which must get the same number.
+
+        For example:
+
+            trainer.zero_grad()
+            trainer.backward(loss_function(model(data), label), len(data))
+            trainer.step(len(data))
+        """
+        check_weight(batch_size)
+        is_whole = not self._is_accumulating and not self._accumulated_samples and batch_size > 0
+        is_early = is_whole and self.kvstore.num_workers > 1 and all(p.grad is None for p in self._parameters.values())
+        if is_early:
+            self._assign_changes()
+        self._reducer.begin([0], push_early=is_early, weight=float(batch_size))
+        if is_early and self._is_sum:
+            loss = loss / batch_size
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._early_samples, self._weight = (batch_size, float(batch_size)) if is_early else (None, 0.0)
 
     def step(self, batch_size: float) -> None:
         """Update the parameters from their gradients; within `no_sync` only accumulate the gradients.
@@ -118,16 +156,23 @@ class Trainer:
         if self._is_accumulating:
             self._accumulate(batch_size)
             return
-        self._assign_changes()
-        gradients, weight = self._mean(batch_size)
+        early, self._early_samples = self._early_samples, None
+        if early is None:
+            self._assign_changes()
+        elif early != batch_size:
+            raise ValueError(f"step() got {batch_size} samples, but backward() got {early}; expected the same number")
+        kept = self._set_means(batch_size) if early is None else {}
         try:
-            self._push(gradients, weight)
+            self._reducer.finish(self._weight)
         except Exception:  # whatever failed, what was pushed is dropped, and the error is raised again
             if self.kvstore.num_workers == 1:  # drop_updates is collective
                 self.kvstore.drop_updates()
             raise
-        self.kvstore.update()
-        self._pull()
+        finally:
+            for key, gradient in kept.items():
+                self._parameters[key].grad = gradient
+            self._reducer.begin([0], push_early=False)
+        self._versions = self._current_versions()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -207,57 +252,30 @@ class Trainer:
         self.zero_grad()
 
     @torch.no_grad()
-    def _mean(self, batch_size: float) -> tuple[dict[Key, Value], float]:
-        """Return this worker's gradient of the mean over its samples since the last update, and their number."""
-        samples = self._accumulated_samples + batch_size
+    def _set_means(self, batch_size: float) -> dict[Key, torch.Tensor | None]:
+        """Make each ``.grad`` that of the mean over the samples since the last update; return those replaced."""
+        samples = self._weight = self._accumulated_samples + batch_size
+        if not self._accumulated_samples and not self._is_sum:
+            return {}
+        own = 1.0 if self._is_sum else batch_size
+        accumulated, self._accumulated, self._accumulated_samples = self._accumulated, {}, 0.0
         gradients = self._own_gradients() if batch_size else {}
-        if self._accumulated_samples or self._is_sum:
-            own = 1.0 if self._is_sum else batch_size
-            accumulated, self._accumulated, self._accumulated_samples = self._accumulated, {}, 0.0
-            totals = {key: _scaled(gradient, own / samples) for key, gradient in gradients.items()}
-            for key, total in accumulated.items():
-                share = _scaled(total, 1 / samples)
-                totals[key] = _sum(share, totals[key]) if key in totals else share
-            gradients = totals
-        return gradients, samples
+        kept = {key: parameter.grad for key, parameter in self._parameters.items()}
+        for key, parameter in self._parameters.items():
+            shares = [
+                _scaled(total[key], factor / (samples or 1.0))
+                for total, factor in ((accumulated, 1.0), (gradients, own))
+                if key in total
+            ]
+            mean = None if not shares else shares[0] if len(shares) == 1 else _sum(*shares)
+            parameter.grad = mean.to_coo() if isinstance(mean, RowSparse) else mean
+        return kept
 
     def _own_gradients(self) -> dict[Key, Value]:
         return {key: _value(p.grad) for key, p in self._parameters.items() if p.grad is not None}
 
-    def _push(self, gradients: dict[Key, Value], weight: float) -> None:
-        if self._buckets is None:
-            self._form_buckets(gradients)
-        assert self._buckets is not None
-        for bucket in self._buckets:
-            own = {key: self._dense(key, gradients[key]) for key in bucket.keys if key in gradients}
-            if own or self.kvstore.num_workers > 1:
-                self.kvstore.push_bucket(bucket, [own], list(own), weight=weight)
-        sparse = [key for key in self._sparse if key in gradients or self.kvstore.num_workers > 1]
-        if sparse:
-            self.kvstore.push_weighted(sparse, [gradients.get(key) for key in sparse], weight)
-
-    def _form_buckets(self, gradients: Mapping[Key, Value]) -> None:
-        """Put the keys that are dense on all workers into buckets, in the order of the parameters."""
-        own = [index for index, key in enumerate(self._parameters) if isinstance(gradients.get(key), RowSparse)]
-        everywhere = {index for data in self.kvstore.exchange(json.dumps(own).encode()) for index in json.loads(data)}
-        keys = list(self._parameters)
-        self._sparse = [keys[index] for index in sorted(everywhere)]
-        tensors = [(key, p.detach()) for key, p in self._parameters.items() if key not in self._sparse]
-        buckets = list(plan(tensors, BUCKET_BYTES))
-        for bucket in buckets:
-            self.kvstore.fuse(bucket)
-        self._buckets = buckets
-
-    def _dense(self, key: Key, gradient: Value) -> torch.Tensor:
-        if isinstance(gradient, RowSparse):
-            if key not in self._warned:
-                self._warned.add(key)
-                _log.warning("the gradient of key %r is sparse, but was not in the first step; it is sent dense", key)
-            return gradient.to_dense()
-        return gradient
-
     def _pull(self) -> None:
-        self.kvstore.pull(list(self._parameters), list(self._parameters.values()))
+        self.kvstore.pull(list(self._parameters), [parameter.data for parameter in self._parameters.values()])
         self._versions = self._current_versions()
 
     def _assign_changes(self) -> None:

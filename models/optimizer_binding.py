@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec
-from gangline.kvstore.reducer.reducer import Reducer
+from gangline.kvstore.reducer.reducer import Reducer, cudnn_weights, sparse_tables
 from gangline.kvstore.sparse import RowSparse, summed
 from gangline.models.replicas import Replicas
 from gangline.models.workers import Workers
@@ -130,8 +130,8 @@ class StoreOptimizer(OptimizerBinding):
         self._reducer = Reducer(
             [replica.parameters for replica in replicas.all],
             store,
-            loose=_cudnn_weights(replicas),
-            sparse=_sparse_tables(replicas.first.network) & replicas.first.parameters.keys(),
+            loose=cudnn_weights(replicas.first.network) if _use_gpus(replicas) else (),
+            sparse=sparse_tables(replicas.first.network),
         )
 
     @property
@@ -281,22 +281,8 @@ def _check_no_max_norm(network: nn.Module) -> None:
             )
 
 
-def _cudnn_weights(replicas: Replicas) -> set[str]:
-    """Return the weights of recurrent layers on GPUs, which cuDNN requires in one contiguous block."""
-    if all(replica.context.device_type == "cpu" for replica in replicas.all):
-        return set()
-    return _weights_of(replicas.first.network, lambda layer: isinstance(layer, nn.RNNBase))
-
-
-def _sparse_tables(network: nn.Module) -> set[str]:
-    """Return the weights of embedding layers with sparse gradients."""
-    return _weights_of(network, lambda layer: isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse)
-
-
-def _weights_of(network: nn.Module, is_chosen: Callable[[nn.Module], bool]) -> set[str]:
-    """Return the names of the chosen layers' own parameters."""
-    own = {id(parameter) for layer in network.modules() if is_chosen(layer) for parameter in layer.parameters(False)}
-    return {name for name, parameter in network.named_parameters() if id(parameter) in own}
+def _use_gpus(replicas: Replicas) -> bool:
+    return any(replica.context.device_type == "gpu" for replica in replicas.all)
 
 
 def _as_value(gradient: torch.Tensor) -> torch.Tensor | RowSparse:

@@ -132,7 +132,7 @@ class AllReduceStore(LocalStore):
 
         self._start("assign", assign, pairs, 0, False)
 
-    def _fuse(self, bucket: Bucket) -> None:
+    def _fuse(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
         make_flat = super()._fuse
         slots = {
             f"key {slot.key!r}": f"{tuple(slot.shape)} with strides {slot.stride} at {slot.offset}"
@@ -141,7 +141,7 @@ class AllReduceStore(LocalStore):
 
         def fuse() -> None:
             self._workers.group.check_same({**slots, "size": f"{bucket.numel} of {bucket.dtype}"}, "fuse")
-            make_flat(bucket)
+            make_flat(bucket, flat)
             self._flats[bucket].sum = self._workers.registered_zeros(bucket.numel, bucket.dtype)
             self._fused.append(bucket)
 

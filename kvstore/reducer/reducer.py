@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from gangline.collectives.work import Work
 from gangline.kvstore.buckets import BUCKET_BYTES, Bucket, BucketValue, plan
@@ -28,11 +29,13 @@ class BucketState:
 
     bucket: Bucket
     priority: int
+    """Number of the bucket: the last to arrive belongs to the first layers, which the next forward needs first."""
+    keys: list[Key]
+    """The parameters' keys."""
     weights: list[torch.Tensor]
     """Flat weights, one tensor per replica; empty if the parameters keep memory of their own."""
     gradients: list[torch.Tensor | None]
     """Flat gradients, one per replica; None on the host, where gradients stay where autograd accumulates them."""
-    keys: list[Key] = field(init=False)
     weight_views: list[dict[Key, torch.Tensor]] = field(init=False)
     gradient_views: list[dict[Key, torch.Tensor]] = field(init=False)
     pending: dict[int, set[Key]] = field(default_factory=dict)
@@ -45,7 +48,6 @@ class BucketState:
     """The bucket's push in this step, if it was started."""
 
     def __post_init__(self) -> None:
-        self.keys = self.bucket.keys
         self.gradient_views = [self.bucket.views(flat) if flat is not None else {} for flat in self.gradients]
         self.weight_views = [self.bucket.views(flat) for flat in self.weights]
 
@@ -72,8 +74,9 @@ class Reducer:
         parameters: Sequence[Parameters],
         store: KVStore,
         *,
-        loose: Collection[Key] = (),
-        sparse: Collection[Key] = (),
+        loose: Collection[Any] = (),
+        sparse: Collection[Any] = (),
+        in_place: bool = False,
     ) -> None:
         """Register hooks on the trained parameters.
 
@@ -81,7 +84,9 @@ class Reducer:
             parameters: the parameters of each replica, with the same keys.
             store: store that holds the weights already.
             loose: keys whose parameters must keep memory of their own.
-            sparse: keys whose gradients may be sparse.
+            sparse: keys whose gradients may be sparse; others are ignored.
+            in_place: let the store update the parameters of a single replica in place, which it must not do during
+                backward.
         """
         self._parameters: list[dict[Key, torch.Tensor]] = [dict(of_replica) for of_replica in parameters]
         self._store = store
@@ -89,7 +94,10 @@ class Reducer:
         self._buckets: list[BucketState] = []
         self._bucket_of: dict[Key, BucketState] = {}
         self._loose = set(loose)
-        self._sparse = set(sparse)  # keys whose gradients are pushed as rows, outside of buckets
+        self._in_place = in_place
+        self._sparse = set(sparse).intersection(
+            parameters[0]
+        )  # keys whose gradients are pushed as rows, outside of buckets
         self._arrivals: dict[Key, int] = {}  # arrivals of each gradient in the recorded backward, in order
         self._active: list[int] = []  # indices of the replicas that take part in this backward
         self._weight: float | None = None
@@ -342,7 +350,6 @@ class Reducer:
             return
         self._repeated.update(all_repeated)
         self._sparse.update(all_sparse)
-        dense = [key for key in order if key not in self._sparse]
         others = [key for key in self._parameters[0] if key not in order]
         for keys in (order, others):
             dense = [key for key in keys if key not in self._sparse]
@@ -351,23 +358,24 @@ class Reducer:
 
     def _add_buckets(self, keys: Sequence[Key], *, is_flat: bool) -> None:
         devices = [next(iter(of_replica.values())).device for of_replica in self._parameters]
-        for bucket in plan([(key, self._parameters[0][key].detach()) for key in keys], BUCKET_BYTES):
+        for bucket in self._plan(keys):
+            weights = [bucket.empty(device) for device in devices] if is_flat else []
             if is_flat:
-                self._store.fuse(bucket)
-            state = BucketState(
-                bucket,
-                len(
-                    self._buckets
-                ),  # the last to arrive belongs to the first layers, which the next forward needs first
-                [bucket.empty(device) for device in devices] if is_flat else [],
-                [bucket.empty(device) if is_flat and device.type == "cuda" else None for device in devices],
-            )
-            self._buckets.append(state)
-            self._bucket_of.update(dict.fromkeys(state.keys, state))
+                self._store.fuse(bucket, weights[0] if self._in_place else None)
+            gradients = [bucket.empty(device) if is_flat and device.type == "cuda" else None for device in devices]
+            state = BucketState(bucket, len(self._buckets), bucket.keys, weights, gradients)
+            self._add_state(state)
             for of_replica, views in zip(self._parameters, state.weight_views, strict=is_flat):
                 for key, view in views.items():
                     view.copy_(of_replica[key].detach())
                     of_replica[key].data = view
+
+    def _plan(self, keys: Sequence[Key]) -> Iterator[Bucket]:
+        return plan([(key, self._parameters[0][key].detach()) for key in keys], BUCKET_BYTES)
+
+    def _add_state(self, state: BucketState) -> None:
+        self._buckets.append(state)
+        self._bucket_of.update(dict.fromkeys(state.keys, state))
 
     def _restore_views(self, state: BucketState) -> None:
         """Make parameters views of the bucket again if user code gave them other memory."""
@@ -442,3 +450,19 @@ def _numbers_of(gradients: Sequence[RowSparse]) -> torch.Tensor:
 def _distinct(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
     found: torch.Tensor = torch.unique(torch.cat([torch.empty(0, dtype=torch.int64), *numbers]))
     return found
+
+
+def cudnn_weights(network: nn.Module) -> set[str]:
+    """Return the weights of recurrent layers, which cuDNN requires in one contiguous block."""
+    return _weights_of(network, lambda layer: isinstance(layer, nn.RNNBase))
+
+
+def sparse_tables(network: nn.Module) -> set[str]:
+    """Return the weights of embedding layers with sparse gradients."""
+    return _weights_of(network, lambda layer: isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse)
+
+
+def _weights_of(network: nn.Module, is_chosen: Callable[[nn.Module], bool]) -> set[str]:
+    """Return the names of the chosen layers' own parameters."""
+    own = {id(parameter) for layer in network.modules() if is_chosen(layer) for parameter in layer.parameters(False)}
+    return {name for name, parameter in network.named_parameters() if id(parameter) in own}

@@ -298,3 +298,64 @@ def test_a_joined_worker_pulls_the_final_weights() -> None:
     for last, found in spawn(_joined, 2, [5, 3], threads=1):
         assert last == 0
         assert distance(found, weights(plain)) <= 1e-13
+
+
+# Where the weights live, and when gradients leave
+
+
+@pytest.mark.parametrize("store", ["local", "device"])
+def test_alone_the_parameters_are_the_stores_weights_and_nothing_is_pulled(store: str) -> None:
+    model = network()
+    with create(store) as kv:
+        trainer = Trainer(model, "sgd", {"learning_rate": 0.1, "momentum": 0.9}, kv)
+        for x, y in batches(3, 8):
+            trainer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            trainer.step(8)
+            for name, parameter in model.named_parameters():
+                assert kv._entries[name].stored.data_ptr() == parameter.data_ptr()  # type: ignore[attr-defined]
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def _early(comm: Communicator, sizes: list[int], reduction: str) -> Any:
+    """Return the weights after steps whose gradients leave during backward, and the buckets pushed before `step`."""
+    model = network(comm.rank)
+    before_step = []
+    with pytest.MonkeyPatch.context() as patch, create("allreduce", communicator=comm) as kv:
+        patch.setattr("gangline.kvstore.reducer.reducer.BUCKET_BYTES", 200)
+        trainer = Trainer(model, "sgd", {"learning_rate": 0.1, "momentum": 0.9}, kv, loss_reduction=reduction)
+        pushes = [0]
+        push_bucket = kv.push_bucket
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            pushes[0] += 1
+            return push_bucket(*arguments, **options)
+
+        patch.setattr(kv, "push_bucket", counted)
+        begin = sum(sizes[: comm.rank])
+        own = slice(begin, begin + sizes[comm.rank])
+        for x, y in batches(6, sum(sizes)):
+            trainer.zero_grad()
+            pushes[0] = 0
+            trainer.backward(F.cross_entropy(model(x[own]), y[own], reduction=reduction), sizes[comm.rank])
+            before_step.append(pushes[0])
+            trainer.step(sizes[comm.rank])
+        trainer.zero_grad()
+        trainer.backward(F.cross_entropy(model(x[own]), y[own], reduction=reduction), sizes[comm.rank])
+        with pytest.raises(ValueError, match=r"step\(\) got 99 samples, but backward\(\) got"):
+            trainer.step(99)
+    return weights(model), before_step
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_leave_during_the_trainers_backward(reduction: str) -> None:
+    sizes = [5, 2]
+    plain = network(0)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for x, y in batches(6, sum(sizes)):
+        optimizer.zero_grad()
+        F.cross_entropy(plain(x), y).backward()
+        optimizer.step()
+    for found, before_step in spawn(_early, 2, sizes, reduction, threads=1):
+        assert distance(found, weights(plain)) <= 1e-12
+        assert before_step == [0, 3, 3, 3, 3, 3]  # buckets

@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from gangline import Module, cpu
 from gangline.collectives import Communicator, spawn
 from gangline.kvstore import KVStore, create
-from gangline.kvstore.allreduce.negotiation import WorkerGroup
+from gangline.kvstore.allreduce.negotiation import Negotiator
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.reducer import reducer
+from gangline.kvstore.worker_group import WorkerGroup
 from tests.kvstore.parameter_server.processes import run_job
 
 FEATURES, CLASSES = 6, 3
@@ -81,7 +82,7 @@ def allreduce_steps(comm: Communicator) -> Any:
     with pytest.MonkeyPatch.context() as patch, create("allreduce", communicator=comm) as store:
         patch.setattr(reducer, "BUCKET_BYTES", 200)
         for name in ("all_gather", "all_reduce", "broadcast"):
-            counting(calls, WorkerGroup, name, patch)
+            counting(calls, Negotiator, name, patch)
         return steps(store, comm.rank, calls)
 
 
@@ -136,7 +137,7 @@ def epochs_in_a_job(comm: Communicator) -> Any:
             calls: Counter[str] = Counter()
             seen: list[int] = []
             with pytest.MonkeyPatch.context() as patch, create("allreduce", communicator=comm) as store:
-                counting(calls, store, "exchange", patch)
+                counting(calls, WorkerGroup, "all_gather", patch)
                 patch.setattr("gangline.models.loop.stopping._SECONDS", 100.0)
                 with Module(nn.Linear(FEATURES, CLASSES).double(), nn.CrossEntropyLoss(), cpu()) as module:
                     module.fit(
@@ -146,7 +147,7 @@ def epochs_in_a_job(comm: Communicator) -> Any:
                         eval_metric="loss",
                         batch_end_callback=lambda param, seen=seen: seen.append(param.nbatch),
                     )
-            found.append((kind, count, calls["exchange"], seen))
+            found.append((kind, count, calls["all_gather"], seen))
     return found
 
 

@@ -1,0 +1,236 @@
+"""`DistributedOptimizer`: a torch optimizer whose gradients are averaged over the workers of a store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from gangline.kvstore.arguments import check_weight
+from gangline.kvstore.interface import KVStore
+from gangline.kvstore.optimizer.spec import Key
+from gangline.kvstore.reducer.gradient_reducer import GradientReducer
+from gangline.kvstore.registry import create
+
+_REFUSED = {"LBFGS": "it searches along a line by the loss of each worker alone, so the workers' weights would differ"}
+
+
+class DistributedOptimizer(Optimizer):
+    """Wraps a torch optimizer so that each backward replaces gradients by their weighted mean over all workers.
+
+    When ``backward()`` returns, ``.grad`` is sum(w_i * g_i) / sum(w_i), where w_i is the `weight` of worker i: 1 each,
+    or the number of samples that the worker's loss is a mean over. Gradients leave in buckets while backward still
+    runs. The optimizer itself runs on every worker and is not changed: ``param_groups``, ``state_dict``, closures,
+    torch's learning rate schedulers, ``GradScaler`` and ``clip_grad_norm_`` work as without gangline. On creation rank
+    0's parameters are broadcast.
+
+    All workers must run the same number of backwards, with the parameters in the same order. A parameter that no worker
+    has a gradient for is left alone. With a single worker nothing is changed or copied.
+
+    Attributes:
+        kvstore: the store, which averages the gradients.
+        weight: weight of this worker's gradients; set it before backward.
+
+    For example:
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = gangline.DistributedOptimizer(optimizer, kvstore="allreduce")
+        for data, label in loader:
+            optimizer.zero_grad()
+            optimizer.weight = len(data)
+            loss_function(model(data), label).backward()
+            optimizer.step()
+    """
+
+    def __init__(self, optimizer: Optimizer, kvstore: str | KVStore = "allreduce") -> None:
+        """Wrap an optimizer. Collective: all workers must call it.
+
+        Args:
+            optimizer: optimizer over the same parameters, in the same order, on every worker.
+            kvstore: a synchronous store without an optimizer of its own, or the name of one to create.
+
+        Raises:
+            TypeError: if an argument has the wrong type.
+            ValueError: if gradients averaged by the store would not be exact for this optimizer or store.
+            MismatchError: if the workers' parameters differ.
+        """
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
+        if not isinstance(kvstore, (str, KVStore)):
+            raise TypeError(f"kvstore is {kvstore!r}; expected a store, or its name")
+        self._optimizer = optimizer  # before any attribute that is looked up there
+        self.kvstore = create(kvstore) if isinstance(kvstore, str) else kvstore
+        self._weight = 1.0
+        self._is_syncing = True
+        self._is_reduced = False  # all gradients since the last step are means over the workers
+        self._has_local = False  # gradients of a backward inside `no_sync` wait for the next reduction
+        self._backward = -1  # id of the backward that runs, or ran last
+        self._lock = threading.Lock()
+        self._reducer: GradientReducer | None = None
+        if self.kvstore.num_workers > 1:
+            self._join_workers()
+
+    def _join_workers(self) -> None:
+        kind, store = type(self._optimizer).__name__, self.kvstore
+        parameters: dict[Key, torch.Tensor] = dict(enumerate(p for group in self.param_groups for p in group["params"]))
+        if kind in _REFUSED:
+            raise ValueError(f"optimizer {kind} cannot be distributed: {_REFUSED[kind]}; expected another one")
+        if store.is_async:
+            raise ValueError(
+                f"a {store.type!r} store adds up gradients of different steps, which have no mean; expected a "
+                "synchronous store, such as 'allreduce' or 'dist_sync', or a gangline Trainer"
+            )
+        if len({parameter.device for parameter in parameters.values()}) > 1:
+            raise ValueError("the parameters are on several devices; expected one device per worker")
+        held = [key for key in parameters if key in store]
+        if held:
+            raise ValueError(f"the {store.type!r} store holds keys {held} already; give each optimizer its own")
+        if _runs_optimizer(store):
+            raise ValueError(f"the {store.type!r} store runs an optimizer of its own; expected one without")
+        tensors = [parameter.data for parameter in parameters.values()]
+        store.broadcast(list(parameters), tensors, tensors)
+        for parameter in parameters.values():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+        trained = {key: parameter for key, parameter in parameters.items() if parameter.requires_grad}
+        self._reducer = GradientReducer(trained, store)
+
+    # Averaging
+
+    @property
+    def weight(self) -> float:
+        """Weight of this worker's gradients in the mean, for example its number of samples; 0: they are ignored.
+
+        Raises:
+            TypeError: if it is set to something else than a number.
+            ValueError: if it is set to a negative number, NaN or infinity.
+        """
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        check_weight(weight)
+        self._weight = float(weight)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients: a backward in this context stays local; the next one outside averages the sums.
+
+        For example:
+
+            with optimizer.no_sync():
+                loss_function(model(data[:8]), label[:8]).backward()
+            loss_function(model(data[8:]), label[8:]).backward()
+            optimizer.step()  # one update, from the sum of both gradients
+        """
+        before, self._is_syncing = self._is_syncing, False
+        try:
+            yield
+        finally:
+            self._is_syncing = before
+
+    def synchronize(self) -> None:
+        """Average gradients that no backward has averaged since the last step. Collective.
+
+        `step` does it, too. Call it on a worker that has no samples for a step, at the point where the others call
+        ``backward()``, if they read gradients before `step`, as ``clip_grad_norm_`` does.
+        """
+        if self._reducer is not None and (self._has_local or not self._is_reduced):
+            if not self._has_local:
+                self._reducer.begin([0], push_early=False)
+            self._reduce(self._weight if self._has_local else 0.0)
+
+    def _on_gradient(self, _: torch.Tensor) -> None:
+        """Prepare for a backward at its first gradient; runs in the autograd thread, before the reducer's hook."""
+        assert self._reducer is not None
+        number = torch._C._current_graph_task_id()
+        with self._lock:
+            if number == self._backward:
+                return
+            self._backward = number
+            self._has_local = True
+            self._reducer.begin([0], push_early=self._is_syncing, weight=self._weight)
+            if self._is_syncing:
+                torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+
+    def _on_backward_end(self) -> None:
+        self._reduce(self._weight)
+
+    def _reduce(self, weight: float) -> None:
+        assert self._reducer is not None
+        self._reducer.finish(weight)
+        self._is_reduced, self._has_local = True, False
+
+    # torch.optim.Optimizer
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the wrapped optimizer's step, after `synchronize` if there is no closure."""
+        if closure is None:
+            self.synchronize()
+            result = self._optimizer.step()
+        else:
+            result = self._optimizer.step(closure)
+        self._is_reduced = False
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients as the wrapped optimizer does."""
+        self._optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state, which is the same on all workers."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the wrapped optimizer's state; all workers must load the same one."""
+        self._optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the wrapped optimizer; with several workers it is refused.
+
+        Raises:
+            RuntimeError: with several workers, whose store has keys for the first parameters only.
+        """
+        if self._reducer is not None:
+            raise RuntimeError(
+                "add_param_group() came after DistributedOptimizer() gave the parameters to the store; add all groups "
+                "to the torch optimizer first (with requires_grad=True)"
+            )
+        self._optimizer.add_param_group(param_group)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's parameter groups."""
+        return self._optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's state by parameter."""
+        return self._optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's default options."""
+        return self._optimizer.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up attributes that torch's tools expect on the wrapped optimizer."""
+        if name == "_optimizer":
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def __repr__(self) -> str:
+        """Show the wrapped optimizer and the store."""
+        return f"DistributedOptimizer({self._optimizer!r}, kvstore={self.kvstore.type!r})"
+
+
+def _runs_optimizer(store: KVStore) -> bool:
+    try:
+        store.learning_rate  # noqa: B018  raises without an optimizer
+    except RuntimeError:
+        return False
+    return True

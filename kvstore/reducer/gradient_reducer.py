@@ -1,0 +1,85 @@
+"""Reducer of gradients alone: their weighted mean over the workers returns, and an optimizer outside uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from gangline.kvstore.buckets import Slot
+from gangline.kvstore.interface import KVStore
+from gangline.kvstore.optimizer.spec import Key
+from gangline.kvstore.reducer.reducer import BucketState, Reducer
+
+_NOTHING = 1e-30
+"""Weight of a worker without gradients: lost in the sum of other weights, and above 0, so that its flags count."""
+
+
+class GradientReducer(Reducer):
+    """Replaces the gradients of one replica by their weighted mean over the workers of a synchronous store.
+
+    The store needs the parameters' keys and runs no optimizer. ``.grad`` becomes a view of a flat tensor per bucket.
+    Each bucket ends in a flag per key, above 0 in the mean if some worker has a gradient for the key; a key without one
+    keeps the ``.grad`` that it has.
+    """
+
+    def __init__(self, parameters: Mapping[Key, torch.Tensor], store: KVStore) -> None:
+        super().__init__([parameters], store)
+        self._has_gradients = True
+
+    def finish(self, weight: float | None = None) -> None:
+        """Push what was not pushed yet, and replace the gradients by the means. Collective.
+
+        Args:
+            weight: weight of this worker's gradients; None or 0: it has none in this step.
+        """
+        self._has_gradients = bool(weight)
+        try:
+            super().finish(weight or _NOTHING)
+        finally:
+            self._has_gradients = True
+
+    def _form_buckets(self) -> None:
+        super()._form_buckets()
+        if self._sparse:
+            raise ValueError(
+                f"parameters {sorted(self._sparse, key=str)} have sparse gradients, which are not averaged here; "
+                "expected dense ones (nn.Embedding(sparse=False)), or a gangline Trainer or Module, which send rows"
+            )
+
+    def _add_buckets(self, keys: Sequence[Key], *, is_flat: bool) -> None:  # noqa: ARG002  inherited
+        for bucket in self._plan(keys):
+            flags = Slot(f"flags of {bucket.keys[0]!r}", torch.Size([len(bucket.keys)]), (1,), bucket.numel)
+            extended = replace(bucket, slots=(*bucket.slots, flags), numel=bucket.numel + len(bucket.keys))
+            device = self._parameters[0][keys[0]].device
+            flat = extended.empty(device)
+            self._store.init(flags.key, extended.views(flat)[flags.key])
+            self._store.fuse(extended)
+            self._add_state(BucketState(extended, len(self._buckets), bucket.keys, [], [flat]))
+
+    def _push(
+        self,
+        state: BucketState,
+        indices: Iterable[int],  # noqa: ARG002  there is one replica
+        keys: Sequence[Key],
+        *,
+        async_op: bool = False,
+    ) -> None:
+        keys = keys if self._has_gradients else []
+        for event in state.events:
+            torch.cuda.current_stream(event.device).wait_event(event)
+        values = self._value(state, 0, keys)
+        flag = state.bucket.keys[-1]
+        state.gradient_views[0][flag].copy_(torch.tensor([float(key in keys) for key in state.keys]))
+        state.push = self._store.push_bucket(
+            state.bucket, [values], [*keys, flag], state.priority, weight=self._weight, async_op=async_op
+        )
+
+    def _pull(self, state: BucketState) -> None:
+        flat, views = state.gradients[0], state.gradient_views[0]
+        assert flat is not None
+        self._store.pull_bucket(state.bucket, [flat], state.priority)
+        for key, has_gradient in zip(state.keys, views[state.bucket.keys[-1]].tolist(), strict=True):
+            if has_gradient > 0:
+                self._parameters[0][key].grad = views[key].detach()

@@ -1,0 +1,311 @@
+"""`DistributedOptimizer`: workers train as one process with the same torch optimizer does on all their samples."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gangline
+from gangline import DistributedOptimizer
+from gangline.collectives import Communicator, spawn
+from gangline.kvstore import KVStore, create
+from gangline.kvstore.reducer import reducer
+from tests.kvstore.parameter_server.processes import run_job
+
+STEPS, SIZES = 6, (5, 2)
+Weights = list[torch.Tensor]
+
+
+class Branches(nn.Module):
+    """Network with two halves, of which a batch uses one, and a layer that none uses."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.stem = nn.Linear(5, 4)
+        self.left, self.right, self.unused = (nn.Linear(4, 3) for _ in range(3))
+        self.double()
+
+    def forward(self, data: torch.Tensor, goes_left: bool) -> torch.Tensor:
+        output: torch.Tensor = (self.left if goes_left else self.right)(self.stem(data).tanh())
+        return output
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Return data, labels and the half of a worker's batch; worker 1 has none in step 3."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    size = 0 if (step, rank) == (3, 1) else SIZES[rank]
+    data = torch.randn(size, 5, generator=generator, dtype=torch.float64)
+    return data, torch.randint(3, (size,), generator=generator), (step + rank) % 2 == 0
+
+
+def mean_loss(model: nn.Module, own: tuple[torch.Tensor, torch.Tensor, bool]) -> torch.Tensor:
+    data, label, goes_left = own
+    return F.cross_entropy(model(data, goes_left), label)
+
+
+Backward = Callable[[nn.Module, Any, int], None]
+"""Runs the backward of a step, alone over all workers' batches or on one of several workers."""
+
+
+def backward(model: nn.Module, optimizer: Any, step: int) -> None:
+    """Run one backward; alone, the loss is the mean over the samples of all workers."""
+    if isinstance(optimizer, DistributedOptimizer) and optimizer.kvstore.num_workers > 1:
+        own = batch(step, optimizer.kvstore.rank)
+        optimizer.weight = len(own[0])
+        if len(own[0]):
+            mean_loss(model, own).backward()  # type: ignore[no-untyped-call]
+        else:
+            optimizer.synchronize()
+        return
+    batches = [own for rank in range(2) if len((own := batch(step, rank))[0])]
+    total = sum(len(data) for data, _, _ in batches)
+    sum(mean_loss(model, own) * len(own[0]) / total for own in batches).backward()  # type: ignore[union-attr]
+
+
+def plain(model: nn.Module, optimizer: Any) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(model, optimizer, step)
+        optimizer.step()
+        scheduler.step()
+
+
+def clipped(model: nn.Module, optimizer: Any) -> None:
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(model, optimizer, step)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+
+def accumulated(model: nn.Module, optimizer: Any) -> None:
+    """Add up two backwards for each update, in turn with and without `no_sync`."""
+    waits = getattr(optimizer, "no_sync", nullcontext)
+    for first in (0, 4, 0, 4):
+        with waits() if first else nullcontext():
+            backward(model, optimizer, first)
+        backward(model, optimizer, first + 1)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def closures(model: nn.Module, optimizer: Any) -> None:
+    def closure(step: int) -> float:
+        optimizer.zero_grad()
+        backward(model, optimizer, step)
+        return float(step)
+
+    for step in range(STEPS):
+        assert optimizer.step(lambda step=step: closure(step)) == step
+
+
+def resumed(model: nn.Module, optimizer: Any) -> None:
+    plain(model, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    weights = copy.deepcopy(model.state_dict())
+    plain(model, optimizer)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == state["param_groups"][0]["lr"]
+    plain(model, optimizer)
+
+
+def scaled(model: nn.Module, optimizer: Any) -> None:
+    """Train with a scaled loss; the first step overflows and is skipped."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(model, optimizer, step)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(float("inf") if step == 0 else scaler.get_scale())
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0**19
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01),
+    "adam": lambda model: torch.optim.Adam(
+        [{"params": model.stem.parameters(), "lr": 0.01}, {"params": [*model.left.parameters()]}, *rest(model)],
+        lr=0.02,  # type: ignore[union-attr,operator]
+    ),
+}
+
+
+def rest(model: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": layer.parameters()} for name, layer in model.named_children() if name in ("right", "unused")]
+
+
+CASES = [(name, loop) for name in OPTIMIZERS for loop in (plain, clipped, accumulated, closures, resumed, scaled)]
+
+
+def alone(name: str, loop: Callable[..., None]) -> Weights:
+    model = Branches()
+    loop(model, OPTIMIZERS[name](model))
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def together(stores: Iterator[KVStore], rank: int) -> list[Weights]:
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reducer, "BUCKET_BYTES", 200)
+        for name, loop in CASES:
+            with next(stores) as store:
+                model = Branches(rank)  # rank 0's weights are used
+                loop(model, DistributedOptimizer(OPTIMIZERS[name](model), store))
+                found.append([parameter.detach() for parameter in model.parameters()])
+    return found
+
+
+def over_collectives(comm: Communicator) -> list[Weights]:
+    return together((create("allreduce", communicator=comm) for _ in CASES), comm.rank)
+
+
+def over_servers() -> list[Weights]:
+    with create("dist_sync") as store:
+        model = Branches(store.rank)
+        plain(model, DistributedOptimizer(OPTIMIZERS["sgd"](model), store))
+        return [[parameter.detach() for parameter in model.parameters()]]
+
+
+def check(found: list[Weights], cases: list[tuple[str, Callable[..., None]]]) -> None:
+    for weights, (name, loop) in zip(found, cases, strict=True):
+        for got, expected in zip(weights, alone(name, loop), strict=True):
+            assert (got - expected).norm() / expected.norm() <= 1e-12, (name, loop.__name__)
+
+
+def test_workers_train_as_one_process_with_the_same_loop() -> None:
+    first, second = spawn(over_collectives, 2)
+    check(first, CASES)
+    assert all(
+        torch.equal(a, b) for of_a, of_b in zip(first, second, strict=True) for a, b in zip(of_a, of_b, strict=True)
+    )
+
+
+def test_servers_average_gradients_and_the_optimizer_runs_on_the_worker() -> None:
+    for found in run_job(over_servers, 2, 1):
+        check(found, [("sgd", plain)])
+
+
+def test_alone_it_is_the_wrapped_optimizer_bit_for_bit() -> None:
+    for name, loop in CASES:
+        model = Branches()
+        inner = OPTIMIZERS[name](model)
+        with create("local") as store:
+            optimizer = DistributedOptimizer(inner, store)
+            loop(model, optimizer)
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), alone(name, loop), strict=True))
+        assert optimizer.state is inner.state
+        assert isinstance(optimizer, torch.optim.Optimizer)
+
+
+class Waits(torch.autograd.Function):
+    """Identity whose backward waits for an event."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, event: threading.Event) -> torch.Tensor:
+        ctx.event = event
+        return data.view_as(data)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        assert ctx.event.wait(20), "no bucket left during backward"
+        return gradient, None
+
+
+def overlapping(comm: Communicator) -> int:
+    with pytest.MonkeyPatch.context() as patch, create("allreduce", communicator=comm) as store:
+        patch.setattr(reducer, "BUCKET_BYTES", 120)  # a layer
+        first, last = nn.Linear(5, 4), nn.Linear(4, 3)
+        optimizer = DistributedOptimizer(torch.optim.SGD([*first.parameters(), *last.parameters()], lr=0.1), store)
+        last(first(torch.ones(2, 5))).sum().backward()
+        optimizer.step()
+        summed = threading.Event()
+        reduced = store._workers.all_reduce  # type: ignore[attr-defined]
+
+        def all_reduce(tensor: torch.Tensor) -> None:
+            reduced(tensor)
+            summed.set()
+
+        patch.setattr(store._workers, "all_reduce", all_reduce)  # type: ignore[attr-defined]
+        last(Waits.apply(first(torch.ones(2, 5)), summed)).sum().backward()  # type: ignore[no-untyped-call]
+        return 1
+
+
+def test_buckets_leave_while_backward_still_runs() -> None:
+    assert spawn(overlapping, 2) == [1, 1]
+
+
+def refused(comm: Communicator) -> list[str]:
+    found = []
+    layer, table = nn.Linear(2, 1), nn.Embedding(3, 2, sparse=True)
+
+    def said(call: Callable[[], Any]) -> None:
+        with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+            call()
+        found.append(f"{type(caught.value).__name__}: {caught.value}")
+
+    def with_sparse() -> None:
+        optimizer = DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), store)
+        table(torch.tensor([comm.rank])).sum().backward()
+        optimizer.step()
+
+    with create("allreduce", communicator=comm) as store:
+        said(lambda: DistributedOptimizer(torch.optim.LBFGS(layer.parameters()), store))
+        said(lambda: DistributedOptimizer("sgd", store))  # type: ignore[arg-type]
+        said(lambda: DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), None))  # type: ignore[arg-type]
+        said(with_sparse)
+    with create("allreduce", communicator=comm) as store:
+        optimizer = DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), store)
+        said(lambda: optimizer.add_param_group({"params": table.parameters()}))
+        said(lambda: setattr(optimizer, "weight", -1.0))
+        said(lambda: DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), store))
+    with create("allreduce", communicator=comm) as store:
+        store.set_optimizer(("sgd", {"learning_rate": 0.1}))
+        said(lambda: DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), store))
+    return found
+
+
+def test_what_cannot_be_exact_is_refused_by_name() -> None:
+    words = [
+        "ValueError: optimizer LBFGS cannot be distributed: it searches along a line",
+        "TypeError: optimizer is a str",
+        "TypeError: kvstore is None",
+        "ValueError: parameters [0] have sparse gradients",
+        "RuntimeError: add_param_group() came after DistributedOptimizer()",
+        "ValueError: weight is -1.0",
+        "ValueError: the 'allreduce' store holds keys [0, 1] already",
+        "ValueError: the 'allreduce' store runs an optimizer of its own",
+    ]
+    for found in spawn(refused, 2):
+        assert [text[: len(expected)] for text, expected in zip(found, words, strict=True)] == words
+
+
+def over_async_servers() -> str:
+    with create("dist_async") as store, pytest.raises(ValueError, match="'dist_async' store") as caught:
+        DistributedOptimizer(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1), store)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_stores_that_add_up_different_steps_are_refused() -> None:
+    first, second = run_job(over_async_servers, 2, 1)
+    assert first == second
+
+
+def test_it_is_a_public_name() -> None:
+    assert gangline.DistributedOptimizer is DistributedOptimizer
