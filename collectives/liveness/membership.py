@@ -130,6 +130,11 @@ class ProcessMembership(Membership):
             self._poller.register(connection.monitor, zmq.POLLIN)
             self._poller.register(connection.socket, zmq.POLLIN)
 
+    @property
+    def processes(self) -> list[int]:
+        """Process id of each rank on its host."""
+        return [int(pid) for _, pid, _ in self._processes]
+
     def poll(self, sequence: int, code: int) -> None:  # noqa: D102
         with self._lock:
             if self._closed:

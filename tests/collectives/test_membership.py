@@ -475,6 +475,30 @@ def full_descriptor_table() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def _open_with_few_descriptors(rank: Rank, address: str) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank.rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="file descriptors left") as raised:
+        open_membership(rank, address)
+    rank.tell([raised.value.errno, raised.value.strerror, len(os.listdir("/proc/self/fd")) - before])
+    rank.hear()
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_too_few_descriptors_are_an_error_of_all_ranks_that_names_the_limit(address: str) -> None:
+    first, second, third = in_processes(_open_with_few_descriptors, 3, address)
+    assert first == second == third
+    number, text, more = first
+    assert (number, more) == (errno.EMFILE, 0)
+    assert re.fullmatch(
+        r"rank 1 has \d+ of \d+ file descriptors left, and its sockets to 2 ranks need 26; raise the limit with "
+        r"`ulimit -n` before the job starts",
+        text,
+    )
+
+
 def test_a_full_descriptor_table_kills_nobody() -> None:
     assert in_processes(_poll_without_descriptors, 2) == [{}, {}]
 
