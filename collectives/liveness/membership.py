@@ -33,6 +33,9 @@ from gangline.collectives.transports.zmq.peer_sockets import PeerSocket, PeerSoc
 CLOSED = "closed its communicator"
 """Why a rank that closed regularly is gone: an error only for ranks that still need it."""
 
+PROPOSALS = 1 << 61
+"""Announced numbers from here on are of calls that a rank only proposes to make (devices/nccl_selection.py)."""
+
 LOST = "was killed or left: connection lost"
 
 _ERRORS = {kind.__name__: kind for kind in (GanglineError, DeadNodeError, StallError, ProtocolError, MismatchError)}

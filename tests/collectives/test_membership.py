@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from gangline.collectives.call_signature import CallSignature
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
 from gangline.collectives.limits import limits
-from gangline.collectives.liveness.membership import CLOSED, LOST, ProcessMembership, ThreadMembership
+from gangline.collectives.liveness.membership import CLOSED, LOST, PROPOSALS, ProcessMembership, ThreadMembership
 from gangline.collectives.liveness.process_state import this_process
 from gangline.collectives.liveness.watchdog import Watchdog, mismatch
 from gangline.collectives.processes import process_pool
@@ -662,6 +662,12 @@ def test_a_late_rank_is_one_warning_per_call_and_then_an_error(caplog: pytest.Lo
     (record,) = caplog.records
     assert re.fullmatch(words, record.getMessage())
     assert isinstance(group[1].failure, StallError)
+
+
+def test_a_rank_that_proposes_a_call_has_not_arrived_in_it() -> None:
+    group = group_at((5, SUM), (5 + PROPOSALS, FROM_0), (6 + 2 * PROPOSALS, FROM_0))
+    error = check_until(watch_of(group[0], timeout=0.01), [1])
+    assert str(error).endswith(": ranks 0, 2 arrived, rank 1 did not")
 
 
 def test_the_clock_starts_again_with_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
