@@ -52,8 +52,16 @@ class CallSignature:
 
     @property
     def code(self) -> int:
-        """The signature as an integer below 2**63."""
+        """The signature as an integer below 2**63.
+
+        Raises:
+            ValueError: if the root or the number of elements is too large.
+        """
         root = 0 if self.root is None else self.root + 1
+        if root >= _ROOTS:
+            raise ValueError(f"root is {self.root}; {self.collective} supports roots below {_ROOTS - 1}")
+        if self.count >= _COUNTS:
+            raise ValueError(f"{self.collective} was given {self.count} elements; it supports fewer than {_COUNTS}")
         op = 0 if self.op is None else OPS.index(self.op) + 1
         code = COLLECTIVES.index(self.collective)
         code = code * 16 + DTYPES.index(self.dtype)

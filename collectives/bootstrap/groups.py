@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import threading
+from contextlib import ExitStack
 
 from gangline.collectives.bootstrap import rendezvous
 from gangline.collectives.engine.engine import GroupResources
@@ -16,6 +17,7 @@ from gangline.collectives.liveness.watchdog import Watchdog
 from gangline.collectives.transports.base import BootstrapAllGather, Transport
 from gangline.collectives.transports.hybrid import HybridTransport
 from gangline.collectives.transports.in_process import InProcessTransport, ThreadGroup, ThreadSlotExchange
+from gangline.collectives.transports.shm import cma
 from gangline.collectives.transports.shm.host_group import open_host_group
 from gangline.collectives.transports.shm.slots import SharedSlotExchange, SlotExchange
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
@@ -198,7 +200,8 @@ def _connect_processes(
     )
     try:
         watchdogs = _watchdogs(membership, timeout)
-        transports, slot_exchange = _open_transports(rank, hosts, exchange, watchdogs, requested, address)
+        processes = membership.processes
+        transports, slot_exchange = _open_transports(rank, hosts, processes, exchange, watchdogs, requested, address)
     except BaseException:
         membership.close()
         raise
@@ -223,6 +226,7 @@ def _connect_processes(
 def _open_transports(
     rank: int,
     hosts: tuple[int, ...],
+    processes: list[int],
     exchange: BootstrapAllGather,
     watchdogs: tuple[Watchdog, Watchdog],
     requested: str,
@@ -235,11 +239,18 @@ def _open_transports(
     size = len(hosts)
 
     def by_sockets() -> list[Transport]:
-        return [ZmqTransport(rank, size, exchange, watchdog, address=address) for watchdog in watchdogs]
+        with ExitStack() as opened:
+            transports: list[Transport] = []
+            for watchdog in watchdogs:
+                transports.append(ZmqTransport(rank, size, exchange, watchdog, address=address))
+                opened.callback(transports[-1].close)  # if a later one fails
+            opened.pop_all()
+        return transports
 
     if requested in ("tcp", "ipc"):
         return by_sockets(), None
     members = [other for other in range(size) if hosts[other] == hosts[rank]]
+    cma.allow_reads(processes[member] for member in members)
     nbytes = len(watchdogs) * SharedMemoryTransport.nbytes(len(members)) + SharedSlotExchange.nbytes(len(members))
     try:
         group = open_host_group(rank, members, nbytes, exchange)

@@ -28,12 +28,12 @@ from gangline.collectives.engine.engine import Engine
 from gangline.collectives.engine.executor import EqualChunks, run
 from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.limits import NCCL_CALL_SECONDS, limits
-from gangline.collectives.liveness.membership import CLOSED
+from gangline.collectives.liveness.membership import CLOSED, PROPOSALS
 from gangline.collectives.liveness.watchdog import Watchdog
 
 _log = logging.getLogger("gangline")
 
-_PROPOSED, _ALL_PROPOSED = 1 << 61, 1 << 62
+_PROPOSED, _ALL_PROPOSED = PROPOSALS, PROPOSALS << 1
 """Flags in the published number of a call; ordinary calls have neither."""
 _NUMBERS = _PROPOSED - 1
 _PAUSE_SECONDS = 0.001

@@ -27,6 +27,7 @@ _GATHER_SECONDS = 0.6
 """Time for the other ranks to report their call after a message of another call has arrived."""
 _TURN_SECONDS = 0.1
 """Additional time for each rank above 0, so that one rank reports the mismatch and the others repeat its error."""
+_MOST_TURNS = 16
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ class Engine:
         It names the calls of all ranks if they report them in time. Otherwise it is the error of another rank, or one
         that names the message's call and this rank's.
         """
-        until = time.monotonic() + _GATHER_SECONDS + _TURN_SECONDS * self.resources.rank
+        until = time.monotonic() + _GATHER_SECONDS + _TURN_SECONDS * min(self.resources.rank, _MOST_TURNS)
         while time.monotonic() < until:
             try:
                 self.resources.watchdog.check(())

@@ -33,6 +33,9 @@ from gangline.collectives.transports.zmq.peer_sockets import PeerSocket, PeerSoc
 CLOSED = "closed its communicator"
 """Why a rank that closed regularly is gone: an error only for ranks that still need it."""
 
+PROPOSALS = 1 << 61
+"""Announced numbers from here on are of calls that a rank only proposes to make (devices/nccl_selection.py)."""
+
 LOST = "was killed or left: connection lost"
 
 _ERRORS = {kind.__name__: kind for kind in (GanglineError, DeadNodeError, StallError, ProtocolError, MismatchError)}
@@ -129,6 +132,11 @@ class ProcessMembership(Membership):
             connection.on_up = partial(self._send_again, peer)
             self._poller.register(connection.monitor, zmq.POLLIN)
             self._poller.register(connection.socket, zmq.POLLIN)
+
+    @property
+    def processes(self) -> list[int]:
+        """Process id of each rank on its host."""
+        return [int(pid) for _, pid, _ in self._processes]
 
     def poll(self, sequence: int, code: int) -> None:  # noqa: D102
         with self._lock:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from gangline.collectives.call_signature import CallSignature
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, StallError, name_ranks
 from gangline.collectives.limits import CLOSE_GRACE_SECONDS, MISMATCH_REPORT_SECONDS
-from gangline.collectives.liveness.membership import CLOSED, Membership
+from gangline.collectives.liveness.membership import CLOSED, PROPOSALS, Membership
 
 _log = logging.getLogger("gangline")
 
@@ -111,7 +111,8 @@ class Watchdog:
         if not self._sequence:
             peers = f" for {name_ranks(missing)}" if missing else ""
             return f"{call} on rank {self._membership.rank} has waited {waited:.3g} s{peers}"
-        arrived = {rank for rank, (number, _) in list(self._membership.at.items()) if number >= self._sequence}
+        numbers = {rank: number for rank, (number, _) in list(self._membership.at.items())}
+        arrived = {rank for rank, n in numbers.items() if n % PROPOSALS >= self._sequence + (n >= PROPOSALS)}
         arrived.add(self._membership.rank)
         late = set(range(self._membership.size)) - arrived
         ranks = f"{name_ranks(arrived)} arrived, {name_ranks(late)} did not" if late else "all ranks arrived"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gangline.collectives.call_signature import DTYPES
+from gangline.collectives.call_signature import DTYPES, CallSignature, encode_signature
 from gangline.collectives.communicator import Communicator, in_process
 from gangline.collectives.errors import GanglineError, MismatchError
 from gangline.collectives.processes.spawning import spawn
@@ -519,6 +519,16 @@ def test_registered_memory_of_processes_in_slices_and_after_close(transport: str
 
 
 # Refused calls
+
+
+def test_a_call_too_large_for_its_signature_is_refused() -> None:
+    """Before it becomes the signature of another call."""
+    with pytest.raises(ValueError, match="root is 4095; broadcast supports roots below 4095"):
+        encode_signature("broadcast", 3, torch.float32, None, 4095)
+    assert CallSignature.from_code(encode_signature("broadcast", 3, torch.float32, None, 4094)).root == 4094
+    with pytest.raises(ValueError, match=f"all_gather was given {1 << 40} elements; it supports fewer than {1 << 40}"):
+        encode_signature("all_gather", 1 << 40, torch.uint8, None, None)
+
 
 REFUSED: dict[str, tuple[Callable[[Communicator], Any], type[Exception], str]] = {
     "op": (

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from gangline.collectives.call_signature import CallSignature
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
 from gangline.collectives.limits import limits
-from gangline.collectives.liveness.membership import CLOSED, LOST, ProcessMembership, ThreadMembership
+from gangline.collectives.liveness.membership import CLOSED, LOST, PROPOSALS, ProcessMembership, ThreadMembership
 from gangline.collectives.liveness.process_state import this_process
 from gangline.collectives.liveness.watchdog import Watchdog, mismatch
 from gangline.collectives.processes import process_pool
@@ -475,6 +475,30 @@ def full_descriptor_table() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def _open_with_few_descriptors(rank: Rank, address: str) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank.rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="file descriptors left") as raised:
+        open_membership(rank, address)
+    rank.tell([raised.value.errno, raised.value.strerror, len(os.listdir("/proc/self/fd")) - before])
+    rank.hear()
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_too_few_descriptors_are_an_error_of_all_ranks_that_names_the_limit(address: str) -> None:
+    first, second, third = in_processes(_open_with_few_descriptors, 3, address)
+    assert first == second == third
+    number, text, more = first
+    assert (number, more) == (errno.EMFILE, 0)
+    assert re.fullmatch(
+        r"rank 1 has \d+ of \d+ file descriptors left, and its sockets to 2 ranks need 26; raise the limit with "
+        r"`ulimit -n` before the job starts",
+        text,
+    )
+
+
 def test_a_full_descriptor_table_kills_nobody() -> None:
     assert in_processes(_poll_without_descriptors, 2) == [{}, {}]
 
@@ -638,6 +662,12 @@ def test_a_late_rank_is_one_warning_per_call_and_then_an_error(caplog: pytest.Lo
     (record,) = caplog.records
     assert re.fullmatch(words, record.getMessage())
     assert isinstance(group[1].failure, StallError)
+
+
+def test_a_rank_that_proposes_a_call_has_not_arrived_in_it() -> None:
+    group = group_at((5, SUM), (5 + PROPOSALS, FROM_0), (6 + 2 * PROPOSALS, FROM_0))
+    error = check_until(watch_of(group[0], timeout=0.01), [1])
+    assert str(error).endswith(": ranks 0, 2 arrived, rank 1 did not")
 
 
 def test_the_clock_starts_again_with_each_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,17 +6,20 @@ import fcntl
 import gc
 import os
 import re
+import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from gangline.collectives.bootstrap import rendezvous
+from gangline.collectives.bootstrap import groups, rendezvous
 from gangline.collectives.communicator import Communicator, open_communicator
 from gangline.collectives.errors import ProtocolError
 from gangline.collectives.processes.spawning import Ranks, spawn
@@ -25,6 +28,7 @@ from gangline.collectives.transports.shm import cma, segments, transport
 from gangline.collectives.transports.shm.host_group import open_host_group
 from gangline.collectives.transports.shm.registered import RegisteredMemory
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
+from gangline.collectives.transports.zmq.transport import ZmqTransport
 from gangline.collectives.work import Work
 from tests.collectives.ranks import LARGE, SLOT_BYTES, cases, check, combined, expected, open_again, same, values
 
@@ -411,11 +415,9 @@ def _descriptors() -> dict[str, str]:
     return {name: os.readlink(f"/proc/self/fd/{name}") for name in names if os.path.lexists(f"/proc/self/fd/{name}")}
 
 
-def _outside() -> list[set[str]]:
-    return [set(os.listdir("/dev/shm")), {name for name in os.listdir("/tmp") if name.startswith("gangline")}]
+def _open_and_close(comm: Communicator, transport: str, folder: str) -> None:
+    tempfile.tempdir = folder
 
-
-def _open_and_close(comm: Communicator, transport: str) -> None:
     def some(number: int) -> None:
         with open_again(comm, transport) as other:
             kept = [other.empty(1000 * number + 1) for _ in range(3)]
@@ -429,21 +431,21 @@ def _open_and_close(comm: Communicator, transport: str) -> None:
     some(0)  # creates what a process creates only once
     gc.collect()
     comm.barrier()
-    before = _descriptors(), _mappings(), _outside(), threading.active_count()
+    before = _descriptors(), _mappings(), os.listdir(folder), threading.active_count()
     comm.barrier()
     for number in range(12):
         some(number)
     gc.collect()
     comm.barrier()
-    after = _descriptors(), _mappings(), _outside(), threading.active_count()
+    after = _descriptors(), _mappings(), os.listdir(folder), threading.active_count()
     assert after[0].keys() == before[0].keys(), (before[0], after[0])
     assert after[1:] == before[1:]
     comm.barrier()
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp"])
-def test_closed_communicators_leave_no_resources(transport: str) -> None:
-    spawn(_open_and_close, 2, transport, transport="shared_memory", timeout=60)
+def test_closed_communicators_leave_no_resources(transport: str, tmp_path: Path) -> None:
+    spawn(_open_and_close, 2, transport, str(tmp_path), transport="shared_memory", timeout=60)
 
 
 def _many_registered(comm: Communicator) -> None:
@@ -533,3 +535,68 @@ def test_registered_memory_is_found_by_address() -> None:
     registered.forget(1, [1, 1])
     with pytest.raises(ProtocolError, match="there are none"):
         registered.view(1, 1, 0, 10)
+
+
+# Permission to read other processes
+
+
+@pytest.fixture
+def children() -> Iterator[list[int]]:
+    with ExitStack() as stack:
+        started = [stack.enter_context(subprocess.Popen(["sleep", "1000"])) for _ in range(2)]
+        for one in started:
+            stack.callback(one.kill)
+        yield [one.pid for one in started]
+
+
+def test_the_nearest_common_ancestor_of_processes(children: list[int]) -> None:
+    assert cma.nearest_common_ancestor(children) == os.getpid()
+    assert cma.nearest_common_ancestor(children[:1]) == children[0]
+    assert cma.nearest_common_ancestor([*children, os.getpid()]) == os.getpid()
+    assert cma.nearest_common_ancestor([*children, os.getppid()]) == os.getppid()
+    with pytest.raises(OSError, match="No such file"):
+        cma.nearest_common_ancestor([*children, 1 << 30])
+
+
+@pytest.mark.parametrize("scope", ["0", "1", "2", None])
+def test_reads_are_allowed_to_the_common_ancestor_of_all_ranks_so_far(
+    scope: str | None, children: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, int]] = []
+    file = tmp_path / "ptrace_scope"
+    if scope is not None:
+        file.write_text(f"{scope}\n")
+    prctl = SimpleNamespace(prctl=lambda option, process: calls.append((option, process.value)))
+    monkeypatch.setattr(cma, "_PTRACE_SCOPE", file)
+    monkeypatch.setattr(cma, "_libc", prctl)
+    monkeypatch.setattr(cma, "_readers", {1 << 30})  # a rank that has ended
+    for ranks in ([os.getpid()], [os.getpid(), *children], [os.getpid(), os.getppid()], [os.getpid()]):
+        cma.allow_reads(ranks)
+    own, parent = (cma._PR_SET_PTRACER, os.getpid()), (cma._PR_SET_PTRACER, os.getppid())
+    assert calls == ([own, own, parent, parent] if scope == "1" else [])
+
+
+# Failures while transports open
+
+
+def _fail_at_the_second_transport(comm: Communicator) -> None:
+    opened: list[ZmqTransport] = []
+
+    def open_one(*arguments: Any, **options: Any) -> ZmqTransport:
+        if opened:
+            raise OSError("no second one")
+        opened.append(ZmqTransport(*arguments, **options))
+        return opened[0]
+
+    before = len(_descriptors())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "ZmqTransport", open_one)
+        with pytest.raises(OSError, match="no second one"):
+            open_again(comm, "ipc")
+    assert len(_descriptors()) == before
+    assert opened[0]._peers.sockets[1 - comm.rank].socket.closed
+    comm.barrier()
+
+
+def test_the_first_transport_is_closed_if_the_second_fails() -> None:
+    spawn(_fail_at_the_second_transport, 2, transport="shared_memory", timeout=60)

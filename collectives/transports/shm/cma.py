@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterable
+from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)  # calls through it release the GIL
+if hasattr(_libc, "process_vm_readv"):
+    _libc.process_vm_readv.restype = ctypes.c_ssize_t
+
+_PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+_PR_SET_PTRACER = 0x59616D61
+_readers: set[int] = set()  # processes that may read this one's memory
 
 
 class _IoVec(ctypes.Structure):
@@ -43,3 +51,41 @@ def may_read(process: int, address: int, expected: bytes) -> bool:
     except (OSError, AttributeError):  # AttributeError: a libc without the call
         return False
     return found.raw == expected
+
+
+def allow_reads(processes: Iterable[int]) -> None:
+    """Let other processes of this user read this process's memory where Yama's ptrace_scope 1 forbids it.
+
+    Yama allows it to one process and all its descendants. That is the nearest common ancestor of all processes that
+    were ever passed, usually the launcher: every program of this user that it has started may read this process's
+    memory, as every program of this user may on a system without Yama.
+    """
+    try:
+        if _PTRACE_SCOPE.read_text().strip() != "1":  # 0: nothing is forbidden; 2 and 3: nothing can be allowed
+            return
+        _readers.update(processes)
+        _readers.intersection_update([one for one in _readers if Path(f"/proc/{one}").exists()])
+        ancestor = nearest_common_ancestor([os.getpid(), *_readers])
+    except OSError:  # a kernel without Yama, or a process has died
+        return
+    if ancestor:
+        _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(ancestor))
+
+
+def nearest_common_ancestor(processes: Iterable[int]) -> int:
+    """Return the process from which all others of this pid namespace descend, one of them or above; 0 if there is none.
+
+    Raises:
+        OSError: if a process is gone.
+    """
+    lines = [_line_of(process) for process in processes]
+    return next((ancestor for ancestor in lines[0] if all(ancestor in line for line in lines)), 0)
+
+
+def _line_of(process: int) -> list[int]:
+    """Return a process, its parent, the parent's parent and so on."""
+    line = []
+    while process:
+        line.append(process)
+        process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return line

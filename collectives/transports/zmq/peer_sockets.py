@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 import secrets
 import shutil
 import tempfile
@@ -20,6 +23,8 @@ from gangline.collectives.transports.zmq.context import end
 
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _HALF = 16  # bytes of the token that each side sends as its hello
+_DESCRIPTORS = 16  # of a context
+_DESCRIPTORS_PER_PEER = 5  # two sockets, the monitor's other end, a connection, and a listener on one of the two sides
 _NAME = b"gangline-"  # ZeroMQ reserves routing ids that begin with a zero byte
 
 
@@ -46,6 +51,7 @@ class PeerSockets:
         ValueError: if ``address`` is neither "ipc" nor "tcp://HOST".
         StallError: if a rank does not connect within 60 s.
         ProtocolError: if another rank's exchanged bytes are malformed.
+        OSError: on all ranks, if one has too few file descriptors left.
     """
 
     def __init__(
@@ -73,6 +79,10 @@ class PeerSockets:
             int(zmq.IPV6): int(":" in host),
             int(zmq.HANDSHAKE_IVL): round(CONNECT_SECONDS * 1000),  # the default drops peers that accept late
         }
+        problem = _lack_of_descriptors(rank, size)
+        if problem:
+            exchange(msgpack.packb(problem))  # the others raise it too
+            raise OSError(errno.EMFILE, problem)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, max(1023, 8 * size))
         directory = tempfile.mkdtemp(prefix="gangline-") if kind == "ipc" else None
@@ -284,9 +294,28 @@ def _monitor(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
     return monitor
 
 
+def _lack_of_descriptors(rank: int, size: int) -> str:
+    """Return "" if this process can open its sockets, which libzmq aborts if it cannot, else the problem."""
+    needed = _DESCRIPTORS + _DESCRIPTORS_PER_PEER * (size - 1)
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        free = limit - len(os.listdir("/proc/self/fd"))
+    except OSError:
+        free = 0
+    if limit == resource.RLIM_INFINITY or free >= needed:
+        return ""
+    return (
+        f"rank {rank} has {max(free, 0)} of {limit} file descriptors left, and its sockets to {size - 1} ranks need "
+        f"{needed}; raise the limit with `ulimit -n` before the job starts"
+    )
+
+
 def _unpack(rank: int, packed: bytes) -> tuple[bytes, dict[int, tuple[str, bytes]]]:
     try:
-        payload, endpoints = msgpack.unpackb(packed, strict_map_key=False)
+        unpacked = msgpack.unpackb(packed, strict_map_key=False)
+        if isinstance(unpacked, str):
+            raise OSError(errno.EMFILE, unpacked)
+        payload, endpoints = unpacked
         return bytes(payload), {int(peer): (str(name), bytes(token)) for peer, (name, token) in endpoints.items()}
     except (ValueError, TypeError, AttributeError, msgpack.UnpackException) as error:
         raise ProtocolError(
