@@ -169,14 +169,14 @@ class RowPull:
                 out.index_copy_(0, wanted.to(out.device), rows.to(out.device))
 
 
-def wait_requests(rounds: Sequence[tuple[ShardPlacement, int]]) -> list[Request]:
-    """Build wait-for-round requests, sent as row pulls of zero rows, which the server answers when the round closes."""
+def wait_requests(rounds: Sequence[tuple[ShardPlacement, int]], call: str) -> list[Request]:
+    """Build a call's wait-for-round requests: row pulls of zero rows, which the server answers when the round closes."""
     entries_of = (([shard.number, number, ROWS, 0], shard, 0) for shard, number in rounds)
     return [
         Request(
             server,
             _message(entries, has_rows=True),
-            "the end of rounds",
+            call,
             frames=[b""] * len(entries),
             on_answer=_counter(len(entries)),
             wants_values=True,

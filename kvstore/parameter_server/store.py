@@ -166,6 +166,8 @@ class DistStore(KVStore):
 
     def _refuse(self, call: str, error: Exception, keys: object = None) -> None:
         self._calls_begun += 1
+        if error is self._servers.told_error:  # the other workers know of it
+            return
         if call in _PUSHES:
             known = keys.keys if isinstance(keys, Bucket) else keys if isinstance(keys, (list, tuple)) else [keys]
             known = [key for key in known if isinstance(key, (str, int)) and key in self._rounds]
@@ -393,16 +395,14 @@ class DistStore(KVStore):
         if error is not None:
             raise error
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, call: str) -> None:
         """Wait until the rounds of all pushes are closed."""
         self._settle()
         rounds = [(shard, self._rounds[key]) for key, shards in self._shards.items() for shard in shards]
-        request_all(
-            self._servers, wait_requests([(shard, number) for shard, number in rounds if number]), "the end of rounds"
-        )
+        request_all(self._servers, wait_requests([pair for pair in rounds if pair[1]], call), call)
 
     def _assign(self, pairs: Pairs) -> None:
-        self._catch_up()
+        self._catch_up("assign")
         self._workers.barrier("assign")
         self._workers.run_on_rank(lambda: self._define(pairs), "assign")
 
@@ -412,7 +412,7 @@ class DistStore(KVStore):
         packed = optimizer_shards.pack_spec(spec)
         for key, shards in self._shards.items():
             KeyedOptimizer(spec).check(key, shards[0].layout.empty())
-        self._catch_up()
+        self._catch_up("set_optimizer")
         self._workers.check_same({name: repr(value) for name, value in vars(spec).items()}, "set_optimizer")
         if spec.needs_whole_keys:
             self._merge_shards()
@@ -468,7 +468,7 @@ class DistStore(KVStore):
 
     def _end_updates(self, action: Callable[[float], object], what: str) -> None:
         """Run an action on the first worker that is not inside join(), with its learning rate."""
-        self._catch_up()
+        self._catch_up(what)
         rates = self._workers.all_gather(self._learning_rate, what)
         first = next(rank for rank, rate in enumerate(rates) if rate is not None)
         self._workers.run_on_rank(lambda: action(rates[first]), what, first)
@@ -495,7 +495,7 @@ class DistStore(KVStore):
         self._check_open()
         rate = self._with_optimizer("optimizer_state")
         assert self._spec is not None
-        self._catch_up()
+        self._catch_up("optimizer_state")
         return optimizer_shards.merge_states(self._spec, rate, self._shards, command(self._servers, "state"))
 
     @refused_on_all_ranks
@@ -513,7 +513,7 @@ class DistStore(KVStore):
         self._with_optimizer("load_optimizer_state")
         assert self._spec is not None
         spec = self._spec
-        self._catch_up()
+        self._catch_up("load_optimizer_state")
         self._workers.barrier("load_optimizer_state")
 
         def load() -> None:

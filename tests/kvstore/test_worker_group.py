@@ -141,6 +141,23 @@ def test_a_push_that_one_rank_refuses_fails_its_round_on_all_ranks(name: str) ->
         assert value == [3.0, 3.0]
 
 
+def _late_error(kv: KVStore) -> list[list[str]]:
+    found = []
+    for call in (kv.barrier, lambda: kv.set_optimizer("sgd"), lambda: kv.group.all_gather(1, "step")):
+        if kv.rank == 1:
+            kv._keep_late_error(ValueError("a push was lost"))  # type: ignore[attr-defined]
+        found.append(said(call))
+    kv.barrier()
+    return found
+
+
+def test_an_error_of_an_earlier_push_on_one_rank_fails_the_next_call_of_all() -> None:
+    first, second = work("dist_sync", _late_error, 2)
+    assert second == [["ValueError", "a push was lost"]] * 3
+    for (kind, text), name in zip(first, ("barrier", "set_optimizer", "step"), strict=True):
+        assert (kind, f"rank 1 of 2: {name} was refused: a push was lost" in text) == ("MismatchError", True)
+
+
 # Data
 
 

@@ -240,6 +240,8 @@ class ServerClient:
         self._sleeps = True  # whether the thread looks after nothing
         self._thread: threading.Thread | None = None
         self._failure: GanglineError | None = None  # an error of the thread that drove the sockets
+        self.told_error: Exception | None = None
+        """Last error of a request of which all workers have been told."""
         self._blocked_at = 0  # number of the last collective that was failed because of a blocked request
         self._checked_at = 0.0
         self._warned = False
@@ -640,7 +642,8 @@ class ServerClient:
         text = f"{request.what} {text}; expected the same calls in the same order on all workers{hint(text)}"
         if self._blocked_at == number or self._scheduler.refuse(request.what, text, number):
             self._blocked_at = number
-            self._fail(connection, sequence, MismatchError(f"rank {self._scheduler.rank}: {text}"))
+            self.told_error = MismatchError(f"rank {self._scheduler.rank}: {text}")
+            self._fail(connection, sequence, self.told_error)
 
     def _lost(self, server: int) -> str:
         """Return why a server cannot answer any more; "" if it can."""

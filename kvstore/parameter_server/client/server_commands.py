@@ -7,18 +7,18 @@ from typing import Any
 
 from torch import Tensor
 
-from gangline.collectives.work import Work
 from gangline.kvstore.parameter_server.client.request import Request
-from gangline.kvstore.parameter_server.client.server_client import PendingRequests, ServerClient
+from gangline.kvstore.parameter_server.client.server_client import PendingRequests, RequestWork, ServerClient
 from gangline.kvstore.parameter_server.protocol import Command, CommandResult
 from gangline.kvstore.parameter_server.transport.frames import frame_of
 
 
 def request_all(servers: ServerClient, requests: Sequence[Request], what: str) -> None:
     """Send requests and wait until all are answered."""
-    work = Work(what)
+    work = RequestWork(what)
     with PendingRequests(work, what) as pending:
         pending.submit(requests, servers)
+    work.is_awaited = True
     servers.wait(work.is_completed)
     work.wait()
 

@@ -5,6 +5,7 @@ GANGLINE_TIMEOUT is 1800: a test that hangs ends by pytest's timeout.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,19 @@ def test_a_barrier_does_not_wait_for_withheld_acknowledgements() -> None:
         assert ranks.results()[2:] == [[88.0]] * 2
 
 
-def barrier_against_pull(async_op: bool) -> list[str]:
+def pull_at_once(kv: KVStore) -> None:
+    kv.pull("a", torch.empty(NUMEL))
+
+
+def pull_and_wait(kv: KVStore) -> None:
+    kv.pull("a", torch.empty(NUMEL), async_op=True).wait()
+
+
+def set_optimizer(kv: KVStore) -> None:
+    kv.set_optimizer("sgd")
+
+
+def barrier_against(call: Callable[[KVStore], None]) -> list[str]:
     """Call a barrier on rank 0, which has not pushed, while rank 1 waits for its push; then go on."""
     with kvstore.create("dist_sync") as kv:
         kv.init("a", torch.zeros(NUMEL))
@@ -83,7 +96,7 @@ def barrier_against_pull(async_op: bool) -> list[str]:
         if kv.rank == 1:
             kv.push("a", torch.ones(NUMEL))
         with pytest.raises(MismatchError) as raised:
-            kv.pull("a", out, async_op=async_op).wait() if kv.rank else kv.barrier()
+            call(kv) if kv.rank else kv.barrier()
         if kv.rank == 0:
             kv.push("a", torch.ones(NUMEL))
         kv.barrier()
@@ -92,10 +105,11 @@ def barrier_against_pull(async_op: bool) -> list[str]:
         return [str(raised.value)]
 
 
-@pytest.mark.parametrize("async_op", [True, False])
-def test_a_barrier_against_a_pull_is_an_error_of_both(async_op: bool) -> None:
-    ([first], [second]) = run_job(barrier_against_pull, 2, 1, async_op)
-    words = "pull of key 'a' waits for a push of key 'a' by rank 0, which is in barrier"
+@pytest.mark.parametrize("call", [pull_at_once, pull_and_wait, set_optimizer])
+def test_a_barrier_against_a_call_that_waits_for_a_push_is_an_error_of_both(call: Callable[[KVStore], None]) -> None:
+    ([first], [second]) = run_job(barrier_against, 2, 1, call)
+    name = "set_optimizer" if call is set_optimizer else "pull of key 'a'"
+    words = f"{name} waits for a push of key 'a' by rank 0, which is in barrier"
     assert first.startswith(f"rank 1 of 2: {words}")
     assert second.startswith(f"rank 1: {words}")
 
