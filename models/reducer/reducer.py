@@ -307,10 +307,11 @@ class Reducer:
 
         Saving a part of the network then does not write the whole buckets that its parameters would be views of.
         """
+        parameters = dict(self._replicas[0].network.named_parameters(remove_duplicate=False))
         for state in self._buckets:
             for name, view in state.weight_views[0].items():
-                parameter = self._replicas[0].parameters[name]
-                if parameter.data_ptr() == view.data_ptr():
+                parameter = parameters.get(name)  # also one that is frozen by now; None if the user removed it
+                if parameter is not None and parameter.data_ptr() == view.data_ptr():
                     parameter.data = view.clone()
                     self._handed_back.add(name)
 
