@@ -803,6 +803,7 @@ def test_a_part_of_the_network_is_saved_without_its_bucket(count: int, end: str,
             module.fit((data, label), num_epoch=2, batch_size=len(data), eval_metric="mse")
         else:
             module.forward_backward_update(data, label)
+            network[0].bias.requires_grad_(False)  # type: ignore[union-attr]
             module.close() if end == "close" else module.init_optimizer(store, "sgd", {"lr": 1e-4})
         file = tmp_path / "part.pt"
         torch.save(network[0].bias, file)
