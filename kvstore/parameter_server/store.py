@@ -212,10 +212,16 @@ class DistStore(KVStore):
         priority: int,
         async_op: bool,
     ) -> Work:
+        if weight == 0:
+            keys = ()
         pairs = _of_all_keys(bucket, values, keys)
-        if weight is None:
-            return self._push(pairs, priority, async_op)
-        return self._push_weighted(pairs, weight, priority, async_op)
+        if all(isinstance(value, Tensor) and not value.is_cpu for value in values):
+
+            def on_host() -> Pushed:
+                return _of_all_keys(bucket, [self._encoder.on_host(values)], keys)
+
+            return self._push_pull("push", pairs, None, priority, async_op, weight, on_host)
+        return self._push_pull("push", pairs, None, priority, async_op, weight)
 
     def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work:
         return self._push_pull("pushpull", values, outs, priority, async_op)
@@ -228,6 +234,7 @@ class DistStore(KVStore):
         priority: int,
         async_op: bool,
         weight: float | None = None,
+        on_host: Callable[[], Pushed] | None = None,
     ) -> Work:
         pairs = merged(pairs)
         merged_outs = None if outs is None else _merged_outs(outs)
@@ -237,7 +244,7 @@ class DistStore(KVStore):
             rounds = {key: self._rounds[key] + 1 for key, _ in pairs}
             rate = self._learning_rate if self.rank == 0 else None
             targets = None if merged_outs is None else self._targets(merged_outs, work)
-            pushed = [(key, values, self._shards[key]) for key, values in pairs]
+            pushed = [(key, values, self._shards[key]) for key, values in (on_host() if on_host else pairs)]
             requests = self._encoder.requests(pushed, rounds, rate, targets, work.name, priority, weight)
             self._rounds.update(rounds)
             work.submit(requests, self._servers)

@@ -222,13 +222,14 @@ class Reducer:
                 if state.push is None:
                     self._push_incomplete(state)
             rows = self._push_rows()
+            self._wait_for_pushes()  # a failed push must raise before any update
             if self._store.updates_wait:
-                for state in self._buckets:
-                    if state.push is not None:
-                        state.push.wait()  # a failed push must raise before any update
                 self._store.update()
             self._pull_rows(rows)
-        self._pull_buckets()
+        for state in reversed(self._buckets):
+            if state.push is not None:
+                self._pull(state)
+                state.push = None
 
     def _push_incomplete(self, state: BucketState) -> None:
         """Push a bucket that backward did not fill, with the keys that have gradients."""
@@ -244,12 +245,10 @@ class Reducer:
             ]
             self._push(state, used, present)
 
-    def _pull_buckets(self) -> None:
-        for state in sorted(self._buckets, key=lambda state: -state.priority):
+    def _wait_for_pushes(self) -> None:
+        for state in self._buckets:
             if state.push is not None:
                 state.push.wait()
-                self._pull(state)
-                state.push = None
 
     def _pull(self, state: BucketState) -> None:
         if state.weights:
@@ -301,9 +300,7 @@ class Reducer:
 
     def _exchange_numbers(self, gradients: Sequence[RowSparse]) -> torch.Tensor:
         """Return the numbers of the rows that any worker pushes. Collective."""
-        for state in self._buckets:
-            if state.push is not None:
-                state.push.wait()  # keeps the workers' collective calls in one order
+        self._wait_for_pushes()  # keeps the workers' collective calls in one order
         received = self._store.exchange(_numbers_of(gradients).numpy().tobytes())
         return _distinct([torch.frombuffer(bytearray(data), dtype=torch.int64) for data in received if data])
 
