@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -227,6 +228,17 @@ class PushEncoder:
         if key not in self._residuals:
             self._residuals[key] = torch.zeros_like(like)
         return self._residuals[key]
+
+    def on_host(self, flats: Sequence[Any]) -> Tensor:
+        """Return the sum of a bucket's flat tensors on GPUs, on the host; each crosses to the host at most once."""
+        if self._on_device and len(flats) > 1:
+            total = torch.empty_like(flats[0])
+            reduce(flats, out=total)
+            flats = [total]
+        copies = [torch.empty(flat.shape, dtype=flat.dtype).copy_(flat) for flat in flats]
+        if len(copies) > 1:
+            reduce(copies, out=copies[0])
+        return copies[0]
 
     def _on_host(self, values: Sequence[Value]) -> list[Tensor]:
         dense = [value.to_dense() if isinstance(value, RowSparse) else value for value in values]

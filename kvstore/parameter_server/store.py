@@ -246,10 +246,16 @@ class DistStore(KVStore):
         priority: int,
         async_op: bool,
     ) -> Work:
+        if weight == 0:
+            keys = ()
         pairs = _of_all_keys(bucket, values, keys)
-        if weight is None:
-            return self._push(pairs, priority, async_op)
-        return self._push_weighted(pairs, weight, priority, async_op)
+        if all(isinstance(value, Tensor) and not value.is_cpu for value in values):
+
+            def on_host() -> Pushed:
+                return _of_all_keys(bucket, [self._encoder.on_host(values)], keys)
+
+            return self._push_pull("push", pairs, None, priority, async_op, weight, on_host)
+        return self._push_pull("push", pairs, None, priority, async_op, weight)
 
     def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work:
         return self._push_pull("pushpull", values, outs, priority, async_op)
@@ -262,6 +268,7 @@ class DistStore(KVStore):
         priority: int,
         async_op: bool,
         weight: float | None = None,
+        on_host: Callable[[], Pushed] | None = None,
     ) -> Work:
         pairs = merged(pairs)
         merged_outs = None if outs is None else _merged_outs(outs)
@@ -271,7 +278,8 @@ class DistStore(KVStore):
             rate = self._learning_rate if self.rank == 0 else None
             targets = None if merged_outs is None else self._targets(merged_outs, work)
             try:
-                values = self._encoder.encode(((key, values, self._shards[key]) for key, values in pairs), weight)
+                sources = on_host() if on_host else pairs
+                values = self._encoder.encode(((key, own, self._shards[key]) for key, own in sources), weight)
             except Exception as error:
                 self._refuse_rounds([key for key, _ in pairs], error)
                 raise

@@ -69,6 +69,8 @@ class DistributedOptimizer(Optimizer):
         self._is_reduced = False  # all gradients since the last step are means over the workers
         self._has_local = False  # gradients of a backward inside `no_sync` wait for the next reduction
         self._backward = -1  # id of the backward that runs, or ran last
+        self._is_running = False  # a backward has begun whose end averages the gradients
+        self._hooks: list[Any] = []
         self._lock = threading.Lock()
         self._reducer: GradientReducer | None = None
         if self.kvstore.num_workers > 1:
@@ -93,9 +95,11 @@ class DistributedOptimizer(Optimizer):
             raise ValueError(f"the {store.type!r} store runs an optimizer of its own; expected one without")
         tensors = [parameter.data for parameter in parameters.values()]
         store.broadcast(list(parameters), tensors, tensors)
-        for parameter in parameters.values():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            for parameter in parameters.values()
+            if parameter.requires_grad
+        ]
         trained = {key: parameter for key, parameter in parameters.items() if parameter.requires_grad}
         self._reducer = GradientReducer(trained, store)
 
@@ -151,19 +155,34 @@ class DistributedOptimizer(Optimizer):
         with self._lock:
             if number == self._backward:
                 return
+            if self._is_running:
+                raise RuntimeError(
+                    "a backward began inside another one, or after one that failed; expected "
+                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), and a new job after a failure"
+                )
             self._backward = number
             self._has_local = True
+            self._is_running = self._is_syncing
             self._reducer.begin([0], push_early=self._is_syncing, weight=self._weight)
             if self._is_syncing:
                 torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
 
     def _on_backward_end(self) -> None:
+        self._is_running = False
         self._reduce(self._weight)
 
     def _reduce(self, weight: float) -> None:
         assert self._reducer is not None
         self._reducer.finish(weight)
         self._is_reduced, self._has_local = True, False
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters; the store stays open."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._reducer is not None:
+            self._reducer.close()
+        self._reducer = None
 
     # torch.optim.Optimizer
 

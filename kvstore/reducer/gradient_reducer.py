@@ -33,7 +33,15 @@ class GradientReducer(Reducer):
 
         Args:
             weight: weight of this worker's gradients; None or 0: it has none in this step.
+
+        Raises:
+            ValueError: if the store compresses, or a gradient is sparse.
         """
+        if self._store.compresses:
+            raise ValueError(
+                f"the {self._store.type!r} store compresses, but means of gradients are not compressed; expected a "
+                "store without compression, or a gangline Trainer or Module"
+            )
         self._has_gradients = bool(weight)
         try:
             super().finish(weight or _NOTHING)

@@ -95,9 +95,7 @@ class Reducer:
         self._bucket_of: dict[Key, BucketState] = {}
         self._loose = set(loose)
         self._in_place = in_place
-        self._sparse = set(sparse).intersection(
-            parameters[0]
-        )  # keys whose gradients are pushed as rows, outside of buckets
+        self._sparse = set(sparse).intersection(parameters[0])  # their gradients are pushed as rows
         self._arrivals: dict[Key, int] = {}  # arrivals of each gradient in the recorded backward, in order
         self._active: list[int] = []  # indices of the replicas that take part in this backward
         self._weight: float | None = None
@@ -143,7 +141,7 @@ class Reducer:
             raise RuntimeError(
                 f"parameter {key!r} got another gradient after its bucket was pushed, which happens if layers that "
                 "share a weight are checkpointed with use_reentrant=True; call forward_backward() and update() "
-                "instead of forward_backward_update()"
+                "instead of forward_backward_update(), or checkpoint with use_reentrant=False"
             )
         if not _copy_to_bucket(parameter, state.gradient_views[index].get(key)):
             return
@@ -222,20 +220,19 @@ class Reducer:
                 if state.push is None:
                     self._push_incomplete(state)
             rows = self._push_rows()
+            self._wait_for_pushes()  # a failed push must raise before any update
             if self._store.updates_wait:
-                for state in self._buckets:
-                    if state.push is not None:
-                        state.push.wait()  # a failed push must raise before any update
                 self._store.update()
             self._pull_rows(rows)
-        self._pull_buckets()
+        for state in reversed(self._buckets):
+            if state.push is not None:
+                self._pull(state)
+                state.push = None
 
     def _push_incomplete(self, state: BucketState) -> None:
         """Push a bucket that backward did not fill, with the keys that have gradients."""
         self._make_dense(state.keys)
-        present = [
-            key for key in state.keys if any(of_replica[key].grad is not None for of_replica in self._parameters)
-        ]
+        present = [key for key in state.keys if self._has_gradient(key)]
         if present or self._in_step:
             used = [
                 index
@@ -244,12 +241,13 @@ class Reducer:
             ]
             self._push(state, used, present)
 
-    def _pull_buckets(self) -> None:
-        for state in sorted(self._buckets, key=lambda state: -state.priority):
+    def _has_gradient(self, key: Key) -> bool:
+        return any(of_replica[key].grad is not None for of_replica in self._parameters)
+
+    def _wait_for_pushes(self) -> None:
+        for state in self._buckets:
             if state.push is not None:
                 state.push.wait()
-                self._pull(state)
-                state.push = None
 
     def _pull(self, state: BucketState) -> None:
         if state.weights:
@@ -294,16 +292,13 @@ class Reducer:
                     self._store.push_weighted(key, gradients or None, self._weight)
             elif gradients:
                 self._store.push(key, gradients)
-                rows[key] = (
-                    _numbers_of(gradients) if self._store.num_workers == 1 else None
-                )  # others changed other rows
+                is_alone = self._store.num_workers == 1  # otherwise others push other rows
+                rows[key] = _numbers_of(gradients) if is_alone else None
         return rows
 
     def _exchange_numbers(self, gradients: Sequence[RowSparse]) -> torch.Tensor:
         """Return the numbers of the rows that any worker pushes. Collective."""
-        for state in self._buckets:
-            if state.push is not None:
-                state.push.wait()  # keeps the workers' collective calls in one order
+        self._wait_for_pushes()  # keeps the workers' collective calls in one order
         received = self._store.group.all_gather(_numbers_of(gradients), "numbers of sparse rows")
         return _distinct([numbers for numbers in received if numbers is not None])
 
@@ -321,9 +316,7 @@ class Reducer:
                 gradient = of_replica[key].grad
                 if gradient is not None and is_sparse(gradient):
                     of_replica[key].grad = gradient.to_dense()
-                    self._warn_once(
-                        key, "the gradient of parameter %r became sparse after the first step; it is sent dense"
-                    )
+                    self._warn_once(key, "the gradient of parameter %r became sparse; it is sent dense")
 
     # Buckets
 
@@ -335,9 +328,7 @@ class Reducer:
         """
         repeated = [key for key, count in self._arrivals.items() if count > 1]
         sparse = [key for key in self._parameters[0] if any(is_sparse(p[key].grad) for p in self._parameters)]
-        unseen = [
-            key for key in reversed(self._parameters[0]) if any(p[key].grad is not None for p in self._parameters)
-        ]
+        unseen = [key for key in reversed(self._parameters[0]) if self._has_gradient(key)]
         own = [list(dict.fromkeys([*self._arrivals, *unseen])), repeated, sparse]
         received = [own]
         if self._in_step:

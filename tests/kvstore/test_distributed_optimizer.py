@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import gangline
 from gangline import DistributedOptimizer
@@ -274,6 +275,19 @@ def refused(comm: Communicator) -> list[str]:
         said(lambda: optimizer.add_param_group({"params": table.parameters()}))
         said(lambda: setattr(optimizer, "weight", -1.0))
         said(lambda: DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), store))
+        optimizer.close()
+    with create("allreduce", communicator=comm) as store:
+        two = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        optimizer = DistributedOptimizer(torch.optim.SGD(two.parameters(), lr=0.1), store)
+        hidden = checkpoint(two[0], torch.ones(1, 2, requires_grad=True), use_reentrant=True)
+        said(lambda: two[1](hidden).sum().backward())
+        optimizer.close()
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in two.parameters())
+    with create("allreduce", communicator=comm) as store:
+        optimizer = DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), store)
+        store.set_gradient_compression({"type": "fp16"})
+        said(lambda: layer(torch.ones(1, 2)).sum().backward())
+        optimizer.close()
     with create("allreduce", communicator=comm) as store:
         store.set_optimizer(("sgd", {"learning_rate": 0.1}))
         said(lambda: DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), store))
@@ -289,6 +303,8 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
         "RuntimeError: add_param_group() came after DistributedOptimizer()",
         "ValueError: weight is -1.0",
         "ValueError: the 'allreduce' store holds keys [0, 1] already",
+        "RuntimeError: a backward began inside another one",
+        "ValueError: the 'allreduce' store compresses",
         "ValueError: the 'allreduce' store runs an optimizer of its own",
     ]
     for found in spawn(refused, 2):

@@ -1,0 +1,54 @@
+"""A bucket on a GPU is copied to the host once, however many keys it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gangline.kvstore import create
+from gangline.kvstore.buckets import plan
+from tests.collectives.simulated_gpus import SimulatedGpuTensor, on_simulated_gpu, simulated_gpus
+from tests.kvstore.parameter_server.processes import run_job
+
+KEYS = 7
+
+
+class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts copies from a simulated GPU to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name == "_to_copy" and isinstance(args[0], SimulatedGpuTensor):
+            self.sizes.append(args[0].numel())
+            return args[0].host()
+        if name == "copy_" and isinstance(args[1], SimulatedGpuTensor) and not isinstance(args[0], SimulatedGpuTensor):
+            self.sizes.append(args[1].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def pushed(name: str, devices: int) -> tuple[list[int], int, list[float]]:
+    with create(name) as kv:
+        tensors = [(f"key {number}", torch.zeros(5, 3)) for number in range(KEYS)]
+        (bucket,) = plan(tensors, 1 << 20)
+        kv.init([key for key, _ in tensors], [tensor for _, tensor in tensors])
+        kv.fuse(bucket)
+        flat = torch.full((bucket.numel,), kv.rank + 1.0)
+        with simulated_gpus(), Copies() as copies:
+            kv.push_bucket(bucket, [on_simulated_gpu(flat, index) for index in range(devices)], weight=1.0)
+        outs = [torch.empty(5, 3) for _ in tensors]
+        kv.pull(bucket.keys, outs)
+        return copies.sizes, bucket.numel, torch.cat(outs).unique().tolist()
+
+
+@pytest.mark.parametrize(("name", "devices"), [("dist_sync", 1), ("dist_sync", 2)])
+def test_a_bucket_is_copied_to_the_host_once_per_gpu(name: str, devices: int) -> None:
+    for sizes, numel, values in run_job(pushed, 2, 1, name, devices):
+        assert sizes == [numel] * devices
+        assert values == [1.5 * devices]

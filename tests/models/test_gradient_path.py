@@ -1,0 +1,65 @@
+"""The way of a gradient from its hook to the store's sum: Python frames and thread hand-overs, counted."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gangline import Module, cpu
+from gangline.collectives.work import WorkQueue
+from gangline.kvstore import create, local
+from gangline.kvstore.reducer import reducer
+
+MOST_FRAMES = 15
+WIDTH = 6
+
+
+def depth(until: str) -> int:
+    """Return the number of frames from the caller's to the next one of a function of this name, both included."""
+    frame: FrameType | None = sys._getframe(1)
+    count = 1
+    while frame is not None and frame.f_code.co_name != until:
+        frame, count = frame.f_back, count + 1
+    assert frame is not None, f"{until} has not been called"
+    return count - 1
+
+
+@pytest.mark.parametrize("store", ["local", "device"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_bucket_takes_few_frames_and_one_hand_over_to_its_sum(
+    store: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reducer, "BUCKET_BYTES", 260)  # a layer of WIDTH
+    network = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    in_hook: list[int] = []
+    in_store: list[int] = []
+    submit, move = WorkQueue.submit, local.move
+
+    def submitted(self: WorkQueue, *arguments: Any) -> None:
+        in_hook.append(depth("_on_gradient"))
+        submit(self, *arguments)
+
+    def summed(transfers: Any) -> None:
+        if transfers and transfers[0][0]:  # values to sum, not weights to copy
+            in_store.append(depth("_serve"))
+        move(transfers)
+
+    data, label = torch.ones(6, WIDTH), torch.ones(6, WIDTH)
+    with create(store) as kv, Module(network, nn.MSELoss(), [cpu(index) for index in range(count)]) as module:
+        module.init_optimizer(kv, "sgd", {"lr": 0.1})
+        for _ in range(2):
+            module.forward_backward_update(data, label)
+        threads = threading.active_count()
+        monkeypatch.setattr(WorkQueue, "submit", submitted)
+        monkeypatch.setattr(local, "move", summed)
+        module.forward_backward_update(data, label)
+        assert threading.active_count() == threads
+    buckets = 4
+    assert len(in_hook) == len(in_store) == buckets  # one hand-over and one call that sums for each
+    assert max(in_hook) + max(in_store) <= MOST_FRAMES
