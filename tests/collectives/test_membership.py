@@ -339,48 +339,6 @@ def test_a_stranger_at_the_port_neither_joins_nor_ends_a_connection() -> None:
         assert ranks.all_heard() == [[0, {}]] * 2
 
 
-def _fall_behind(rank: Rank) -> None:
-    """Rank 0 reads nothing while rank 1 announces thousands of calls and dies."""
-    options = {"heartbeat": 0.02, "limit": 10.0, "address": "tcp://127.0.0.1"}
-    membership = ProcessMembership(rank.rank, rank.size, rank.exchange, **options)  # type: ignore[arg-type]
-    if rank.rank == 1:
-        for number in range(1, 5000):
-            membership.poll(number, SUM)
-        rank.tell("announced")
-        rank.hear()
-    rank.tell("ready")
-    rank.hear()
-    time.sleep(0.3)  # several heartbeats fall due
-    until(lambda: membership.gone, membership, 0)
-    rank.tell([membership.at[1], membership.gone])
-    membership.close()
-    rank.tell("closed")
-
-
-def test_a_rank_that_reads_no_announcements_survives_the_death_of_the_announcing_one() -> None:
-    with Processes(_fall_behind, 2) as ranks:
-        assert ranks.heard(0) == "ready"
-        assert ranks.heard(1) == "announced"
-        ranks.kill(1)
-        ranks.say(0, "look")
-        assert ranks.heard(0) == [[4999, SUM], {1: LOST}]
-        assert ranks.heard(0) == "closed"
-
-
-def _close_often(rank: Rank) -> None:
-    for _ in range(200):
-        options = {"heartbeat": 0.002, "limit": 10.0, "address": "tcp://127.0.0.1"}
-        membership = ProcessMembership(rank.rank, rank.size, rank.exchange, **options)  # type: ignore[arg-type]
-        for _ in range(200):
-            membership._send_to_all(b"unread")
-        membership.close()
-    rank.tell("closed")
-
-
-def test_ranks_that_close_at_once_do_not_abort() -> None:
-    assert in_processes(_close_often, 2) == ["closed"] * 2
-
-
 def test_a_stranger_that_replaces_a_lost_rank_is_ignored() -> None:
     def check(membership: ProcessMembership, other: PeerSockets, port: str) -> None:
         other.close(0)

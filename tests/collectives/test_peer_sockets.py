@@ -15,8 +15,11 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from gangline.collectives.call_signature import CallSignature
+from gangline.collectives.liveness.membership import LOST, ProcessMembership
 from gangline.collectives.transports.zmq.context import end
 from gangline.collectives.transports.zmq.peer_sockets import PeerSocket, PeerSockets
+from tests.collectives.processes import Processes, Rank
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -203,3 +206,53 @@ def test_a_strangers_hello_is_ignored() -> None:
         assert not connection.poll_hello()
         assert connection.receive() is None
         assert connection.down_since is not None
+
+
+# Heartbeats: note 4 in zmq/context.py
+
+
+def _with_heartbeats(rank: Rank, seconds: float) -> ProcessMembership:
+    return ProcessMembership(rank.rank, rank.size, rank.exchange, heartbeat=seconds, limit=10, address=ADDRESS)
+
+
+def _fall_behind(rank: Rank) -> None:
+    """Rank 0 reads nothing while rank 1 announces thousands of calls and dies."""
+    membership = _with_heartbeats(rank, 0.02)
+    code = CallSignature("barrier").code
+    if rank.rank == 1:
+        for number in range(1, 5000):
+            membership.poll(number, code)
+        rank.tell("announced")
+        rank.hear()
+    rank.tell("ready")
+    rank.hear()
+    time.sleep(0.3)  # several heartbeats fall due
+    while not membership.gone:
+        membership.poll(0, code)
+    rank.tell([membership.at[1][0], membership.gone])
+    membership.close()
+    rank.tell("closed")
+
+
+def test_a_rank_that_reads_no_announcements_survives_the_death_of_the_announcing_one() -> None:
+    with Processes(_fall_behind, 2) as ranks:
+        assert ranks.heard(0) == "ready"
+        assert ranks.heard(1) == "announced"
+        ranks.kill(1)
+        ranks.say(0, "look")
+        assert ranks.heard(0) == [4999, {1: LOST}]
+        assert ranks.heard(0) == "closed"
+
+
+def _close_often(rank: Rank) -> None:
+    for _ in range(200):
+        membership = _with_heartbeats(rank, 0.002)
+        for _ in range(200):
+            membership._send_to_all(b"unread")
+        membership.close()
+    rank.tell("closed")
+
+
+def test_ranks_that_close_at_once_do_not_abort() -> None:
+    with Processes(_close_often, 2) as ranks:
+        assert ranks.all_heard() == ["closed"] * 2
