@@ -179,7 +179,7 @@ class RowPull:
 
 
 def wait_requests(rounds: Sequence[tuple[ShardPlacement, int]], call: str) -> list[Request]:
-    """Build a call's wait-for-round requests: row pulls of zero rows, which the server answers when the round closes."""
+    """Build wait-for-round requests: row pulls of zero rows, which the server answers when the round closes."""
     of_server: dict[int, list[list[int]]] = {}
     for shard, number in rounds:
         of_server.setdefault(shard.server, []).append([shard.number, number, ROWS, 0])
