@@ -170,7 +170,7 @@ class RowPull:
 
 
 def wait_requests(rounds: Sequence[tuple[ShardPlacement, int]], call: str) -> list[Request]:
-    """Build a call's wait-for-round requests: pulls of zero rows, which the server answers when the round closes."""
+    """Build wait-for-round requests: row pulls of zero rows, which the server answers when the round closes."""
     entries_of = (([shard.number, number, ROWS, 0], shard, 0) for shard, number in rounds)
     return [
         Request(
