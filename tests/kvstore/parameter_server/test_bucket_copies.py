@@ -42,8 +42,8 @@ def pushed(name: str, devices: int) -> tuple[list[int], int, list[float]]:
         flat = torch.full((bucket.numel,), kv.rank + 1.0)
         with simulated_gpus(), Copies() as copies:
             kv.push_bucket(bucket, [on_simulated_gpu(flat, index) for index in range(devices)], weight=1.0)
-        outs = [torch.empty(5, 3) for _ in tensors]
-        kv.pull(bucket.keys, outs)
+            outs = [torch.empty(5, 3) for _ in tensors]
+            kv.pull(bucket.keys, outs)
         return copies.sizes, bucket.numel, torch.cat(outs).unique().tolist()
 
 

@@ -47,6 +47,7 @@ def test_a_pull_writes_the_weights_between_the_callers_kernels(kv: DistStore, as
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; torch sees none here")
 def test_kernels_of_a_side_stream_are_ordered_with_pushes_and_pulls(monkeypatch: pytest.MonkeyPatch) -> None:
     with stores(1, monkeypatch) as (kv,), torch.cuda.stream(torch.cuda.Stream()):
         kv.init("a", torch.full((NUMEL,), 5.0))
