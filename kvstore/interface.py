@@ -33,11 +33,11 @@ from gangline.kvstore.arguments import (
     single,
 )
 from gangline.kvstore.buckets import Bucket, BucketValue
+from gangline.kvstore.group.worker_group import WorkerGroup
 from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
 from gangline.kvstore.sparse import checked_rows, copy_rows
-from gangline.kvstore.worker_group import WorkerGroup
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 

@@ -11,8 +11,8 @@ import torch
 
 from gangline.collectives.workload import check_work_load_list, split_batch
 from gangline.kvstore import KVStore
-from gangline.kvstore.serialization import digest
-from gangline.kvstore.worker_group import check_same
+from gangline.kvstore.group.serialization import digest
+from gangline.kvstore.group.worker_group import check_same
 
 _LOADS = "GANGLINE_WORK_LOAD_LIST"
 

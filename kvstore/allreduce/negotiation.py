@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gangline.collectives.errors import GanglineError, MismatchError, name_ranks
-from gangline.kvstore.remote_errors import differing, refusal, refused
-from gangline.kvstore.serialization import pack, unpack
-from gangline.kvstore.worker_group import WorkerGroup
+from gangline.kvstore.group.remote_errors import differing, refusal, refused
+from gangline.kvstore.group.serialization import pack, unpack
+from gangline.kvstore.group.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from gangline.collectives.communicator import Communicator

@@ -24,6 +24,8 @@ from gangline.collectives.streams import SideStreams
 from gangline.collectives.work import Work, WorkQueue
 from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, by_key, merged, tensors_of
 from gangline.kvstore.buckets import Bucket, BucketValue
+from gangline.kvstore.group.remote_errors import error_text, refusal
+from gangline.kvstore.group.worker_group import WorkerGroup
 from gangline.kvstore.interface import KVStore, read_optimizer_states, refused_on_all_ranks
 from gangline.kvstore.optimizer import clipping
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
@@ -54,8 +56,6 @@ from gangline.kvstore.parameter_server.sharding import (
 from gangline.kvstore.parameter_server.torchrun import ChildServers, start_child_servers
 from gangline.kvstore.parameter_server.transport.frames import frame_of
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool
-from gangline.kvstore.remote_errors import error_text, refusal
-from gangline.kvstore.worker_group import WorkerGroup
 
 _log = logging.getLogger("gangline")
 _PUSHES = ("push", "push_weighted", "push_bucket", "pushpull")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from gangline.kvstore.serialization import digest
+from gangline.kvstore.group.serialization import digest
 from gangline.models.workers import Workers
 
 Buffers = Mapping[str, Sequence[torch.Tensor]]

@@ -15,9 +15,9 @@ from gangline import Module, cpu
 from gangline.collectives import Communicator, spawn
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.allreduce.negotiation import Negotiator
+from gangline.kvstore.group.worker_group import WorkerGroup
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.reducer import reducer
-from gangline.kvstore.worker_group import WorkerGroup
 from tests.kvstore.parameter_server.processes import run_job
 
 FEATURES, CLASSES = 6, 3

@@ -25,6 +25,7 @@ from gangline.collectives.limits import limits
 from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.collectives.transports.zmq.context import end
 from gangline.collectives.work import Work
+from gangline.kvstore.group.remote_errors import hint, make_error
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.client.request import PushFates, Request, describe_fates
@@ -45,7 +46,6 @@ from gangline.kvstore.parameter_server.transport.client_channel import Channel, 
 from gangline.kvstore.parameter_server.transport.frames import tensor_of
 from gangline.kvstore.parameter_server.transport.poller import SPIN_SECONDS, Poller, Source
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool
-from gangline.kvstore.remote_errors import hint, make_error
 
 _log = logging.getLogger("gangline")
 _WINDOW = 16 << 20

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gangline.collectives.errors import ProtocolError, name_ranks
+from gangline.kvstore.group.remote_errors import differing, refused
 from gangline.kvstore.parameter_server.protocol import (
     Collective,
     CollectiveFailed,
@@ -16,7 +17,6 @@ from gangline.kvstore.parameter_server.protocol import (
     Register,
     Withdrawn,
 )
-from gangline.kvstore.remote_errors import differing, refused
 
 _KEPT = 4
 """Number of results kept for workers that lost them with their connection."""

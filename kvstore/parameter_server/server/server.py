@@ -16,6 +16,7 @@ from gangline.collectives.compression import Compression, parse
 from gangline.collectives.errors import DeadNodeError, MismatchError, ProtocolError
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.transports.shm.segments import Segment, open_offered
+from gangline.kvstore.group.remote_errors import error_name, text_with_traceback
 from gangline.kvstore.parameter_server import environment, protocol
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.protocol import (
@@ -42,7 +43,6 @@ from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from gangline.kvstore.parameter_server.transport.frames import INLINE, tensor_of
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool, aligned, region_of
-from gangline.kvstore.remote_errors import error_name, text_with_traceback
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 200

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gangline.kvstore.remote_errors import text_with_traceback
+from gangline.kvstore.group.remote_errors import text_with_traceback
 
 _log = logging.getLogger("gangline")
 _INLINE = 1 << 18

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gangline.collectives.errors import MismatchError
-from gangline.kvstore.remote_errors import error_name, error_text, make_error
-from gangline.kvstore.serialization import pack, unpack
+from gangline.kvstore.group.remote_errors import error_name, error_text, make_error
+from gangline.kvstore.group.serialization import pack, unpack
 
 Exchange = Callable[[bytes, str, int | None], list[bytes]]
 """All-gather of bytes: (data, name of the call, root). Returns the data of all ranks in rank order, empty for ranks
