@@ -8,11 +8,12 @@ BIN := $(VENV)/bin
 train: $(VENV)/.installed
 	$(BIN)/gangline train --network lenet --dataset digits --cpus 2 --kv-store device
 
+# Two processes run the tests: a file at a time each, because the tests of a file share processes.
 test: lint
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
 test-all: lint
-	$(BIN)/pytest --hypothesis-profile=explore
+	$(BIN)/pytest -n 2 --dist loadfile --hypothesis-profile=explore
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -118,7 +118,7 @@ def test_processes_end_when_the_driver_is_interrupted(tiny: str) -> None:
     assert [alive(pid) for pid in pids] == [False]
 
 
-@pytest.mark.parametrize("hanging", [False, True])
+@pytest.mark.parametrize("hanging", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_processes_end_when_the_driver_is_killed(tiny: str, log: Path, tmp_path: Path, hanging: bool) -> None:
     step = tmp_path / "step"
     os.mkfifo(step)

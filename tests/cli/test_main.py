@@ -81,9 +81,8 @@ def test_env_reports_what_a_bug_report_needs() -> None:
     assert report["versions"]["torch"].startswith("2.")
     assert report["devices"]["cpu(0)"]
     assert report["shared memory"]["memfd_create"] == "works"
+    assert report["shared memory"]["cross-memory attach"]
     assert report["launcher"] == {"found": "none"}
-    text = python("-m", "gangline", "env").stdout
-    assert "cross-memory attach" in text
 
 
 def test_version_and_log_level() -> None:

@@ -71,6 +71,7 @@ def test_workers_of_a_job_train_one_network(tmp_path: Path) -> None:
     assert epochs(prefix) == [1]
 
 
+@pytest.mark.slow
 def test_a_job_without_servers_starts_them_for_dist_async_whose_defaults_learn() -> None:
     first, second = job(2, "--kv-store", "dist_async", "--num-epochs", "3")
     assert "dist_async: momentum is 0, because updates of 2 workers come late" in first[2]

@@ -316,6 +316,7 @@ def test_weighted_rows_over_servers() -> None:
     check("dist_sync", 2, 2, [weighted_rows_stay_rows])
 
 
+@pytest.mark.slow
 def test_rounds_over_sockets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GANGLINE_TRANSPORT", "tcp")
     check("dist_device_sync", 2, 2, SYNC)
