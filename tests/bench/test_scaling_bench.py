@@ -14,6 +14,7 @@ from gangline.cli.bench import bench
 FIELDS = {"who", "network", "batch_size", "samples_per_s", "efficiency", "workers", "p50", "p99", "max", "runs"}
 
 
+@pytest.mark.slow
 def test_each_side_has_a_row_for_each_number_of_workers(tmp_path: Path) -> None:
     path = tmp_path / "scaling.json"
     words = ["training", "--scaling", "1,2", "--network", "mlp", "--batch-size", "5", "--runs", "1"]

@@ -33,6 +33,7 @@ def rows_of(tmp_path: Path, *words: str) -> tuple[list[dict[str, Any]], str]:
     return json.loads((tmp_path / "rows.json").read_text())["rows"], done.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_each_number_of_workers_has_a_row_an_epoch(tmp_path: Path, scale: bool) -> None:
     flags = [

@@ -80,6 +80,7 @@ def test_a_job_without_servers_starts_them_for_dist_async_whose_defaults_learn()
     assert (second[0], second[1]) == (0, "")
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_stays_and_divergence_is_reported() -> None:
     words = ["--kv-store", "dist_async", "--network", "mlp", "--mom", "0.99", "--lr", "2", "--num-epochs", "3"]
     first, _ = job(2, *words, "--max-staleness", "6")

@@ -180,6 +180,7 @@ def resumed_in_a_job(comm: Communicator, folder: str) -> list[bool]:
     return equal
 
 
+@pytest.mark.slow
 def test_a_job_that_was_cut_off_resumes_to_the_same_bits_on_all_workers(tmp_path: Path) -> None:
     assert spawn(resumed_in_a_job, 2, str(tmp_path)) == [[True] * 9] * 2
     written = json.loads((tmp_path / "loader-whole" / "net-0003.json").read_text())

@@ -246,6 +246,7 @@ def test_elementwise_optimizers_on_keys_that_are_cut() -> None:
     check("dist_sync", 2, 2, [refused_arguments, elementwise_optimizers])
 
 
+@pytest.mark.slow
 def test_states_are_saved_and_loaded() -> None:
     check("dist_sync", 2, 2, [states_come_back, wrong_states_are_refused_alike])
 
