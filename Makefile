@@ -10,10 +10,10 @@ train: $(VENV)/.installed
 
 # Two processes run the tests: a file at a time each, because the tests of a file share processes.
 test: lint
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
 test-all: lint
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-profile=explore
+	$(BIN)/pytest -n 2 --dist loadfile --hypothesis-profile=explore
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -34,6 +34,8 @@ LAUNCHING = [
     )
 ]
 
+TRAINING = {"images", "transfer-learning"}  # pages whose examples train large networks
+
 
 def ids(pages: list[Path]) -> list[str]:
     return [page.stem for page in pages]
@@ -44,7 +46,10 @@ def run(page: Path, folder: Path, with_launches: bool) -> None:
     assert outputs, f"{page} has no block that runs"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=page.stem, marks=pytest.mark.slow if page.stem in TRAINING else ()) for page in PAGES],
+)
 def test_a_page_runs_as_printed(page: Path, tmp_path: Path) -> None:
     run(page, tmp_path, with_launches=False)
 

@@ -185,6 +185,7 @@ def test_bus_bandwidth_is_nccl_tests() -> None:
     assert [bus_factor(collective, 4) for collective in COLLECTIVES] == [1.5, 0.75, 0.75, 1, 1, 0.75, 1]
 
 
+@pytest.mark.slow
 def test_all_reduce_gives_rows_as_the_specification_has_them(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     words = ["all_reduce", "-b", "8", "-e", "1K", "-f", "128", "-n", "3", "-w", "1", "--runs", "2", "--peers", "gloo"]

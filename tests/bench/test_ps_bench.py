@@ -28,6 +28,7 @@ NAMESPACES = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 MXNET = installed.interpreter("mxnet")
 
 
+@pytest.mark.slow
 def test_rows_are_as_the_specification_has_them_and_exact(tmp_path: Path) -> None:
     path, plot = tmp_path / "ps.json", tmp_path / "ps.png"
     words = ["ps", "-b", "20", "-e", "300K", "-f", "4096", "-s", "2", "--pushpull", "--runs", "2"]

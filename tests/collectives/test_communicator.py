@@ -85,7 +85,7 @@ def _in_a_process(comm: Communicator, every: int, every_edge: int) -> str:
 @pytest.mark.parametrize(
     ("transport", "size", "every", "every_edge"),
     [
-        ("shared_memory", 2, 1, 19),
+        ("shared_memory", 2, 3, 61),
         ("shared_memory", 3, 5, 61),
         ("shared_memory", 4, 7, 101),
         ("ipc", 2, 7, 61),

@@ -120,7 +120,9 @@ def close_at_once(comm: Communicator, path: str, rounds: int) -> None:
             all_reduce(1 << 6 * index, child, 0)
 
 
-@pytest.mark.parametrize(("transport", "size"), [("shared_memory", 4), _slow("ipc", 3), _slow("tcp", 2), ("tcp", 4)])
+@pytest.mark.parametrize(
+    ("transport", "size"), [("shared_memory", 4), _slow("ipc", 3), _slow("tcp", 2), _slow("tcp", 4)]
+)
 def test_messages_sent_before_close_arrive(transport: str, size: int) -> None:
     with Stage(close_at_once, size, 4, transport=transport) as stage:
         assert [outcome.error for outcome in stage.outcomes()] == [None] * size
@@ -329,7 +331,7 @@ def disagree(comm: Communicator, path: str) -> list[list[Said | None]]:
     return errors
 
 
-@pytest.mark.parametrize(("transport", "size"), [("shared_memory", 3), ("ipc", 4), ("tcp", 2), ("tcp", 3)])
+@pytest.mark.parametrize(("transport", "size"), [("shared_memory", 3), _slow("ipc", 4), _slow("tcp", 2), ("tcp", 3)])
 def test_ranks_at_different_calls_all_get_the_same_error(transport: str, size: int) -> None:
     with Stage(disagree, size, transport=transport) as stage:
         outcomes = stage.outcomes()

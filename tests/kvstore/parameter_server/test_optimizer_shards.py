@@ -242,6 +242,7 @@ def rows_at(shape: tuple[int, ...], rank: int, step: int) -> RowSparse:
     return RowSparse(ids, values, shape)
 
 
+@pytest.mark.slow
 def test_elementwise_optimizers_on_keys_that_are_cut() -> None:
     check("dist_sync", 2, 2, [refused_arguments, elementwise_optimizers])
 
