@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from gangline.cli import logs
+from gangline.cli.balance import balance
 from gangline.cli.bench import bench
 from gangline.cli.devices import devices
 from gangline.cli.env import env
@@ -58,6 +59,7 @@ app.command()(command(predict, PredictOptions))
 app.command(context_settings={"allow_interspersed_args": False})(launch)  # options after CMD belong to CMD
 for subcommand in (devices, env, server, scheduler):
     app.command()(subcommand)
+app.add_typer(balance, name="balance")
 app.add_typer(bench, name="bench")
 
 

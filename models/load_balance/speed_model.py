@@ -99,8 +99,8 @@ class SpeedModel:
             return False
         self._sizes = [self._sizes[-1], 0]
         fits = self._fits()
-        best = _shortest_step(size, fits)
-        changed = _step_seconds(best, fits) * (1 + _MIN_GAIN) < _step_seconds(self._split(size), fits)
+        best = shortest_step(size, fits)
+        changed = step_seconds(best, fits) * (1 + _MIN_GAIN) < step_seconds(self._split(size), fits)
         if changed:
             self._set_counts(best)
         if changed or self._is_unlogged:
@@ -134,10 +134,10 @@ class SpeedModel:
         for context, points in zip(self._contexts, state["points"], strict=True):
             context.points = [(float(n), float(took), float(weight)) for n, took, weight in points]
 
-    def _fits(self) -> list[_LinearFit]:
+    def _fits(self) -> list[LinearFit]:
         """Return the fit of each context; a context without measurements gets the average of the others."""
         known = [context.fit() for context in self._contexts if context.points]
-        average = _LinearFit(0.0, statistics.mean(fit.seconds(1000) / 1000 for fit in known))
+        average = LinearFit(0.0, statistics.mean(fit.seconds(1000) / 1000 for fit in known))
         return [context.fit() if context.points else average for context in self._contexts]
 
     def _split(self, size: int) -> list[int]:
@@ -154,7 +154,7 @@ class SpeedModel:
             return
         fits, size = self._fits(), max(self._sizes)
         counts = self._split(size)
-        step = _step_seconds(counts, fits)
+        step = step_seconds(counts, fits)
         trial = max(fit.seconds(1) for fit, load in zip(fits, self.loads, strict=True) if not load)
         if _TRIAL_BATCHES * (trial - step) > _TRIAL_COST * self._since_trial * step:
             return
@@ -162,7 +162,7 @@ class SpeedModel:
         self._set_counts([n or 1 for n in counts])
         self._next_update, self._since_trial = self._counted + _TRIAL_BATCHES - 1, 0
 
-    def _log(self, counts: Sequence[int], fits: Sequence[_LinearFit]) -> None:
+    def _log(self, counts: Sequence[int], fits: Sequence[LinearFit]) -> None:
         shares = ", ".join(
             f"{context.name} {load:.3g}" for context, load in zip(self._contexts, self.loads, strict=True)
         )
@@ -172,7 +172,7 @@ class SpeedModel:
 
 
 @dataclass(frozen=True)
-class _LinearFit:
+class LinearFit:
     """Linear model of a share's time."""
 
     fixed: float
@@ -223,35 +223,55 @@ class _ContextSpeed:
         bounds = sorted((took, took * samples / before))
         return bounds[0] / _CHANGED_SPEED <= seconds <= bounds[1] * _CHANGED_SPEED
 
-    def fit(self) -> _LinearFit:
-        """Fit a line to the points by least squares.
-
-        Shares of similar size do not determine the slope; a small weight on a line through the origin then does.
-        """
-        weights = sum(weight for *_, weight in self.points)
-        samples = sum(weight * n for n, _, weight in self.points) / weights
-        seconds = sum(weight * took for _, took, weight in self.points) / weights
-        variance = sum(weight * (n - samples) ** 2 for n, _, weight in self.points) / weights
-        covariance = sum(weight * (n - samples) * (took - seconds) for n, took, weight in self.points) / weights
-        slope = (covariance + _ORIGIN_WEIGHT * samples * seconds) / (variance + _ORIGIN_WEIGHT * samples**2)
-        slope = min(max(slope, _MIN_SLOPE * seconds / samples), seconds / samples)
-        return _LinearFit(seconds - slope * samples, slope)
+    def fit(self) -> LinearFit:
+        """Fit a line to the points."""
+        return fit_line(self.points)
 
 
-def _step_seconds(counts: Sequence[int], fits: Sequence[_LinearFit]) -> float:
+def fit_line(points: Sequence[tuple[float, float, float]]) -> LinearFit:
+    """Fit a line to (samples, seconds, weight) by least squares.
+
+    Shares of similar size do not determine the slope; a small weight on a line through the origin then does.
+    """
+    weights = sum(weight for *_, weight in points)
+    samples = sum(weight * n for n, _, weight in points) / weights
+    seconds = sum(weight * took for _, took, weight in points) / weights
+    variance = sum(weight * (n - samples) ** 2 for n, _, weight in points) / weights
+    covariance = sum(weight * (n - samples) * (took - seconds) for n, took, weight in points) / weights
+    slope = (covariance + _ORIGIN_WEIGHT * samples * seconds) / (variance + _ORIGIN_WEIGHT * samples**2)
+    slope = min(max(slope, _MIN_SLOPE * seconds / samples), seconds / samples)
+    return LinearFit(seconds - slope * samples, slope)
+
+
+def step_seconds(counts: Sequence[int], fits: Sequence[LinearFit]) -> float:
+    """Return the time of a step: that of its slowest share."""
     return max(fit.seconds(n) for n, fit in zip(counts, fits, strict=True))
 
 
-def _shortest_step(size: int, fits: Sequence[_LinearFit]) -> list[int]:
+def shortest_step(size: int, fits: Sequence[LinearFit], caps: Sequence[int | None] | None = None) -> list[int]:
     """Return the split of a batch of ``size`` whose slowest share finishes first; shares may be empty.
 
     Each sample goes to the context that finishes it first, which is optimal since times grow with the share.
+
+    Args:
+        size: samples in the batch.
+        fits: time of a share, for each context.
+        caps: most samples of each context; None: no limit.
+
+    Raises:
+        ValueError: if the caps do not hold the batch.
     """
     counts = [0] * len(fits)
-    ends = [(fit.seconds(1), index) for index, fit in enumerate(fits)]
+    most = [size if cap is None else cap for cap in caps or [None] * len(fits)]
+    if sum(most) < size:
+        raise ValueError(f"a batch of {size} samples does not fit; the limits are {most}, {sum(most)} in all")
+    ends = [(fit.seconds(1), index) for index, fit in enumerate(fits) if most[index]]
     heapq.heapify(ends)
     for _ in range(size):
         _, index = ends[0]
         counts[index] += 1
-        heapq.heapreplace(ends, (fits[index].seconds(counts[index] + 1), index))
+        if counts[index] < most[index]:
+            heapq.heapreplace(ends, (fits[index].seconds(counts[index] + 1), index))
+        else:
+            heapq.heappop(ends)
     return counts

@@ -1,0 +1,171 @@
+"""`gangline balance`: decide how to split batches over unequal devices, from given or measured speeds."""
+
+from __future__ import annotations
+
+import json as json_format
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gangline.cli.options import JsonFile, numbers, write_json
+from gangline.collectives.errors import UsageError
+
+if TYPE_CHECKING:
+    from gangline.models.load_balance.split_plan import RankProfile, SplitPlan
+
+balance = typer.Typer(help="Split batches over unequal devices: measure their speed, and compare splits.")
+
+
+@balance.command()
+def plan(
+    batch: Annotated[int, typer.Option(help="Samples in a global batch, over all ranks.", min=1)],
+    speeds: Annotated[
+        str | None, typer.Option(help="Samples per second of each rank, or relative speeds, such as 3,1.")
+    ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Speeds and memory as `gangline balance measure --json FILE` wrote them."),
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory of each rank's device in GiB, such as 24,11.")] = None,
+    fixed_memory: Annotated[
+        float, typer.Option(help="GiB that weights, gradients and optimizer take on each rank.", min=0)
+    ] = 0.0,
+    sample_memory: Annotated[
+        float | None, typer.Option(help="GiB that each sample adds; the split then fits into the memory.", min=0)
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """Compare the balanced split with the equal one and with leaving out the slowest rank.
+
+    Step times are those of forward and backward, without the exchange of gradients. With --memory and without
+    --sample-memory the last column shows how much memory a sample may take.
+    """
+    from gangline.models.load_balance.split_plan import plan_splits
+
+    if (speeds is None) == (measured is None):
+        raise UsageError("expected either --speeds, such as --speeds 3,1, or --measured FILE")
+    ranks = (
+        _measured(measured, memory)
+        if measured is not None
+        else _given(speeds or "", memory, fixed_memory, sample_memory)
+    )
+    plans = plan_splits(batch, ranks)
+    write_json(json, [_plain(each, plans[1]) for each in plans])
+    if json is None:
+        _show(plans)
+
+
+def _given(speeds: str, memory: str | None, fixed_memory: float, sample_memory: float | None) -> list[RankProfile]:
+    from gangline.models.load_balance.speed_model import LinearFit
+    from gangline.models.load_balance.split_plan import RankProfile
+
+    found = numbers("--speeds", speeds, float)
+    if not found or min(found) <= 0:
+        raise UsageError(f"--speeds is {speeds!r}; expected a number above 0 for each rank, such as 3,1")
+    sizes = numbers("--memory", memory, float, len(found)) or [None] * len(found)
+    if sample_memory is not None and memory is None:
+        raise UsageError("--sample-memory is given without --memory; expected the memory of each rank, such as 24,11")
+    return [
+        RankProfile(LinearFit(0.0, 1 / speed), size, fixed_memory, sample_memory)
+        for speed, size in zip(found, sizes, strict=True)
+    ]
+
+
+def _measured(path: Path, memory: str | None) -> list[RankProfile]:
+    from gangline.models.load_balance.speed_model import LinearFit
+    from gangline.models.load_balance.split_plan import RankProfile
+
+    try:
+        rows: list[dict[str, Any]] = json_format.loads(path.read_text())["ranks"]
+        sizes = numbers("--memory", memory, float, len(rows)) or [row["memory"] for row in rows]
+        return [
+            RankProfile(LinearFit(row["fixed"], row["per_sample"]), size, row["fixed_memory"], row["sample_memory"])
+            for row, size in zip(rows, sizes, strict=True)
+        ]
+    except (KeyError, TypeError, json_format.JSONDecodeError) as error:
+        raise UsageError(
+            f"--measured {path} is not a file that `gangline balance measure --json FILE` wrote: {error!r}"
+        ) from error
+
+
+def _plain(each: SplitPlan, equal: SplitPlan) -> dict[str, Any]:
+    return {
+        "split": each.name,
+        "counts": each.counts,
+        "seconds": each.seconds,
+        "samples_per_s": each.samples_per_second,
+        "times_equal": equal.seconds / each.seconds,
+        "fits": each.fits,
+        "sample_memory_max": each.room,
+    }
+
+
+def _show(plans: list[SplitPlan]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    equal = plans[1]
+    has_memory = any(each.room is not None for each in plans)
+    table = Table("split", *(f"rank {index}" for index in range(len(equal.counts))), "step", "samples/s", "speed")
+    if has_memory:
+        table.add_column("GiB/sample")
+    for each in plans:
+        cells = [
+            each.name,
+            *map(str, each.counts),
+            f"{each.seconds:.4g} s" if each.fits else "out of memory",
+            f"{each.samples_per_second:.4g}" if each.fits else "",
+            f"{equal.seconds / each.seconds:.2f} x equal" if each.fits else "",
+        ]
+        if has_memory:
+            cells.append("" if each.room is None else f"at most {each.room:.3g}")
+        table.add_row(*cells)
+    Console().print(table)
+
+
+@balance.command()
+def measure(
+    step: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="Your training step: a function of the number of samples that runs forward and backward on this "
+            "rank's device, without exchanging gradients.",
+        ),
+    ],
+    sizes: Annotated[str, typer.Option(help="Numbers of samples to run the step with, such as 1,8,32.")] = "1,4,16,64",
+    runs: Annotated[int, typer.Option(help="Runs of each size; the median counts.", min=1)] = 5,
+    json: JsonFile = None,
+) -> None:
+    """Run your step at a few sizes in each rank, and fit time and memory by the number of samples.
+
+    Start it as the training is started, on all ranks: `torchrun --nproc-per-node 2 --no-python gangline balance measure
+    train:step --json speeds.json`, or alone for one device. A size that does not fit into memory ends the series.
+    """
+    from gangline.models.import_by_name import resolve
+    from gangline.models.load_balance.step_profile import measure_ranks
+
+    counts = sorted(set(numbers("--sizes", sizes, int)))
+    if len(counts) < 2 or counts[0] < 1:
+        raise UsageError(f"--sizes is {sizes!r}; expected two or more numbers of samples above 0, such as 1,8,32")
+    rows = measure_ranks(resolve(step), counts, runs)
+    if rows is None:
+        return  # rank 0 prints
+    write_json(json, {"ranks": [row.plain() for row in rows]})
+    if json is None or str(json) != "-":
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table("rank", "device", "samples/s", "fixed", "per sample", "GiB/sample", "largest size")
+        for rank, row in enumerate(rows):
+            table.add_row(
+                str(rank),
+                row.device,
+                f"{row.samples_per_second:.4g}",
+                f"{row.fixed:.3g} s",
+                f"{row.per_sample:.3g} s",
+                "" if row.sample_memory is None else f"{row.sample_memory:.3g}",
+                str(row.largest),
+            )
+        Console().print(table)

@@ -1,0 +1,138 @@
+"""Measured speed and memory of each rank: the user's training step at a few batch sizes."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from gangline.kvstore import create
+from gangline.kvstore.default_store import num_workers
+from gangline.models.executor.executor import is_out_of_memory
+from gangline.models.load_balance.speed_model import fit_line
+
+_GIB = float(2**30)
+
+
+@dataclass
+class StepProfile:
+    """Time and memory of a step on one rank, by the number of samples."""
+
+    device: str
+    """Host and device."""
+    fixed: float
+    """Seconds of a step whatever the number of samples."""
+    per_sample: float
+    """Seconds that each sample adds."""
+    memory: float | None
+    """GiB of the device; None on a CPU."""
+    fixed_memory: float
+    """GiB that a step takes whatever the number of samples; 0 on a CPU."""
+    sample_memory: float | None
+    """GiB that each sample adds; None on a CPU."""
+    largest: int
+    """Largest number of samples that was run."""
+    samples_per_second: float
+    """Speed at that number."""
+
+    def plain(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return asdict(self)
+
+
+def measure_ranks(step: Callable[[int], object], sizes: Sequence[int], runs: int) -> list[StepProfile] | None:
+    """Measure a step on every rank of this job at the same time. Collective in a job.
+
+    Args:
+        step: runs forward and backward of so many samples on this rank's device, without other ranks.
+        sizes: numbers of samples, ascending, two or more.
+        runs: runs of each size; the median counts.
+
+    Returns:
+        One profile per rank on rank 0, and None on the other ranks.
+
+    Raises:
+        RuntimeError: if memory does not suffice for the two smallest sizes.
+        Exception: an error of the step, on all ranks.
+    """
+    if num_workers() == 1:
+        return [measure_step(step, sizes, runs)]
+    with create("allreduce") as store:
+        store.group.barrier("measure")  # ranks that share a machine run at the same time, as in training
+        profile, error = None, None
+        try:
+            profile = measure_step(step, sizes, runs).plain()
+        except Exception as raised:  # noqa: BLE001  raised again on all ranks
+            error = raised
+        outcomes = store.group.all_gather(
+            [profile, "" if error is None else f"{type(error).__name__}: {error}"], "measure"
+        )
+        if error is not None:
+            raise error
+        for rank, (_, text) in enumerate(outcomes):
+            if text:
+                raise RuntimeError(f"the step failed on rank {rank}: {text}")
+        return [StepProfile(**row) for row, _ in outcomes] if store.rank == 0 else None
+
+
+def measure_step(step: Callable[[int], object], sizes: Sequence[int], runs: int) -> StepProfile:
+    """Measure a step on this rank; a size that does not fit into memory ends the series.
+
+    Raises:
+        RuntimeError: if memory does not suffice for the two smallest sizes.
+    """
+    times: list[tuple[float, float, float]] = []
+    peaks: list[tuple[float, float, float]] = []
+    for size in sizes:
+        try:
+            step(size)  # warm-up
+            if _uses_gpu():
+                torch.cuda.reset_peak_memory_stats()
+            seconds = statistics.median(_seconds(step, size) for _ in range(runs))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            break
+        times.append((float(size), seconds, 1.0))
+        if _uses_gpu():
+            peaks.append((float(size), torch.cuda.max_memory_reserved() / _GIB, 1.0))
+    if len(times) < 2:
+        raise RuntimeError(
+            f"memory does not suffice for {sizes[len(times)]} samples; expected two sizes that fit: use smaller --sizes"
+        )
+    time_fit = fit_line(times)
+    memory_fit = fit_line(peaks) if peaks else None
+    largest = int(times[-1][0])
+    return StepProfile(
+        device=f"{socket.gethostname()} {_device_name()}",
+        fixed=time_fit.fixed,
+        per_sample=time_fit.per_sample,
+        memory=torch.cuda.get_device_properties().total_memory / _GIB if peaks else None,
+        fixed_memory=memory_fit.fixed if memory_fit else 0.0,
+        sample_memory=memory_fit.per_sample if memory_fit else None,
+        largest=largest,
+        samples_per_second=largest / time_fit.seconds(largest),
+    )
+
+
+def _seconds(step: Callable[[int], object], size: int) -> float:
+    begin = time.perf_counter()
+    step(size)
+    if _uses_gpu():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def _uses_gpu() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+def _device_name() -> str:
+    if not _uses_gpu():
+        return "cpu"
+    return f"gpu({torch.cuda.current_device()}) {torch.cuda.get_device_name()}"

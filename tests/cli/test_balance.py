@@ -1,0 +1,85 @@
+import json
+import sys
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from gangline.cli.main import app
+from gangline.models.load_balance.speed_model import LinearFit, shortest_step
+from tests.cli.test_main import python
+
+
+def planned(*words: str) -> list[dict[str, object]]:
+    done = CliRunner().invoke(app, ["balance", "plan", *words, "--json", "-"])
+    assert done.exit_code == 0, done.output
+    rows: list[dict[str, object]] = json.loads(done.stdout)
+    return rows
+
+
+def test_plan_compares_splits_by_speed() -> None:
+    balanced, equal, without = planned("--speeds", "300,100", "--batch", "64", "--memory", "24,11")
+    assert (balanced["counts"], equal["counts"], without["counts"]) == ([48, 16], [32, 32], [64, 0])
+    assert (balanced["seconds"], equal["seconds"], balanced["times_equal"]) == (0.16, 0.32, 2)
+    assert without["samples_per_s"] == 300
+    assert (balanced["sample_memory_max"], equal["sample_memory_max"]) == (0.5, 11 / 32)
+
+
+def test_plan_keeps_within_memory() -> None:
+    words = ["--speeds", "3,1", "--batch", "64", "--memory", "24,11", "--fixed-memory", "2", "--sample-memory"]
+    balanced, equal, without = planned(*words, "0.3")
+    assert (balanced["counts"], balanced["fits"]) == ([48, 16], True)
+    assert (equal["fits"], without["fits"], without["split"]) == (False, True, "without rank 1")
+    done = CliRunner().invoke(app, ["balance", "plan", *words, "0.5"])
+    assert "hold at most rank 0: 44, rank 1: 18" in str(done.exception)
+
+
+def test_the_split_with_caps_is_the_fastest_one() -> None:
+    fits = [LinearFit(0.1, 0.5), LinearFit(0.0, 2.0), LinearFit(3.0, 1.0)]
+    for caps in ([None, None, None], [4, None, 2], [5, 3, None]):
+        size, most = 9, [9 if cap is None else cap for cap in caps]
+        counts = shortest_step(size, fits, caps)
+        every = [
+            (a, b, size - a - b) for a in range(most[0] + 1) for b in range(most[1] + 1) if 0 <= size - a - b <= most[2]
+        ]
+        took = max(fit.seconds(n) for fit, n in zip(fits, counts, strict=True))
+        assert sum(counts) == size
+        assert took == min(max(fit.seconds(n) for fit, n in zip(fits, split, strict=True)) for split in every)
+
+
+def test_wrong_usage_says_what_is_expected(tmp_path: Path) -> None:
+    (tmp_path / "not.json").write_text("[]")
+    for words, text in (
+        (["--batch", "8"], "expected either --speeds"),
+        (["--batch", "8", "--speeds", "3,0"], "expected a number above 0 for each rank"),
+        (["--batch", "8", "--speeds", "3,1", "--memory", "24"], "--memory is '24', 1 number; expected 2"),
+        (["--batch", "8", "--speeds", "3,1", "--sample-memory", "1"], "--sample-memory is given without --memory"),
+        (["--batch", "8", "--measured", str(tmp_path / "not.json")], "is not a file that `gangline balance measure"),
+    ):
+        done = CliRunner().invoke(app, ["balance", "plan", *words])
+        assert done.exit_code != 0
+        assert text in str(done.exception)
+
+
+def test_measured_ranks_are_planned(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os\n\nimport torch\n\nlayer = torch.nn.Linear(64, 64)\ntorch.set_num_threads(1)\n\n\n"
+        "def step(samples):\n"
+        "    if samples > 256:\n        raise torch.OutOfMemoryError('out of memory')\n"
+        "    for _ in range(1 + 7 * (os.environ.get('RANK') == '1')):\n"
+        "        layer(torch.randn(samples, 64)).sum().backward()\n\n\n"
+        "def fails(samples):\n"
+        "    if os.environ.get('RANK') == '1':\n        raise ValueError('no such data')\n"
+    )
+    launch = ["-m", "gangline", "launch", "-n", "2", "-s", "0", "--", sys.executable, "-m", "gangline", "balance"]
+    sizes = ["--sizes", "16,64,256,1024", "--json", "speeds.json"]
+    done = python(*launch, "measure", "train:step", *sizes, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    ranks = json.loads((tmp_path / "speeds.json").read_text())["ranks"]
+    assert [rank["largest"] for rank in ranks] == [256, 256]
+    balanced, *_ = planned("--measured", str(tmp_path / "speeds.json"), "--batch", "64")
+    counts = balanced["counts"]
+    assert isinstance(counts, list)
+    assert counts[0] > counts[1]
+    failed = python(*launch, "measure", "train:fails", cwd=tmp_path)
+    assert failed.returncode != 0
+    assert "the step failed on rank 1: ValueError: no such data" in failed.stderr
