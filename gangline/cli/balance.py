@@ -39,7 +39,7 @@ def plan(
     """Compare the balanced split with the equal one and with leaving out the slowest rank.
 
     Step times are those of forward and backward, without the exchange of gradients. With --memory and without
-    --sample-memory the last column shows how much memory a sample may take.
+    --sample-memory the last column shows how much memory a sample may take at most.
     """
     from gangline.models.load_balance.split_plan import plan_splits
 
@@ -107,19 +107,19 @@ def _show(plans: list[SplitPlan]) -> None:
 
     equal = plans[1]
     has_memory = any(each.room is not None for each in plans)
-    table = Table("split", *(f"rank {index}" for index in range(len(equal.counts))), "step", "samples/s", "speed")
+    table = Table("split", *(f"rank {index}" for index in range(len(equal.counts))), "step", "samples/s", "x equal")
     if has_memory:
-        table.add_column("GiB/sample")
+        table.add_column("max GiB/sample")
     for each in plans:
         cells = [
             each.name,
             *map(str, each.counts),
             f"{each.seconds:.4g} s" if each.fits else "out of memory",
             f"{each.samples_per_second:.4g}" if each.fits else "",
-            f"{equal.seconds / each.seconds:.2f} x equal" if each.fits else "",
+            f"{equal.seconds / each.seconds:.2f}" if each.fits else "",
         ]
         if has_memory:
-            cells.append("" if each.room is None else f"at most {each.room:.3g}")
+            cells.append("" if each.room is None else f"{each.room:.3g}")
         table.add_row(*cells)
     Console().print(table)
 

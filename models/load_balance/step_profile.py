@@ -129,7 +129,7 @@ def _seconds(step: Callable[[int], object], size: int) -> float:
 
 
 def _uses_gpu() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _device_name() -> str:
