@@ -7,7 +7,7 @@ import logging
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from gangline.collectives.workload import split_batch
 
@@ -17,6 +17,7 @@ _MAX_BATCHES = 16  # batches per update that add weight to its measurement
 _ORIGIN_WEIGHT = 0.002  # weight of the assumption that an empty share takes no time
 _MIN_SLOPE = 0.05  # part of a share's time that always counts as proportional to its samples
 _CHANGED_SPEED = 1.3  # deviation from earlier times beyond which the context's speed has changed
+_UPDATE_INTERVAL = 64  # maximum number of counted batches between two updates
 _TRIAL_BATCHES = 3  # batches of an idle context's trial: one for warm-up, two measured
 _TRIAL_COST = 0.03  # maximum cost of a trial, relative to the time since the last one
 
@@ -36,14 +37,22 @@ class SpeedModel:
     loads: list[float]
     """Fractions of the batch, one per context, rounded to 4 digits, for `split_batch`."""
 
-    def __init__(self, names: Sequence[str], logger: logging.Logger) -> None:
+    def __init__(
+        self, names: Sequence[str], logger: logging.Logger | None, least: int = 0, min_gain: float = _MIN_GAIN
+    ) -> None:
         """Start with equal loads.
 
         Args:
             names: names of the contexts, for logs and checkpoints.
-            logger: receives one line per update of the loads.
+            logger: receives one line per update of the loads; None: the caller logs.
+            least: minimum number of samples of each context; 0: contexts may idle.
+            min_gain: relative gain in step time that a new split must promise.
         """
         self._logger = logger
+        self._least = least
+        self._min_gain = min_gain
+        self.caps: list[int | None] = [None] * len(names)
+        """Maximum number of samples of each context; None: no limit. New caps take effect at the next update."""
         self._contexts = [_ContextSpeed(name) for name in names]
         self._reset()
 
@@ -51,8 +60,7 @@ class SpeedModel:
         self.loads = [round(1 / len(self._contexts), 4)] * len(self._contexts)
         self._sizes = [0, 0]  # largest batch before the last update, and since
         self._counted = 0
-        self._next_update: int | None = 2
-        self._first_epoch = True
+        self._next_update = 2
         self._since_trial = 0
         self._is_unlogged = True
 
@@ -73,16 +81,30 @@ class SpeedModel:
         ]
         self._counted += any(counted)
 
-    def due(self) -> bool:
-        """Return True if the loads should be updated: after 2, 4, 8, ... counted batches of the first epoch.
+    def record_totals(
+        self, size: int, batches: Sequence[int], samples: Sequence[int], seconds: Sequence[float]
+    ) -> None:
+        """Record sums over several batches, none of them warm-up.
 
-        In later epochs this happens in trials of idle contexts only.
+        Args:
+            size: samples in a batch, over all contexts.
+            batches: number of measured batches of each context; 0: none was measured.
+            samples: samples of each context in these batches.
+            seconds: time of each context for these batches.
         """
-        return self._next_update is not None and self._counted >= self._next_update
+        self._sizes[-1] = max(self._sizes[-1], size)
+        for context, count, n, took in zip(self._contexts, batches, samples, seconds, strict=True):
+            if count and n and took > 0:
+                context.recorded.append(_Recorded(size, n / count, took / count, count))
+        self._counted += max(batches)
+        self._since_trial += max(batches)
+
+    def due(self) -> bool:
+        """Return True if the loads should be updated: after 2, 4, 8, ..., 64 counted batches, then after each 64."""
+        return self._counted >= self._next_update
 
     def begin_epoch(self) -> None:
         """Update the loads, and start a trial of idle contexts if it costs little."""
-        self._first_epoch = self._first_epoch and not self._counted
         self.update_loads()
         self._try_idle_contexts()
 
@@ -92,20 +114,23 @@ class SpeedModel:
         Returns:
             True if they changed; they stay unless another split promises a noticeably shorter step.
         """
-        self._next_update = max(2, 2 * self._counted) if self._first_epoch else None
+        self._next_update = next_update(self._counted)
         size = max(self._sizes)
         measured = [context.add_point(size) for context in self._contexts]
         if not any(measured):
             return False
         self._sizes = [self._sizes[-1], 0]
         fits = self._fits()
-        best = shortest_step(size, fits)
-        changed = step_seconds(best, fits) * (1 + _MIN_GAIN) < step_seconds(self._split(size), fits)
+        best = shortest_step(size, fits, self._least, self.caps)
+        current = self._split(size)
+        changed = step_seconds(best, fits) * (1 + self._min_gain) < step_seconds(current, fits) or any(
+            cap is not None and n > cap for n, cap in zip(current, self.caps, strict=True)
+        )
         if changed:
             self._set_counts(best)
-        if changed or self._is_unlogged:
+        if self._logger is not None and (changed or self._is_unlogged):
             self._is_unlogged = False
-            self._log(self._split(size), fits)
+            self._log(self._logger, self._split(size))
         return changed
 
     def state(self) -> dict[str, Any]:
@@ -123,7 +148,7 @@ class SpeedModel:
         self._contexts = [_ContextSpeed(name) for name in names]
         self._reset()
         if state["contexts"] != names:
-            self._logger.warning(
+            (self._logger or logging.getLogger("gangline")).warning(
                 "work_load_list auto: the saved loads are those of %s; %s will be measured again",
                 ", ".join(state["contexts"]),
                 ", ".join(names),
@@ -162,13 +187,27 @@ class SpeedModel:
         self._set_counts([n or 1 for n in counts])
         self._next_update, self._since_trial = self._counted + _TRIAL_BATCHES - 1, 0
 
-    def _log(self, counts: Sequence[int], fits: Sequence[LinearFit]) -> None:
+    def expected_seconds(self, counts: Sequence[int]) -> float:
+        """Return the expected time of a step with these samples per context; 0 before the first update."""
+        return step_seconds(counts, self._fits()) if any(context.points for context in self._contexts) else 0.0
+
+    def rates(self, counts: Sequence[int]) -> list[float]:
+        """Return the samples per second of each context alone with this share; empty before the first update."""
+        if not any(context.points for context in self._contexts):
+            return []
+        return [max(n, 1) / fit.seconds(max(n, 1)) for n, fit in zip(counts, self._fits(), strict=True)]
+
+    def _log(self, logger: logging.Logger, counts: Sequence[int]) -> None:
         shares = ", ".join(
             f"{context.name} {load:.3g}" for context, load in zip(self._contexts, self.loads, strict=True)
         )
-        *speeds, last = [f"{max(n, 1) / fit.seconds(max(n, 1)):.0f}" for n, fit in zip(counts, fits, strict=True)]
-        listed = f"{', '.join(speeds)} and {last}" if speeds else last
-        self._logger.info("work_load_list auto: %s (alone %s samples/s)", shares, listed)
+        logger.info("work_load_list auto: %s (alone %s samples/s)", shares, listed_rates(self.rates(counts)))
+
+
+def listed_rates(rates: Sequence[float]) -> str:
+    """Return rates for a log line, such as "100, 50 and 33"."""
+    *others, last = [f"{rate:.0f}" for rate in rates]
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 @dataclass(frozen=True)
@@ -183,6 +222,15 @@ class LinearFit:
         return self.fixed + self.per_sample * samples if samples else 0.0
 
 
+class _Recorded(NamedTuple):
+    """A measured share, or the average of several."""
+
+    size: int  # samples in the batch
+    samples: float  # in the share
+    seconds: float  # of the share
+    batches: int = 1
+
+
 @dataclass
 class _ContextSpeed:
     """Measurements of one context."""
@@ -191,8 +239,8 @@ class _ContextSpeed:
     points: list[tuple[float, float, float]] = field(default_factory=list)
     """(samples, seconds, weight), one per update of the loads, the latest last."""
     warm: bool = False
-    recorded: list[tuple[int, int, float]] = field(default_factory=list)
-    """(samples in the batch, samples in the share, seconds of the share) since the last update."""
+    recorded: list[_Recorded] = field(default_factory=list)
+    """Shares since the last update."""
 
     def record(self, size: int, samples: int, seconds: float | None) -> bool:
         """Record a share; return False if it does not count."""
@@ -200,21 +248,21 @@ class _ContextSpeed:
             return False
         counts, self.warm = self.warm, True
         if counts:
-            self.recorded.append((size, samples, seconds))
+            self.recorded.append(_Recorded(size, samples, seconds))
         return counts
 
     def add_point(self, batch_size: int) -> bool:
         """Turn the recorded shares of full batches into a point; return False if there are none."""
-        full = [(n, seconds) for size, n, seconds in self.recorded if 2 * size >= batch_size]
+        full = [share for share in self.recorded if 2 * share.size >= batch_size]
         self.recorded = []
         if not full:
             return False
-        samples = float(statistics.median_low(n for n, _ in full))
-        seconds = samples * statistics.median_low(seconds / n for n, seconds in full)
+        samples = float(statistics.median_low(share.samples for share in full))
+        seconds = samples * statistics.median_low(share.seconds / share.samples for share in full)
         if self.points and not self._is_consistent(samples, seconds):
             self.points = []
         decayed = [(n, took, _DECAY * weight) for n, took, weight in self.points[-7:]]
-        self.points = [*decayed, (samples, seconds, float(min(len(full), _MAX_BATCHES)))]
+        self.points = [*decayed, (samples, seconds, float(min(sum(share.batches for share in full), _MAX_BATCHES)))]
         return True
 
     def _is_consistent(self, samples: float, seconds: float) -> bool:
@@ -248,30 +296,42 @@ def step_seconds(counts: Sequence[int], fits: Sequence[LinearFit]) -> float:
     return max(fit.seconds(n) for n, fit in zip(counts, fits, strict=True))
 
 
-def shortest_step(size: int, fits: Sequence[LinearFit], caps: Sequence[int | None] | None = None) -> list[int]:
-    """Return the split of a batch of ``size`` whose slowest share finishes first; shares may be empty.
+def shortest_step(
+    size: int, fits: Sequence[LinearFit], least: int = 0, caps: Sequence[int | None] | None = None
+) -> list[int]:
+    """Return the split of a batch of ``size`` whose slowest share finishes first.
 
     Each sample goes to the context that finishes it first, which is optimal since times grow with the share.
 
     Args:
         size: samples in the batch.
-        fits: time of a share, for each context.
-        caps: most samples of each context; None: no limit.
+        fits: models of the contexts' times.
+        least: minimum of a share, if the batch is large enough; 0: shares may be empty.
+        caps: maximum of each share, None where there is no limit; None: no limits.
 
     Raises:
         ValueError: if the caps do not hold the batch.
     """
-    counts = [0] * len(fits)
-    most = [size if cap is None else cap for cap in caps or [None] * len(fits)]
-    if sum(most) < size:
-        raise ValueError(f"a batch of {size} samples does not fit; the limits are {most}, {sum(most)} in all")
-    ends = [(fit.seconds(1), index) for index, fit in enumerate(fits) if most[index]]
+    most = [None] * len(fits) if caps is None else caps
+    counts = [least if least * len(fits) <= size else 0] * len(fits)
+    ends = [
+        (fit.seconds(n + 1), index)
+        for index, (fit, n, cap) in enumerate(zip(fits, counts, most, strict=True))
+        if cap is None or n < cap
+    ]
     heapq.heapify(ends)
-    for _ in range(size):
+    for _ in range(size - sum(counts)):
+        if not ends:
+            raise ValueError(f"a batch of {size} samples exceeds the maximum shares {list(most)} together")
         _, index = ends[0]
         counts[index] += 1
-        if counts[index] < most[index]:
-            heapq.heapreplace(ends, (fits[index].seconds(counts[index] + 1), index))
-        else:
+        if counts[index] == most[index]:
             heapq.heappop(ends)
+        else:
+            heapq.heapreplace(ends, (fits[index].seconds(counts[index] + 1), index))
     return counts
+
+
+def next_update(counted: int) -> int:
+    """Return the number of counted batches after which the next update is due: 2, 4, 8, ..., 64, 128, 192, ..."""
+    return max(2, min(2 * counted, counted + _UPDATE_INTERVAL))

@@ -73,17 +73,17 @@ def plan_splits(batch: int, ranks: Sequence[RankProfile]) -> list[SplitPlan]:
             f"a global batch of {batch} samples does not fit: the ranks hold at most {most}; use a smaller batch and "
             "accumulate gradients over more steps, or recompute activations"
         )
-    plans = [_plan("balanced", shortest_step(batch, [rank.time for rank in ranks], caps), ranks)]
+    plans = [_plan("balanced", shortest_step(batch, [rank.time for rank in ranks], caps=caps), ranks)]
     equal = [batch // len(ranks) + (index < batch % len(ranks)) for index in range(len(ranks))]
     plans.append(_plan("equal", equal, ranks))
     if len(ranks) > 1:
         slowest = max(range(len(ranks)), key=lambda index: ranks[index].time.seconds(batch))
         others = [0 if index == slowest else cap for index, cap in enumerate(caps)]
         if _holds(batch, others):
-            counts = shortest_step(batch, [rank.time for rank in ranks], others)
+            counts = shortest_step(batch, [rank.time for rank in ranks], caps=others)
         else:  # shown although it does not fit
             free = [0 if index == slowest else None for index in range(len(ranks))]
-            counts = shortest_step(batch, [rank.time for rank in ranks], free)
+            counts = shortest_step(batch, [rank.time for rank in ranks], caps=free)
         plans.append(_plan(f"without rank {slowest}", counts, ranks))
     return plans
 

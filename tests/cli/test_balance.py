@@ -37,7 +37,7 @@ def test_the_split_with_caps_is_the_fastest_one() -> None:
     fits = [LinearFit(0.1, 0.5), LinearFit(0.0, 2.0), LinearFit(3.0, 1.0)]
     for caps in ([None, None, None], [4, None, 2], [5, 3, None]):
         size, most = 9, [9 if cap is None else cap for cap in caps]
-        counts = shortest_step(size, fits, caps)
+        counts = shortest_step(size, fits, caps=caps)
         every = [
             (a, b, size - a - b) for a in range(most[0] + 1) for b in range(most[1] + 1) if 0 <= size - a - b <= most[2]
         ]

@@ -184,21 +184,31 @@ def test_trials_of_an_idle_context_cost_little() -> None:
 # -- recorded steps, and when loads are computed --------------------------------------------------------------------
 
 
-def test_updates_are_due_after_2_4_8_batches_without_the_first_and_not_after_the_first_epoch() -> None:
+def test_updates_are_due_after_2_4_8_batches_without_the_first_and_then_after_each_64() -> None:
     auto = SpeedModel(["cpu(0)", "cpu(1)"], LOGGER)
     auto.begin_epoch()
     due = []
-    for batch in range(40):
+    for batch in range(200):
         auto.record([4, 4], [0.004, 0.004])
         if auto.due():
             due.append(batch)
             assert not auto.update_loads()
             assert not auto.due()
-    assert due == [2, 4, 8, 16, 32]
+    assert due == [2, 4, 8, 16, 32, 64, 128, 192]
     auto.begin_epoch()
-    for _ in range(100):
+    for _ in range(63):
         auto.record([4, 4], [0.004, 0.004])
         assert not auto.due()
+    auto.record([4, 4], [0.004, 0.004])
+    assert auto.due()
+
+
+def test_a_change_of_speed_in_a_long_epoch_is_followed_before_its_end() -> None:
+    job = Job([(0, 1e-3), (0, 1e-3)], 64).epochs(1, batches=150)
+    job.costs = [(0, 1e-3), (0, 3e-3)]
+    for _ in range(130):
+        job.batch(64)
+    assert job.counts == [48, 16]
 
 
 def test_the_first_batch_of_a_context_does_not_count() -> None:
@@ -255,6 +265,64 @@ def test_one_context_has_it_all() -> None:
     job = Job([(0.1, 1e-3)], 8).epochs(3)
     assert job.model.loads == [1.0]
     assert job.changes == 0
+
+
+# -- limits, and totals of many batches -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("caps", "counts"),
+    [
+        ([None, None], [48, 16]),
+        ([40, None], [40, 24]),
+        ([None, 3], [61, 3]),
+        ([40, 30], [40, 24]),
+        ([32, 32], [32, 32]),
+    ],
+)
+def test_no_share_exceeds_its_cap(caps: list[int | None], counts: list[int]) -> None:
+    job = Job([(0, 1e-3), (0, 3e-3)], 64)
+    job.model.caps = caps
+    assert job.epochs(2).counts == counts
+
+
+def test_a_new_cap_changes_the_split_without_a_gain() -> None:
+    job = Job([(0, 1e-3), (0, 1e-3)], 64).epochs(2)
+    job.model.caps = [30, None]
+    assert job.epochs(1).counts == [30, 34]
+
+
+def test_caps_that_hold_no_batch_are_an_error() -> None:
+    job = Job([(0, 1e-3), (0, 1e-3)], 64)
+    job.model.caps = [30, 30]
+    with pytest.raises(ValueError, match=r"a batch of 64 samples exceeds the maximum shares \[30, 30\] together"):
+        job.epochs(1)
+
+
+def test_contexts_that_must_not_idle_keep_a_sample() -> None:
+    auto = SpeedModel(["rank 0", "rank 1"], None, least=1)
+    auto.record_totals(32, [2, 2], [32, 32], [0.032, 3.2])
+    assert auto.update_loads()
+    assert counts_of(auto.loads, 32) == [31, 1]
+
+
+def test_totals_count_like_the_batches_that_they_sum(caplog: pytest.LogCaptureFixture) -> None:
+    auto = SpeedModel(["rank 0", "rank 1"], None, least=1)
+    with caplog.at_level(logging.INFO, "gangline"):
+        auto.record_totals(64, [4, 0], [128, 0], [0.128, 0.0])
+        assert not auto.update_loads()  # nothing is known of rank 1, which counts as average
+        auto.record_totals(64, [4, 4], [128, 128], [0.128, 0.384])
+        assert auto.update_loads()
+    assert counts_of(auto.loads, 64) == [48, 16]
+    assert auto.rates([48, 16]) == pytest.approx([1000, 333.3], rel=0.05)
+    assert auto.expected_seconds([32, 32]) == pytest.approx(0.096)
+    assert not caplog.messages  # the caller logs
+
+
+def test_nothing_is_expected_before_the_first_update() -> None:
+    auto = SpeedModel(["rank 0"], None)
+    assert auto.rates([1]) == []
+    assert auto.expected_seconds([1]) == 0
 
 
 # -- loads, log and state -------------------------------------------------------------------------------------------
