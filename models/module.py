@@ -594,10 +594,10 @@ class Module:
 
         Collective with a store of several workers, with the same arguments. Arrays and datasets hold the data of the
         whole job, and each worker reads its own share of each batch (loads: GANGLINE_WORK_LOAD_LIST, one number per
-        worker, or "auto" to measure them); a DataLoader or iterable holds this worker's own batches, and an epoch ends when the last worker has
-        no more of them. Callbacks are called on every worker; rank 0 logs and writes checkpoints. If a worker fails,
-        it leaves the job if the store was created here: the others get a DeadNodeError, and the job can be resumed
-        from a checkpoint.
+        worker, or "auto" to measure them); a DataLoader or iterable holds this worker's own batches, and an epoch ends
+        when the last worker has no more of them. Callbacks are called on every worker; rank 0 logs and writes
+        checkpoints. If a worker fails, it leaves the job if the store was created here: the others get a DeadNodeError,
+        and the job can be resumed from a checkpoint.
 
         A callback that returns True ends training after the current update or epoch, and so does a signal inside
         `stop_on`. In a job the request of one worker ends all of them after the same update: workers exchange requests
