@@ -68,10 +68,11 @@ class Workers:
             samples: number of samples in the batch.
             batch: index of the batch in its epoch; None: split by the newest loads.
         """
-        loads = self.loads
-        if batch is not None:
-            loads = next(loads for first, loads in reversed(self._loads_of_epoch) if first <= batch)
-        return split_batch(samples, loads)[self.rank]
+        return split_batch(samples, self.loads if batch is None else self.loads_of(batch))[self.rank]
+
+    def loads_of(self, batch: int) -> list[float]:
+        """Return the loads that split the batch with this index in the current epoch."""
+        return next(loads for first, loads in reversed(self._loads_of_epoch) if first <= batch)
 
     def set_loads(self, loads: Sequence[float], first_batch: int = 0) -> None:
         """Change the loads; all workers must call it between the same batches, with the same arguments.

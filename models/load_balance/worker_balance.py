@@ -14,6 +14,8 @@ from gangline.models.workers import Workers
 
 _SENT = 32
 """Measured batches in a message, the newest: what a look at the speeds needs, and less than a kilobyte."""
+_TRIAL_BATCHES = 3
+"""Batches of a worker that was idle, after which its speed is looked at, as in `SpeedModel`."""
 _SILENT = logging.Logger("gangline.silent", logging.CRITICAL + 1)
 
 
@@ -33,8 +35,8 @@ class WorkerBalance:
     """Measures this worker while it trains, and splits batches over the workers of the job by their measured speeds.
 
     The speed of a worker is that of its contexts together, without the time it waits. All workers derive the loads from
-    the same measurements of all, which travel with messages that are sent anyway: the exchanges of stop requests in the
-    first epoch, and one at each epoch's start. So the loads are equal on all workers at every batch.
+    the same measurements of all, which travel with messages that are sent anyway, the exchanges of stop requests, and
+    with one at each epoch's start. So the loads are equal on all workers at every batch.
     """
 
     def __init__(self, workers: Workers, logger: logging.Logger, *, best_split: bool) -> None:
@@ -55,6 +57,7 @@ class WorkerBalance:
         self._unsent: deque[tuple[int, int, float]] = deque(maxlen=_SENT)  # (step, samples, seconds)
         self._received: dict[int, dict[int, tuple[int, float]]] = {}  # by step and rank
         self._is_shared, self._reads_ahead = True, 0
+        self._trial_left: int | None = None
         self._computed = 0.0
         self.reports: list[WorkerReport] = []
         """Times of all workers in the last epoch, by rank; empty before its end."""
@@ -70,6 +73,8 @@ class WorkerBalance:
         if self._workers.count > 1:
             self._pending.append((step, list(samples), list(times)))
             self._measure_finished(wait=False)
+            if self._trial_left is not None:
+                self._trial_left -= 1
 
     def _measure_finished(self, *, wait: bool) -> None:
         """Measure the batches that the contexts have finished; with ``wait``, all of them."""
@@ -102,11 +107,16 @@ class WorkerBalance:
                 "split; give arrays or a Dataset with the samples of the whole job"
             )
 
+    @property
+    def is_urgent(self) -> bool:
+        """True if messages should be exchanged now, because the trial of an idle worker is over; equal on all."""
+        return self._trial_left is not None and self._trial_left <= 0
+
     def message(self) -> Any:
         """Return the measurements since the last message, as plain data, to be gathered from all workers."""
         if self._speeds is None or not self._is_shared:
             return None
-        self._measure_finished(wait=False)
+        self._measure_finished(wait=self.is_urgent)
         unsent = [list(measured) for measured in self._unsent]
         self._unsent.clear()
         return unsent
@@ -120,6 +130,8 @@ class WorkerBalance:
         """
         if self._speeds is None or not self._is_shared:
             return
+        if self.is_urgent:
+            self._trial_left = None
         self._record(self._speeds, messages)
         if self._speeds.due() and self._speeds.update_loads():
             self._workers.set_loads(self._speeds.loads, batch + self._reads_ahead)
@@ -143,7 +155,10 @@ class WorkerBalance:
             return
         self._measure_finished(wait=True)
         self._record(self._speeds, self._workers.all_gather(self.message(), "begin_epoch"))
-        self._speeds.begin_epoch()
+        self._speeds.update_loads()
+        was_idle = 0 in self._speeds.loads
+        self._speeds.begin_epoch()  # may try idle workers
+        self._trial_left = _TRIAL_BATCHES if was_idle and 0 not in self._speeds.loads else None
         self._workers.set_loads(self._speeds.loads)
 
     def report(self, seconds: float, waited: float, context_loads: Sequence[float]) -> list[Any]:

@@ -86,7 +86,7 @@ class StopExchange:
     def after_update(self, nbatch: int) -> None:
         """Count an update, whose last batch has the index ``nbatch``, and exchange if it is due. Collective."""
         self._updates += 1
-        if self._updates < self._interval:
+        if self._updates < self._interval and not self._balance.is_urgent:
             return
         self._balance.receive(self._workers.all_gather(self._balance.message(), "step of fit"), nbatch + 1)
         now = self._workers.clock  # rank 0's, so all workers compute the same interval

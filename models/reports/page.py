@@ -249,7 +249,7 @@ def _listed(loads: Sequence[float], *, is_auto: bool = False) -> str:
 
 def _split(module: Module, param: BatchEndParam) -> Split:
     """Return the split of the last update's batches."""
-    of_workers, of_contexts = module.workers.loads, module.work_load_list
+    of_workers, of_contexts = module.workers.loads_of(param.nbatch), module.work_load_list
     return Split(
         module.step - param.batches,
         [round(load / sum(of_workers), 4) for load in of_workers],

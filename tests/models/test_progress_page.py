@@ -30,7 +30,7 @@ from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.metrics.metric import EvalMetric
 from gangline.models.reports import record as records
 from gangline.models.reports.page import FORMAT, TrainingProgress, page, read_progress
-from gangline.models.reports.record import Point, Record, Validation
+from gangline.models.reports.record import Point, Record, Split, Validation
 
 RATE = {"learning_rate": 0.1, "momentum": 0.9}
 SIX = 1e-5  # as six digits show it
@@ -703,6 +703,8 @@ def test_a_browser_draws_every_curve_and_the_script_raises_nothing(tmp_path: Pat
 def test_a_browser_draws_unusual_records(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     record = Record([point(step, math.nan if step > 5 else 10.0**-step) for step in range(1, 9)], per_point=2)
+    for step, loads in [(0, [0.5, 0.5]), (3, [0.75, 0.25]), (5, [0.75, 0.25])]:
+        record.add_split(Split(step, loads, [1.0]))
     base = {
         "format": FORMAT,
         "title": "",
@@ -717,6 +719,8 @@ def test_a_browser_draws_unusual_records(tmp_path: Path) -> None:
     assert "data-error" not in drawn.root
     assert len(spots(drawn.curves["loss"]["batches"])) == 5
     assert "range" in drawn.curves["loss"]
+    assert drawn.root["data-drawn"] == "6"
+    assert list(drawn.curves["split over the workers"]) == ["worker 0", "worker 1"]
     assert "nan" in drawn.texts["value"]
     assert drawn.texts["stopped"] == ["stopped: OSError: <disk>"]
     path.write_text(page({**base, **more, **Record().data(), "points": Record([point(1)]).data()["points"]}))
