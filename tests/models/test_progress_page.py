@@ -485,7 +485,10 @@ def test_many_epochs_and_validations_are_thinned_out_but_for_the_best() -> None:
     for epoch in range(10_000):
         record.begin_epoch(epoch, epoch)
         record.add_validation(Validation(epoch + 1, epoch, 1.0, {"accuracy": 0.9 if epoch == 2 else 0.1, "loss": 1.0}))
+        record.add_split(Split(epoch, [0.5, 0.5], [1.0 if epoch % 2 else 0.5]))
     assert len(record.validations) < records.MOST_POINTS
+    assert len(record.splits) < records.MOST_POINTS
+    assert (record.splits[0].step, record.splits[-1].step) == (0, 9_999)
     assert len(record.epochs) < records.MOST_POINTS
     assert record.best()["accuracy"].epoch == 2
     assert record.best()["loss"].epoch == 0
@@ -503,6 +506,7 @@ def test_a_record_can_be_restored_from_its_data() -> None:
         per_point=4,
         validations=[Validation(4, 0, 3.25, {"accuracy": 0.5, "loss": math.nan})],
         epochs={0: 0, 1: 3},
+        splits=[Split(0, [0.5, 0.5], [1.0]), Split(3, [0.75, 0.25], [0.6, 0.4])],
     )
     data = json.loads(json.dumps(record.data(), allow_nan=False))
     assert data["points"]["loss"] == [None, "nan", "inf", 0.333333]
@@ -513,6 +517,11 @@ def test_a_record_can_be_restored_from_its_data() -> None:
     assert again.data() == data
     assert (again.points[0].loss, again.points[2].loss) == (None, math.inf)
     assert again.points[0].metrics == {}
+    assert again.splits == record.splits
+    again.go_back_to(3)
+    assert again.splits == record.splits[:1]
+    del data["splits"]  # as in an older page
+    assert Record.from_data(data).splits == []
 
 
 def test_points_without_a_loss_merge_with_those_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import json
 import logging
-import re
 import random
+import re
 import socket
 import sys
 from contextlib import redirect_stderr, redirect_stdout
