@@ -253,7 +253,8 @@ def test_three_workers_share_a_dataset_by_speed() -> None:
     found = spawn(of_three_workers, 3)
     check_samples(found, 4)
     first, second, third = found[0]["final"]
-    assert first > 1.3 * second > 1.3 * 1.3 * third
+    assert first > second > third
+    assert first > 2 * third
     assert distance(found[2]["params"], alone(4)) <= 1e-11
 
 
@@ -310,6 +311,7 @@ def wide() -> Module:
 def beside_a_load(comm: Communicator) -> Any:
     """Train on a core of this worker's own, which rank 1 shares with busy processes."""
     torch.set_num_threads(1)
+    seen = Seen()
     cores = sorted(os.sched_getaffinity(0))[:2]
     os.sched_setaffinity(0, {cores[comm.rank]})
     environment = {**os.environ, "CORE": str(cores[comm.rank])}
@@ -325,11 +327,12 @@ def beside_a_load(comm: Communicator) -> Any:
         os.sched_setaffinity(0, cores)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_worker_whose_core_is_busy_gets_less_and_the_weights_stay_exact() -> None:
     [(loads, params), (same, _)] = spawn(beside_a_load, 2)
     assert loads == same
-    assert loads[1] < 0.4
+    assert min(load for _, load in loads) < 0.35
     with wide() as made:
         made.fit(samples(), num_epoch=5, batch_size=BATCH, kvstore=None, optimizer_params=RATE, eval_metric="loss")
         assert distance(params, made.get_params()) <= 1e-11
@@ -425,7 +428,9 @@ def checkpointed(comm: Communicator, prefix: str, epochs: int, resumes: bool, st
     saver = Checkpoint(None, prefix)
     options = {"callbacks": [stop], "epoch_end_callback": saver, "resume": "auto" if resumes else None}
     seconds = UNEQUAL if comm.size == 2 else (FAST, FAST, FAST)
-    return in_a_job(comm, seconds, epochs=epochs, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gangline.models.loop.stopping._SECONDS", 0.0)  # an exchange after each update
+        return in_a_job(comm, seconds, epochs=epochs, **options)
 
 
 @pytest.mark.parametrize("stop_at", [None, 2])
