@@ -25,6 +25,7 @@ from gangline.models.data.batches import as_batch, num_samples, zeros_of
 from gangline.models.executor.bound_network import BoundNetwork
 from gangline.models.initializer import InitializerSpec, initialise
 from gangline.models.load_balance.controller import LoadBalancer
+from gangline.models.load_balance.worker_balance import WorkerBalance
 from gangline.models.loop import evaluation
 from gangline.models.loop.callbacks import BatchCallback
 from gangline.models.loop.fit import BatchCallbacks, EpochCallbacks, FitOptions, Resume, fit
@@ -79,7 +80,8 @@ class Module:
                 processes of the job in the environment.
             work_load_list: one number >= 0 per context, in any unit; 0 leaves a context idle; None: equal loads. "auto"
                 measures the contexts during training, splits by their speed, updates the split every epoch, and runs
-                shares that do not fit into a context's memory in micro-steps.
+                shares that do not fit into a context's memory in micro-steps; with context "parallel" it also measures
+                the workers, unless GANGLINE_WORK_LOAD_LIST is set.
             fixed_param_names: names of parameters that are not trained.
             compression_params: gradient compression between replicas and store, such as ``{"type": "2bit",
                 "threshold": 0.03}``; thresholds are in units of the mean over the global batch, see
@@ -347,6 +349,7 @@ class Module:
             compression=self._compression,
             state=self._pending_optimizer_state,
             num_contexts=len(self.contexts),
+            measures_loads=self._job_store is not None and self.load_balancer is not None,
         )
         try:
             self._join(binding.workers)
@@ -518,9 +521,18 @@ class Module:
         monitor.install(self.network, reports=self.workers.is_first)
 
     def begin_epoch(self) -> None:
-        """Update the loads of ``work_load_list="auto"`` from the last epoch's measurements."""
+        """Update measured loads, those of the contexts and those of the workers, from the last epoch's measurements.
+
+        Collective if the loads of the workers are measured (GANGLINE_WORK_LOAD_LIST=auto).
+        """
         if self.load_balancer is not None:
             self.load_balancer.begin_epoch()
+        self.worker_balance.begin_epoch()
+
+    @property
+    def worker_balance(self) -> WorkerBalance:
+        """Measurements of the workers, from `init_optimizer` on."""
+        return self._step.worker_balance
 
     @property
     def work_load_list(self) -> list[float]:
@@ -582,10 +594,10 @@ class Module:
 
         Collective with a store of several workers, with the same arguments. Arrays and datasets hold the data of the
         whole job, and each worker reads its own share of each batch (loads: GANGLINE_WORK_LOAD_LIST, one number per
-        worker); a DataLoader or iterable holds this worker's own batches, and an epoch ends when the last worker has
-        no more of them. Callbacks are called on every worker; rank 0 logs and writes checkpoints. If a worker fails,
-        it leaves the job if the store was created here: the others get a DeadNodeError, and the job can be resumed
-        from a checkpoint.
+        worker, or "auto" to measure them); a DataLoader or iterable holds this worker's own batches, and an epoch ends
+        when the last worker has no more of them. Callbacks are called on every worker; rank 0 logs and writes
+        checkpoints. If a worker fails, it leaves the job if the store was created here: the others get a DeadNodeError,
+        and the job can be resumed from a checkpoint.
 
         A callback that returns True ends training after the current update or epoch, and so does a signal inside
         `stop_on`. In a job the request of one worker ends all of them after the same update: workers exchange requests
@@ -756,6 +768,7 @@ class Module:
             optimizer_state=self.optimizer_state if save_optimizer_states else None,
             compression_residuals=self.compression_residuals() if save_optimizer_states else {},
             load_balancer=self.load_balancer.state() if self.load_balancer is not None else None,
+            worker_balance=self.worker_balance.state(),
             loss_scale=self.loss_scale.state() if self.loss_scale is not None else None,
         )
         checkpoint.save(snapshot, prefix, epoch, self.workers)
@@ -818,6 +831,7 @@ class Module:
             self.loss_scale.load_state(saved.loss_scale)
         if self.load_balancer is not None and saved.load_balancer is not None:
             self.load_balancer.load_state(saved.load_balancer)
+        self.worker_balance.load_state(saved.worker_balance)
         self.run_state.step = saved.step
         self.run_state.position = Position(**saved.position)
         if len(saved.samples_seen) == len(replicas.all):

@@ -211,6 +211,7 @@ def bind_optimizer(
     compression: Mapping[str, Any] | None = None,
     state: OptimizerState | None = None,
     num_contexts: int = 1,
+    measures_loads: bool = False,
 ) -> OptimizerBinding:
     """Bind an optimizer to the weights of replicas; a single replica of a single worker needs no store.
 
@@ -224,6 +225,7 @@ def bind_optimizer(
         compression: gradient compression of the store; None: no compression.
         state: optimizer state to start from.
         num_contexts: number of contexts of this worker.
+        measures_loads: as for `Workers`.
 
     Raises:
         TypeError: if ``kvstore`` is anything else.
@@ -243,7 +245,7 @@ def bind_optimizer(
         return InPlaceOptimizer(replicas, optimizer)
     owns_store = isinstance(kvstore, str)
     store = create(kvstore) if isinstance(kvstore, str) else kvstore
-    workers = Workers(store, num_contexts)
+    workers = Workers(store, num_contexts, measures_loads=measures_loads)
     if owns_store and len(replicas.all) == 1 and store.num_workers == 1:
         store.close()
         return InPlaceOptimizer(replicas, optimizer)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gangline.models.executor.bound_network import BoundNetwork
+from gangline.models.load_balance.worker_balance import WorkerBalance
 from gangline.models.loss.summed_loss import SummedLoss
 from gangline.models.run_state import RunState
 from gangline.models.workers import Workers
@@ -31,6 +32,12 @@ class Trainable(Protocol):
 
     @property
     def workers(self) -> Workers: ...  # noqa: D102
+    @property
+    def worker_balance(self) -> WorkerBalance: ...  # noqa: D102
+    @property
+    def work_load_list(self) -> list[float]: ...  # noqa: D102
+    @property
+    def seconds_waiting(self) -> float: ...  # noqa: D102
     @property
     def normalizer(self) -> float: ...  # noqa: D102
     @property

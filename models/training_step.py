@@ -16,6 +16,7 @@ from gangline.models.data.batches import Batch, as_batch, checked_batch, concat,
 from gangline.models.executor.bound_network import BoundNetwork
 from gangline.models.executor.executor import Share
 from gangline.models.load_balance.controller import LoadBalancer
+from gangline.models.load_balance.worker_balance import WorkerBalance
 from gangline.models.loss.accumulation import GradientAccumulation
 from gangline.models.loss.loss_scale import LossScale
 from gangline.models.loss.summed_loss import SummedLoss
@@ -60,6 +61,7 @@ class TrainingStep:
         self.inputs_need_grad = False
         self.optimizer: OptimizerBinding | None = None
         self.workers = Workers()
+        self.worker_balance = WorkerBalance(self.workers, logger, best_split=False)
         self.seconds_waiting = 0.0
         self.normalizer = 0.0
         """Normalizer of the last forward's summed loss, on this worker."""
@@ -75,6 +77,9 @@ class TrainingStep:
         """Set what `update` runs, and take part in its workers' steps; None: nothing, and no other workers."""
         self.optimizer = optimizer
         self.workers = optimizer.workers if optimizer is not None else Workers()
+        self.worker_balance = WorkerBalance(self.workers, self._logger, best_split=self._load_balancer is not None)
+        if self.workers.count > 1:
+            self._bound.executor.start_timers()
 
     @property
     def loads(self) -> list[float]:
@@ -173,8 +178,17 @@ class TrainingStep:
         with self._discarding_gradients_on_error():
             self._backward_of(self._shares, divisor, push_early=push_early)
         self._set_input_factor(divisor)
+        self._record_times()
+
+    def _record_times(self) -> None:
+        """Record samples and time of each replica in this batch, whose backward has run."""
+        if self._load_balancer is None and self.workers.count == 1:
+            return
+        replicas, times = self._bound.replicas.all, self._bound.executor.take_times()
+        samples = [sum(share.samples for share in self._shares if share.replica is replica) for replica in replicas]
         if self._load_balancer is not None and self._shares:
-            self._load_balancer.record(self._shares, self._bound.executor)
+            self._load_balancer.record(samples, times)
+        self.worker_balance.record(self._run_state.step, samples, times)
 
     def _divisor(self) -> float:
         """Return the divisor of the summed loss for a backward, and set the weight of its gradients."""
@@ -305,8 +319,7 @@ class TrainingStep:
         self._set_input_factor(divisor)
         self._run_state.step += 1
         self._gradients_used = False
-        if self._shares:
-            load_balancer.record(self._shares, executor)
+        self._record_times()
 
     def _run_micro_step(
         self, data: Batch, label: Batch | None, divisor: float, slices: Sequence[slice], number: int
@@ -362,6 +375,7 @@ class TrainingStep:
         self.normalizer = normalizer
         self._set_input_factor(normalizer)
         self._run_state.step += 1
+        self._record_times()
 
     # -- results ------------------------------------------------------------------------------------------------
 

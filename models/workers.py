@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from gangline.kvstore import KVStore
 from gangline.kvstore.group.serialization import digest
 from gangline.kvstore.group.worker_group import check_same
 
+_AUTO, _EQUAL = "auto", "equal loads"
 _LOADS = "GANGLINE_WORK_LOAD_LIST"
 
 
@@ -23,15 +24,17 @@ class Workers:
     Methods marked "Collective" must be called by all workers, in the same order.
     """
 
-    def __init__(self, store: KVStore | None = None, num_contexts: int = 1) -> None:
+    def __init__(self, store: KVStore | None = None, num_contexts: int = 1, *, measures_loads: bool = False) -> None:
         """Connect to the other workers. Collective.
 
         Args:
             store: store that joins the workers; None: this worker is alone.
             num_contexts: number of contexts of this worker.
+            measures_loads: True if the loads follow measured speeds unless GANGLINE_WORK_LOAD_LIST says otherwise.
 
         Raises:
             ValueError: if GANGLINE_WORK_LOAD_LIST is malformed, or does not have one number per worker.
+            MismatchError: if the workers' loads differ.
         """
         self._store = store if store is not None and store.num_workers > 1 else None
         self.rank = self._store.rank if self._store is not None else 0
@@ -42,8 +45,15 @@ class Workers:
         """Reason why all workers must stop, equal on all of them; None while none has requested it."""
         self._stop_request: str | None = None
         self._clock = 0.0
-        self.loads = _loads(self.count) if self.count > 1 else [1.0]
-        self.first_context = sum(self.all_gather(num_contexts, "init_optimizer")[: self.rank])
+        words = os.environ.get(_LOADS) or (_AUTO if measures_loads else _EQUAL)
+        gathered = self.all_gather([num_contexts, words], "init_optimizer")
+        check_same([{_LOADS: theirs} for _, theirs in gathered], "init_optimizer")
+        self.is_auto = self.count > 1 and words == _AUTO
+        """True if the loads follow measured speeds."""
+        self.loads = _loads(words, self.count) if self.count > 1 else [1.0]
+        """Newest loads of the workers, equal on all of them."""
+        self._loads_of_epoch: list[tuple[int, list[float]]] = [(0, self.loads)]  # (first batch, loads), in order
+        self.first_context = sum(contexts for contexts, _ in gathered[: self.rank])
         """Job-wide index of this worker's first context."""
 
     @property
@@ -51,9 +61,29 @@ class Workers:
         """True on rank 0, which logs and writes files."""
         return self.rank == 0
 
-    def share(self, samples: int) -> slice:
-        """Return this worker's slice of a batch of ``samples``, split by the loads; it may be empty."""
-        return split_batch(samples, self.loads)[self.rank]
+    def share(self, samples: int, batch: int | None = None) -> slice:
+        """Return this worker's slice of a batch of ``samples``, split by the loads; it may be empty.
+
+        Args:
+            samples: number of samples in the batch.
+            batch: index of the batch in its epoch; None: split by the newest loads.
+        """
+        return split_batch(samples, self.loads if batch is None else self.loads_of(batch))[self.rank]
+
+    def loads_of(self, batch: int) -> list[float]:
+        """Return the loads that split the batch with this index in the current epoch."""
+        return next(loads for first, loads in reversed(self._loads_of_epoch) if first <= batch)
+
+    def set_loads(self, loads: Sequence[float], first_batch: int = 0) -> None:
+        """Change the loads; all workers must call it between the same batches, with the same arguments.
+
+        Args:
+            loads: one per worker.
+            first_batch: index of the first batch of the epoch that they split; 0: an epoch begins.
+        """
+        self.loads = list(loads)
+        earlier = [(first, before) for first, before in self._loads_of_epoch if first < first_batch]
+        self._loads_of_epoch = [*earlier, (first_batch, self.loads)]
 
     def all_gather(self, value: Any, name: str) -> list[Any]:
         """Return every worker's plain data and tensors in rank order; calls are compared by name. Collective.
@@ -125,14 +155,15 @@ class Workers:
         check_same(self.all_gather(dict(settings), name), name)
 
 
-def _loads(count: int) -> list[float]:
-    words = os.environ.get(_LOADS)
-    if not words:
+def _loads(words: str, count: int) -> list[float]:
+    if words == _EQUAL:
         return [1.0] * count
+    if words == _AUTO:
+        return [round(1 / count, 4)] * count
     try:
         loads: list[float] = [float(word) if "." in word or "e" in word else int(word) for word in words.split(",")]
     except ValueError:
-        raise ValueError(f"{_LOADS} is {words!r}; expected one number per worker, such as 3,1") from None
+        raise ValueError(f"{_LOADS} is {words!r}; expected one number per worker, such as 3,1, or auto") from None
     if len(loads) != count:
         raise ValueError(f"{_LOADS} is {words!r}, which has {len(loads)} entries for {count} workers")
     return check_work_load_list(loads, count)

@@ -188,7 +188,7 @@ VARIABLES = (
     Variable(
         "GANGLINE_WORK_LOAD_LIST",
         "",
-        "Relative speed of each worker, such as 3,1. Set by `gangline launch --work-load-list`.",
+        "Relative speed of each worker, such as 3,1; auto measures it. Set by `gangline launch --work-load-list`.",
     ),
     Variable("GANGLINE_SUPERVISED", "0", "Set by `gangline launch`: servers wait for workers without a limit."),
     Variable("GANGLINE_ANNOUNCE_FD", "", "Set for a scheduler that chooses its port: where it writes the port."),

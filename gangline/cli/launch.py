@@ -7,11 +7,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from gangline.cli.options import numbers
+from gangline.cli.options import loads_of, numbers
 from gangline.collectives.errors import UsageError
 from gangline.collectives.workload import check_work_load_list
 from gangline.kvstore.launch.job import JobSpec, cores, free_ports, process_table
@@ -45,7 +45,10 @@ def launch(
         list[str] | None, typer.Option(metavar="NAME", help="Environment variable to pass on; repeatable.")
     ] = None,
     work_load_list: Annotated[
-        str | None, typer.Option(help="Relative speed of each worker, such as 3,1; global batches are split by it.")
+        str | None,
+        typer.Option(
+            help="Relative speed of each worker, such as 3,1; auto measures it. Global batches are split by it."
+        ),
     ] = None,
     grace: Annotated[
         float,
@@ -109,10 +112,13 @@ def _check_gpus(gpus: Sequence[int]) -> None:
         )
 
 
-def _loads(words: str | None, workers: int) -> tuple[float, ...]:
+def _loads(words: str | None, workers: int) -> tuple[float, ...] | Literal["auto"]:
     if words is None:
         return ()
-    loads = [int(load) if load.is_integer() else load for load in numbers("--work-load-list", words, float)]
+    found = loads_of(words)
+    if found == "auto":
+        return "auto"
+    loads = [int(load) if load.is_integer() else load for load in found]
     if len(loads) != workers:
         entries = "1 entry" if len(loads) == 1 else f"{len(loads)} entries"
         raise UsageError(f"--work-load-list has {entries} for {workers} workers")

@@ -93,9 +93,7 @@ class DeviceOptions:
 
     def loads(self) -> list[float] | Literal["auto"] | None:
         """Return the work_load_list argument of `Module`."""
-        if self.work_load_list == "auto":
-            return "auto"
-        return numbers("--work-load-list", self.work_load_list, float) or None
+        return loads_of(self.work_load_list) or None
 
 
 def command(run: Callable[[T], None], options: type[T]) -> Callable[..., None]:
@@ -127,6 +125,20 @@ def numbers(flag: str, words: str | None, kind: type[Any], count: int | None = N
     if found and count is not None and len(found) != count:
         raise UsageError(f"{flag} is {words!r}, {_counted(len(found))}; expected {count}")
     return found
+
+
+def loads_of(words: str | None) -> list[float] | Literal["auto"]:
+    """Parse --work-load-list; an empty list for None.
+
+    Raises:
+        UsageError: if it is neither "auto" nor a list of numbers.
+    """
+    if words == "auto":
+        return "auto"
+    try:
+        return numbers("--work-load-list", words, float)
+    except UsageError as error:
+        raise UsageError(f"{error}, or auto") from None
 
 
 def image_shape_of(words: str | None) -> tuple[int, int, int] | None:

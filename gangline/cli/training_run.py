@@ -448,10 +448,11 @@ def _description(
     """Return the lines that describe the run at its start."""
     contexts = ", ".join(map(str, module.contexts))
     if len(module.contexts) > 1:
-        contexts += f" by loads {_listed(module.work_load_list)}"
+        contexts += f" by loads {_listed(module.work_load_list)}" + " (auto)" * (module.load_balancer is not None)
     workers = module.workers
     if workers.count > 1:
-        contexts = f"{workers.count} workers by loads {_listed(workers.loads)}, each on {contexts}"
+        loads = _listed(workers.loads) + " (auto)" * workers.is_auto
+        contexts = f"{workers.count} workers by loads {loads}, each on {contexts}"
     lines = [
         f"{options.network} on {contexts}, store {module.store_type or 'none'}, batch size {batch_size}, "
         f"{classes} classes, {options.dtype}"

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Literal
 
 _HOST = "127.0.0.1"
 _SUPERVISED = {"GANGLINE_SUPERVISED": "1"}  # wait for workers without limit: the launcher notices if none start
@@ -26,8 +27,8 @@ class JobSpec:
     servers: int
     gpus: tuple[int, ...] = ()
     """GPUs, assigned to the workers in turn and shared if there are too few; empty: not restricted."""
-    work_load_list: tuple[float, ...] = ()
-    """One load per worker; empty: not set."""
+    work_load_list: tuple[float, ...] | Literal["auto"] = ()
+    """One load per worker; "auto": measured; empty: not set."""
     passed_on: tuple[str, ...] = ()
     """Names of environment variables that every process gets."""
 
@@ -119,7 +120,8 @@ def _worker(job: JobSpec, rank: int, master_port: int, threads: str) -> dict[str
         "OMP_NUM_THREADS": threads,
     }
     if job.work_load_list:
-        own["GANGLINE_WORK_LOAD_LIST"] = ",".join(f"{load!r}" for load in job.work_load_list)
+        words = job.work_load_list
+        own["GANGLINE_WORK_LOAD_LIST"] = words if words == "auto" else ",".join(f"{load!r}" for load in words)
     return own
 
 

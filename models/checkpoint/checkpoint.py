@@ -56,6 +56,8 @@ class Snapshot:
     """Returns the optimizer's state, on rank 0; None: a checkpoint without it, which cannot be resumed."""
     compression_residuals: dict[str, torch.Tensor]
     load_balancer: dict[str, Any] | None
+    worker_balance: dict[str, Any] | None
+    """The loads of the workers and the measurements behind them, equal on all workers; None: fixed loads."""
     loss_scale: dict[str, Any] | None
 
 
@@ -79,6 +81,7 @@ class Checkpoint:
     compression_residuals: dict[str, torch.Tensor]
     loss_scale: dict[str, Any] | None
     load_balancer: dict[str, Any] | None
+    worker_balance: dict[str, Any] | None
     metadata: dict[str, Any]
     """See `RunState.metadata`."""
     stateful: dict[str, Any]
@@ -166,6 +169,7 @@ def _write(snapshot: Snapshot, prefix: str | Path, epoch: int | str, parts: list
         "random": first["random"],
         "loss_scale": snapshot.loss_scale,
         "auto": first["auto"],
+        "auto_workers": snapshot.worker_balance,
         "about": run_state.metadata,
         "companions": {name: each.state() for name, each in run_state.stateful.items()},
         "other_workers": others,
@@ -239,6 +243,7 @@ def _assemble(
         compression_residuals=_with_prefix(tensors, _RESIDUAL),
         loss_scale=content["loss_scale"],
         load_balancer=content["auto"],
+        worker_balance=content.get("auto_workers"),
         metadata=content.get("about", {}),
         stateful=content.get("companions", {}),
     )

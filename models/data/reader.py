@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 # Modules that the fork server imports once, for all reading processes.
 _PRELOAD = ["torch.utils.data", "PIL.Image", "gangline.models.data.reader", "gangline.models.data.images.folder"]
+_PREFETCHED = 2
+"""Batches that each process reads ahead; torch's default."""
 
 
 class Unreadable(NamedTuple):
@@ -48,13 +50,18 @@ class Reader:
     def __init__(self, dataset: Any) -> None:
         self._base = base_dataset(dataset)
         self._by_epoch = hasattr(self._base, "items_of_epoch")
-        self._dataset = _EpochItems(dataset) if self._by_epoch else dataset
+        self._dataset: Dataset[Any] = _EpochItems(dataset) if self._by_epoch else _Items(dataset)
         self._num_workers: int = getattr(self._base, "num_workers", 0)
         self._loader: DataLoader[Any] | None = None
         self._sampler = _ReplaceableSampler()
 
+    @property
+    def reads_ahead(self) -> int:
+        """Maximum number of batches that are taken from `read`'s argument before the previous ones are returned."""
+        return _PREFETCHED * self._num_workers
+
     def read(self, batches: Iterable[list[int]], epoch: int) -> Iterator[Any]:
-        """Yield the collated items of each batch of indices; None for a batch without a readable item.
+        """Yield the collated items of each batch of indices; None for a batch without (readable) items.
 
         With worker processes, a new call ends the iterator of the previous one.
         """
@@ -85,6 +92,7 @@ class Reader:
                 collate_fn=_collate,
                 num_workers=self._num_workers,
                 persistent_workers=True,
+                prefetch_factor=_PREFETCHED,
                 multiprocessing_context=_fork_server(),
                 worker_init_fn=partial(_follow_parent, os.getpid()),
                 generator=torch.Generator(),  # starting workers draws a seed: not from the stream that training uses
@@ -101,6 +109,21 @@ class _ReplaceableSampler:
         return iter(self.batches)
 
 
+class _Items(Dataset[Any]):
+    """Adapter: returns no items for a batch without indices, of which a dataset may know nothing."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        if not indices:
+            return []
+        if callable(getattr(self._dataset, "__getitems__", None)):
+            items: list[Any] = self._dataset.__getitems__(indices)
+            return items
+        return [self._dataset[index] for index in indices]
+
+
 class _EpochItems(Dataset[Any]):
     """Adapter: takes [epoch, *indices] and calls ``items_of_epoch`` of the dataset under the Subsets."""
 
@@ -109,6 +132,8 @@ class _EpochItems(Dataset[Any]):
 
     def __getitems__(self, epoch_and_indices: list[int]) -> list[Any]:
         epoch, *indices = epoch_and_indices
+        if not indices:
+            return []
         dataset = self._dataset
         while type(dataset) is Subset:
             indices = [dataset.indices[index] for index in indices]

@@ -37,6 +37,8 @@ class Source(abc.ABC):
     """The source's own random generator; checkpoints save its state."""
     is_shared = False
     """True if it holds the whole job's data and each worker takes its share; False if it holds this worker's only."""
+    reads_ahead = 0
+    """Number of batches after the current one whose samples it may have chosen already."""
 
     @abc.abstractmethod
     def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing) -> Iterator[Item]:
@@ -170,9 +172,10 @@ class _BatchOrder:
     def __len__(self) -> int:
         return -(-self.samples // self.batch_size)
 
-    def shares(self, epoch: int, workers: Workers) -> list[torch.Tensor]:
-        """Return one worker's indices of each batch."""
-        return [indices[workers.share(len(indices))] for indices in self(epoch)]
+    def shares(self, epoch: int, skip: int, workers: Workers) -> Iterator[torch.Tensor]:
+        """Yield one worker's indices of each batch after the first ``skip``, by the loads at that time."""
+        for number, indices in islice(enumerate(self(epoch)), skip, None):
+            yield indices[workers.share(len(indices), number)]
 
 
 class _Arrays(Source):
@@ -193,7 +196,7 @@ class _Arrays(Source):
         self, workers: Workers, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing
     ) -> Iterator[Item | None]:
         skipped()
-        for indices in self._order.shares(epoch, workers)[skip:]:
+        for indices in self._order.shares(epoch, skip, workers):
             yield self._select(indices) if len(indices) else None
 
     def _select(self, indices: torch.Tensor) -> Item:
@@ -216,6 +219,7 @@ class _Samples(Source):
         if not len(dataset):
             raise ValueError("the dataset has no samples; expected at least one")
         self._reader = Reader(dataset)
+        self.reads_ahead = self._reader.reads_ahead
         self._order = _BatchOrder(len(dataset), batch_size, shuffle, seed)
 
     def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing) -> Iterator[Item]:
@@ -227,13 +231,8 @@ class _Samples(Source):
     def parts(
         self, workers: Workers, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing
     ) -> Iterator[Item | None]:
-        shares = [indices.tolist() for indices in self._order.shares(epoch, workers)][skip:]
-        own = [share for share in shares if share]
-        items = self._reader.read(_Skipping(own, 0, skipped), epoch)
-        if not own:
-            skipped()
-        for share in shares:
-            item = next(items) if share else None
+        shares = (indices.tolist() for indices in self._order.shares(epoch, skip, workers))
+        for item in self._reader.read(_Skipping(shares, 0, skipped), epoch):  # shares without samples too
             yield _pair(item, "a batch of the dataset") if item is not None else None
 
     def plan(self) -> dict[str, Any]:

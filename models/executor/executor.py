@@ -77,7 +77,9 @@ class Executor:
             )
         # Timing needs threads too: one backward call over all replicas would end for all of them at once.
         self._threads = DeviceThreads(contexts, always=self._batchnorm is not None or measure)
-        self._timers = [_Timer(replica) for replica in replicas] if measure else []
+        self._timers: list[_Timer] = []
+        if measure:
+            self.start_timers()
         self.out_of_memory: list[int] = []
         """Indices of the contexts that ran out of memory, or may have, in the pass that failed last."""
         self.first_context = 0
@@ -325,8 +327,12 @@ class Executor:
                 self.out_of_memory += [self._replicas[index].context_index for index in indices]
             raise
 
+    def start_timers(self) -> None:
+        """Time each replica from now on; GPUs that share one backward call are timed until all of them are done."""
+        self._timers = self._timers or [_Timer(replica) for replica in self._replicas]
+
     def take_times(self) -> list[ElapsedTime]:
-        """Return each replica's working time since the last call."""
+        """Return each replica's working time since the last call; an empty list if they are not timed."""
         return [timer.take() for timer in self._timers]
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""Splitting batches over contexts by their measured speed and memory (``work_load_list="auto"``)."""
+"""Splitting batches over contexts and workers by their measured speed and memory (loads "auto")."""

@@ -39,12 +39,9 @@ class LoadBalancer:
         self._record_finished(wait=True)
         self._speeds.begin_epoch()
 
-    def record(self, shares: Sequence[Share], executor: Executor) -> None:
-        """Record the times of a training batch; a GPU may not have finished it yet."""
-        samples = [0] * len(self._contexts)
-        for share in shares:
-            samples[share.replica.context_index] += share.samples
-        self._pending.append((samples, executor.take_times()))
+    def record(self, samples: Sequence[int], times: Sequence[ElapsedTime]) -> None:
+        """Record a training batch, by context; a GPU may not have finished it yet."""
+        self._pending.append((list(samples), list(times)))
 
     def _record_finished(self, *, wait: bool) -> None:
         """Pass times of finished batches to the speed model; with ``wait``, of all batches."""

@@ -73,13 +73,13 @@ class Epochs:
     def __post_init__(self) -> None:
         workers = self.module.workers
         makes_same_updates = workers.count > 1 and (workers.in_step or self.train.is_shared)
-        self._stop_exchange = StopExchange(workers) if makes_same_updates else None
+        self._stop_exchange = StopExchange(workers, self.module.worker_balance) if makes_same_updates else None
 
     def run(self, begin_epoch: int, skip: int, saved: checkpoint.Checkpoint | None) -> str:
         """Train from batch ``skip`` of an epoch on; return the reason for the end."""
         self.eval_frequency.begin(begin_epoch, skip)
         for epoch in range(begin_epoch, self.num_epoch):
-            began = time.perf_counter()
+            began, waited = time.perf_counter(), self.module.seconds_waiting
             self.metric.reset()
             parts = self._begin_epoch(epoch, skip, saved)
             with self._accumulating():
@@ -89,7 +89,7 @@ class Epochs:
                 for saver in self.callbacks.savers:
                     saver.save_at_stop(epoch)
             else:
-                self._end_epoch(epoch, began)
+                self._end_epoch(epoch, began, waited)
             if self.module.workers.stop is not None and (stopped or epoch + 1 < self.num_epoch):
                 return self.module.workers.stop
         return ALL_EPOCHS
@@ -201,10 +201,13 @@ class Epochs:
             self._call(after, param)
         check_signals(self.module)
         if self._stop_exchange is not None and not is_last:
-            self._stop_exchange.after_update()
+            self._stop_exchange.after_update(nbatch)
 
-    def _end_epoch(self, epoch: int, began: float) -> None:
+    def _end_epoch(self, epoch: int, began: float, waited: float) -> None:
         module, workers = self.module, self.module.workers
+        report = module.worker_balance.report(
+            time.perf_counter() - began, module.seconds_waiting - waited, module.work_load_list
+        )
         module.average_statistics()
         module.run_state.position = Position(epoch + 1)
         self.metric.gather(workers)
@@ -223,7 +226,9 @@ class Epochs:
         if self.evaluation is not None and (self.eval_frequency.is_due_at_end(epoch) or ends):
             self._validate(epoch, f"Epoch[{epoch}]")
         check_signals(self.module)
-        workers.all_gather(None, "end of epoch")  # after this, all workers know the stop requests of this epoch
+        reports = workers.all_gather(report, "end of epoch")  # now all workers know the stop requests of this epoch
+        if workers.count > 1:
+            module.worker_balance.log_epoch(epoch, reports)
         self._call(after, epoch)  # after validation, whose result is part of what they save
         if workers.stop is not None and not ends:
             for saver in self.callbacks.savers:

@@ -143,7 +143,7 @@ def _run(
     saved: checkpoint.Checkpoint | None,
 ) -> str:
     """Check the rest, resume, and run the epochs."""
-    per_epoch = _batches_per_epoch(module, train)
+    per_epoch, reads_ahead = _agreed_numbers(module, train)
     rates = Rates(options.lr_scheduler, _base_rate(module), options.num_epoch, per_epoch)
     frequency = EvalFrequency(options.eval_frequency, per_epoch)
     _check_metrics([rates, *callbacks.all], validation if evaluation is not None else None)
@@ -169,6 +169,7 @@ def _run(
         )
     if module.workers.stop is not None:
         return module.workers.stop
+    module.worker_balance.begin_fit(is_shared=train.is_shared, reads_ahead=reads_ahead)
     begin_epoch, skip = options.begin_epoch, 0
     if saved is not None:
         _check_same_workers(module, train, saved)
@@ -271,10 +272,11 @@ def _check_metrics(users: Iterable[Any], validation: EvalMetric | None) -> None:
             check_metric(driven.name if driven is not None else type(user).__name__, metric, names)
 
 
-def _batches_per_epoch(module: Trainable, train: Source) -> int | None:
-    """Return the number of batches of the worker that has most; None if a worker does not know."""
-    counts = module.workers.all_gather(train.num_batches(), "fit")
-    return max(counts) if None not in counts else None
+def _agreed_numbers(module: Trainable, train: Source) -> tuple[int | None, int]:
+    """Return the number of batches of the worker that has most (None if one does not know), and of those read ahead."""
+    gathered = module.workers.all_gather([train.num_batches(), train.reads_ahead], "fit")
+    counts = [count for count, _ in gathered]
+    return max(counts) if None not in counts else None, max(ahead for _, ahead in gathered)
 
 
 def _base_rate(module: Trainable) -> float:

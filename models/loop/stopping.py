@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from gangline.models.load_balance.worker_balance import WorkerBalance
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.loop.improvement import check_metric, is_better, worst
 from gangline.models.workers import Workers
@@ -70,22 +71,24 @@ def received_signal() -> str | None:
 class StopExchange:
     """Exchange of stop requests between workers, after some of their updates, the same ones on all of them.
 
+    The messages also carry the measured speeds of the workers, if their loads follow these.
+
     Workers in step exchange after the first update and then about twice a second, at most `_MOST_UPDATES` updates
     apart. Others, which may be at different updates, exchange after every `_MOST_UPDATES`.
     """
 
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
+    def __init__(self, workers: Workers, balance: WorkerBalance) -> None:
+        self._workers, self._balance = workers, balance
         self._updates = 0  # since the last exchange
         self._interval = 1 if workers.in_step else _MOST_UPDATES
         self._clock: float | None = None
 
-    def after_update(self) -> None:
-        """Count an update, and exchange if it is due. Collective."""
+    def after_update(self, nbatch: int) -> None:
+        """Count an update, whose last batch has the index ``nbatch``, and exchange if it is due. Collective."""
         self._updates += 1
-        if self._updates < self._interval:
+        if self._updates < self._interval and not self._balance.is_urgent:
             return
-        self._workers.all_gather(None, "step of fit")
+        self._balance.receive(self._workers.all_gather(self._balance.message(), "step of fit"), nbatch + 1)
         now = self._workers.clock  # rank 0's, so all workers compute the same interval
         if self._workers.in_step and self._clock is not None:
             seconds = max((now - self._clock) / self._updates, 1e-9)

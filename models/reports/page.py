@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import torch
 from gangline.models.data.batches import num_samples
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.reports.meter import Meter
-from gangline.models.reports.record import Record, Validation
+from gangline.models.reports.record import Record, Split, Validation
 
 if TYPE_CHECKING:
     from gangline.models.module import Module
@@ -95,6 +96,7 @@ class TrainingProgress:
         epoch_begins = param.nbatch + 1 == param.batches or not self._record.epochs
         if epoch_begins:
             self._record.begin_epoch(param.epoch, self._module.step - param.batches)
+        self._record.add_split(_split(self._module, param))
         last = self._meter.updates + 1 >= self._record.per_point
         self._meter.count(param, measure=last)
         self._where = {"epoch": param.epoch, "batch": param.nbatch + 1, "batches": param.locals.get("num_batches")}
@@ -132,6 +134,7 @@ class TrainingProgress:
     def _write(self, state: str, reason: str = "") -> None:
         began = time.perf_counter()
         title = self.title or type(self._module.network).__name__
+        self._settings |= _loads(self._module)
         data = {
             "format": FORMAT,
             "title": title,
@@ -140,7 +143,7 @@ class TrainingProgress:
             "written": round(time.time(), 3),
             "elapsed": round(began - self._begun, 3),
             "every_seconds": self.every_seconds,
-            "settings": self._settings | {"loads": _loads(self._module)},
+            "settings": self._settings,
             "now": self._where,
             **self._record.data(),
         }
@@ -209,7 +212,7 @@ def settings(module: Module, param: BatchEndParam) -> dict[str, str]:
         + (f", {trained:,} trained" if trained != parameters else ""),
         "loss": "the network's output" if loss is None else getattr(loss, "__name__", type(loss).__name__),
         "contexts": ", ".join(map(str, module.contexts)),
-        "loads": _loads(module),
+        **_loads(module),
         "store": str(getattr(store, "type", store)),
         "optimizer": f"{optimizer if isinstance(optimizer, str) else optimizer.__name__}, "
         + ", ".join(f"{name} {value}" for name, value in arguments.items()),
@@ -227,9 +230,31 @@ def settings(module: Module, param: BatchEndParam) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text}
 
 
-def _loads(module: Module) -> str:
-    """Return the current loads, which change from epoch to epoch if they are measured."""
-    return ", ".join(f"{load:.3g}" for load in module.work_load_list) + (" (auto)" if module.load_balancer else "")
+def _loads(module: Module) -> dict[str, str]:
+    """Return the current loads, which change if they are measured, and the workers' times in the last epoch."""
+    texts = {"loads": _listed(module.work_load_list, is_auto=module.load_balancer is not None)}
+    workers = module.workers
+    if workers.count > 1:
+        texts["loads of the workers"] = _listed(workers.loads, is_auto=workers.is_auto)
+        for rank, report in enumerate(module.worker_balance.reports):
+            split = f", loads {_listed(report.context_loads)}" if len(report.context_loads) > 1 else ""
+            times = f"computed {report.computed:.3g} s, waited {report.waited:.3g} s{split}"
+            texts[f"worker {rank}, last epoch"] = times
+    return texts
+
+
+def _listed(loads: Sequence[float], *, is_auto: bool = False) -> str:
+    return ", ".join(f"{load:.3g}" for load in loads) + " (auto)" * is_auto
+
+
+def _split(module: Module, param: BatchEndParam) -> Split:
+    """Return the split of the last update's batches."""
+    of_workers, of_contexts = module.workers.loads_of(param.nbatch), module.work_load_list
+    return Split(
+        module.step - param.batches,
+        [round(load / sum(of_workers), 4) for load in of_workers],
+        [round(load / sum(of_contexts), 4) for load in of_contexts],
+    )
 
 
 def _check_writable(path: Path, aside: Path) -> None:

@@ -54,8 +54,20 @@ class Validation:
 
 
 @dataclass
+class Split:
+    """The split of batches from a step on."""
+
+    step: int
+    """Number of batches before it."""
+    workers: list[float]
+    """Fraction of each worker of the job."""
+    contexts: list[float]
+    """Fraction of each context in this worker's part."""
+
+
+@dataclass
 class Record:
-    """Points, validations and first steps of epochs of a run, at most `MOST_POINTS` of each."""
+    """Points, validations, first steps of epochs and splits of a run, at most `MOST_POINTS` of each."""
 
     points: list[Point] = field(default_factory=list)
     per_point: int = 1
@@ -63,6 +75,8 @@ class Record:
     validations: list[Validation] = field(default_factory=list)
     epochs: dict[int, int] = field(default_factory=dict)
     """The number of steps before each epoch."""
+    splits: list[Split] = field(default_factory=list)
+    """The first split, and every later one that differs from the one before."""
 
     def add(self, point: Point) -> None:
         """Append a point."""
@@ -87,6 +101,14 @@ class Record:
         if len(self.epochs) >= MOST_POINTS:
             self.epochs = dict(list(self.epochs.items())[1::2])
 
+    def add_split(self, split: Split) -> None:
+        """Append a split, unless it is the last one's; at the limit drop every second one but the first and last."""
+        last = self.splits[-1] if self.splits else None
+        if last is None or (split.workers, split.contexts) != (last.workers, last.contexts):
+            self.splits.append(split)
+        if len(self.splits) >= MOST_POINTS:
+            self.splits = [*self.splits[:-1:2], self.splits[-1]]
+
     @property
     def seconds(self) -> float:
         """Seconds of training so far."""
@@ -97,6 +119,7 @@ class Record:
         self.points = [point for point in self.points if point.step <= step]
         self.validations = [validation for validation in self.validations if validation.step <= step]
         self.epochs = {epoch: begun for epoch, begun in self.epochs.items() if begun < step}
+        self.splits = [split for split in self.splits if split.step < step]
 
     def best(self) -> dict[str, Validation]:
         """Return the first validation with the best value of each metric: the smallest for losses, else the largest."""
@@ -123,6 +146,7 @@ class Record:
                 {**asdict(v), "time": _plain(v.time), "values": _all_plain(v.values)} for v in self.validations
             ],
             "epochs": [{"epoch": epoch, "step": step} for epoch, step in self.epochs.items()],
+            "splits": [asdict(split) for split in self.splits],
             "best": {
                 name: {"value": _plain(v.values[name]), "epoch": v.epoch, "step": v.step}
                 for name, v in self.best().items()
@@ -149,7 +173,8 @@ class Record:
             for each in data["validations"]
         ]
         epochs = {int(each["epoch"]): int(each["step"]) for each in data["epochs"]}
-        return cls(points, int(data["per_point"]), validations, epochs)
+        splits = [Split(**each) for each in data.get("splits", [])]  # older pages have none
+        return cls(points, int(data["per_point"]), validations, epochs, splits)
 
 
 def _merged(earlier: Point, later: Point) -> Point:

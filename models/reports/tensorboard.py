@@ -20,9 +20,10 @@ class TensorBoard:
 
     Give it to `fit` as batch_end_callback, epoch_end_callback and eval_end_callback. The tags are train/loss,
     train/METRIC, validation/METRIC, learning_rate, samples_per_second, samples_per_second_of/CONTEXT (for several
-    contexts) and waiting, the fraction of the time in which training waited for the store. Steps count batches from the
-    start of the first run; a resumed run replaces the scalars after its checkpoint. In a job every worker has a
-    `TensorBoard`, and rank 0 writes; loss, training metric and contexts are rank 0's own.
+    contexts), load_of/WORKER and load_of/CONTEXT (for measured loads) and waiting, the fraction of the time in which
+    training waited for the store. Steps count batches from the start of the first run; a resumed run replaces the
+    scalars after its checkpoint. In a job every worker has a `TensorBoard`, and rank 0 writes; loss, training metric
+    and contexts are rank 0's own.
     """
 
     def __init__(self, module: Module, folder: str | Path, period: int = 10) -> None:
@@ -95,6 +96,12 @@ class TensorBoard:
             if len(point.samples) > 1:
                 for label, samples in point.samples.items():
                     values[f"samples_per_second_of/{label}"] = samples / point.seconds
+        if self._module.workers.is_auto:
+            for rank, load in enumerate(self._module.workers.loads):
+                values[f"load_of/worker {rank}"] = load
+        if self._module.load_balancer is not None and len(point.samples) > 1:
+            for label, load in zip(point.samples, self._module.work_load_list, strict=True):
+                values[f"load_of/{label}"] = load
         for tag, value in values.items():
             self._events.add_scalar(tag, value, point.step)
 

@@ -447,7 +447,14 @@ def test_dry_run_prints_lines_for_a_shell_and_runs_nothing(tmp_path: Path) -> No
         (["-n", "2", "--gpus", "", "--", "true"], "--gpus is ''"),
         (["-n", "2", "--gpus", "0,97", "--", "true"], "97, which this machine does not have; the GPUs here: "),
         (["-n", "2", "--work-load-list", "3,1,1", "--", "true"], "has 3 entries for 2 workers"),
-        (["-n", "2", "--work-load-list", "3,x", "--", "true"], "'3,x'; expected numbers with commas, such as 3,1"),
+        (
+            ["-n", "2", "--work-load-list", "3,x", "--", "true"],
+            "'3,x'; expected numbers with commas, such as 3,1, or auto",
+        ),
+        (
+            ["-n", "2", "--work-load-list", "automatic", "--", "true"],
+            "expected numbers with commas, such as 3,1, or auto",
+        ),
         (["-n", "2", "--work-load-list", "3,-1", "--", "true"], "work_load_list[1] is -1"),
         (["-n", "2", "--work-load-list", "3,nan", "--", "true"], "work_load_list[1] is nan"),
         (["-n", "2", "--work-load-list", "0,0", "--", "true"], "at least one load above 0"),

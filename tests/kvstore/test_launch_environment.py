@@ -128,6 +128,7 @@ def test_gpus_are_numbered_within_those_that_the_launcher_may_see() -> None:
 def test_loads_are_passed_to_workers_without_rounding() -> None:
     processes = table(work_load_list=(3, 0.1))
     assert values(processes, "GANGLINE_WORK_LOAD_LIST") == ["3,0.1"] * 2
+    assert values(table(work_load_list="auto"), "GANGLINE_WORK_LOAD_LIST") == ["auto"] * 2
     assert "GANGLINE_WORK_LOAD_LIST" not in processes[1].environment
     assert values(table(), "GANGLINE_WORK_LOAD_LIST") == [None] * 2
 

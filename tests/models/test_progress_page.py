@@ -30,7 +30,7 @@ from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.metrics.metric import EvalMetric
 from gangline.models.reports import record as records
 from gangline.models.reports.page import FORMAT, TrainingProgress, page, read_progress
-from gangline.models.reports.record import Point, Record, Validation
+from gangline.models.reports.record import Point, Record, Split, Validation
 
 RATE = {"learning_rate": 0.1, "momentum": 0.9}
 SIX = 1e-5  # as six digits show it
@@ -485,7 +485,10 @@ def test_many_epochs_and_validations_are_thinned_out_but_for_the_best() -> None:
     for epoch in range(10_000):
         record.begin_epoch(epoch, epoch)
         record.add_validation(Validation(epoch + 1, epoch, 1.0, {"accuracy": 0.9 if epoch == 2 else 0.1, "loss": 1.0}))
+        record.add_split(Split(epoch, [0.5, 0.5], [1.0 if epoch % 2 else 0.5]))
     assert len(record.validations) < records.MOST_POINTS
+    assert len(record.splits) < records.MOST_POINTS
+    assert (record.splits[0].step, record.splits[-1].step) == (0, 9_999)
     assert len(record.epochs) < records.MOST_POINTS
     assert record.best()["accuracy"].epoch == 2
     assert record.best()["loss"].epoch == 0
@@ -503,6 +506,7 @@ def test_a_record_can_be_restored_from_its_data() -> None:
         per_point=4,
         validations=[Validation(4, 0, 3.25, {"accuracy": 0.5, "loss": math.nan})],
         epochs={0: 0, 1: 3},
+        splits=[Split(0, [0.5, 0.5], [1.0]), Split(3, [0.75, 0.25], [0.6, 0.4])],
     )
     data = json.loads(json.dumps(record.data(), allow_nan=False))
     assert data["points"]["loss"] == [None, "nan", "inf", 0.333333]
@@ -513,6 +517,11 @@ def test_a_record_can_be_restored_from_its_data() -> None:
     assert again.data() == data
     assert (again.points[0].loss, again.points[2].loss) == (None, math.inf)
     assert again.points[0].metrics == {}
+    assert again.splits == record.splits
+    again.go_back_to(3)
+    assert again.splits == record.splits[:1]
+    del data["splits"]  # as in an older page
+    assert Record.from_data(data).splits == []
 
 
 def test_points_without_a_loss_merge_with_those_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -703,6 +712,8 @@ def test_a_browser_draws_every_curve_and_the_script_raises_nothing(tmp_path: Pat
 def test_a_browser_draws_unusual_records(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     record = Record([point(step, math.nan if step > 5 else 10.0**-step) for step in range(1, 9)], per_point=2)
+    for step, loads in [(0, [0.5, 0.5]), (3, [0.75, 0.25]), (5, [0.75, 0.25])]:
+        record.add_split(Split(step, loads, [1.0]))
     base = {
         "format": FORMAT,
         "title": "",
@@ -717,6 +728,8 @@ def test_a_browser_draws_unusual_records(tmp_path: Path) -> None:
     assert "data-error" not in drawn.root
     assert len(spots(drawn.curves["loss"]["batches"])) == 5
     assert "range" in drawn.curves["loss"]
+    assert drawn.root["data-drawn"] == "6"
+    assert list(drawn.curves["split over the workers"]) == ["worker 0", "worker 1"]
     assert "nan" in drawn.texts["value"]
     assert drawn.texts["stopped"] == ["stopped: OSError: <disk>"]
     path.write_text(page({**base, **more, **Record().data(), "points": Record([point(1)]).data()["points"]}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -20,8 +21,10 @@ from gangline.collectives.communicator import Communicator
 from gangline.collectives.processes.spawning import spawn
 from gangline.kvstore import create
 from gangline.models.checkpoint import checkpoint
+from gangline.models.load_balance.worker_balance import WorkerBalance
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.loop.stopping import EarlyStopping, StopExchange, received_signal, stop_on
+from gangline.models.workers import Workers
 from tests.kvstore.parameter_server.processes import run_job
 
 SAMPLES, BATCHES, EPOCHS = 24, 4, 3
@@ -407,9 +410,10 @@ class Exchanges:
     def __init__(self, seconds: float) -> None:
         self.seconds, self.update, self.exchanged = seconds, 0, list[int]()
 
-    def all_gather(self, _: None, __: str) -> None:
+    def all_gather(self, message: None, _: str) -> list[None]:
         self.exchanged.append(self.update)
         self.clock = self.update * self.seconds
+        return [message]
 
 
 @pytest.mark.parametrize(
@@ -422,10 +426,11 @@ class Exchanges:
 )
 def test_stop_requests_are_exchanged_about_twice_a_second(seconds: float, updates: list[int]) -> None:
     workers = Exchanges(seconds)
-    exchange = StopExchange(workers)  # type: ignore[arg-type]
+    balance = WorkerBalance(Workers(), logging.getLogger("gangline"), best_split=False)
+    exchange = StopExchange(workers, balance)  # type: ignore[arg-type]
     while len(workers.exchanged) < len(updates):
         workers.update += 1
-        exchange.after_update()
+        exchange.after_update(workers.update)
     assert workers.exchanged == updates
 
 

@@ -86,6 +86,16 @@ def test_each_update_is_logged_with_its_own_numbers(tmp_path: Path) -> None:
     assert all(0 < waiting < 1 for _, waiting in found["waiting"])
 
 
+def test_measured_loads_are_logged(tmp_path: Path) -> None:
+    with Module(nn.Linear(4, 3), nn.CrossEntropyLoss(), [cpu(0), cpu(1)], "auto") as module:
+        module.init_optimizer("local", "sgd", RATE)
+        fit(module, TensorBoard(module, tmp_path, period=1), num_epoch=1)
+    found = scalars(tmp_path)
+    first, second = found["load_of/cpu(0)"], found["load_of/cpu(1)"]
+    assert [step for step, _ in first] == [1, 2, 3]
+    assert all(a + b == pytest.approx(1, abs=1e-3) for (_, a), (_, b) in zip(first, second, strict=True))
+
+
 def test_each_period_logs_its_mean_loss_also_a_partial_last_one(tmp_path: Path) -> None:
     losses: list[float] = []
     with module_on(2) as module:

@@ -158,7 +158,7 @@ def test_loads_may_be_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         monkeypatch, capsys, "--network", "mlp", "--cpus", "2", "--work-load-list", "auto", "--num-epochs", "3"
     )
     assert code == 0
-    assert "mlp on cpu(0), cpu(1) by loads 0.5, 0.5, store device" in err
+    assert "mlp on cpu(0), cpu(1) by loads 0.5, 0.5 (auto), store device" in err
     assert re.search(r"work_load_list auto: cpu\(0\) \d\.\d+, cpu\(1\) \d\.\d+ \(alone .* samples/s\)", err)
     assert float(out.removeprefix("Validation-accuracy=")) > 0.5
 

@@ -1,0 +1,542 @@
+"""GANGLINE_WORK_LOAD_LIST=auto: workers of a job get parts of each batch that follow their measured speeds.
+
+Where the speeds must be known, a layer sleeps for each sample, so that they do not depend on the machine; one test
+slows a worker by processes that compete for its core.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from measure import distance
+from test_parallel import free_port
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from gangline import Checkpoint, Module, cpu
+from gangline.bench.workload.waiting_network import WaitingNetwork, slow_down
+from gangline.collectives import spawn
+from gangline.collectives.communicator import Communicator
+from gangline.collectives.errors import MismatchError
+from gangline.kvstore import KVStore, create
+from gangline.kvstore.group.worker_group import WorkerGroup
+from gangline.models.checkpoint import checkpoint
+from gangline.models.loop.callbacks import BatchEndParam
+from gangline.models.reports.page import TrainingProgress, read_progress
+from gangline.models.workers import Workers
+from tests.kvstore.parameter_server.processes import run_job
+
+FEATURES, CLASSES, SAMPLES, BATCH = 6, 3, 189, 32
+"""Six batches per epoch, the last one of 29 samples."""
+RATE = {"learning_rate": 0.05, "momentum": 0.9}
+EQUAL, UNEQUAL = ([5e-4], [5e-4]), ([5e-4], [2e-3])
+"""Seconds per sample of the contexts of each worker."""
+FAST, SLOW = UNEQUAL
+
+
+def samples() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return samples whose first feature is the sample's number."""
+    generator = torch.Generator().manual_seed(3)
+    data = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
+    data[:, 0] = torch.arange(SAMPLES) / SAMPLES
+    return data, torch.randint(CLASSES, (SAMPLES,), generator=generator)
+
+
+def module(seconds: Sequence[float], loads: Any = None, context: Any = None) -> Module:
+    torch.manual_seed(1)
+    network = WaitingNetwork(FEATURES, CLASSES).double()
+    made = Module(network, nn.CrossEntropyLoss(), context or [cpu(index) for index in range(len(seconds))], loads)
+    slow_down(made, seconds)
+    return made
+
+
+class Seen:
+    """Batch callback that records the loads of the workers and the samples of this one."""
+
+    def __init__(self) -> None:
+        self.loads: list[tuple[float, ...]] = []
+        self.own: list[list[int]] = []
+
+    def __call__(self, param: BatchEndParam) -> None:
+        data = param.locals["data"]
+        self.loads.append(tuple(param.locals["module"].workers.loads))
+        self.own.append([] if data is None else (data[:, 0] * SAMPLES).round().int().tolist())
+
+
+@contextmanager
+def variable(words: str | None) -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        if words is not None:
+            patch.setenv("GANGLINE_WORK_LOAD_LIST", words)
+        yield patch
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("gangline")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def run(
+    store: KVStore,
+    seconds: Sequence[Sequence[float]],
+    words: str | None = "auto",
+    *,
+    loads: Any = None,
+    data: Any = None,
+    epochs: int = 4,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train as one worker of a job; return what it saw."""
+    torch.set_num_threads(1)
+    seen = Seen()
+    with variable(words), logged() as lines, module(seconds[store.rank], loads) as made:
+        settings = {"batch_size": BATCH, "kvstore": store, "optimizer_params": RATE, "eval_metric": "loss"}
+        settings |= {"batch_end_callback": [seen, *options.pop("callbacks", ())]}
+        made.fit(data or samples(), num_epoch=epochs, **{**settings, **options})
+        found = {"loads": seen.loads, "own": seen.own, "lines": lines, "params": made.get_params()}
+        return found | {"final": made.workers.loads, "contexts": made.work_load_list}
+
+
+def in_a_job(comm: Communicator, *arguments: Any, **options: Any) -> dict[str, Any]:
+    with create("allreduce", communicator=comm) as store:
+        return run(store, *arguments, **options)
+
+
+def on_servers(name: str, *arguments: Any) -> dict[str, Any]:
+    with create(name) as store:
+        return run(store, *arguments)
+
+
+def alone(epochs: int, accumulate: int = 1) -> Any:
+    with module([0.0]) as made:
+        made.fit(
+            samples(), num_epoch=epochs, batch_size=BATCH, optimizer_params=RATE, kvstore=None, accumulate=accumulate
+        )
+        return made.get_params()
+
+
+def check_samples(found: Sequence[dict[str, Any]], epochs: int) -> None:
+    """Check that all workers had the same loads at each batch, and that every sample was read once in each epoch."""
+    assert all(each["loads"] == found[0]["loads"] for each in found)
+    batches = [list(itertools.chain(*parts)) for parts in zip(*(each["own"] for each in found), strict=True)]
+    assert [len(batch) for batch in batches] == ([BATCH] * 5 + [SAMPLES - 5 * BATCH]) * epochs
+    for epoch in range(epochs):
+        assert sorted(itertools.chain(*batches[6 * epoch : 6 * epoch + 6])) == list(range(SAMPLES))
+
+
+# -- the split ------------------------------------------------------------------------------------------------------
+
+
+def test_loads_follow_the_speeds_and_the_weights_are_those_of_one_process() -> None:
+    found = spawn(in_a_job, 2, UNEQUAL)
+    check_samples(found, 4)
+    first = found[0]
+    assert first["loads"][0] == (0.5, 0.5)
+    assert first["loads"][5][0] > 0.6  # already in the first epoch
+    assert 0.7 < first["final"][0] < 0.9
+    assert first["final"] == found[1]["final"]
+    for each in found:
+        assert distance(each["params"], alone(4)) <= 1e-11
+
+
+def test_equal_workers_keep_about_equal_loads() -> None:
+    found = spawn(in_a_job, 2, EQUAL)
+    check_samples(found, 4)
+    assert all(0.35 < loads[0] < 0.65 for loads in found[0]["loads"])
+
+
+def test_a_worker_is_as_fast_as_the_best_split_over_its_contexts() -> None:
+    found = spawn(both_levels, 2)
+    check_samples(found, 5)
+    assert 0.5 < found[0]["final"][0] < 0.75  # 2 and 1/1 + 1/4 samples per millisecond: 0.62
+    assert found[1]["contexts"][0] > 0.65
+    assert distance(found[1]["params"], alone(5)) <= 1e-11
+
+
+def both_levels(comm: Communicator) -> dict[str, Any]:
+    return in_a_job(comm, ([1e-3, 1e-3], [1e-3, 4e-3]), loads="auto", epochs=5)
+
+
+def slows_down_later(comm: Communicator) -> dict[str, Any]:
+    def slow(param: BatchEndParam) -> None:
+        if (param.epoch, param.nbatch) == (1, 5) and comm.rank == 0:
+            slow_down(param.locals["module"], [8e-3])
+
+    return in_a_job(comm, UNEQUAL, epochs=6, callbacks=[slow])
+
+
+def test_a_change_of_speeds_in_mid_training_is_followed() -> None:
+    found = spawn(slows_down_later, 2)
+    check_samples(found, 6)
+    assert found[0]["loads"][11][0] > 0.6
+    assert found[0]["final"][0] < 0.4
+    assert distance(found[0]["params"], alone(6)) <= 1e-11
+
+
+def beside_a_snail(comm: Communicator) -> dict[str, Any]:
+    return in_a_job(comm, ([5e-4], [4e-2]), epochs=3)
+
+
+def test_a_worker_on_which_one_sample_would_delay_the_others_is_left_idle() -> None:
+    found = spawn(beside_a_snail, 2)
+    check_samples(found, 3)
+    assert found[0]["loads"][5] == (1.0, 0.0)
+    assert distance(found[1]["params"], alone(3)) <= 1e-11
+
+
+def recovers(comm: Communicator) -> dict[str, Any]:
+    def recover(param: BatchEndParam) -> None:
+        if (param.epoch, param.nbatch) == (1, 0) and comm.rank == 1:
+            slow_down(param.locals["module"], FAST)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gangline.models.load_balance.speed_model._TRIAL_COST", 100.0)
+        patch.setattr("gangline.models.loop.stopping._SECONDS", 100.0)  # the exchange after a trial does not wait
+        return in_a_job(comm, ([5e-4], [2e-2]), epochs=5, callbacks=[recover])
+
+
+def test_an_idle_worker_that_recovers_gets_its_share() -> None:
+    found = spawn(recovers, 2)
+    check_samples(found, 5)
+    assert found[0]["loads"][7][1] < 0.1
+    assert found[0]["loads"][9][1] > 0.1  # three batches of the trial were enough
+    assert distance(found[1]["params"], alone(5)) <= 1e-11
+
+
+def accumulated(comm: Communicator) -> dict[str, Any]:
+    return in_a_job(comm, UNEQUAL, epochs=6, accumulate=2)
+
+
+def test_updates_of_several_batches_stay_exact_while_loads_change() -> None:
+    found = spawn(accumulated, 2)
+    assert found[0]["final"][0] > 0.6
+    for each in found:
+        assert distance(each["params"], alone(6, accumulate=2)) <= 1e-11
+
+
+@pytest.mark.parametrize("store", ["dist_sync", "dist_async"])
+def test_workers_with_servers_are_balanced_too(store: str) -> None:
+    found = run_job(on_servers, 2, 1, store, UNEQUAL)
+    check_samples(found, 4)
+    assert 0.7 < found[0]["final"][0] < 0.9
+    if store == "dist_sync":
+        assert distance(found[0]["params"], alone(4)) <= 1e-11
+
+
+def of_three_workers(comm: Communicator) -> dict[str, Any]:
+    return in_a_job(comm, ([5e-4], [1e-3], [2e-3]), data=TensorDataset(*samples()))
+
+
+def test_three_workers_share_a_dataset_by_speed() -> None:
+    found = spawn(of_three_workers, 3)
+    check_samples(found, 4)
+    first, second, third = found[0]["final"]
+    assert first > second > third
+    assert first > 2 * third
+    assert distance(found[2]["params"], alone(4)) <= 1e-11
+
+
+class ReadAhead(TensorDataset):
+    """Dataset that a process reads ahead."""
+
+    num_workers = 1
+
+
+def reads_ahead(comm: Communicator) -> dict[str, Any]:
+    return in_a_job(comm, UNEQUAL, data=ReadAhead(*samples()))
+
+
+@pytest.mark.slow
+def test_a_changed_split_begins_at_a_batch_that_no_worker_has_begun_to_read() -> None:
+    found = spawn(reads_ahead, 2)
+    check_samples(found, 4)
+    assert found[0]["final"][0] > 0.7
+    assert distance(found[0]["params"], alone(4)) <= 1e-11
+
+
+def test_loads_from_a_later_batch_on_leave_earlier_batches_alone() -> None:
+    workers = Workers()
+    workers.loads, workers.count = [1, 1], 2
+    workers.set_loads([1, 1])
+    workers.set_loads([3, 1], 4)
+    workers.set_loads([7, 1], 6)
+    assert [workers.share(8, batch).stop for batch in (0, 3, 4, 5, 6, 9)] == [4, 4, 6, 6, 7, 7]
+    assert workers.share(8).stop == 7
+    workers.set_loads([3, 1])
+    assert workers.share(8, 0).stop == 6
+
+
+SPIN = "import os; os.sched_setaffinity(0, {int(os.environ['CORE'])})\nwhile True: pass"
+
+
+class Wide(nn.Module):
+    """Network whose step takes milliseconds of a core."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(FEATURES, 300), nn.Tanh(), nn.Linear(300, 300), nn.Linear(300, CLASSES))
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layers(data.repeat_interleave(20, 0)).view(len(data), 20, -1).mean(1)
+        return output
+
+
+def wide() -> Module:
+    torch.manual_seed(1)
+    return Module(Wide().double(), nn.CrossEntropyLoss(), cpu())
+
+
+def beside_a_load(comm: Communicator) -> Any:
+    """Train on a core of this worker's own, which rank 1 shares with busy processes."""
+    torch.set_num_threads(1)
+    seen = Seen()
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    os.sched_setaffinity(0, {cores[comm.rank]})
+    environment = {**os.environ, "CORE": str(cores[comm.rank])}
+    busy = [subprocess.Popen([sys.executable, "-c", SPIN], env=environment) for _ in range(4 * comm.rank)]
+    try:
+        with variable("auto"), create("allreduce", communicator=comm) as store, wide() as made:
+            made.fit(samples(), num_epoch=5, batch_size=BATCH, kvstore=store, optimizer_params=RATE, eval_metric="loss")
+            return made.workers.loads, made.get_params()
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+        os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_worker_whose_core_is_busy_gets_less_and_the_weights_stay_exact() -> None:
+    [(loads, params), (same, _)] = spawn(beside_a_load, 2)
+    assert loads == same
+    assert min(load for _, load in loads) < 0.35
+    with wide() as made:
+        made.fit(samples(), num_epoch=5, batch_size=BATCH, kvstore=None, optimizer_params=RATE, eval_metric="loss")
+        assert distance(params, made.get_params()) <= 1e-11
+
+
+# -- messages -------------------------------------------------------------------------------------------------------
+
+
+def counted(comm: Communicator, words: str | None) -> int:
+    calls = 0
+    original = WorkerGroup.all_gather
+
+    def count(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return original(*arguments)
+
+    with variable(words) as patch:
+        patch.setattr(WorkerGroup, "all_gather", count)
+        patch.setattr("gangline.models.loop.stopping._SECONDS", 100.0)
+        in_a_job(comm, EQUAL, words, epochs=3)
+    return calls
+
+
+def test_measuring_costs_one_message_at_each_epochs_start() -> None:
+    [fixed, _], [auto, _] = (spawn(counted, 2, words) for words in (None, "auto"))
+    assert auto == fixed + 3
+
+
+# -- logs and pages -------------------------------------------------------------------------------------------------
+
+
+def test_the_split_and_the_times_of_all_workers_are_logged_by_rank_0() -> None:
+    first, second = (each["lines"] for each in spawn(in_a_job, 2, UNEQUAL))
+    assert not [line for line in second if "worker" in line]
+    moved = [line for line in first if line.startswith("work_load_list auto: worker 0 0.")]
+    assert moved
+    assert all(re.search(r", worker 1 0\.\d+ \(alone \d+ and \d+ samples/s\)$", line) for line in moved)
+    pattern = r"worker {}: load (0\.\d+), computed (\d+\.\d+) s, waited (\d+\.\d+) s"
+    epochs = [line for line in first if "computed" in line]
+    for number, line in enumerate(epochs):
+        match = re.fullmatch(rf"Epoch\[{number}\] {pattern.format(0)}; {pattern.format(1)}", line)
+        assert match, line
+        if not number:  # the fast worker waits for the other one
+            assert float(match[3]) > float(match[6])
+            assert float(match[5]) > float(match[2])
+    assert len(epochs) == 4
+
+
+def test_fixed_loads_log_the_times_too() -> None:
+    first = spawn(in_a_job, 2, EQUAL, "3,1")[0]
+    assert set(first["loads"]) == {(3, 1)}
+    assert len([line for line in first["lines"] if re.match(r"Epoch\[\d\] worker 0: load 3, computed", line)]) == 4
+    assert not [line for line in first["lines"] if "work_load_list auto" in line]
+
+
+def page_in_a_job(comm: Communicator, path: str) -> None:
+    with variable("auto"), create("allreduce", communicator=comm) as store, module(UNEQUAL[comm.rank]) as made:
+        progress = TrainingProgress(made, f"{path}/{comm.rank}.html")
+        made.fit(
+            samples(),
+            num_epoch=4,
+            batch_size=BATCH,
+            kvstore=store,
+            optimizer_params=RATE,
+            batch_end_callback=progress,
+            epoch_end_callback=progress,
+        )
+
+
+def test_the_page_shows_the_split_and_how_it_moved(tmp_path: Path) -> None:
+    spawn(page_in_a_job, 2, str(tmp_path))
+    data = read_progress(tmp_path / "0.html")
+    splits = data["splits"]
+    assert splits[0] == {"step": 0, "workers": [0.5, 0.5], "contexts": [1.0]}
+    assert len(splits) > 1
+    assert [one["step"] for one in splits] == sorted({one["step"] for one in splits})
+    assert splits[-1]["workers"][0] > 0.7
+    shown = re.fullmatch(r"(0\.\d+), (0\.\d+) \(auto\)", data["settings"]["loads of the workers"])
+    assert shown
+    assert float(shown[1]) == pytest.approx(splits[-1]["workers"][0], abs=2e-3)
+    for rank in range(2):
+        assert re.fullmatch(r"computed \S+ s, waited \S+ s", data["settings"][f"worker {rank}, last epoch"])
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def checkpointed(comm: Communicator, prefix: str, epochs: int, resumes: bool, stop_at: int | None) -> dict[str, Any]:
+    def stop(param: BatchEndParam) -> bool:
+        return (param.epoch, param.nbatch) == (epochs - 1, stop_at)
+
+    saver = Checkpoint(None, prefix)
+    options = {"callbacks": [stop], "epoch_end_callback": saver, "resume": "auto" if resumes else None}
+    seconds = UNEQUAL if comm.size == 2 else (FAST, FAST, FAST)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gangline.models.loop.stopping._SECONDS", 0.0)  # an exchange after each update
+        return in_a_job(comm, seconds, epochs=epochs, **options)
+
+
+@pytest.mark.parametrize("stop_at", [None, 2])
+def test_a_checkpoint_holds_the_loads_and_resumes_with_any_number_of_workers(
+    tmp_path: Path, stop_at: int | None
+) -> None:
+    prefix = str(tmp_path / "net")
+    found = spawn(checkpointed, 2, prefix, 3, False, stop_at)
+    number = 3 if stop_at is None else 2
+    saved = checkpoint.read(prefix, number)
+    assert saved.worker_balance is not None
+    assert saved.worker_balance["loads"] == found[0]["final"]
+    assert saved.of_worker(1, 2).worker_balance == saved.worker_balance
+    for count in (2, 3, 1):
+        for path in tmp_path.iterdir():  # each resumes from the first run's checkpoint
+            if not path.name.startswith(f"net-000{number}"):
+                path.unlink()
+        resumed = spawn(checkpointed, count, prefix, 5, True, None)
+        assert distance(resumed[0]["params"], alone(5)) <= 1e-11
+        warned = [line for line in resumed[0]["lines"] if "the saved loads are those of worker 0, worker 1;" in line]
+        assert len(warned) == (count == 3)
+        if count == 2:
+            assert resumed[0]["loads"][0][0] > 0.6
+        if count == 3:
+            assert max(resumed[0]["loads"][0]) < 0.5
+
+
+# -- context "parallel" ---------------------------------------------------------------------------------------------
+
+
+def in_parallel(comm: Communicator, port: int) -> Any:
+    rank = {"RANK": str(comm.rank), "WORLD_SIZE": str(comm.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in rank.items():
+            patch.setenv(name, value)
+        with module(UNEQUAL[comm.rank], "auto", "parallel") as made:
+            made.fit(samples(), num_epoch=4, batch_size=BATCH, optimizer_params=RATE)
+            return made.workers.loads, made.get_params()
+
+
+def test_auto_with_context_parallel_measures_the_workers() -> None:
+    [(loads, params), (same, _)] = spawn(in_parallel, 2, free_port())
+    assert loads == same
+    assert loads[0] > 0.7
+    assert distance(params, alone(4)) <= 1e-11
+
+
+# -- errors and warnings --------------------------------------------------------------------------------------------
+
+
+def refused(comm: Communicator, words: list[str]) -> str:
+    with variable(words[comm.rank]), create("allreduce", communicator=comm) as store:
+        try:
+            Workers(store)
+        except (ValueError, MismatchError) as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["automatic"] * 2, "ValueError: GANGLINE_WORK_LOAD_LIST is 'automatic'; expected one number per worker, "),
+        (["AUTO"] * 2, "such as 3,1, or auto"),
+        (["3,1,1"] * 2, "ValueError: GANGLINE_WORK_LOAD_LIST is '3,1,1', which has 3 entries for 2 workers"),
+        (
+            ["3,1", "auto"],
+            "MismatchError: init_optimizer: GANGLINE_WORK_LOAD_LIST is 3,1 on rank 0, but auto on rank 1",
+        ),
+    ],
+)
+def test_wrong_words_are_refused_on_all_workers(words: list[str], expected: str) -> None:
+    for error in spawn(refused, 2, words):
+        assert expected in error
+
+
+def own_batches(comm: Communicator) -> dict[str, Any]:
+    data, label = samples()
+    batches = [(data[start : start + 4], label[start : start + 4]) for start in range(0, 40, 4)]
+    return in_a_job(comm, EQUAL, data=batches, epochs=1, batch_size=None)
+
+
+def test_batches_of_a_workers_own_are_not_split_which_is_said_once() -> None:
+    first, second = spawn(own_batches, 2)
+    assert set(first["loads"]) == {(0.5, 0.5)}
+    assert len([line for line in first["lines"] if "which are not split" in line]) == 1
+    assert not [line for line in second["lines"] if "which are not split" in line]
+
+
+def own_loop(comm: Communicator) -> Any:
+    data, label = samples()
+    with variable("auto"), create("allreduce", communicator=comm) as store, module(UNEQUAL[comm.rank]) as made:
+        made.init_optimizer(store, "sgd", RATE)
+        for _ in range(4):
+            made.begin_epoch()
+            for start in range(0, SAMPLES, BATCH):
+                batch = slice(start, min(start + BATCH, SAMPLES))
+                mine = made.workers.share(batch.stop - batch.start)
+                made.forward_backward_update(data[batch][mine], label[batch][mine])
+        return made.workers.loads, made.get_params()
+
+
+def test_a_loop_of_the_users_own_is_balanced_at_begin_epoch() -> None:
+    [(loads, params), (same, _)] = spawn(own_loop, 2)
+    assert loads == same
+    assert loads[0] > 0.7
+    with module([0.0]) as made:
+        made.fit(samples(), num_epoch=4, batch_size=BATCH, shuffle=False, kvstore=None, optimizer_params=RATE)
+        assert distance(params, made.get_params()) <= 1e-11
