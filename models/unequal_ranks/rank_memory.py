@@ -10,6 +10,7 @@ import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -278,11 +279,23 @@ def _limits_up(mount: Path, folder: Path, files: tuple[str, str], cache: str, ra
     limit_file, usage_file = (f"memory.{name}" for name in files)
     for cgroup in (folder, *folder.parents):
         if (cgroup / limit_file).is_file() and (text := (cgroup / limit_file).read_text().strip()) != "max":
-            room = (int(text) - _usage(cgroup, usage_file, cache)) // ranks
-            limit = _status("VmRSS") + room if int(text) < _UNLIMITED else _UNLIMITED
-            yield MemoryLimit(str(cgroup), limit, lambda: _status("VmRSS"), lambda: _status("VmHWM"), ends_process=True)
+            # The cgroup counts pages that a forked process copies, which are in its VmRSS before; but all processes'.
+            of_group = partial(_usage, cgroup, usage_file, cache)
+            in_use = of_group if ranks == 1 else partial(_status, "VmRSS")
+            limit = min(int(text), _UNLIMITED)
+            yield MemoryLimit(
+                str(cgroup),
+                limit if ranks == 1 else in_use() + (limit - of_group()) // ranks,
+                in_use,
+                partial(_peak_above, in_use),
+                ends_process=True,
+            )
         if cgroup == mount:
             return
+
+
+def _peak_above(in_use: Callable[[], int]) -> int:
+    return in_use() + _status("VmHWM") - _status("VmRSS")
 
 
 def _reset_resident_peak() -> None:
