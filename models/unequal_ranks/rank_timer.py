@@ -83,7 +83,8 @@ class RankTimer:
             self._hooks.append(module.register_forward_pre_hook(self._begin_wait, prepend=True))
             self._hooks.append(module.register_forward_hook(self._end_wait, always_call=True))
         self._hooks.append(inner.register_forward_pre_hook(self._begin_forward, prepend=True))
-        self._hooks.append(inner.register_forward_hook(self._end_forward))
+        # Before hooks that replace the outputs: their backward may wait for other ranks' counts of labels.
+        self._hooks.append(inner.register_forward_hook(self._end_forward, prepend=True))
 
     def take(self) -> RankTime:
         """Return the times since the last call."""
