@@ -151,8 +151,8 @@ def order_of(loader: DataLoader[Any], exchange: RankExchange, global_batch: int 
     batches: Any = loader.batch_sampler
     if batches is None:
         raise ValueError(
-            "the DataLoader has batch_size=None, so its samples are not collated into batches that can be cut; expected "
-            "a batch_size or a batch_sampler"
+            "the DataLoader has batch_size=None, so its samples are not collated into batches that can be "
+            "cut; expected a batch_size or a batch_sampler"
         )
     if type(batches) is not BatchSampler:
         if global_batch is not None:
