@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gangline.models.unequal_ranks.balanced_loader import BalancedLoader, balance
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from gangline.collectives import torch_backend
+from gangline.models.unequal_ranks.balanced_loader import BalancedLoader, balance
 
 _CLASSES = 10
 _PIXELS = 16
@@ -129,7 +129,8 @@ def _step(model: nn.Module, loader: Iterable[Any]) -> Callable[[], None]:
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Any]) -> None:
     data, label = next(batches)
     optimizer.zero_grad()
-    cross_entropy(model(data), label).backward()
+    loss: torch.Tensor = cross_entropy(model(data), label)
+    loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
 
 

@@ -143,7 +143,7 @@ def _ask(pool: ProcessPool, name: str, steps: int, ranks: Sequence[int]) -> tupl
 
 def _steps_in(seconds: float, ask: Any, request: str, ranks: Sequence[int]) -> int:
     ask(request, 1, ranks)
-    took, _ = ask(request, 3, ranks)
+    took: float = ask(request, 3, ranks)[0]
     return max(3, round(3 * seconds / took))
 
 

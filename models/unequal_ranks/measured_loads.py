@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from gangline.collectives.workload import split_batch
 from gangline.models.load_balance.speed_model import SpeedModel, listed_rates, next_update
-from gangline.models.unequal_ranks.rank_memory import RankMemory, check_room
+from gangline.models.unequal_ranks.rank_memory import RankMemory
 from gangline.models.unequal_ranks.rank_timer import RankTime, RankTimer
+from gangline.models.unequal_ranks.split_controller import check_room, split_within
 
 _log = logging.getLogger("gangline")
 _MIN_GAIN = 0.03  # relative gain in step time that a new split must promise; equal ranks keep the equal split
@@ -70,25 +71,21 @@ class MeasuredLoads:
     def _new_speeds(self) -> SpeedModel:
         return SpeedModel([f"rank {rank}" for rank in range(self._size)], None, least=1, min_gain=_MIN_GAIN)
 
-    def try_memory(self, batch: Any, samples: int, global_batch: int) -> bool:
+    def try_memory(self, read: Callable[[int], Any], global_batch: int) -> None:
         """Find the limit of this rank's memory with a batch of its share, before training. Collective.
 
         Args:
-            batch: a batch as the loader returns it.
-            samples: samples in the batch.
+            read: returns a batch of so many samples, as the loader returns it.
             global_batch: samples over all ranks.
-
-        Returns:
-            True if a limit is known, of any rank.
 
         Raises:
             ValueError: if the limits of the ranks do not hold a global batch; on all ranks.
         """
         if self._memory is not None:
-            self._memory.try_batch(batch, samples)
-        self._merge_caps([row[0] for row in self._all_gather([self._own_cap()])])
+            samples = split_within(global_batch, self.loads, self.caps)[self._rank]
+            self._memory.try_batch(partial(read, samples), samples)
+            self._merge_caps([row[0] for row in self._all_gather([self._own_cap()])])
         check_room(global_batch, self.caps)
-        return any(cap is not None for cap in self.caps)
 
     def begin_batch(self, counts: Sequence[int]) -> bool:
         """Record the time of the batch before, and look at the speeds if that is due. Collective.
@@ -134,6 +131,11 @@ class MeasuredLoads:
         self._speeds = self._new_speeds()
         self._speeds.load_state(state["speeds"])
         self.loads = [float(load) for load in state["loads"]]
+
+    def close(self) -> None:
+        """Remove the hooks of the model."""
+        if self._timer is not None:
+            self._timer.close()
 
     def _end_batch(self) -> None:
         """Record this rank's time and memory of the batch that has ended."""
@@ -204,28 +206,6 @@ class MeasuredLoads:
             [cap for cap in (given, int(found) if found >= 0 else None) if cap is not None] for given, found in both
         ]
         self.caps = [min(of_rank, default=None) for of_rank in limits]
-
-
-def split_within(samples: int, loads: Sequence[float], caps: Sequence[int | None]) -> list[int]:
-    """Split a batch by loads; what exceeds the cap of a rank goes to the others by their loads.
-
-    Raises:
-        ValueError: if the caps do not hold the batch.
-    """
-    check_room(samples, caps)
-    counts = [0] * len(loads)
-    open_ranks = list(range(len(loads)))
-    left = samples
-    while left and open_ranks:
-        parts = split_batch(left, [loads[rank] for rank in open_ranks])
-        wanted = {rank: part.stop - part.start for rank, part in zip(open_ranks, parts, strict=True)}
-        full = [rank for rank in open_ranks if (cap := caps[rank]) is not None and wanted[rank] > cap]
-        for rank in full or open_ranks:
-            cap = caps[rank]
-            counts[rank] = cap if full and cap is not None else wanted[rank]
-            left -= counts[rank]
-        open_ranks = [rank for rank in open_ranks if rank not in full] if full else []
-    return counts
 
 
 def _totals(measured: Sequence[tuple[int, float]]) -> tuple[int, float]:

@@ -6,14 +6,16 @@ import inspect
 import logging
 import math
 import os
+import random
 import resource
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -93,14 +95,14 @@ class RankMemory:
             fits = min(fits, self._tried)
         return math.floor(fits)
 
-    def try_batch(self, batch: Any, samples: int) -> None:
+    def try_batch(self, read: Callable[[], Any], samples: int) -> None:
         """Run forward and backward on growing parts of a batch, until one does not fit.
 
         No gradient is accumulated; buffers and random states are restored. A module that cannot be called with the
         batch leaves the limit open, with a warning.
 
         Args:
-            batch: tensors, or nested containers of tensors, with the batch on the first axis.
+            read: returns the batch: tensors, or nested containers of them, with the batch on the first axis.
             samples: number of samples in the batch.
         """
         if not self.can_try or samples < 1:
@@ -111,6 +113,11 @@ class RankMemory:
             if self.memory.ends_process:
                 _reset_resident_peak()
             self._fixed = self._tried_peak = self.memory.in_use()
+            try:
+                batch = read()
+            except Exception as error:  # noqa: BLE001  the user's data set raises any type; training raises it again
+                self._warn(error)
+                return
             sizes = sorted({min(2**power, samples) for power in range(samples.bit_length() + 1)})
             for size in sizes:
                 if not self._fits(batch, samples, size):
@@ -158,12 +165,7 @@ class RankMemory:
             if not is_out_of_memory(error):
                 if self._tried == 0 and size < whole:  # such as batch normalization of one value
                     return True
-                _log.warning(
-                    "the memory of this rank is not known before training: calling the model with a batch failed "
-                    "with %s: %s; pass call=, such as lambda model, batch: model(batch[0]), or memory=None",
-                    type(error).__name__,
-                    error,
-                )
+                self._warn(error)
                 return False
             self._failed = size
         if self._device.type == "cuda":
@@ -176,6 +178,15 @@ class RankMemory:
         self._tried, self._tried_peak = size, peak
         return True
 
+    @staticmethod
+    def _warn(error: Exception) -> None:
+        _log.warning(
+            "balance: the memory of this rank is not known before training: calling the model with a batch failed "
+            "with %s: %s; pass call=, such as lambda model, batch: model(batch[0]), or memory=None",
+            type(error).__name__,
+            error,
+        )
+
     def _forward_backward(self, part: Any) -> None:
         parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         with torch.enable_grad():
@@ -187,27 +198,6 @@ class RankMemory:
                 torch.autograd.grad(torch.stack(sums).sum(), parameters, allow_unused=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def check_room(global_batch: int, caps: Sequence[int | None]) -> None:
-    """Check that a global batch fits into the ranks' memory; the arguments are equal on all ranks.
-
-    Raises:
-        ValueError: if a rank holds no sample, or all together hold less than the global batch.
-    """
-    full = [rank for rank, cap in enumerate(caps) if cap is not None and cap < 1]
-    if full:
-        raise ValueError(
-            f"not even one sample fits into the memory of rank {', '.join(map(str, full))}; use a smaller model or "
-            "sample there, or leave the rank out of the job"
-        )
-    known = [cap for cap in caps if cap is not None]
-    if len(known) == len(caps) and sum(known) < global_batch:
-        listed = ", ".join(f"rank {rank} {cap}" for rank, cap in enumerate(known))
-        raise ValueError(
-            f"the global batch of {global_batch} samples does not fit into the memory of the ranks: {listed}, together "
-            f"{sum(known)}; pass global_batch={sum(known)} or less, and accumulate gradients over more batches"
-        )
 
 
 def tightest_limit(device: torch.device) -> MemoryLimit | None:
@@ -314,10 +304,13 @@ def _usage(cgroup: Path, usage_file: str, cache: str) -> int:
 def _preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore buffers and random states after the block."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

@@ -18,10 +18,10 @@ from gangline.models.unequal_ranks.rank_memory import (
     MemoryLimit,
     RankMemory,
     call_with_batch,
-    check_room,
     samples_of,
     tightest_limit,
 )
+from gangline.models.unequal_ranks.split_controller import check_room, split_within
 from tests.collectives.processes import Processes, Rank
 
 SAMPLES = 48
@@ -80,7 +80,7 @@ def measure(rank: Rank, limit: str, spare: int) -> None:
     else:
         {"address space": limit_address_space, "data": limit_data}[limit](spare)
     memory = RankMemory(model)
-    memory.try_batch((torch.rand(SAMPLES, 1), torch.zeros(SAMPLES)), SAMPLES)
+    memory.try_batch(lambda: (torch.rand(SAMPLES, 1), torch.zeros(SAMPLES)), SAMPLES)
     unchanged = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     unchanged &= model.weight.grad is gradient and torch.equal(gradient, was)
     fits = memory.max_samples()
@@ -125,7 +125,7 @@ def test_without_a_limit_nothing_is_tried() -> None:
         pytest.skip("this machine limits the memory of tests")
     calls: list[int] = []
     memory = RankMemory(Wide(), lambda _, batch: calls.append(len(batch)))
-    memory.try_batch(torch.rand(4, 1), 4)
+    memory.try_batch(lambda: torch.rand(4, 1), 4)
     memory.record_step(4)
     assert calls == []
     assert memory.max_samples() is None
@@ -184,6 +184,24 @@ def test_a_global_batch_that_fits_is_none(caps: list[int | None]) -> None:
     check_room(64, caps)
 
 
+@pytest.mark.parametrize(
+    ("samples", "loads", "caps", "counts"),
+    [
+        (64, [3, 1], [None, None], [48, 16]),
+        (64, [3, 1], [40, None], [40, 24]),
+        (64, [3, 1], [40, 24], [40, 24]),
+        (60, [4, 2, 1], [20, None, None], [20, 27, 13]),
+        (60, [4, 2, 1], [20, 25, None], [20, 25, 15]),
+        (2, [1, 1, 1], [None, None, None], [1, 1, 0]),
+        (10, [1000, 1], [None, 3], [9, 1]),
+    ],
+)
+def test_what_exceeds_a_cap_goes_to_the_others(
+    samples: int, loads: list[float], caps: list[int | None], counts: list[int]
+) -> None:
+    assert split_within(samples, loads, caps) == counts
+
+
 # -- calls of the module ----------------------------------------------------------------------------------------------
 
 
@@ -232,6 +250,6 @@ def test_a_call_that_fails_leaves_the_limit_open_with_a_warning(caplog: pytest.L
     calls: list[Callable[..., Any]] = [fails]
     memory = with_peaks(1000, 300)
     memory._call = calls[0]
-    memory.try_batch(X, 4)
+    memory.try_batch(lambda: X, 4)
     assert "calling the model with a batch failed with KeyError: 'pixels'; pass call=" in caplog.text
     assert memory.max_samples() is None
