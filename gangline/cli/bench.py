@@ -28,10 +28,22 @@ class _Benches(TyperGroup):
         from gangline.bench.startup import startup
         from gangline.bench.training import training
         from gangline.bench.transfer import transfer
+        from gangline.bench.unequal.unequal_ranks import unequal_ranks
         from gangline.bench.workload.collective_shapes import COLLECTIVES
 
         benches = typer.Typer()
-        for command in (kvstore, ps, training, transfer, balance, compression, device_group, tune, simulate):
+        for command in (
+            kvstore,
+            ps,
+            training,
+            transfer,
+            balance,
+            unequal_ranks,
+            compression,
+            device_group,
+            tune,
+            simulate,
+        ):
             benches.command()(command)  # typer spells names with dashes
         for name in COLLECTIVES:  # with an underscore, as in JSON and for peers
             benches.command(name, short_help=f"Measure {name} over a range of sizes, beside gloo and MPI.")(collective)

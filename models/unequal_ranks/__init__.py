@@ -1,1 +1,1 @@
-"""Unequal ranks: batches of a torch.distributed job split over its ranks by speed and memory."""
+"""Batches of unequal size for the ranks of a torch.distributed job, with the gradient of one device."""

@@ -76,14 +76,15 @@ class RankTimer:
         self._backward_began: Any = None
         self._hooks: list[RemovableHandle] = []
         # The order of hooks matters: an FSDP2 module gathers its parameters in a pre-forward hook of its own.
-        for module in units:
-            self._hooks.append(module.register_forward_pre_hook(self._begin_wait, prepend=True))
-            self._hooks.append(module.register_forward_pre_hook(self._end_wait))
+        for unit in units:
+            self._hooks.append(unit.register_forward_pre_hook(self._begin_wait, prepend=True))
+            self._hooks.append(unit.register_forward_pre_hook(self._end_wait))
         for module in waiting:
             self._hooks.append(module.register_forward_pre_hook(self._begin_wait, prepend=True))
             self._hooks.append(module.register_forward_hook(self._end_wait, always_call=True))
         self._hooks.append(inner.register_forward_pre_hook(self._begin_forward, prepend=True))
-        self._hooks.append(inner.register_forward_hook(self._end_forward))
+        # Before hooks that replace the outputs: their backward may wait for other ranks' counts of labels.
+        self._hooks.append(inner.register_forward_hook(self._end_forward, prepend=True))
 
     def take(self) -> RankTime:
         """Return the times since the last call."""

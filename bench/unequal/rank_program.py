@@ -1,0 +1,139 @@
+"""Rank of the bench: trains alone, under DistributedDataParallel, or with a balanced loader, when the driver asks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from gangline.collectives import torch_backend
+from gangline.models.unequal_ranks.balanced_loader import BalancedLoader, balance
+
+_CLASSES = 10
+_PIXELS = 16
+_CHANNELS = 24
+_BATCHES = 32  # global batches in an epoch
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """What a rank needs to know."""
+
+    rank: int
+    size: int
+    core: int
+    store: str
+    """File through which the ranks find each other."""
+    batch_size: int
+    """Samples of a rank in an equal split."""
+    backend: str
+
+
+def serve(connection: Connection) -> None:
+    """Run what the driver asks for until it closes the connection.
+
+    A request is (name, steps): "alone", "ddp" or "balanced" trains, "renew" begins a new balanced run. The answer is
+    the seconds of the steps, and the samples of each rank in the last batch.
+    """
+    options: RankOptions = connection.recv()
+    os.sched_setaffinity(0, {options.core})
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    assert torch_backend.__all__  # registers backend "gangline"
+    dist.init_process_group(
+        options.backend, init_method=f"file://{options.store}", rank=options.rank, world_size=options.size
+    )
+    trainers = _Trainers(options)
+    while True:
+        try:
+            name, steps = connection.recv()
+        except EOFError:
+            return
+        connection.send(trainers.run(name, steps))
+
+
+class _Trainers:
+    def __init__(self, options: RankOptions) -> None:
+        self._options = options
+        samples = _BATCHES * options.size * options.batch_size
+        generator = torch.Generator().manual_seed(2)
+        self._data = TensorDataset(
+            torch.rand(samples, 3, _PIXELS, _PIXELS, generator=generator),
+            torch.randint(_CLASSES, (samples,), generator=generator),
+        )
+        self._balanced: BalancedLoader | None = None
+        self._steps: dict[str, Callable[[], Any]] = {"alone": self._alone(), "ddp": self._ddp()}
+
+    def run(self, name: str, steps: int) -> tuple[float, list[int]]:
+        if name == "renew":
+            if self._balanced is not None:
+                self._balanced.close()
+            self._steps["balanced"] = self._renewed()
+            return 0.0, []
+        step = self._steps[name]
+        if name != "alone":
+            dist.barrier()
+        began = time.perf_counter()
+        for _ in range(steps):
+            step()
+        if name != "alone":
+            dist.barrier()
+        took = time.perf_counter() - began
+        loader = self._balanced
+        return took, list(loader.shares) if name == "balanced" and loader is not None else []
+
+    def _alone(self) -> Callable[[], Any]:
+        loader = DataLoader(self._data, self._options.batch_size, shuffle=True, drop_last=True)
+        return _step(network(), loader)
+
+    def _ddp(self) -> Callable[[], Any]:
+        size, rank = self._options.size, self._options.rank
+        sampler: DistributedSampler[Any] = DistributedSampler(self._data, size, rank)
+        loader = DataLoader(self._data, self._options.batch_size, sampler=sampler, drop_last=True)
+        return _step(DistributedDataParallel(network()), loader)
+
+    def _renewed(self) -> Callable[[], Any]:
+        model = DistributedDataParallel(network())
+        loader = DataLoader(self._data, self._options.batch_size, shuffle=True, drop_last=True)
+        self._balanced = balance(model, loader)
+        return _step(model, self._balanced)
+
+
+def network() -> nn.Module:
+    """Return a convolutional network whose time is in its samples, not in its parameters."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for _ in range(4):
+        layers += [nn.Conv2d(channels, _CHANNELS, 3, padding=1), nn.ReLU()]
+        channels = _CHANNELS
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(_CHANNELS, _CLASSES))
+
+
+def _step(model: nn.Module, loader: Iterable[Any]) -> Callable[[], None]:
+    """Return a function that trains one step, over as many epochs as are asked for."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    return partial(_train, model, optimizer, _endless(loader))
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Any]) -> None:
+    data, label = next(batches)
+    optimizer.zero_grad()
+    loss: torch.Tensor = cross_entropy(model(data), label)
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def _endless(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader

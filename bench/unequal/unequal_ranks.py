@@ -1,0 +1,172 @@
+"""`gangline bench unequal-ranks`: `gangline.balance` beside plain DistributedDataParallel on ranks of unequal speed.
+
+Each rank has a core of its own. The last one is slowed down by a CPU quota of a cgroup or, where this user may set
+none, by processes that compete for its core.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gangline.bench.report.machine import command_line
+from gangline.bench.report.output import check_outputs, publish
+from gangline.bench.report.rows import Row, spread
+from gangline.bench.unequal.slow_process import SlowProcess, slow_process
+from gangline.bench.workload.options import Json, Runs, RunSeconds
+from gangline.collectives.errors import UsageError
+
+if TYPE_CHECKING:
+    from gangline.collectives.processes.process_pool import ProcessPool
+
+_SETTLE_STEPS = 40  # of the balanced run, before it is measured
+
+
+def unequal_ranks(
+    factors: Annotated[str, typer.Option(help="Factors by which the last rank is slower, with commas.")] = "1,1.5,3,10",
+    batch_size: Annotated[int, typer.Option(help="Samples of each rank in the equal split.", min=2)] = 128,
+    ranks: Annotated[int, typer.Option(help="Number of ranks, with a core each.", min=2)] = 2,
+    backend: Annotated[str, typer.Option(help="Backend of torch.distributed: gloo or gangline.")] = "gloo",
+    run_seconds: RunSeconds = 2.0,
+    runs: Runs = 5,
+    json: Json = None,
+) -> None:
+    """Measure samples per second of each rank alone, of DistributedDataParallel, and of a balanced loader, in turn."""
+    check_outputs(json)
+    speeds = _parsed(factors)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < ranks:
+        raise UsageError(f"--ranks is {ranks}, but this process may use {len(cores)} cores; each rank needs one")
+    rows: list[Row] = []
+    for factor in speeds:
+        rows += measure(factor, cores[:ranks], batch_size, backend, run_seconds, runs)
+    publish(command_line(), rows, json)
+
+
+def measure(
+    factor: float, cores: Sequence[int], batch_size: int, backend: str, run_seconds: float, runs: int
+) -> list[Row]:
+    """Measure one factor.
+
+    Args:
+        factor: by which the last rank is slower.
+        cores: one per rank.
+        batch_size: samples of each rank in the equal split.
+        backend: of torch.distributed.
+        run_seconds: approximate length of a run.
+        runs: number of runs of each candidate, in turn.
+    """
+    from gangline.bench.driver.candidates import in_turn, say
+
+    size = len(cores)
+    with _ranks(cores, batch_size, backend) as (pool, slow):
+        slow.slow_down(factor)
+        ask = partial(_ask, pool)
+        everybody = range(size)
+        ask("renew", 1, everybody)
+        say(f"factor {factor:g}: settling")
+        ask("balanced", _SETTLE_STEPS, everybody)
+        candidates: dict[str, tuple[str, Sequence[int], int]] = {  # name -> (request, ranks, samples of a step)
+            **{f"rank {rank} alone": ("alone", [rank], batch_size) for rank in everybody},
+            "DDP": ("ddp", everybody, size * batch_size),
+            "balanced": ("balanced", everybody, size * batch_size),
+        }
+        measurements = {
+            name: partial(_samples_per_second, ask, *candidate, _steps_in(run_seconds, ask, *candidate[:2]))
+            for name, candidate in candidates.items()
+        }
+        say(f"factor {factor:g}: measuring")
+        found = in_turn(measurements, runs)
+        _, shares = ask("balanced", 1, everybody)
+        together = [sum(of_run) for of_run in zip(*(found[f"rank {rank} alone"] for rank in everybody), strict=True)]
+        found["sum of ranks alone"] = together
+        order = [*[*candidates][:size], "sum of ranks alone", "DDP", "balanced"]
+        return [
+            {
+                "who": who,
+                "slower_by": f"{factor:g}",
+                "slowed_by": slow.name if factor > 1 else "nothing",
+                "ranks": size,
+                "batch_size": size * batch_size,
+                "backend": backend,
+                "split": _split(who, shares, size, batch_size),
+                "samples_per_s": statistics.median(found[who]),
+                "of_the_sum": _ratio(found[who], together),
+                "ratio_to_ddp": _ratio(found[who], found["DDP"]),
+                **spread(found[who]),
+            }
+            for who in order
+        ]
+
+
+@contextmanager
+def _ranks(cores: Sequence[int], batch_size: int, backend: str) -> Iterator[tuple[ProcessPool, SlowProcess]]:
+    from gangline.bench.unequal.rank_program import RankOptions, serve
+    from gangline.collectives.processes.process_pool import ProcessPool
+
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gangline-bench-"))
+        pool = ProcessPool(serve, len(cores))
+        stack.callback(pool.close)
+        for rank, core in enumerate(cores):
+            options = RankOptions(rank, len(cores), core, str(Path(folder, "store")), batch_size, backend)
+            pool.connections[rank].send(options)
+        slow = slow_process(pool.pids[-1], cores[-1])
+        stack.callback(slow.close)
+        yield pool, slow
+
+
+def _ask(pool: ProcessPool, name: str, steps: int, ranks: Sequence[int]) -> tuple[float, list[int]]:
+    """Ask ranks to train; return the longest time and the split of the last batch."""
+    for rank in ranks:
+        pool.connections[rank].send((name, steps))
+    answers: dict[int, Any] = {}
+    while len(answers) < len(ranks):
+        ready, ended = pool.wait()
+        for rank in ready:
+            try:
+                answers[rank] = pool.connections[rank].recv()
+            except EOFError:
+                ended[rank] = None
+        if ended:
+            raise RuntimeError(f"rank {min(ended)} ended while it ran {name!r}; its error is above")
+    return max(seconds for seconds, _ in answers.values()), answers[ranks[0]][1]
+
+
+def _steps_in(seconds: float, ask: Any, request: str, ranks: Sequence[int]) -> int:
+    ask(request, 1, ranks)
+    took: float = ask(request, 3, ranks)[0]
+    return max(3, round(3 * seconds / took))
+
+
+def _samples_per_second(ask: Any, request: str, ranks: Sequence[int], samples: int, steps: int) -> float:
+    took, _ = ask(request, steps, ranks)
+    return float(steps * samples / took)
+
+
+def _split(who: str, shares: Sequence[int], size: int, batch_size: int) -> str | None:
+    if who == "balanced":
+        return ":".join(map(str, shares))
+    return ":".join([str(batch_size)] * size) if who == "DDP" else None
+
+
+def _ratio(own: Sequence[float], other: Sequence[float]) -> float:
+    return statistics.median(mine / theirs for mine, theirs in zip(own, other, strict=True))
+
+
+def _parsed(factors: str) -> list[float]:
+    try:
+        found = [float(word) for word in factors.split(",")]
+    except ValueError:
+        raise UsageError(f"--factors is {factors!r}; expected numbers with commas, such as 1,1.5,3,10") from None
+    if not all(1 <= factor <= 100 for factor in found):
+        raise UsageError(f"--factors is {factors!r}; expected numbers from 1 to 100")
+    return found
