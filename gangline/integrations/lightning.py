@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.hooks import RemovableHandle
 
 from gangline.integrations.queued_weights import QueuedWeight, QueuedWeights, scaled
+from gangline.models.unequal_ranks.prepared_loader import copy_loader
 
 
 class Balance(Callback):
@@ -117,8 +117,5 @@ def _with_own_sampler(loader: DataLoader[Any]) -> DataLoader[Any]:
     """
     if isinstance(loader.dataset, IterableDataset) or type(loader.sampler).__name__ != "DistributedSamplerWrapper":
         return loader
-    settings = {name: getattr(loader, name) for name in _SETTINGS}
     own = loader.sampler.dataset._sampler
-    return DataLoader(
-        loader.dataset, batch_size=loader.batch_size, sampler=own, drop_last=loader.drop_last, **settings
-    )
+    return copy_loader(loader, batch_size=loader.batch_size, sampler=own, drop_last=loader.drop_last)
