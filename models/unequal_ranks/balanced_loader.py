@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from gangline.collectives.workload import check_work_load_list
 from gangline.models.unequal_ranks.global_order import order_of
 from gangline.models.unequal_ranks.gradient_scale import GradientScale
 from gangline.models.unequal_ranks.measured_loads import MeasuredLoads
+from gangline.models.unequal_ranks.prepared_loader import copy_loader, unprepared
 from gangline.models.unequal_ranks.rank_exchange import RankExchange, group_of
 from gangline.models.unequal_ranks.rank_memory import Call, RankMemory
 from gangline.models.unequal_ranks.rank_timer import RankTimer
@@ -51,6 +52,9 @@ class BalancedLoader:
         given = [1.0] * size if loads == "auto" else check_work_load_list(loads, size)
         if not all(given):
             raise ValueError(f"loads is {list(loads)}; expected a number above 0 for each rank")
+        prepared = unprepared(loader)
+        if prepared is not None:
+            loader, global_batch = prepared.loader, global_batch or prepared.global_batch
         order, self.global_batch = order_of(loader, self._exchange, global_batch)
         ahead = self._exchange.all_gather(_drawn_ahead(loader))
         self._exchange.check_same(
@@ -81,7 +85,8 @@ class BalancedLoader:
         self._is_memory_tried = False
         self._sampler = ShareSampler(order, self.controller, self._exchange.rank)
         self._user_loader = loader
-        self._loader = _with_batches(loader, self._sampler)
+        inner = _with_batches(loader, self._sampler)
+        self._loader = inner if prepared is None else prepared.around(inner)
         self._scale = GradientScale(model) if loss_reduction != "normalized" else None
         self.epoch = 0
         """Number of the epoch that comes next, or that is under way."""
@@ -106,6 +111,11 @@ class BalancedLoader:
         return self._weight()
 
     @property
+    def deferred_weight(self) -> Callable[[], float]:
+        """Function that returns the current batch's `weight`, also when later batches have been handed out."""
+        return self._weight
+
+    @property
     def loads(self) -> list[float]:
         """Loads of all ranks, for the batches that are drawn next."""
         return self.controller.loads
@@ -127,7 +137,7 @@ class BalancedLoader:
             {
                 "seed": seed,
                 "epoch": self.epoch,
-                "sampler epoch": getattr(self._user_loader.sampler, "epoch", None),
+                "sampler epoch": _sampler_epoch(self._user_loader.sampler),
                 "skip": 0 if resumed is None else resumed["samples"],
             }
         )
@@ -276,6 +286,11 @@ def _ratio(total: Any, size: int) -> float:
     return float(total.own * size / total.wait()) if total.own else 0.0
 
 
+def _sampler_epoch(sampler: object) -> int | None:
+    """Return the epoch that a DistributedSampler shuffles by; other samplers draw on rank 0 alone."""
+    return sampler.epoch if isinstance(sampler, DistributedSampler) else None
+
+
 def _check_starts(starts: list[dict[str, Any]]) -> None:
     for rank, start in enumerate(starts[1:], 1):
         for name in ("epoch", "sampler epoch", "skip"):
@@ -295,17 +310,4 @@ def _with_batches(loader: DataLoader[Any], sampler: ShareSampler) -> DataLoader[
     """Return a DataLoader with the settings of another one and other batches."""
     if isinstance(loader.dataset, IterableDataset):
         raise ValueError("the loader's data set is iterable")
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=sampler,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        pin_memory_device=loader.pin_memory_device,
-    )
+    return copy_loader(loader, batch_sampler=sampler)

@@ -160,7 +160,7 @@ def order_of(loader: DataLoader[Any], exchange: RankExchange, global_batch: int 
                 f"global_batch is {global_batch}, but the loader's {type(batches).__name__} decides the size of "
                 "batches; leave global_batch out"
             )
-        knows_ranks = _knows_ranks(batches)
+        knows_ranks = _knows_ranks(batches) or _knows_ranks(getattr(batches, "sampler", None))
         count = len(batches) if hasattr(batches, "__len__") else None
         drops = bool(getattr(batches, "drop_last", False))
         length = None

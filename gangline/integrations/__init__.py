@@ -1,0 +1,4 @@
+"""One line for the training loops of other packages: Lightning and the Hugging Face Trainer.
+
+Nothing imports these files by default: each imports the package that it serves.
+"""

@@ -1,0 +1,121 @@
+"""Unequal batches in Lightning: one callback of the Trainer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.hooks import RemovableHandle
+
+from gangline.integrations.queued_weights import QueuedWeight, QueuedWeights, scaled
+from gangline.models.unequal_ranks.prepared_loader import copy_loader
+
+
+class Balance(Callback):
+    """Splits the training batches over the ranks by their speed, with the gradient of one device.
+
+        trainer = Trainer(devices=2, strategy="ddp", callbacks=[Balance()])
+
+    The gradient of each loss that is passed to backward is multiplied by this rank's share of the batch, so the ranks'
+    mean, which DDP and FSDP form, is the mean over the global batch. Only the train loader is replaced. With one rank
+    the callback does nothing.
+    """
+
+    def __init__(
+        self,
+        loads: Sequence[float] | Literal["auto"] = "auto",
+        *,
+        count: Callable[[Any], float | Tensor] | None = None,
+        **options: Any,
+    ) -> None:
+        """Choose the split.
+
+        Args:
+            loads: relative speed of each rank, such as [3, 1]; "auto" measures it.
+            count: function of a batch that returns how much the mean of its loss counts, such as the number of labels
+                that are not ignored; None: its samples.
+            **options: of `gangline.balance`.
+        """
+        self._options = {"loads": loads, "count": count, **options}
+        self.loader: QueuedWeights | None = None
+        """Balanced train loader of the current fit."""
+        self._process: Any = None
+        self._current: QueuedWeight | None = None
+        self._hooks: list[RemovableHandle] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Wrap the strategy's processing of loaders.
+
+        Raises:
+            ValueError: if the strategy does not give each rank a part of the data.
+        """
+        del pl_module
+        if stage != "fit" or trainer.world_size == 1:
+            return
+        replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas")
+        if replicas != trainer.world_size:
+            raise ValueError(
+                f"Balance: {type(trainer.strategy).__name__} has {replicas} parts of the data for {trainer.world_size} "
+                "ranks; expected a strategy that gives each rank a part, such as 'ddp' or 'fsdp'"
+            )
+        self._process = trainer.strategy.process_dataloader
+        trainer.strategy.process_dataloader = partial(self._processed, trainer)
+
+    def _processed(self, trainer: Trainer, loader: Any) -> Any:
+        loader = self._process(loader)
+        if not trainer.training:
+            return loader
+        if not isinstance(loader, DataLoader):
+            raise ValueError(f"Balance: the train loader is a {type(loader).__name__}; expected a torch DataLoader")
+        if self.loader is not None:
+            if trainer.reload_dataloaders_every_n_epochs == 0:
+                raise ValueError("Balance: there is more than one train loader; expected one")
+            self.loader.close()
+        if int(os.environ.get("PL_SEED_WORKERS", 0)) and loader.worker_init_fn is None:
+            loader.worker_init_fn = partial(pl_worker_init_function, rank=trainer.global_rank)
+        self.loader = QueuedWeights(trainer.model, _with_own_sampler(loader), **self._options)
+        return self.loader
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Take the weight of the batch that is trained now, which is not always the last one that was read."""
+        del trainer, pl_module, batch, batch_idx
+        self._current = None if self.loader is None else self.loader.next_weight()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Scale the gradient of the loss when backward computes it."""
+        del trainer, pl_module
+        if self._current is not None and loss.requires_grad:
+            weight = self._current.weight
+            self._hooks.append(loss.register_hook(lambda gradient: scaled(gradient, weight())))
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove the hook: a loss that is passed to backward twice is scaled once each time."""
+        del trainer, pl_module
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Restore the strategy and close the loader."""
+        del pl_module, stage
+        if self._process is not None:
+            trainer.strategy.process_dataloader, self._process = self._process, None
+        if self.loader is not None:
+            self.loader.close()
+        self.loader = self._current = None
+
+
+def _with_own_sampler(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return the loader with the user's own sampler in place of the one in which Lightning has wrapped it.
+
+    Lightning's wrapper repeats samples so that all ranks have equally many.
+    """
+    if isinstance(loader.dataset, IterableDataset) or type(loader.sampler).__name__ != "DistributedSamplerWrapper":
+        return loader
+    own = loader.sampler.dataset._sampler
+    return copy_loader(loader, batch_size=loader.batch_size, sampler=own, drop_last=loader.drop_last)

@@ -1,0 +1,99 @@
+"""Prepared loader: what accelerate's `prepare` made of a DataLoader, with the DataLoader inside exchanged.
+
+accelerate itself is not imported: a script that holds such a loader has done so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+_SETTINGS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
+
+
+@dataclass(frozen=True)
+class PreparedLoader:
+    """A loader of accelerate, which moves batches to the device and counts them for gradient accumulation."""
+
+    outer: Any
+    """The loader that `prepare` returned."""
+    loader: DataLoader[Any]
+    """DataLoader as it was before `prepare`."""
+    global_batch: int | None
+    """Samples of all ranks in a step if the batch size counts them (split_batches); else None."""
+
+    def around(self, loader: DataLoader[Any]) -> Any:
+        """Put another DataLoader into accelerate's loader, and return accelerate's."""
+        self.outer.base_dataloader = loader
+        return self.outer
+
+
+def copy_loader(loader: DataLoader[Any], **batches: Any) -> DataLoader[Any]:
+    """Return a DataLoader with the data set and settings of another one and other batches.
+
+    Args:
+        loader: has the settings.
+        **batches: arguments of DataLoader: batch_sampler, or batch_size, sampler and drop_last.
+    """
+    settings = {name: getattr(loader, name) for name in _SETTINGS}
+    return DataLoader(loader.dataset, **batches, **settings)
+
+
+def unprepared(loader: Any) -> PreparedLoader | None:
+    """Return the DataLoader inside a loader that accelerate prepared; None for other loaders.
+
+    Raises:
+        ValueError: if accelerate was set up so that its batches cannot be cut.
+    """
+    kind = type(loader)
+    if not kind.__module__.startswith("accelerate."):
+        return None
+    if kind.__name__ != "DataLoaderShard":
+        raise ValueError(
+            f"the loader is accelerate's {kind.__name__}, which has its own way of sharing batches out; expected a "
+            "DataLoaderShard: write Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))"
+        )
+    if loader.use_stateful_dataloader:
+        raise ValueError(
+            "the loader was prepared with use_stateful_dataloader=True, whose state does not know the split; leave it "
+            "out, and use state_dict() of the loader that balance() returns"
+        )
+    base: DataLoader[Any] = loader.base_dataloader
+    if isinstance(base.dataset, IterableDataset):
+        return _of_stream(loader, base)
+    shard: Any = base.batch_sampler
+    batches, is_global = shard, False
+    if type(shard).__name__ == "BatchSamplerShard":
+        batches, is_global = shard.batch_sampler, shard.split_batches
+    if type(batches) is BatchSampler:
+        plain = copy_loader(base, batch_size=batches.batch_size, sampler=batches.sampler, drop_last=batches.drop_last)
+        return PreparedLoader(loader, plain, batches.batch_size if is_global else None)
+    if is_global:
+        raise ValueError(
+            f"split_batches=True with a {type(batches).__name__}: the lists of a batch sampler of one's own cannot be "
+            "global batches; leave split_batches out"
+        )
+    return PreparedLoader(loader, copy_loader(base, batch_sampler=batches), None)
+
+
+def _of_stream(loader: Any, base: DataLoader[Any]) -> PreparedLoader:
+    part: Any = base.dataset
+    if type(part).__name__ != "IterableDatasetShard":
+        return PreparedLoader(loader, base, None)
+    settings = {name: getattr(base, name) for name in _SETTINGS}
+    plain: DataLoader[Any] = DataLoader(part.dataset, batch_size=part.batch_size, drop_last=part.drop_last, **settings)
+    return PreparedLoader(loader, plain, part.batch_size if part.split_batches else None)
