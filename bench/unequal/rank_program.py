@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from gangline.bench.unequal.timeline import Step
 from gangline.collectives import torch_backend
 from gangline.models.unequal_ranks.balanced_loader import BalancedLoader, balance
 
@@ -44,7 +45,8 @@ def serve(connection: Connection) -> None:
     """Run what the driver asks for until it closes the connection.
 
     A request is (name, steps): "alone", "ddp" or "balanced" trains, "renew" begins a new balanced run. The answer is
-    the seconds of the steps, and the samples of each rank in the last batch.
+    the seconds of the steps, and the samples of each rank in the last batch. For "trace ddp" and "trace balanced" it is
+    a list of `Step` instead of the seconds.
     """
     options: RankOptions = connection.recv()
     os.sched_setaffinity(0, {options.core})
@@ -73,14 +75,17 @@ class _Trainers:
             torch.randint(_CLASSES, (samples,), generator=generator),
         )
         self._balanced: BalancedLoader | None = None
+        self._models: dict[str, nn.Module] = {}
         self._steps: dict[str, Callable[[], Any]] = {"alone": self._alone(), "ddp": self._ddp()}
 
-    def run(self, name: str, steps: int) -> tuple[float, list[int]]:
+    def run(self, name: str, steps: int) -> tuple[float | list[Step], list[int]]:
         if name == "renew":
             if self._balanced is not None:
                 self._balanced.close()
             self._steps["balanced"] = self._renewed()
             return 0.0, []
+        if name.startswith("trace "):
+            return self._trace(name.removeprefix("trace "), steps), self._shares()
         step = self._steps[name]
         if name != "alone":
             dist.barrier()
@@ -90,8 +95,29 @@ class _Trainers:
         if name != "alone":
             dist.barrier()
         took = time.perf_counter() - began
-        loader = self._balanced
-        return took, list(loader.shares) if name == "balanced" and loader is not None else []
+        return took, self._shares() if name == "balanced" else []
+
+    def _shares(self) -> list[int]:
+        return [] if self._balanced is None else list(self._balanced.shares)
+
+    def _trace(self, name: str, steps: int) -> list[Step]:
+        """Train steps and return when each began, had its last gradient, and ended."""
+        last_gradient = 0.0
+
+        def note(_: torch.Tensor) -> None:
+            nonlocal last_gradient
+            last_gradient = time.perf_counter()
+
+        hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in self._models[name].parameters()]
+        times: list[Step] = []
+        dist.barrier()
+        for _ in range(steps):
+            began = time.perf_counter()
+            self._steps[name]()
+            times.append((began, last_gradient, time.perf_counter()))
+        for hook in hooks:
+            hook.remove()
+        return times
 
     def _alone(self) -> Callable[[], Any]:
         loader = DataLoader(self._data, self._options.batch_size, shuffle=True, drop_last=True)
@@ -101,10 +127,11 @@ class _Trainers:
         size, rank = self._options.size, self._options.rank
         sampler: DistributedSampler[Any] = DistributedSampler(self._data, size, rank)
         loader = DataLoader(self._data, self._options.batch_size, sampler=sampler, drop_last=True)
-        return _step(DistributedDataParallel(network()), loader)
+        self._models["ddp"] = DistributedDataParallel(network())
+        return _step(self._models["ddp"], loader)
 
     def _renewed(self) -> Callable[[], Any]:
-        model = DistributedDataParallel(network())
+        model = self._models["balanced"] = DistributedDataParallel(network())
         loader = DataLoader(self._data, self._options.batch_size, shuffle=True, drop_last=True)
         self._balanced = balance(model, loader)
         return _step(model, self._balanced)

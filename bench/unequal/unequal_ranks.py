@@ -27,6 +27,7 @@ from gangline.collectives.errors import UsageError
 if TYPE_CHECKING:
     from gangline.collectives.processes.process_pool import ProcessPool
 
+_TRACED_STEPS = 4  # drawn in a timeline
 _SETTLE_STEPS = 40  # of the balanced run, before it is measured
 
 
@@ -38,6 +39,9 @@ def unequal_ranks(
     run_seconds: RunSeconds = 2.0,
     runs: Runs = 5,
     json: Json = None,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw a few steps of the largest factor into this .png file.")
+    ] = None,
 ) -> None:
     """Measure samples per second of each rank alone, of DistributedDataParallel, and of a balanced loader, in turn."""
     check_outputs(json)
@@ -47,12 +51,13 @@ def unequal_ranks(
         raise UsageError(f"--ranks is {ranks}, but this process may use {len(cores)} cores; each rank needs one")
     rows: list[Row] = []
     for factor in speeds:
-        rows += measure(factor, cores[:ranks], batch_size, backend, run_seconds, runs)
+        drawn = timeline if factor == max(speeds) else None
+        rows += measure(factor, cores[:ranks], batch_size, backend, run_seconds, runs, drawn)
     publish(command_line(), rows, json)
 
 
 def measure(
-    factor: float, cores: Sequence[int], batch_size: int, backend: str, run_seconds: float, runs: int
+    factor: float, cores: Sequence[int], batch_size: int, backend: str, run_seconds: float, runs: int, timeline: Path | None
 ) -> list[Row]:
     """Measure one factor.
 
@@ -63,6 +68,7 @@ def measure(
         backend: of torch.distributed.
         run_seconds: approximate length of a run.
         runs: number of runs of each candidate, in turn.
+        timeline: file to draw some steps into; None: nothing is drawn.
     """
     from gangline.bench.driver.candidates import in_turn, say
 
@@ -86,6 +92,8 @@ def measure(
         say(f"factor {factor:g}: measuring")
         found = in_turn(measurements, runs)
         _, shares = ask("balanced", 1, everybody)
+        if timeline is not None:
+            _draw(timeline, pool, factor, [batch_size] * size, shares)
         together = [sum(of_run) for of_run in zip(*(found[f"rank {rank} alone"] for rank in everybody), strict=True)]
         found["sum of ranks alone"] = together
         order = [*[*candidates][:size], "sum of ranks alone", "DDP", "balanced"]
@@ -124,8 +132,28 @@ def _ranks(cores: Sequence[int], batch_size: int, backend: str) -> Iterator[tupl
         yield pool, slow
 
 
+def _draw(path: Path, pool: ProcessPool, factor: float, equal: Sequence[int], shares: Sequence[int]) -> None:
+    from gangline.bench.unequal.timeline import draw_timelines
+
+    panels = {}
+    for name, counts, request in (("equal batches", equal, "trace ddp"), ("balanced", shares, "trace balanced")):
+        answers = _answers(pool, request, _TRACED_STEPS, range(len(equal)))
+        first = min(steps[0][0] for steps, _ in answers.values())
+        panels[f"{name}: {' and '.join(map(str, counts))} samples"] = [
+            [(begin - first, computed - first, end - first) for begin, computed, end in answers[rank][0]]
+            for rank in sorted(answers)
+        ]
+    labels = [*(f"rank {rank}" for rank in range(len(equal) - 1)), f"rank {len(equal) - 1}, {factor:g} x slower"]
+    draw_timelines(f"Steps of DistributedDataParallel with {sum(equal)} samples each", panels, labels, path)
+
+
 def _ask(pool: ProcessPool, name: str, steps: int, ranks: Sequence[int]) -> tuple[float, list[int]]:
     """Ask ranks to train; return the longest time and the split of the last batch."""
+    answers = _answers(pool, name, steps, ranks)
+    return max(seconds for seconds, _ in answers.values()), answers[ranks[0]][1]
+
+
+def _answers(pool: ProcessPool, name: str, steps: int, ranks: Sequence[int]) -> dict[int, Any]:
     for rank in ranks:
         pool.connections[rank].send((name, steps))
     answers: dict[int, Any] = {}
@@ -138,7 +166,7 @@ def _ask(pool: ProcessPool, name: str, steps: int, ranks: Sequence[int]) -> tupl
                 ended[rank] = None
         if ended:
             raise RuntimeError(f"rank {min(ended)} ended while it ran {name!r}; its error is above")
-    return max(seconds for seconds, _ in answers.values()), answers[ranks[0]][1]
+    return answers
 
 
 def _steps_in(seconds: float, ask: Any, request: str, ranks: Sequence[int]) -> int:
