@@ -27,6 +27,7 @@ from gangline.models.unequal_ranks.rank_timer import inner_module
 _log = logging.getLogger("gangline")
 _OPTIMIZER_STATE = 2  # bytes of optimizer state per byte of parameters: two moments, as in Adam
 _MARGIN = 0.05  # part of the room that is left free: buffers of communication, fragmentation
+_LEAST_MARGIN = 16 << 20
 _FATAL_MARGIN = 0.2  # the same where the process would be killed
 _EXTRAPOLATED = 0.9  # part of the room for samples that were not tried which is counted on
 _BISECTIONS = 4
@@ -55,7 +56,7 @@ class RankMemory:
     """The maximum share of this rank, learnt before the first batch and from the peaks of training steps."""
 
     def __init__(self, model: nn.Module, call: Call | None = None) -> None:
-        """Read the limits of this process.
+        """Set the module; its device does not change any more.
 
         Args:
             model: the module that the training loop calls, with its wrapper if it has one.
@@ -65,23 +66,14 @@ class RankMemory:
         self._call = call or call_with_batch
         parameter = next(self._model.parameters(), None)
         self._device = parameter.device if parameter is not None else torch.device("cpu")
-        self.memory = tightest_limit(self._device)
-        """The limit that is closest; None: none is below the machine's memory."""
+        self.memory: MemoryLimit | None = None
+        """The limit that is closest, once `try_batch` has read it; None: none is below the machine's memory."""
         self._tried = 0  # samples of the largest step that succeeded
         self._failed: int | None = None  # samples of the smallest step that did not fit
-        self._fixed = self.memory.in_use() if self.memory is not None else 0
-        room = self.memory.limit - self._fixed if self.memory is not None else 0
-        fatal = self.memory is not None and self.memory.ends_process
-        self._margin = max(0, int((_FATAL_MARGIN if fatal else _MARGIN) * room))
-        self._tried_peak = self._fixed
+        self._fixed = self._margin = 0  # bytes: without samples, and to be left free
+        self._tried_peak = 0
         self._per_sample = 0.0
         self._measured: tuple[int, int] | None = None  # (samples, peak) of the largest training step
-
-    @property
-    def can_try(self) -> bool:
-        """True if a trial is possible: there is a limit, and no other rank is needed to run the module."""
-        waits = (FSDPModule, nn.SyncBatchNorm)
-        return self.memory is not None and not any(isinstance(module, waits) for module in self._model.modules())
 
     def max_samples(self) -> int | None:
         """Return the number of samples that fit; None: no limit is known."""
@@ -96,18 +88,24 @@ class RankMemory:
         return math.floor(fits)
 
     def try_batch(self, read: Callable[[], Any], samples: int) -> None:
-        """Run forward and backward on growing parts of a batch, until one does not fit.
+        """Read this process's limits; run forward and backward on growing parts of a batch, until one does not fit.
 
-        No gradient is accumulated; buffers and random states are restored. A module that cannot be called with the
-        batch leaves the limit open, with a warning.
+        No gradient is accumulated; buffers and random states are restored. A module that needs other ranks is not
+        run. One that cannot be called with the batch leaves the limit open, with a warning.
 
         Args:
             read: returns the batch: tensors, or nested containers of them, with the batch on the first axis.
             samples: number of samples in the batch.
         """
-        if not self.can_try or samples < 1:
+        self.memory = tightest_limit(self._device)
+        if self.memory is None:
             return
-        assert self.memory is not None
+        self._fixed = self.memory.in_use()
+        part = _FATAL_MARGIN if self.memory.ends_process else _MARGIN
+        self._margin = max(_LEAST_MARGIN, int(part * (self.memory.limit - self._fixed)))
+        waits = (FSDPModule, nn.SyncBatchNorm)
+        if samples < 1 or any(isinstance(module, waits) for module in self._model.modules()):
+            return
         held = 0 if self.memory.ends_process else self._margin
         with _preserved(self._model, self._device), _reserved(self._model, held):
             if self.memory.ends_process:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 from collections import namedtuple
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -243,13 +242,15 @@ def test_samples_of_nested_batches() -> None:
     assert part["kind"] == "train"
 
 
-def test_a_call_that_fails_leaves_the_limit_open_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_that_fails_leaves_the_limit_open_with_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(model: nn.Module, batch: Any) -> Any:
         raise KeyError("pixels")
 
-    calls: list[Callable[..., Any]] = [fails]
-    memory = with_peaks(1000, 300)
-    memory._call = calls[0]
+    limit = MemoryLimit("test", 1 << 30, lambda: 100, lambda: 300)
+    monkeypatch.setattr("gangline.models.unequal_ranks.rank_memory.tightest_limit", lambda _: limit)
+    memory = RankMemory(nn.Identity(), fails)
     memory.try_batch(lambda: X, 4)
     assert "calling the model with a batch failed with KeyError: 'pixels'; pass call=" in caplog.text
     assert memory.max_samples() is None
