@@ -48,8 +48,6 @@ def balance(trainer: T, *, loads: Sequence[float] | Literal["auto"] = "auto", **
             raise ValueError(
                 f"transformers {transformers.__version__} has no Trainer.{name}; expected version 5.3 or later"
             )
-    if trainer.args.world_size == 1:
-        return trainer
     if not trainer.args.average_tokens_across_devices:
         raise ValueError(
             "average_tokens_across_devices is False, so each rank divides by its own number of tokens; leave it True"
@@ -62,6 +60,8 @@ def balance(trainer: T, *, loads: Sequence[float] | Literal["auto"] = "auto", **
     parts = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
     if parts != 1:
         raise ValueError(f"{parts} ranks share each batch by tensor, context or sequence parallelism; expected 1")
+    if trainer.args.world_size == 1:
+        return trainer
     trainer.__class__ = type(f"Balanced{kind.__name__}", (_Balanced, kind), {})
     trainer._balance_options = {"loads": loads, **options}
     return trainer
@@ -103,27 +103,25 @@ class _Balanced(_Base):
         finally:
             self._current = None
 
-    def compute_loss(
-        self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self: Any, *arguments: Any, **options: Any) -> Any:
         """Return the loss whose mean over ranks is that of the global batch."""
-        arguments = (model, inputs, return_outputs, num_items_in_batch)
         if self._current is None:  # evaluation
-            return super().compute_loss(*arguments)
-        if num_items_in_batch is not None and self._divides_by_items is None:
-            with _Watch(num_items_in_batch) as watch:
-                result = super().compute_loss(*arguments)
+            return super().compute_loss(*arguments, **options)
+        items = options.get("num_items_in_batch")
+        if items is not None and self._divides_by_items is None:
+            with _Watch(items) as watch:
+                result = super().compute_loss(*arguments, **options)
             self._divides_by_items = watch.was_used or self.args.torch_compile
             if self._divides_by_items:
                 return _weighted(result, float(self._current.samples > 0))
-            transformers.trainer.logger.warning(
+            transformers.trainer.logger.warning_once(
                 f"The loss of {type(self.model).__name__} does not use num_items_in_batch; it is taken as a mean."
             )
-        if num_items_in_batch is not None and self._divides_by_items:
-            return _weighted(super().compute_loss(*arguments), float(self._current.samples > 0))
+        if items is not None and self._divides_by_items:
+            return _weighted(super().compute_loss(*arguments, **options), float(self._current.samples > 0))
         self.args.average_tokens_across_devices = False  # else Trainer multiplies the mean by the number of ranks
         try:
-            result = super().compute_loss(*arguments)
+            result = super().compute_loss(*arguments, **options)
         finally:
             self.args.average_tokens_across_devices = True
         return _weighted(result, self._current.weight())

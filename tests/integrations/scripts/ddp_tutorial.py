@@ -59,7 +59,7 @@ def main():
     init_process_group(backend="gloo")
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    dataset = MyTrainDataset(107)
+    dataset = MyTrainDataset(97)
     model = torch.nn.Sequential(torch.nn.Linear(20, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train_data = DataLoader(dataset, arguments.batch_size, shuffle=False, sampler=DistributedSampler(dataset))

@@ -23,15 +23,15 @@ def main():
     init_process_group("gloo")
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    tokens = torch.randint(0, 50, (75, 12))
+    tokens = torch.randint(0, 50, (65, 12))
     dataset = TensorDataset(tokens)
     layers = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2)]
-    model = nn.Sequential(nn.Embedding(50, 16), *layers, nn.Linear(16, 50))
+    model = nn.Sequential(nn.Embedding(50, 16), *layers, nn.Linear(16, 50), nn.LogSoftmax(-1))
     mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
     for layer in layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     sampler = DistributedSampler(dataset, shuffle=True)
     loader = DataLoader(dataset, arguments.batch_size, sampler=sampler)
     if arguments.loads:
@@ -42,7 +42,7 @@ def main():
             is_last = step % 2 == 1 or step == len(loader) - 1
             model.set_requires_gradient_sync(is_last)
             logits = model(ids)
-            nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+            nn.functional.nll_loss(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
             if is_last:
                 optimizer.step()
                 optimizer.zero_grad()

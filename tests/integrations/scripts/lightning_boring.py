@@ -32,7 +32,7 @@ class BoringModel(pl.LightningModule):
 
     def dataset(self):
         generator = torch.Generator().manual_seed(5)
-        return TensorDataset(torch.randn(75, 32, generator=generator), torch.randn(75, 2, generator=generator))
+        return TensorDataset(torch.randn(65, 32, generator=generator), torch.randn(65, 2, generator=generator))
 
     def train_dataloader(self):
         dataset = self.dataset()

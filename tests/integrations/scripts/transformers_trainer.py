@@ -4,8 +4,14 @@ import argparse
 
 import torch
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, Trainer
-from transformers import TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 
 class Sentences(torch.utils.data.Dataset):
@@ -65,7 +71,7 @@ def main():
     arguments = parser.parse_args()
     torch.manual_seed(0)
     model = network(arguments.model).double()
-    dataset = Sentences(43, arguments.model != "llama")
+    dataset = Sentences(33, arguments.model != "llama")
     options = TrainingArguments(
         output_dir=arguments.folder,
         use_cpu=True,
@@ -73,12 +79,12 @@ def main():
         max_steps=arguments.max_steps,
         per_device_train_batch_size=arguments.batch_size,
         gradient_accumulation_steps=2,
-        learning_rate=0.01,
+        learning_rate=0.5,
         optim="sgd",
         lr_scheduler_type="constant",
         max_grad_norm=1.0,
         save_strategy="steps" if arguments.max_steps > 0 else "no",
-        save_steps=2,
+        save_steps=1,
         logging_steps=1,
         report_to="none",
         disable_tqdm=True,

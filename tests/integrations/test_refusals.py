@@ -1,0 +1,102 @@
+"""Setups of accelerate, Lightning and transformers that cannot be combined with unequal batches."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+from gangline.models.unequal_ranks.prepared_loader import unprepared
+from tests.collectives.processes import Processes, Rank
+
+
+def need(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f'needs {package}: pip install ".[test]"')
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(8))
+
+
+class Own(BatchSampler):
+    pass
+
+
+def prepared(loader: DataLoader[Any], **options: Any) -> Any:
+    from accelerate.data_loader import prepare_data_loader
+
+    return prepare_data_loader(loader, device=torch.device("cpu"), num_processes=2, process_index=1, **options)
+
+
+def test_a_loader_of_accelerate_is_taken_apart() -> None:
+    need("accelerate")
+    plain = DataLoader(range(10), 4, shuffle=True, drop_last=True)  # type: ignore[arg-type]
+    assert unprepared(plain) is None
+    found = unprepared(prepared(plain))
+    assert found is not None
+    assert (found.loader.batch_size, found.loader.drop_last, found.global_batch) == (4, True, None)
+    assert found.loader.sampler is plain.sampler
+    joined = unprepared(prepared(plain, split_batches=True))
+    assert joined is not None
+    assert (joined.loader.batch_size, joined.global_batch) == (4, 4)
+    own = DataLoader(range(10), batch_sampler=Own(SequentialSampler(range(10)), 2, False))  # type: ignore[arg-type]
+    kept = unprepared(prepared(own))
+    assert kept is not None
+    assert kept.loader.batch_sampler is own.batch_sampler
+    stream = unprepared(prepared(DataLoader(Stream(), 4), split_batches=True))
+    assert stream is not None
+    assert isinstance(stream.loader.dataset, Stream)
+    assert (stream.loader.batch_size, stream.global_batch) == (4, 4)
+
+
+def test_loaders_of_accelerate_that_share_batches_out_themselves_are_refused() -> None:
+    need("accelerate")
+    with pytest.raises(ValueError, match="DataLoaderDispatcher.*dispatch_batches=False"):
+        unprepared(prepared(DataLoader(Stream(), 4), dispatch_batches=True, put_on_device=True))
+    own = DataLoader(range(10), batch_sampler=Own(SequentialSampler(range(10)), 2, False))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="split_batches=True with a Own"):
+        unprepared(prepared(own, split_batches=True))
+
+
+def message(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def refusals_of_trainers(rank: Rank, folder: str) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from gangline.integrations.transformers import balance
+
+    def trainer(**options: Any) -> Trainer:
+        return Trainer(torch.nn.Linear(2, 1), TrainingArguments(folder, use_cpu=True, report_to="none", **options))
+
+    own = trainer()
+    assert balance(own) is own
+    assert type(own) is Trainer  # one rank
+    rank.tell(
+        [
+            message(lambda: balance(torch.nn.Linear(1, 1))),  # type: ignore[type-var]
+            message(lambda: balance(trainer(average_tokens_across_devices=False))),
+            message(lambda: balance(trainer(train_sampling_strategy="batch_rebalance"))),
+        ]
+    )
+
+
+@pytest.mark.slow
+def test_trainers_that_normalize_or_cut_on_their_own_are_refused(tmp_path: Any) -> None:
+    need("transformers")
+    with Processes(refusals_of_trainers, 1, str(tmp_path)) as processes:
+        [texts] = processes.all_heard()
+    assert texts[0] == "TypeError: trainer is a Linear; expected a transformers.Trainer"
+    assert texts[1].startswith("ValueError: average_tokens_across_devices is False")
+    assert texts[2].startswith("ValueError: train_sampling_strategy is 'batch_rebalance'")

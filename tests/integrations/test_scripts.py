@@ -1,0 +1,124 @@
+"""Scripts of other packages with one more line: the weights of two unequal ranks are those of one process."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.collectives.processes import Processes, Rank
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPTS = Path(__file__).parent / "scripts"
+ONE = ["--batch-size", "16"]
+TWO = ["--batch-size", "8", "--loads", "3", "1"]
+PACKAGES = {"accelerate_example": "accelerate", "lightning_boring": "lightning", "transformers_trainer": "transformers"}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def need(script: str) -> None:
+    package = PACKAGES.get(script)
+    if package and importlib.util.find_spec(package) is None:
+        pytest.skip(f'needs {package}: pip install ".[test]"')
+
+
+def largest_difference(first: Path, second: Path) -> float:
+    """Return the measure of the promise: the largest relative norm of a difference over all tensors."""
+    left, right = torch.load(first), torch.load(second)
+    assert left.keys() == right.keys()
+    return max(
+        float((left[name].double() - right[name].double()).norm() / max(float(right[name].double().norm()), 1e-12))
+        for name in left
+        if name != "losses"  # logged in float32
+        and not name.endswith("key.bias")  # softmax does not depend on it: its gradient is rounding noise
+    )
+
+
+def torchrun(script: str, ranks: int, output: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(SCRIPTS / f"{script}.py"), str(output), *arguments],
+        cwd=output.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def run_script(rank: Rank, script: str, folder: str, ports: list[int]) -> None:
+    """Run a script as rank 0 or 1 of two, or alone."""
+    jobs = [(0, 2), (1, 2), (0, 1)]
+    place, world = jobs[rank.rank]
+    os.environ.update(
+        RANK=str(place),
+        LOCAL_RANK=str(place),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(ports[world - 1]),
+        TORCHELASTIC_RUN_ID="none",
+    )
+    os.chdir(folder)
+    sys.argv = [script, f"{folder}/{world}.pt", *(TWO if world == 2 else ONE)]
+    runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")
+    rank.tell("done")
+
+
+@pytest.mark.parametrize("script", PACKAGES)
+def test_two_unequal_ranks_train_as_one_process(script: str, tmp_path: Path) -> None:
+    need(script)
+    with Processes(run_script, 3, script, str(tmp_path), [free_port(), free_port()], limit=100) as processes:
+        assert processes.all_heard() == ["done"] * 3
+    assert largest_difference(tmp_path / "2.pt", tmp_path / "1.pt") < 1e-11
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "both", "two"),
+    [
+        ("ddp_tutorial", [], []),
+        ("fsdp2", [], []),
+        ("accelerate_example", [], []),
+        ("accelerate_example", [], ["--split-batches", "--batch-size", "16"]),
+        ("lightning_boring", [], []),
+        ("transformers_trainer", ["--model", "llama"], []),
+        ("transformers_trainer", ["--model", "bert"], []),
+        ("transformers_trainer", ["--model", "own"], []),
+    ],
+    ids=lambda value: "-".join(value).strip("-") or "plain" if isinstance(value, list) else value,
+)
+def test_two_unequal_ranks_under_torchrun_train_as_one_process(
+    script: str, both: list[str], two: list[str], tmp_path: Path
+) -> None:
+    need(script)
+    torchrun(script, 1, tmp_path / "1.pt", *ONE, *both)
+    torchrun(script, 2, tmp_path / "2.pt", *TWO, *both, *two)
+    assert largest_difference(tmp_path / "2.pt", tmp_path / "1.pt") < 1e-11
+    if script == "transformers_trainer":
+        logged = [torch.load(tmp_path / name)["losses"] for name in ("2.pt", "1.pt")]
+        assert torch.allclose(*logged, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_trainer_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    need("transformers_trainer")
+    torchrun("transformers_trainer", 2, tmp_path / "whole.pt", *TWO, "--model", "own", "--max-steps", "4")
+    resume = ["--resume", "trainer/checkpoint-3", "--folder", "resumed"]
+    torchrun("transformers_trainer", 2, tmp_path / "resumed.pt", *TWO, "--model", "own", "--max-steps", "4", *resume)
+    assert largest_difference(tmp_path / "resumed.pt", tmp_path / "whole.pt") < 1e-11
