@@ -184,11 +184,12 @@ class TrainingStep:
         """Record samples and time of each replica in this batch, whose backward has run."""
         if self._load_balancer is None and self.workers.count == 1:
             return
-        replicas, times = self._bound.replicas.all, self._bound.executor.take_times()
+        replicas, executor = self._bound.replicas.all, self._bound.executor
+        times = executor.take_times()
         samples = [sum(share.samples for share in self._shares if share.replica is replica) for replica in replicas]
         if self._load_balancer is not None and self._shares:
             self._load_balancer.record(samples, times)
-        self.worker_balance.record(self._run_state.step, samples, times)
+        self.worker_balance.record(self._run_state.step, samples, times, in_turn=executor.runs_in_turn)
 
     def _divisor(self) -> float:
         """Return the divisor of the summed loss for a backward, and set the weight of its gradients."""

@@ -81,7 +81,7 @@ def process_table(
         **_with_own_commands(inherited),
         **_passed_on(job.passed_on, inherited),
         # Within a torchrun job: these workers have no torchrun agent that would host their store.
-        **{name: None for name in inherited if name.startswith("TORCHELASTIC_") or name in _NOT_INHERITED},
+        **{name: None for name, value in inherited.items() if _belongs_to_outer_job(name, value)},
         "PYTHONUNBUFFERED": inherited.get("PYTHONUNBUFFERED") or "1",  # output is relayed at once
         "DMLC_PS_ROOT_URI": _HOST,
         "DMLC_PS_ROOT_PORT": str(root_port),
@@ -105,6 +105,10 @@ def process_table(
         own = _worker(job, rank, master_port, inherited.get("OMP_NUM_THREADS") or str(max(1, cores // job.workers)))
         processes.append(Process("worker", rank, job.command, {**common, **own, **gpus[rank]}))
     return processes
+
+
+def _belongs_to_outer_job(name: str, value: str) -> bool:
+    return name.startswith("TORCHELASTIC_") or (name in _NOT_INHERITED and value != "auto")  # auto suits any job
 
 
 def _worker(job: JobSpec, rank: int, master_port: int, threads: str) -> dict[str, str]:

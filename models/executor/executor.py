@@ -327,6 +327,11 @@ class Executor:
                 self.out_of_memory += [self._replicas[index].context_index for index in indices]
             raise
 
+    @property
+    def runs_in_turn(self) -> bool:
+        """True if replicas on the host run one after another, because they share its random generator."""
+        return bool(self._is_random) and any(replica.context.device_type == "cpu" for replica in self._replicas)
+
     def start_timers(self) -> None:
         """Time each replica from now on; GPUs that share one backward call are timed until all of them are done."""
         self._timers = self._timers or [_Timer(replica) for replica in self._replicas]

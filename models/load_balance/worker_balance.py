@@ -31,6 +31,29 @@ class WorkerReport:
     """Loads of its contexts at the end."""
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """A training batch of a worker, by replica."""
+
+    step: int
+    samples: list[int]
+    times: list[ElapsedTime]
+    in_turn: bool
+
+    def seconds(self, *, best_split: bool) -> float:
+        """Return the time of all replicas together, with their present split or the one that suits their speeds."""
+        measured = [
+            (count, seconds)
+            for count, time in zip(self.samples, self.times, strict=True)
+            if count and (seconds := time.seconds()) is not None
+        ]
+        if self.in_turn:
+            return sum(seconds for _, seconds in measured)
+        if best_split and measured:
+            return sum(self.samples) / sum(count / seconds for count, seconds in measured)
+        return max((seconds for _, seconds in measured), default=0.0)
+
+
 class WorkerBalance:
     """Measures this worker while it trains, and splits batches over the workers of the job by their measured speeds.
 
@@ -53,7 +76,7 @@ class WorkerBalance:
         if workers.is_auto:
             names = [f"worker {rank}" for rank in range(workers.count)]
             self._speeds = SpeedModel(names, logger if workers.is_first else _SILENT)
-        self._pending: deque[tuple[int, list[int], list[ElapsedTime]]] = deque()  # batches that a GPU may still compute
+        self._pending: deque[_Batch] = deque()  # batches that a GPU may still compute
         self._unsent: deque[tuple[int, int, float]] = deque(maxlen=_SENT)  # (step, samples, seconds)
         self._received: dict[int, dict[int, tuple[int, float]]] = {}  # by step and rank
         self._is_shared, self._reads_ahead = True, 0
@@ -62,35 +85,27 @@ class WorkerBalance:
         self.reports: list[WorkerReport] = []
         """Times of all workers in the last epoch, by rank; empty before its end."""
 
-    def record(self, step: int, samples: Sequence[int], times: Sequence[ElapsedTime]) -> None:
+    def record(self, step: int, samples: Sequence[int], times: Sequence[ElapsedTime], *, in_turn: bool) -> None:
         """Record a training batch of this worker.
 
         Args:
             step: number of the batch, equal on all workers.
             samples: samples of each replica; all 0 if the worker had none.
             times: working time of each replica.
+            in_turn: True if the replicas ran one after another.
         """
         if self._workers.count > 1:
-            self._pending.append((step, list(samples), list(times)))
+            self._pending.append(_Batch(step, list(samples), list(times), in_turn))
             self._measure_finished(wait=False)
             if self._trial_left is not None:
                 self._trial_left -= 1
 
     def _measure_finished(self, *, wait: bool) -> None:
         """Measure the batches that the contexts have finished; with ``wait``, all of them."""
-        while self._pending and (wait or all(time.is_complete() for time in self._pending[0][2])):
-            step, samples, times = self._pending.popleft()
-            measured = [
-                (count, seconds)
-                for count, time in zip(samples, times, strict=True)
-                if (seconds := time.seconds()) is not None and count
-            ]
-            longest = max((seconds for _, seconds in measured), default=0.0)
-            self._computed += longest
-            total = sum(samples)
-            if self._best_split and measured:
-                longest = total / sum(count / seconds for count, seconds in measured)
-            self._unsent.append((step, total, longest))
+        while self._pending and (wait or all(time.is_complete() for time in self._pending[0].times)):
+            batch = self._pending.popleft()
+            self._computed += batch.seconds(best_split=False)
+            self._unsent.append((batch.step, sum(batch.samples), batch.seconds(best_split=self._best_split)))
 
     def begin_fit(self, *, is_shared: bool, reads_ahead: int) -> None:
         """Prepare for a run of `fit`, with the same arguments on all workers.

@@ -95,6 +95,8 @@ def test_a_launcher_inside_a_worker_does_not_pass_on_its_rank() -> None:
     assert not {"DMLC_WORKER_ID", "GANGLINE_WORK_LOAD_LIST"} & (scheduler.keys() | server.keys())
     assert [worker["DMLC_WORKER_ID"] for worker in workers] == ["0", "1"]
     assert not any("GANGLINE_WORK_LOAD_LIST" in worker for worker in workers)
+    measured = {"GANGLINE_WORK_LOAD_LIST": "auto"}
+    assert table(measured)[-1].full_environment(measured)["GANGLINE_WORK_LOAD_LIST"] == "auto"
 
 
 def test_scheduler_and_servers_wait_for_workers_as_long_as_the_launcher() -> None:
