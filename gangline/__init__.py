@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from gangline.kvstore import DistributedOptimizer, KVStore, OptimizerSpec, RowSparse, Trainer, create, register
     from gangline.models import (
         Augmentation,
+        BalancedLoader,
         Checkpoint,
         EarlyStopping,
         ImageFolder,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         TensorBoard,
         TorchScheduler,
         TrainingProgress,
+        balance,
         create_metric,
         create_network,
         digits,
@@ -100,6 +102,7 @@ _PACKAGES = {
     ),
     "models": (
         "Augmentation",
+        "BalancedLoader",
         "Checkpoint",
         "EarlyStopping",
         "ImageFolder",
@@ -110,6 +113,7 @@ _PACKAGES = {
         "TensorBoard",
         "TorchScheduler",
         "TrainingProgress",
+        "balance",
         "create_metric",
         "create_network",
         "digits",
@@ -134,6 +138,7 @@ _MODULES = {"algorithms": "gangline.collectives.algorithms", "torch_backend": "g
 
 __all__ = [
     "Augmentation",
+    "BalancedLoader",
     "Checkpoint",
     "Communicator",
     "Context",
@@ -160,6 +165,7 @@ __all__ = [
     "TrainingProgress",
     "Work",
     "algorithms",
+    "balance",
     "compress_hook",
     "connect",
     "contexts",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gangline.models.module import Module
     from gangline.models.reports.page import TrainingProgress, read_progress
     from gangline.models.reports.tensorboard import TensorBoard
+    from gangline.models.unequal_ranks.balanced_loader import BalancedLoader, balance
     from gangline.models.zoo import create_network
     from gangline.models.zoo.transfer import (
         freeze_until,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Augmentation": "data.images.augmentation",
+    "BalancedLoader": "unequal_ranks.balanced_loader",
     "Checkpoint": "loop.callbacks",
     "EarlyStopping": "loop.stopping",
     "ImageFolder": "data.images.folder",
@@ -40,6 +42,7 @@ _HOMES = {
     "TensorBoard": "reports.tensorboard",
     "TorchScheduler": "loop.torch_schedulers",
     "TrainingProgress": "reports.page",
+    "balance": "unequal_ranks.balanced_loader",
     "create_metric": "metrics.metric",
     "create_network": "zoo",
     "digits": "data.datasets",
@@ -62,6 +65,7 @@ _HOMES = {
 
 __all__ = [
     "Augmentation",
+    "BalancedLoader",
     "Checkpoint",
     "EarlyStopping",
     "ImageFolder",
@@ -72,6 +76,7 @@ __all__ = [
     "TensorBoard",
     "TorchScheduler",
     "TrainingProgress",
+    "balance",
     "create_metric",
     "create_network",
     "digits",
