@@ -20,6 +20,7 @@ from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec, check_learning_rate
 from gangline.kvstore.registry import IN_PROCESS
+from gangline.models.batchnorm.distributed_batchnorm import warn_of_batchnorm
 from gangline.models.checkpoint import checkpoint
 from gangline.models.data.batches import as_batch, num_samples, zeros_of
 from gangline.models.executor.bound_network import BoundNetwork
@@ -86,7 +87,7 @@ class Module:
             compression_params: gradient compression between replicas and store, such as ``{"type": "2bit",
                 "threshold": 0.03}``; thresholds are in units of the mean over the global batch, see
                 `KVStore.set_gradient_compression`.
-            sync_batchnorm: compute batch statistics over all replicas.
+            sync_batchnorm: compute batch statistics over all replicas, of all workers of the job.
             loss_normalizer: function of the label that returns the divisor of a loss of the user's own; None: number
                 of samples.
             logger: logger of `fit`; None: logger "gangline".
@@ -383,12 +384,9 @@ class Module:
 
     def _join(self, workers: Workers) -> None:
         """Take part in a job with these workers."""
-        if workers.count > 1 and self.bound.sync_batchnorm:
-            raise ValueError(
-                "sync_batchnorm=True synchronizes batch statistics over the contexts of one worker, not over "
-                f"{workers.count} workers yet; leave it out, or use one worker with more contexts"
-            )
-        self.bound.executor.first_context = workers.first_context
+        self.bound.executor.join(workers)
+        if workers.is_first and not self.bound.sync_batchnorm:
+            warn_of_batchnorm(self.network, workers.loads, "pass sync_batchnorm=True to Module")
         self._share_untrained(workers)
 
     @property
@@ -854,6 +852,8 @@ class Module:
         if self._step.optimizer is not None:
             self._step.optimizer.close()
         self._step.set_optimizer(None)
+        if self.bound.is_bound:
+            self.bound.executor.join(self._step.workers)
 
     def __enter__(self) -> Self:
         return self

@@ -102,6 +102,8 @@ class TrainingStep:
                 self._shares = self._load_balancer.run_micro_steps(slices, self._bound.executor, run)
             else:
                 self._shares = run(slices)
+        elif train:
+            self._bound.executor.forward_without_samples()
         self.normalizer = self._normalizer_of(self._shares)
         self._run_state.step += train
 
@@ -196,6 +198,8 @@ class TrainingStep:
         if self._loss.is_sum:
             self._weight = None
             return 1.0
+        if self._bound.executor.joins_workers:
+            return self._joint_divisor()
         if self.grad_req == "add":
             divisor = self._accumulation.divisor(self.normalizer)
             self._accumulation.count(self.normalizer)
@@ -206,6 +210,17 @@ class TrainingStep:
             return self.normalizer or 1.0
         self._turn_mean_into_sum()  # a sum of means over different samples has no common weight
         return self._timed(self.workers.total, self.normalizer) or 1.0
+
+    def _joint_divisor(self) -> float:
+        """Return the divisor of all workers, whose losses have gradients on one another's shares. Collective."""
+        total = self._timed(self.workers.total, self.normalizer)
+        divisor: float = total or 1.0
+        if self.grad_req == "add":
+            divisor = self._accumulation.divisor(total)
+            self._accumulation.count(total)
+            total = self._accumulation.total
+        self._weight = 0.0 if self._gradients_used and not total else None
+        return divisor
 
     def _turn_mean_into_sum(self) -> None:
         """Scale gradients that are this worker's mean to its part of the mean over all workers. Collective."""
@@ -337,6 +352,8 @@ class TrainingStep:
     def forward_backward_update(self, data: Any, label: Any) -> None:
         """Run a whole step; see `Module.forward_backward_update`."""
         push_early = self._load_balancer is None and self._loss_scale is None and self._gradients_used
+        if self._bound.is_bound and self._bound.executor.joins_workers:  # it exchanges statistics during backward
+            push_early = False
         if self.optimizer is None or not push_early:
             self.forward_backward(data, label)
         else:

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from gangline.models.batchnorm.worker_rounds import WorkerRounds
+
 Value = TypeVar("Value")
 
 
@@ -25,14 +27,18 @@ class ThreadBarrier:
     thread is faster. A barrier serves one pass over a batch.
     """
 
-    def __init__(self, participants: Iterable[int], *, one_after_another: bool = False) -> None:
+    def __init__(
+        self, participants: Iterable[int], *, one_after_another: bool = False, rounds: WorkerRounds | None = None
+    ) -> None:
         """Create the barrier.
 
         Args:
             participants: index of each participant, in any order.
             one_after_another: run the participants one at a time; each must then call `begin` first.
+            rounds: exchange with the barriers of other workers; None: there are none.
         """
         self.participants = sorted(set(participants))
+        self.rounds = rounds
         self.waited = dict.fromkeys(self.participants, 0.0)
         """Seconds each participant has waited for the others."""
         self._condition = Condition()
@@ -68,11 +74,12 @@ class ThreadBarrier:
                 self._begin_turn(index)
 
     def exchange(self, index: int, value: Value) -> list[Value]:
-        """All-gather one value per participant; return them in the order of indices.
+        """All-gather one value per participant; return them in the order of workers and indices.
 
         Raises:
             Aborted: if another participant failed.
             RuntimeError: if another participant left after fewer calls.
+            Exception: if another worker failed.
         """
         with self._condition:
             self._calls[index] += 1
@@ -81,7 +88,7 @@ class ThreadBarrier:
             if self._left and not self._mismatch:
                 self._mismatch = self._describe_mismatch()
             if len(self._values) == len(self.participants):
-                self._result = [self._values[each] for each in self.participants]
+                self._result = self._exchange_between_workers(index, [self._values[one] for one in self.participants])
                 self._values = {}
                 self._rounds += 1
             if self._takes_turns:
@@ -91,6 +98,14 @@ class ThreadBarrier:
             if self._takes_turns:
                 self._begin_turn(index)
             return list(self._result)
+
+    def _exchange_between_workers(self, index: int, values: list[Any]) -> list[Any]:
+        if self.rounds is None:
+            return values
+        began = time.perf_counter()
+        received = self.rounds.exchange(values)
+        self.waited[index] += time.perf_counter() - began
+        return received
 
     def leave(self, index: int) -> None:
         """Mark the participant as finished; any other that waits for another value of it gets an error."""

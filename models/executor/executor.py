@@ -8,16 +8,19 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 
 from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, copy_statistics
 from gangline.models.batchnorm.thread_barrier import ThreadBarrier
+from gangline.models.batchnorm.worker_rounds import WorkerRounds
 from gangline.models.data.batches import Batch, call_network, map_tensors, move, take, tensors_of
 from gangline.models.executor.device_threads import DeviceThreads
 from gangline.models.loss.summed_loss import SummedLoss
 from gangline.models.random_streams import generator_of, stream
 from gangline.models.replicas import Replica
+from gangline.models.workers import Workers
 
 _log = logging.getLogger("gangline")
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # host allocator, CUDA, cuBLAS and cuDNN
@@ -56,7 +59,7 @@ class Executor:
         Args:
             replicas: all replicas of the module.
             loss: loss summed over each share.
-            sync_batchnorm: synchronize batch statistics over the replicas.
+            sync_batchnorm: synchronize batch statistics over the replicas, and over the workers of `join`.
             autocast: dtype of forward under torch's autocast; None: no autocast.
             measure: time each replica, for `take_times`.
 
@@ -68,13 +71,10 @@ class Executor:
         self._autocast = autocast
         self._is_random: bool | None = None  # whether the network draws random numbers; None before the first run
         contexts = [replica.context for replica in replicas]
+        self._sync_batchnorm = sync_batchnorm
         self._batchnorm: JointBatchNorm | None = None
         if sync_batchnorm and len(replicas) > 1:
-            gpus = [context for context in contexts if context.device_type == "gpu"]
-            shares_gpu = len(set(gpus)) < len(gpus)  # one autograd thread serves both replicas of such a GPU
-            self._batchnorm = JointBatchNorm(
-                [replica.network for replica in replicas], "graph" if shares_gpu else "threads"
-            )
+            self._batchnorm = self._joint_batchnorm()
         # Timing needs threads too: one backward call over all replicas would end for all of them at once.
         self._threads = DeviceThreads(contexts, always=self._batchnorm is not None or measure)
         self._timers: list[_Timer] = []
@@ -82,8 +82,46 @@ class Executor:
             self.start_timers()
         self.out_of_memory: list[int] = []
         """Indices of the contexts that ran out of memory, or may have, in the pass that failed last."""
-        self.first_context = 0
-        """Job-wide index of this worker's first context, which makes random streams distinct."""
+        self._workers = Workers()
+
+    def join(self, workers: Workers) -> None:
+        """Take part in the steps of these workers. Collective among workers in step.
+
+        Raises:
+            ValueError: on all workers, if batch statistics are to be synchronized over them and cannot be.
+        """
+        if workers.count > 1 and workers.in_step:
+            workers.check_same({"sync_batchnorm": self._sync_batchnorm}, "init_optimizer")
+        self._workers = workers
+        if workers.count == 1 or not self._sync_batchnorm:
+            return
+        if not workers.in_step:
+            raise ValueError(
+                f"sync_batchnorm=True needs {workers.count} workers in step, and those of an asynchronous store are "
+                "not; use an allreduce or dist_sync store, or leave sync_batchnorm out"
+            )
+        if self._batchnorm is None:
+            self._batchnorm = self._joint_batchnorm()
+        graph = [
+            rank
+            for rank, mode in enumerate(workers.all_gather(self._batchnorm.mode, "init_optimizer"))
+            if mode == "graph"
+        ]
+        if graph:
+            raise ValueError(
+                f"sync_batchnorm=True over {workers.count} workers needs distinct GPUs in each worker, but rank "
+                f"{graph[0]} lists one twice among its contexts; list each GPU once, or leave sync_batchnorm out"
+            )
+
+    def _joint_batchnorm(self) -> JointBatchNorm:
+        gpus = [replica.context for replica in self._replicas if replica.context.device_type == "gpu"]
+        shares_gpu = len(set(gpus)) < len(gpus)  # one autograd thread serves both replicas of such a GPU
+        return JointBatchNorm([replica.network for replica in self._replicas], "graph" if shares_gpu else "threads")
+
+    @property
+    def joins_workers(self) -> bool:
+        """True if batch statistics are synchronized over several workers."""
+        return self._sync_batchnorm and self._workers.count > 1
 
     def forward(
         self,
@@ -110,7 +148,8 @@ class Executor:
         """
         active = self.active_replicas(slices)
         in_turn = train and self._is_random is not False
-        barrier = self._make_barrier(active, in_turn) if train else None
+        rounds = self._begin_rounds("forward") if train else None
+        barrier = self._make_barrier(active, in_turn, rounds) if train else None
 
         def call(index: int) -> Share:
             replica = self._replicas[index]
@@ -126,7 +165,7 @@ class Executor:
 
         calls = [(index, partial(call, index)) for index in active]
         self.out_of_memory.clear()
-        with self._mode(train):
+        with self._mode(train), _running(rounds):
             watch = train and self._is_random is False
             with self._watching_generators() if watch else contextlib.nullcontext():
                 shares = self._threads.run(calls, one_after_another=in_turn and barrier is None)
@@ -137,6 +176,13 @@ class Executor:
                 [share for share in shares if share.loss is not None and share.loss.requires_grad], shares
             )
         return shares
+
+    def forward_without_samples(self) -> None:
+        """Take part in the other workers' forward in training mode, if batch statistics are synchronized over them."""
+        rounds = self._begin_rounds("forward")
+        if rounds is not None:
+            with self._mode(True):
+                self._follow(rounds)
 
     def active_replicas(self, slices: Sequence[slice]) -> list[int]:
         """Return the indices of the replicas whose slice has samples."""
@@ -157,11 +203,18 @@ class Executor:
             idle = [replica.network for index, replica in enumerate(self._replicas) if index not in active]
             copy_statistics(self._replicas[active[0]].network, idle)
 
-    def _make_barrier(self, active: Sequence[int], in_turn: bool) -> ThreadBarrier | None:
+    def _begin_rounds(self, name: Literal["forward", "backward"]) -> WorkerRounds | None:
+        return WorkerRounds(self._workers, name) if self.joins_workers else None
+
+    def _follow(self, rounds: WorkerRounds) -> None:
+        assert self._batchnorm is not None
+        rounds.follow(self._batchnorm.follow)
+
+    def _make_barrier(self, active: Sequence[int], in_turn: bool, rounds: WorkerRounds | None) -> ThreadBarrier | None:
         """Return a barrier for this pass if batch statistics are synchronized."""
-        if self._batchnorm is None or len(active) < 2:
+        if self._batchnorm is None or not active or (len(active) < 2 and rounds is None):
             return None
-        return ThreadBarrier(active, one_after_another=in_turn)
+        return ThreadBarrier(active, one_after_another=in_turn, rounds=rounds)
 
     def _forward_section(self, barrier: ThreadBarrier | None, index: int) -> contextlib.AbstractContextManager[None]:
         if barrier is None or self._batchnorm is None:
@@ -224,7 +277,7 @@ class Executor:
     @contextlib.contextmanager
     def _stream(self, replica: Replica, seed: tuple[int, ...]) -> Iterator[None]:
         """Seed the device's generator for this replica and step, and record whether it was used."""
-        with stream(replica.context.torch_device, *seed, self.first_context + replica.context_index) as drew:
+        with stream(replica.context.torch_device, *seed, self._workers.first_context + replica.context_index) as drew:
             yield
         self._is_random = bool(self._is_random) or drew[0]
 
@@ -259,11 +312,16 @@ class Executor:
         active = [self._replicas.index(share.replica) for share, _, _ in roots]
         in_turn = bool(self._is_random)  # checkpointed layers draw again when recomputed, from a shared generator
         by_graph = self._batchnorm is not None and self._batchnorm.mode == "graph"
-        barrier = self._make_barrier(active, in_turn and not by_graph)
-        if by_graph or not self._threads.uses_threads:
-            self._run_one_backward(roots, active, barrier)
-        else:
-            self._run_backward_in_threads(roots, active, barrier, in_turn)
+        rounds = self._begin_rounds("backward")
+        if rounds is not None and not active:
+            self._follow(rounds)
+            return
+        barrier = self._make_barrier(active, in_turn and not by_graph, rounds)
+        with _running(rounds):
+            if by_graph or not self._threads.uses_threads:
+                self._run_one_backward(roots, active, barrier)
+            else:
+                self._run_backward_in_threads(roots, active, barrier, in_turn)
         if active:
             self._copy_statistics_to_idle(active)  # recomputed layers update running statistics again
 
@@ -343,6 +401,10 @@ class Executor:
     def close(self) -> None:
         """Stop the threads."""
         self._threads.close()
+
+
+def _running(rounds: WorkerRounds | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if rounds is None else rounds.running()
 
 
 def _check_loss_has_graph(roots: Sequence[object], shares: Sequence[Share]) -> None:

@@ -1,0 +1,156 @@
+"""Batch normalization over the ranks of torch.distributed, on CPUs and GPUs, with batches of unequal size."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+
+from gangline.models.batchnorm.joint_statistics import Direction, JointCall, Moments, check_own_forward, normalize
+
+_log = logging.getLogger("gangline")
+_warned: WeakSet[nn.Module] = WeakSet()
+
+
+class DistributedBatchNorm(_BatchNorm):
+    """Batch normalization that uses the statistics of all ranks' batches in training mode.
+
+    Parameters, buffers and state_dict keys are those of torch's layers, and so is evaluation mode. Half precision is
+    summed in float32. Without a process group, or with a single rank, it does what torch's layer does.
+    """
+
+    group: dist.ProcessGroup | None = None
+    """Ranks that share the batch; None: the default group."""
+    number = 0
+    """Number of the layer in its network, by which ranks compare their calls."""
+    has_samples = True
+    """False: this rank's batch is only normalized, and its samples do not enter the statistics."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - as torch names it
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as torch names it
+        """Return the normalized batch. Collective in training mode.
+
+        Raises:
+            ValueError: if the input has fewer than 2 dimensions, or the batch of all ranks has one value per channel.
+            RuntimeError: on all ranks, if they are in different layers.
+        """
+        if not self.training or not dist.is_initialized() or dist.get_world_size(self.group) == 1:
+            return super().forward(input)
+        return normalize(self, input, _RankCall(self), counts=self.has_samples)
+
+
+class _RankCall(JointCall):
+    """Exchange of a layer's moments between ranks."""
+
+    def __init__(self, layer: DistributedBatchNorm) -> None:
+        self._group, self._number = layer.group, layer.number
+
+    def exchange(self, direction: Direction, own: Moments) -> list[Moments]:
+        # float64 holds every count, and the values of float32 unchanged.
+        header = torch.tensor([own.size, self._number, direction == "backward"], dtype=torch.float64)
+        message = torch.cat([header.to(own.mean.device), own.mean.double(), own.squares.double()])
+        received = [torch.empty_like(message) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(received, message, group=self._group)
+        headers = torch.stack([one[:3] for one in received]).tolist()
+        if len({(number, is_backward) for _, number, is_backward in headers}) > 1:
+            calls = ", ".join(
+                f"rank {rank}: {'backward' if is_backward else 'forward'} of number {number:.0f}"
+                for rank, (_, number, is_backward) in enumerate(headers)
+            )
+            raise RuntimeError(
+                f"ranks are in different layers of batch normalization ({calls}); a network with synchronized batch "
+                "statistics must call its layers in the same order on all ranks"
+            )
+        return [
+            Moments(int(header[0]), *one[3:].to(own.mean.dtype).chunk(2))
+            for header, one in zip(headers, received, strict=True)
+        ]
+
+
+def convert_sync_batchnorm(network: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Replace a network's layers of batch normalization by `DistributedBatchNorm`, before it is wrapped.
+
+        model = DistributedDataParallel(gangline.convert_sync_batchnorm(network))
+
+    The layers keep their parameters, buffers, hooks and state_dict keys. All ranks must call the layers in the same
+    order. torch's SyncBatchNorm is converted too: it weights by counts as well, but needs a GPU.
+
+    Args:
+        network: network or layer, changed in place.
+        group: ranks that share a batch; None: the default group.
+
+    Returns:
+        The network; a new layer if it is a layer itself.
+
+    Raises:
+        ValueError: if a layer has a forward of its own, or no shape yet.
+    """
+    converted: dict[nn.Module, DistributedBatchNorm] = {}
+    for name, layer in network.named_modules():
+        if isinstance(layer, _BatchNorm):
+            converted[layer] = _converted(name, layer, group, len(converted))
+    for module in list(network.modules()):
+        for name, child in module._modules.items():  # named_children() leaves out the second of two equal layers
+            if isinstance(child, _BatchNorm):
+                module._modules[name] = converted[child]
+    return converted[network] if isinstance(network, _BatchNorm) else network
+
+
+def _converted(name: str, layer: _BatchNorm, group: dist.ProcessGroup | None, number: int) -> DistributedBatchNorm:
+    if isinstance(layer, _LazyNormBase):
+        raise ValueError(f"layer {name!r} is a {type(layer).__name__} without a shape; run a batch through it first")
+    if not isinstance(layer, (nn.SyncBatchNorm, DistributedBatchNorm)):
+        check_own_forward(name, layer, "or replace it by hand")
+    new = DistributedBatchNorm.__new__(DistributedBatchNorm)
+    new.__dict__.update(layer.__dict__)
+    new.group, new.number = group, number
+    return new
+
+
+def count_batch(network: nn.Module, has_samples: bool) -> None:
+    """Set whether the batch of this rank belongs to the global batch, or only keeps the rank in step.
+
+    Args:
+        network: network with converted layers, or without any.
+        has_samples: False leaves the samples of this rank out of all statistics.
+    """
+    for layer in network.modules():
+        if isinstance(layer, DistributedBatchNorm):
+            layer.has_samples = has_samples
+
+
+def warn_of_batchnorm(network: nn.Module, loads: Sequence[float], remedy: str) -> None:
+    """Log a warning, once for a network, if unequal loads meet layers that normalize each share by itself.
+
+    Args:
+        network: network in training mode.
+        loads: one number per rank or worker, in rank order.
+        remedy: what to do.
+    """
+    names = list(_separate_layers(network))
+    if not names or len(set(loads)) == 1 or network in _warned:
+        return
+    _warned.add(network)
+    others = f" and {len(names) - 1} more layers" if len(names) > 1 else ""
+    _log.warning(
+        f"batch normalization {names[0]!r}{others} will take mean and variance from each rank's own share, and the "
+        f"shares are unequal (loads {', '.join(f'{load:g}' for load in loads)}): small shares have noisier statistics, "
+        "and the result is not that of one device, nor that of equal shares; all other layers stay exact. To use the "
+        f"statistics of the whole batch, {remedy}"
+    )
+
+
+def _separate_layers(network: nn.Module) -> Iterator[str]:
+    """Yield the names of layers whose statistics are those of one rank's batch."""
+    synchronized = (nn.SyncBatchNorm, DistributedBatchNorm)
+    for name, layer in network.named_modules():
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, synchronized) and layer.training:
+            yield name
