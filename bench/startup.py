@@ -58,7 +58,7 @@ def connect(
     runs: Runs = 7,
     json: Json = None,
 ) -> None:
-    """Measure what ranks do beside moving data: connect(), split() into a group of all ranks, and barrier().
+    """Measure what ranks do beside moving data: connecting, splitting into a group of all ranks, and barriers.
 
     time is that of a call on the slowest rank. All ranks start a call of connect() or split() together, after a
     barrier. Of gloo these are init_process_group(), with a TCP store, and new_group(); of MPI Comm.Split(), for an MPI

@@ -216,7 +216,7 @@ def test_all_reduce_gives_rows_as_the_specification_has_them(tmp_path: Path) -> 
 
 def test_a_peer_that_fails_is_left_out(alone: Candidate, monkeypatch: pytest.MonkeyPatch) -> None:
     candidates = {"gangline": alone, "gloo": replace(alone, env={"NO_OP": "max"})}
-    monkeypatch.setattr(installed, "collective_ranks", lambda who, ranks: [candidates[who]])
+    monkeypatch.setattr(installed, "collective_ranks", lambda who, *_: [candidates[who]])
     words = ["all_reduce", "-b", "8", "-e", "16", "-n", "2", "--runs", "1", "--ordinary", "--op", "max"]
     done = CliRunner().invoke(bench, [*words, "--ranks", "1", "--peers", "gloo"], catch_exceptions=False)
     assert done.exit_code == 0
@@ -265,7 +265,13 @@ def test_mpi_is_each_of_its_kinds_or_skipped_with_how_to_install_them(
     assert "skipping mpi: none of .peers/mpi, .peers/mpich and .peers/impi exists; install them with `make peers`" in (
         capsys.readouterr().err
     )
-    for path in ("mpi/bin/python", "mpich/bin/python", "mpich/bin/mpiexec", "impi/bin/python", "impi/bin/mpiexec.hydra"):
+    for path in (
+        "mpi/bin/python",
+        "mpich/bin/python",
+        "mpich/bin/mpiexec",
+        "impi/bin/python",
+        "impi/bin/mpiexec.hydra",
+    ):
         (tmp_path / ".peers" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / ".peers" / path).touch()
     assert installed.available_peers("gloo,mpi", "collectives") == ["gloo", "mpi"]

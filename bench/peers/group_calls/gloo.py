@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _TIMEOUT = timedelta(minutes=5)
 
@@ -21,7 +22,7 @@ def join() -> dict[str, Any]:
         "rank": own.rank,
         "size": own.size,
         "transport": "tcp",
-        "barrier": lambda: own.group.barrier().wait(),
+        "barrier": own.wait,
         "prepare": own.prepare,
         "leave": own.leave,
     }
@@ -34,7 +35,7 @@ class _Rank:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.host = os.environ["MASTER_ADDR"]
         port = int(os.environ["MASTER_PORT"])
-        self.store = distributed.TCPStore(self.host, port, self.size, self.rank == 0, _TIMEOUT)
+        self.store = TCPStore(self.host, port, self.size, self.rank == 0, _TIMEOUT)
         self.group = distributed.ProcessGroupGloo(self.store, self.rank, self.size, _TIMEOUT)
         self.connections = 0
 
@@ -69,6 +70,10 @@ class _Rank:
             with socket.create_server((self.host, 0)) as server:
                 self.store.set(key, str(server.getsockname()[1]))
         self.port = int(self.store.get(key))
+
+    def wait(self) -> None:
+        """Wait for all ranks, in the group that is not measured."""
+        self.group.barrier().wait()  # type: ignore[attr-defined]
 
     def leave(self) -> None:
         """Destroy the default group, if there is one."""
