@@ -43,14 +43,14 @@ $(VENV)/.docs: $(VENV)/.installed
 
 # What `gangline bench --peers` needs beyond gangline's own environment. MXNet's numpy has wheels for Python 3.11 and
 # older: `make peers PYTHON=python3.11`.
-peers: .peers/mxnet/.installed .peers/mpich/.installed .peers/mpi/.installed
+peers: .peers/mxnet/.installed .peers/mpich/.installed .peers/impi/.installed .peers/mpi/.installed
 
 .peers/mxnet/.installed:
 	$(PYTHON) -m venv .peers/mxnet
 	.peers/mxnet/bin/pip install --quiet mxnet==1.9.1 numpy==1.23.5
 	touch $@
 
-# Open MPI is the system's (`apt-get install openmpi-bin libopenmpi-dev`), MPICH comes as a wheel.
+# Open MPI is the system's (`apt-get install openmpi-bin libopenmpi-dev`); MPICH and Intel MPI come as wheels.
 .peers/mpi/.installed:
 	@command -v mpicc.openmpi || { echo "first: apt-get install openmpi-bin libopenmpi-dev" >&2; exit 1; }
 	$(PYTHON) -m venv .peers/mpi
@@ -60,6 +60,11 @@ peers: .peers/mxnet/.installed .peers/mpich/.installed .peers/mpi/.installed
 .peers/mpich/.installed:
 	$(PYTHON) -m venv .peers/mpich
 	.peers/mpich/bin/pip install --quiet mpi4py==4.1.2 mpich==5.0.2 numpy==2.4.6
+	touch $@
+
+.peers/impi/.installed:
+	$(PYTHON) -m venv .peers/impi
+	.peers/impi/bin/pip install --quiet mpi4py==4.1.2 impi-rt==2021.18.1 numpy==2.4.6
 	touch $@
 
 clean:

@@ -37,7 +37,6 @@ from gangline.bench.workload.sizes import counts, sizes_between
 from gangline.collectives.errors import UsageError
 
 if TYPE_CHECKING:
-    from gangline.bench.driver.hosts import Hosts
     from gangline.bench.driver.processes import Candidate
     from gangline.bench.driver.rank_group import RankGroup
 
@@ -176,6 +175,7 @@ def measure(sweep: Sweep, ranks: int) -> Iterator[list[Row]]:
         ValueError: if ``root`` is not a rank, or there are more hosts than ranks.
         GroupError: if gangline fails. A peer that fails is left out from then on, with a line on stderr.
     """
+    from gangline.bench.driver.installed import peer_groups
     from gangline.bench.driver.rank_group import RankGroup
 
     if sweep.root >= ranks:
@@ -189,7 +189,8 @@ def measure(sweep: Sweep, ranks: int) -> Iterator[list[Row]]:
 
             hosts = stack.enter_context(Hosts(sweep.hosts))
         own = stack.enter_context(RankGroup(_own_candidate(sweep, ranks), hosts))
-        others = {peer: groups for peer in sweep.peers if (groups := _peer_groups(stack, peer, ranks, hosts))}
+        started = {peer: peer_groups(stack, peer, ranks, hosts=hosts) for peer in sweep.peers}
+        others = {peer: groups for peer, groups in started.items() if groups}
         for size in sweep.sizes:
             rows: list[Row] = []
             for in_place in IN_PLACE.get(sweep.collective, (False,)):
@@ -311,27 +312,6 @@ def _own_candidate(sweep: Sweep, ranks: int) -> Candidate:
     transport = "tcp" if sweep.hosts > 1 else sweep.transport
     insecure = {"GANGLINE_INSECURE": "1"} if sweep.hosts > 1 else {}  # nobody else reaches the namespaces
     return replace(candidate, env={**candidate.env, "BENCH_TRANSPORT": transport, **insecure})
-
-
-def _peer_groups(stack: ExitStack, peer: str, ranks: int, hosts: Hosts | None) -> list[RankGroup]:
-    """Start a peer's groups, one for each setting; none if it cannot be started, with the reason on stderr."""
-    from gangline.bench.driver.candidates import say
-    from gangline.bench.driver.installed import collective_ranks
-    from gangline.bench.driver.rank_group import GroupError, RankGroup
-
-    if hosts is not None and peer != "gloo":
-        say(f"skipping {peer}: it is measured on one host only")
-        return []
-    say(f"starting {peer}, {ranks} ranks")
-    interface = {} if hosts is None else {"GLOO_SOCKET_IFNAME": "eth0"}
-    try:
-        return [
-            stack.enter_context(RankGroup(replace(candidate, env={**candidate.env, **interface}), hosts))
-            for candidate in collective_ranks(peer, ranks)
-        ]
-    except GroupError as error:
-        say(f"skipping {peer}: {error}")
-        return []
 
 
 def _head(sweep: Sweep, rows: Sequence[Row]) -> Iterator[str]:

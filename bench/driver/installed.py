@@ -5,20 +5,26 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import gangline
 from gangline.bench.driver.candidates import say
 from gangline.bench.driver.processes import PEERS as _FOLDER
 from gangline.bench.driver.processes import Candidate
+from gangline.bench.driver.rank_group import GroupError, RankGroup
 from gangline.collectives.errors import UsageError
+
+if TYPE_CHECKING:
+    from gangline.bench.driver.hosts import Hosts
 
 _ROOT = Path(gangline.__file__).resolve().parent.parent
 
 PEERS = ("mxnet", "torch", "ddp", "gloo", "mpi")
-"""torch is plain torch code, ddp torch's DistributedDataParallel, gloo torch.distributed, mpi the faster of Open MPI
-and MPICH. MXNet and each MPI have their own virtual environments."""
+"""torch is plain torch code, ddp torch's DistributedDataParallel, gloo torch.distributed, mpi the fastest of Open MPI,
+MPICH and Intel MPI. MXNet and each MPI have their own virtual environments."""
 
 
 def available_peers(names: str, bench: str, *, on_gpus: bool = False, among: Sequence[str] = PEERS) -> list[str]:
@@ -47,7 +53,7 @@ def available_peers(names: str, bench: str, *, on_gpus: bool = False, among: Seq
 
 def interpreter(peer: str) -> Path | None:
     """Return the Python that a peer needs; None: this one."""
-    return _ROOT / ".peers" / "mxnet" / "bin" / "python" if peer == "mxnet" else None
+    return _python_of("mxnet") if peer == "mxnet" else None
 
 
 def _why_not(peer: str, bench: str, on_gpus: bool) -> str | None:
@@ -55,9 +61,9 @@ def _why_not(peer: str, bench: str, on_gpus: bool) -> str | None:
         return f"it does not take part in the {bench} bench"
     if on_gpus and peer != "torch":
         return "it is measured on CPU contexts only; leave --gpus out"
-    if peer == "mpi" and not _mpi(1):
+    if peer == "mpi" and not _mpi(1, f"{bench}/mpi"):
         return (
-            "neither .peers/mpi nor .peers/mpich exists; install them with `make peers` (Open MPI after "
+            "none of .peers/mpi, .peers/mpich and .peers/impi exists; install them with `make peers` (Open MPI after "
             "`apt-get install openmpi-bin libopenmpi-dev`)"
         )
     python = interpreter(peer)
@@ -98,27 +104,50 @@ def ddp(ranks: int) -> list[Candidate]:
     return [_named(Candidate("training/ddp", ranks, env={"OMP_NUM_THREADS": str(count)})) for count in threads]
 
 
-def collective_ranks(who: str, ranks: int) -> list[Candidate]:
+def collective_ranks(who: str, ranks: int, bench: str = "collectives") -> list[Candidate]:
     """Return the settings in which ranks of a collective are tried.
 
     Args:
         who: "gangline", "gloo" or "mpi".
         ranks: their number: with fewer cores than ranks none is bound to a core.
+        bench: folder of bench/peers.
     """
     if who == "mpi":
-        return _mpi(ranks)
+        return _mpi(ranks, f"{bench}/mpi")
     if who == "gangline":
         threads = max(1, (os.cpu_count() or 1) // ranks)
-        return [Candidate("collectives/gangline", ranks, env={"OMP_NUM_THREADS": str(threads)})]
-    return [_named(Candidate("collectives/gloo", ranks, env={"OMP_NUM_THREADS": "1"}))]
+        return [Candidate(f"{bench}/gangline", ranks, env={"OMP_NUM_THREADS": str(threads)})]
+    return [_named(Candidate(f"{bench}/gloo", ranks, env={"OMP_NUM_THREADS": "1"}))]
 
 
-def _mpi(ranks: int) -> list[Candidate]:
-    """Return Open MPI and MPICH, if they are installed, bound to cores and not."""
+def peer_groups(
+    stack: ExitStack, peer: str, ranks: int, bench: str = "collectives", hosts: Hosts | None = None
+) -> list[RankGroup]:
+    """Start a peer's groups, one for each setting; none if it cannot be started, with the reason on stderr."""
+    if hosts is not None and peer != "gloo":
+        say(f"skipping {peer}: it is measured on one host only")
+        return []
+    say(f"starting {peer}, {ranks} ranks")
+    interface = {} if hosts is None else {"GLOO_SOCKET_IFNAME": "eth0"}
+    try:
+        return [
+            stack.enter_context(RankGroup(replace(candidate, env={**candidate.env, **interface}), hosts))
+            for candidate in collective_ranks(peer, ranks, bench)
+        ]
+    except GroupError as error:
+        say(f"skipping {peer}: {error}")
+        return []
+
+
+def _mpi(ranks: int, file: str) -> list[Candidate]:
+    """Return Open MPI, MPICH and Intel MPI, where they are installed, bound to cores and not.
+
+    With more ranks than cores Intel MPI is tried with waiting ranks that yield their core and with such that do not.
+    """
     found = []
-    bindings = ("none", "core") if ranks <= (os.cpu_count() or 1) else ("none",)
-    file = "collectives/mpi"
-    python = _ROOT / ".peers" / "mpi" / "bin" / "python"
+    crowded = ranks > (os.cpu_count() or 1)
+    bindings = ("none",) if crowded else ("none", "core")
+    python = _python_of("mpi")
     mpirun = shutil.which("mpirun.openmpi")
     if python.exists() and mpirun is not None:
         as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -126,12 +155,26 @@ def _mpi(ranks: int) -> list[Candidate]:
             launcher = [mpirun, "-n", "{size}", "--oversubscribe", "--bind-to", binding]
             setting = f"--bind-to {binding}"
             found.append(Candidate(file, ranks, env=as_root, setting=setting, interpreter=python, launcher=launcher))
-    python, mpiexec = (_ROOT / ".peers" / "mpich" / "bin" / name for name in ("python", "mpiexec"))
+    python = _python_of("mpich")
+    mpiexec = python.with_name("mpiexec")
     if python.exists() and mpiexec.exists():
         for binding in bindings:
             launcher = [str(mpiexec), "-n", "{size}", "-bind-to", binding]
             found.append(Candidate(file, ranks, setting=f"-bind-to {binding}", interpreter=python, launcher=launcher))
+    python = _python_of("impi")
+    mpiexec = python.with_name("mpiexec.hydra")
+    if python.exists() and mpiexec.exists():
+        pinned = [{"I_MPI_PIN": "0"}, {"I_MPI_PIN": "1"}]
+        yielding = [{"I_MPI_PIN": "0", "I_MPI_THREAD_YIELD": way} for way in ("0", "2")]
+        for variables in yielding if crowded else pinned:
+            candidate = _named(Candidate(file, ranks, env={"I_MPI_FABRICS": "shm", **variables}, interpreter=python))
+            found.append(replace(candidate, launcher=[str(mpiexec), "-n", "{size}"]))
     return found
+
+
+def _python_of(environment: str) -> Path:
+    """Return the interpreter of a virtual environment of `make peers`."""
+    return _ROOT / ".peers" / environment / "bin" / "python"
 
 
 def _named(candidate: Candidate) -> Candidate:

@@ -16,7 +16,8 @@ when the socket closes, even in the middle of a collective.
 FILE defines ``join()``, which returns a dict: ``who`` (name and version), ``prepare``, and, unless the process is
 alone, ``rank``, ``size``, ``barrier`` and ``leave``; ``transport`` where it is known. ``prepare(options)`` returns
 another dict: ``step`` (performs the measured work once), optionally ``wait`` (returns when all started steps are
-complete) and ``check`` (returns the largest absolute error). Without ``check``, `checks.py` checks by
+complete), ``undo`` (reverts a step; then every step is timed by itself, after a barrier, and reverted after it) and
+``check`` (returns the largest absolute error). Without ``check``, `checks.py` checks by
 ``write(start, values)`` (stores a float64, int64 or bool array into the input), ``read(start, stop)`` (returns such an
 array of the result) and optionally ``settle`` (fetches the result after all ranks have stepped).
 """
@@ -121,6 +122,8 @@ class Server:
     def _seconds(self, prepared: dict[str, Any], steps: int) -> float:
         """Return the mean seconds of a step; the clock starts when all ranks are ready."""
         step = prepared["step"]
+        if "undo" in prepared:
+            return sum(self._undone(prepared) for _ in range(steps)) / max(steps, 1)
         self._group["barrier"]()
         start = time.perf_counter()
         for _ in range(steps):
@@ -128,6 +131,16 @@ class Server:
         if "wait" in prepared:
             prepared["wait"]()
         return (time.perf_counter() - start) / max(steps, 1)
+
+    def _undone(self, prepared: dict[str, Any]) -> float:
+        """Return the seconds of one step, and revert it when all ranks have performed it."""
+        self._group["barrier"]()
+        start = time.perf_counter()
+        prepared["step"]()
+        seconds = time.perf_counter() - start
+        self._group["barrier"]()
+        prepared["undo"]()
+        return seconds
 
     def _latencies(self, prepared: dict[str, Any], steps: int) -> list[float]:
         step, clock = prepared["step"], time.perf_counter

@@ -25,7 +25,7 @@ class _Benches(TyperGroup):
         from gangline.bench.parameter_server import ps
         from gangline.bench.report.compare import compare
         from gangline.bench.simplicity import simplicity
-        from gangline.bench.startup import startup
+        from gangline.bench.startup import connect, startup
         from gangline.bench.training import training
         from gangline.bench.transfer import transfer
         from gangline.bench.unequal.unequal_ranks import unequal_ranks
@@ -49,6 +49,7 @@ class _Benches(TyperGroup):
             benches.command(name, short_help=f"Measure {name} over a range of sizes, beside gloo and MPI.")(collective)
         benches.command()(compare)
         benches.command()(startup)
+        benches.command()(connect)
         benches.command()(simplicity)
         benches.command(context_settings={"allow_interspersed_args": False})(
             hosts

@@ -130,7 +130,7 @@ def test_what_a_peer_cannot_do_is_an_error_of_all_its_ranks(gloo: RankGroup) -> 
 @pytest.mark.skipif(not installed.collective_ranks("mpi", 2), reason="no MPI: run `make peers`")
 def test_each_mpi_computes_what_is_expected_and_ends() -> None:
     for candidate in installed.collective_ranks("mpi", 2):
-        if "none" in candidate.setting:
+        if "none" in candidate.setting or "PIN=0" in candidate.setting:
             with RankGroup(candidate) as group:
                 for collective in COLLECTIVES:
                     for in_place in IN_PLACE.get(collective, (False,)):
@@ -216,7 +216,7 @@ def test_all_reduce_gives_rows_as_the_specification_has_them(tmp_path: Path) -> 
 
 def test_a_peer_that_fails_is_left_out(alone: Candidate, monkeypatch: pytest.MonkeyPatch) -> None:
     candidates = {"gangline": alone, "gloo": replace(alone, env={"NO_OP": "max"})}
-    monkeypatch.setattr(installed, "collective_ranks", lambda who, ranks: [candidates[who]])
+    monkeypatch.setattr(installed, "collective_ranks", lambda who, *_: [candidates[who]])
     words = ["all_reduce", "-b", "8", "-e", "16", "-n", "2", "--runs", "1", "--ordinary", "--op", "max"]
     done = CliRunner().invoke(bench, [*words, "--ranks", "1", "--peers", "gloo"], catch_exceptions=False)
     assert done.exit_code == 0
@@ -255,17 +255,23 @@ def test_wrong_options_are_refused_before_anything_is_measured(words: list[str],
     assert message in str(done.exception)
 
 
-def test_mpi_is_both_of_its_kinds_or_skipped_with_how_to_install_them(
+def test_mpi_is_each_of_its_kinds_or_skipped_with_how_to_install_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(installed, "_ROOT", tmp_path)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     assert installed.available_peers("gloo,mpi", "collectives") == ["gloo"]
-    assert "skipping mpi: neither .peers/mpi nor .peers/mpich exists; install them with `make peers`" in (
+    assert "skipping mpi: none of .peers/mpi, .peers/mpich and .peers/impi exists; install them with `make peers`" in (
         capsys.readouterr().err
     )
-    for path in ("mpi/bin/python", "mpich/bin/python", "mpich/bin/mpiexec"):
+    for path in (
+        "mpi/bin/python",
+        "mpich/bin/python",
+        "mpich/bin/mpiexec",
+        "impi/bin/python",
+        "impi/bin/mpiexec.hydra",
+    ):
         (tmp_path / ".peers" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / ".peers" / path).touch()
     assert installed.available_peers("gloo,mpi", "collectives") == ["gloo", "mpi"]
@@ -275,10 +281,18 @@ def test_mpi_is_both_of_its_kinds_or_skipped_with_how_to_install_them(
         ("mpirun.openmpi", "--bind-to core"),
         ("mpiexec", "-bind-to none"),
         ("mpiexec", "-bind-to core"),
+        ("mpiexec.hydra", "I_MPI_FABRICS=shm I_MPI_PIN=0"),
+        ("mpiexec.hydra", "I_MPI_FABRICS=shm I_MPI_PIN=1"),
     ]
-    assert [each.setting for each in installed.collective_ranks("mpi", 3)] == ["--bind-to none", "-bind-to none"]
+    assert [each.setting for each in installed.collective_ranks("mpi", 3)] == [
+        "--bind-to none",
+        "-bind-to none",
+        "I_MPI_FABRICS=shm I_MPI_PIN=0 I_MPI_THREAD_YIELD=0",
+        "I_MPI_FABRICS=shm I_MPI_PIN=0 I_MPI_THREAD_YIELD=2",
+    ]
     assert installed.collective_ranks("gangline", 1)[0].env == {"OMP_NUM_THREADS": "2"}
     assert installed.collective_ranks("gangline", 4)[0].env == {"OMP_NUM_THREADS": "1"}
+    assert installed.collective_ranks("gloo", 2, "group_calls")[0].path.parent.name == "group_calls"
 
 
 def test_a_plot_has_a_curve_for_each_side(tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ def prepare(options):
             signal.pause()
     if options.get("refuse"):
         raise ValueError("no such store")
-    return {"step": step, "check": lambda: 0.25}
+    undo = {"undo": lambda: print("undone", file=log, flush=True)} if options.get("undo") else {}
+    return {"step": step, "check": lambda: 0.25, **undo}
 """
 
 
@@ -81,6 +82,13 @@ def test_a_process_prepares_measures_and_checks(tiny: str, log: Path) -> None:
     assert not alive(pid)
     assert log.read_text().startswith("a\na\n")
     assert log.read_text().endswith("b\nb\n")
+
+
+def test_a_step_that_can_be_undone_is_undone_before_the_next(tiny: str, log: Path) -> None:
+    with RankGroup(Candidate(tiny)) as group:
+        assert group.prepare({"name": "a", "log": str(log), "work": 0.001, "undo": True}) >= 0.001
+        assert group.seconds(2, warmup=1) >= 0.001
+    assert log.read_text().split() == ["a", "undone"] * 6
 
 
 def test_an_error_is_reported_with_the_rank_and_the_process_lives_on(tiny: str, log: Path) -> None:

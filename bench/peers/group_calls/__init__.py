@@ -1,0 +1,1 @@
+"""Programs of one bench: a rank that connects, splits its group and waits in barriers."""
