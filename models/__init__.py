@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gangline.models.batchnorm.distributed_batchnorm import convert_sync_batchnorm
     from gangline.models.checkpoint.checkpoint import load_weights
     from gangline.models.data.datasets import digits, image_folder, raw_digits, synthetic
     from gangline.models.data.images.augmentation import Augmentation
@@ -43,6 +44,7 @@ _HOMES = {
     "TorchScheduler": "loop.torch_schedulers",
     "TrainingProgress": "reports.page",
     "balance": "unequal_ranks.balanced_loader",
+    "convert_sync_batchnorm": "batchnorm.distributed_batchnorm",
     "create_metric": "metrics.metric",
     "create_network": "zoo",
     "digits": "data.datasets",
@@ -77,6 +79,7 @@ __all__ = [
     "TorchScheduler",
     "TrainingProgress",
     "balance",
+    "convert_sync_batchnorm",
     "create_metric",
     "create_network",
     "digits",

@@ -1,1 +1,1 @@
-"""Batch normalization over several replicas: synchronized statistics within a process, averaged running statistics."""
+"""Batch normalization over replicas, workers and ranks: joint statistics, and averages of running statistics."""

@@ -14,7 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from gangline.models.batchnorm.joint_statistics import Direction, JointCall, Moments, check_own_forward, normalize
 
 _log = logging.getLogger("gangline")
-_warned: WeakSet[nn.Module] = WeakSet()
+_looked_at: WeakSet[nn.Module] = WeakSet()
+_EQUAL = 1.05  # loads that differ by less are measurement noise
 
 
 class DistributedBatchNorm(_BatchNorm):
@@ -128,17 +129,19 @@ def count_batch(network: nn.Module, has_samples: bool) -> None:
 
 
 def warn_of_batchnorm(network: nn.Module, loads: Sequence[float], remedy: str) -> None:
-    """Log a warning, once for a network, if unequal loads meet layers that normalize each share by itself.
+    """Log a warning if unequal loads meet layers that normalize each share by itself; look once at a network.
 
     Args:
         network: network in training mode.
         loads: one number per rank or worker, in rank order.
         remedy: what to do.
     """
-    names = list(_separate_layers(network))
-    if not names or len(set(loads)) == 1 or network in _warned:
+    if max(loads) <= min(loads) * _EQUAL or network in _looked_at:
         return
-    _warned.add(network)
+    _looked_at.add(network)
+    names = list(_separate_layers(network))
+    if not names:
+        return
     others = f" and {len(names) - 1} more layers" if len(names) > 1 else ""
     _log.warning(
         f"batch normalization {names[0]!r}{others} will take mean and variance from each rank's own share, and the "

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from gangline.collectives.workload import check_work_load_list
+from gangline.models.batchnorm.distributed_batchnorm import count_batch, warn_of_batchnorm
 from gangline.models.unequal_ranks.global_order import order_of
 from gangline.models.unequal_ranks.gradient_scale import GradientScale
 from gangline.models.unequal_ranks.measured_loads import MeasuredLoads
@@ -88,6 +89,7 @@ class BalancedLoader:
         inner = _with_batches(loader, self._sampler)
         self._loader = inner if prepared is None else prepared.around(inner)
         self._scale = GradientScale(model) if loss_reduction != "normalized" else None
+        self._model = model
         self.epoch = 0
         """Number of the epoch that comes next, or that is under way."""
         self._consumed = 0  # samples of all ranks that were handed out in this epoch
@@ -173,12 +175,18 @@ class BalancedLoader:
             self.controller.set_loads(self._measured.loads, self._measured.caps, share.number)
         self._share = share
         self._sampler.first = share.number + 1
+        if not self.samples:
+            count_batch(self._model, False)
+        if self._exchange.rank == 0:
+            warn_of_batchnorm(self._model, self.loads, "wrap gangline.convert_sync_batchnorm(network)")
         self._consumed += share.total
         self._weight = self._weight_of(share, batch)
         if self._scale is not None:
             self._scale.weight, self._scale.calls = self._weight, 0
 
     def _end_batch(self) -> None:
+        if self._share is not None and not self.samples:
+            count_batch(self._model, True)
         self._share = None
         if self._scale is not None:
             self._scale.weight = None

@@ -1,0 +1,248 @@
+"""convert_sync_batchnorm in real torch.distributed jobs on CPUs, against one process over the whole batch."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from measure import distance
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import gangline
+from gangline import Communicator, convert_sync_batchnorm, spawn, torch_backend
+from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm, warn_of_batchnorm
+
+SHARES = [[9, 3, 2], [1, 6, 5], [2, 0, 7], [4, 4, 1]]
+"""Samples of each rank in each batch."""
+
+
+class Recomputed(nn.Module):
+    """Network that recomputes its layers in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(12, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+
+    def forward(self, data: torch.Tensor) -> Any:
+        return checkpoint(self.inner, data.flatten(1), use_reentrant=False)
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 2, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.BatchNorm2d(4, affine=False, momentum=None),
+        nn.Flatten(),
+        nn.Linear(24, 6),
+        nn.BatchNorm1d(6, track_running_stats=False),
+        nn.Tanh(),
+        nn.Linear(6, 3),
+    )
+
+
+NETWORKS = {made.__name__: made for made in (plain, Recomputed)}
+
+
+def network(name: str = "plain") -> nn.Module:
+    torch.manual_seed(4)
+    return NETWORKS[name]().double()
+
+
+def batch_of(samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randn(samples, 1, 3, 4, generator=generator, dtype=torch.float64)
+    return data, torch.randint(3, (samples,), generator=generator)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+
+
+def loss_of(model: nn.Module, data: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(data), label, reduction="sum")
+
+
+def alone(name: str, shares: list[list[int]]) -> nn.Module:
+    """Train one process on whole batches."""
+    model = network(name)
+    optimizer = optimizer_of(model)
+    for step, sizes in enumerate(shares):
+        optimizer.zero_grad()
+        (loss_of(model, *batch_of(sum(sizes), step)) / sum(sizes)).backward()
+        optimizer.step()
+    return model
+
+
+def join(comm: Communicator, path: str, backend: str) -> None:
+    assert torch_backend
+    torch.set_num_threads(1)
+    dist.init_process_group(backend, init_method=f"file://{path}", rank=comm.rank, world_size=comm.size)
+
+
+def trained(comm: Communicator, path: str, backend: str, shares: list[list[int]]) -> list[float]:
+    join(comm, path, backend)
+    found = []
+    for name in NETWORKS:
+        model = convert_sync_batchnorm(network(name))
+        optimizer = optimizer_of(model)
+        for step, sizes in enumerate(shares):
+            optimizer.zero_grad()
+            start = sum(sizes[: comm.rank])
+            data, label = (part[start : start + sizes[comm.rank]] for part in batch_of(sum(sizes), step))
+            (loss_of(model, data, label) / sum(sizes)).backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+            optimizer.step()
+        found.append(distance(model.state_dict(), alone(name, shares).state_dict()))
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("gloo", 3), ("gangline", 2)])
+def test_float64_weights_and_statistics_after_20_steps_are_those_of_one_process(
+    backend: str, ranks: int, tmp_path: Path
+) -> None:
+    shares = [sizes[:ranks] for sizes in SHARES] * 5
+    for found in spawn(trained, ranks, str(tmp_path / "store"), backend, shares):
+        assert max(found) <= 1e-11
+
+
+def balanced(comm: Communicator, path: str, *, synchronize: bool) -> tuple[float, list[int], list[str]]:
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gangline").addHandler(handler)
+    join(comm, path, "gloo")
+    data, label = batch_of(61, 7)  # the last batch has one sample, fewer than ranks
+    made = network()
+    model = DistributedDataParallel(convert_sync_batchnorm(made) if synchronize else made)
+    reference, optimizer = network(), optimizer_of(model)
+    references = optimizer_of(reference)
+    loader = gangline.balance(
+        model, DataLoader(TensorDataset(data, label, torch.arange(61)), batch_size=4), loads=[3, 1]
+    )
+    sizes = []
+    for epoch in range(3):
+        for number, (features, labels, indices) in enumerate(loader):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(features), labels).backward()
+            optimizer.step()
+            sizes.append(loader.samples)
+            whole = slice(8 * number, 8 * number + 8)
+            assert indices[0] in range(61)[whole]
+            references.zero_grad()
+            nn.functional.cross_entropy(reference(data[whole]), label[whole]).backward()
+            references.step()
+    dist.destroy_process_group()
+    return distance(made.state_dict(), reference.state_dict()), sizes[:8], texts
+
+
+def test_ddp_with_balance_and_loads_3_to_1_trains_as_one_process(tmp_path: Path) -> None:
+    (first, sizes, warned), (second, others, _) = spawn(balanced, 2, str(tmp_path / "store"), synchronize=True)
+    assert max(first, second) <= 1e-11
+    assert (sizes[0], others[0]) == (6, 2)
+    assert warned == []
+
+
+def test_ddp_with_balance_and_layers_of_torch_is_warned_of_once_on_rank_0(tmp_path: Path) -> None:
+    (first, _, (text,)), (_, _, others) = spawn(balanced, 2, str(tmp_path / "store"), synchronize=False)
+    assert first > 1e-4
+    assert others == []
+    assert "'module.1' and 2 more layers will take mean and variance from each rank's own share" in text
+    assert "loads 3, 1" in text
+    assert text.endswith("wrap gangline.convert_sync_batchnorm(network)")
+
+
+def ill(comm: Communicator, path: str) -> list[str]:
+    join(comm, path, "gloo")
+    found = []
+    layers = convert_sync_batchnorm(nn.ModuleList(nn.BatchNorm1d(2) for _ in range(2)))
+    with pytest.raises(RuntimeError, match="different layers") as raised:
+        layers[comm.rank](torch.ones(3, 2))  # type: ignore[index]
+    found.append(str(raised.value))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as one_value:
+        layers[0](torch.ones(comm.rank, 2))  # type: ignore[index]
+    found.append(str(one_value.value)[:40])
+    layer = layers[0]  # type: ignore[index]
+    half = layer(torch.full((4, 2), 3.0, dtype=torch.bfloat16) + comm.rank)
+    found.append(f"{half.dtype} {layer.running_mean.tolist()}")
+    layer.eval()
+    if comm.rank == 0:  # alone: evaluation waits for nobody
+        found.append(str(layer(torch.ones(1, 2)).shape))
+    own = dist.new_group([comm.rank], use_local_synchronization=True)
+    with_group = convert_sync_batchnorm(nn.BatchNorm1d(1), own)
+    assert (
+        with_group(torch.tensor([[0.0], [2.0 * comm.rank + 2]])).tolist()
+        == with_group(torch.tensor([[0.0], [2.0]])).tolist()
+        or comm.rank
+    )
+    dist.destroy_process_group()
+    return found
+
+
+def test_ranks_in_different_layers_one_value_half_precision_evaluation_and_groups(tmp_path: Path) -> None:
+    first, second = spawn(ill, 2, str(tmp_path / "store"))
+    assert first[:3] == second
+    assert "rank 0: forward of number 0, rank 1: forward of number 1" in first[0]
+    assert first[2].startswith("torch.bfloat16 [0.35")
+    assert first[3] == "torch.Size([1, 2])"
+
+
+def test_conversion_keeps_parameters_keys_hooks_and_shared_layers() -> None:
+    shared = nn.BatchNorm1d(3)
+    before = nn.Sequential(shared, nn.Linear(3, 3), shared, nn.SyncBatchNorm(3), nn.BatchNorm1d(3).eval())
+    calls: list[int] = []
+    shared.register_forward_hook(lambda *_: calls.append(1))
+    keys, parameters = list(before.state_dict()), list(before.parameters())
+    after = convert_sync_batchnorm(before)
+    assert isinstance(after, nn.Sequential)
+    assert after[0] is after[2]
+    assert [type(layer) is DistributedBatchNorm for layer in after] == [True, False, True, True, True]
+    assert [layer.training for layer in after] == [True, True, True, True, False]
+    assert list(after.state_dict()) == keys
+    assert all(mine is theirs for mine, theirs in zip(after.parameters(), parameters, strict=True))
+    torchs = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    torchs.load_state_dict(after.state_dict())
+    copy.deepcopy(after).load_state_dict(torchs.state_dict())
+    data = torch.randn(5, 3)
+    assert torch.equal(after.train()(data), torchs(data))  # without a process group
+    assert calls == [1, 1]
+    assert type(convert_sync_batchnorm(nn.BatchNorm2d(2))) is DistributedBatchNorm
+
+
+def test_layers_that_cannot_be_converted_are_named() -> None:
+    class Own(nn.BatchNorm1d):
+        def forward(self, data: torch.Tensor) -> torch.Tensor:
+            return super().forward(data).relu()
+
+    with pytest.raises(ValueError, match="layer '1' is a Own with a forward of its own"):
+        convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 3), Own(3)))
+    with pytest.raises(ValueError, match="layer '0' is a LazyBatchNorm1d without a shape"):
+        convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
+
+
+def test_equal_loads_frozen_and_synchronized_layers_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    network = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    warn_of_batchnorm(network, [1, 1.04], "")
+    warn_of_batchnorm(copy.deepcopy(network).eval(), [3, 1], "")
+    warn_of_batchnorm(convert_sync_batchnorm(copy.deepcopy(network)), [3, 1], "")
+    assert caplog.messages == []
+    for _ in range(2):
+        warn_of_batchnorm(network, [3, 1], "wait")
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.gpu
+def test_a_layer_on_a_gpu_gives_the_statistics_of_the_cpu(tmp_path: Path) -> None:
+    layer = convert_sync_batchnorm(nn.BatchNorm1d(3)).cuda()
+    data = torch.randn(5, 3)
+    torch.testing.assert_close(layer(data.cuda()).cpu(), nn.BatchNorm1d(3)(data))
