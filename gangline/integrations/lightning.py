@@ -92,7 +92,8 @@ class Balance(Callback):
         del trainer, pl_module
         if self._current is not None and loss.requires_grad:
             weight = self._current.weight
-            self._hooks.append(loss.register_hook(lambda gradient: scaled(gradient, weight())))
+            hook = loss.register_hook(lambda gradient: scaled(gradient, weight()))  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove the hook: a loss that is passed to backward twice is scaled once each time."""
@@ -115,7 +116,8 @@ def _with_own_sampler(loader: DataLoader[Any]) -> DataLoader[Any]:
 
     Lightning's wrapper repeats samples so that all ranks have equally many.
     """
-    if isinstance(loader.dataset, IterableDataset) or type(loader.sampler).__name__ != "DistributedSamplerWrapper":
+    sampler: Any = loader.sampler
+    if isinstance(loader.dataset, IterableDataset) or type(sampler).__name__ != "DistributedSamplerWrapper":
         return loader
-    own = loader.sampler.dataset._sampler
+    own = sampler.dataset._sampler
     return copy_loader(loader, batch_size=loader.batch_size, sampler=own, drop_last=loader.drop_last)

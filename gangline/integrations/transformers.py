@@ -95,7 +95,7 @@ class _Balanced(_Base):
         """Read the batches of a step; labels of a repeated sample are not counted."""
         return super().get_batch_samples(map(self._without_repeated_labels, epoch_iterator), num_batches, device)
 
-    def training_step(self: Any, *arguments: Any, **options: Any) -> Tensor:
+    def training_step(self: Any, *arguments: Any, **options: Any) -> Any:
         """Train one batch with its weight."""
         self._current = self._balanced.next_weight()
         try:

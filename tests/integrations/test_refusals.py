@@ -57,7 +57,7 @@ def test_a_loader_of_accelerate_is_taken_apart() -> None:
 
 def test_loaders_of_accelerate_that_share_batches_out_themselves_are_refused() -> None:
     need("accelerate")
-    with pytest.raises(ValueError, match="DataLoaderDispatcher.*dispatch_batches=False"):
+    with pytest.raises(ValueError, match=r"DataLoaderDispatcher.*dispatch_batches=False"):
         unprepared(prepared(DataLoader(Stream(), 4), dispatch_batches=True, put_on_device=True))
     own = DataLoader(range(10), batch_sampler=Own(SequentialSampler(range(10)), 2, False))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="split_batches=True with a Own"):

@@ -96,6 +96,7 @@ def test_two_unequal_ranks_train_as_one_process(script: str, tmp_path: Path) -> 
         ("fsdp2", [], []),
         ("accelerate_example", [], []),
         ("accelerate_example", [], ["--split-batches", "--batch-size", "16"]),
+        ("accelerate_example", [], ["--resume"]),
         ("lightning_boring", [], []),
         ("transformers_trainer", ["--model", "llama"], []),
         ("transformers_trainer", ["--model", "bert"], []),
@@ -121,4 +122,13 @@ def test_a_trainer_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     torchrun("transformers_trainer", 2, tmp_path / "whole.pt", *TWO, "--model", "own", "--max-steps", "4")
     resume = ["--resume", "trainer/checkpoint-3", "--folder", "resumed"]
     torchrun("transformers_trainer", 2, tmp_path / "resumed.pt", *TWO, "--model", "own", "--max-steps", "4", *resume)
+    assert largest_difference(tmp_path / "resumed.pt", tmp_path / "whole.pt") < 1e-11
+
+
+@pytest.mark.slow
+def test_lightning_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    need("lightning_boring")
+    torchrun("lightning_boring", 2, tmp_path / "whole.pt", *TWO)
+    torchrun("lightning_boring", 2, tmp_path / "begun.pt", *TWO, "--max-steps", "1")
+    torchrun("lightning_boring", 2, tmp_path / "resumed.pt", *TWO, "--resume", str(tmp_path / "begun.pt.ckpt"))
     assert largest_difference(tmp_path / "resumed.pt", tmp_path / "whole.pt") < 1e-11

@@ -15,6 +15,7 @@ def main():
     parser.add_argument("output")
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--loads", type=float, nargs="*")
+    parser.add_argument("--resume", action="store_true", help="save and load after two batches of the second epoch")
     parser.add_argument("--split-batches", action="store_true")
     arguments = parser.parse_args()
     config = DataLoaderConfiguration(split_batches=arguments.split_batches, use_seedable_sampler=True, data_seed=3)
@@ -32,9 +33,13 @@ def main():
     if arguments.loads:
         train_dataloader = gangline.balance(model, train_dataloader, loads=arguments.loads)
     updates = 0
-    for _ in range(2):
+    if arguments.resume:
+        accelerator.register_for_checkpointing(train_dataloader)
+
+    def train(batches=None):
+        nonlocal updates
         model.train()
-        for inputs, targets in train_dataloader:
+        for step, (inputs, targets) in enumerate(train_dataloader, 1):
             assert inputs.device.type == accelerator.device.type
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(inputs), targets)
@@ -42,6 +47,15 @@ def main():
                 optimizer.step()
                 optimizer.zero_grad()
                 updates += accelerator.sync_gradients
+            if step == batches:
+                accelerator.save_state(f"{arguments.output}.state")
+                break
+
+    for epoch in range(2):
+        if epoch == 1 and arguments.resume:
+            train(batches=2)
+            accelerator.load_state(f"{arguments.output}.state")
+        train()
         assert accelerator.gradient_state.active_dataloader is None
         model.eval()
         seen = 0

@@ -49,6 +49,8 @@ def main():
     parser.add_argument("output")
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--loads", type=float, nargs="*")
+    parser.add_argument("--max-steps", type=int, default=-1)
+    parser.add_argument("--resume")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     callbacks = []
@@ -59,6 +61,7 @@ def main():
     world = int(os.environ.get("WORLD_SIZE", 1))
     trainer = pl.Trainer(
         max_epochs=2,
+        max_steps=arguments.max_steps,
         accumulate_grad_batches=2,
         precision="64-true",
         accelerator="cpu",
@@ -71,7 +74,8 @@ def main():
         enable_model_summary=False,
     )
     model = BoringModel(arguments.batch_size)
-    trainer.fit(model)
+    trainer.fit(model, ckpt_path=arguments.resume)
+    trainer.save_checkpoint(f"{arguments.output}.ckpt")
     if trainer.is_global_zero:
         torch.save({**model.state_dict(), "updates": torch.tensor(trainer.global_step)}, arguments.output)
 
