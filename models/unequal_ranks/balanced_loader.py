@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from gangline.collectives.workload import check_work_load_list
-from gangline.models.unequal_ranks.global_order import order_of
-from gangline.models.unequal_ranks.gradient_scale import GradientScale
-from gangline.models.unequal_ranks.rank_exchange import RankExchange, group_of
-from gangline.models.unequal_ranks.share_sampler import Share, ShareSampler, draw_seed
+from gangline.models.unequal_ranks.global_order import GlobalOrder, RankOrder, length_of, order_of, sampler_of
+from gangline.models.unequal_ranks.gradient_scale import GradientScale, check_not_balanced
+from gangline.models.unequal_ranks.iterable_batches import IterableBatches, Stream, check_stream
+from gangline.models.unequal_ranks.lockstep import Share, in_lockstep
+from gangline.models.unequal_ranks.rank_exchange import RankExchange, check_same, group_of
+from gangline.models.unequal_ranks.share_sampler import ShareSampler, draw_seed
 from gangline.models.unequal_ranks.split_controller import SplitController
 
 LossReduction = Literal["mean", "sum", "normalized"]
@@ -36,41 +37,65 @@ class BalancedLoader:
         global_batch: int | None = None,
         count: Callable[[Any], float | Tensor] | None = None,
         loss_reduction: LossReduction = "mean",
+        stream: Stream | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """Split a loader; `balance` describes the arguments."""
-        if loss_reduction not in ("mean", "sum", "normalized"):
-            raise ValueError(f"loss_reduction is {loss_reduction!r}; expected 'mean', 'sum' or 'normalized'")
         self._exchange = RankExchange(group_of(model) if group is None else group)
-        size = self._exchange.size
-        given = [1.0] * size if loads == "auto" else check_work_load_list(loads, size)
-        if not all(given):
-            raise ValueError(f"loads is {list(loads)}; expected a number above 0 for each rank")
-        order, self.global_batch = order_of(loader, self._exchange, global_batch)
-        ahead = self._exchange.all_gather(_drawn_ahead(loader))
-        self._exchange.check_same(
-            {
-                "the length of the data set": len(loader.dataset),  # type: ignore[arg-type]
+        size, rank = self._exchange.size, self._exchange.rank
+        given, order = [1.0] * size, cast(GlobalOrder | None, None)
+        self.global_batch = 0
+
+        def check() -> tuple[dict[str, Any], int, int | None]:
+            """Check the arguments on this rank; return what all ranks must share, batches drawn ahead and steps."""
+            nonlocal given, order
+            if loss_reduction not in ("mean", "sum", "normalized"):
+                raise ValueError(f"loss_reduction is {loss_reduction!r}; expected 'mean', 'sum' or 'normalized'")
+            given = _checked_loads(loads, size)
+            if loss_reduction != "normalized":
+                check_not_balanced(model)
+            if stream is None and not isinstance(loader.dataset, IterableDataset):
+                order, self.global_batch = order_of(loader, self._exchange, global_batch)
+            else:
+                self.global_batch = check_stream(loader, stream, global_batch, size)
+            settings = {
+                "the type of the data set": type(loader.dataset).__name__,
+                "the length of the data set": length_of(loader.dataset),
+                "the batch sampler": type(loader.batch_sampler).__name__,
+                "the sampler": type(sampler_of(loader)).__name__,
                 "the global batch": self.global_batch,
-                "drop_last": loader.drop_last,
-                "the sampler": type(loader.sampler).__name__,
-                "loads": list(given) if loads != "auto" else "auto",
+                "drop_last": bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last)),
+                "stream": stream,
+                "loads": given if loads != "auto" else "auto",
                 "loss_reduction": loss_reduction,
                 "count": "given" if count is not None else "samples",
             }
-        )
+            settings |= {} if order is None else order.settings
+            return settings, _drawn_ahead(loader), getattr(order, "length", None)
+
+        settings, aheads, lengths = zip(*self._exchange.all_gather_results(check, "balance()"), strict=True)
+        check_same(settings)
         self._loss_reduction, self._count = loss_reduction, count
-        self.controller = SplitController(given, max(ahead) + 2)
-        self._sampler = ShareSampler(order, self.controller, self._exchange.rank)
-        self._user_loader = loader
-        self._loader = _with_batches(loader, self._sampler)
+        # Lockstep reads one batch more than the DataLoader, ahead of the one that is trained.
+        self.controller = SplitController(given, max(aheads) + 2)
+        self._user_loader = self._loader = loader
+        self._source: ShareSampler | IterableBatches
+        if order is None:
+            self._source = IterableBatches(stream == "same", self.global_batch, self.controller, rank)
+        else:
+            if isinstance(order, RankOrder):  # ranks that draw lists of their own may have more of them
+                order.length = None if None in lengths else max(lengths)
+            self._source = ShareSampler(order, self.controller, rank, max(aheads))
+            self._loader = _with_batches(loader, self._source)
+        self._smallest = self.global_batch if order is None and loader.drop_last else 1
         self._scale = GradientScale(model) if loss_reduction != "normalized" else None
         self.epoch = 0
         """Number of the epoch that comes next, or that is under way."""
         self._consumed = 0  # samples of all ranks that were handed out in this epoch
         self._resumed: dict[str, Any] | None = None
         self._share: Share | None = None
-        self._weight: Callable[[], float] = lambda: 1.0
+        self._weight = 1.0
+        self._iterations = 0
 
     @property
     def samples(self) -> int:
@@ -79,8 +104,8 @@ class BalancedLoader:
 
     @property
     def weight(self) -> float:
-        """Factor of this rank's gradient in the current batch; it may wait for the other ranks' counts."""
-        return self._weight()
+        """Factor of this rank's gradient in the current batch."""
+        return self._weight
 
     @property
     def loads(self) -> list[float]:
@@ -91,7 +116,7 @@ class BalancedLoader:
         """Set the number of the next epoch, as a DistributedSampler's set_epoch does."""
         self.epoch = epoch
         loader = self._user_loader
-        owners: list[Any] = [loader.sampler, loader.batch_sampler, loader.dataset]
+        owners: list[Any] = [sampler_of(loader), loader.batch_sampler, loader.dataset]
         for owner in owners:
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(epoch)
@@ -99,70 +124,78 @@ class BalancedLoader:
     def __iter__(self) -> Iterator[Any]:
         """Return this rank's batches of an epoch. Collective."""
         resumed, self._resumed = self._resumed, None
-        seed = draw_seed(getattr(self._user_loader.sampler, "generator", None)) if resumed is None else resumed["seed"]
+        sampler = sampler_of(self._user_loader)
+        seed = draw_seed(getattr(sampler, "generator", None)) if resumed is None else resumed["seed"]
         starts = self._exchange.all_gather(
             {
                 "seed": seed,
                 "epoch": self.epoch,
-                "sampler epoch": getattr(self._user_loader.sampler, "epoch", None),
+                "sampler epoch": getattr(sampler, "epoch", None),
                 "skip": 0 if resumed is None else resumed["samples"],
             }
         )
         _check_starts(starts)
-        self._sampler.seed, self._sampler.skip = starts[0]["seed"], starts[0]["skip"]
-        self._consumed = self._sampler.skip
-        for batch in self._loader:
-            self._begin_batch(self._sampler.drawn.popleft(), batch)
+        self._source.seed, self._source.skip = starts[0]["seed"], starts[0]["skip"]
+        self._consumed = self._source.skip
+        self._iterations += 1
+        iteration = self._iterations
+        for share, batch in in_lockstep(
+            self._source.pieces(self._loader),
+            self._source.first,
+            self._exchange,
+            counter=self._count,
+            smallest=self._smallest,
+        ):
+            if self._iterations != iteration:
+                raise RuntimeError("a newer iteration over this loader has begun; only one at a time can go on")
+            self._begin_batch(share)
             yield batch
         self._end_batch()
         self.epoch += 1
         self._consumed = 0
 
-    def _begin_batch(self, share: Share, batch: Any) -> None:
+    def _begin_batch(self, share: Share) -> None:
         self._end_batch()
         self._share = share
-        self._sampler.first = share.number + 1
+        self._source.first = share.number + 1
         self._consumed += share.total
-        self._weight = self._weight_of(share, batch)
+        self._weight = weight = self._weight_of(share)
         if self._scale is not None:
-            self._scale.weight, self._scale.calls = self._weight, 0
+            self._scale.weight, self._scale.calls = lambda: weight, 0
 
     def _end_batch(self) -> None:
         self._share = None
         if self._scale is not None:
             self._scale.weight = None
 
-    def _weight_of(self, share: Share, batch: Any) -> Callable[[], float]:
-        size, samples = self._exchange.size, share.counts[self._exchange.rank]
+    def _weight_of(self, share: Share) -> float:
+        size = self._exchange.size
         if self._loss_reduction == "sum":
-            weight = float(size) if samples else 0.0
-            return lambda: weight
-        if self._count is None:
-            weight = samples * size / share.total
-            return lambda: weight
-        total = self._exchange.start_sum(self._count(batch) if samples else 0)
-        return partial(_ratio, total, size)
+            return float(size) if self.samples else 0.0
+        return share.counted[self._exchange.rank] * size / sum(share.counted)
 
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, position, seed and loads as plain data, for `load_state_dict` on any number of ranks."""
         return {
             "epoch": self.epoch,
             "samples": self._consumed,
-            "seed": self._sampler.seed,
-            "batch": self._sampler.first,
+            "seed": self._source.seed,
+            "batch": self._source.first,
             "split": self.controller.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was called: the next epoch begins behind the samples that were handed out."""
         self.set_epoch(state["epoch"])
-        self._sampler.first = state["batch"]
+        self._source.first = state["batch"]
         self.controller.load_state(state["split"])
         self._resumed = {"seed": state["seed"], "samples": state["samples"]}
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
-        return len(self._sampler)
+        if isinstance(self._source, ShareSampler):
+            return len(self._source)
+        return self._source.length(self._user_loader)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_user_loader" not in self.__dict__:
@@ -183,6 +216,7 @@ def balance(
     global_batch: int | None = None,
     count: Callable[[Any], float | Tensor] | None = None,
     loss_reduction: LossReduction = "mean",
+    stream: Stream | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> BalancedLoader:
     """Split a loader's batches over the ranks of a job by their speed, with the gradient of one device.
@@ -203,6 +237,8 @@ def balance(
             are not ignored; None: its samples.
         loss_reduction: "mean" if the loss is the mean over what ``count`` counts; "sum" if it is their sum;
             "normalized" if the loop itself divides by the count of all ranks, so that gradients stay as they are.
+        stream: required for an IterableDataset: "own" if each rank reads samples of its own, "same" if all ranks read
+            the same samples in the same order. Its batches are joined and cut to shares.
         group: the ranks that average gradients; None: those of DistributedDataParallel, else all.
 
     Raises:
@@ -217,12 +253,23 @@ def balance(
         global_batch=global_batch,
         count=count,
         loss_reduction=loss_reduction,
+        stream=stream,
         group=group,
     )
 
 
-def _ratio(total: Any, size: int) -> float:
-    return float(total.own * size / total.wait()) if total.own else 0.0
+def _checked_loads(loads: Sequence[float] | Literal["auto"], size: int) -> list[float]:
+    if isinstance(loads, str):
+        if loads != "auto":
+            raise ValueError(f"loads is {loads!r}; expected 'auto' or a number above 0 for each rank, such as [3, 1]")
+        return [1.0] * size
+    try:
+        checked = check_work_load_list(loads, size)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"loads is {loads!r}; expected a number above 0 for each of {size} ranks: {error}") from None
+    if not all(checked):
+        raise ValueError(f"loads is {loads!r}; expected a number above 0 for each of {size} ranks")
+    return checked
 
 
 def _check_starts(starts: list[dict[str, Any]]) -> None:
@@ -242,8 +289,7 @@ def _drawn_ahead(loader: DataLoader[Any]) -> int:
 
 def _with_batches(loader: DataLoader[Any], sampler: ShareSampler) -> DataLoader[Any]:
     """Return a DataLoader with the settings of another one and other batches."""
-    if isinstance(loader.dataset, IterableDataset):
-        raise ValueError("the loader's data set is iterable")
+    # in_order stays True: batches in another order would not be those of the shares, nor of the other ranks.
     return DataLoader(
         loader.dataset,
         batch_sampler=sampler,

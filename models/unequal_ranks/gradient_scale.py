@@ -29,12 +29,7 @@ class GradientScale:
         Raises:
             RuntimeError: if the model, or the module that it wraps, has such a hook already.
         """
-        for module in model.modules():
-            if getattr(module, _MARK, None) is not None:
-                raise RuntimeError(
-                    f"the {type(module).__name__} is balanced already, by a loader that is still open; close() that "
-                    "loader first, or balance all loaders' models once: the weights of both would be multiplied"
-                )
+        check_not_balanced(model)
         self._model = model
         setattr(model, _MARK, self)
         self._hook = model.register_forward_hook(self._scale_outputs)
@@ -54,6 +49,16 @@ class GradientScale:
         self.calls += 1
         weight = self.weight
         return _pytree.tree_map_only(Tensor, lambda tensor: _scaled(tensor, weight), output)
+
+
+def check_not_balanced(model: nn.Module) -> None:
+    """Raise RuntimeError if the gradients of a module, or of one inside, are scaled already."""
+    for module in model.modules():
+        if getattr(module, _MARK, None) is not None:
+            raise RuntimeError(
+                f"the {type(module).__name__} is balanced already, by a loader that is still open; close() that "
+                "loader first, or balance all loaders' models once: the weights of both would be multiplied"
+            )
 
 
 def _scaled(tensor: Tensor, weight: Weight) -> Tensor:
