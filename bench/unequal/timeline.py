@@ -11,7 +11,9 @@ Step = tuple[float, float, float]
 """Seconds at which a rank began a step, had its last gradient, and ended the step."""
 
 
-def draw_timelines(title: str, panels: Mapping[str, Sequence[Sequence[Step]]], labels: Sequence[str], path: Path) -> None:
+def draw_timelines(
+    title: str, panels: Mapping[str, Sequence[Sequence[Step]]], labels: Sequence[str], path: Path
+) -> None:
     """Write a PNG with a panel for each run and a line for each rank, all of one scale.
 
     Args:

@@ -57,7 +57,13 @@ def unequal_ranks(
 
 
 def measure(
-    factor: float, cores: Sequence[int], batch_size: int, backend: str, run_seconds: float, runs: int, timeline: Path | None
+    factor: float,
+    cores: Sequence[int],
+    batch_size: int,
+    backend: str,
+    run_seconds: float,
+    runs: int,
+    timeline: Path | None,
 ) -> list[Row]:
     """Measure one factor.
 

@@ -92,7 +92,7 @@ class Balance(Callback):
         del trainer, pl_module
         if self._current is not None and loss.requires_grad:
             weight = self._current.weight
-            hook = loss.register_hook(lambda gradient: scaled(gradient, weight()))  # type: ignore[no-untyped-call]
+            hook = loss.register_hook(lambda gradient: scaled(gradient, weight))  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +15,8 @@ from gangline.models.unequal_ranks.balanced_loader import BalancedLoader
 class QueuedWeight(NamedTuple):
     """What a batch counts on this rank."""
 
-    weight: Callable[[], float]
-    """Factor of the gradient; it may wait for the other ranks' counts."""
+    weight: float
+    """Factor of the gradient."""
     samples: int
     """Samples of this rank; 0 if the batch is one repeated sample without weight."""
 
@@ -37,7 +37,7 @@ class QueuedWeights(BalancedLoader):
         """Return this rank's batches of an epoch. Collective."""
         self._queue.clear()
         for batch in super().__iter__():
-            self._queue.append(QueuedWeight(self.deferred_weight, self.samples))
+            self._queue.append(QueuedWeight(self.weight, self.samples))
             yield batch
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import transformers.trainer
+from accelerate.utils import find_batch_size
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -124,13 +125,13 @@ class _Balanced(_Base):
             result = super().compute_loss(*arguments, **options)
         finally:
             self.args.average_tokens_across_devices = True
-        return _weighted(result, self._current.weight())
+        return _weighted(result, self._current.weight)
 
     def _counted(self: Any, batch: Any) -> int | Tensor:
         """Return how much a loss that is a mean counts: labels that are not -100, else samples."""
         labels = batch.get("labels") if hasattr(batch, "get") else None
         if not isinstance(labels, Tensor) or labels.is_floating_point():
-            return int(self._balanced.samples)
+            return int(find_batch_size(batch) or 0)
         return (labels[..., 1:] if self._loss_shifts_labels else labels).ne(-100).sum()
 
     def _without_repeated_labels(self: Any, batch: Any) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,14 +12,16 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from gangline.collectives.workload import check_work_load_list
 from gangline.models.batchnorm.distributed_batchnorm import count_batch, warn_of_batchnorm
-from gangline.models.unequal_ranks.global_order import order_of
-from gangline.models.unequal_ranks.gradient_scale import GradientScale
+from gangline.models.unequal_ranks.global_order import GlobalOrder, RankOrder, length_of, order_of, sampler_of
+from gangline.models.unequal_ranks.gradient_scale import GradientScale, check_not_balanced
+from gangline.models.unequal_ranks.iterable_batches import IterableBatches, Stream, check_stream
+from gangline.models.unequal_ranks.lockstep import Share, in_lockstep
 from gangline.models.unequal_ranks.measured_loads import MeasuredLoads
-from gangline.models.unequal_ranks.prepared_loader import copy_loader, unprepared
-from gangline.models.unequal_ranks.rank_exchange import RankExchange, group_of
+from gangline.models.unequal_ranks.prepared_loader import PreparedLoader, copy_loader, unprepared
+from gangline.models.unequal_ranks.rank_exchange import RankExchange, check_same, group_of
 from gangline.models.unequal_ranks.rank_memory import Call, RankMemory
 from gangline.models.unequal_ranks.rank_timer import RankTimer
-from gangline.models.unequal_ranks.share_sampler import Share, ShareSampler, draw_seed
+from gangline.models.unequal_ranks.share_sampler import ShareSampler, draw_seed
 from gangline.models.unequal_ranks.split_controller import SplitController, checked_caps
 
 LossReduction = Literal["mean", "sum", "normalized"]
@@ -43,39 +45,57 @@ class BalancedLoader:
         loss_reduction: LossReduction = "mean",
         memory: Sequence[int] | Literal["auto"] | None = "auto",
         call: Call | None = None,
+        stream: Stream | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """Split a loader; `balance` describes the arguments."""
-        if loss_reduction not in ("mean", "sum", "normalized"):
-            raise ValueError(f"loss_reduction is {loss_reduction!r}; expected 'mean', 'sum' or 'normalized'")
         self._exchange = RankExchange(group_of(model) if group is None else group)
-        size = self._exchange.size
-        given = [1.0] * size if loads == "auto" else check_work_load_list(loads, size)
-        if not all(given):
-            raise ValueError(f"loads is {list(loads)}; expected a number above 0 for each rank")
-        prepared = unprepared(loader)
-        if prepared is not None:
-            loader, global_batch = prepared.loader, global_batch or prepared.global_batch
-        order, self.global_batch = order_of(loader, self._exchange, global_batch)
-        ahead = self._exchange.all_gather(_drawn_ahead(loader))
-        self._exchange.check_same(
-            {
-                "the length of the data set": len(loader.dataset),  # type: ignore[arg-type]
+        size, rank = self._exchange.size, self._exchange.rank
+        given, order = [1.0] * size, cast(GlobalOrder | None, None)
+        caps: list[int | None] | None = None
+        prepared: PreparedLoader | None = None
+        self.global_batch = 0
+
+        def check() -> tuple[dict[str, Any], int, int | None]:
+            """Check the arguments on this rank; return what all ranks must share, batches drawn ahead and steps."""
+            nonlocal given, order, caps, prepared, loader
+            if loss_reduction not in ("mean", "sum", "normalized"):
+                raise ValueError(f"loss_reduction is {loss_reduction!r}; expected 'mean', 'sum' or 'normalized'")
+            given = _checked_loads(loads, size)
+            caps = None if memory is None or memory == "auto" else checked_caps(memory, size)
+            if loss_reduction != "normalized":
+                check_not_balanced(model)
+            prepared, samples = unprepared(loader), global_batch
+            if prepared is not None:
+                loader, samples = prepared.loader, global_batch or prepared.global_batch
+            if stream is None and not isinstance(loader.dataset, IterableDataset):
+                order, self.global_batch = order_of(loader, self._exchange, samples)
+            else:
+                self.global_batch = check_stream(loader, stream, samples, size)
+            settings = {
+                "the type of the data set": type(loader.dataset).__name__,
+                "the length of the data set": length_of(loader.dataset),
+                "the batch sampler": type(loader.batch_sampler).__name__,
+                "the sampler": type(sampler_of(loader)).__name__,
                 "the global batch": self.global_batch,
-                "drop_last": loader.drop_last,
-                "the sampler": type(loader.sampler).__name__,
-                "loads": list(given) if loads != "auto" else "auto",
+                "drop_last": bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last)),
+                "stream": stream,
+                "loads": given if loads != "auto" else "auto",
                 "loss_reduction": loss_reduction,
                 "memory": memory if memory is None or memory == "auto" else list(memory),
                 "count": "given" if count is not None else "samples",
             }
-        )
+            settings |= {} if order is None else order.settings
+            return settings, _drawn_ahead(loader), getattr(order, "length", None)
+
+        settings, aheads, lengths = zip(*self._exchange.all_gather_results(check, "balance()"), strict=True)
+        check_same(settings)
         self._loss_reduction, self._count = loss_reduction, count
-        caps = None if memory is None or memory == "auto" else checked_caps(memory, size)
-        self.controller = SplitController(given, max(ahead) + 2, caps)
-        # The timer's hooks come before those that weight gradients, whose backward may wait for other ranks.
+        # Lockstep reads one batch more than the DataLoader, ahead of the one that is trained, and accelerate one more.
+        self.controller = SplitController(given, max(aheads) + 3, caps)
+        # The timer's hooks come before those that weight gradients.
         self._measured = MeasuredLoads(
-            self._exchange.rank,
+            rank,
             size,
             self._exchange.all_gather,
             RankTimer(model) if loads == "auto" else None,
@@ -84,18 +104,27 @@ class BalancedLoader:
             caps,
         )
         self._is_memory_tried = False
-        self._sampler = ShareSampler(order, self.controller, self._exchange.rank)
-        self._user_loader = loader
-        inner = _with_batches(loader, self._sampler)
-        self._loader = inner if prepared is None else prepared.around(inner)
-        self._scale = GradientScale(model) if loss_reduction != "normalized" else None
         self._model = model
+        self._user_loader = self._loader = loader
+        self._source: ShareSampler | IterableBatches
+        if order is None:
+            self._source = IterableBatches(stream == "same", self.global_batch, self.controller, rank)
+        else:
+            if isinstance(order, RankOrder):  # ranks that draw lists of their own may have more of them
+                order.length = None if None in lengths else max(lengths)
+            self._source = ShareSampler(order, self.controller, rank, max(aheads))
+            self._loader = _with_batches(loader, self._source)
+        self._steps = _Steps(self)
+        self._outer: Any = self._steps if prepared is None else prepared.around(self._steps)
+        self._smallest = self.global_batch if order is None and loader.drop_last else 1
+        self._scale = GradientScale(model) if loss_reduction != "normalized" else None
         self.epoch = 0
         """Number of the epoch that comes next, or that is under way."""
         self._consumed = 0  # samples of all ranks that were handed out in this epoch
         self._resumed: dict[str, Any] | None = None
         self._share: Share | None = None
-        self._weight: Callable[[], float] = lambda: 1.0
+        self._weight = 1.0
+        self._iterations = 0
 
     @property
     def samples(self) -> int:
@@ -109,12 +138,7 @@ class BalancedLoader:
 
     @property
     def weight(self) -> float:
-        """Factor of this rank's gradient in the current batch; it may wait for the other ranks' counts."""
-        return self._weight()
-
-    @property
-    def deferred_weight(self) -> Callable[[], float]:
-        """Function that returns the current batch's `weight`, also when later batches have been handed out."""
+        """Factor of this rank's gradient in the current batch."""
         return self._weight
 
     @property
@@ -126,7 +150,7 @@ class BalancedLoader:
         """Set the number of the next epoch, as a DistributedSampler's set_epoch does."""
         self.epoch = epoch
         loader = self._user_loader
-        owners: list[Any] = [loader.sampler, loader.batch_sampler, loader.dataset]
+        owners: list[Any] = [sampler_of(loader), loader.batch_sampler, loader.dataset]
         for owner in owners:
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(epoch)
@@ -134,23 +158,31 @@ class BalancedLoader:
     def __iter__(self) -> Iterator[Any]:
         """Return this rank's batches of an epoch. Collective."""
         resumed, self._resumed = self._resumed, None
-        seed = draw_seed(getattr(self._user_loader.sampler, "generator", None)) if resumed is None else resumed["seed"]
+        sampler = sampler_of(self._user_loader)
+        seed = draw_seed(getattr(sampler, "generator", None)) if resumed is None else resumed["seed"]
         starts = self._exchange.all_gather(
             {
                 "seed": seed,
                 "epoch": self.epoch,
-                "sampler epoch": _sampler_epoch(self._user_loader.sampler),
+                "sampler epoch": sampler.epoch if isinstance(sampler, DistributedSampler) else None,
                 "skip": 0 if resumed is None else resumed["samples"],
             }
         )
         _check_starts(starts)
         self._begin_epoch()
-        self._sampler.seed, self._sampler.skip = starts[0]["seed"], starts[0]["skip"]
-        self._consumed = self._sampler.skip
-        for batch in self._loader:
-            self._begin_batch(self._sampler.drawn.popleft(), batch)
-            yield batch
-        self._end_batch()
+        self._source.seed, self._source.skip = starts[0]["seed"], starts[0]["skip"]
+        self._consumed = self._source.skip
+        self._iterations += 1
+        iteration = self._iterations
+        try:
+            for batch in self._outer:
+                if self._iterations != iteration:
+                    raise RuntimeError("a newer iteration over this loader has begun; only one at a time can go on")
+                self._begin_batch(self._steps.shares.popleft())
+                yield batch
+        finally:
+            if self._iterations == iteration:
+                self._end_batch()
         self.epoch += 1
         self._consumed = 0
 
@@ -158,7 +190,8 @@ class BalancedLoader:
         """Look at speeds and memory while no batch is drawn."""
         changed = self._measured.begin_epoch()
         if not self._is_memory_tried:
-            self._measured.try_memory(self._read, self.global_batch)
+            is_stream = isinstance(self._source, IterableBatches)
+            self._measured.try_memory(None if is_stream else self._read, self.global_batch)
             self._is_memory_tried = changed = True
         if changed:
             self.controller.set_loads(self._measured.loads, self._measured.caps, None)
@@ -166,63 +199,60 @@ class BalancedLoader:
     def _read(self, samples: int) -> Any:
         """Return a batch of the data set, read without workers."""
         data = self._user_loader.dataset
-        batch = [data[index] for index in range(min(samples, len(data)))]  # type: ignore[arg-type]
+        batch = [data[index] for index in range(min(samples, length_of(data) or samples))]
         return self._user_loader.collate_fn(batch)
 
-    def _begin_batch(self, share: Share, batch: Any) -> None:
+    def _begin_batch(self, share: Share) -> None:
         self._end_batch()
         if self._measured.begin_batch(share.counts):
             self.controller.set_loads(self._measured.loads, self._measured.caps, share.number)
         self._share = share
-        self._sampler.first = share.number + 1
+        self._source.first = share.number + 1
+        self._consumed += share.total
         if not self.samples:
             count_batch(self._model, False)
         if self._exchange.rank == 0:
             warn_of_batchnorm(self._model, self.loads, "wrap gangline.convert_sync_batchnorm(network)")
-        self._consumed += share.total
-        self._weight = self._weight_of(share, batch)
+        self._weight = self._weight_of(share)
         if self._scale is not None:
-            self._scale.weight, self._scale.calls = self._weight, 0
+            self._scale.begin(self._weight)
 
     def _end_batch(self) -> None:
         if self._share is not None and not self.samples:
             count_batch(self._model, True)
         self._share = None
         if self._scale is not None:
-            self._scale.weight = None
+            self._scale.end()
 
-    def _weight_of(self, share: Share, batch: Any) -> Callable[[], float]:
-        size, samples = self._exchange.size, share.counts[self._exchange.rank]
+    def _weight_of(self, share: Share) -> float:
+        size = self._exchange.size
         if self._loss_reduction == "sum":
-            weight = float(size) if samples else 0.0
-            return lambda: weight
-        if self._count is None:
-            weight = samples * size / share.total
-            return lambda: weight
-        total = self._exchange.start_sum(self._count(batch) if samples else 0)
-        return partial(_ratio, total, size)
+            return float(size) if self.samples else 0.0
+        return share.counted[self._exchange.rank] * size / sum(share.counted)
 
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, position, seed and loads as plain data, for `load_state_dict` on any number of ranks."""
         return {
             "epoch": self.epoch,
             "samples": self._consumed,
-            "seed": self._sampler.seed,
-            "batch": self._sampler.first,
+            "seed": self._source.seed,
+            "batch": self._source.first,
             "split": self._measured.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was called: the next epoch begins behind the samples that were handed out."""
         self.set_epoch(state["epoch"])
-        self._sampler.first = state["batch"]
+        self._source.first = state["batch"]
         self._measured.load_state(state["split"])
         self.controller.set_loads(self._measured.loads, self._measured.caps, None)
         self._resumed = {"seed": state["seed"], "samples": state["samples"]}
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
-        return len(self._sampler)
+        if isinstance(self._source, ShareSampler):
+            return len(self._source)
+        return self._source.length(self._user_loader)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_user_loader" not in self.__dict__:
@@ -236,6 +266,34 @@ class BalancedLoader:
             self._scale.close()
 
 
+class _Steps:
+    """The batches of this rank in lockstep with the other ranks; its other attributes are those of the DataLoader."""
+
+    def __init__(self, owner: BalancedLoader) -> None:
+        self._owner = owner
+        self.shares: deque[Share] = deque()
+        """Shares of batches that were read and not yet handed out: accelerate reads one batch ahead."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.shares.clear()
+        owner = self._owner
+        pieces = owner._source.pieces(owner._loader)
+        smallest = owner._smallest
+        for share, batch in in_lockstep(
+            pieces, owner._source.first, owner._exchange, counter=owner._count, smallest=smallest
+        ):
+            self.shares.append(share)
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._owner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_owner" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._owner._loader, name)
+
+
 def balance(
     model: nn.Module,
     loader: DataLoader[Any],
@@ -246,6 +304,7 @@ def balance(
     loss_reduction: LossReduction = "mean",
     memory: Sequence[int] | Literal["auto"] | None = "auto",
     call: Call | None = None,
+    stream: Stream | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> BalancedLoader:
     """Split a loader's batches over the ranks of a job by their speed, with the gradient of one device.
@@ -270,6 +329,8 @@ def balance(
             memory of a process: before the first batch from growing batches, later from peaks; None: no limits.
         call: runs a batch through the model, for the trial of its memory, such as
             ``lambda model, batch: model(batch["image"])``; None: derived from the batch and the signature of forward.
+        stream: required for an IterableDataset: "own" if each rank reads samples of its own, "same" if all ranks read
+            the same samples in the same order. Its batches are joined and cut to shares.
         group: the ranks that average gradients; None: those of DistributedDataParallel, else all.
 
     Raises:
@@ -286,17 +347,23 @@ def balance(
         loss_reduction=loss_reduction,
         memory=memory,
         call=call,
+        stream=stream,
         group=group,
     )
 
 
-def _ratio(total: Any, size: int) -> float:
-    return float(total.own * size / total.wait()) if total.own else 0.0
-
-
-def _sampler_epoch(sampler: object) -> int | None:
-    """Return the epoch that a DistributedSampler shuffles by; other samplers draw on rank 0 alone."""
-    return sampler.epoch if isinstance(sampler, DistributedSampler) else None
+def _checked_loads(loads: Sequence[float] | Literal["auto"], size: int) -> list[float]:
+    if isinstance(loads, str):
+        if loads != "auto":
+            raise ValueError(f"loads is {loads!r}; expected 'auto' or a number above 0 for each rank, such as [3, 1]")
+        return [1.0] * size
+    try:
+        checked = check_work_load_list(loads, size)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"loads is {loads!r}; expected a number above 0 for each of {size} ranks: {error}") from None
+    if not all(checked):
+        raise ValueError(f"loads is {loads!r}; expected a number above 0 for each of {size} ranks")
+    return checked
 
 
 def _check_starts(starts: list[dict[str, Any]]) -> None:
@@ -316,6 +383,5 @@ def _drawn_ahead(loader: DataLoader[Any]) -> int:
 
 def _with_batches(loader: DataLoader[Any], sampler: ShareSampler) -> DataLoader[Any]:
     """Return a DataLoader with the settings of another one and other batches."""
-    if isinstance(loader.dataset, IterableDataset):
-        raise ValueError("the loader's data set is iterable")
-    return copy_loader(loader, batch_sampler=sampler)
+    # Batches in another order would not be those of the shares, nor of the other ranks.
+    return copy_loader(loader, batch_sampler=sampler, in_order=True)

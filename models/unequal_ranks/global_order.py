@@ -35,6 +35,10 @@ class GlobalOrder(Protocol):
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+
 
 class SampleOrder:
     """Order of a sampler that every rank can repeat: sequential, random by seed, or that of a DistributedSampler."""
@@ -45,6 +49,15 @@ class SampleOrder:
     def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:
         """Return the global batches of an epoch."""
         return _cut(islice(self._indices(seed), skip, None), self._size, drop_last=self._drop_last)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        names = ("replacement", "shuffle", "seed", "num_replicas")
+        return {
+            "the number of samples": self._count(),
+            **{f"the sampler's {name}": getattr(self._sampler, name) for name in names if hasattr(self._sampler, name)},
+        }
 
     def _indices(self, seed: int) -> Iterator[int]:
         sampler = self._sampler
@@ -63,12 +76,13 @@ class SampleOrder:
             return iter(_distributed_order(sampler))
         return iter(sampler)
 
-    def __len__(self) -> int:
+    def _count(self) -> int:
         sampler = self._sampler
-        samples = (
-            _distributed_length(sampler) if isinstance(sampler, DistributedSampler) else len(sampler)  # type: ignore[arg-type]
-        )
-        return samples // self._size if self._drop_last else -(-samples // self._size)
+        return _distributed_length(sampler) if isinstance(sampler, DistributedSampler) else len(sampler)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        """Return the number of global batches of an epoch."""
+        return self._count() // self._size if self._drop_last else -(-self._count() // self._size)
 
 
 class RankOrder:
@@ -92,10 +106,17 @@ class RankOrder:
             of_all_ranks: a global batch is one list of each rank; else it is lists of rank 0.
             size: samples in a global batch, cut from rank 0's lists; None: one list per rank.
             drop_last: leave out a last batch that is smaller.
-            length: number of global batches; None: unknown.
+            length: number of global batches, by this rank's sampler; None: unknown.
         """
         self._lists, self._exchange, self._of_all_ranks = lists, exchange, of_all_ranks
-        self._size, self._drop_last, self._length = size, drop_last, length
+        self._size, self._drop_last = size, drop_last
+        self.length = length
+        """Number of global batches; None: unknown."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        return {} if self._of_all_ranks else {"the number of batches": self.length}
 
     def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:
         """Return the global batches of an epoch. Collective."""
@@ -128,7 +149,7 @@ class RankOrder:
             count = _CHUNK if self._of_all_ranks else _CHUNK * self._exchange.size
             return [list(each) for each in islice(own, count)]
 
-        while any(found := self._exchange.all_gather_order(read)):
+        while any(found := self._exchange.all_gather_results(read, "reading the order of samples")):
             if self._of_all_ranks:
                 longest = max(map(len, found))
                 yield [of_rank[n] if n < len(of_rank) else [] for n in range(longest) for of_rank in found]
@@ -136,9 +157,10 @@ class RankOrder:
                 yield found[0]
 
     def __len__(self) -> int:
-        if self._length is None:
+        """Return the number of global batches of an epoch."""
+        if self.length is None:
             raise TypeError("the sampler has no length, so the number of batches is not known")
-        return self._length
+        return self.length
 
 
 def order_of(loader: DataLoader[Any], exchange: RankExchange, global_batch: int | None) -> tuple[GlobalOrder, int]:
@@ -147,49 +169,76 @@ def order_of(loader: DataLoader[Any], exchange: RankExchange, global_batch: int 
     Raises:
         ValueError: if the loader cannot be cut; the text says why.
     """
-    sampler: Any = loader.sampler
     batches: Any = loader.batch_sampler
     if batches is None:
         raise ValueError(
             "the DataLoader has batch_size=None, so its samples are not collated into batches that can be "
             "cut; expected a batch_size or a batch_sampler"
         )
-    if type(batches) is not BatchSampler:
-        if global_batch is not None:
-            raise ValueError(
-                f"global_batch is {global_batch}, but the loader's {type(batches).__name__} decides the size of "
-                "batches; leave global_batch out"
-            )
-        knows_ranks = _knows_ranks(batches) or _knows_ranks(getattr(batches, "sampler", None))
-        count = len(batches) if hasattr(batches, "__len__") else None
-        drops = bool(getattr(batches, "drop_last", False))
-        length = None
-        if count is not None:
-            length = count if knows_ranks else count // exchange.size if drops else -(-count // exchange.size)
-        order = RankOrder(batches, exchange, of_all_ranks=knows_ranks, drop_last=drops, length=length)
-        return order, (getattr(batches, "batch_size", None) or 1) * exchange.size
-    assert loader.batch_size is not None
-    size = global_batch or loader.batch_size * exchange.size
-    if type(sampler) in (SequentialSampler, RandomSampler, DistributedSampler):
-        return SampleOrder(sampler, size, drop_last=loader.drop_last), size
-    samples = len(sampler) if hasattr(sampler, "__len__") else None
-    if _knows_ranks(sampler):
-        if global_batch is not None:
-            raise ValueError(
-                f"global_batch is {global_batch}, but the {type(sampler).__name__} draws a part for each rank; leave "
-                "global_batch out"
-            )
-        length = None if samples is None else len(batches)
-        order = RankOrder(batches, exchange, of_all_ranks=True, drop_last=loader.drop_last, length=length)
-        return order, size
-    length = None if samples is None else samples // size if loader.drop_last else -(-samples // size)
-    lists = BatchSampler(sampler, loader.batch_size, drop_last=False)
-    order = RankOrder(lists, exchange, of_all_ranks=False, size=size, drop_last=loader.drop_last, length=length)
+    sampler: Any = sampler_of(loader)
+    drops = bool(getattr(batches, "drop_last", False))
+    is_plain = type(batches) is BatchSampler  # not a user's class, which decides what belongs into a batch
+    of_all_ranks = any(_knows_ranks(owner) for owner in (sampler, batches, getattr(batches, "sampler", None)))
+    if is_plain:
+        size = check_global_batch(global_batch, exchange.size, batches.batch_size)
+        if type(sampler) in (SequentialSampler, RandomSampler, DistributedSampler):
+            return SampleOrder(sampler, size, drop_last=drops), size
+    else:
+        size = (getattr(batches, "batch_size", None) or 1) * exchange.size
+    if global_batch is not None and (of_all_ranks or not is_plain):
+        owner = sampler if is_plain else batches
+        raise ValueError(
+            f"global_batch is {global_batch}, but the {type(owner).__name__} decides the size of batches; leave "
+            "global_batch out"
+        )
+    if is_plain and not of_all_ranks:
+        length = batch_count(sampler, size, drop_last=drops)
+        lists = BatchSampler(sampler, batches.batch_size, drop_last=False)
+        order = RankOrder(lists, exchange, of_all_ranks=False, size=size, drop_last=drops, length=length)
+    else:
+        length = batch_count(batches, 1 if of_all_ranks else exchange.size, drop_last=drops)
+        order = RankOrder(batches, exchange, of_all_ranks=of_all_ranks, drop_last=drops, length=length)
     return order, size
 
 
+def check_global_batch(global_batch: int | None, ranks: int, batch_size: int) -> int:
+    """Return the number of samples of a global batch.
+
+    Raises:
+        ValueError: if it is not a number, or below one sample for each rank.
+    """
+    if global_batch is None:
+        return batch_size * ranks
+    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < ranks:
+        raise ValueError(
+            f"global_batch is {global_batch!r}; expected an int with at least one sample for each of {ranks} ranks"
+        )
+    return global_batch
+
+
+def sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return the sampler that a loader's batches come from."""
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+
+
+def length_of(items: Any) -> int | None:
+    """Return the length of a data set or sampler; None if it has none."""
+    try:
+        return len(items)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def batch_count(items: Any, size: int, *, drop_last: bool) -> int | None:
+    """Return the number of batches of a data set or sampler; None if it has no length."""
+    count = length_of(items)
+    return None if count is None else count // size if drop_last else -(-count // size)
+
+
 def _knows_ranks(sampler: object) -> bool:
-    return hasattr(sampler, "rank") and hasattr(sampler, "num_replicas")
+    """Check for the attributes that samplers of torch, MMEngine and Detectron2 have."""
+    ranks, sizes = ("rank", "_rank"), ("num_replicas", "world_size", "_world_size")
+    return any(hasattr(sampler, name) for name in ranks) and any(hasattr(sampler, name) for name in sizes)
 
 
 def _distributed_order(sampler: DistributedSampler[Any]) -> list[int]:

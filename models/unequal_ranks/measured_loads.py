@@ -71,17 +71,17 @@ class MeasuredLoads:
     def _new_speeds(self) -> SpeedModel:
         return SpeedModel([f"rank {rank}" for rank in range(self._size)], None, least=1, min_gain=_MIN_GAIN)
 
-    def try_memory(self, read: Callable[[int], Any], global_batch: int) -> None:
+    def try_memory(self, read: Callable[[int], Any] | None, global_batch: int) -> None:
         """Find the limit of this rank's memory with a batch of its share, before training. Collective.
 
         Args:
-            read: returns a batch of so many samples, as the loader returns it.
+            read: returns a batch of so many samples, as the loader returns it; None: peaks of real steps alone count.
             global_batch: samples over all ranks.
 
         Raises:
             ValueError: if the limits of the ranks do not hold a global batch; on all ranks.
         """
-        if self._memory is not None:
+        if self._memory is not None and read is not None:
             samples = split_within(global_batch, self.loads, self.caps)[self._rank]
             self._memory.try_batch(partial(read, samples), samples)
             self._merge_caps([row[0] for row in self._all_gather([self._own_cap()])])

@@ -42,15 +42,15 @@ class PreparedLoader:
         return self.outer
 
 
-def copy_loader(loader: DataLoader[Any], **batches: Any) -> DataLoader[Any]:
-    """Return a DataLoader with the data set and settings of another one and other batches.
+def copy_loader(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """Return a DataLoader with the data set and settings of another one, some of them changed.
 
     Args:
         loader: has the settings.
-        **batches: arguments of DataLoader: batch_sampler, or batch_size, sampler and drop_last.
+        **changes: arguments of DataLoader, with batch_sampler, or batch_size, sampler and drop_last.
     """
     settings = {name: getattr(loader, name) for name in _SETTINGS}
-    return DataLoader(loader.dataset, **batches, **settings)
+    return DataLoader(loader.dataset, **{**settings, **changes})
 
 
 def unprepared(loader: Any) -> PreparedLoader | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,13 @@ T = TypeVar("T")
 
 
 class RankExchange:
-    """Collective calls on plain data among the ranks of a process group, on the host.
+    """Collective calls on plain data among the ranks of a process group, on the host, in the order of training steps.
 
-    They use process groups of their own: the order of calls within one may then differ from that of the gradients, and
-    a DataLoader that reads ahead by another number of batches on each rank disturbs nothing.
+    They use a process group of their own, so that their order may differ from that of the gradients.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Make the groups. Collective: all ranks must call it.
+        """Make the group. Collective: all ranks must call it.
 
         Args:
             group: the ranks that average gradients; None: the default group.
@@ -41,77 +40,76 @@ class RankExchange:
         self.rank, self.size = dist.get_rank(found), dist.get_world_size(found)
         ranks = None if found is dist.group.WORLD else dist.get_process_group_ranks(found)
         backend = "gangline" if "gangline" in dist.get_backend(found) else "gloo"
-        self._orders, self._counts = (
-            dist.new_group(ranks, backend=backend, use_local_synchronization=ranks is not None) for _ in range(2)
-        )
+        self._group = dist.new_group(ranks, backend=backend, use_local_synchronization=ranks is not None)
 
     def all_gather(self, data: Any) -> list[Any]:
-        """Return every rank's data in rank order. Collective, in the order of the training steps."""
-        return self._all_gather(data, self._counts)
+        """Return every rank's data in rank order. Collective."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, data, group=self._group)
+        return found
 
-    def all_gather_order(self, read: Callable[[], T]) -> list[T]:
-        """Return what ``read`` returned on every rank. Collective, in the order in which batches are drawn.
+    def all_gather_results(self, call: Callable[[], T], doing: str) -> list[T]:
+        """Return what ``call`` returned on every rank. Collective.
+
+        Args:
+            call: function to run on each rank.
+            doing: what it does, for the text of errors.
 
         Raises:
-            Exception: the error of ``read`` on this rank.
-            RuntimeError: the error of ``read`` on another rank, with its traceback.
+            Exception: the error of ``call`` on this rank.
+            RuntimeError: the error of ``call`` on another rank, with its traceback.
         """
         value, error = None, None
         try:
-            value = read()
+            value = call()
         except Exception as raised:  # noqa: BLE001  raised again below, on all ranks
             error = raised
         text = "" if error is None else "".join(traceback.format_exception(error))
-        found = self._all_gather((value, text), self._orders)
+        found = self.all_gather((value, text))
         if error is not None:
             raise error
         for rank, (_, failure) in enumerate(found):
             if failure:
                 last = failure.strip().splitlines()[-1]
-                remote = RuntimeError(f"reading the order of samples failed on rank {rank}: {last}")
+                remote = RuntimeError(f"{doing} failed on rank {rank}: {last}")
                 remote.add_note(failure)
                 raise remote
         return [value for value, _ in found]
 
-    def check_same(self, items: Mapping[str, Any]) -> None:
-        """Check that all ranks have the same settings. Collective.
-
-        Raises:
-            MismatchError: if they differ; the text is the same on all ranks.
-        """
-        gathered = self.all_gather(dict(items))
-        for rank, other in enumerate(gathered[1:], 1):
-            for name, value in gathered[0].items():
-                if other.get(name) != value:
-                    raise MismatchError(
-                        f"balance: {name} is {value!r} on rank 0, but {other.get(name)!r} on rank {rank}; expected the "
-                        f"same on all {self.size} ranks"
-                    )
-
-    def start_sum(self, count: float | torch.Tensor) -> Sum:
-        """Start to add a number over all ranks. Collective, in the order of the training steps."""
-        return Sum(count, self._counts)
-
-    def _all_gather(self, data: Any, group: dist.ProcessGroup) -> list[Any]:
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, data, group=group)
-        return found
+    def start_gather(self, numbers: Sequence[float]) -> GatheredNumbers:
+        """Start to gather as many numbers from each rank. Collective."""
+        return GatheredNumbers(self, numbers)
 
 
-class Sum:
-    """A sum over all ranks that is under way."""
+class GatheredNumbers:
+    """Some numbers of each rank, which may still be on their way."""
 
-    def __init__(self, count: float | torch.Tensor, group: dist.ProcessGroup) -> None:
-        self.own = float(count)
-        self._total = torch.tensor([self.own], dtype=torch.float64)
-        self._work: dist.Work | None = dist.all_reduce(self._total, group=group, async_op=True)
+    def __init__(self, exchange: RankExchange, numbers: Sequence[float]) -> None:
+        self._rows = torch.zeros(exchange.size, len(numbers), dtype=torch.float64)
+        self._rows[exchange.rank] = torch.tensor(numbers, dtype=torch.float64)
+        self._work: dist.Work | None = dist.all_reduce(self._rows, group=exchange._group, async_op=True)
 
-    def wait(self) -> float:
-        """Return the sum, once all ranks have started it."""
+    def wait(self) -> list[list[float]]:
+        """Return the numbers in rank order, once all ranks have started to gather them."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return float(self._total)
+        return cast(list[list[float]], self._rows.tolist())
+
+
+def check_same(gathered: Sequence[Mapping[str, Any]]) -> None:
+    """Check that all ranks have the same settings.
+
+    Raises:
+        MismatchError: if they differ; the text is the same on all ranks.
+    """
+    for rank, other in enumerate(gathered[1:], 1):
+        for name, value in gathered[0].items():
+            if other.get(name) != value:
+                raise MismatchError(
+                    f"balance: {name} is {value!r} on rank 0, but {other.get(name)!r} on rank {rank}; expected the "
+                    f"same on all {len(gathered)} ranks"
+                )
 
 
 def group_of(model: Module) -> dist.ProcessGroup | None:

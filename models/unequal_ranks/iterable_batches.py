@@ -1,0 +1,245 @@
+"""Iterable batches: the batches of a stream, joined and cut to this rank's shares."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any, Literal
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from gangline.models.unequal_ranks.global_order import check_global_batch, length_of
+from gangline.models.unequal_ranks.lockstep import Piece
+from gangline.models.unequal_ranks.split_controller import SplitController
+
+Stream = Literal["own", "same"]
+
+
+def check_stream(loader: DataLoader[Any], stream: str | None, global_batch: int | None, ranks: int) -> int:
+    """Return the number of samples of a global batch of a stream.
+
+    Raises:
+        ValueError: if the arguments do not say how to cut the stream; the text says what to write.
+    """
+    kind = type(loader.dataset).__name__
+    if not isinstance(loader.dataset, IterableDataset):
+        raise ValueError(f"stream is {stream!r}, but the {kind} is not an IterableDataset; leave stream out")
+    if stream not in ("own", "same"):
+        raise ValueError(
+            f'stream is {stream!r}, but the {kind} is an IterableDataset; write balance(..., stream="own") if each '
+            'rank reads samples of its own, or stream="same" if all ranks read the same samples in the same order'
+        )
+    if loader.batch_size is None and global_batch is None:
+        raise ValueError(
+            f"the {kind} makes batches itself (batch_size=None), so the size of a global batch is not known; write "
+            "balance(..., global_batch=) with the samples of all ranks in a step"
+        )
+    return check_global_batch(global_batch, ranks, loader.batch_size or 1)
+
+
+class IterableBatches:
+    """Cuts the batches of a DataLoader over an IterableDataset to shares."""
+
+    def __init__(self, is_same: bool, size: int, controller: SplitController, rank: int) -> None:
+        """Cut a stream.
+
+        Args:
+            is_same: all ranks read the same stream, and each keeps its share; else each has a stream of its own.
+            size: samples of a global batch.
+            controller: decides the size of shares.
+            rank: this rank.
+        """
+        self._is_same, self._size, self._controller, self._rank = is_same, size, controller, rank
+        self.seed = 0
+        """Not used: the stream shuffles itself."""
+        self.skip = 0
+        """Samples of the next epoch to leave out at its beginning."""
+        self.first = 0
+        """Number of the next epoch's first global batch."""
+
+    def pieces(self, loader: DataLoader[Any]) -> Iterator[Piece]:
+        """Return this rank's batches of an epoch; without samples once the stream has ended."""
+        samples = _Samples(loader)
+        return self._of_same(samples) if self._is_same else self._of_own(samples)
+
+    def length(self, loader: DataLoader[Any]) -> int:
+        """Return the number of global batches of an epoch.
+
+        Raises:
+            TypeError: if it is not known.
+        """
+        samples = length_of(loader.dataset) if self._is_same else None
+        if samples is None:
+            raise TypeError("the streams have no length, so the number of batches is not known")
+        if loader.drop_last:
+            return samples // (loader.batch_size or 1) * (loader.batch_size or 1) // self._size
+        return -(-samples // self._size)
+
+    def _of_same(self, samples: _Samples) -> Iterator[Piece]:
+        skip = self.skip
+        while skip > 0 and (left_out := samples.take(min(skip, self._size))[0]):
+            skip -= left_out
+        for number in count(self.first):
+            total, batch = samples.take(self._size)
+            if not total:
+                return
+            counts = self._controller.counts(number, total)
+            begin, own = sum(counts[: self._rank]), counts[self._rank]
+            part = samples.cut(batch, begin, begin + own) if own else samples.cut(batch, 0, 1)
+            yield Piece(own, part, whole=total + (_checksum(samples.cut(batch, 0, 1)) << 20))
+
+    def _of_own(self, samples: _Samples) -> Iterator[Piece]:
+        if self.skip:
+            raise ValueError(
+                f'the epoch cannot continue behind {self.skip} samples with stream="own", since their number on each '
+                "rank is not known; save the state between epochs, or skip samples in the data set"
+            )
+        repeated: Any = None
+        for number in count(self.first):
+            total, batch = samples.take(self._controller.counts(number, self._size)[self._rank])
+            if not total and repeated is None:
+                raise ValueError(
+                    f"the stream of rank {self._rank} has no samples, so that rank has no batch to take part with; "
+                    "expected at least one sample on each rank"
+                )
+            repeated = samples.cut(batch, 0, 1) if total else repeated
+            yield Piece(total, batch if total else repeated)
+
+
+class _Samples:
+    """Samples of a stream of batches: pytrees of tensors, arrays and lists, with one entry for each sample."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._batches = iter(loader)
+        self._batch_size = loader.batch_size
+        self._left: deque[tuple[int, Any]] = deque()  # (samples, batch)
+        self._lists: set[str] = set()  # names of lists with one tensor or container for each sample
+
+    def take(self, samples: int) -> tuple[int, Any]:
+        """Return the next samples as one batch, with their number: fewer at the end of the stream, then 0."""
+        parts, count = [], 0
+        while count < samples:
+            if not self._left:
+                batch = next(self._batches, self)
+                if batch is self:
+                    break
+                self._left.append((self._length(batch), batch))
+            length, batch = self._left.popleft()
+            used = min(length, samples - count)
+            if used < length:
+                self._left.appendleft((length - used, self.cut(batch, used, length)))
+                batch = self.cut(batch, 0, used)
+            parts.append(batch)
+            count += used
+        return count, self._map(parts, "batch", _join) if len(parts) > 1 else parts[0] if parts else None
+
+    def cut(self, batch: Any, begin: int, end: int) -> Any:
+        """Return some samples of a batch."""
+        return self._map([batch], "batch", lambda _, values: values[0] if values[0] is None else values[0][begin:end])
+
+    def _length(self, batch: Any) -> int:
+        """Return the number of samples of a batch.
+
+        Raises:
+            ValueError: if its parts have none, or different ones.
+        """
+        lengths: dict[str, int] = {}
+
+        def measure(name: str, values: Sequence[Any]) -> None:
+            (value,) = values
+            if value is None:
+                return
+            if isinstance(value, list | tuple) or (isinstance(value, Tensor | numpy.ndarray) and value.ndim):
+                lengths[name] = len(value)
+                return
+            shown = "a tensor of 0 dimensions" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
+            raise ValueError(
+                f"{name} is {shown}, which has no entry for each sample and cannot be cut; expected tensors, arrays "
+                "and lists with one entry for each sample"
+            )
+
+        self._map([batch], "batch", measure)
+        if len(set(lengths.values())) != 1:
+            raise ValueError(
+                f"the batch cannot be cut, because its parts have no common length: {lengths or 'no parts'}; expected "
+                "one entry for each sample in dimension 0 of all tensors and in all lists"
+            )
+        return next(iter(lengths.values()))
+
+    def _map(self, values: Sequence[Any], name: str, apply: Callable[[str, Sequence[Any]], Any]) -> Any:
+        """Apply a function to the parts of batches that have the same structure."""
+        first = values[0]
+        if isinstance(first, Mapping):
+            _check_alike(name, [sorted(map(str, value)) for value in values])
+            items = {key: self._map([v[key] for v in values], f"{name}[{key!r}]", apply) for key in first}
+            return items if type(first) is dict else type(first)(items)  # type: ignore[call-arg]
+        if isinstance(first, list | tuple) and not self._is_of_samples(first, name):
+            _check_alike(name, [len(value) for value in values])
+            parts = [self._map(column, f"{name}[{n}]", apply) for n, column in enumerate(zip(*values, strict=True))]
+            return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+        return apply(name, values)
+
+    def _is_of_samples(self, value: Sequence[Any], name: str) -> bool:
+        """Return if a list has one entry for each sample, and not one for each part of the batch."""
+        if name in self._lists or not any(
+            isinstance(v, Tensor | numpy.ndarray | Mapping | list | tuple) for v in value
+        ):
+            return True
+        if len(value) != self._batch_size:
+            return False
+        if all(_fits(part, self._batch_size) for part in value):
+            return False
+        self._lists.add(name)
+        return True
+
+
+def _fits(part: Any, samples: int) -> bool:
+    """Return if a part of a batch has as many samples."""
+    if isinstance(part, Tensor | numpy.ndarray):
+        return part.ndim > 0 and len(part) == samples
+    if isinstance(part, Mapping):
+        return all(_fits(value, samples) for value in part.values())
+    return part is None or (isinstance(part, list | tuple) and len(part) == samples)
+
+
+def _join(name: str, values: Sequence[Any]) -> Any:
+    first = values[0]
+    if first is None:
+        return None
+    if isinstance(first, Tensor | numpy.ndarray):
+        shapes = [tuple(value.shape[1:]) for value in values]
+        if any(shape != shapes[0] for shape in shapes):
+            raise ValueError(
+                f"{name} has samples of shape {shapes[0]} in one batch and others in the next ({shapes[1:]}), which "
+                "cannot be joined; pad samples to one shape, or make batches of a map-style data set"
+            )
+        return torch.cat(list(values)) if isinstance(first, Tensor) else numpy.concatenate(values)
+    return type(first)([entry for value in values for entry in value])
+
+
+def _check_alike(name: str, structures: Sequence[Any]) -> None:
+    for structure in structures[1:]:
+        if structure != structures[0]:
+            raise ValueError(f"{name} has {structures[0]} in one batch, but {structure} in another; expected the same")
+
+
+def _checksum(sample: Any) -> int:
+    """Return a checksum of a sample, to find ranks that read others."""
+    return zlib.crc32(_bytes(sample))
+
+
+def _bytes(value: Any) -> bytes:
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().float().numpy()
+    if isinstance(value, numpy.ndarray):
+        return value.tobytes() if value.dtype.kind in "biufc" else repr(value).encode()
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return b"".join(map(_bytes, value))
+    return repr(value).encode() if isinstance(value, str | int | float | bytes) else b""

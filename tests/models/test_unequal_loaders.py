@@ -1,0 +1,585 @@
+"""Loaders of `gangline.balance`: samplers, workers and streams, cut over the ranks of real torch.distributed jobs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import count, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    get_worker_info,
+)
+
+import gangline
+from gangline import BalancedLoader, Communicator, spawn, torch_backend
+from gangline.collectives.processes.spawning import Ranks
+
+Batches = list[list[int]]
+
+
+class Numbers(Dataset[Tensor]):
+    """Samples that are their own index, with the seed of the worker that read them."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Tensor:
+        worker = get_worker_info()
+        return torch.tensor([index, -1 if worker is None else worker.id, torch.initial_seed() % 2**31])
+
+
+class Listed(Sampler[Any]):
+    """Draws from a list; with ``rank`` and ``num_replicas``, a part of it."""
+
+    def __init__(self, items: Sequence[Any], rank: int | None = None, num_replicas: int = 1) -> None:
+        self._items = items
+        if rank is not None:
+            self.rank, self.num_replicas = rank, num_replicas
+            self._items = items[rank::num_replicas]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Endless(Sampler[int]):
+    """Draws without end; it has no length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (number % 37 for number in count())
+
+
+class OfEachRank(BatchSampler):
+    """Batches of a DistributedSampler, as a class of the user's."""
+
+
+def join(comm: Communicator, path: str, backend: str = "gloo") -> None:
+    assert torch_backend
+    dist.init_process_group(backend, init_method=f"file://{path}", rank=comm.rank, world_size=comm.size)
+    torch.manual_seed(comm.rank)  # ranks that shuffle differently
+
+
+def gathered(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def balanced(loader: DataLoader[Any], loads: Any = (3, 1), **options: Any) -> BalancedLoader:
+    return gangline.balance(nn.Linear(1, 1), loader, loads=loads, **options)
+
+
+def epoch_of(loader: BalancedLoader, steps: int | None = None) -> Batches:
+    """Iterate an epoch, or some steps of it, and return its global batches; check counts, weights and steps."""
+    own = []
+    for batch in islice(loader, steps):
+        numbers = (batch[:, 0] if batch.ndim == 2 else batch).tolist()
+        assert len(numbers) == max(loader.samples, 1)
+        assert loader.samples or loader.weight == 0
+        own.append((numbers[: loader.samples], loader.weight))
+    ranks = gathered(own)
+    assert len({len(of_rank) for of_rank in ranks}) == 1
+    found = list(zip(*ranks, strict=True))
+    for parts in found:
+        assert sum(weight for _, weight in parts) == pytest.approx(len(ranks))
+    return [[number for numbers, _ in parts for number in numbers] for parts in found]
+
+
+def cut(numbers: Sequence[int], size: int) -> Batches:
+    return [list(numbers[begin : begin + size]) for begin in range(0, len(numbers), size)]
+
+
+def flat(batches: Batches) -> list[int]:
+    return [number for batch in batches for number in batch]
+
+
+def own_samplers(comm: Communicator, path: str) -> None:
+    join(comm, path)
+    rank, data, everything = comm.rank, Numbers(37), list(range(37))
+
+    loader = balanced(DataLoader(data, batch_size=4))
+    assert len(loader) == 5
+    assert epoch_of(loader) == cut(everything, 8)
+    assert loader.epoch == 1
+    assert [len(batch) for batch in DataLoader(data, batch_size=4)] == [4] * 9 + [1]
+
+    loader = balanced(DataLoader(data, batch_size=4, drop_last=True))
+    assert len(loader) == 4
+    assert epoch_of(loader) == cut(everything, 8)[:4]
+
+    loader = balanced(DataLoader(data, batch_size=4), global_batch=10)
+    assert (len(loader), loader.global_batch) == (4, 10)
+    assert epoch_of(loader) == cut(everything, 10)
+
+    for generator in (None, torch.Generator().manual_seed(rank)):
+        loader = balanced(DataLoader(data, batch_size=4, shuffle=True, generator=generator))
+        first, second = epoch_of(loader), epoch_of(loader)
+        assert sorted(flat(first)) == sorted(flat(second)) == everything
+        assert first != second
+        assert first != cut(everything, 8)
+
+    loader = balanced(DataLoader(data, batch_size=4, sampler=RandomSampler(data, replacement=True, num_samples=50)))
+    drawn = flat(epoch_of(loader))
+    assert len(drawn) == 50
+    assert len(loader) == 7
+    assert set(drawn) < set(everything)
+    loader = balanced(DataLoader(data, batch_size=4, sampler=RandomSampler(data, num_samples=16)))
+    assert [len(batch) for batch in epoch_of(loader)] == [8, 8]
+
+    order = everything[::-1] if not rank else everything
+    loader = balanced(DataLoader(data, batch_size=4, sampler=Listed(order)))
+    assert epoch_of(loader) == cut(everything[::-1], 8)
+    assert len(loader) == 5
+    loader = balanced(DataLoader(data, batch_size=4, sampler=Listed(order), drop_last=True), global_batch=9)
+    assert epoch_of(loader) == cut(everything[::-1], 9)[:4]
+    loader = balanced(DataLoader(data, batch_size=4, sampler=SubsetRandomSampler(range(5, 30))))
+    assert sorted(flat(epoch_of(loader))) == list(range(5, 30))
+
+    loader = balanced(DataLoader(data, batch_size=4, sampler=Endless()))
+    with pytest.raises(TypeError, match="no length"):
+        len(loader)
+    assert epoch_of(loader, 700)[-1] == [number % 37 for number in range(699 * 8, 700 * 8)]
+    assert epoch_of(loader, 1) == [list(range(8))]
+    dist.destroy_process_group()
+
+
+def samplers_of_ranks(comm: Communicator, path: str) -> None:
+    join(comm, path)
+    rank, data, everything = comm.rank, Numbers(37), list(range(37))
+
+    for shuffle in (True, False):
+        sampler: Any = DistributedSampler(data, shuffle=shuffle, seed=7)
+        user = DataLoader(data, batch_size=4, sampler=sampler)
+        loader = balanced(user)
+        first = epoch_of(loader)
+        assert sorted(flat(first)) == everything  # torch's own order has one sample twice
+        assert flat(gathered([int(n) for batch in user for n in batch[:, 0]])) != everything
+        assert len(loader) == 5
+        loader.set_epoch(1)
+        second = epoch_of(loader)
+        assert sampler.epoch == 1
+        assert (second == first) != shuffle
+        sampler.set_epoch(0)
+        assert epoch_of(loader) == first
+
+    sampler = DistributedSampler(data, shuffle=False, drop_last=True)
+    loader = balanced(DataLoader(data, batch_size=4, sampler=sampler, drop_last=True))
+    assert epoch_of(loader) == cut(everything, 8)[:4]
+    loader = balanced(DataLoader(data, batch_size=4, sampler=sampler))
+    assert flat(epoch_of(loader)) == everything[:36]
+
+    # Batches of one length each: a global batch is as many lists as there are ranks.
+    lists = [list(range(begin, begin + size)) for begin, size in ((0, 3), (3, 5), (8, 1), (9, 4), (13, 2))]
+    loader = balanced(DataLoader(data, batch_sampler=Listed(lists if not rank else lists[::-1])))
+    assert epoch_of(loader) == [list(range(8)), list(range(8, 13)), [13, 14]]
+    loader = balanced(DataLoader(data, batch_sampler=BatchSampler(Listed(everything), 4, drop_last=True)))
+    assert (len(loader), loader.global_batch) == (4, 8)
+    assert epoch_of(loader) == cut(everything, 8)[:4]
+    loader = balanced(DataLoader(data, batch_sampler=BatchSampler(DistributedSampler(data), 4, drop_last=False)))
+    loader.set_epoch(3)
+    first = epoch_of(loader)
+    assert sorted(flat(first)) == everything
+    loader.set_epoch(4)
+    assert epoch_of(loader) != first
+
+    # Samplers and batch samplers that draw a part for each rank, the last one only by its sampler.
+    loader = balanced(DataLoader(data, batch_size=4, sampler=Listed(everything, rank, 2)))
+    assert epoch_of(loader)[0] == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert epoch_of(loader)[-1] == [32, 34, 36, 33, 35]
+    assert len(loader) == 5
+    loader = balanced(DataLoader(data, batch_sampler=Listed(cut(everything, 4), rank, 2)))
+    assert epoch_of(loader) == cut(everything, 8)
+    loader = balanced(DataLoader(data, batch_sampler=Listed(cut(everything, 4)[:9], rank, 2)))
+    assert len(loader) == len(epoch_of(loader)) == 5  # rank 1 has 4 lists
+    loader = balanced(DataLoader(data, batch_sampler=OfEachRank(DistributedSampler(data, shuffle=False), 4, False)))
+    assert sorted(set(flat(epoch_of(loader)))) == everything
+
+    # A last global batch that is smaller than the number of ranks.
+    loader = balanced(DataLoader(Numbers(9), batch_size=4))
+    parts = [(loader.samples, loader.weight, batch[:, 0].tolist()) for batch in loader]
+    assert parts[-1] == ((1, 2.0, [8]), (0, 0.0, [8]))[rank]
+    assert flat(epoch_of(loader)) == list(range(9))
+
+    # A second loader for the model: one that only evaluates, or one after the first is closed.
+    model = nn.Linear(1, 1)
+    train = gangline.balance(model, DataLoader(data, batch_size=4), loads=[3, 1])
+    other = gangline.balance(model, DataLoader(data, batch_size=2), loads=[1, 1], loss_reduction="normalized")
+    steps = iter(train)
+    next(steps)
+    assert epoch_of(other) == cut(everything, 4)
+    assert train.samples == (6, 2)[rank]
+    assert len(list(steps)) == 4
+    train.close()
+    again = gangline.balance(model, DataLoader(data, batch_size=2), loads=[3, 1])
+    assert epoch_of(again) == cut(everything, 4)
+
+    # Breaking out of an epoch; then an iteration that another one has replaced.
+    assert epoch_of(again, 3) == cut(everything, 4)[:3]
+    assert epoch_of(again) == cut(everything, 4)
+    steps = iter(again)
+    next(steps)
+    next(iter(again))
+    with pytest.raises(RuntimeError, match="newer iteration"):
+        next(steps)
+    dist.destroy_process_group()
+
+
+def init_worker(worker: int) -> None:
+    torch.manual_seed(1000 + worker)
+
+
+class SlowFirst(Numbers):
+    """The first worker is behind the second."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index < 6:
+            torch.mm(torch.ones(400, 400), torch.ones(400, 400))
+        return super().__getitem__(index)
+
+
+def workers(comm: Communicator, path: str) -> None:
+    join(comm, path)
+    rank, everything = comm.rank, list(range(150))
+    options: dict[str, Any] = {"num_workers": 2, "prefetch_factor": 3, "persistent_workers": True}
+
+    loader = balanced(DataLoader(Numbers(150), batch_size=1, shuffle=True, **options))
+    for _ in range(2):
+        assert sorted(flat(epoch_of(loader))) == everything
+    assert len(epoch_of(loader, 4)) == 4  # left in the middle, with batches in flight
+    assert sorted(flat(epoch_of(loader))) == everything
+    seeds = {(int(worker), int(seed)) for batch in loader for _, worker, seed in batch}
+    assert {worker for worker, _ in seeds} == {0, 1}
+    assert len({seed for _, seed in seeds}) == 2
+    del loader
+
+    # Ranks that read ahead differently, with an order that comes from rank 0 in several messages.
+    own: dict[str, Any] = options if not rank else {}
+    user: DataLoader[Any] = DataLoader(
+        Numbers(150), batch_size=1, sampler=Listed(everything[::-1]), worker_init_fn=init_worker, **own
+    )
+    loader = balanced(user)
+    assert epoch_of(loader) == cut(everything[::-1], 2)
+    assert {int(row[2]) for batch in loader for row in batch} == ({1000, 1001} if not rank else {rank})
+    del loader
+
+    loader = balanced(DataLoader(SlowFirst(40), batch_size=4, num_workers=2, in_order=False))
+    assert epoch_of(loader) == cut(range(40), 8)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("cases", [own_samplers, samplers_of_ranks, workers])
+def test_map_style(cases: Callable[..., None], tmp_path: Path) -> None:
+    spawn(cases, 2, str(tmp_path / "store"), threads=1)
+
+
+def sample(number: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(number)
+    return {
+        "x": torch.randn(6, dtype=torch.float64, generator=generator),
+        "more": (number % 3, {"number": number}),
+        "name": f"sample {number}",
+    }
+
+
+class Stream(IterableDataset[Any]):
+    """Samples of some numbers."""
+
+    def __init__(self, numbers: Sequence[int], make: Callable[[int], Any] = sample) -> None:
+        self._numbers, self._make = numbers, make
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        mine = self._numbers if worker is None else self._numbers[worker.id :: worker.num_workers]
+        return map(self._make, mine)
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, features: Tensor, labels: Tensor) -> None:
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(features), labels).backward()
+    optimizer.step()
+
+
+def train_stream(numbers: Sequence[int], stream: Any, steps: int, **options: Any) -> Batches:
+    """Train some steps on a stream, and the same global batches in one process; return the batches."""
+    model = DistributedDataParallel(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    user: DataLoader[Any] = DataLoader(Stream(numbers), batch_size=4, **options)
+    loader = gangline.balance(model, user, loads=[3, 1], stream=stream)
+    found = []
+    for batch in islice(loader, steps):
+        labels, extra = batch["more"]
+        train_step(model, optimizer, batch["x"], labels)
+        assert batch["name"] == [f"sample {number}" for number in extra["number"]]
+        found.append(gathered((extra["number"][: loader.samples].tolist(), loader.weight)))
+        assert found[-1][dist.get_rank()][1] == loader.samples * 2 / sum(len(numbers) for numbers, _ in found[-1])
+    batches = [[number for numbers, _ in parts for number in numbers] for parts in found]
+    alone = network()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.2, momentum=0.9)
+    for numbers in batches:
+        samples = [sample(number) for number in numbers]
+        features = torch.stack([each["x"] for each in samples])
+        train_step(alone, optimizer, features, torch.tensor([each["more"][0] for each in samples]))
+    for got, want in zip(model.module.state_dict().values(), alone.state_dict().values(), strict=True):
+        assert float((got - want).norm() / want.norm()) < 1e-11
+    return batches
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class Named(dict[str, Any]):
+    """A mapping of the user's."""
+
+
+def lists_of_tensors(samples: Sequence[int]) -> tuple[Any, ...]:
+    """Return images of unequal size and their boxes, as detection does."""
+    return tuple(torch.full((3, 2 + n % 3), n) for n in samples), tuple({"boxes": torch.zeros(n % 4)} for n in samples)
+
+
+def streams(comm: Communicator, path: str) -> None:
+    join(comm, path)
+    rank = comm.rank
+
+    own = list(range(120)) if not rank else list(range(1000, 1023))
+    batches = train_stream(own, "own", 30)
+    assert batches[:2] == [[0, 1, 2, 3, 4, 5, 1000, 1001], [6, 7, 8, 9, 10, 11, 1002, 1003]]
+    assert len(batches) == 20  # 6 a step of the longer stream; the other one ends after 12
+    assert sorted(flat(batches)) == [*range(120), *range(1000, 1023)]
+    drops = DataLoader(Stream(own, int), batch_size=4, drop_last=True)
+    assert len(epoch_of(balanced(drops, stream="own"))) == 10  # rank 1's loader drops 3 samples of 23
+    assert len(train_stream(own, "own", 3)) == 3
+
+    numbers = list(range(163))
+    assert train_stream(numbers, "same", 30) == cut(numbers, 8)
+    loader = balanced(DataLoader(SizedStream(numbers, int), batch_size=4, drop_last=True), stream="same")
+    for _ in range(2):
+        assert epoch_of(loader) == cut(numbers, 8)[:20]
+    assert len(loader) == 20
+    loader = balanced(DataLoader(SizedStream(numbers, int), batch_size=4), stream="same", global_batch=9)
+    assert len(loader) == len(epoch_of(loader)) == 19  # the last one has 1 sample for 2 ranks
+    options: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
+    loader = balanced(DataLoader(Stream(own, int), batch_size=4, **options), stream="own")
+    for _ in range(2):
+        assert sorted(flat(epoch_of(loader))) == [*range(120), *range(1000, 1023)]
+    del loader
+
+    # Batches that the data set makes itself, of sizes of its own; a namedtuple, an array, a mapping, None.
+    def whole(number: int) -> Any:
+        part = torch.arange(5) + 5 * number
+        return Named(a=numpy.asarray(part), b=Pair(part, part), c=None, d=[str(n) for n in part])
+
+    parts = []
+    loader = balanced(DataLoader(Stream(range(5), whole), batch_size=None), stream="same", global_batch=7)
+    for batch in loader:
+        assert type(batch) is Named
+        assert batch["c"] is None
+        assert batch["a"].tolist() == batch["b"].second.tolist() == [int(text) for text in batch["d"]]
+        parts.append(batch["a"][: loader.samples].tolist())
+    assert [n for of_rank in zip(*gathered(parts), strict=True) for n in flat(list(of_rank))] == list(range(25))
+
+    # Lists with a tensor for each sample are cut between samples, also in a last batch that is smaller.
+    detection: DataLoader[Any] = DataLoader(Stream(range(14), int), batch_size=4, collate_fn=lists_of_tensors)
+    seen = []
+    for images, targets in balanced(detection, stream="same"):
+        assert len(images) == len(targets)
+        assert all(image.shape[1] == 2 + int(image[0, 0]) % 3 for image in images)
+        seen.append([int(image[0, 0]) for image in images])
+    assert [n for parts in zip(*gathered(seen), strict=True) for n in flat(list(parts))] == list(range(14))
+    dist.destroy_process_group()
+
+
+def test_streams(tmp_path: Path) -> None:
+    spawn(streams, 2, str(tmp_path / "store"), threads=1)
+
+
+def refusal(call: Callable[[], object]) -> list[str]:
+    """Return the error of a call on each rank."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  the test compares texts
+        return [str(text) for text in gathered(f"{type(error).__name__}: {error}")]
+    return [str(text) for text in gathered("no error")]
+
+
+def check_refused(call: Callable[[], object], *expected: str) -> None:
+    """Check that a call raises on every rank, and what the texts hold."""
+    texts = refusal(call)
+    for text in texts:
+        assert "Error: " in text, texts
+        for part in expected:
+            assert part in text, texts
+
+
+class FailsAt(Sampler[int]):
+    def __init__(self, last: int) -> None:
+        self._last = last
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self._last)
+        raise KeyError("no such shard")
+
+
+def failing_collate(samples: list[Tensor]) -> Tensor:
+    if dist.get_rank() == 0 and int(samples[0][0]) >= 16:
+        raise ValueError(f"bad sample {int(samples[0][0])}")
+    return torch.stack(samples)
+
+
+def stream_of(make: Callable[[int], Any], batch_size: int | None = 4, **options: Any) -> Callable[[], object]:
+    user: DataLoader[Any] = DataLoader(Stream(range(20), make), batch_size=batch_size)
+    return lambda: list(balanced(user, **{"stream": "own", **options}))
+
+
+def refusals(comm: Communicator, path: str, backend: str) -> None:
+    join(comm, path, backend)
+    rank = comm.rank
+    data = Numbers(37)
+    plain: DataLoader[Any] = DataLoader(data, batch_size=4)
+
+    def of(loader: DataLoader[Any], **options: Any) -> Callable[[], object]:
+        return lambda: balanced(loader, **options)
+
+    check_refused(of(DataLoader(data, batch_size=None)), "batch_size=None", "expected a batch_size")
+    check_refused(of(plain, loads=[1, 2, 3]), "loads is [1, 2, 3]", "each of 2 ranks", "3 entries")
+    check_refused(of(plain, loads=[1, 0]), "loads is [1, 0]", "above 0")
+    check_refused(of(plain, loads=[1, -2]), "loads is [1, -2]", "above 0")
+    check_refused(of(plain, loads=[1, float("nan")]), "loads is [1, nan]", "above 0")
+    check_refused(of(plain, loads="fast"), "loads is 'fast'", "'auto'")
+    check_refused(of(plain, loss_reduction="average"), "loss_reduction is 'average'", "'sum'")
+    check_refused(of(plain, global_batch=1), "global_batch is 1;", "at least one sample for each of 2 ranks")
+    check_refused(of(DataLoader(data, batch_sampler=Listed([[1]])), global_batch=4), "leave global_batch out")
+    check_refused(of(plain, stream="own"), "leave stream out")
+
+    # Ranks that disagree, and arguments that only one rank finds invalid.
+    check_refused(of(DataLoader(Numbers(37 + rank), batch_size=4)), "length of the data set is 37 on rank 0, but 38 on")
+    check_refused(of(DataLoader(data, batch_size=4 + rank)), "global batch is 8 on rank 0, but 10 on rank 1")
+    check_refused(of(DataLoader(data, batch_size=4, drop_last=bool(rank))), "drop_last is False on rank 0, but True on")
+    check_refused(of(plain, loads=[3, 1 + rank]), "loads is [3, 1] on rank 0, but [3, 2] on rank 1")
+    check_refused(of(DataLoader(data, batch_size=4, shuffle=bool(rank))), "sampler is 'SequentialSampler' on rank 0")
+    check_refused(of(DataLoader(data, 4, sampler=DistributedSampler(data, seed=rank))), "sampler's seed is 0 on rank 0")
+    check_refused(of(plain, loads=[3, rank]), "loads is [3, 0]")
+    check_refused(of(plain if rank else DataLoader(data, batch_size=None)), "batch_size=None")
+
+    sampler: Any = DistributedSampler(data)
+    loader = balanced(DataLoader(data, batch_size=4, sampler=sampler))
+    loader.set_epoch(rank)
+    check_refused(lambda: list(loader), "epoch is 0 on rank 0, but 1 on rank 1", "set_epoch() and load_state_dict()")
+    loader.set_epoch(5)
+    sampler.set_epoch(5 + rank)
+    check_refused(lambda: list(loader), "sampler epoch is 5 on rank 0, but 6 on rank 1")
+    sampler.set_epoch(5)
+    assert sorted(flat(epoch_of(loader))) == list(range(37))
+
+    model = nn.Linear(1, 1)
+    first = gangline.balance(model, plain)
+    check_refused(lambda: gangline.balance(model, plain), "balanced already", "close()")
+    check_refused(lambda: gangline.balance(nn.Sequential(model), plain), "Linear is balanced already")
+    first.close()
+
+    # Errors of one rank in the middle of an epoch; the steps before are made, and the loader can be used again.
+    loader = balanced(DataLoader(data, batch_size=4, sampler=FailsAt(20 + rank)))
+    check_refused(lambda: list(loader), "no such shard")
+    for workers in (0, 2):
+        user: DataLoader[Any] = DataLoader(data, batch_size=4, collate_fn=failing_collate, num_workers=workers)
+        steps = iter(balanced(user))
+        assert [len(next(steps)), len(next(steps))] == [2 + 4 * (not rank)] * 2
+        texts = refusal(partial(next, steps))
+        assert "bad sample 16" in texts[0]
+        assert texts[1].startswith("RuntimeError: reading global batch 2 failed on rank 0: ValueError: bad sample 16")
+
+    def counting(*values: float) -> Callable[[], object]:
+        return lambda: list(balanced(plain, count=lambda batch: values[rank] if int(batch[0][0]) > 7 else 1))
+
+    check_refused(counting(0, 0), "count= returned 0 on all ranks for global batch 1")
+    check_refused(counting(1, -3), "count= returned -3.0 on rank 1 for global batch 1", "0 or more")
+    check_refused(counting(float("nan"), 1), "count= returned nan on rank 0 for global batch 1")
+    check_refused(lambda: list(balanced(plain, count=lambda batch: batch[rank * 99])), "index 99 is out of bounds")
+    assert list(balanced(plain, count=lambda batch: torch.tensor(3 * (1 - rank))))
+
+    # Streams
+    check_refused(stream_of(int, stream=None), 'stream="own"', 'stream="same"', "Stream is an IterableDataset")
+    check_refused(stream_of(int, stream="each"), "stream is 'each'", 'stream="same"')
+    check_refused(stream_of(int, batch_size=None), "global_batch=")
+    check_refused(stream_of(int, batch_size=None, global_batch=4), "batch is of type int", "cannot be cut")
+    unequal = stream_of(lambda n: {"a": torch.zeros(n), "b": [0, 1]}, batch_size=None, global_batch=4)
+    check_refused(unequal, "no common length: {\"batch['a']\": 0, \"batch['b']\": 2}")
+    ragged = stream_of(lambda n: [torch.zeros(2, 2 + n)], batch_size=None, global_batch=8)
+    check_refused(ragged, "batch[0] has samples of shape", "pad samples")
+    check_refused(stream_of(lambda n: torch.tensor(n), batch_size=None, global_batch=4), "a tensor of 0 dimensions")
+    check_refused(stream_of(lambda n: 1 // (7 - n)), "division")
+    shifted: DataLoader[Any] = DataLoader(Stream(range(rank, 20), int), batch_size=4)
+    check_refused(lambda: list(balanced(shifted, stream="same")), "rank 1 read other samples", "the same seed")
+    empty: DataLoader[Any] = DataLoader(Stream(range(0 if rank else 9), int), batch_size=4)
+    check_refused(lambda: list(balanced(empty, stream="own")), "stream of rank 1 has no samples")
+    resumed = balanced(DataLoader(Stream(range(20), int), batch_size=4), stream="own")
+    next(iter(resumed))
+    resumed.load_state_dict(resumed.state_dict())
+    check_refused(lambda: list(resumed), 'behind 8 samples with stream="own"')
+    resumed = balanced(DataLoader(Stream(range(20), int), batch_size=4), stream="same")
+    next(iter(resumed))
+    resumed.load_state_dict(resumed.state_dict())
+    assert flat(epoch_of(resumed)) == list(range(8, 20))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "gangline"])
+def test_errors_reach_all_ranks(backend: str, tmp_path: Path) -> None:
+    spawn(refusals, 2, str(tmp_path / "store"), backend, threads=1)
+
+
+def test_without_process_group() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        gangline.balance(nn.Linear(1, 1), DataLoader(Numbers(4)))
+
+
+def killed(comm: Communicator, path: str, backend: str) -> None:
+    join(comm, path, backend)
+    model = DistributedDataParallel(nn.Linear(3, 1))
+    loader = gangline.balance(model, DataLoader(Numbers(90), batch_size=4))
+    for number, batch in enumerate(loader):
+        if number == 3 and comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(batch.float()).sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "gangline"])
+def test_killed_rank_ends_the_others(backend: str, tmp_path: Path) -> None:
+    with Ranks(killed, 3, (str(tmp_path / "store"), backend), threads=1) as ranks:
+        errors = [str(outcome.error) for outcome in ranks.outcomes()]
+    assert "None" not in errors
+    assert backend == "gloo" or all("rank 1" in error for error in errors), errors
