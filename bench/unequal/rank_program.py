@@ -108,7 +108,10 @@ class _Trainers:
             nonlocal last_gradient
             last_gradient = time.perf_counter()
 
-        hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in self._models[name].parameters()]
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+            for parameter in self._models[name].parameters()
+        ]
         times: list[Step] = []
         dist.barrier()
         for _ in range(steps):

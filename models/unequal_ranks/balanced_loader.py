@@ -174,15 +174,12 @@ class BalancedLoader:
         self._consumed = self._source.skip
         self._iterations += 1
         iteration = self._iterations
-        try:
-            for batch in self._outer:
-                if self._iterations != iteration:
-                    raise RuntimeError("a newer iteration over this loader has begun; only one at a time can go on")
-                self._begin_batch(self._steps.shares.popleft())
-                yield batch
-        finally:
-            if self._iterations == iteration:
-                self._end_batch()
+        for batch in self._outer:
+            if self._iterations != iteration:
+                raise RuntimeError("a newer iteration over this loader has begun; only one at a time can go on")
+            self._begin_batch(self._steps.shares.popleft())
+            yield batch  # its weight stays after `next(iter(loader))` or a break, until the next batch
+        self._end_batch()
         self.epoch += 1
         self._consumed = 0
 

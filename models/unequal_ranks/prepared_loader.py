@@ -36,8 +36,8 @@ class PreparedLoader:
     global_batch: int | None
     """Samples of all ranks in a step if the batch size counts them (split_batches); else None."""
 
-    def around(self, loader: DataLoader[Any]) -> Any:
-        """Put another DataLoader into accelerate's loader, and return accelerate's."""
+    def around(self, loader: Any) -> Any:
+        """Put another loader into accelerate's loader, and return accelerate's."""
         self.outer.base_dataloader = loader
         return self.outer
 

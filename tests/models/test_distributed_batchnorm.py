@@ -131,7 +131,7 @@ def balanced(comm: Communicator, path: str, *, synchronize: bool) -> tuple[float
         model, DataLoader(TensorDataset(data, label, torch.arange(61)), batch_size=4), loads=[3, 1]
     )
     sizes = []
-    for epoch in range(3):
+    for _ in range(3):
         for number, (features, labels, indices) in enumerate(loader):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(features), labels).backward()
