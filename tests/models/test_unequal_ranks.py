@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -300,11 +302,13 @@ def resumed_weights(stop: int) -> list[Tensor]:
                 break
         if done == stop:
             states = (model.state_dict(), optimizer.state_dict(), loader.state_dict())
+            random_state = torch.get_rng_state()
             model = DistributedDataParallel(network())
             optimizer = optimizer_of(model)
             loader = gangline.balance(model, DataLoader(Data(), batch_size=BATCH, shuffle=True), loads=[3, 1])
             for part, state in zip((model, optimizer, loader), states, strict=True):
                 part.load_state_dict(state)
+            torch.set_rng_state(random_state)
             done += 1
     return weights(model)
 
@@ -318,13 +322,63 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert job(2, tmp_path, both_ways) == [True, True]
 
 
-def train_past_the_wrapper() -> None:
+def train_past_the_wrapper() -> list[str]:
     model = DistributedDataParallel(network())
     loader = gangline.balance(model, DataLoader(Data(), batch_size=8), loads=[3, 1])
-    for features, labels, _ in loader:
-        mean_loss(model.module(features), labels).backward()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for features, labels, _ in loader:
+            mean_loss(model.module(features), labels).backward()
+    return [str(each.message) for each in found if "balance:" in str(each.message)]
 
 
-def test_a_loop_that_does_not_call_the_model_is_warned(tmp_path: Path) -> None:
-    with pytest.raises(UserWarning, match="trained without calling the DistributedDataParallel"):
-        job(2, tmp_path, train_past_the_wrapper)
+def test_a_loop_that_does_not_call_the_model_is_warned_once(tmp_path: Path) -> None:
+    for [text] in job(2, tmp_path, train_past_the_wrapper):
+        assert text.startswith("balance: a batch was trained without calling the DistributedDataParallel")
+
+
+class Hidden:
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class Returns(nn.Module):
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.net, self.wrap = network(), wrap
+
+    def forward(self, features: Tensor) -> Any:
+        return self.wrap(self.net(features))
+
+
+def outputs_of_other_kinds() -> list[str]:
+    texts = []
+    data = Data()
+    nested = Returns(lambda logits: {"out": [logits, None], "n": 3})
+    loader = gangline.balance(nested, DataLoader(data, batch_size=8), loads=[3, 1])
+    features, labels, _ = next(iter(loader))
+    mean_loss(nested(features)["out"][0], labels).backward()
+    weighted = torch.cat([parameter.grad.flatten() for parameter in nested.parameters() if parameter.grad is not None])
+    nested.zero_grad()
+    loader.close()
+    mean_loss(nested(features)["out"][0], labels).backward()
+    plain = torch.cat([parameter.grad.flatten() for parameter in nested.parameters() if parameter.grad is not None])
+    assert torch.allclose(weighted, plain * loader.weight)
+    copy.deepcopy(nested)
+    hidden = Returns(Hidden)
+    features, labels, _ = next(iter(gangline.balance(hidden, DataLoader(data, batch_size=8), loads=[3, 1])))
+    with pytest.raises(TypeError, match="returned a Hidden, whose tensors cannot be reached"):
+        hidden(features)
+    penalized = network()
+    loader = gangline.balance(penalized, DataLoader(data, batch_size=8), loads=[3, 1])
+    features, labels, _ = next(iter(loader))
+    features.requires_grad_()
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(penalized(features).sum(), features, create_graph=True)
+    texts.append(f"{loader.weight:g}")
+    assert torch.equal(penalized.eval()(features), copy.deepcopy(penalized)(features))
+    return texts
+
+
+def test_outputs_of_any_structure_are_weighted_or_refused(tmp_path: Path) -> None:
+    assert job(2, tmp_path, outputs_of_other_kinds) == [["1.5"], ["0.5"]]
