@@ -252,7 +252,8 @@ def on_gpu(comm: Communicator, path: str) -> float:
     part = slice(0, 7) if comm.rank == 0 else slice(7, 9)
     own = data[part].cuda().requires_grad_()
     layer(own).backward(gradient[part].cuda())
-    assert whole.grad is not None and own.grad is not None
+    assert whole.grad is not None
+    assert own.grad is not None
     torch.testing.assert_close(own.grad.cpu(), whole.grad[part])
     found = distance(layer.cpu().state_dict(), reference.state_dict())
     dist.destroy_process_group()
