@@ -210,7 +210,9 @@ def in_other_layers(comm: Communicator) -> list[str]:
         with store, Module(Fickle(order), nn.MSELoss(), cpu(), sync_batchnorm=True) as module:
             module.init_optimizer(store, "sgd", {"lr": 0.01})
             with pytest.raises(RuntimeError) as raised:
-                module.forward_backward_update(*((torch.randn(3, 2), torch.randn(3, 2)) if comm.rank < 2 else (None, None)))
+                module.forward_backward_update(
+                    *((torch.randn(3, 2), torch.randn(3, 2)) if comm.rank < 2 else (None, None))
+                )
             found.append(str(raised.value))
     return found
 
