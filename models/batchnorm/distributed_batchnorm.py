@@ -142,7 +142,7 @@ def warn_of_batchnorm(network: nn.Module, loads: Sequence[float], remedy: str) -
     names = list(_separate_layers(network))
     if not names:
         return
-    others = f" and {len(names) - 1} more layers" if len(names) > 1 else ""
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
     _log.warning(
         f"batch normalization {names[0]!r}{others} will take mean and variance from each rank's own share, and the "
         f"shares are unequal (loads {', '.join(f'{load:g}' for load in loads)}): small shares have noisier statistics, "

@@ -41,12 +41,8 @@ class WorkerRounds:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Return a context manager around the whole pass of a worker that has samples. Collective at its end."""
-        try:
+        with self._reporting_errors():
             yield
-        except Exception as error:
-            if not self._is_over:
-                self._round("failed", [error_name(error), error_text(error)])
-            raise
         self._round("finished", [])
 
     def follow(self, take: Callable[[list[Any]], None]) -> None:
@@ -55,8 +51,18 @@ class WorkerRounds:
         Args:
             take: receives the values of each round.
         """
-        while values := self._round("without samples", []):
-            take(values)
+        with self._reporting_errors():
+            while values := self._round("without samples", []):
+                take(values)
+
+    @contextmanager
+    def _reporting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not self._is_over:  # otherwise all workers have an error already
+                self._round("failed", [error_name(error), error_text(error)])
+            raise
 
     def _round(self, state: State, payload: list[Any]) -> list[Any]:
         self._is_over = True  # also after an error in the exchange itself

@@ -90,28 +90,26 @@ class Executor:
         Raises:
             ValueError: on all workers, if batch statistics are to be synchronized over them and cannot be.
         """
-        if workers.count > 1 and workers.in_step:
+        if workers.in_step:
             workers.check_same({"sync_batchnorm": self._sync_batchnorm}, "init_optimizer")
+        if self._sync_batchnorm and workers.count > 1:
+            self._check_joining(workers)
+            self._batchnorm = self._batchnorm or self._joint_batchnorm()
         self._workers = workers
-        if workers.count == 1 or not self._sync_batchnorm:
-            return
+
+    def _check_joining(self, workers: Workers) -> None:
         if not workers.in_step:
             raise ValueError(
                 f"sync_batchnorm=True needs {workers.count} workers in step, and those of an asynchronous store are "
                 "not; use an allreduce or dist_sync store, or leave sync_batchnorm out"
             )
-        if self._batchnorm is None:
-            self._batchnorm = self._joint_batchnorm()
-        graph = [
-            rank
-            for rank, mode in enumerate(workers.all_gather(self._batchnorm.mode, "init_optimizer"))
-            if mode == "graph"
-        ]
-        if graph:
-            raise ValueError(
-                f"sync_batchnorm=True over {workers.count} workers needs distinct GPUs in each worker, but rank "
-                f"{graph[0]} lists one twice among its contexts; list each GPU once, or leave sync_batchnorm out"
-            )
+        by_graph = self._batchnorm is not None and self._batchnorm.mode == "graph"
+        for rank, theirs in enumerate(workers.all_gather(by_graph, "init_optimizer")):
+            if theirs:
+                raise ValueError(
+                    f"sync_batchnorm=True over {workers.count} workers needs distinct GPUs in each worker, but rank "
+                    f"{rank} lists one twice among its contexts; list each GPU once, or leave sync_batchnorm out"
+                )
 
     def _joint_batchnorm(self) -> JointBatchNorm:
         gpus = [replica.context for replica in self._replicas if replica.context.device_type == "gpu"]

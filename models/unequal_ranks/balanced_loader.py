@@ -25,6 +25,7 @@ from gangline.models.unequal_ranks.share_sampler import ShareSampler, draw_seed
 from gangline.models.unequal_ranks.split_controller import SplitController, checked_caps
 
 LossReduction = Literal["mean", "sum", "normalized"]
+_REMEDY = "call gangline.convert_sync_batchnorm(network) before the network is wrapped"
 
 
 class BalancedLoader:
@@ -209,7 +210,7 @@ class BalancedLoader:
         if not self.samples:
             count_batch(self._model, False)
         if self._exchange.rank == 0:
-            warn_of_batchnorm(self._model, self.loads, "wrap gangline.convert_sync_batchnorm(network)")
+            warn_of_batchnorm(self._model, self.loads, _REMEDY)
         self._weight = self._weight_of(share)
         if self._scale is not None:
             self._scale.begin(self._weight)
