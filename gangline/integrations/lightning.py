@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -80,7 +80,7 @@ class Balance(Callback):
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and loader.worker_init_fn is None:
             loader.worker_init_fn = partial(pl_worker_init_function, rank=trainer.global_rank)
         self.loader = QueuedWeights(trainer.model, _with_own_sampler(loader), **self._options)
-        return self.loader
+        return _Batches(self.loader)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Take the weight of the batch that is trained now, which is not always the last one that was read."""
@@ -109,6 +109,24 @@ class Balance(Callback):
         if self.loader is not None:
             self.loader.close()
         self.loader = self._current = None
+
+
+class _Batches:
+    """What Lightning iterates: a balanced loader without its state.
+
+    Lightning would save that state and load it also where it begins the next epoch, as after `max_steps`, so that the
+    epoch began in its middle. Without it, a resumed run reads what it reads with a plain DataLoader.
+    """
+
+    def __init__(self, loader: QueuedWeights) -> None:
+        self._loader = loader
+        self.dataset, self.sampler, self.batch_sampler = loader.dataset, loader.sampler, loader.batch_sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
 
 
 def _with_own_sampler(loader: DataLoader[Any]) -> DataLoader[Any]:

@@ -126,9 +126,10 @@ def test_a_trainer_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_lightning_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+def test_lightning_resumes_as_with_a_plain_loader(tmp_path: Path) -> None:
     need("lightning_boring")
-    torchrun("lightning_boring", 2, tmp_path / "whole.pt", *TWO)
-    torchrun("lightning_boring", 2, tmp_path / "begun.pt", *TWO, "--max-steps", "1")
-    torchrun("lightning_boring", 2, tmp_path / "resumed.pt", *TWO, "--resume", str(tmp_path / "begun.pt.ckpt"))
-    assert largest_difference(tmp_path / "resumed.pt", tmp_path / "whole.pt") < 1e-11
+    for ranks, arguments in ((1, ONE), (2, TWO)):
+        begun = tmp_path / f"begun{ranks}.pt"
+        torchrun("lightning_boring", ranks, begun, *arguments, "--max-steps", "1")
+        torchrun("lightning_boring", ranks, tmp_path / f"{ranks}.pt", *arguments, "--resume", f"{begun}.ckpt")
+    assert largest_difference(tmp_path / "2.pt", tmp_path / "1.pt") < 1e-11
