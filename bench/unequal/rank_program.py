@@ -43,8 +43,8 @@ class RankOptions:
 def serve(connection: Connection) -> None:
     """Run what the driver asks for until it closes the connection.
 
-    A request is (name, steps): "alone", "ddp" or "balanced" trains, "renew" begins a new balanced run. The answer is
-    the seconds of the steps, and the samples of each rank in the last batch.
+    A request is (name, steps): "ddp" or "balanced" trains, "renew" begins a new balanced run, and "alone" trains for so
+    many seconds. The answer holds the seconds, the steps, and the samples of each rank in the last batch.
     """
     options: RankOptions = connection.recv()
     os.sched_setaffinity(0, {options.core})
@@ -75,23 +75,22 @@ class _Trainers:
         self._balanced: BalancedLoader | None = None
         self._steps: dict[str, Callable[[], Any]] = {"alone": self._alone(), "ddp": self._ddp()}
 
-    def run(self, name: str, steps: int) -> tuple[float, list[int]]:
+    def run(self, name: str, steps: float) -> tuple[float, int, list[int]]:
         if name == "renew":
             if self._balanced is not None:
                 self._balanced.close()
             self._steps["balanced"] = self._renewed()
-            return 0.0, []
-        step = self._steps[name]
-        if name != "alone":
-            dist.barrier()
+            return 0.0, 0, []
+        step, count = self._steps[name], 0
+        dist.barrier()
         began = time.perf_counter()
-        for _ in range(steps):
+        while count < steps if name != "alone" else time.perf_counter() < began + steps:
             step()
+            count += 1
         if name != "alone":
             dist.barrier()
         took = time.perf_counter() - began
-        loader = self._balanced
-        return took, list(loader.shares) if name == "balanced" and loader is not None else []
+        return took, count, list(self._balanced.shares) if name == "balanced" and self._balanced is not None else []
 
     def _alone(self) -> Callable[[], Any]:
         loader = DataLoader(self._data, self._options.batch_size, shuffle=True, drop_last=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -135,8 +136,9 @@ class BalancedLoader:
         self._begin_epoch()
         self._sampler.seed, self._sampler.skip = starts[0]["seed"], starts[0]["skip"]
         self._consumed = self._sampler.skip
-        for batch in self._loader:
+        for batch, seconds in _timed(self._loader):
             self._begin_batch(self._sampler.drawn.popleft(), batch)
+            self._measured.add_loading(seconds)
             yield batch
         self._end_batch()
         self.epoch += 1
@@ -270,6 +272,18 @@ def balance(
         call=call,
         group=group,
     )
+
+
+def _timed(loader: Iterable[Any]) -> Iterator[tuple[Any, float]]:
+    """Return batches with the seconds that each took to load."""
+    batches = iter(loader)
+    while True:
+        began = time.perf_counter()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        yield batch, time.perf_counter() - began
 
 
 def _ratio(total: Any, size: int) -> float:
