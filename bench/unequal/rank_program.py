@@ -44,9 +44,9 @@ class RankOptions:
 def serve(connection: Connection) -> None:
     """Run what the driver asks for until it closes the connection.
 
-    A request is (name, steps): "alone", "ddp" or "balanced" trains, "renew" begins a new balanced run. The answer is
-    the seconds of the steps, and the samples of each rank in the last batch. For "trace ddp" and "trace balanced" it is
-    a list of `Step` instead of the seconds.
+    A request is (name, steps): "ddp" or "balanced" trains, "renew" begins a new balanced run, and "alone" trains for so
+    many seconds. The answer holds the seconds, the steps, and the samples of each rank in the last batch; for "trace
+    ddp" and "trace balanced" a list of `Step` instead of the seconds.
     """
     options: RankOptions = connection.recv()
     os.sched_setaffinity(0, {options.core})
@@ -78,24 +78,24 @@ class _Trainers:
         self._models: dict[str, nn.Module] = {}
         self._steps: dict[str, Callable[[], Any]] = {"alone": self._alone(), "ddp": self._ddp()}
 
-    def run(self, name: str, steps: int) -> tuple[float | list[Step], list[int]]:
+    def run(self, name: str, steps: float) -> tuple[float | list[Step], int, list[int]]:
         if name == "renew":
             if self._balanced is not None:
                 self._balanced.close()
             self._steps["balanced"] = self._renewed()
-            return 0.0, []
+            return 0.0, 0, []
         if name.startswith("trace "):
-            return self._trace(name.removeprefix("trace "), steps), self._shares()
-        step = self._steps[name]
-        if name != "alone":
-            dist.barrier()
+            return self._trace(name.removeprefix("trace "), int(steps)), int(steps), self._shares()
+        step, count = self._steps[name], 0
+        dist.barrier()
         began = time.perf_counter()
-        for _ in range(steps):
+        while count < steps if name != "alone" else time.perf_counter() < began + steps:
             step()
+            count += 1
         if name != "alone":
             dist.barrier()
         took = time.perf_counter() - began
-        return took, self._shares() if name == "balanced" else []
+        return took, count, self._shares() if name == "balanced" else []
 
     def _shares(self) -> list[int]:
         return [] if self._balanced is None else list(self._balanced.shares)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -86,23 +86,30 @@ def measure(
         ask("renew", 1, everybody)
         say(f"factor {factor:g}: settling")
         ask("balanced", _SETTLE_STEPS, everybody)
-        candidates: dict[str, tuple[str, Sequence[int], int]] = {  # name -> (request, ranks, samples of a step)
-            **{f"rank {rank} alone": ("alone", [rank], batch_size) for rank in everybody},
-            "DDP": ("ddp", everybody, size * batch_size),
-            "balanced": ("balanced", everybody, size * batch_size),
-        }
-        measurements = {
-            name: partial(_samples_per_second, ask, *candidate, _steps_in(run_seconds, ask, *candidate[:2]))
-            for name, candidate in candidates.items()
+        alone: dict[int, list[float]] = {rank: [] for rank in everybody}
+
+        def each_alone() -> float:
+            """Train all ranks at once without communication: cores may share caches, memory and a clock."""
+            answers = _answers(pool, "alone", run_seconds, everybody)
+            for rank, (seconds, steps, _) in answers.items():
+                alone[rank].append(steps * batch_size / seconds)
+            return sum(of_rank[-1] for of_rank in alone.values())
+
+        measurements: dict[str, Callable[[], float]] = {
+            "sum of ranks alone": each_alone,
+            **{
+                name: partial(_samples_per_second, ask, request, everybody, size * batch_size, run_seconds)
+                for name, request in (("DDP", "ddp"), ("balanced", "balanced"))
+            },
         }
         say(f"factor {factor:g}: measuring")
         found = in_turn(measurements, runs)
         _, shares = ask("balanced", 1, everybody)
         if timeline is not None:
             _draw(timeline, pool, factor, [batch_size] * size, shares)
-        together = [sum(of_run) for of_run in zip(*(found[f"rank {rank} alone"] for rank in everybody), strict=True)]
-        found["sum of ranks alone"] = together
-        order = [*[*candidates][:size], "sum of ranks alone", "DDP", "balanced"]
+        together = found["sum of ranks alone"]
+        found.update({f"rank {rank} alone": of_rank for rank, of_rank in alone.items()})
+        order = [*(f"rank {rank} alone" for rank in everybody), "sum of ranks alone", "DDP", "balanced"]
         return [
             {
                 "who": who,
@@ -144,7 +151,7 @@ def _draw(path: Path, pool: ProcessPool, factor: float, equal: Sequence[int], sh
     panels = {}
     for name, counts, request in (("equal batches", equal, "trace ddp"), ("balanced", shares, "trace balanced")):
         answers = _answers(pool, request, _TRACED_STEPS, range(len(equal)))
-        first = min(steps[0][0] for steps, _ in answers.values())
+        first = min(steps[0][0] for steps, *_ in answers.values())
         panels[f"{name}: {' and '.join(map(str, counts))} samples"] = [
             [(begin - first, computed - first, end - first) for begin, computed, end in answers[rank][0]]
             for rank in sorted(answers)
@@ -156,10 +163,11 @@ def _draw(path: Path, pool: ProcessPool, factor: float, equal: Sequence[int], sh
 def _ask(pool: ProcessPool, name: str, steps: int, ranks: Sequence[int]) -> tuple[float, list[int]]:
     """Ask ranks to train; return the longest time and the split of the last batch."""
     answers = _answers(pool, name, steps, ranks)
-    return max(seconds for seconds, _ in answers.values()), answers[ranks[0]][1]
+    return max(seconds for seconds, *_ in answers.values()), answers[ranks[0]][2]
 
 
-def _answers(pool: ProcessPool, name: str, steps: int, ranks: Sequence[int]) -> dict[int, Any]:
+def _answers(pool: ProcessPool, name: str, steps: float, ranks: Sequence[int]) -> dict[int, Any]:
+    """Ask ranks to train so many steps, or seconds if alone; return seconds, steps and split of each."""
     for rank in ranks:
         pool.connections[rank].send((name, steps))
     answers: dict[int, Any] = {}
@@ -176,12 +184,12 @@ def _answers(pool: ProcessPool, name: str, steps: int, ranks: Sequence[int]) -> 
 
 
 def _steps_in(seconds: float, ask: Any, request: str, ranks: Sequence[int]) -> int:
-    ask(request, 1, ranks)
-    took: float = ask(request, 3, ranks)[0]
-    return max(3, round(3 * seconds / took))
+    took: float = ask(request, 2, ranks)[0]
+    return max(2, round(2 * seconds / took))
 
 
-def _samples_per_second(ask: Any, request: str, ranks: Sequence[int], samples: int, steps: int) -> float:
+def _samples_per_second(ask: Any, request: str, ranks: Sequence[int], samples: int, run_seconds: float) -> float:
+    steps = _steps_in(run_seconds, ask, request, ranks)
     took, _ = ask(request, steps, ranks)
     return float(steps * samples / took)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, cast
@@ -264,6 +265,29 @@ class BalancedLoader:
             self._scale.close()
 
 
+class _TimedLoader:
+    """A DataLoader, which reports how long this rank took to load each batch."""
+
+    def __init__(self, loader: DataLoader[Any], report: Callable[[float], None]) -> None:
+        self._loader, self._report = loader, report
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._loader)
+        while True:
+            began = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self._report(time.perf_counter() - began)
+            yield batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_loader" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
 class _Steps:
     """The batches of this rank in lockstep with the other ranks; its other attributes are those of the DataLoader."""
 
@@ -275,7 +299,7 @@ class _Steps:
     def __iter__(self) -> Iterator[Any]:
         self.shares.clear()
         owner = self._owner
-        pieces = owner._source.pieces(owner._loader)
+        pieces = owner._source.pieces(_TimedLoader(owner._loader, owner._measured.add_loading))
         smallest = owner._smallest
         for share, batch in in_lockstep(
             pieces, owner._source.first, owner._exchange, counter=owner._count, smallest=smallest

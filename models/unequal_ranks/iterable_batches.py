@@ -62,7 +62,7 @@ class IterableBatches:
         self.first = 0
         """Number of the next epoch's first global batch."""
 
-    def pieces(self, loader: DataLoader[Any]) -> Iterator[Piece]:
+    def pieces(self, loader: Any) -> Iterator[Piece]:
         """Return this rank's batches of an epoch; without samples once the stream has ended."""
         samples = _Samples(loader)
         return self._of_same(samples) if self._is_same else self._of_own(samples)

@@ -106,6 +106,11 @@ class MeasuredLoads:
             self._counts_of_full = self._counts
         return changed
 
+    def add_loading(self, seconds: float) -> None:
+        """Add the time that this rank took to load the batch that begins next; call it after `begin_batch`."""
+        if self._timer is not None:
+            self._timer.add_loading(seconds)
+
     def begin_epoch(self) -> bool:
         """Look at the speeds of the epoch before. Collective.
 

@@ -31,6 +31,7 @@ _LEAST_MARGIN = 16 << 20
 _FATAL_MARGIN = 0.2  # the same where the process would be killed
 _EXTRAPOLATED = 0.9  # part of the room for samples that were not tried which is counted on
 _BISECTIONS = 4
+_OF_TRIED = 0.85  # part of the largest size of the trial that is used: repeated steps fragment the memory
 _CGROUPS = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
 
@@ -84,8 +85,8 @@ class RankMemory:
             room = self.memory.limit - self._expected(self._tried)
             fits = self._tried + max(0.0, _EXTRAPOLATED * room / self._per_sample)
         if self._failed is not None:
-            fits = min(fits, self._tried)
-        return math.floor(fits)
+            fits = min(fits, math.ceil(_OF_TRIED * self._tried))
+        return max(math.floor(fits), self._measured[0] if self._measured is not None else 0)
 
     def try_batch(self, read: Callable[[], Any], samples: int) -> None:
         """Read this process's limits; run forward and backward on growing parts of a batch, until one does not fit.
@@ -115,6 +116,7 @@ class RankMemory:
                 batch = read()
             except Exception as error:  # noqa: BLE001  the user's data set raises any type; training raises it again
                 self._warn(error)
+                self._fixed -= held
                 return
             sizes = sorted({min(2**power, samples) for power in range(samples.bit_length() + 1)})
             for size in sizes:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -28,11 +29,13 @@ class RankTime:
     waits: ElapsedTime = field(default_factory=lambda: ElapsedTime(0.0, []))
     """Time inside forward in which the rank may have waited for others."""
     backward: ElapsedTime = field(default_factory=lambda: ElapsedTime(0.0, []))
+    other: ElapsedTime = field(default_factory=lambda: ElapsedTime(0.0, []))
+    """Time of the optimizer, and on a CPU of loading."""
     backward_is_measured: bool = True
 
     def is_complete(self) -> bool:
         """Return True if the GPU has passed all events."""
-        return all(part.is_complete() for part in (self.forward, self.waits, self.backward))
+        return all(part.is_complete() for part in (self.forward, self.waits, self.backward, self.other))
 
     def seconds(self) -> float | None:
         """Wait for the GPU and return the compute time; None if no training forward ran."""
@@ -40,13 +43,12 @@ class RankTime:
         if forward is None:
             return None
         forward -= self.waits.seconds() or 0.0
-        if not self.backward_is_measured:
-            return forward * (1 + _BACKWARD)
-        return forward + (self.backward.seconds() or 0.0)
+        backward = self.backward.seconds() or 0.0 if self.backward_is_measured else _BACKWARD * forward
+        return forward + backward + (self.other.seconds() or 0.0)
 
 
 class RankTimer:
-    """Measures the training forward and backward passes of a model on this rank.
+    """Measures the training forward and backward passes of a model on this rank, and its optimizer.
 
     Forward is the call of the module inside the wrapper: DistributedDataParallel broadcasts buffers before it. What
     waits inside is subtracted: FSDP2's gathering of parameters before each unit, and synchronized batch normalization.
@@ -74,6 +76,8 @@ class RankTimer:
         self._forward_began: Any = None
         self._wait_began: Any = None
         self._backward_began: Any = None
+        self._step_began: Any = None
+        self._parameters = {id(parameter) for parameter in inner.parameters()}
         self._hooks: list[RemovableHandle] = []
         # The order of hooks matters: an FSDP2 module gathers its parameters in a pre-forward hook of its own.
         for unit in units:
@@ -85,12 +89,19 @@ class RankTimer:
         self._hooks.append(inner.register_forward_pre_hook(self._begin_forward, prepend=True))
         # Before hooks that replace the outputs: their backward may wait for other ranks' counts of labels.
         self._hooks.append(inner.register_forward_hook(self._end_forward, prepend=True))
+        self._hooks.append(register_optimizer_step_pre_hook(self._begin_step))
+        self._hooks.append(register_optimizer_step_post_hook(self._end_step))
 
     def take(self) -> RankTime:
         """Return the times since the last call."""
         self._backward_began = None  # set after a backward that failed
         taken, self._time = self._time, RankTime(backward_is_measured=self._measures_backward)
         return taken
+
+    def add_loading(self, seconds: float) -> None:
+        """Add time that this rank took to load a batch; on a GPU it overlaps with the step before."""
+        if self._device.type == "cpu":
+            self._time.other.on_host += seconds
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -135,6 +146,15 @@ class RankTimer:
         if self._backward_began is not None:
             self._add(of.backward, self._backward_began)
             self._backward_began = None
+
+    def _begin_step(self, optimizer: Optimizer, *_: object) -> None:
+        if any(id(parameter) in self._parameters for parameter in optimizer.param_groups[0]["params"][:1]):
+            self._step_began = self._now()
+
+    def _end_step(self, *_: object) -> None:
+        if self._step_began is not None:
+            self._add(self._time.other, self._step_began)
+            self._step_began = None
 
     def _now(self) -> Any:
         """Return the time on the host, or an event on the GPU's current stream."""

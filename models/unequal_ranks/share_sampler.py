@@ -43,7 +43,7 @@ class ShareSampler(Sampler[list[Any]]):
         self.first = 0
         """Number of the next epoch's first global batch."""
 
-    def pieces(self, loader: DataLoader[Any]) -> Iterator[Piece]:
+    def pieces(self, loader: Any) -> Iterator[Piece]:
         """Return this rank's batches of an epoch. Collective, in the order of the training steps.
 
         The order is read here, as many batches ahead on every rank, and not when a DataLoader draws: ranks whose

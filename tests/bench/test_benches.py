@@ -146,7 +146,8 @@ def test_choices_are_those_of_the_communicator() -> None:
 
 def test_every_bench_is_a_subcommand() -> None:
     help_text = CliRunner().invoke(bench, ["--help"]).output
-    for name in ("balance", "compression", "transfer", "startup", "hosts", "simplicity", "device-group", "all_reduce"):
+    names = ("balance", "unequal-ranks", "compression", "transfer", "startup", "hosts", "simplicity", "device-group")
+    for name in (*names, "all_reduce"):
         assert f" {name} " in help_text
 
 
@@ -157,6 +158,8 @@ def test_every_bench_is_a_subcommand() -> None:
         (["all_reduce", "--ranks", "2,x"], "--ranks is '2,x'; expected numbers above 0 with commas"),
         (["all_reduce", "-b", "8", "-e", "4"], "-b 8 is above -e 4"),
         (["balance", "--factors", "1,x"], "--factors is '1,x'; expected numbers with commas"),
+        (["unequal-ranks", "--factors", "0.5"], "--factors is '0.5'; expected numbers from 1 to 100"),
+        (["unequal-ranks", "--ranks", "999"], "--ranks is 999, but this process may use"),
         (["simulate", "--ranks", "4", "--hosts", "9"], "--hosts is 9 for 4 ranks"),
     ],
 )
@@ -168,3 +171,18 @@ def test_a_wrong_list_ends_the_command_with_2(
         main()
     assert end.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_unequal_ranks_writes_a_row_for_each_rank_their_sum_ddp_and_the_balanced_run(tmp_path: Path) -> None:
+    path = tmp_path / "unequal.json"
+    words = ["unequal-ranks", "--factors", "4", "--batch-size", "16", "--runs", "2", "--run-seconds", "0"]
+    done = CliRunner().invoke(bench, [*words, "--json", str(path)], catch_exceptions=False)
+    assert done.exit_code == 0
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    assert [row["who"] for row in rows] == ["rank 0 alone", "rank 1 alone", "sum of ranks alone", "DDP", "balanced"]
+    assert [row["split"] for row in rows[:-1]] == [None, None, None, "16:16"]
+    first, last = map(int, rows[-1]["split"].split(":"))
+    assert first + last == 32
+    assert last < first
+    assert rows[2]["of_the_sum"] == rows[3]["ratio_to_ddp"] == 1
