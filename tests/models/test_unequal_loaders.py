@@ -401,7 +401,7 @@ def streams(comm: Communicator, path: str) -> None:
     # Batches that the data set makes itself, of sizes of its own; a namedtuple, an array, a mapping, None.
     def whole(number: int) -> Any:
         part = torch.arange(5) + 5 * number
-        return Named(a=numpy.asarray(part), b=Pair(part, part), c=None, d=[str(n) for n in part])
+        return Named(a=numpy.asarray(part), b=Pair(part, part), c=None, d=[str(n) for n in part.tolist()])
 
     parts = []
     loader = balanced(DataLoader(Stream(range(5), whole), batch_size=None), stream="same", global_batch=7)
@@ -528,7 +528,9 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
     check_refused(counting(0, 0), "count= returned 0 on all ranks for global batch 1")
     check_refused(counting(1, -3), "count= returned -3.0 on rank 1 for global batch 1", "0 or more")
     check_refused(counting(float("nan"), 1), "count= returned nan on rank 0 for global batch 1")
-    check_refused(lambda: list(balanced(plain, count=lambda batch: batch[rank * 99])), "index 99 is out of bounds")
+    check_refused(
+        lambda: list(balanced(plain, count=lambda batch: batch[rank * 99].sum())), "index 99 is out of bounds"
+    )
     assert list(balanced(plain, count=lambda batch: torch.tensor(3 * (1 - rank))))
 
     # Streams
