@@ -107,7 +107,7 @@ class MeasuredLoads:
         return changed
 
     def add_loading(self, seconds: float) -> None:
-        """Add the time that this rank took to load the batch that begins next; call it after `begin_batch`."""
+        """Add the time that this rank took to load a batch."""
         if self._timer is not None:
             self._timer.add_loading(seconds)
 

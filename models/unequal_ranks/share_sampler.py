@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Sampler
 
 from gangline.models.unequal_ranks.global_order import GlobalOrder
 from gangline.models.unequal_ranks.lockstep import Piece
