@@ -123,7 +123,8 @@ class BalancedLoader:
         self.epoch = 0
         """Number of the epoch that comes next, or that is under way."""
         self._consumed = 0  # samples of all ranks that were handed out in this epoch
-        self._resumed: dict[str, Any] | None = None
+        self._skip = 0  # samples of the next epoch that were handed out before `load_state_dict`
+        self._seed: int | None = None  # of all epochs' shuffles, each with the epoch's number added; rank 0's
         self._share: Share | None = None
         self._weight = 1.0
         self._iterations = 0
@@ -159,20 +160,22 @@ class BalancedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Return this rank's batches of an epoch. Collective."""
-        resumed, self._resumed = self._resumed, None
+        skip, self._skip = self._skip, 0
         sampler = sampler_of(self._user_loader)
-        seed = draw_seed(getattr(sampler, "generator", None)) if resumed is None else resumed["seed"]
+        if self._seed is None:
+            self._seed = draw_seed(getattr(sampler, "generator", None))
         starts = self._exchange.all_gather(
             {
-                "seed": seed,
+                "seed": self._seed,
                 "epoch": self.epoch,
                 "sampler epoch": sampler.epoch if isinstance(sampler, DistributedSampler) else None,
-                "skip": 0 if resumed is None else resumed["samples"],
+                "skip": skip,
             }
         )
         _check_starts(starts)
         self._begin_epoch()
-        self._source.seed, self._source.skip = starts[0]["seed"], starts[0]["skip"]
+        self._seed = starts[0]["seed"]
+        self._source.seed, self._source.skip = self._seed + self.epoch, starts[0]["skip"]
         self._consumed = self._source.skip
         self._iterations += 1
         iteration = self._iterations
@@ -227,14 +230,14 @@ class BalancedLoader:
         size = self._exchange.size
         if self._loss_reduction == "sum":
             return float(size) if self.samples else 0.0
-        return share.counted[self._exchange.rank] * size / sum(share.counted)
+        return share.counted[self._exchange.rank] * size / (sum(share.counted) or 1.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, position, seed and loads as plain data, for `load_state_dict` on any number of ranks."""
         return {
             "epoch": self.epoch,
             "samples": self._consumed,
-            "seed": self._source.seed,
+            "seed": self._seed,
             "batch": self._source.first,
             "split": self._measured.state(),
         }
@@ -245,7 +248,7 @@ class BalancedLoader:
         self._source.first = state["batch"]
         self._measured.load_state(state["split"])
         self.controller.set_loads(self._measured.loads, self._measured.caps, None)
-        self._resumed = {"seed": state["seed"], "samples": state["samples"]}
+        self._seed, self._skip = state["seed"], state["samples"]
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
@@ -344,7 +347,7 @@ def balance(
         loads: relative speed of each rank, such as [3, 1]; "auto" measures it.
         global_batch: samples of all ranks in a step; None: the world size times the loader's batch size.
         count: function of a batch that returns how much the mean of its loss counts, such as the number of labels that
-            are not ignored; None: its samples.
+            are not ignored; None: its samples. A global batch in which nothing counts has no gradient.
         loss_reduction: "mean" if the loss is the mean over what ``count`` counts; "sum" if it is their sum;
             "normalized" if the loop itself divides by the count of all ranks, so that gradients stay as they are.
         memory: maximum number of samples of each rank; "auto" learns it, on GPUs and where the kernel limits the

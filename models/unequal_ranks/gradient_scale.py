@@ -85,7 +85,7 @@ def check_not_balanced(model: nn.Module) -> None:
     for other, scale in list(_balanced.items()):
         if scale() is not None and (other in inside or model in set(other.modules())):
             raise RuntimeError(
-                f"the {type(model).__name__} is balanced already, by another loader, and its gradients would be "
+                f"the {type(other).__name__} is balanced already, by another loader, and its gradients would be "
                 "weighted twice; call close() of that loader first"
             )
 

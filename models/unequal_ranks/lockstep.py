@@ -61,7 +61,7 @@ def in_lockstep(
     Raises:
         Exception: if reading or counting failed on this rank.
         RuntimeError: if it failed on another rank, or the ranks read different samples.
-        ValueError: if ``counter`` returned an invalid number on any rank, or 0 on all of them.
+        ValueError: if ``counter`` returned an invalid number on any rank.
     """
     ahead = _Step(pieces, exchange, counter)
     for number in count(first):
@@ -69,11 +69,6 @@ def in_lockstep(
         counts, counted = step.wait(exchange, number)
         if sum(counts) < max(smallest, 1):
             return
-        if not sum(counted):
-            raise ValueError(
-                f"count= returned 0 on all ranks for global batch {number}, so the mean of its loss is not defined; "
-                "leave such batches out of the data"
-            )
         ahead = _Step(pieces, exchange, counter)
         yield Share(number, counts, sum(counts), counted), step.piece.batch
 
