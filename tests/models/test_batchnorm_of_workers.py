@@ -61,7 +61,7 @@ def trained(comm: Communicator, network: str, shares: list[list[int]], loads: li
 
 CASES = [
     (2, "residual", [[9, 3], [6, 6], [8, 0], [1, 7]], [[1], [1]]),
-    (2, "Checkpointed", [[9, 3], [0, 6], [5, 1]], [[2, 1], [1]]),
+    pytest.param(2, "Checkpointed", [[9, 3], [0, 6], [5, 1]], [[2, 1], [1]], marks=pytest.mark.slow),
     (3, "perceptron", [[1, 7, 4], [6, 1, 1], [0, 9, 2]], [[1], [3, 1], [1, 0, 2]]),
     pytest.param(3, "residual", [[5, 0, 3], [0, 0, 8], [2, 4, 9]], [[2, 1], [1], [1, 1]], marks=pytest.mark.slow),
 ]
@@ -79,6 +79,7 @@ def test_float64_weights_and_statistics_after_20_steps_are_those_of_one_process(
             assert all(torch.equal(value, replicas[0][name]) for name, value in state.items())
 
 
+@pytest.mark.slow
 def test_random_layers_between_repeat_bit_for_bit() -> None:
     shares = [[4, 2], [0, 5], [3, 3]]
     first, again = (spawn(trained, 2, "with_dropout", shares, [[2, 1], [1]]) for _ in range(2))
@@ -87,7 +88,6 @@ def test_random_layers_between_repeat_bit_for_bit() -> None:
 
 def fitted(kvstore: str | KVStore | None, accumulate: int) -> dict[str, torch.Tensor]:
     """Train 7 epochs with partial last batches, of which a worker may have no sample, and ignored labels."""
-    torch.set_num_threads(1)
     [(data, label)] = batches([[37]])
     label[torch.arange(37) % 5 == 0] = -100
     with Module(made("residual"), nn.CrossEntropyLoss(), cpu(), sync_batchnorm=True) as module:
@@ -105,6 +105,7 @@ def fitted(kvstore: str | KVStore | None, accumulate: int) -> dict[str, torch.Te
 
 
 def by_servers() -> dict[str, torch.Tensor]:
+    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch, create("dist_sync") as store:
         patch.setenv("GANGLINE_WORK_LOAD_LIST", "3,1")
         return fitted(store, accumulate=3)
@@ -129,11 +130,13 @@ def test_asynchronous_workers_are_refused() -> None:
 
 
 def fitted_in_a_job(comm: Communicator) -> dict[str, torch.Tensor]:
+    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch, create("allreduce", communicator=comm) as store:
         patch.setenv("GANGLINE_WORK_LOAD_LIST", "1,0,4")
         return fitted(store, accumulate=1)
 
 
+@pytest.mark.slow
 def test_fit_with_a_worker_that_never_has_samples_is_that_of_one_process() -> None:
     expected = fitted(None, accumulate=1)
     for params in spawn(fitted_in_a_job, 3):
