@@ -198,35 +198,31 @@ def test_a_change_of_speeds_in_mid_training_is_followed() -> None:
     assert distance(found[0]["params"], alone(6)) <= 1e-11
 
 
-def beside_a_snail(comm: Communicator) -> dict[str, Any]:
-    return in_a_job(comm, ([5e-4], [4e-2]), epochs=3)
+def beside_a_snail(comm: Communicator) -> tuple[dict[str, Any], list[int]]:
+    """Return what a worker saw, and the batches before which workers exchanged messages."""
+    exchanged: list[int] = []
+    receive = WorkerBalance.receive
 
-
-@pytest.mark.slow
-def test_a_worker_on_which_one_sample_would_delay_the_others_is_left_idle() -> None:
-    found = spawn(beside_a_snail, 2)
-    check_samples(found, 3)
-    assert found[0]["loads"][5] == (1.0, 0.0)
-    assert distance(found[1]["params"], alone(3)) <= 1e-11
-
-
-def recovers(comm: Communicator) -> dict[str, Any]:
-    def recover(param: BatchEndParam) -> None:
-        if (param.epoch, param.nbatch) == (1, 0) and comm.rank == 1:
-            slow_down(param.locals["module"], FAST)
+    def note(balance: WorkerBalance, messages: Sequence[Any], batch: int) -> None:
+        exchanged.append(batch)
+        receive(balance, messages, batch)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WorkerBalance, "receive", note)
         patch.setattr("gangline.models.load_balance.speed_model._TRIAL_COST", 100.0)
-        patch.setattr("gangline.models.loop.stopping._SECONDS", 100.0)  # the exchange after a trial does not wait
-        return in_a_job(comm, ([5e-4], [2e-2]), epochs=5, callbacks=[recover])
+        patch.setattr("gangline.models.loop.stopping._SECONDS", 100.0)  # after 1, 2, 4, ... updates
+        return in_a_job(comm, ([5e-4], [4e-2]), epochs=3), exchanged
 
 
-def test_an_idle_worker_that_recovers_gets_its_share() -> None:
-    found = spawn(recovers, 2)
-    check_samples(found, 5)
-    assert found[0]["loads"][7][1] < 0.1
-    assert found[0]["loads"][9][1] > found[0]["loads"][8][1]  # three batches of the trial were enough
-    assert distance(found[1]["params"], alone(5)) <= 1e-11
+def test_a_worker_on_which_one_sample_would_delay_the_others_is_left_idle_after_a_short_trial() -> None:
+    found, exchanges = zip(*spawn(beside_a_snail, 2), strict=True)
+    check_samples(found, 3)
+    loads = found[0]["loads"]
+    for begin in (6, 12):  # of epochs
+        assert [load > 0 for _, load in loads[begin : begin + 6]] == [True] * 3 + [False] * 3
+    assert exchanges[0] == exchanges[1]
+    assert exchanges[0].count(3) == 2  # at the end of each trial
+    assert distance(found[1]["params"], alone(3)) <= 1e-11
 
 
 def accumulated(comm: Communicator) -> dict[str, Any]:
