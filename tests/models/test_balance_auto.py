@@ -129,7 +129,7 @@ def test_a_rank_that_becomes_slow_is_balanced_after_one_epoch(tmp_path: Path) ->
     first, last = spawn(becomes_slow, 2, str(tmp_path / "store"), threads=1)
     assert first == last
     assert [len(epoch) for epoch in first] == [9] * 4
-    assert first[3][0][1] < min(first[1][-1][1], BATCH)  # the epoch after the one in which it became slow
+    assert first[3][0][1] < BATCH  # the epoch after the one in which it became slow
 
 
 def equal_ranks(comm: Communicator, path: str) -> list[int]:
