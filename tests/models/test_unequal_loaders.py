@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,50 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
-    get_worker_info,
 )
 
 import gangline
-from gangline import BalancedLoader, Communicator, spawn, torch_backend
-from gangline.collectives.processes.spawning import Ranks
-
-Batches = list[list[int]]
-
-
-class Numbers(Dataset[Tensor]):
-    """Samples that are their own index, with the seed of the worker that read them."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: int) -> Tensor:
-        worker = get_worker_info()
-        return torch.tensor([index, -1 if worker is None else worker.id, torch.initial_seed() % 2**31])
-
-
-class Listed(Sampler[Any]):
-    """Draws from a list; with ``rank`` and ``num_replicas``, a part of it."""
-
-    def __init__(self, items: Sequence[Any], rank: int | None = None, num_replicas: int = 1) -> None:
-        self._items = items
-        if rank is not None:
-            self.rank, self.num_replicas = rank, num_replicas
-            self._items = items[rank::num_replicas]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
+from gangline import Communicator, spawn
+from tests.models.unequal_jobs import Batches, Listed, Numbers, Stream, balanced, cut, epoch_of, flat, gathered, join
 
 
 class Endless(Sampler[int]):
@@ -74,46 +36,6 @@ class Endless(Sampler[int]):
 
 class OfEachRank(BatchSampler):
     """Batches of a DistributedSampler, as a class of the user's."""
-
-
-def join(comm: Communicator, path: str, backend: str = "gloo") -> None:
-    assert torch_backend
-    dist.init_process_group(backend, init_method=f"file://{path}", rank=comm.rank, world_size=comm.size)
-    torch.manual_seed(comm.rank)  # ranks that shuffle differently
-
-
-def gathered(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def balanced(loader: DataLoader[Any], loads: Any = (3, 1), **options: Any) -> BalancedLoader:
-    return gangline.balance(nn.Linear(1, 1), loader, loads=loads, **options)
-
-
-def epoch_of(loader: BalancedLoader, steps: int | None = None) -> Batches:
-    """Iterate an epoch, or some steps of it, and return its global batches; check counts, weights and steps."""
-    own = []
-    for batch in islice(loader, steps):
-        numbers = (batch[:, 0] if batch.ndim == 2 else batch).tolist()
-        assert len(numbers) == max(loader.samples, 1)
-        assert loader.samples or loader.weight == 0
-        own.append((numbers[: loader.samples], loader.weight))
-    ranks = gathered(own)
-    assert len({len(of_rank) for of_rank in ranks}) == 1
-    found = list(zip(*ranks, strict=True))
-    for parts in found:
-        assert sum(weight for _, weight in parts) == pytest.approx(len(ranks))
-    return [[number for numbers, _ in parts for number in numbers] for parts in found]
-
-
-def cut(numbers: Sequence[int], size: int) -> Batches:
-    return [list(numbers[begin : begin + size]) for begin in range(0, len(numbers), size)]
-
-
-def flat(batches: Batches) -> list[int]:
-    return [number for batch in batches for number in batch]
 
 
 def own_samplers(comm: Communicator, path: str) -> None:
@@ -304,18 +226,6 @@ def sample(number: int) -> dict[str, Any]:
     }
 
 
-class Stream(IterableDataset[Any]):
-    """Samples of some numbers."""
-
-    def __init__(self, numbers: Sequence[int], make: Callable[[int], Any] = sample) -> None:
-        self._numbers, self._make = numbers, make
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        mine = self._numbers if worker is None else self._numbers[worker.id :: worker.num_workers]
-        return map(self._make, mine)
-
-
 class SizedStream(Stream):
     def __len__(self) -> int:
         return len(self._numbers)
@@ -336,7 +246,7 @@ def train_stream(numbers: Sequence[int], stream: Any, steps: int, **options: Any
     """Train some steps on a stream, and the same global batches in one process; return the batches."""
     model = DistributedDataParallel(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    user: DataLoader[Any] = DataLoader(Stream(numbers), batch_size=4, **options)
+    user: DataLoader[Any] = DataLoader(Stream(numbers, sample), batch_size=4, **options)
     loader = gangline.balance(model, user, loads=[3, 1], stream=stream)
     found = []
     for batch in islice(loader, steps):
@@ -425,163 +335,3 @@ def streams(comm: Communicator, path: str) -> None:
 
 def test_streams(tmp_path: Path) -> None:
     spawn(streams, 2, str(tmp_path / "store"), threads=1)
-
-
-def refusal(call: Callable[[], object]) -> list[str]:
-    """Return the error of a call on each rank."""
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001  the test compares texts
-        return [str(text) for text in gathered(f"{type(error).__name__}: {error}")]
-    return [str(text) for text in gathered("no error")]
-
-
-def check_refused(call: Callable[[], object], *expected: str) -> None:
-    """Check that a call raises on every rank, and what the texts hold."""
-    texts = refusal(call)
-    for text in texts:
-        assert "Error: " in text, texts
-        for part in expected:
-            assert part in text, texts
-
-
-class FailsAt(Sampler[int]):
-    def __init__(self, last: int) -> None:
-        self._last = last
-
-    def __iter__(self) -> Iterator[int]:
-        yield from range(self._last)
-        raise KeyError("no such shard")
-
-
-def failing_collate(samples: list[Tensor]) -> Tensor:
-    if dist.get_rank() == 0 and int(samples[0][0]) >= 16:
-        raise ValueError(f"bad sample {int(samples[0][0])}")
-    return torch.stack(samples)
-
-
-def stream_of(make: Callable[[int], Any], batch_size: int | None = 4, **options: Any) -> Callable[[], object]:
-    user: DataLoader[Any] = DataLoader(Stream(range(20), make), batch_size=batch_size)
-    return lambda: list(balanced(user, **{"stream": "own", **options}))
-
-
-def refusals(comm: Communicator, path: str, backend: str) -> None:
-    join(comm, path, backend)
-    rank = comm.rank
-    data = Numbers(37)
-    plain: DataLoader[Any] = DataLoader(data, batch_size=4)
-
-    def of(loader: DataLoader[Any], **options: Any) -> Callable[[], object]:
-        return lambda: balanced(loader, **options)
-
-    check_refused(of(DataLoader(data, batch_size=None)), "batch_size=None", "expected a batch_size")
-    check_refused(of(plain, loads=[1, 2, 3]), "loads is [1, 2, 3]", "each of 2 ranks", "3 entries")
-    check_refused(of(plain, loads=[1, 0]), "loads is [1, 0]", "above 0")
-    check_refused(of(plain, loads=[1, -2]), "loads is [1, -2]", "above 0")
-    check_refused(of(plain, loads=[1, float("nan")]), "loads is [1, nan]", "above 0")
-    check_refused(of(plain, loads="fast"), "loads is 'fast'", "'auto'")
-    check_refused(of(plain, loss_reduction="average"), "loss_reduction is 'average'", "'sum'")
-    check_refused(of(plain, global_batch=1), "global_batch is 1;", "at least one sample for each of 2 ranks")
-    check_refused(of(DataLoader(data, batch_sampler=Listed([[1]])), global_batch=4), "leave global_batch out")
-    check_refused(of(plain, stream="own"), "leave stream out")
-
-    # Ranks that disagree, and arguments that only one rank finds invalid.
-    check_refused(of(DataLoader(Numbers(37 + rank), batch_size=4)), "length of the data set is 37 on rank 0, but 38 on")
-    check_refused(of(DataLoader(data, batch_size=4 + rank)), "global batch is 8 on rank 0, but 10 on rank 1")
-    check_refused(of(DataLoader(data, batch_size=4, drop_last=bool(rank))), "drop_last is False on rank 0, but True on")
-    check_refused(of(plain, loads=[3, 1 + rank]), "loads is [3, 1] on rank 0, but [3, 2] on rank 1")
-    check_refused(of(DataLoader(data, batch_size=4, shuffle=bool(rank))), "sampler is 'SequentialSampler' on rank 0")
-    check_refused(of(DataLoader(data, 4, sampler=DistributedSampler(data, seed=rank))), "sampler's seed is 0 on rank 0")
-    check_refused(of(plain, loads=[3, rank]), "loads is [3, 0]")
-    check_refused(of(plain if rank else DataLoader(data, batch_size=None)), "batch_size=None")
-
-    sampler: Any = DistributedSampler(data)
-    loader = balanced(DataLoader(data, batch_size=4, sampler=sampler))
-    loader.set_epoch(rank)
-    check_refused(lambda: list(loader), "epoch is 0 on rank 0, but 1 on rank 1", "set_epoch() and load_state_dict()")
-    loader.set_epoch(5)
-    sampler.set_epoch(5 + rank)
-    check_refused(lambda: list(loader), "sampler epoch is 5 on rank 0, but 6 on rank 1")
-    sampler.set_epoch(5)
-    assert sorted(flat(epoch_of(loader))) == list(range(37))
-
-    model = nn.Linear(1, 1)
-    first = gangline.balance(model, plain)
-    check_refused(lambda: gangline.balance(model, plain), "balanced already", "close()")
-    check_refused(lambda: gangline.balance(nn.Sequential(model), plain), "Linear is balanced already")
-    first.close()
-
-    # Errors of one rank in the middle of an epoch; the steps before are made, and the loader can be used again.
-    loader = balanced(DataLoader(data, batch_size=4, sampler=FailsAt(20 + rank)))
-    check_refused(lambda: list(loader), "no such shard")
-    for workers in (0, 2):
-        user: DataLoader[Any] = DataLoader(data, batch_size=4, collate_fn=failing_collate, num_workers=workers)
-        steps = iter(balanced(user))
-        assert [len(next(steps)), len(next(steps))] == [2 + 4 * (not rank)] * 2
-        texts = refusal(partial(next, steps))
-        assert "bad sample 16" in texts[0]
-        assert texts[1].startswith("RuntimeError: reading global batch 2 failed on rank 0: ValueError: bad sample 16")
-
-    def counting(*values: float) -> Callable[[], object]:
-        return lambda: list(balanced(plain, count=lambda batch: values[rank] if int(batch[0][0]) > 7 else 1))
-
-    check_refused(counting(0, 0), "count= returned 0 on all ranks for global batch 1")
-    check_refused(counting(1, -3), "count= returned -3.0 on rank 1 for global batch 1", "0 or more")
-    check_refused(counting(float("nan"), 1), "count= returned nan on rank 0 for global batch 1")
-    check_refused(
-        lambda: list(balanced(plain, count=lambda batch: batch[rank * 99].sum())), "index 99 is out of bounds"
-    )
-    assert list(balanced(plain, count=lambda batch: torch.tensor(3 * (1 - rank))))
-
-    # Streams
-    check_refused(stream_of(int, stream=None), 'stream="own"', 'stream="same"', "Stream is an IterableDataset")
-    check_refused(stream_of(int, stream="each"), "stream is 'each'", 'stream="same"')
-    check_refused(stream_of(int, batch_size=None), "global_batch=")
-    check_refused(stream_of(int, batch_size=None, global_batch=4), "batch is of type int", "cannot be cut")
-    unequal = stream_of(lambda n: {"a": torch.zeros(n), "b": [0, 1]}, batch_size=None, global_batch=4)
-    check_refused(unequal, "no common length: {\"batch['a']\": 0, \"batch['b']\": 2}")
-    ragged = stream_of(lambda n: [torch.zeros(2, 2 + n)], batch_size=None, global_batch=8)
-    check_refused(ragged, "batch[0] has samples of shape", "pad samples")
-    check_refused(stream_of(lambda n: torch.tensor(n), batch_size=None, global_batch=4), "a tensor of 0 dimensions")
-    check_refused(stream_of(lambda n: 1 // (7 - n)), "division")
-    shifted: DataLoader[Any] = DataLoader(Stream(range(rank, 20), int), batch_size=4)
-    check_refused(lambda: list(balanced(shifted, stream="same")), "rank 1 read other samples", "the same seed")
-    empty: DataLoader[Any] = DataLoader(Stream(range(0 if rank else 9), int), batch_size=4)
-    check_refused(lambda: list(balanced(empty, stream="own")), "stream of rank 1 has no samples")
-    resumed = balanced(DataLoader(Stream(range(20), int), batch_size=4), stream="own")
-    next(iter(resumed))
-    resumed.load_state_dict(resumed.state_dict())
-    check_refused(lambda: list(resumed), 'behind 8 samples with stream="own"')
-    resumed = balanced(DataLoader(Stream(range(20), int), batch_size=4), stream="same")
-    next(iter(resumed))
-    resumed.load_state_dict(resumed.state_dict())
-    assert flat(epoch_of(resumed)) == list(range(8, 20))
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("backend", ["gloo", "gangline"])
-def test_errors_reach_all_ranks(backend: str, tmp_path: Path) -> None:
-    spawn(refusals, 2, str(tmp_path / "store"), backend, threads=1)
-
-
-def test_without_process_group() -> None:
-    with pytest.raises(RuntimeError, match="init_process_group"):
-        gangline.balance(nn.Linear(1, 1), DataLoader(Numbers(4)))
-
-
-def killed(comm: Communicator, path: str, backend: str) -> None:
-    join(comm, path, backend)
-    model = DistributedDataParallel(nn.Linear(3, 1))
-    loader = gangline.balance(model, DataLoader(Numbers(90), batch_size=4))
-    for number, batch in enumerate(loader):
-        if number == 3 and comm.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        model(batch.float()).sum().backward()
-
-
-@pytest.mark.parametrize("backend", ["gloo", "gangline"])
-def test_killed_rank_ends_the_others(backend: str, tmp_path: Path) -> None:
-    with Ranks(killed, 3, (str(tmp_path / "store"), backend), threads=1) as ranks:
-        errors = [str(outcome.error) for outcome in ranks.outcomes()]
-    assert "None" not in errors
-    assert backend == "gloo" or all("rank 1" in error for error in errors), errors

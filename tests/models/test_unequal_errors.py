@@ -1,0 +1,182 @@
+"""Errors of `gangline.balance`: each reaches all ranks of a torch.distributed job, and none waits for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
+
+import gangline
+from gangline import Communicator, spawn
+from gangline.collectives.processes.spawning import Ranks
+from tests.models.unequal_jobs import Listed, Numbers, Stream, balanced, epoch_of, flat, gathered, join
+
+
+def refusal(call: Callable[[], object]) -> list[str]:
+    """Return the error of a call on each rank."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  the test compares texts
+        return [str(text) for text in gathered(f"{type(error).__name__}: {error}")]
+    return [str(text) for text in gathered("no error")]
+
+
+def check_refused(call: Callable[[], object], *expected: str) -> None:
+    """Check that a call raises on every rank, and what the texts hold."""
+    texts = refusal(call)
+    for text in texts:
+        assert "Error: " in text, texts
+        for part in expected:
+            assert part in text, texts
+
+
+class FailsAt(Sampler[int]):
+    def __init__(self, last: int) -> None:
+        self._last = last
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self._last)
+        raise KeyError("no such shard")
+
+
+def failing_collate(samples: list[Tensor]) -> Tensor:
+    if dist.get_rank() == 0 and int(samples[0][0]) >= 16:
+        raise ValueError(f"bad sample {int(samples[0][0])}")
+    return torch.stack(samples)
+
+
+def stream_of(make: Callable[[int], Any], batch_size: int | None = 4, **options: Any) -> Callable[[], object]:
+    user: DataLoader[Any] = DataLoader(Stream(range(20), make), batch_size=batch_size)
+    return lambda: list(balanced(user, **{"stream": "own", **options}))
+
+
+def refusals(comm: Communicator, path: str, backend: str) -> None:
+    join(comm, path, backend)
+    rank = comm.rank
+    data = Numbers(37)
+    plain: DataLoader[Any] = DataLoader(data, batch_size=4)
+
+    def of(loader: DataLoader[Any], **options: Any) -> Callable[[], object]:
+        return lambda: balanced(loader, **options)
+
+    check_refused(of(DataLoader(data, batch_size=None)), "batch_size=None", "expected a batch_size")
+    check_refused(of(plain, loads=[1, 2, 3]), "loads is [1, 2, 3]", "each of 2 ranks", "3 entries")
+    check_refused(of(plain, loads=[1, 0]), "loads is [1, 0]", "above 0")
+    check_refused(of(plain, loads=[1, -2]), "loads is [1, -2]", "above 0")
+    check_refused(of(plain, loads=[1, float("nan")]), "loads is [1, nan]", "above 0")
+    check_refused(of(plain, loads="fast"), "loads is 'fast'", "'auto'")
+    check_refused(of(plain, loss_reduction="average"), "loss_reduction is 'average'", "'sum'")
+    check_refused(of(plain, global_batch=1), "global_batch is 1;", "at least one sample for each of 2 ranks")
+    check_refused(of(DataLoader(data, batch_sampler=Listed([[1]])), global_batch=4), "leave global_batch out")
+    check_refused(of(plain, stream="own"), "leave stream out")
+
+    # Ranks that disagree, and arguments that only one rank finds invalid.
+    check_refused(of(DataLoader(Numbers(37 + rank), batch_size=4)), "length of the data set is 37 on rank 0, but 38 on")
+    check_refused(of(DataLoader(data, batch_size=4 + rank)), "global batch is 8 on rank 0, but 10 on rank 1")
+    check_refused(of(DataLoader(data, batch_size=4, drop_last=bool(rank))), "drop_last is False on rank 0, but True on")
+    check_refused(of(plain, loads=[3, 1 + rank]), "loads is [3, 1] on rank 0, but [3, 2] on rank 1")
+    check_refused(of(DataLoader(data, batch_size=4, shuffle=bool(rank))), "sampler is 'SequentialSampler' on rank 0")
+    check_refused(of(DataLoader(data, 4, sampler=DistributedSampler(data, seed=rank))), "sampler's seed is 0 on rank 0")
+    check_refused(of(plain, loads=[3, rank]), "loads is [3, 0]")
+    check_refused(of(plain if rank else DataLoader(data, batch_size=None)), "batch_size=None")
+
+    sampler: Any = DistributedSampler(data)
+    loader = balanced(DataLoader(data, batch_size=4, sampler=sampler))
+    loader.set_epoch(rank)
+    check_refused(lambda: list(loader), "epoch is 0 on rank 0, but 1 on rank 1", "set_epoch() and load_state_dict()")
+    loader.set_epoch(5)
+    sampler.set_epoch(5 + rank)
+    check_refused(lambda: list(loader), "sampler epoch is 5 on rank 0, but 6 on rank 1")
+    sampler.set_epoch(5)
+    assert sorted(flat(epoch_of(loader))) == list(range(37))
+
+    model = nn.Linear(1, 1)
+    first = gangline.balance(model, plain)
+    check_refused(lambda: gangline.balance(model, plain), "balanced already", "close()")
+    check_refused(lambda: gangline.balance(nn.Sequential(model), plain), "Linear is balanced already")
+    first.close()
+
+    # Errors of one rank in the middle of an epoch; the steps before are made, and the loader can be used again.
+    loader = balanced(DataLoader(data, batch_size=4, sampler=FailsAt(20 + rank)))
+    check_refused(lambda: list(loader), "no such shard")
+    for workers in (0, 2):
+        user: DataLoader[Any] = DataLoader(data, batch_size=4, collate_fn=failing_collate, num_workers=workers)
+        steps = iter(balanced(user))
+        assert [len(next(steps)), len(next(steps))] == [2 + 4 * (not rank)] * 2
+        texts = refusal(partial(next, steps))
+        assert "bad sample 16" in texts[0]
+        assert texts[1].startswith("RuntimeError: reading global batch 2 failed on rank 0: ValueError: bad sample 16")
+
+    def counting(*values: float) -> Callable[[], object]:
+        return lambda: list(balanced(plain, count=lambda batch: values[rank] if int(batch[0][0]) > 7 else 1))
+
+    check_refused(counting(0, 0), "count= returned 0 on all ranks for global batch 1")
+    check_refused(counting(1, -3), "count= returned -3.0 on rank 1 for global batch 1", "0 or more")
+    check_refused(counting(float("nan"), 1), "count= returned nan on rank 0 for global batch 1")
+    check_refused(
+        lambda: list(balanced(plain, count=lambda batch: batch[rank * 99].sum())), "index 99 is out of bounds"
+    )
+    assert list(balanced(plain, count=lambda batch: torch.tensor(3 * (1 - rank))))
+
+    # Streams
+    check_refused(stream_of(int, stream=None), 'stream="own"', 'stream="same"', "Stream is an IterableDataset")
+    check_refused(stream_of(int, stream="each"), "stream is 'each'", 'stream="same"')
+    check_refused(stream_of(int, batch_size=None), "global_batch=")
+    check_refused(stream_of(int, batch_size=None, global_batch=4), "batch is of type int", "cannot be cut")
+    unequal = stream_of(lambda n: {"a": torch.zeros(n), "b": [0, 1]}, batch_size=None, global_batch=4)
+    check_refused(unequal, "no common length: {\"batch['a']\": 0, \"batch['b']\": 2}")
+    ragged = stream_of(lambda n: [torch.zeros(2, 2 + n)], batch_size=None, global_batch=8)
+    check_refused(ragged, "batch[0] has samples of shape", "pad samples")
+    check_refused(stream_of(lambda n: torch.tensor(n), batch_size=None, global_batch=4), "a tensor of 0 dimensions")
+    check_refused(stream_of(lambda n: 1 // (7 - n)), "division")
+    shifted: DataLoader[Any] = DataLoader(Stream(range(rank, 20), int), batch_size=4)
+    check_refused(lambda: list(balanced(shifted, stream="same")), "rank 1 read other samples", "the same seed")
+    empty: DataLoader[Any] = DataLoader(Stream(range(0 if rank else 9), int), batch_size=4)
+    check_refused(lambda: list(balanced(empty, stream="own")), "stream of rank 1 has no samples")
+    resumed = balanced(DataLoader(Stream(range(20), int), batch_size=4), stream="own")
+    next(iter(resumed))
+    resumed.load_state_dict(resumed.state_dict())
+    check_refused(lambda: list(resumed), 'behind 8 samples with stream="own"')
+    resumed = balanced(DataLoader(Stream(range(20), int), batch_size=4), stream="same")
+    next(iter(resumed))
+    resumed.load_state_dict(resumed.state_dict())
+    assert flat(epoch_of(resumed)) == list(range(8, 20))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "gangline"])
+def test_errors_reach_all_ranks(backend: str, tmp_path: Path) -> None:
+    spawn(refusals, 2, str(tmp_path / "store"), backend, threads=1)
+
+
+def test_without_process_group() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        gangline.balance(nn.Linear(1, 1), DataLoader(Numbers(4)))
+
+
+def killed(comm: Communicator, path: str, backend: str) -> None:
+    join(comm, path, backend)
+    model = DistributedDataParallel(nn.Linear(3, 1))
+    loader = gangline.balance(model, DataLoader(Numbers(90), batch_size=4))
+    for number, batch in enumerate(loader):
+        if number == 3 and comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(batch.float()).sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "gangline"])
+def test_killed_rank_ends_the_others(backend: str, tmp_path: Path) -> None:
+    with Ranks(killed, 3, (str(tmp_path / "store"), backend), threads=1) as ranks:
+        errors = [str(outcome.error) for outcome in ranks.outcomes()]
+    assert "None" not in errors
+    assert backend == "gloo" or all("rank 1" in error for error in errors), errors
