@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
 
 import torch
@@ -56,9 +56,12 @@ class Ordered:
         self._record()
         self._tensors = ()
 
-    @contextmanager
-    def resumed(self) -> Iterator[None]:
+    def resumed(self) -> AbstractContextManager[None]:
         """Run more work on the side streams, after the section was entered, in any thread; `join` waits for it too."""
+        return self._resumed() if self._streams else nullcontext()
+
+    @contextmanager
+    def _resumed(self) -> Iterator[None]:
         with ExitStack() as current:
             for stream in list(self._streams.values()):
                 current.enter_context(torch.cuda.stream(stream))
@@ -66,6 +69,8 @@ class Ordered:
         self._record()
 
     def _record(self) -> None:
+        if not self._streams:
+            return
         with self._lock:
             self._after = {device: stream.record_event() for device, stream in list(self._streams.items())}
 
