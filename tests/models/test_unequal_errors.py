@@ -152,7 +152,7 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("backend", ["gloo", "gangline"])
+@pytest.mark.parametrize("backend", ["gangline", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_errors_reach_all_ranks(backend: str, tmp_path: Path) -> None:
     spawn(refusals, 2, str(tmp_path / "store"), backend, threads=1)
 
