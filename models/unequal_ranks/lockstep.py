@@ -105,5 +105,9 @@ class _Step:
         return [int(samples) for samples, _, _ in rows], [counted for _, counted, _ in rows]
 
     def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # else it keeps its traceback's frames until garbage is collected

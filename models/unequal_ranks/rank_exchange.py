@@ -67,7 +67,10 @@ class RankExchange:
         text = "" if error is None else "".join(traceback.format_exception(error))
         found = self.all_gather((value, text))
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # else it keeps this frame, and a DataLoader's workers, until garbage is collected
         for rank, (_, failure) in enumerate(found):
             if failure:
                 last = failure.strip().splitlines()[-1]
