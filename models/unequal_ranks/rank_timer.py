@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
+from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm
 from gangline.models.executor.executor import ElapsedTime
 
 _BACKWARD = 2.0  # backward's time relative to forward's, where backward cannot be measured
@@ -67,7 +68,7 @@ class RankTimer:
         """
         inner = inner_module(model)
         units = [module for module in inner.modules() if isinstance(module, FSDPModule)]
-        waiting = [module for module in inner.modules() if isinstance(module, nn.SyncBatchNorm)]
+        waiting = [module for module in inner.modules() if isinstance(module, (nn.SyncBatchNorm, DistributedBatchNorm))]
         wrapped = inner is not model and not isinstance(model, DistributedDataParallel)
         self._measures_backward = not (units or waiting or wrapped)
         parameter = next(inner.parameters(), None)
