@@ -42,5 +42,5 @@ def draw_timelines(
         panel.set_title(name, fontsize=10, loc="left")
     axes[-1, 0].set_xlabel("milliseconds")
     handles, names = axes[0, 0].get_legend_handles_labels()
-    axes[0, 0].legend(handles[:2], names[:2], loc="upper right", fontsize=8, framealpha=1)
+    axes[-1, 0].legend(handles[:2], names[:2], loc="center right", fontsize=9)
     save(drawing, title, path, 110)

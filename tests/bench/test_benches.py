@@ -20,6 +20,7 @@ KVSTORE = {"who", "contexts", "store", "seconds", "gb_per_s_per_device", "error"
 TRAINING = {"who", "contexts", "network", "batch_size", "samples_per_s", "efficiency", "p50", "p99", "max", "runs"}
 
 
+@pytest.mark.slow
 def test_kvstore_writes_the_specified_fields(tmp_path: Path) -> None:
     path = tmp_path / "kvstore.json"
     words = ["kvstore", "--network", "mlp", "--stores", "local", "--contexts", "3", "--runs", "2", "--run-seconds", "0"]

@@ -73,6 +73,7 @@ def test_async_stores_are_summed_exactly_too() -> None:
     assert [(row["mode"], row["workers"], row["error"]) for row in rows] == [("dist_async", 3, 0)] * 2
 
 
+@pytest.mark.slow
 @NAMESPACES
 def test_hosts_have_a_link_of_the_rate_and_are_removed() -> None:
     with Hosts(2, rate="100mbit") as hosts:
@@ -84,6 +85,7 @@ def test_hosts_have_a_link_of_the_rate_and_are_removed() -> None:
     assert not [name for name in os.listdir("/run/netns") if name.startswith(f"gangline-{os.getpid()}-")]
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_missing_is_skipped_with_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

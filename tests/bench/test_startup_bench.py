@@ -13,6 +13,7 @@ from gangline.bench.driver.rank_group import RankGroup
 from gangline.cli.bench import bench
 
 
+@pytest.mark.slow
 def test_connect_writes_a_row_for_each_call_beside_gloo(tmp_path: Path) -> None:
     path = tmp_path / "connect.json"
     words = ["connect", "--ranks", "2", "--peers", "gloo", "--runs", "1", "--json", str(path)]

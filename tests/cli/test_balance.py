@@ -2,6 +2,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from gangline.cli.main import app
@@ -60,6 +61,7 @@ def test_wrong_usage_says_what_is_expected(tmp_path: Path) -> None:
         assert text in str(done.exception)
 
 
+@pytest.mark.slow
 def test_measured_ranks_are_planned(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os\n\nimport torch\n\nlayer = torch.nn.Linear(64, 64)\ntorch.set_num_threads(1)\n\n\n"

@@ -45,6 +45,7 @@ def test_help_and_the_front_door_import_no_torch() -> None:
     assert "--work-load-list" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_users_own_packages_beside_a_script_do_not_matter(tmp_path: Path) -> None:
     for name in ("models", "kvstore", "collectives", "bench"):
         (tmp_path / name).mkdir()
@@ -63,6 +64,7 @@ def test_a_users_own_packages_beside_a_script_do_not_matter(tmp_path: Path) -> N
     assert (done.returncode, done.stdout) == (0, "local\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_devices_prints_a_table_and_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(python("-m", "gangline", "devices", "--json", "-").stdout)
     assert rows[0]["context"] == "cpu(0)"
@@ -112,6 +114,7 @@ def test_an_error_in_code_of_the_user_shows_where(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1].startswith("gangline: ")
 
 
+@pytest.mark.slow
 def test_a_users_own_models_package_builds_the_network(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "__init__.py").write_text("")

@@ -37,7 +37,8 @@ def stopped(number: signal.Signals, folder: Path, *words: str, before: Sequence[
     return process.returncode, out, "".join(seen) + err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_a_checkpoint_and_exit_code_75_without_scoring(number: signal.Signals, tmp_path: Path) -> None:
     code, out, err = stopped(number, tmp_path, "--model-prefix", "net", "--json", "result.json")
     assert (code, out) == (75, ""), err

@@ -102,7 +102,7 @@ CASES = [
 
 
 def _always_or_slow(index: int, case: tuple[Any, ...]) -> Any:
-    return pytest.param(*case, id="-".join(map(str, case)), marks=() if index % 61 == 0 else pytest.mark.slow)
+    return pytest.param(*case, id="-".join(map(str, case)), marks=() if index % 97 == 0 else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ def train_by_fsdp(rank: Rank, first: nn.Module, gloo: dist.ProcessGroup, path: s
     rank.tell([torch.equal(one, other) and not torch.equal(one, before) for one, other, before in full])
 
 
+@pytest.mark.slow
 def test_ddp_and_fully_shard_match_gloo_and_a_checkpoint_round_trips(
     tmp_path: Path,
 ) -> None:

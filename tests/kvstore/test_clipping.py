@@ -489,6 +489,7 @@ def async_clips_by_norm_alone(kv: KVStore) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_servers_clip_the_sums_of_workers() -> None:
     check("dist_sync", 2, 2, CASES)
 

@@ -102,6 +102,7 @@ def splits_of_kinds(comm: Communicator, path: str) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.slow
 @needs_cores
 def test_a_rank_with_less_cpu_time_gets_a_smaller_share_under_every_wrapper(tmp_path: Path) -> None:
     first, last = spawn(splits_of_kinds, 2, str(tmp_path / "store"), threads=1)

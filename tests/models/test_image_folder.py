@@ -278,6 +278,7 @@ def test_a_shape_that_no_image_has_is_refused(folder: Path, shape: tuple[int, in
 WORDS = "flip,rotate=-20:20,translate=-1:1,scale=0.9:1.1,resize=10,crop=9"
 
 
+@pytest.mark.slow
 def test_reading_processes_return_the_same_batches_and_end_with_the_source(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -225,6 +225,7 @@ def run(setup: str) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_a_plain_program_sees_the_lines_of_fit_on_stderr() -> None:
     lines = run("").splitlines()
     assert [line.split("=")[0] for line in lines] == [

@@ -45,6 +45,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 def test_float64_digits_give_the_same_weights_every_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -333,5 +333,6 @@ def streams(comm: Communicator, path: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_streams(tmp_path: Path) -> None:
     spawn(streams, 2, str(tmp_path / "store"), threads=1)

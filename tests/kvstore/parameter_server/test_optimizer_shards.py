@@ -252,6 +252,7 @@ def test_states_are_saved_and_loaded() -> None:
     check("dist_sync", 2, 2, [states_come_back, wrong_states_are_refused_alike])
 
 
+@pytest.mark.slow
 def test_row_sparse_updates() -> None:
     check("dist_sync", 3, 2, [rows_of_tables])
 

@@ -291,6 +291,7 @@ def test_sync(workers: int, servers: int) -> None:
     check("dist_sync", workers, servers, SYNC)
 
 
+@pytest.mark.slow
 def test_exchanges_of_any_size() -> None:
     check("dist_sync", 3, 1, [exchanges_may_exceed_one_chunk])
 
