@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import logging
 import math
@@ -32,6 +33,8 @@ _FATAL_MARGIN = 0.2  # the same where the process would be killed
 _EXTRAPOLATED = 0.9  # part of the room for samples that were not tried which is counted on
 _BISECTIONS = 4
 _OF_TRIED = 0.85  # part of the largest size of the trial that is used: repeated steps fragment the memory
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+_MAPPED_BLOCK = 1 << 20
 _CGROUPS = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
 
@@ -51,6 +54,8 @@ class MemoryLimit:
     """Returns the maximum of bytes in use so far."""
     ends_process: bool = False
     """The process is killed beyond the limit; otherwise the allocation fails."""
+    of_addresses: bool = False
+    """Memory that was freed and not given back to the system counts."""
 
 
 class RankMemory:
@@ -101,6 +106,8 @@ class RankMemory:
         self.memory = tightest_limit(self._device)
         if self.memory is None:
             return
+        if self.memory.of_addresses:
+            _give_back_large_blocks()
         self._fixed = self.memory.in_use()
         part = _FATAL_MARGIN if self.memory.ends_process else _MARGIN
         self._margin = max(_LEAST_MARGIN, int(part * (self.memory.limit - self._fixed)))
@@ -219,7 +226,11 @@ def tightest_limit(device: torch.device) -> MemoryLimit | None:
 
 def _address_space() -> MemoryLimit:
     return MemoryLimit(
-        "RLIMIT_AS", _soft_limit(resource.RLIMIT_AS), lambda: _status("VmSize"), lambda: _status("VmPeak")
+        "RLIMIT_AS",
+        _soft_limit(resource.RLIMIT_AS),
+        lambda: _status("VmSize"),
+        lambda: _status("VmPeak"),
+        of_addresses=True,
     )
 
 
@@ -230,7 +241,18 @@ def _data() -> MemoryLimit:
         _soft_limit(resource.RLIMIT_DATA),
         lambda: _status("VmData"),
         lambda: _status("VmData") + _status("VmPeak") - _status("VmSize"),
+        of_addresses=True,
     )
+
+
+def _give_back_large_blocks() -> None:
+    """Let glibc give tensors back to the system when they are freed.
+
+    By default its heap keeps blocks up to the largest one freed so far (mallopt(3), M_MMAP_THRESHOLD, up to 32 MiB).
+    The heap then grows over repeated steps of one size, because small blocks lie between the large ones.
+    """
+    with suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BLOCK)
 
 
 def _soft_limit(which: int) -> int:
