@@ -89,7 +89,7 @@ class _Trainers:
         step, count = self._steps[name], 0
         dist.barrier()
         began = time.perf_counter()
-        while count < steps if name != "alone" else time.perf_counter() < began + steps:
+        while count < steps if name != "alone" else not count or time.perf_counter() < began + steps:
             step()
             count += 1
         if name != "alone":

@@ -18,9 +18,9 @@ from gangline.cli.devices import devices
 from gangline.cli.env import env
 from gangline.cli.launch import launch, scheduler, server
 from gangline.cli.options import command
-from gangline.cli.predict import PredictOptions, ScoreOptions, predict, score
-from gangline.cli.train import train
-from gangline.cli.train_options import TrainOptions
+from gangline.cli.training.options import TrainOptions
+from gangline.cli.training.predict import PredictOptions, ScoreOptions, predict, score
+from gangline.cli.training.train import train
 from gangline.collectives.errors import UsageError
 
 app = typer.Typer(

@@ -13,7 +13,15 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from gangline.collectives.workload import check_work_load_list
 from gangline.models.batchnorm.distributed_batchnorm import count_batch, warn_of_batchnorm
-from gangline.models.unequal_ranks.global_order import GlobalOrder, RankOrder, length_of, order_of, sampler_of
+from gangline.models.unequal_ranks.global_order import (
+    GlobalOrder,
+    RankOrder,
+    ShareSampler,
+    draw_seed,
+    length_of,
+    order_of,
+    sampler_of,
+)
 from gangline.models.unequal_ranks.gradient_scale import GradientScale, check_not_balanced
 from gangline.models.unequal_ranks.iterable_batches import IterableBatches, Stream, check_stream
 from gangline.models.unequal_ranks.lockstep import Share, in_lockstep
@@ -22,7 +30,6 @@ from gangline.models.unequal_ranks.prepared_loader import PreparedLoader, copy_l
 from gangline.models.unequal_ranks.rank_exchange import RankExchange, check_same, group_of
 from gangline.models.unequal_ranks.rank_memory import Call, RankMemory
 from gangline.models.unequal_ranks.rank_timer import RankTimer
-from gangline.models.unequal_ranks.share_sampler import ShareSampler, draw_seed
 from gangline.models.unequal_ranks.split_controller import SplitController, checked_caps
 
 LossReduction = Literal["mean", "sum", "normalized"]

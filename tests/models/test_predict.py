@@ -21,8 +21,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a folder with ``images`` of three classes and checkpoints ``net`` of a network trained on them."""
     folder = tmp_path_factory.mktemp("predict")
     write_digits(folder / "images")
-    from gangline.cli.train_options import TrainOptions
-    from gangline.cli.training_run import run
+    from gangline.cli.training.options import TrainOptions
+    from gangline.cli.training.run import run
 
     run(
         TrainOptions(

@@ -6,12 +6,12 @@ import typer
 
 from gangline.cli.logs import logging_to_stderr
 from gangline.cli.options import write_json
-from gangline.cli.train_options import TrainOptions
+from gangline.cli.training.options import TrainOptions
 
 
 def train(options: TrainOptions) -> None:
     """Train a network. The last line of stdout is Validation-accuracy=<float>."""
-    from gangline.cli.training_run import run
+    from gangline.cli.training.run import run
 
     with logging_to_stderr():
         result = run(options)

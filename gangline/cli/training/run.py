@@ -26,7 +26,7 @@ from gangline.cli.options import (
     per_channel,
     write_json,
 )
-from gangline.cli.train_options import GradientCompression, Plots, TrainOptions
+from gangline.cli.training.options import GradientCompression, Plots, TrainOptions
 from gangline.collectives.context import Context
 from gangline.collectives.errors import UsageError
 from gangline.kvstore import KVStore, create
