@@ -72,11 +72,13 @@ def test_a_pull_ends_the_repetition_of_a_failed_push() -> None:
 def test_an_error_says_which_keys_a_partial_push_reached(pulls: bool) -> None:
     with Job(2) as job:
         first, second = stores = job.stores(timeout=10)
-        init(job, stores, ["both", "mine", "other"])
+        init(job, stores, ["both", "mine", "other", "last"])
         second.push(["both", "other"], [digit(1), digit(1)])
         second.close()
         keys, values = ["both", "mine"], [digit(0), digit(0)]
         outs = [torch.zeros(1, dtype=torch.float64) for _ in keys]
+        with pytest.raises(DeadNodeError):  # until the server knows that worker 1 has left
+            first.pushpull("last", digit(0), outs[0])
         if not pulls:
             first.push(keys, values)
         error = DeadNodeError()
