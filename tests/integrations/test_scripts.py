@@ -117,6 +117,18 @@ def test_two_unequal_ranks_under_torchrun_train_as_one_process(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed, which is built from source")
+@pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
+def test_two_unequal_ranks_of_deepspeed_train_as_one_process(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    for ranks, arguments in ((1, ONE), (2, TWO)):
+        torchrun("deepspeed_zero", ranks, tmp_path / f"{ranks}.pt", *arguments, "--stage", stage)
+    assert largest_difference(tmp_path / "2.pt", tmp_path / "1.pt") < 1e-6  # stage 0 refuses float64
+
+
+@pytest.mark.slow
 def test_a_trainer_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     need("transformers_trainer")
     torchrun("transformers_trainer", 2, tmp_path / "whole.pt", *TWO, "--model", "own", "--max-steps", "4")
