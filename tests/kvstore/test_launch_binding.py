@@ -13,7 +13,7 @@ import pytest
 
 from gangline.cli.devices import ranges, show_job
 from gangline.kvstore.launch.binding import Binding, Cpu, Gpu, Host, bind
-from gangline.kvstore.launch.topology import numa_node, read_cpus, read_host
+from gangline.kvstore.launch.topology import gpu_addresses, numa_node, read_cpus, read_host
 
 TWO_SOCKETS = tuple(Cpu(number, number, number // 4) for number in range(8))
 """Four cores on each of two NUMA nodes."""
@@ -192,3 +192,12 @@ def test_workers_run_on_the_cores_of_the_table(monkeypatch: pytest.MonkeyPatch) 
         assert threads == str(row["threads"])
     if len(own) > 1:
         assert not set(table[0]["cpus"]) & set(table[1]["cpus"])
+
+
+@pytest.mark.gpu
+def test_addresses_of_gpus_are_those_of_sysfs() -> None:
+    import torch
+
+    addresses = gpu_addresses()
+    assert len(addresses) == torch.cuda.device_count()
+    assert all(address is None or Path("/sys/bus/pci/devices", address).is_dir() for address in addresses)
