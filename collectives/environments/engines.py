@@ -36,8 +36,9 @@ class Dmlc(LauncherEnvironment):
 
     @classmethod
     def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True if the process has a role in the job."""
-        return "DMLC_ROLE" in variables or "DMLC_PS_ROOT_URI" in variables
+        """Return True if the process has a role in a job with servers, or a rank."""
+        has_role = "DMLC_ROLE" in variables or "DMLC_PS_ROOT_URI" in variables
+        return has_role and (variables.get("DMLC_NUM_SERVER") != "0" or "DMLC_WORKER_ID" in variables)
 
     def rank(self) -> int:  # noqa: D102  inherited
         if "DMLC_WORKER_ID" not in self.variables:

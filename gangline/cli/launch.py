@@ -81,19 +81,19 @@ def launch(
         binds_cores=bind,
         idle_surplus=idle_surplus,
     )
+    host = local_host(gpus, is_checked=not dry_run)
     root_port, master_port = free_ports(2)
     try:
-        host = local_host(gpus, is_checked=not dry_run)
         table = process_table(job, os.environ, root_port=root_port, master_port=master_port, hosts=[host])
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if dry_run:
-        print(*(process.shell_line() for process in table), sep="\n")
-        return
     started = sum(process.role == "worker" for process in table)
     if started < workers:
         surplus = f"workers {started} to {workers - 1} are" if workers - started > 1 else f"worker {started} is"
         print(f"gangline: {surplus} not started: there is a GPU for {started} of {workers} workers", file=sys.stderr)
+    if dry_run:
+        print(*(process.shell_line() for process in table), sep="\n")
+        return
     from gangline.kvstore.launch.local import run
     from gangline.kvstore.launch.supervisor import StopTimeouts
 
@@ -120,7 +120,10 @@ def local_host(gpus: str | None, *, is_checked: bool = True) -> Host:
         raise UsageError(
             f"--gpus names {', '.join(map(str, missing))}, which this machine does not have; the GPUs here: {there}"
         )
-    return read_host(found, os.environ, addresses)
+    try:
+        return read_host(found, os.environ, addresses)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _loads(words: str | None, workers: int) -> tuple[float, ...] | Literal["auto"]:

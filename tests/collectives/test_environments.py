@@ -249,6 +249,7 @@ def test_the_innermost_launcher_counts(variables: dict[str, str], names: list[st
         SLURM | {"SLURM_STEP_ID": "4294967290"},  # a shell of salloc
         {"JOB_COMPLETION_INDEX": "2", "HOSTNAME": "my-job-2"},  # each pod may work for itself
         {"PMIX_RANK": "0", "PMIX_NAMESPACE": "x"},
+        DMLC | {"DMLC_NUM_SERVER": "0"},  # neither servers nor a rank
         {"LOCAL_RANK": "0"},
     ],
 )

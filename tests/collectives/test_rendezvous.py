@@ -297,7 +297,7 @@ sys.stdout.write(f"rank {job.rank} of {job.size} at {job.host}\\n")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "torchrun --standalone", "mpirun"])
+@pytest.mark.parametrize("launcher", ["torchrun", "torchrun --standalone", "mpirun", "mpich", "impi"])
 def test_ranks_of_a_launcher_connect(launcher: str, address: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
@@ -306,6 +306,12 @@ def test_ranks_of_a_launcher_connect(launcher: str, address: str, tmp_path: Path
         if shutil.which("mpirun") is None:
             pytest.skip("no mpirun: apt-get install openmpi-bin")
         command = ["mpirun", "-n", "2", "--oversubscribe", "--bind-to", "none", sys.executable, *command]
+    elif launcher in ("mpich", "impi"):
+        mpiexec = shutil.which("mpiexec.hydra", path=str(Path(__file__).parents[2] / ".peers" / launcher / "bin"))
+        if mpiexec is None:
+            pytest.skip(f"no {launcher}: make peers")
+        named = ["-genv", "MASTER_PORT", address.split(":")[1]] if launcher == "mpich" else []
+        command = [mpiexec, *named, "-n", "2", sys.executable, *command]
     else:
         where = ["--standalone"] if "standalone" in launcher else [f"--master-port={address.split(':')[1]}"]
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *where, *command]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gangline.cli.devices import ranges, show_job
+from gangline.cli.main import main
 from gangline.kvstore.launch.binding import Binding, Cpu, Gpu, Host, bind
 from gangline.kvstore.launch.topology import gpu_addresses, numa_node, read_cpus, read_host
 
@@ -174,6 +175,24 @@ def test_the_table_of_a_job_names_each_workers_devices(capsys: pytest.CaptureFix
     assert "1 127.0.0.1 1 1 0 0-3 4" in lines
     assert "2 n2 0 any any any" in lines
     assert lines[-1] == "worker 3 is not started: it has no GPU or slot"
+
+
+def test_a_surplus_worker_is_refused_or_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch = ["gangline", "launch", "-n", "3", "-s", "0", "--gpus", "0,1", "--dry-run"]
+    monkeypatch.setattr(sys, "argv", [*launch, "true"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert "or leave the other 1 out by --idle-surplus" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*launch, "--idle-surplus", "true"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
+    out, err = capsys.readouterr()
+    assert err == "gangline: worker 2 is not started: there is a GPU for 2 of 3 workers\n"
+    assert [line.count("WORLD_SIZE=2 ") for line in out.splitlines()] == [2, 2]  # also LOCAL_WORLD_SIZE
 
 
 def test_workers_run_on_the_cores_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
