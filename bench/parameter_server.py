@@ -6,6 +6,7 @@ A job is a scheduler, servers and workers, all processes of this machine; jobs a
 from __future__ import annotations
 
 import json as json_format
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -278,9 +279,8 @@ def _own_sides(stack: ExitStack, case: Case, hosts: Hosts | None) -> list[_Side]
 
 def _own_candidate(case: Case, compression: str | None, on_hosts: bool) -> Candidate:
     from gangline.bench.driver.processes import Candidate
-    from gangline.kvstore.launch.job import cores
 
-    env = {"BENCH_STORE": case.store, "OMP_NUM_THREADS": str(max(1, cores() // case.workers))}
+    env = {"BENCH_STORE": case.store, "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // case.workers))}
     if compression is not None:
         name, _, pulls = compression.partition(", pulls ")
         params = {**_COMPRESSIONS[name], **({"pull_type": pulls} if pulls else {})}

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from gangline.collectives.environments import local_rank
+
 _ONE = re.compile(r"(cpu|gpu)\((\d+)\)|(cpu|cuda):(\d+)|(\d+)")
-_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-"""Rank on this host, as set by torchrun and gangline launch, Open MPI, MPICH and Intel MPI, and Slurm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +84,6 @@ def contexts(spec: Device | Sequence[Device] = "auto") -> list[Context]:
         raise ValueError("context is empty; expected at least one, such as [cpu(0)]")
     _check_present(found)
     return found
-
-
-def local_rank(environment: Mapping[str, str] = os.environ) -> int:
-    """Return this process's rank on its host, as its launcher set it; 0 without a launcher.
-
-    Raises:
-        ValueError: if the launcher's variable is not a number.
-    """
-    name = next((name for name in _LOCAL_RANKS if environment.get(name)), None)
-    if name is None:
-        return 0
-    if not environment[name].strip().isdecimal():
-        raise ValueError(f"{name} is {environment[name]!r}; expected this process's rank on its host, 0 or more")
-    return int(environment[name])
 
 
 def _one(device: object, spec: object) -> Context:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         connect,
         contexts,
         cpu,
+        environments,
         gpu,
         in_process,
         num_gpus,
@@ -136,7 +137,7 @@ _PACKAGES = {
         "synthetic",
     ),
 }
-_MODULES = {"algorithms": "gangline.collectives.algorithms", "torch_backend": "gangline.collectives.torch_backend"}
+_MODULES = {name: f"gangline.collectives.{name}" for name in ("algorithms", "environments", "torch_backend")}
 
 __all__ = [
     "Augmentation",
@@ -178,6 +179,7 @@ __all__ = [
     "create_network",
     "digits",
     "do_checkpoint",
+    "environments",
     "freeze_until",
     "gpu",
     "image_folder",

@@ -25,7 +25,7 @@ from gangline.collectives.communicator import Communicator
 
 RUN = ("python", "console")
 """Languages of blocks that run."""
-SHOWN = ("text", "py", "diff")
+SHOWN = ("text", "py", "diff", "toml")
 """Languages of blocks that are only read."""
 _FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"# ([\w./-]+\.py)\n")

@@ -1,17 +1,99 @@
-"""`gangline devices`: print the devices to train on."""
+"""`gangline devices`: print the devices to train on, or those of each worker of a job."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Annotated, Any
 
+import typer
+
+from gangline.cli.launch import local_host
 from gangline.cli.options import JsonFile, write_json
+from gangline.collectives.errors import UsageError
+from gangline.kvstore.launch.binding import Host, bind
 
 
-def devices(json: JsonFile = None) -> None:
-    """Show the devices to train on, with their memory and links."""
-    from rich.console import Console
-    from rich.table import Table
+def devices(
+    job: Annotated[
+        bool, typer.Option("--job", help="Show the host, GPUs, cores and threads of each worker of a job.")
+    ] = False,
+    workers: Annotated[
+        int | None, typer.Option("-n", "--workers", metavar="N", min=1, help="Number of workers; with --job.")
+    ] = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="GPUs of the workers, such as 0,2, as for `gangline launch`; with --job.")
+    ] = None,
+    idle_surplus: Annotated[
+        bool, typer.Option("--idle-surplus", help="Leave out workers beyond the GPUs; with --job.")
+    ] = False,
+    json: JsonFile = None,
+) -> None:
+    """Show the devices to train on, with their memory and links; with --job those of each worker."""
+    if job:
+        if workers is None:
+            raise UsageError("--job needs the number of workers; expected -n N")
+        show_job([local_host(gpus)], workers, idle_surplus=idle_surplus, json=json)
+        return
+    if workers is not None or gpus is not None or idle_surplus:
+        raise UsageError("-n, --gpus and --idle-surplus describe a job; expected --job with them")
+    _show_machine(json)
 
+
+def show_job(hosts: Sequence[Host], workers: int, *, idle_surplus: bool = False, json: JsonFile = None) -> None:
+    """Print a table with the host, GPUs, cores and threads of each worker of a job.
+
+    Raises:
+        UsageError: if the hosts have fewer GPUs or slots than workers.
+    """
+    try:
+        bindings = bind(hosts, workers, idle_surplus=idle_surplus)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    threads = os.environ.get("OMP_NUM_THREADS")
+    rows: list[dict[str, Any]] = [
+        {
+            "rank": one.rank,
+            "host": one.host.address,
+            "local_rank": one.local_rank,
+            "gpus": [gpu.name for gpu in one.gpus],
+            "numa_nodes": sorted({gpu.node for gpu in one.gpus if gpu.node is not None}),
+            "cpus": list(one.cpus),
+            "threads": int(threads) if threads and threads.isdecimal() else one.threads,
+        }
+        for one in bindings
+    ]
+    write_json(json, rows)
+    if json is not None:
+        return
+    _print_table(
+        {
+            "worker": [str(one.rank) for one in bindings],
+            "host": [one.host.address for one in bindings],
+            "local rank": [str(one.local_rank) for one in bindings],
+            "GPUs": [", ".join(gpu.name for gpu in one.gpus) or "any" for one in bindings],
+            "NUMA node": [ranges(row["numa_nodes"]) for row in rows],
+            "CPUs": [ranges(one.cpus) or "any" for one in bindings],
+            "threads": [str(row["threads"] or "any") for row in rows],
+        }
+    )
+    for rank in range(len(rows), workers):
+        print(f"worker {rank} is not started: it has no GPU or slot")
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return numbers in short form: "0-3,8" for 0, 1, 2, 3, 8."""
+    groups: list[list[int]] = []
+    for number in sorted(numbers):
+        if groups and groups[-1][-1] == number - 1:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return ",".join(f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]) for group in groups)
+
+
+def _show_machine(json: JsonFile) -> None:
     from gangline.collectives.devices.inventory import device_table
     from gangline.collectives.devices.links import matrix_table, read_links
 
@@ -20,19 +102,28 @@ def devices(json: JsonFile = None) -> None:
     write_json(json, [asdict(row) for row in rows])
     if json is not None:
         return
-    cells: dict[str, list[str]] = {
-        "context": [row.context for row in rows],
-        "name": [row.name for row in rows],
-        "free": [f"{row.memory_free / 2**30:.1f} GiB" for row in rows],
-        "total": [f"{row.memory_total / 2**30:.1f} GiB" for row in rows],
-        "capability": [row.compute_capability or "" for row in rows],
-        "display": ["" if row.display is None else "yes" if row.display else "no" for row in rows],
-        "links": [", ".join(f"{peer} {link}" for peer, link in (row.peers or {}).items()) for row in rows],
-    }
-    shown = {name: column for name, column in cells.items() if any(column)}
+    _print_table(
+        {
+            "context": [row.context for row in rows],
+            "name": [row.name for row in rows],
+            "free": [f"{row.memory_free / 2**30:.1f} GiB" for row in rows],
+            "total": [f"{row.memory_total / 2**30:.1f} GiB" for row in rows],
+            "capability": [row.compute_capability or "" for row in rows],
+            "display": ["" if row.display is None else "yes" if row.display else "no" for row in rows],
+            "links": [", ".join(f"{peer} {link}" for peer, link in (row.peers or {}).items()) for row in rows],
+        }
+    )
+    if len(links) > 1:
+        print(f"\n{matrix_table(links)}")
+
+
+def _print_table(columns: dict[str, list[str]]) -> None:
+    """Print columns by name, without empty ones."""
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = {name: column for name, column in columns.items() if any(column)}
     table = Table(*shown)
     for values in zip(*shown.values(), strict=True):
         table.add_row(*values)
     Console().print(table)
-    if len(links) > 1:
-        print(f"\n{matrix_table(links)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,7 +58,7 @@ def _report() -> dict[str, dict[str, Any]]:
             **_size_of_dev_shm(),
         },
         "limits": {"open files": _limit(descriptors), "locked memory (bytes)": _limit(locked)},
-        "launcher": _launcher(),
+        "launcher": launcher_report(),
         "variables": {one.name: os.environ[one.name] for one in VARIABLES if one.name in os.environ} or {"set": "none"},
     }
 
@@ -114,18 +115,34 @@ def _size_of_dev_shm() -> dict[str, str]:
     return {folder: f"{psutil.disk_usage(folder).total / 2**20:.0f} MiB" if Path(folder).is_dir() else "none"}
 
 
-def _launcher() -> dict[str, Any]:
-    from gangline.collectives.bootstrap.launcher_environment import from_environment
+def launcher_report() -> dict[str, Any]:
+    """Return the launcher's environment, its values and the other launchers that have set variables."""
+    from gangline.collectives import environments
+    from gangline.collectives.bootstrap.launcher_environment import find_rank_info
 
-    if "DMLC_ROLE" in os.environ:
-        return {"found": f"gangline launch or a DMLC tracker, role {os.environ['DMLC_ROLE']}"}
-    try:
-        rank = from_environment(os.environ)
-    except RuntimeError:
+    found = environments.all_found()
+    if not found:
         return {"found": "none"}
-    except ValueError as error:
-        return {"found": f"incomplete: {error}"}
-    return {"found": f"rank {rank.rank} of {rank.size}", "rank 0": f"{rank.host}:{rank.port}"}
+    first, *others = found
+    report: dict[str, Any] = {"found": first.name}
+    if "DMLC_ROLE" in os.environ:
+        report["role"] = os.environ["DMLC_ROLE"]
+    values: dict[str, Callable[[], Any]] = {
+        "rank": first.rank,
+        "size": first.size,
+        "local rank": environments.local_rank,
+        "local size": first.local_size,
+        "node rank": first.node_rank,
+        "rank 0": lambda: "{0.host}:{0.port}".format(find_rank_info(None, None, None, os.environ)),
+    }
+    for name, value in values.items():
+        try:
+            report[name] = value()
+        except ValueError as error:
+            report[name] = f"unknown: {error}"
+    if others:
+        report["also found"] = ", ".join(other.name for other in others)
+    return {name: value for name, value in report.items() if value is not None}
 
 
 class Variable(NamedTuple):
@@ -200,14 +217,22 @@ VARIABLES = (
     Variable("DMLC_NUM_SERVER", "", "Number of servers."),
     Variable("DMLC_WORKER_ID", "", "Rank that this worker asks for."),
     Variable("DMLC_INTERFACE", "", "Network interface by which other hosts reach this one, such as eth0."),
+    Variable(
+        "GANGLINE_SIZE",
+        "",
+        "Number of processes, for launchers that do not set it: completions of an indexed Job of Kubernetes, PMIx.",
+    ),
+    Variable(
+        "GANGLINE_SERVICE",
+        "",
+        "Headless Service of an indexed Job of Kubernetes. Empty: it has the name of the Job.",
+    ),
     Variable("RANK", "", "Rank of this process, as torchrun sets it."),
     Variable("WORLD_SIZE", "", "Number of processes, as torchrun sets it."),
     Variable("LOCAL_RANK", "", "Rank on this host; selects the GPU of contexts `auto` and `gpu`."),
-    Variable("OMPI_COMM_WORLD_LOCAL_RANK", "", "The same, as Open MPI sets it."),
-    Variable("MPI_LOCALRANKID", "", "The same, as MPICH and Intel MPI set it."),
-    Variable("SLURM_LOCALID", "", "The same, as srun sets it."),
-    Variable("MASTER_ADDR", "", "Address of rank 0, as torchrun sets it."),
-    Variable("MASTER_PORT", "", "Port of rank 0, as torchrun sets it."),
+    Variable("LOCAL_WORLD_SIZE", "", "Number of processes on this host, as torchrun sets it."),
+    Variable("MASTER_ADDR", "", "Address of rank 0, as torchrun sets it; counts under every launcher."),
+    Variable("MASTER_PORT", "", "Port of rank 0, as torchrun sets it; counts under every launcher."),
 )
 
 
@@ -223,7 +248,8 @@ def page() -> str:
 _HEAD = """# Environment variables
 
 gangline reads these variables when a process creates a store, a communicator or a job. Launchers set the DMLC_* and
-torchrun variables; the others are for you.
+torchrun variables; the others are for you. Variables of MPI, Slurm, Kubernetes and other engines:
+[clusters.md](clusters.md#which-variables-are-read).
 
 | variable | default | meaning |
 | --- | --- | --- |"""

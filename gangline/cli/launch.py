@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -14,7 +12,9 @@ import typer
 from gangline.cli.options import loads_of, numbers
 from gangline.collectives.errors import UsageError
 from gangline.collectives.workload import check_work_load_list
-from gangline.kvstore.launch.job import JobSpec, cores, free_ports, process_table
+from gangline.kvstore.launch.binding import Host
+from gangline.kvstore.launch.job import JobSpec, free_ports, process_table
+from gangline.kvstore.launch.topology import gpu_addresses, read_host
 
 
 class Launcher(StrEnum):
@@ -40,7 +40,16 @@ def launch(
         ),
     ] = 1,
     launcher: Annotated[Launcher, typer.Option(help="How to start the processes.")] = Launcher.LOCAL,
-    gpus: Annotated[str | None, typer.Option(help="GPUs to distribute over the workers, such as 0,2.")] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="GPUs of the workers, such as 0,2: each worker has its own. A GPU named twice is shared."),
+    ] = None,
+    idle_surplus: Annotated[
+        bool, typer.Option("--idle-surplus", help="Leave out workers beyond the GPUs; otherwise they are an error.")
+    ] = False,
+    bind: Annotated[
+        bool, typer.Option(help="Bind each worker to its own cores, those near its GPU if --gpus names it.")
+    ] = True,
     env: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Environment variable to pass on; repeatable.")
     ] = None,
@@ -67,49 +76,54 @@ def launch(
         command=tuple(command),
         workers=workers,
         servers=servers,
-        gpus=_gpus(gpus),
         work_load_list=_loads(work_load_list, workers),
         passed_on=tuple(env or ()),
+        binds_cores=bind,
+        idle_surplus=idle_surplus,
     )
+    host = local_host(gpus, is_checked=not dry_run)
     root_port, master_port = free_ports(2)
     try:
-        table = process_table(job, os.environ, root_port=root_port, master_port=master_port, cores=cores())
+        table = process_table(job, os.environ, root_port=root_port, master_port=master_port, hosts=[host])
     except ValueError as error:
         raise UsageError(str(error)) from error
+    started = sum(process.role == "worker" for process in table)
+    if started < workers:
+        surplus = f"workers {started} to {workers - 1} are" if workers - started > 1 else f"worker {started} is"
+        print(f"gangline: {surplus} not started: there is a GPU for {started} of {workers} workers", file=sys.stderr)
     if dry_run:
         print(*(process.shell_line() for process in table), sep="\n")
         return
-    _check_gpus(job.gpus)
     from gangline.kvstore.launch.local import run
     from gangline.kvstore.launch.supervisor import StopTimeouts
 
     raise typer.Exit(run(table, StopTimeouts(stop=grace)))
 
 
-def _gpus(words: str | None) -> tuple[int, ...]:
-    found = numbers("--gpus", words, int)
-    if words is not None and (not found or min(found) < 0):
-        raise UsageError(f"--gpus is {words!r}; expected numbers such as 0,2")
-    return tuple(found)
+def local_host(gpus: str | None, *, is_checked: bool = True) -> Host:
+    """Return this host with the GPUs of --gpus.
 
+    Args:
+        gpus: value of --gpus.
+        is_checked: check that the GPUs exist, and read their NUMA nodes.
 
-def _check_gpus(gpus: Sequence[int]) -> None:
-    """Check that GPUs exist, before anything starts; a process of its own counts them, since torch starts threads."""
-    if not gpus:
-        return
-    count = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"],
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-    )
-    available = int(count.stdout)
-    missing = sorted({gpu for gpu in gpus if gpu >= available})
+    Raises:
+        UsageError: if the words name no GPUs, or GPUs that do not exist.
+    """
+    found = numbers("--gpus", gpus, int)
+    if gpus is not None and (not found or min(found) < 0):
+        raise UsageError(f"--gpus is {gpus!r}; expected numbers such as 0,2")
+    addresses = gpu_addresses() if found and is_checked else []
+    missing = sorted({gpu for gpu in found if is_checked and gpu >= len(addresses)})
     if missing:
-        there = ", ".join(map(str, range(available))) or "none"
+        there = ", ".join(map(str, range(len(addresses)))) or "none"
         raise UsageError(
             f"--gpus names {', '.join(map(str, missing))}, which this machine does not have; the GPUs here: {there}"
         )
+    try:
+        return read_host(found, os.environ, addresses)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _loads(words: str | None, workers: int) -> tuple[float, ...] | Literal["auto"]:

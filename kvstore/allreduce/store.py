@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gangline.collectives.bootstrap.launcher_environment import find_rank_info
+from gangline.collectives import environments
 from gangline.collectives.compression import Compression
 from gangline.collectives.engine.reduction import check_dtype
 from gangline.collectives.work import Work, WorkQueue
@@ -350,14 +349,12 @@ def _connected() -> Communicator:
     """Return a communicator of the job in the environment."""
     from gangline.collectives.communicator import connect  # only needed within a job, and slow to import
 
-    try:
-        find_rank_info(None, None, None, os.environ)
-    except RuntimeError as error:
+    if environments.find() is None:
         raise RuntimeError(
             "an 'allreduce' store needs a job, and there is none in the environment; start the program "
             "with `gangline launch -n WORKERS -s 0 -- COMMAND` (or torchrun, mpirun, srun), or give create() a "
             "communicator"
-        ) from error
+        )
     return connect()
 
 

@@ -11,7 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
-_HOST = "127.0.0.1"
+from gangline.kvstore.launch.binding import LOCALHOST, Binding, Host, bind
+
 _SUPERVISED = {"GANGLINE_SUPERVISED": "1"}  # wait for workers without limit: the launcher notices if none start
 _NOT_INHERITED = ("DMLC_WORKER_ID", "GANGLINE_WORK_LOAD_LIST")
 """Variables of an outer job, removed if the launcher itself runs in a worker."""
@@ -25,12 +26,14 @@ class JobSpec:
     """Command of each worker."""
     workers: int
     servers: int
-    gpus: tuple[int, ...] = ()
-    """GPUs, assigned to the workers in turn and shared if there are too few; empty: not restricted."""
     work_load_list: tuple[float, ...] | Literal["auto"] = ()
     """One load per worker; "auto": measured; empty: not set."""
     passed_on: tuple[str, ...] = ()
     """Names of environment variables that every process gets."""
+    binds_cores: bool = True
+    """Let each worker run on its own cores only."""
+    idle_surplus: bool = False
+    """Leave out workers beyond the GPUs or slots of the hosts; False: they are an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,10 @@ class Process:
     command: tuple[str, ...]
     environment: Mapping[str, str | None]
     """Differences from the inherited environment; None removes a variable."""
+    host: int = 0
+    """Number of the process's host among the hosts of the job."""
+    cpus: tuple[int, ...] = ()
+    """CPUs that the process may use; empty: not restricted."""
 
     @property
     def label(self) -> str:
@@ -59,33 +66,40 @@ class Process:
         """Return the process as a POSIX shell command."""
         removed = [word for name, value in self.environment.items() if value is None for word in ("-u", name)]
         given = [f"{name}={value}" for name, value in self.environment.items() if value is not None]
-        return shlex.join(["env", *removed, *given, *self.command])
+        bound = ["taskset", "-c", ",".join(map(str, self.cpus))] if self.cpus else []
+        return shlex.join(["env", *removed, *given, *bound, *self.command])
 
 
 def process_table(
-    job: JobSpec, inherited: Mapping[str, str], *, root_port: int, master_port: int, cores: int
+    job: JobSpec, inherited: Mapping[str, str], *, root_port: int, master_port: int, hosts: Sequence[Host]
 ) -> list[Process]:
-    """Return the processes of a job on this machine: scheduler and servers if it has any, then the workers by rank.
+    """Return the processes of a job: scheduler and servers if it has any, then the workers by rank.
+
+    The scheduler and worker 0 are on the first host, the servers on all hosts in turn. `bind` assigns the workers'
+    hosts, GPUs and cores; OMP_NUM_THREADS stays as it is if it is set.
 
     Args:
         job: options of the job.
         inherited: environment that the processes inherit.
         root_port: TCP port of the scheduler (DMLC_PS_ROOT_PORT).
         master_port: TCP port of the store that torch.distributed and gangline.connect() use (MASTER_PORT).
-        cores: number of cores for all workers; each gets an equal part as OMP_NUM_THREADS unless that is set.
+        hosts: hosts of the job, in the order of the workers' ranks.
 
     Raises:
-        ValueError: if a variable to pass on is not set, or a GPU is not in CUDA_VISIBLE_DEVICES.
+        ValueError: if a variable to pass on is not set, or the hosts have fewer GPUs or slots than workers.
     """
+    bindings = bind(hosts, job.workers, idle_surplus=job.idle_surplus)
+    used = sorted({binding.node_rank for binding in bindings})
+    root = bindings[0].host.address
     common = {
         **_with_own_commands(inherited),
         **_passed_on(job.passed_on, inherited),
         # Within a torchrun job: these workers have no torchrun agent that would host their store.
         **{name: None for name, value in inherited.items() if _belongs_to_outer_job(name, value)},
         "PYTHONUNBUFFERED": inherited.get("PYTHONUNBUFFERED") or "1",  # output is relayed at once
-        "DMLC_PS_ROOT_URI": _HOST,
+        "DMLC_PS_ROOT_URI": root,
         "DMLC_PS_ROOT_PORT": str(root_port),
-        "DMLC_NUM_WORKER": str(job.workers),
+        "DMLC_NUM_WORKER": str(len(bindings)),
         "DMLC_NUM_SERVER": str(job.servers),
     }
     supervised: list[tuple[str, int | None]] = []
@@ -97,13 +111,16 @@ def process_table(
             rank,
             (sys.executable, "-m", f"gangline.kvstore.parameter_server.{role}"),
             {**common, **_SUPERVISED, "DMLC_ROLE": role},
+            used[(rank or 0) % len(used)],
         )
         for role, rank in supervised
     ]
-    gpus = _gpus(job, inherited)
-    for rank in range(job.workers):
-        own = _worker(job, rank, master_port, inherited.get("OMP_NUM_THREADS") or str(max(1, cores // job.workers)))
-        processes.append(Process("worker", rank, job.command, {**common, **own, **gpus[rank]}))
+    for binding in bindings:
+        own = _worker(job, binding, len(bindings), root, master_port)
+        threads = {"OMP_NUM_THREADS": inherited["OMP_NUM_THREADS"]} if inherited.get("OMP_NUM_THREADS") else {}
+        environment = {**common, **own, **binding.environment(), **threads}
+        cpus = binding.cpus if job.binds_cores else ()
+        processes.append(Process("worker", binding.rank, job.command, environment, binding.node_rank, cpus))
     return processes
 
 
@@ -111,21 +128,21 @@ def _belongs_to_outer_job(name: str, value: str) -> bool:
     return name.startswith("TORCHELASTIC_") or (name in _NOT_INHERITED and value != "auto")  # auto suits any job
 
 
-def _worker(job: JobSpec, rank: int, master_port: int, threads: str) -> dict[str, str]:
+def _worker(job: JobSpec, binding: Binding, workers: int, master: str, master_port: int) -> dict[str, str]:
     own = {
         "DMLC_ROLE": "worker",
-        "DMLC_WORKER_ID": str(rank),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(job.workers),
-        "LOCAL_WORLD_SIZE": str(job.workers),
-        "MASTER_ADDR": _HOST,
+        "DMLC_WORKER_ID": str(binding.rank),
+        "RANK": str(binding.rank),
+        "LOCAL_RANK": str(binding.local_rank),
+        "GROUP_RANK": str(binding.node_rank),
+        "WORLD_SIZE": str(workers),
+        "LOCAL_WORLD_SIZE": str(binding.local_size),
+        "MASTER_ADDR": master,
         "MASTER_PORT": str(master_port),
-        "OMP_NUM_THREADS": threads,
     }
     if job.work_load_list:
         words = job.work_load_list
-        own["GANGLINE_WORK_LOAD_LIST"] = words if words == "auto" else ",".join(f"{load!r}" for load in words)
+        own["GANGLINE_WORK_LOAD_LIST"] = words if words == "auto" else ",".join(map(repr, words[:workers]))
     return own
 
 
@@ -142,32 +159,8 @@ def _passed_on(names: Sequence[str], inherited: Mapping[str, str]) -> dict[str, 
     return {name: inherited[name] for name in names}
 
 
-def _gpus(job: JobSpec, inherited: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return CUDA_VISIBLE_DEVICES of each worker; GPUs are numbered among those visible to the launcher."""
-    if not job.gpus:
-        return [{} for _ in range(job.workers)]
-    visible = inherited.get("CUDA_VISIBLE_DEVICES")
-    names = [str(gpu) for gpu in job.gpus]
-    if visible is not None:
-        available = [name.strip() for name in visible.split(",") if name.strip()]
-        beyond = [gpu for gpu in job.gpus if gpu >= len(available)]
-        if beyond:
-            raise ValueError(
-                f"GPU {beyond[0]} is not there: CUDA_VISIBLE_DEVICES is {visible!r}, so the GPUs are "
-                f"{', '.join(map(str, range(len(available)))) or 'none'}"
-            )
-        names = [available[gpu] for gpu in job.gpus]
-    assigned = [names[rank % len(names) :: job.workers] for rank in range(job.workers)]
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(own)} for own in assigned]
-
-
 def free_ports(count: int) -> list[int]:
     """Return ``count`` distinct TCP ports of the loopback interface that are free now."""
     with ExitStack() as stack:
-        held = [stack.enter_context(socket.create_server((_HOST, 0))) for _ in range(count)]
+        held = [stack.enter_context(socket.create_server((LOCALHOST, 0))) for _ in range(count)]
         return [port.getsockname()[1] for port in held]
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))

@@ -115,7 +115,7 @@ class Supervisor:
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 start_new_session=True,
-                preexec_fn=partial(die_with_parent, os.getpid()),  # safe: this process has no other threads
+                preexec_fn=partial(_prepare, os.getpid(), process.cpus),  # safe: this process has no other threads
             )
         except OSError as error:
             code = 127 if error.errno == errno.ENOENT else 126
@@ -266,6 +266,13 @@ class Supervisor:
                 self._code = self._code or 0
                 self._alarm = time.monotonic() + self._timeouts.stop, self._kill_late
         return bool(orphans)
+
+
+def _prepare(parent: int, cpus: Collection[int]) -> None:
+    """Prepare a child before it runs its command."""
+    die_with_parent(parent)
+    if cpus:
+        os.sched_setaffinity(0, cpus)
 
 
 def _how(code: int) -> str:

@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from gangline.collectives.environments.environment import number
 from gangline.collectives.transports.addresses import check_address, local_address
 
-__all__ = ["ServerJob", "announce", "check_address", "from_environment", "has_servers"]
+__all__ = ["ServerJob", "announce", "check_address", "from_environment"]
 
 ROLES = ("scheduler", "server", "worker")
 
@@ -35,12 +36,6 @@ class ServerJob(NamedTuple):
     def scheduler(self) -> str:
         """ZeroMQ endpoint of the scheduler."""
         return f"tcp://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
-
-
-def has_servers(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return True if a launcher has given this process a role in a job with servers."""
-    is_set = "DMLC_ROLE" in environment or "DMLC_PS_ROOT_URI" in environment
-    return is_set and environment.get("DMLC_NUM_SERVER") != "0"
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> ServerJob:
@@ -75,9 +70,6 @@ def announce(descriptor: int, port: int) -> None:
 
 
 def _number(environment: Mapping[str, str], name: str, least: int, most: int) -> int:
-    text = environment.get(name)
-    if text is None:
+    if name not in environment:
         raise ValueError(f"{name} is not set; expected a number from {least} to {most}, as gangline launch sets it")
-    if not text.isascii() or not text.strip().isdecimal() or not least <= int(text) <= most:
-        raise ValueError(f"{name} is {text!r}; expected a number from {least} to {most}")
-    return int(text)
+    return number(environment, name, least, most)

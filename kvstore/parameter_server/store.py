@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.compression import Compression
+from gangline.collectives.environments.engines import Dmlc
 from gangline.collectives.errors import DeadNodeError, MismatchError, StallError
 from gangline.collectives.limits import limits
 from gangline.collectives.streams import SideStreams
@@ -619,7 +620,7 @@ def _make_pool() -> SharedMemoryPool | None:
 
 def _find_job(timeout: float) -> tuple[environment.ServerJob, ChildServers | None]:
     """Read the job from the environment. If DMLC_ROLE is server or scheduler, run that role and raise SystemExit(0)."""
-    if environment.has_servers():
+    if Dmlc.has_servers(os.environ):
         serve_if_assigned()
         return environment.from_environment(), None
     return start_child_servers(timeout)

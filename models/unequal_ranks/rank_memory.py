@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree
 
+from gangline.collectives import environments
 from gangline.models.executor.executor import is_out_of_memory
 from gangline.models.unequal_ranks.rank_timer import inner_module
 
@@ -271,9 +272,9 @@ def _status(field: str) -> int:
 def _cgroup_limits() -> Iterator[MemoryLimit]:
     """Yield the limits of this process's memory cgroups, versions 1 and 2.
 
-    The processes of a cgroup share its limit: each rank that torchrun started on this host has an equal part.
+    The processes of a cgroup share its limit: each rank of the job on this host has an equal part.
     """
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    ranks = environments.local_size()
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "memory":

@@ -87,6 +87,32 @@ def test_env_reports_what_a_bug_report_needs() -> None:
     assert report["launcher"] == {"found": "none"}
 
 
+def test_env_shows_the_launcher_its_values_and_outer_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gangline.cli.env import launcher_report
+
+    step = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NODEID": "1", "SLURM_LOCALID": "3"}
+    for name, value in step.items():
+        monkeypatch.setenv(name, value)
+    found = launcher_report()
+    assert found == {
+        "found": "Slurm (SLURM_PROCID)",
+        "rank": 0,
+        "size": 2,
+        "local rank": 3,
+        "node rank": 1,
+        "rank 0": found["rank 0"],
+    }
+    assert found["rank 0"].startswith("unknown: MASTER_ADDR is not set")
+    torchrun = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "29500"}
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
+    found = launcher_report()
+    assert (found["rank"], found["size"], found["rank 0"]) == (1, 4, "10.1.2.3:29500")
+    assert found["also found"] == "Slurm (SLURM_PROCID)"
+    monkeypatch.setenv("DMLC_ROLE", "worker")
+    assert launcher_report()["role"] == "worker"
+
+
 def test_version_and_log_level() -> None:
     assert python("-m", "gangline", "--version").stdout == f"gangline {gangline.__version__}\n"
     assert "Module" in dir(gangline)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gangline.collectives import Context, contexts, cpu, gpu, num_gpus
-from gangline.collectives.context import local_rank
+from gangline.collectives.environments import local_rank
 
 ABSENT = num_gpus()
 """Number of the first GPU that the machine lacks."""
@@ -117,7 +117,7 @@ def test_auto_in_a_job_is_the_workers_own_gpu_or_the_host(monkeypatch: pytest.Mo
         ({"LOCAL_RANK": "3"}, 3),
         ({"OMPI_COMM_WORLD_LOCAL_RANK": "2", "OMPI_COMM_WORLD_RANK": "5"}, 2),
         ({"MPI_LOCALRANKID": "1", "PMI_RANK": "5"}, 1),
-        ({"SLURM_LOCALID": "2", "SLURM_PROCID": "6"}, 2),
+        ({"SLURM_LOCALID": "2", "SLURM_PROCID": "6", "SLURM_STEP_ID": "0"}, 2),
         ({"SLURM_LOCALID": "0", "LOCAL_RANK": "1"}, 1),  # torchrun in a step of Slurm
         ({"LOCAL_RANK": ""}, 0),
         ({}, 0),
@@ -137,8 +137,8 @@ def test_the_rank_on_the_host_selects_the_gpu(
 
 
 def test_a_rank_on_the_host_that_is_no_number_is_named() -> None:
-    with pytest.raises(ValueError, match="SLURM_LOCALID is 'one'; expected this process's rank on its host"):
-        local_rank({"SLURM_LOCALID": "one"})
+    with pytest.raises(ValueError, match="SLURM_LOCALID is 'one'; expected a whole number, at least 0"):
+        local_rank({"SLURM_LOCALID": "one", "SLURM_PROCID": "6", "SLURM_STEP_ID": "0"})
 
 
 @pytest.mark.parametrize(

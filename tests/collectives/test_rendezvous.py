@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -19,155 +18,12 @@ import pytest
 from torch.distributed import TCPStore
 
 from gangline.collectives.bootstrap import store_all_gather
-from gangline.collectives.bootstrap.launcher_environment import find_rank_info, from_environment
 from gangline.collectives.bootstrap.rendezvous import Rendezvous, hosts, time_limit
 from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
 from gangline.collectives.processes.spawning import Ranks
 from gangline.collectives.transports.base import BootstrapAllGather
 
 pytestmark = pytest.mark.timeout(60)
-
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "29500"}
-OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_NAMESPACE": "3405643777"}
-MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-SLURM = {
-    "SLURM_PROCID": "3",
-    "SLURM_NTASKS": "8",
-    "SLURM_JOB_ID": "4711",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "gpu[07-09,12],cpu1",
-    "SLURM_STEP_NUM_NODES": "5",
-}
-
-# Variables of launchers
-
-
-@pytest.mark.parametrize(
-    ("environment", "place"),
-    [
-        (TORCHRUN, (1, 4, "10.1.2.3", 29500)),
-        (TORCHRUN | {"MASTER_ADDR": "localhost"}, (1, 4, "127.0.0.1", 29500)),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}, (1, 4, "10.1.2.3", 29500)),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, (1, 4, "127.0.0.1", 29500)),  # all ranks are on this host: no network
-        ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1, "127.0.0.1", 0)),
-        (OPEN_MPI | {"MASTER_ADDR": "n1", "MASTER_PORT": "5000"}, (2, 4, "n1", 5000)),
-        (OPEN_MPI | TORCHRUN, (1, 4, "10.1.2.3", 29500)),
-        (SLURM | {"MASTER_ADDR": "n1", "MASTER_PORT": "5000"}, (3, 8, "n1", 5000)),
-        (SLURM | OPEN_MPI | {"MASTER_ADDR": "n1", "MASTER_PORT": "5000"}, (2, 4, "n1", 5000)),
-        (MPICH | {"MASTER_PORT": "5000"}, (1, 2, "127.0.0.1", 5000)),
-        (MPICH | {"MPI_LOCALNRANKS": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "5000"}, (1, 2, "n1", 5000)),
-        (MPICH | SLURM | {"MASTER_ADDR": "n1", "MASTER_PORT": "5000"}, (3, 8, "n1", 5000)),
-    ],
-)
-def test_rank_and_size_are_those_of_the_launcher(
-    environment: Mapping[str, str], place: tuple[int, int, str, int]
-) -> None:
-    assert from_environment(environment) == place
-
-
-def test_ranks_of_mpirun_on_one_machine_connect_on_loopback_at_a_port_of_their_job() -> None:
-    environment = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
-    place = from_environment(environment)
-    assert place.host == "127.0.0.1"
-    assert 16384 <= place.port < 32768
-    assert from_environment(environment | {"OMPI_COMM_WORLD_RANK": "0"}).port == place.port
-    assert from_environment(environment | {"PMIX_NAMESPACE": "3405643778"}).port != place.port
-
-
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [
-        ("gpu[07-09,12],cpu1", "gpu07"),
-        ("cpu1,gpu[07-09]", "cpu1"),
-        ("gpu[12,14]", "gpu12"),
-        ("rack[1-2]gpu[3-4]", "rack1gpu3"),
-        ("node", "node"),
-    ],
-)
-def test_ranks_of_srun_connect_to_the_first_host_of_their_step(nodes: str, host: str) -> None:
-    place = from_environment(SLURM | {"SLURM_STEP_NODELIST": nodes})
-    assert place[:3] == (3, 8, host)
-    assert from_environment(SLURM | {"SLURM_STEP_ID": "1"}).port != place.port
-
-
-def test_ranks_of_srun_on_one_host_connect_on_loopback() -> None:
-    assert from_environment(SLURM | {"SLURM_STEP_NUM_NODES": "1"}).host == "127.0.0.1"
-
-
-def test_without_a_list_of_hosts_the_launching_one_is_taken() -> None:
-    environment = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}
-    assert from_environment(environment | {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9"}).host == "10.0.0.9"
-
-
-def test_without_a_launcher_the_error_names_ways_to_start() -> None:
-    with pytest.raises(RuntimeError, match=r"torchrun, mpirun or srun, .* collectives\.spawn"):
-        from_environment({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
-
-
-@pytest.mark.parametrize(
-    ("environment", "missing"),
-    [
-        *((TORCHRUN, name) for name in TORCHRUN),
-        (OPEN_MPI, "OMPI_COMM_WORLD_SIZE"),
-        (OPEN_MPI, "OMPI_COMM_WORLD_RANK"),
-        (SLURM, "SLURM_NTASKS"),
-    ],
-)
-def test_incomplete_variables_are_an_error_that_names_the_missing_ones(
-    environment: Mapping[str, str], missing: str
-) -> None:
-    with pytest.raises(ValueError, match=f"^{missing} is not set"):
-        from_environment({name: value for name, value in environment.items() if name != missing})
-
-
-def test_ranks_of_mpirun_on_several_machines_need_an_address() -> None:
-    with pytest.raises(ValueError, match=r"^MASTER_ADDR is not set"):
-        from_environment(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("RANK", "one", "RANK is 'one'; expected a whole number, at least 0"),
-        ("RANK", "-1", "RANK is '-1'; expected a whole number, at least 0"),
-        ("RANK", "4", "rank is 4; expected 0 to 3, because the size is 4"),
-        ("WORLD_SIZE", "0", "WORLD_SIZE is '0'; expected a whole number, at least 1"),
-        ("WORLD_SIZE", "4.0", "WORLD_SIZE is '4.0'; expected"),
-        ("MASTER_PORT", "http", "MASTER_PORT is 'http'; expected a whole number, 1 to 65535"),
-        ("MASTER_PORT", "65536", "MASTER_PORT is '65536'; expected"),
-        ("MASTER_PORT", "0", "MASTER_PORT is '0'; expected"),
-    ],
-)
-def test_a_bad_number_is_named_with_its_value(name: str, value: str, expected: str) -> None:
-    with pytest.raises(ValueError, match=expected):
-        from_environment(TORCHRUN | {name: value})
-
-
-def test_arguments_override_the_environment() -> None:
-    assert find_rank_info(0, 2, "localhost:77", TORCHRUN) == (0, 2, "127.0.0.1", 77)
-    assert find_rank_info(0, 2, "[fd00::7]:77", {}) == (0, 2, "fd00::7", 77)
-    assert find_rank_info(0, None, None, TORCHRUN) == (0, 4, "10.1.2.3", 29500)
-    assert find_rank_info(None, 9, "n1:77", TORCHRUN) == (1, 9, "n1", 77)
-    assert find_rank_info(0, 1, None, {}) == (0, 1, "127.0.0.1", 0)
-
-
-@pytest.mark.parametrize(
-    ("rank", "size", "address", "error", "text"),
-    [
-        (2, 2, "localhost:77", ValueError, "rank is 2; expected 0 to 1"),
-        (-1, 2, "localhost:77", ValueError, "rank is -1; expected 0 to 1"),
-        (0, 0, "localhost:77", ValueError, "size is 0; expected at least 1"),
-        (True, 2, "localhost:77", TypeError, "rank is True; expected an int"),
-        (0, 2.0, "localhost:77", TypeError, "size is 2.0; expected an int"),
-        (0, 2, "localhost", ValueError, "address is 'localhost'; expected HOST:PORT"),
-        (0, 2, "localhost:0", ValueError, "address is 'localhost:0'; expected HOST:PORT"),
-        (0, 2, None, ValueError, "MASTER_ADDR is not set"),
-        (0, None, "localhost:77", RuntimeError, "no launcher has set"),
-    ],
-)
-def test_arguments_are_checked(rank: Any, size: Any, address: str | None, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        find_rank_info(rank, size, address, {})
 
 
 def test_time_limits_are_given_or_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,7 +297,7 @@ sys.stdout.write(f"rank {job.rank} of {job.size} at {job.host}\\n")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "torchrun --standalone", "mpirun"])
+@pytest.mark.parametrize("launcher", ["torchrun", "torchrun --standalone", "mpirun", "mpich", "impi"])
 def test_ranks_of_a_launcher_connect(launcher: str, address: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
@@ -450,6 +306,12 @@ def test_ranks_of_a_launcher_connect(launcher: str, address: str, tmp_path: Path
         if shutil.which("mpirun") is None:
             pytest.skip("no mpirun: apt-get install openmpi-bin")
         command = ["mpirun", "-n", "2", "--oversubscribe", "--bind-to", "none", sys.executable, *command]
+    elif launcher in ("mpich", "impi"):
+        mpiexec = shutil.which("mpiexec.hydra", path=str(Path(__file__).parents[2] / ".peers" / launcher / "bin"))
+        if mpiexec is None:
+            pytest.skip(f"no {launcher}: make peers")
+        named = ["-genv", "MASTER_PORT", address.split(":")[1]] if launcher == "mpich" else []
+        command = [mpiexec, *named, "-n", "2", sys.executable, *command]
     else:
         where = ["--standalone"] if "standalone" in launcher else [f"--master-port={address.split(':')[1]}"]
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *where, *command]

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gangline.kvstore.launch.binding import Cpu, Gpu, Host
 from gangline.kvstore.launch.job import JobSpec, Process, free_ports, process_table
 
+CPUS = tuple(Cpu(number, number) for number in range(8))
 
-def table(launchers: dict[str, str] | None = None, cores: int = 8, **job: object) -> list[Process]:
+
+def table(
+    launchers: dict[str, str] | None = None, hosts: Sequence[Host] = (Host(cpus=CPUS),), **job: Any
+) -> list[Process]:
     asked = JobSpec(**{"command": ("train",), "workers": 2, "servers": 1, **job})
-    return process_table(asked, launchers or {}, root_port=9100, master_port=9200, cores=cores)
+    return process_table(asked, launchers or {}, root_port=9100, master_port=9200, hosts=hosts)
 
 
 def values(processes: list[Process], name: str) -> list[str | None]:
@@ -70,7 +77,7 @@ def test_workers_have_torchruns_variables_and_servers_do_not() -> None:
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, "4"), (8, 3, "2"), (2, 4, "1")])
 def test_workers_share_the_cores(cores: int, workers: int, threads: str) -> None:
-    assert values(table(cores=cores, workers=workers), "OMP_NUM_THREADS") == [threads] * workers
+    assert values(table(hosts=[Host(cpus=CPUS[:cores])], workers=workers), "OMP_NUM_THREADS") == [threads] * workers
 
 
 def test_variables_of_the_user_are_kept() -> None:
@@ -105,26 +112,35 @@ def test_scheduler_and_servers_wait_for_workers_as_long_as_the_launcher() -> Non
     assert not any("GANGLINE_SUPERVISED" in worker.environment for worker in workers)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "workers", "dealt"),
-    [
-        ((0, 2), 2, ["0", "2"]),
-        ((0, 2), 3, ["0", "2", "0"]),
-        ((0, 1, 2), 2, ["0,2", "1"]),
-        ((1,), 2, ["1", "1"]),
-        ((), 2, [None, None]),
-    ],
-)
-def test_gpus_are_assigned_in_turn(gpus: tuple[int, ...], workers: int, dealt: list[str | None]) -> None:
-    processes = table(gpus=gpus, workers=workers)
-    assert values(processes, "CUDA_VISIBLE_DEVICES") == dealt
+def test_workers_get_their_binding_and_servers_none() -> None:
+    host = Host(cpus=CPUS, gpus=(Gpu("0"), Gpu("GPU-77")))
+    processes = table(hosts=[host])
+    assert values(processes, "CUDA_VISIBLE_DEVICES") == ["0", "GPU-77"]
+    assert [process.cpus for process in processes] == [(), (), (0, 1, 2, 3), (4, 5, 6, 7)]
     assert "CUDA_VISIBLE_DEVICES" not in processes[1].environment
+    assert "taskset -c 4,5,6,7 train" in processes[-1].shell_line()
+    assert not any(process.cpus for process in table(hosts=[host], binds_cores=False))
+    assert values(table(hosts=[Host()]), "OMP_NUM_THREADS") == [None] * 2  # its CPUs are unknown
 
 
-def test_gpus_are_numbered_within_those_that_the_launcher_may_see() -> None:
-    assert values(table({"CUDA_VISIBLE_DEVICES": "4,5,GPU-77"}, gpus=(0, 2)), "CUDA_VISIBLE_DEVICES") == ["4", "GPU-77"]
-    with pytest.raises(ValueError, match=r"GPU 2 is not there: CUDA_VISIBLE_DEVICES is '4,5', so the GPUs are 0, 1"):
-        table({"CUDA_VISIBLE_DEVICES": "4,5"}, gpus=(0, 2))
+def test_workers_beyond_the_gpus_are_refused_or_left_out() -> None:
+    host = Host(cpus=CPUS, gpus=(Gpu("0"), Gpu("2")))
+    with pytest.raises(ValueError, match=r"4 workers for 127.0.0.1 \(GPUs: 0, 2\): .* --idle-surplus"):
+        table(hosts=[host], workers=4)
+    started = table(hosts=[host], workers=4, idle_surplus=True, work_load_list=(3, 1, 1, 1))
+    assert values(started, "WORLD_SIZE") == values(started, "DMLC_NUM_WORKER") == ["2", "2"]
+    assert values(started, "GANGLINE_WORK_LOAD_LIST") == ["3,1"] * 2
+
+
+def test_a_job_of_several_hosts_has_its_addresses_on_the_first_and_servers_on_all() -> None:
+    hosts = [Host("n1", slots=1), Host("n2", slots=2)]
+    processes = table(hosts=hosts, workers=3, servers=3)
+    assert [process.host for process in processes] == [0, 0, 1, 0, 0, 1, 1]
+    assert {process.environment["DMLC_PS_ROOT_URI"] for process in processes} == {"n1"}
+    assert values(processes, "MASTER_ADDR") == ["n1"] * 3
+    assert values(processes, "LOCAL_RANK") == ["0", "0", "1"]
+    assert values(processes, "LOCAL_WORLD_SIZE") == ["1", "2", "2"]
+    assert values(processes, "GROUP_RANK") == ["0", "1", "1"]
 
 
 def test_loads_are_passed_to_workers_without_rounding() -> None:

@@ -507,4 +507,4 @@ def test_a_scheduler_without_processes_ends_with_an_error(starts: Any) -> None:
 def test_invalid_variables_are_named(starts: Any) -> None:
     code, said = ended(starts("scheduler", "-m", "gangline.kvstore.parameter_server.scheduler", DMLC_NUM_WORKER="two"))
     assert code == 1
-    assert "DMLC_NUM_WORKER is 'two'; expected a number from 1 to 65536" in said
+    assert "DMLC_NUM_WORKER is 'two'; expected a whole number, 1 to 65536" in said

@@ -1,0 +1,86 @@
+"""Topology of this host: the CPUs that a job may use, and the NUMA nodes of GPUs, read from sysfs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from gangline.kvstore.launch.binding import LOCALHOST, Cpu, Gpu, Host
+
+_SYS = Path("/sys")
+_QUERY = "import json; from gangline.collectives.devices.links import pci_addresses; print(json.dumps(pci_addresses()))"
+
+
+def read_host(
+    gpus: Sequence[int],
+    variables: Mapping[str, str],
+    addresses: Sequence[str | None] = (),
+    *,
+    address: str = LOCALHOST,
+    slots: int | None = None,
+    root: Path = _SYS,
+) -> Host:
+    """Return this host.
+
+    Args:
+        gpus: GPUs for workers, numbered among those visible to this process; empty: workers see all.
+        variables: environment variables; CUDA_VISIBLE_DEVICES counts.
+        addresses: PCI address of each visible GPU, as of `gpu_addresses`; empty: not read.
+        address: address at which the other hosts reach this one.
+        slots: largest number of workers; None: one for each GPU, and any number without `gpus`.
+        root: where sysfs is mounted.
+
+    Raises:
+        ValueError: if a GPU is not in CUDA_VISIBLE_DEVICES.
+    """
+    nodes = [numa_node(where, root) for where in addresses]
+    names = _visible_names(gpus, variables.get("CUDA_VISIBLE_DEVICES"))
+    found = [Gpu(name, nodes[gpu] if gpu < len(nodes) else None) for gpu, name in zip(gpus, names, strict=True)]
+    return Host(address, read_cpus(os.sched_getaffinity(0), root), tuple(found), slots)
+
+
+def read_cpus(allowed: Collection[int], root: Path = _SYS) -> tuple[Cpu, ...]:
+    """Return the CPUs with these numbers; one that sysfs does not describe is a core of its own on node 0."""
+    return tuple(_cpu(number, root / "devices" / "system" / "cpu" / f"cpu{number}") for number in sorted(allowed))
+
+
+def numa_node(address: str | None, root: Path = _SYS) -> int | None:
+    """Return the NUMA node of a PCI device such as "0000:3b:00.0"; None if unknown."""
+    file = root / "bus" / "pci" / "devices" / (address or "none") / "numa_node"
+    node = int(file.read_text()) if file.is_file() else -1
+    return node if node >= 0 else None  # the kernel writes -1 where the firmware does not tell
+
+
+def gpu_addresses() -> list[str | None]:
+    """Return the PCI address of each GPU that torch sees, in torch's order; None where NVML is not available.
+
+    A process of its own asks, since torch starts threads.
+    """
+    asked = subprocess.run([sys.executable, "-c", _QUERY], stdout=subprocess.PIPE, check=True, text=True)  # noqa: S603
+    found: list[str | None] = json.loads(asked.stdout)
+    return found
+
+
+def _cpu(number: int, folder: Path) -> Cpu:
+    siblings = folder / "topology" / "thread_siblings_list"
+    core = int(siblings.read_text().replace("-", ",").split(",")[0]) if siblings.is_file() else number
+    node = next(iter(sorted(folder.glob("node[0-9]*"))), None)
+    return Cpu(number, core, int(node.name.removeprefix("node")) if node is not None else 0)
+
+
+def _visible_names(gpus: Sequence[int], visible: str | None) -> list[str]:
+    """Return the entries of CUDA_VISIBLE_DEVICES for GPUs, which are numbered among the visible ones."""
+    if visible is None:
+        return [str(gpu) for gpu in gpus]
+    available = [name.strip() for name in visible.split(",") if name.strip()]
+    beyond = [gpu for gpu in gpus if gpu >= len(available)]
+    if beyond:
+        raise ValueError(
+            f"GPU {beyond[0]} is not there: CUDA_VISIBLE_DEVICES is {visible!r}, so the GPUs are "
+            f"{', '.join(map(str, range(len(available)))) or 'none'}"
+        )
+    return [available[gpu] for gpu in gpus]
