@@ -80,10 +80,11 @@ def launch(
         print(*(process.shell_line() for process in table), sep="\n")
         return
     _check_gpus(job.gpus)
+    from gangline.collectives.job_key import JobKey
     from gangline.kvstore.launch.local import run
     from gangline.kvstore.launch.supervisor import StopTimeouts
 
-    raise typer.Exit(run(table, StopTimeouts(stop=grace)))
+    raise typer.Exit(run(table, StopTimeouts(stop=grace), JobKey.new()))
 
 
 def _gpus(words: str | None) -> tuple[int, ...]:

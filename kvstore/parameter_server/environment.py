@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from gangline.collectives.transports.addresses import check_address, local_address
+from gangline.collectives.transports.addresses import local_address
 
-__all__ = ["ServerJob", "announce", "check_address", "from_environment", "has_servers"]
+__all__ = ["ServerJob", "announce", "from_environment", "has_servers"]
 
 ROLES = ("scheduler", "server", "worker")
 
