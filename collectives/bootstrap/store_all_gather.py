@@ -91,7 +91,7 @@ class StoreAllGather:
             return self._authentic(self._key, f"round {next(self._names)}", blob)
         blobs = self._gather(blob)
         if others := [rank for rank, one in enumerate(blobs) if one.startswith(_MARK)]:
-            raise ProtocolError(f"rank {self._rank} has no job key, but {name_ranks(others)} has one: {_SAME_KEY}")
+            raise ProtocolError(f"rank {self._rank} has no job key, unlike {name_ranks(others)}: {_SAME_KEY}")
         return blobs
 
     def _authentic(self, key: JobKey, name: str, blob: bytes) -> list[bytes]:
@@ -110,9 +110,7 @@ class StoreAllGather:
             if not hmac.compare_digest(one[:length], _MARK + code(rank, one[length:]))
         ]
         if wrong:
-            raise ProtocolError(
-                f"{name_ranks(wrong)} uses another job key than rank {self._rank}, or none: {_SAME_KEY}"
-            )
+            raise ProtocolError(f"rank {self._rank} and {name_ranks(wrong)} do not have the same job key: {_SAME_KEY}")
         return [one[length:] for one in received]
 
     def _gather(self, blob: bytes) -> list[bytes]:

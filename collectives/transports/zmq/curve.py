@@ -28,8 +28,8 @@ HANDSHAKE_EVENTS = (
 """Monitor events for `Handshakes`."""
 _FAILURES = 3
 _SECONDS = 2.0
-"""A connection is given up after this many failed handshakes and seconds since the first, if none has succeeded. A
-proxy, for example, closes connections until the process behind it has started."""
+"""A connection is given up after this many lost handshakes and seconds since the first, if none has succeeded. A proxy,
+for example, closes connections until the process behind it has started."""
 
 
 def secure_binding(socket: zmq.Socket[bytes], key: JobKey | None) -> None:
@@ -69,6 +69,7 @@ class Handshakes:
         self._endpoint = endpoint.removeprefix("tcp://")
         self._has_key = key is not None
         self._may_fail = not leaves_host(endpoint)
+        self._is_over = False
         self._failures = 0
         self._first_at = 0.0
 
@@ -76,14 +77,17 @@ class Handshakes:
         """Count a monitor event."""
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._may_fail = True  # the keys agree, so later failures have other causes
-        elif event & HANDSHAKE_EVENTS:
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # the peer has closed the connection; libzmq tries again
             self._first_at = self._first_at or time.monotonic()
             self._failures += 1
+        elif event & HANDSHAKE_EVENTS:  # the peer uses CURVE and this process not, or the reverse; libzmq gives up
+            self._is_over = True
 
     @property
     def problem(self) -> str:
         """Why the connection cannot succeed; "" if it can."""
-        if self._may_fail or self._failures < _FAILURES or time.monotonic() < self._first_at + _SECONDS:
+        lasts = self._failures >= _FAILURES and time.monotonic() > self._first_at + _SECONDS
+        if self._may_fail or not (lasts or self._is_over):
             return ""
         own = "this process's key" if self._has_key else "this process, which has no job key"
         return (
