@@ -27,7 +27,7 @@ HANDSHAKE_EVENTS = (
 )
 """Monitor events for `Handshakes`."""
 _FAILURES = 3
-_SECONDS = 2.0
+_SECONDS = 1.5
 """A connection is given up after this many lost handshakes and seconds since the first, if none has succeeded. A proxy,
 for example, closes connections until the process behind it has started."""
 
