@@ -32,11 +32,12 @@ KINDS = ("right", "other", "none", "plain text")
 
 
 class KeyedProcess(RoleProcess):
-    """Process of a job with one server: servers run on the first host, workers on the second."""
+    """Process of a job with one server: scheduler and server run on the first host, workers on the others."""
 
     def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **more: object) -> None:
         super().__init__(rank, size, exchange, **more)
-        enter(os.environ["GANGLINE_TEST_HOSTS"].split()[rank > 1])
+        hosts = os.environ["GANGLINE_TEST_HOSTS"].split()
+        enter(hosts[min(max(0, rank - 1), len(hosts) - 1)])
         use_key(os.environ["GANGLINE_TEST_KEYS"], os.environ["GANGLINE_TEST_KIND"])
 
 
