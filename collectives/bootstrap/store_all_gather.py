@@ -60,7 +60,6 @@ class StoreAllGather:
         self._where = where
         self._server = server
         self._rounds = itertools.count()
-        self._names = itertools.count()
         self._key = key
         self._session = b""
         """Random numbers of all ranks, which no other group has."""
@@ -79,7 +78,9 @@ class StoreAllGather:
             return [blob]
         if self._key is not None and not self._session:
             nonce = secrets.token_bytes(_NONCE_BYTES)
-            self._session = b"".join(self._authentic(self._key, "begin", nonce))
+            nonces = self._authentic_gather(self._key, nonce)
+            nonces[self._rank] = nonce  # not what the store holds, which may be repeated from an earlier job
+            self._session = b"".join(nonces)
         if not self._processes:
             gathered = [msgpack.unpackb(one) for one in self._checked_gather(msgpack.packb([this_process(), blob]))]
             self._processes = [process for process, _ in gathered]
@@ -88,22 +89,22 @@ class StoreAllGather:
 
     def _checked_gather(self, blob: bytes) -> list[bytes]:
         if self._key is not None:
-            return self._authentic(self._key, f"round {next(self._names)}", blob)
-        blobs = self._gather(blob)
+            return self._authentic_gather(self._key, blob)
+        blobs = self._gather(next(self._rounds), blob)
         if others := [rank for rank, one in enumerate(blobs) if one.startswith(_MARK)]:
             raise ProtocolError(f"rank {self._rank} has no job key, unlike {name_ranks(others)}: {_SAME_KEY}")
         return blobs
 
-    def _authentic(self, key: JobKey, name: str, blob: bytes) -> list[bytes]:
-        """Gather blobs under a name with codes that depend on both, on the rank and on the session."""
+    def _authentic_gather(self, key: JobKey, blob: bytes) -> list[bytes]:
+        """Gather blobs with codes that depend on the session, the job, the rank, the round and the blob."""
+        number, job = next(self._rounds), os.environ.get("GANGLINE_JOB_ID", "")
 
         def code(rank: int, blob: bytes) -> bytes:
-            place = f"{job} {self._size} {rank} {name}".encode()
+            place = f"{number} {rank} {self._size} {job}".encode()
             return key.mac("gangline exchange 1", self._session, place, blob)
 
-        job = os.environ.get("GANGLINE_JOB_ID", "")
         length = len(_MARK) + _CODE_BYTES
-        received = self._gather(_MARK + code(self._rank, blob) + blob)
+        received = self._gather(number, _MARK + code(self._rank, blob) + blob)
         wrong = [
             rank
             for rank, one in enumerate(received)
@@ -113,8 +114,7 @@ class StoreAllGather:
             raise ProtocolError(f"rank {self._rank} and {name_ranks(wrong)} do not have the same job key: {_SAME_KEY}")
         return [one[length:] for one in received]
 
-    def _gather(self, blob: bytes) -> list[bytes]:
-        number = next(self._rounds)
+    def _gather(self, number: int, blob: bytes) -> list[bytes]:
         blob_keys, done_keys = ([f"{number}/{word}/{rank}" for rank in range(self._size)] for word in ("blob", "done"))
         with store_errors(self._rank, self._size, self._server):
             self._store.set(blob_keys[self._rank], blob)  # type: ignore[arg-type]  # the stub accepts text only

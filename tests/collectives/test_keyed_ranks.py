@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from gangline.bench.driver.hosts import Hosts, enter, obstacle
 from gangline.collectives import connect
+from gangline.collectives.bootstrap.store_all_gather import StoreAllGather
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.job_key import FILE, JobKey, write_file
 from gangline.collectives.transports.zmq import curve
 from gangline.collectives.transports.zmq.peer_sockets import PeerSockets
+from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from tests.collectives.processes import Processes, Rank
 
 pytestmark = [
@@ -81,6 +86,62 @@ def test_ranks_with_different_keys_are_told_on_all_sides(tmp_path: Path, kind: s
                     assert text.startswith("rank 1 has no job key, unlike ranks 0, 2: ")
 
 
+class RecordingStore:
+    """Store of one process that runs ranks in threads; a stranger may read and change its values.
+
+    Args:
+        change: returns the value that is stored instead of a value, given its key.
+    """
+
+    def __init__(self, change: Callable[[str, bytes], bytes] = lambda _, value: value) -> None:
+        self.values: dict[str, bytes] = {}
+        self.seen: dict[str, bytes] = {}
+        self._change = change
+
+    def set(self, key: str, value: bytes | str) -> None:
+        stored = value.encode() if isinstance(value, str) else value
+        self.values[key] = self.seen[key] = self._change(key, stored)
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.values[key] for key in keys]
+
+    def delete_key(self, key: str) -> None:
+        self.values.pop(key, None)
+
+
+def _exchange_three_times(store: Any, key: JobKey) -> list[Any]:
+    def play(rank: int) -> Any:
+        exchange = StoreAllGather(store, rank, 2, 20, "the test", "the test", key)
+        return [exchange(b"%d of round %d" % (rank, number)) for number in range(3)]
+
+    with ThreadPoolExecutor(2) as pool:
+        started = [pool.submit(play, rank) for rank in range(2)]
+        return [one.exception() or one.result() for one in started]
+
+
+def test_exchanges_of_a_job_with_a_key_cannot_be_changed_or_repeated() -> None:
+    key = JobKey.new()
+    honest = RecordingStore()
+    expected = [[b"0 of round %d" % number, b"1 of round %d" % number] for number in range(3)]
+    assert _exchange_three_times(honest, key) == [expected] * 2
+    blobs = {name: value for name, value in honest.seen.items() if "blob" in name}
+    assert len(blobs) == 2 * (1 + 3)  # random numbers, then three exchanges
+    names = sorted(blobs)
+    strangers: list[Callable[[str, bytes], bytes]] = [
+        *(lambda name, value, at=at: value[:-1] + b"!" if name == at else value for at in names),  # changed
+        *(lambda name, value, at=at: blobs[at] if name == at else value for at in names),  # of an earlier job
+        lambda name, value: changing.seen["1/blob/1"] if name == "2/blob/1" else value,  # of an earlier round
+    ]
+    for change in strangers:
+        changing = RecordingStore(change)
+        for outcome in _exchange_three_times(changing, key):
+            assert isinstance(outcome, GanglineError)
+            assert "do not have the same job key: GANGLINE_JOB_KEY_FILE" in str(outcome)
+
+
 def _connect_without_key(rank: Rank, folder: str, namespaces: list[str], address: str) -> None:
     enter(namespaces[rank.rank])
     use_key(folder, "none")
@@ -96,6 +157,8 @@ def _connect_without_key(rank: Rank, folder: str, namespaces: list[str], address
         rank.hear()
         with pytest.raises(RuntimeError) as caught:
             connect(1, 2, f"{address}:{PORT}", timeout=20)
+        with pytest.raises(RuntimeError, match="without a job key"):
+            SchedulerClient("worker", f"tcp://{address}:{PORT}", timeout=20)
         rank.tell(str(caught.value))
     rank.hear()
 
