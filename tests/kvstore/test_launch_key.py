@@ -41,47 +41,49 @@ def _proc(pid: int, name: str) -> bytes:
 
 def _descriptors(pid: int) -> list[str]:
     found = []
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):
-            found.append(os.readlink(entry))
+    with suppress(OSError):  # it has ended meanwhile
+        for entry in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                found.append(os.readlink(f"/proc/{pid}/fd/{entry}"))
     return found
 
 
 def test_all_processes_of_a_job_have_its_key_and_it_shows_nowhere(tmp_path: Path) -> None:
-    outputs = []
-    keys = []
-    for number in range(2):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        script = folder / "worker.py"
-        script.write_text(_WORKER)
-        with launch("-n", "2", "-s", "1", "--", sys.executable, str(script), str(folder)) as job:
-            files = [folder / f"key{rank}" for rank in range(2)]
-            while not all(file.exists() and file.stat().st_size == 64 for file in files):
-                assert job.process.poll() is None, job.end()
-                time.sleep(0.05)
-            key, other = (JobKey.from_hex(file.read_text()) for file in files)
-            assert key == other
-            job.hear(f"[worker 0] job {key.job_id()} key JobKey(...)", f"[worker 1] job {key.job_id()} key JobKey(...)")
-            running = job.running()
-            assert len(running) >= 2 + 4 + 2  # the launcher, scheduler, server and workers, and children of these
-            secret = key.hex().encode()
-            forms = (secret, secret.upper(), bytes.fromhex(key.hex()))
-            for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
-                shown = _proc(pid, "cmdline") + _proc(pid, "environ")
-                assert not any(form in shown for form in forms), pid
-            holders = [pid for pid in running if any("gangline-job-key" in one for one in _descriptors(pid))]
-            assert holders == []
-            (folder / "end").touch()
-            code, out, errors = job.end()
-        assert code == 1
-        text = "\n".join(out + errors)
-        assert "Traceback" in text
-        assert "with JobKey(...)" in text
-        outputs.append(text)
-        keys.append(key)
-    assert keys[0] != keys[1]
-    assert not any(key.hex()[begin : begin + 8] in text for key in keys for text in outputs for begin in range(56))
+    script = tmp_path / "worker.py"
+    script.write_text(_WORKER)
+    with launch("-n", "2", "-s", "1", "--", sys.executable, str(script), str(tmp_path)) as job:
+        files = [tmp_path / f"key{rank}" for rank in range(2)]
+        while not all(file.exists() and file.stat().st_size == 64 for file in files):
+            assert job.process.poll() is None, job.end()
+            time.sleep(0.05)
+        key, other = (JobKey.from_hex(file.read_text()) for file in files)
+        assert key == other
+        job.hear(f"[worker 0] job {key.job_id()} key JobKey(...)", f"[worker 1] job {key.job_id()} key JobKey(...)")
+        running = job.running()
+        assert len(running) >= 2 + 4 + 2  # the launcher, scheduler, server and workers, and children of these
+        forms = (key.hex().encode(), key.hex().upper().encode(), bytes.fromhex(key.hex()))
+        for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+            shown = _proc(pid, "cmdline") + _proc(pid, "environ")
+            assert not any(form in shown for form in forms), pid
+        assert not [pid for pid in running if any("gangline-job-key" in one for one in _descriptors(pid))]
+        (tmp_path / "end").touch()
+        code, out, errors = job.end()
+    assert code == 1
+    text = "\n".join(out + errors)
+    assert "Traceback" in text
+    assert "with JobKey(...)" in text
+    assert not any(key.hex()[begin : begin + 8] in text for begin in range(56))
+
+
+def test_each_job_has_a_key_of_its_own() -> None:
+    code = "from gangline.collectives.job_key import job_key; print(job_key().job_id())"
+    lines = set()
+    for _ in range(2):
+        with launch("-n", "1", "-s", "0", "--", sys.executable, "-c", code) as job:
+            exit_code, out, _ = job.end()
+        assert exit_code == 0
+        lines.update(out)
+    assert len(lines) == 2
 
 
 def test_a_dry_run_shows_no_key() -> None:
