@@ -14,6 +14,7 @@ import torch
 
 from gangline.bench.driver.hosts import Hosts, enter, obstacle
 from gangline.collectives import connect
+from gangline.collectives.bootstrap.rendezvous import Rendezvous
 from gangline.collectives.bootstrap.store_all_gather import StoreAllGather
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.job_key import FILE, JobKey, write_file
@@ -175,6 +176,29 @@ def test_without_a_key_nothing_is_sent_to_another_host(tmp_path: Path) -> None:
             assert f"address {hosts.addresses[0]} can be reached from other machines" in text
             ranks.say(0, "look")
             assert ranks.heard(0) == "nobody came"
+
+
+def _exchange_as(rank: Rank, port: int, jobs: list[str]) -> None:
+    os.environ["GANGLINE_JOB_ID"] = jobs[rank.rank]
+    is_first = jobs[rank.rank] == "first"
+    try:
+        job = Rendezvous(min(rank.rank, 1), 2, f"127.0.0.1:{port}", timeout=20 if is_first else 1)
+        if is_first:
+            rank.hear()  # until the other job has given up
+        rank.tell([one.decode() for one in job.exchange(b"%d" % rank.rank)])
+    except GanglineError as error:
+        rank.tell(str(error))
+    rank.hear()
+
+
+def test_ranks_of_two_jobs_at_one_address_do_not_meet() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with Processes(_exchange_as, 3, port, ["first", "first", "second"]) as ranks:  # the last is rank 1 of its job
+        assert f"rank 0 of 2 did not reach 127.0.0.1:{port} as job second within 1 s" in ranks.heard(2)
+        ranks.say(0, "go")
+        ranks.say(1, "go")
+        assert ranks.heard(0) == ranks.heard(1) == ["0", "1"]
 
 
 def _open_sockets(rank: Rank, folder: str, kinds: list[str], namespaces: list[str], addresses: list[str]) -> None:
