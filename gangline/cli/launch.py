@@ -94,10 +94,11 @@ def launch(
     if dry_run:
         print(*(process.shell_line() for process in table), sep="\n")
         return
+    from gangline.collectives.job_key import JobKey
     from gangline.kvstore.launch.local import run
     from gangline.kvstore.launch.supervisor import StopTimeouts
 
-    raise typer.Exit(run(table, StopTimeouts(stop=grace)))
+    raise typer.Exit(run(table, StopTimeouts(stop=grace), JobKey.new()))
 
 
 def local_host(gpus: str | None, *, is_checked: bool = True) -> Host:

@@ -28,12 +28,13 @@ from hypothesis import strategies as st
 
 from gangline.collectives.call_signature import CallSignature
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
+from gangline.collectives.job_key import JobKey, write_file
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.membership import CLOSED, LOST, PROPOSALS, ProcessMembership, ThreadMembership
 from gangline.collectives.liveness.process_state import this_process
 from gangline.collectives.liveness.watchdog import Watchdog, mismatch
 from gangline.collectives.processes import process_pool
-from gangline.collectives.transports.addresses import check_address
+from gangline.collectives.transports.addresses import required_key
 from gangline.collectives.transports.zmq.peer_sockets import PeerSocket, PeerSockets
 from tests.collectives.processes import Processes, Rank
 
@@ -492,17 +493,24 @@ def test_a_failed_exchange_leaves_no_resources(tmp_path: Path) -> None:
         ProcessMembership(0, 2, lambda _: [b"nonsense"] * 2, heartbeat=1, limit=10, address="ipc")
 
 
-def test_addresses_that_strangers_can_reach_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_that_strangers_can_reach_need_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GANGLINE_INSECURE", raising=False)
-    for host in ("127.0.0.1", "127.8.8.8", "localhost", "::1", "[::1]"):
-        check_address(host)
-    for host in ("10.0.0.1", "0.0.0.0", "::", "eth0", "example.org"):
-        with pytest.raises(RuntimeError, match=r"address .* can be reached.*GANGLINE_INSECURE=1"):
-            check_address(host)
+    monkeypatch.delenv("GANGLINE_JOB_KEY_FILE", raising=False)
+    for host in ("127.0.0.1", "127.8.8.8", "localhost", "::1", "[::1]", "lo"):
+        assert required_key(host) is None
+    for host in ("10.0.0.1", "0.0.0.0", "::", "eth0", "no such host"):
+        with pytest.raises(RuntimeError, match=r"address .* can be reached.*_JOB_KEY_FILE.*GANGLINE_INSECURE=1"):
+            required_key(host)
     with pytest.raises(RuntimeError, match=r"address 10\.0\.0\.1 can be reached"):
         ProcessMembership(0, 1, lambda data: [data], heartbeat=1, limit=10, address="tcp://10.0.0.1")
     monkeypatch.setenv("GANGLINE_INSECURE", "1")
-    check_address("10.0.0.1")
+    assert required_key("10.0.0.1") is None
+    key = JobKey.new()
+    write_file(key, tmp_path / "key")
+    monkeypatch.setenv("GANGLINE_JOB_KEY_FILE", str(tmp_path / "key"))
+    assert required_key("10.0.0.1") == key  # a key is used where there is one
+    assert required_key("127.0.0.1") is None
+    (tmp_path / "key").unlink()
     for address in ("udp://1.1.1.1", "tcp://", "127.0.0.1"):
         with pytest.raises(ValueError, match="expected 'ipc' or 'tcp://HOST'"):
             ProcessMembership(0, 1, lambda data: [data], heartbeat=1, limit=10, address=address)
