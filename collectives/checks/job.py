@@ -1,0 +1,237 @@
+"""Check of a job: whether its ranks join, and what the links between their hosts carry."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gangline.collectives.bootstrap.launcher_environment import RankInfo, from_environment
+from gangline.collectives.bootstrap.rendezvous import Rendezvous, host_identity, number_hosts
+from gangline.collectives.checks.finding import Finding, Status
+from gangline.collectives.checks.host import loopback_remedy
+from gangline.collectives.checks.links import (
+    CONNECT_SECONDS,
+    REMEDIES,
+    TOKEN_BYTES,
+    LinkReport,
+    ProbeServer,
+    findings_of_links,
+    kind_of,
+    links_table,
+    measure_bandwidth,
+    measure_latency,
+)
+from gangline.collectives.checks.this_host import check_host
+from gangline.collectives.checks.two_ranks import finding_of_all_reduce, measure_all_reduce
+from gangline.collectives.communicator import open_communicator
+from gangline.collectives.errors import GanglineError
+from gangline.collectives.transports.addresses import check_address, is_loopback, resolved
+from gangline.collectives.transports.base import BootstrapAllGather
+
+_RETRY_SECONDS = 0.2
+_RENDEZVOUS = "rendezvous"
+
+
+@dataclass
+class _Member:
+    """A rank, as it describes itself to the others."""
+
+    rank: int
+    name: str
+    identity: str
+    address: str
+    port: int
+    token: str
+    problem: str
+
+
+def job(seconds: float, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Check the job of this process. Collective: all ranks must call it.
+
+    Args:
+        seconds: time to wait for other ranks, at the start and in each exchange.
+        names: checks of a host, which the first rank of each host runs.
+
+    Returns:
+        ``findings`` and ``links`` of the whole job, equal on all ranks, and the ``table`` of the links. If this rank
+        has not joined the others, ``has_joined`` is False and the findings are its own.
+    """
+    own = _scheduler(os.environ.get("DMLC_PS_ROOT_URI"), os.environ.get("DMLC_PS_ROOT_PORT", ""))
+    try:
+        info = from_environment(os.environ)
+    except (RuntimeError, ValueError) as error:
+        return _alone(own, Finding(Status.BROKEN, "launcher", str(error), "`gangline env` shows what was found"))
+    closed = None if info.rank == 0 else _reach_rank_0(info, seconds)
+    if closed is not None:
+        return _alone(own, closed)
+    try:
+        rendezvous = Rendezvous(timeout=2 * seconds)  # in which other hosts' checks end
+        return _of_all(rendezvous, names, own, seconds)
+    except (GanglineError, OSError, RuntimeError, ValueError) as error:
+        remedy = (
+            "the output of the rank that is named says why it did not come: it has not started, cannot reach "
+            f"{info.host}:{info.port} (firewall, wrong MASTER_ADDR), or lacks GANGLINE_INSECURE=1 or the job key"
+        )
+        return _alone(own, Finding(Status.BROKEN, _RENDEZVOUS, f"{type(error).__name__}: {error}", remedy))
+
+
+def _alone(own: Sequence[Finding], closed: Finding) -> dict[str, Any]:
+    return {"findings": [asdict(one) for one in (*own, closed)], "links": [], "table": "", "has_joined": False}
+
+
+def _reach_rank_0(info: RankInfo, seconds: float) -> Finding | None:
+    """Connect to the address of rank 0, which may start later; return why that fails."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((info.host, info.port), timeout=CONNECT_SECONDS).close()
+            return None
+        except OSError as error:
+            kind, text = kind_of(error), str(error.strerror or error)
+        if time.monotonic() > until:
+            break
+        time.sleep(_RETRY_SECONDS)
+    remedy, measured = REMEDIES[kind], f"{kind}: {info.host}:{info.port}: {text}"
+    with suppress(OSError):
+        address = resolved(info.host)
+        if is_loopback(address) and not is_loopback(info.host):
+            measured = f"{info.host} resolves to {address} on this host, a loopback address; {measured}"
+            remedy = loopback_remedy(info.host)
+    return Finding(Status.BROKEN, f"rank {info.rank} to rank 0", measured, remedy)
+
+
+def _scheduler(host: str | None, port: str) -> list[Finding]:
+    """Check that the scheduler of a job with servers can be reached."""
+    if not host or not port.isdecimal() or os.environ.get("DMLC_NUM_SERVER") == "0":
+        return []
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        kind = kind_of(error)
+        measured = f"{kind}: {host}:{port}: {error.strerror or error}"
+        return [Finding(Status.BROKEN, "scheduler", measured, REMEDIES[kind])]
+    return [Finding(Status.OK, "scheduler", f"answers at {host}:{port}")]
+
+
+def _of_all(rendezvous: Rendezvous, checks: Sequence[str], own: Sequence[Finding], seconds: float) -> dict[str, Any]:
+    server, member = _listen(rendezvous)
+    try:
+        exchange = rendezvous.exchange
+        members = [_Member(**json.loads(one)) for one in exchange(json.dumps(asdict(member)).encode())]
+        hosts = number_hosts([one.identity for one in members])
+        firsts = [members[hosts.index(host)] for host in range(max(hosts) + 1)]
+        names = _distinct([one.name for one in firsts])
+        if rendezvous.rank in [first.rank for first in firsts]:
+            own = [*check_host(checks, seconds), *own]
+        of_hosts = [json.loads(one) for one in exchange(json.dumps([asdict(one) for one in own]).encode())]
+        findings = _findings_of_addresses(firsts, names)
+        links: list[LinkReport] = []
+        if len(firsts) > 1 and not any(finding.status == Status.BROKEN for finding in findings):
+            position = [first.rank for first in firsts].index(member.rank) if member in firsts else None
+            links = _measure(position, firsts, exchange)
+            findings += findings_of_links(links, names)
+        table = links_table(links, names) if links else ""
+        # A link that is closed makes the ranks wait for each other until a time limit.
+        if any(finding.status == Status.BROKEN for finding in findings):
+            findings.append(Finding(Status.SKIPPED, "all-reduce of the job", "the ranks cannot reach each other"))
+        else:
+            findings.append(_all_reduce(rendezvous, seconds))
+    finally:
+        if server is not None:
+            server.close()
+    shown = [
+        {**one, "host": names[host] if len(firsts) > 1 else ""}
+        for host, of_host in zip(hosts, of_hosts, strict=True)
+        for one in of_host
+    ]
+    joined = Finding(Status.OK, _RENDEZVOUS, f"{len(members)} ranks on {len(firsts)} host{'s' * (len(firsts) > 1)}")
+    return {
+        "findings": [*shown, asdict(joined), *map(asdict, findings)],
+        "links": [{**asdict(link), "from": names[link.source], "to": names[link.target]} for link in links],
+        "table": table,
+        "has_joined": True,
+    }
+
+
+def _listen(rendezvous: Rendezvous) -> tuple[ProbeServer | None, _Member]:
+    token = secrets.token_bytes(TOKEN_BYTES)
+    address, port, problem, server = "", 0, "", None
+    try:
+        address = rendezvous.interface()
+        check_address(address)
+        server = ProbeServer(address, token)
+        port = server.port
+    except (OSError, RuntimeError, ValueError) as error:
+        problem = f"cannot listen at {address or rendezvous.host}: {error}"
+    name = socket.gethostname()
+    if not problem and is_loopback(address) and not is_loopback(rendezvous.host):
+        problem = f"{rendezvous.host} resolves to {resolved(rendezvous.host)} on {name}, a loopback address"
+    return server, _Member(rendezvous.rank, name, host_identity(), address, port, token.hex(), problem)
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Return the names of hosts, with their numbers if two are equal, as in containers made from one image."""
+    return [name if names.count(name) == 1 else f"{name}#{number}" for number, name in enumerate(names)]
+
+
+def _findings_of_addresses(firsts: Sequence[_Member], names: Sequence[str]) -> list[Finding]:
+    """Return what is wrong with the addresses at which the hosts would reach each other."""
+    findings = []
+    for number, first in enumerate(firsts):
+        before = [names[other] for other in range(number) if firsts[other].address == first.address]
+        if len(firsts) > 1 and is_loopback(first.address):
+            problem = first.problem or f"rank {first.rank} offers {first.address}, a loopback address"
+            findings.append(Finding(Status.BROKEN, "address", problem, loopback_remedy(first.name), names[number]))
+        elif first.problem and not is_loopback(first.address):
+            remedy = "use an address or an interface of this host: `ip address`, --interface, DMLC_INTERFACE"
+            findings.append(Finding(Status.BROKEN, "address", first.problem, remedy, names[number]))
+        elif before:
+            remedy = "an address of a container's bridge or a cloned machine: name the interface, --interface eth0"
+            measured = f"{first.address} is the address of {before[0]} too"
+            findings.append(Finding(Status.BROKEN, "address", measured, remedy, names[number]))
+    return findings
+
+
+def _measure(position: int | None, firsts: Sequence[_Member], exchange: BootstrapAllGather) -> list[LinkReport]:
+    """Measure the links between all hosts, in rounds in which each host sends to one and receives from one.
+
+    Args:
+        position: this rank's host; None for a rank that is not the first of its host and only takes part in exchanges.
+        firsts: first rank of each host.
+        exchange: all-gather between all ranks.
+    """
+    links: dict[int, LinkReport] = {}
+    for function in (measure_latency, measure_bandwidth):
+        for distance in range(1, len(firsts)):
+            exchange(b"")  # all begin the round together
+            if position is None:
+                continue
+            other = (position + distance) % len(firsts)
+            target = firsts[other]
+            link = links.setdefault(other, LinkReport(position, other, target.address))
+            if not link.problem:
+                function(link, target.port, bytes.fromhex(target.token))
+    gathered = exchange(json.dumps([asdict(link) for link in links.values()]).encode())
+    return [LinkReport(**fields) for one in gathered for fields in json.loads(one)]
+
+
+def _all_reduce(rendezvous: Rendezvous, seconds: float) -> Finding:
+    """Reduce over all ranks. Collective: all ranks must call it."""
+    name = "all-reduce of the job"
+    with open_communicator(
+        rendezvous.rank,
+        rendezvous.size,
+        rendezvous.exchange,
+        timeout=seconds,
+        tcp_host=rendezvous.interface(),
+    ) as comm:
+        measured = measure_all_reduce(comm)
+    every = [json.loads(one) for one in rendezvous.exchange(json.dumps(measured).encode())]
+    return finding_of_all_reduce(name, {**every[0], "is_right": all(one["is_right"] for one in every)})
