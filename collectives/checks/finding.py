@@ -112,7 +112,7 @@ class _Child:
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=self._output,
-            stderr=self._errors,
+            stderr=None if os.environ.get("GANGLINE_LOG") == "debug" else self._errors,
             start_new_session=True,
             pass_fds=_key_descriptors(),
         )

@@ -25,8 +25,8 @@ from gangline.collectives.checks.links import (
     findings_of_links,
     kind_of,
     links_table,
-    measure_bandwidth,
-    measure_latency,
+    measure,
+    rounds_of_pairs,
 )
 from gangline.collectives.checks.this_host import check_host
 from gangline.collectives.checks.two_ranks import finding_of_all_reduce, measure_all_reduce
@@ -146,11 +146,12 @@ def _of_all(rendezvous: Rendezvous, checks: Sequence[str], own: Sequence[Finding
     finally:
         if server is not None:
             server.close()
-    shown = [
-        {**one, "host": names[host] if len(firsts) > 1 else ""}
-        for host, of_host in zip(hosts, of_hosts, strict=True)
-        for one in of_host
-    ]
+    shown: list[dict[str, Any]] = []
+    for host, of_host in zip(hosts, of_hosts, strict=True):
+        for one in of_host:
+            line = {**one, "host": names[host] if len(firsts) > 1 else ""}
+            if line not in shown:  # all ranks of a host report the scheduler
+                shown.append(line)
     joined = Finding(Status.OK, _RENDEZVOUS, f"{len(members)} ranks on {len(firsts)} host{'s' * (len(firsts) > 1)}")
     return {
         "findings": [*shown, asdict(joined), *map(asdict, findings)],
@@ -200,25 +201,23 @@ def _findings_of_addresses(firsts: Sequence[_Member], names: Sequence[str]) -> l
 
 
 def _measure(position: int | None, firsts: Sequence[_Member], exchange: BootstrapAllGather) -> list[LinkReport]:
-    """Measure the links between all hosts, in rounds in which each host sends to one and receives from one.
+    """Measure the links between all hosts. A host sends to or receives from one other at a time.
+
+    Both directions at once would slow down each other: a full queue also delays acknowledgements.
 
     Args:
         position: this rank's host; None for a rank that is not the first of its host and only takes part in exchanges.
         firsts: first rank of each host.
         exchange: all-gather between all ranks.
     """
-    links: dict[int, LinkReport] = {}
-    for function in (measure_latency, measure_bandwidth):
-        for distance in range(1, len(firsts)):
-            exchange(b"")  # all begin the round together
-            if position is None:
-                continue
-            other = (position + distance) % len(firsts)
+    links = []
+    for pairs in rounds_of_pairs(len(firsts)):
+        exchange(b"")  # all begin the round together
+        other = dict(pairs).get(-1 if position is None else position)
+        if position is not None and other is not None:
             target = firsts[other]
-            link = links.setdefault(other, LinkReport(position, other, target.address))
-            if not link.problem:
-                function(link, target.port, bytes.fromhex(target.token))
-    gathered = exchange(json.dumps([asdict(link) for link in links.values()]).encode())
+            links.append(measure(LinkReport(position, other, target.address), target.port, bytes.fromhex(target.token)))
+    gathered = exchange(json.dumps([asdict(link) for link in links]).encode())
     return [LinkReport(**fields) for one in gathered for fields in json.loads(one)]
 
 

@@ -119,39 +119,52 @@ class ProbeServer:
             return
 
 
-def measure_latency(link: LinkReport, port: int, token: bytes) -> None:
-    """Connect to a host's server and fill in latency and clock skew, or the problem."""
+def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
+    """Return rounds of (sender, receiver) in which each of ``count`` hosts is at most once, and all pairs over all."""
+    seats = [*range(count), *([-1] if count % 2 else [])]  # -1: the other one pauses
+    rounds = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        pairs = [pair for pair in zip(seats[:half], reversed(seats[half:]), strict=True) if -1 not in pair]
+        rounds += [pairs, [(receiver, sender) for sender, receiver in pairs]]
+        seats.insert(1, seats.pop())
+    return rounds
+
+
+def measure(link: LinkReport, port: int, token: bytes) -> LinkReport:
+    """Fill in latency, clock skew and bandwidth to a host's server, or the problem, and return the link."""
     try:
         with _connected(link.address, port, token, b"p") as connection:
-            trips = []
-            for _ in range(_PINGS):
-                begin, sent = time.perf_counter(), time.time()
-                connection.sendall(b"p")
-                (there,) = _CLOCK.unpack(_received(connection, _CLOCK.size))
-                seconds = time.perf_counter() - begin
-                trips.append((seconds, there - sent - seconds / 2))
-            link.latency = statistics.median(seconds for seconds, _ in trips)
-            link.skew = min(trips)[1]  # the fastest trip bounds it best
+            _measure_latency(link, connection)
+        with _connected(link.address, port, token, b"b") as connection:
+            _measure_bandwidth(link, connection)
     except OSError as error:
         link.kind = kind_of(error)
         link.problem = f"{link.address}:{port}: {error.strerror or error}"
+    return link
 
 
-def measure_bandwidth(link: LinkReport, port: int, token: bytes) -> None:
-    """Send to a host's server for a while and fill in the rate at which it received, or the problem."""
+def _measure_latency(link: LinkReport, connection: socket.socket) -> None:
+    trips = []
+    for _ in range(_PINGS):
+        begin, sent = time.perf_counter(), time.time()
+        connection.sendall(b"p")
+        (there,) = _CLOCK.unpack(_received(connection, _CLOCK.size))
+        seconds = time.perf_counter() - begin
+        trips.append((seconds, there - sent - seconds / 2))
+    link.latency = statistics.median(seconds for seconds, _ in trips)
+    link.skew = min(trips)[1]  # the fastest trip bounds it best
+
+
+def _measure_bandwidth(link: LinkReport, connection: socket.socket) -> None:
+    connection.settimeout(_DRAIN_SECONDS)
     block = memoryview(bytes(_BLOCK))
-    try:
-        with _connected(link.address, port, token, b"b") as connection:
-            connection.settimeout(_DRAIN_SECONDS)
-            end = time.perf_counter() + _SEND_SECONDS
-            while time.perf_counter() < end:
-                connection.sendall(block)
-            connection.shutdown(socket.SHUT_WR)
-            received, seconds = _REPORT.unpack(_received(connection, _REPORT.size))
-            link.bytes_per_s = received / max(seconds, 1e-6)
-    except OSError as error:
-        link.kind = kind_of(error)
-        link.problem = f"{link.address}:{port}, while sending: {error.strerror or error}"
+    end = time.perf_counter() + _SEND_SECONDS
+    while time.perf_counter() < end:
+        connection.sendall(block)
+    connection.shutdown(socket.SHUT_WR)
+    received, seconds = _REPORT.unpack(_received(connection, _REPORT.size))
+    link.bytes_per_s = received / max(seconds, 1e-6)
 
 
 def findings_of_links(links: Sequence[LinkReport], names: Sequence[str]) -> list[Finding]:
@@ -189,12 +202,12 @@ _SLOW_REMEDY = (
 def _slowness(link: LinkReport, rate: float, latency: float) -> str:
     own = f"{link.bytes_per_s / 1e6:.1f} MB/s"
     if link.bytes_per_s < _SLOW_SHARE * rate:
-        return f"{own}, where the median of all links is {rate / 1e6:.0f} MB/s"
+        return f"{own}, where other links carry {rate / 1e6:.0f} MB/s"
     if link.bytes_per_s < _LEAST_RATE:
         return f"{own}, less than Gigabit Ethernet carries: gradients of 100 MB take {1e8 / link.bytes_per_s:.0f} s"
     trip = f"a round trip takes {link.latency * 1e3:.1f} ms"
     if link.latency > max(_LATE_FACTOR * latency, _LATE_SECONDS):
-        return f"{trip}, where the median of all links is {latency * 1e3:.1f} ms"
+        return f"{trip}, on other links {latency * 1e3:.1f} ms"
     return trip if link.latency > _MOST_LATENCY else ""
 
 

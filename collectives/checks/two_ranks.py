@@ -16,6 +16,7 @@ from gangline.collectives.processes.spawning import spawn
 _ELEMENTS = 1 << 20
 _SMALL_CALLS = 100
 _LARGE_CALLS = 5
+_LONG_SECONDS = 0.5
 
 
 def two_ranks(ranks: int = 2) -> list[dict[str, Any]]:
@@ -38,13 +39,20 @@ def measure_all_reduce(comm: Communicator) -> dict[str, Any]:
     given = torch.arange(_ELEMENTS, dtype=torch.float64) + comm.rank
     expected = torch.arange(_ELEMENTS, dtype=torch.float64) * comm.size + sum(range(comm.size))
     out = torch.empty_like(given)
-    is_right = torch.equal(comm.all_reduce(given.clone()), expected)
+    begin = time.perf_counter()
+    comm.all_reduce(given, out=out)
+    first = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+    comm.all_reduce(first, "max")  # all ranks must make equally many calls
+    is_right = torch.equal(out, expected)
     seconds = []
-    for tensor, result, calls in ((small, None, _SMALL_CALLS), (given, out, _LARGE_CALLS)):
+    for tensor, result, calls in (
+        (small, small, _SMALL_CALLS),
+        (given, out, 1 if first.item() > _LONG_SECONDS else _LARGE_CALLS),
+    ):
         comm.barrier()
         begin = time.perf_counter()
         for _ in range(calls):
-            comm.all_reduce(tensor, out=result, op="mean" if result is None else "sum")
+            comm.all_reduce(tensor, "mean" if tensor is small else "sum", out=result)
         seconds.append((time.perf_counter() - begin) / calls)
     is_right = is_right and torch.equal(out, expected) and small.item() == 1
     return {"transport": comm.transport, "small": seconds[0], "large": seconds[1], "is_right": is_right}
