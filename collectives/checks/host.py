@@ -37,11 +37,11 @@ _SOCKETS_INSTEAD = "without it ranks use sockets, several times slower for small
 
 
 def shared_memory() -> list[dict[str, Any]]:
-    """Check that another process opens shared memory of this one, and that there is memory for it."""
+    """Check that another process opens shared memory of this one."""
+    # It imports torch, which the other checks here do without.
     from gangline.collectives.transports.shm.segments import Offer, open_offered
 
     name = "shared memory"
-    findings = [_memory()]
     try:
         offer = Offer(_PROBE_BYTES)
     except OSError as error:
@@ -64,10 +64,8 @@ def shared_memory() -> list[dict[str, Any]]:
     offer.close()
     if problem:
         remedy = f"run all ranks as one user and in one container, without hidepid on /proc; {_SOCKETS_INSTEAD}"
-        findings.append(Finding(Status.SLOW, name, f"cannot open another process's memory: {problem}", remedy))
-    else:
-        findings.append(Finding(Status.OK, name, f"another process opens it and reads {_rate(seconds)}"))
-    return _packed(*findings)
+        return _packed(Finding(Status.SLOW, name, f"cannot open another process's memory: {problem}", remedy))
+    return _packed(Finding(Status.OK, name, f"another process opens it and reads {_rate(seconds)}"))
 
 
 _MEMFD_REMEDIES = {
@@ -75,18 +73,6 @@ _MEMFD_REMEDIES = {
     errno.ENOMEM: "raise the memory limit (`ulimit -v`, the container's)",
     errno.EMFILE: "`ulimit -n 65536`",
 }
-
-
-def _memory() -> Finding:
-    free = psutil.virtual_memory().available
-    with suppress(OSError, ValueError):  # no cgroup, or one without limit ("max")
-        group = Path("/sys/fs/cgroup")
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        free = min(free, limit - used)
-    if free < _LEAST_MEMORY:
-        remedy = "end other programs, or raise the container's memory limit; shared memory counts as used memory"
-        return Finding(Status.WARN, "memory", f"{_size(free)} free", remedy)
-    return Finding(Status.OK, "memory", f"{_size(free)} free")
 
 
 def dev_shm() -> list[dict[str, Any]]:
@@ -164,8 +150,20 @@ def _cma_remedy() -> str:
 
 
 def limits() -> list[dict[str, Any]]:
-    """Check the limits on open files, threads, locked memory and the size of files."""
-    return _packed(_open_files(), _thread_count(), _locked_memory(), *_file_size())
+    """Check the limits on memory, open files, threads, locked memory and the size of files."""
+    return _packed(_memory(), _open_files(), _thread_count(), _locked_memory(), *_file_size())
+
+
+def _memory() -> Finding:
+    free = psutil.virtual_memory().available
+    with suppress(OSError, ValueError):  # no cgroup, or one without limit ("max")
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        free = min(free, limit - used)
+    if free < _LEAST_MEMORY:
+        remedy = "end other programs, or raise the container's memory limit; shared memory counts as used memory"
+        return Finding(Status.WARN, "memory", f"{_size(free)} free", remedy)
+    return Finding(Status.OK, "memory", f"{_size(free)} free")
 
 
 def _open_files() -> Finding:
@@ -256,10 +254,10 @@ def ports() -> list[dict[str, Any]]:
     """Check that loopback carries TCP, and that there are free ports."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            server.settimeout(5)
-            with socket.create_connection(server.getsockname(), timeout=5) as client, server.accept()[0] as accepted:
+            server.settimeout(2)
+            with socket.create_connection(server.getsockname(), timeout=2) as client, server.accept()[0] as accepted:
                 client.sendall(b"gangline")
-                accepted.settimeout(5)
+                accepted.settimeout(2)
                 accepted.recv(8)
     except OSError as error:
         remedy = "`ip link set lo up`; a firewall must accept interface lo"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -68,7 +69,7 @@ def job(seconds: float, names: Sequence[str] = ()) -> dict[str, Any]:
         info = from_environment(os.environ)
     except (RuntimeError, ValueError) as error:
         return _alone(own, Finding(Status.BROKEN, "launcher", str(error), "`gangline env` shows what was found"))
-    closed = None if info.rank == 0 else _reach_rank_0(info, seconds)
+    closed = _reach_itself(info) if info.rank == 0 else _reach_rank_0(info, seconds)
     if closed is not None:
         return _alone(own, closed)
     try:
@@ -105,6 +106,30 @@ def _reach_rank_0(info: RankInfo, seconds: float) -> Finding | None:
             measured = f"{info.host} resolves to {address} on this host, a loopback address; {measured}"
             remedy = loopback_remedy(info.host)
     return Finding(Status.BROKEN, f"rank {info.rank} to rank 0", measured, remedy)
+
+
+def _reach_itself(info: RankInfo) -> Finding | None:
+    """Check that rank 0's address leads back to it; torch's store would wait 5 minutes for itself."""
+    try:
+        check_address(info.host)
+        address = resolved(info.host)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.bind((address, 0))
+        return None
+    except RuntimeError:  # of check_address; the rendezvous raises it too
+        return None
+    except OSError as error:
+        kind, text = kind_of(error), str(error.strerror or error)
+        if error.errno == errno.EADDRNOTAVAIL:
+            try:  # address translation may lead here all the same
+                with socket.create_server(("", info.port), family=family):
+                    socket.create_connection((address, info.port), timeout=CONNECT_SECONDS).close()
+                return None
+            except OSError as second:
+                kind, text = kind_of(second), "this host does not have the address"
+    remedy = REMEDIES[kind] if kind == "unknown name" else "MASTER_ADDR must be an address of the host of rank 0"
+    return Finding(Status.BROKEN, "rank 0 to itself", f"{kind}: {info.host}:{info.port}: {text}", remedy)
 
 
 def _scheduler(host: str | None, port: str) -> list[Finding]:

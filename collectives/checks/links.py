@@ -16,7 +16,7 @@ from gangline.collectives.checks.finding import Finding, Status
 
 TOKEN_BYTES = 16
 CONNECT_SECONDS = 5.0
-_SEND_SECONDS = 0.5
+SEND_SECONDS = 0.5
 _DRAIN_SECONDS = 20.0
 _PINGS = 50
 _BLOCK = 1 << 18
@@ -159,7 +159,7 @@ def _measure_latency(link: LinkReport, connection: socket.socket) -> None:
 def _measure_bandwidth(link: LinkReport, connection: socket.socket) -> None:
     connection.settimeout(_DRAIN_SECONDS)
     block = memoryview(bytes(_BLOCK))
-    end = time.perf_counter() + _SEND_SECONDS
+    end = time.perf_counter() + SEND_SECONDS
     while time.perf_counter() < end:
         connection.sendall(block)
     connection.shutdown(socket.SHUT_WR)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from gangline.bench.driver.hosts import Hosts, obstacle
+from tests.collectives.firewall import drop_tcp
 
 CHECK = (sys.executable, "-m", "gangline", "check")
 QUICK = ("dev-shm", "cross-memory-attach", "limits", "host-name", "ports", "clock")
@@ -59,7 +60,8 @@ def test_a_healthy_machine_has_nothing_broken() -> None:
     code, found = started(*only(*QUICK))
     assert code == 0
     assert set(found) == {
-        "/dev/shm", "cross-memory attach", "open files", "threads", "locked memory", "host name", "ports", "clock",
+        "/dev/shm", "cross-memory attach", "memory", "open files", "threads", "locked memory", "host name", "ports",
+        "clock",
     }  # fmt: skip
     assert found["cross-memory attach"]["status"] == "ok"
     assert "GB/s" in found["cross-memory attach"]["measured"]
@@ -92,6 +94,7 @@ def test_a_small_dev_shm_as_docker_has_it_is_a_warning() -> None:
     assert (code, finding["status"], finding["measured"]) == (0, "warn", "64.0 MiB of 64.0 MiB free")
 
 
+@pytest.mark.slow
 def test_shared_memory_that_exceeds_a_limit_is_slow() -> None:
     code, found = started("sh", "-c", 'ulimit -f 1000; exec "$@"', "sh", *only("shared-memory", "limits"))
     finding = found["shared memory"]
@@ -203,17 +206,3 @@ def test_ranks_on_both_sides_of_a_firewall_exit_with_1() -> None:
     assert "StallError" in outputs[0]
     assert f"timed out: {hosts.addresses[0]}:29500" in outputs[1]
     assert all("allow TCP between the hosts" in output or "firewall" in output for output in outputs)
-
-
-def drop_tcp(hosts: Hosts, host: int, but: int = 0) -> None:
-    """Drop TCP packets that a host sends, but those to a port: by a queue of no packets, for want of nftables."""
-    shape = [
-        "qdisc add dev eth0 root handle 1: htb default 10 r2q 100000",
-        "class add dev eth0 parent 1: classid 1:10 htb rate 10gbit",
-        "class add dev eth0 parent 1: classid 1:20 htb rate 10gbit",
-        "qdisc add dev eth0 parent 1:20 pfifo limit 0",
-        f"filter add dev eth0 parent 1: protocol ip prio 1 u32 match ip dport {but} 0xffff flowid 1:10",
-        "filter add dev eth0 parent 1: protocol ip prio 2 u32 match ip protocol 6 0xff flowid 1:20",
-    ]
-    for words in shape:
-        hosts.run(host, ["tc", *words.split()])

@@ -18,11 +18,13 @@ from gangline.collectives.checks.finding import Check, Outcome, Status, findings
 from gangline.collectives.checks.job import job
 from gangline.collectives.checks.links import LinkReport, ProbeServer, findings_of_links, measure, rounds_of_pairs
 from gangline.collectives.checks.this_host import finding_of_nccl
+from tests.collectives.firewall import drop_tcp
 from tests.collectives.processes import Processes, Rank
 
 HOSTS = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 PORT = 29511
 TOKEN = bytes(range(16))
+SHAPE = "qdisc add dev eth0 root tbf rate 200mbit burst 128kb latency 50ms"
 
 
 # Jobs on several hosts
@@ -32,7 +34,7 @@ def _check(rank: Rank, namespaces: list[str], address: str, limit: float, hosts_
     enter(namespaces[rank.rank])
     if hosts_file:
         _bind(Path(hosts_file), Path("/etc/hosts"))
-    links.CONNECT_SECONDS = 0.5
+    links.CONNECT_SECONDS, links.SEND_SECONDS = 0.5, 0.1
     os.environ |= {
         "RANK": str(rank.rank),
         "WORLD_SIZE": str(rank.size),
@@ -99,7 +101,7 @@ def test_hosts_that_reach_each_other_are_measured_and_reduce() -> None:
 @HOSTS
 def test_a_slow_link_is_named() -> None:
     with Hosts(2) as hosts:
-        hosts.run(1, "tc qdisc add dev eth0 root tbf rate 200mbit burst 128kb latency 50ms".split())
+        hosts.run(1, ["tc", *SHAPE.split()])
         found = checked(hosts)
     names = {one["from"] for one in found[0]["links"]}
     slow = [one for one in found[0]["findings"] if one["status"] == "slow"]
@@ -127,6 +129,7 @@ def test_a_firewall_that_drops_all_but_rank_0s_port_is_named() -> None:
     assert by_name(found[0])["all-reduce of the job"]["status"] == "skipped"
 
 
+@pytest.mark.slow
 @HOSTS
 def test_a_firewall_before_rank_0_is_named_by_both_ranks() -> None:
     with Hosts(2) as hosts:
@@ -142,9 +145,11 @@ def test_a_firewall_before_rank_0_is_named_by_both_ranks() -> None:
 
 
 @HOSTS
-def test_rank_0_that_does_not_listen_is_refused_not_timed_out() -> None:
+def test_an_address_of_another_host_than_rank_0s_is_named_by_both_ranks() -> None:
     with Hosts(2) as hosts:
-        _, second = checked(hosts, 1, address=hosts.addresses[1])  # rank 0 listens on the other host
+        first, second = checked(hosts, 1, address=hosts.addresses[1])
+    assert first["findings"][0]["name"] == "rank 0 to itself"
+    assert first["findings"][0]["measured"].endswith("this host does not have the address")
     assert second["findings"][0]["measured"].startswith(f"refused: {hosts.addresses[1]}:{PORT}")
     assert "nothing listens there" in second["findings"][0]["remedy"]
 
@@ -164,6 +169,7 @@ def test_a_name_that_rank_0_resolves_to_loopback_is_named(tmp_path: Path) -> Non
     assert by_name(found[0])["all-reduce of the job"]["status"] == "skipped"
 
 
+@pytest.mark.slow
 @HOSTS
 def test_an_unknown_name_of_rank_0_is_named(tmp_path: Path) -> None:
     with Hosts(2) as hosts:
@@ -172,20 +178,6 @@ def test_an_unknown_name_of_rank_0_is_named(tmp_path: Path) -> None:
         _, second = checked(hosts, 1, address="node0.cluster", hosts_files=lambda rank: str(tmp_path / f"hosts{rank}"))
     assert second["findings"][0]["measured"].startswith("unknown name: node0.cluster")
     assert "/etc/hosts" in second["findings"][0]["remedy"]
-
-
-def drop_tcp(hosts: Hosts, host: int, but: int = 0) -> None:
-    """Drop TCP packets that a host sends, but those to a port: by a queue of no packets, for want of nftables."""
-    shape = [
-        "qdisc add dev eth0 root handle 1: htb default 10 r2q 100000",
-        "class add dev eth0 parent 1: classid 1:10 htb rate 10gbit",
-        "class add dev eth0 parent 1: classid 1:20 htb rate 10gbit",
-        "qdisc add dev eth0 parent 1:20 pfifo limit 0",
-        f"filter add dev eth0 parent 1: protocol ip prio 1 u32 match ip dport {but} 0xffff flowid 1:10",
-        "filter add dev eth0 parent 1: protocol ip prio 2 u32 match ip protocol 6 0xff flowid 1:20",
-    ]
-    for words in shape:
-        hosts.run(host, ["tc", *words.split()])
 
 
 # Links
