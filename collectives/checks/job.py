@@ -29,7 +29,7 @@ from gangline.collectives.checks.links import (
     measure,
     rounds_of_pairs,
 )
-from gangline.collectives.checks.this_host import check_host
+from gangline.collectives.checks.this_host import HOST_STEPS, check_host
 from gangline.collectives.checks.two_ranks import finding_of_all_reduce, measure_all_reduce
 from gangline.collectives.communicator import open_communicator
 from gangline.collectives.errors import GanglineError
@@ -69,12 +69,10 @@ def job(seconds: float, names: Sequence[str] = ()) -> dict[str, Any]:
         info = from_environment(os.environ)
     except (RuntimeError, ValueError) as error:
         return _alone(own, Finding(Status.BROKEN, "launcher", str(error), "`gangline env` shows what was found"))
-    closed = _reach_itself(info) if info.rank == 0 else _reach_rank_0(info, seconds)
-    if closed is not None:
-        return _alone(own, closed)
     try:
-        rendezvous = Rendezvous(timeout=2 * seconds)  # in which other hosts' checks end
-        return _of_all(rendezvous, names, own, seconds)
+        check_address(info.host)
+        closed = _reach_itself(info) if info.rank == 0 else _reach_rank_0(info, seconds)
+        return _of_all(names, own, seconds) if closed is None else _alone(own, closed)
     except (GanglineError, OSError, RuntimeError, ValueError) as error:
         remedy = (
             "the output of the rank that is named says why it did not come: it has not started, cannot reach "
@@ -111,13 +109,10 @@ def _reach_rank_0(info: RankInfo, seconds: float) -> Finding | None:
 def _reach_itself(info: RankInfo) -> Finding | None:
     """Check that rank 0's address leads back to it; torch's store would wait 5 minutes for itself."""
     try:
-        check_address(info.host)
         address = resolved(info.host)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family) as probe:
             probe.bind((address, 0))
-        return None
-    except RuntimeError:  # of check_address; the rendezvous raises it too
         return None
     except OSError as error:
         kind, text = kind_of(error), str(error.strerror or error)
@@ -145,11 +140,14 @@ def _scheduler(host: str | None, port: str) -> list[Finding]:
     return [Finding(Status.OK, "scheduler", f"answers at {host}:{port}")]
 
 
-def _of_all(rendezvous: Rendezvous, checks: Sequence[str], own: Sequence[Finding], seconds: float) -> dict[str, Any]:
+def _of_all(checks: Sequence[str], own: Sequence[Finding], seconds: float) -> dict[str, Any]:
+    rendezvous = Rendezvous(timeout=seconds)
     server, member = _listen(rendezvous)
     try:
+        members = [_Member(**json.loads(one)) for one in rendezvous.exchange(json.dumps(asdict(member)).encode())]
+        rendezvous.close()
+        rendezvous = Rendezvous(timeout=HOST_STEPS * seconds)  # all have come; the checks of a host may take long
         exchange = rendezvous.exchange
-        members = [_Member(**json.loads(one)) for one in exchange(json.dumps(asdict(member)).encode())]
         hosts = number_hosts([one.identity for one in members])
         firsts = [members[hosts.index(host)] for host in range(max(hosts) + 1)]
         names = _distinct([one.name for one in firsts])

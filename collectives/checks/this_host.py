@@ -35,6 +35,8 @@ _SETTINGS: tuple[dict[str, str], ...] = (
     {"NCCL_SHM_DISABLE": "1"},
 )
 """Environments in which NCCL is tried; all but the first only if that one fails or lacks peer-to-peer access."""
+HOST_STEPS = 2 + len(_SETTINGS)
+"""Longest time of `check_host`, in deadlines of a check."""
 _FASTER = 1.3
 """A setting that is faster than none by this factor is named."""
 _NAME = "NCCL between GPUs"

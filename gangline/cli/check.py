@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from gangline.collectives.checks.finding import Finding
 
 _JOB = "job"
-_STEPS_OF_JOB = 6
-"""Deadline of a job's check in those of a single one: ranks join, wait for each host's checks, and measure."""
 _MOST_HOSTS_IN_TABLE = 16
 
 
@@ -37,7 +35,7 @@ def check(
     runs in a process of its own, which is killed at its deadline. The exit code is 1 if a job could not run.
     """
     from gangline.collectives.checks.finding import Check, Finding, Status, finding_of, findings_of, run
-    from gangline.collectives.checks.this_host import CHECKS, check_host
+    from gangline.collectives.checks.this_host import CHECKS, HOST_STEPS, check_host
 
     names = _chosen([*(one.name for one in CHECKS), _JOB], only)
     findings: list[Finding] = []
@@ -48,7 +46,8 @@ def check(
         findings.append(Finding(Status.BROKEN, _JOB, problem, "`gangline env` shows what was found"))
     elif _JOB in names and size > 1:
         one = Check(_JOB, "job", "job", "the output of the other ranks names the rank that does not answer")
-        (outcome,) = run([one], _STEPS_OF_JOB * timeout, {"seconds": timeout, "names": names})
+        # ranks join, check their hosts, measure links, reduce
+        (outcome,) = run([one], 2 * HOST_STEPS * timeout, {"seconds": timeout, "names": names})
         if outcome.problem:
             findings += findings_of(one, outcome)
         else:
