@@ -190,6 +190,11 @@ VARIABLES = (
         "",
         "Relative speed of each worker, such as 3,1; auto measures it. Set by `gangline launch --work-load-list`.",
     ),
+    Variable(
+        "GANGLINE_JOB_KEY_FD",
+        "",
+        "Set by `gangline launch`: inherited descriptor from which a process reads the job key.",
+    ),
     Variable("GANGLINE_SUPERVISED", "0", "Set by `gangline launch`: servers wait for workers without a limit."),
     Variable("GANGLINE_ANNOUNCE_FD", "", "Set for a scheduler that chooses its port: where it writes the port."),
     Variable("GANGLINE_PARENT", "", "Set for a scheduler or server that a worker starts: the worker's process id."),
