@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gangline.collectives.bootstrap.launcher_environment import RankInfo, from_environment
+from gangline.collectives.bootstrap.launcher_environment import RankInfo, find_rank_info
 from gangline.collectives.bootstrap.rendezvous import Rendezvous, host_identity, number_hosts
 from gangline.collectives.checks.finding import Finding, Status
 from gangline.collectives.checks.host import loopback_remedy
@@ -66,7 +66,7 @@ def job(seconds: float, names: Sequence[str] = ()) -> dict[str, Any]:
     """
     own = _scheduler(os.environ.get("DMLC_PS_ROOT_URI"), os.environ.get("DMLC_PS_ROOT_PORT", ""))
     try:
-        info = from_environment(os.environ)
+        info = find_rank_info(None, None, None, os.environ)
     except (RuntimeError, ValueError) as error:
         return _alone(own, Finding(Status.BROKEN, "launcher", str(error), "`gangline env` shows what was found"))
     try:
@@ -78,7 +78,10 @@ def job(seconds: float, names: Sequence[str] = ()) -> dict[str, Any]:
             "the output of the rank that is named says why it did not come: it has not started, cannot reach "
             f"{info.host}:{info.port} (firewall, wrong MASTER_ADDR), or lacks GANGLINE_INSECURE=1 or the job key"
         )
-        return _alone(own, Finding(Status.BROKEN, _RENDEZVOUS, f"{type(error).__name__}: {error}", remedy))
+        measured = f"{type(error).__name__}: {error}"
+        if loopback := _loopback_behind(info.host):
+            measured, remedy = f"{loopback}; {measured}", loopback_remedy(info.host)
+        return _alone(own, Finding(Status.BROKEN, _RENDEZVOUS, measured, remedy))
 
 
 def _alone(own: Sequence[Finding], closed: Finding) -> dict[str, Any]:
@@ -98,12 +101,18 @@ def _reach_rank_0(info: RankInfo, seconds: float) -> Finding | None:
             break
         time.sleep(_RETRY_SECONDS)
     remedy, measured = REMEDIES[kind], f"{kind}: {info.host}:{info.port}: {text}"
-    with suppress(OSError):
-        address = resolved(info.host)
-        if is_loopback(address) and not is_loopback(info.host):
-            measured = f"{info.host} resolves to {address} on this host, a loopback address; {measured}"
-            remedy = loopback_remedy(info.host)
+    if loopback := _loopback_behind(info.host):
+        measured, remedy = f"{loopback}; {measured}", loopback_remedy(info.host)
     return Finding(Status.BROKEN, f"rank {info.rank} to rank 0", measured, remedy)
+
+
+def _loopback_behind(host: str) -> str:
+    """Return a text on the loopback address that a host's name resolves to; "" if it does not, or is an address."""
+    with suppress(OSError):
+        address = resolved(host)
+        if is_loopback(address) and host not in (address, "localhost"):
+            return f"{host} resolves to {address} on {socket.gethostname()}, a loopback address"
+    return ""
 
 
 def _reach_itself(info: RankInfo) -> Finding | None:
@@ -194,10 +203,9 @@ def _listen(rendezvous: Rendezvous) -> tuple[ProbeServer | None, _Member]:
         port = server.port
     except (OSError, RuntimeError, ValueError) as error:
         problem = f"cannot listen at {address or rendezvous.host}: {error}"
-    name = socket.gethostname()
-    if not problem and is_loopback(address) and not is_loopback(rendezvous.host):
-        problem = f"{rendezvous.host} resolves to {resolved(rendezvous.host)} on {name}, a loopback address"
-    return server, _Member(rendezvous.rank, name, host_identity(), address, port, token.hex(), problem)
+    if is_loopback(address):
+        problem = problem or _loopback_behind(rendezvous.host)
+    return server, _Member(rendezvous.rank, socket.gethostname(), host_identity(), address, port, token.hex(), problem)
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

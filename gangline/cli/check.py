@@ -77,10 +77,10 @@ def _chosen(names: list[str], only: list[str] | None) -> list[str]:
 
 def _place() -> tuple[int, int, str]:
     """Return this process's rank and job size, 0 and 1 without a launcher, and what is wrong with its variables."""
-    from gangline.collectives.bootstrap.launcher_environment import from_environment
+    from gangline.collectives.bootstrap.launcher_environment import find_rank_info
 
     try:
-        info = from_environment(os.environ)
+        info = find_rank_info(None, None, None, os.environ)
     except RuntimeError:
         return 0, 1, ""
     except ValueError as error:
