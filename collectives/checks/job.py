@@ -71,12 +71,18 @@ def job(seconds: float, names: Sequence[str] = ()) -> dict[str, Any]:
         return _alone(own, Finding(Status.BROKEN, "launcher", str(error), "`gangline env` shows what was found"))
     try:
         check_address(info.host)
+    except (OSError, RuntimeError, ValueError) as error:
+        remedy = (
+            "give all ranks the same job key, or set GANGLINE_INSECURE=1 in every process on a network that you trust"
+        )
+        return _alone(own, Finding(Status.BROKEN, "job key", str(error), remedy))
+    try:
         closed = _reach_itself(info) if info.rank == 0 else _reach_rank_0(info, seconds)
         return _of_all(names, own, seconds) if closed is None else _alone(own, closed)
     except (GanglineError, OSError, RuntimeError, ValueError) as error:
         remedy = (
             "the output of the rank that is named says why it did not come: it has not started, cannot reach "
-            f"{info.host}:{info.port} (firewall, wrong MASTER_ADDR), or lacks GANGLINE_INSECURE=1 or the job key"
+            f"{info.host}:{info.port} (firewall, wrong MASTER_ADDR), or has another job key"
         )
         measured = f"{type(error).__name__}: {error}"
         if loopback := _loopback_behind(info.host):

@@ -178,6 +178,15 @@ def test_an_unknown_name_of_rank_0_is_named(tmp_path: Path) -> None:
     assert "/etc/hosts" in second["findings"][0]["remedy"]
 
 
+def test_an_address_outside_this_host_needs_a_key_or_permission(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GANGLINE_INSECURE", raising=False)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "192.0.2.1"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
+    (finding,) = job(1)["findings"]
+    assert (finding["name"], finding["status"]) == ("job key", "broken")
+    assert "GANGLINE_INSECURE=1" in finding["remedy"]
+
+
 # Links
 
 
