@@ -11,6 +11,7 @@ from itertools import permutations
 from typing import Any
 
 import torch
+from torch import distributed
 
 from gangline.collectives.checks.finding import Finding, Status
 from gangline.collectives.communicator import Communicator
@@ -135,8 +136,6 @@ def nccl(seconds: float, backend: str = "nccl", ranks: int | None = None) -> dic
 
 
 def _reduce(comm: Communicator, backend: str, store: str, seconds: float) -> tuple[float, bool]:
-    from torch import distributed
-
     device = torch.device("cuda", comm.rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
