@@ -27,6 +27,7 @@ from gangline.collectives.checks.links import (
     kind_of,
     links_table,
     measure,
+    problem_of,
     rounds_of_pairs,
 )
 from gangline.collectives.checks.this_host import HOST_STEPS, check_host
@@ -102,11 +103,11 @@ def _reach_rank_0(info: RankInfo, seconds: float) -> Finding | None:
             socket.create_connection((info.host, info.port), timeout=CONNECT_SECONDS).close()
             return None
         except OSError as error:
-            kind, text = kind_of(error), str(error.strerror or error)
+            kind, measured = kind_of(error), problem_of(error, info.host, info.port)
         if time.monotonic() > until:
             break
         time.sleep(_RETRY_SECONDS)
-    remedy, measured = REMEDIES[kind], f"{kind}: {info.host}:{info.port}: {text}"
+    remedy = REMEDIES[kind]
     if loopback := _loopback_behind(info.host):
         measured, remedy = f"{loopback}; {measured}", loopback_remedy(info.host)
     return Finding(Status.BROKEN, f"rank {info.rank} to rank 0", measured, remedy)
@@ -130,16 +131,16 @@ def _reach_itself(info: RankInfo) -> Finding | None:
             probe.bind((address, 0))
         return None
     except OSError as error:
-        kind, text = kind_of(error), str(error.strerror or error)
+        kind, measured = kind_of(error), problem_of(error, info.host, info.port)
         if error.errno == errno.EADDRNOTAVAIL:
             try:  # address translation may lead here all the same
                 with socket.create_server(("", info.port), family=family):
                     socket.create_connection((address, info.port), timeout=CONNECT_SECONDS).close()
                 return None
             except OSError as second:
-                kind, text = kind_of(second), "this host does not have the address"
+                measured = f"this host does not have the address; {problem_of(second, info.host, info.port)}"
     remedy = REMEDIES[kind] if kind == "unknown name" else "MASTER_ADDR must be an address of the host of rank 0"
-    return Finding(Status.BROKEN, "rank 0 to itself", f"{kind}: {info.host}:{info.port}: {text}", remedy)
+    return Finding(Status.BROKEN, "rank 0 to itself", measured, remedy)
 
 
 def _scheduler(host: str | None, port: str) -> list[Finding]:
@@ -149,9 +150,8 @@ def _scheduler(host: str | None, port: str) -> list[Finding]:
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
     except OSError as error:
-        kind = kind_of(error)
-        measured = f"{kind}: {host}:{port}: {error.strerror or error}"
-        return [Finding(Status.BROKEN, "scheduler", measured, REMEDIES[kind])]
+        measured = problem_of(error, host, int(port))
+        return [Finding(Status.BROKEN, "scheduler", measured, REMEDIES[kind_of(error)])]
     return [Finding(Status.OK, "scheduler", f"answers at {host}:{port}")]
 
 

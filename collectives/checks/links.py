@@ -73,6 +73,12 @@ def kind_of(error: OSError) -> str:
     return "no route" if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH) else "other"
 
 
+def problem_of(error: OSError, address: str, port: int) -> str:
+    """Return the text for a failed connection: its kind and where it went."""
+    kind, where = kind_of(error), f"{address}:{port}"
+    return f"{where}: {error.strerror or error}" if kind == "other" else f"{kind}: {where}"
+
+
 class ProbeServer:
     """Answers the measurements of other hosts until it is closed; it takes connections that send the token first.
 
@@ -139,8 +145,7 @@ def measure(link: LinkReport, port: int, token: bytes) -> LinkReport:
         with _connected(link.address, port, token, b"b") as connection:
             _measure_bandwidth(link, connection)
     except OSError as error:
-        link.kind = kind_of(error)
-        link.problem = f"{link.address}:{port}: {error.strerror or error}"
+        link.kind, link.problem = kind_of(error), problem_of(error, link.address, port)
     return link
 
 
@@ -170,7 +175,7 @@ def _measure_bandwidth(link: LinkReport, connection: socket.socket) -> None:
 def findings_of_links(links: Sequence[LinkReport], names: Sequence[str]) -> list[Finding]:
     """Return the findings for all links between hosts of these names: closed and slow ones, and the clocks."""
     findings = [
-        Finding(Status.BROKEN, f"link {_name(link, names)}", f"{link.kind}: {link.problem}", REMEDIES[link.kind])
+        Finding(Status.BROKEN, f"link {_name(link, names)}", link.problem, REMEDIES[link.kind])
         for link in links
         if link.problem
     ]
