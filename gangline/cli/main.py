@@ -14,6 +14,7 @@ import typer
 from gangline.cli import logs
 from gangline.cli.balance import balance
 from gangline.cli.bench import bench
+from gangline.cli.check import check
 from gangline.cli.devices import devices
 from gangline.cli.env import env
 from gangline.cli.key import key
@@ -58,7 +59,7 @@ app.command()(command(train, TrainOptions))
 app.command()(command(score, ScoreOptions))
 app.command()(command(predict, PredictOptions))
 app.command(context_settings={"allow_interspersed_args": False})(launch)  # options after CMD belong to CMD
-for subcommand in (devices, env, server, scheduler):
+for subcommand in (check, devices, env, server, scheduler):
     app.command()(subcommand)
 app.add_typer(balance, name="balance")
 app.add_typer(bench, name="bench")

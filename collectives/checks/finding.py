@@ -1,0 +1,144 @@
+"""Findings of checks, and the runner that makes each check in a child process under a deadline."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+
+class Status(StrEnum):
+    """Result of a check."""
+
+    OK = "ok"
+    WARN = "warn"
+    """A job runs here, but some jobs would not."""
+    SLOW = "slow"
+    """A job runs, slower than this machine allows."""
+    BROKEN = "broken"
+    """A job could not run."""
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Line of the report."""
+
+    status: Status
+    name: str
+    measured: str
+    remedy: str = ""
+    """What to do; empty if nothing is to be done."""
+    host: str = ""
+    """Host to which it applies; empty for the only one, or for all."""
+
+
+class Check(NamedTuple):
+    """A check: a function of a module of this folder that returns findings as JSON values."""
+
+    name: str
+    module: str
+    function: str
+    remedy: str = ""
+    """What to do if it does not end within the deadline."""
+
+
+class Outcome(NamedTuple):
+    """Value that a check's function returned, or why there is none."""
+
+    value: Any
+    problem: str
+    is_late: bool = False
+
+
+def run(
+    checks: Iterable[Check],
+    seconds: float,
+    arguments: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> list[Outcome]:
+    """Run checks side by side, each in a child process, and return their outcomes in order.
+
+    Args:
+        checks: what to run.
+        seconds: deadline of each; its process group is killed when it passes.
+        arguments: keyword arguments of the functions, as JSON values.
+        environment: variables added to this process's environment.
+    """
+    started: list[_Child] = []
+    try:
+        for check in checks:
+            started.append(_Child(check, arguments or {}, environment or {}))  # noqa: PERF401  closed if one fails
+        until = time.monotonic() + seconds
+        return [child.outcome(until, seconds) for child in started]
+    finally:
+        for child in started:
+            child.close()
+
+
+def findings_of(check: Check, outcome: Outcome) -> list[Finding]:
+    """Return the findings of a check; one that says why if its process hung or died."""
+    if not outcome.problem:
+        return [finding_of(one) for one in outcome.value]
+    remedy = (
+        check.remedy if outcome.is_late and check.remedy else f"run it alone: gangline -v check --only {check.name}"
+    )
+    return [Finding(Status.BROKEN, check.name, outcome.problem, remedy)]
+
+
+def finding_of(fields: Mapping[str, Any]) -> Finding:
+    """Return a finding from its fields, as `dataclasses.asdict` gives them."""
+    return Finding(**{**fields, "status": Status(fields["status"])})
+
+
+class _Child:
+    """Process of a check. Its output goes to files, which cannot fill up as pipes do."""
+
+    def __init__(self, check: Check, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by close()
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        words = [check.module, check.function, json.dumps(arguments), str(os.getpid())]
+        self._process = subprocess.Popen(  # noqa: S603
+            [sys.executable, "-m", f"{__package__}.child", *words],
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=None if os.environ.get("GANGLINE_LOG") == "debug" else self._errors,
+            start_new_session=True,
+            pass_fds=_key_descriptors(),
+        )
+
+    def outcome(self, until: float, seconds: float) -> Outcome:
+        try:
+            code = self._process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return Outcome(None, f"did not end within {seconds:g} s", is_late=True)
+        if code == 0:
+            self._output.seek(0)
+            return Outcome(json.loads(self._output.read()), "")
+        self._errors.seek(0)
+        lines = self._errors.read().strip().splitlines()
+        end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return Outcome(None, f"{end}: {lines[-1]}" if lines else end)
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # also what the check has started
+        self._process.wait()
+        self._output.close()
+        self._errors.close()
+
+
+def _key_descriptors() -> Sequence[int]:
+    """Return the descriptor by which a launcher hands over the job's key."""
+    text = os.environ.get("GANGLINE_JOB_KEY_FD", "")
+    return [int(text)] if text.isdecimal() else []

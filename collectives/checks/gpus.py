@@ -1,0 +1,158 @@
+"""Checks of the GPUs: copies from the host and between each two, and NCCL between processes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import distributed
+
+from gangline.collectives.checks.finding import Finding, Status
+from gangline.collectives.communicator import Communicator
+from gangline.collectives.devices.links import LinkMatrix, read_links
+from gangline.collectives.processes.spawning import spawn
+
+_COPIED = 64 << 20
+_ELEMENTS = 8 << 20
+_CALLS = 5
+_SLOW_SHARE = 1 / 3
+_WITHOUT_PEERS = (
+    "copies go through host memory. GeForce cards have no peer-to-peer access; else disable IOMMU and ACS "
+    "(`iommu=pt` on the kernel's command line, ACS in the BIOS) or, in a virtual machine, pass them through together"
+)
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Check that each GPU computes and copies, and each two GPUs copy to each other at the speed of their link."""
+    if not torch.cuda.is_available():
+        return [asdict(_no_gpu())]
+    links = read_links()
+    findings = [_host_copy(index) for index in range(len(links))]
+    findings += [_peer_copy(links, a, b) for a, b in permutations(range(len(links)), 2)]
+    return [asdict(finding) for finding in findings]
+
+
+def _no_gpu() -> Finding:
+    if torch.version.cuda is None:
+        remedy = "install a CUDA build of torch"
+        return Finding(Status.WARN, "GPUs", "this machine has some, but torch is built without CUDA", remedy)
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    remedy = f"`nvidia-smi` shows whether the driver works; it must support CUDA {torch.version.cuda}"
+    if hidden is not None:
+        remedy = f"CUDA_VISIBLE_DEVICES is {hidden!r}; {remedy}"
+    return Finding(Status.WARN, "GPUs", "this machine has some, but torch sees none", remedy)
+
+
+def _host_copy(index: int) -> Finding:
+    name, device = f"gpu({index})", torch.device("cuda", index)
+    try:
+        source = torch.arange(_COPIED // 4, dtype=torch.int32).pin_memory()
+        seconds, is_equal = timed_copy(source, device)
+    except RuntimeError as error:
+        remedy = "pinned memory needs `ulimit -l unlimited` and free host memory; see `nvidia-smi` for other programs"
+        return Finding(Status.BROKEN, name, str(error).splitlines()[0], remedy)
+    if not is_equal:
+        return Finding(Status.BROKEN, name, "a copy from the host has other bytes", "replace the card or its riser")
+    return Finding(Status.OK, name, f"{torch.cuda.get_device_properties(index).name}, {_rate(seconds)} from the host")
+
+
+def _peer_copy(links: LinkMatrix, a: int, b: int) -> Finding:
+    source = torch.arange(_COPIED // 4, dtype=torch.int32, device=torch.device("cuda", a))
+    seconds, is_equal = timed_copy(source, torch.device("cuda", b))
+    has_access = torch.cuda.can_device_access_peer(a, b)
+    return finding_of_copy(f"gpu({a}) to gpu({b})", seconds, is_equal, has_access, links.links[a][b].gb_per_s)
+
+
+def timed_copy(source: torch.Tensor, device: torch.device) -> tuple[float, bool]:
+    """Copy a tensor to a device and back; return the seconds of the first copy, and whether the bytes are the same."""
+    target = torch.empty_like(source, device=device)
+    target.copy_(source)  # the first copy sets up the link
+    _synchronize(source, target)
+    begin = time.perf_counter()
+    target.copy_(source)
+    _synchronize(source, target)
+    return time.perf_counter() - begin, torch.equal(target.cpu(), source.cpu())
+
+
+def _synchronize(*tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+
+
+def finding_of_copy(name: str, seconds: float, is_equal: bool, has_access: bool, estimate: float) -> Finding:
+    """Return the finding for a copy between two GPUs.
+
+    Args:
+        name: name of the finding.
+        seconds: time of the copy.
+        is_equal: False if it changed the bytes.
+        has_access: True if the GPUs have peer-to-peer access.
+        estimate: GB/s that the link should carry (`Link.gb_per_s`).
+    """
+    if not is_equal:
+        remedy = (
+            "an IOMMU or ACS redirects the copies: disable them (`iommu=pt`, ACS in the BIOS); until then "
+            "NCCL_P2P_DISABLE=1 and GANGLINE_DEVICE_GROUP=staged"
+        )
+        return Finding(Status.BROKEN, name, "the copy has other bytes", remedy)
+    if not has_access:
+        return Finding(Status.SLOW, name, f"{_rate(seconds)}, no peer-to-peer access", _WITHOUT_PEERS)
+    if _COPIED / 1e9 / seconds < _SLOW_SHARE * estimate:
+        remedy = "see `nvidia-smi topo -m`, the width of the slots (`nvidia-smi -q -d PCIE`), IOMMU and ACS"
+        return Finding(Status.SLOW, name, f"{_rate(seconds)}; its link should carry {estimate:.0f} GB/s", remedy)
+    return Finding(Status.OK, name, f"{_rate(seconds)} peer to peer")
+
+
+def nccl(seconds: float, backend: str = "nccl", ranks: int | None = None) -> dict[str, Any]:
+    """Reduce over all GPUs by NCCL, a process each; return ``ranks``, and if above 1 the rate and what was wrong.
+
+    Args:
+        seconds: time limit of a collective.
+        backend: backend of torch.distributed; those other than "nccl" reduce on the CPU.
+        ranks: number of processes; None for the number of GPUs.
+    """
+    count = torch.cuda.device_count() if ranks is None else ranks
+    if count < 2:
+        return {"ranks": count}
+    lacks_peers = backend == "nccl" and not all(
+        torch.cuda.can_device_access_peer(a, b) for a, b in permutations(range(count), 2)
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        results = spawn(_reduce, count, backend, f"file://{folder}/store", seconds, threads=1)
+    slowest = max(taken for taken, _ in results)
+    return {
+        "ranks": count,
+        "gb_per_s": 4 * _ELEMENTS / 1e9 / slowest,
+        "wrong": [rank for rank, (_, is_right) in enumerate(results) if not is_right],
+        "lacks_peers": lacks_peers,
+    }
+
+
+def _reduce(comm: Communicator, backend: str, store: str, seconds: float) -> tuple[float, bool]:
+    device = torch.device("cuda", comm.rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    limit = timedelta(seconds=seconds)
+    distributed.init_process_group(backend, init_method=store, rank=comm.rank, world_size=comm.size, timeout=limit)
+    try:
+        tensor = torch.full((_ELEMENTS,), float(comm.rank + 1), device=device)
+        distributed.all_reduce(tensor)
+        is_right = bool((tensor == comm.size * (comm.size + 1) / 2).all())
+        begin = time.perf_counter()
+        for _ in range(_CALLS):
+            distributed.all_reduce(tensor)
+        _synchronize(tensor)
+        return (time.perf_counter() - begin) / _CALLS, is_right
+    finally:
+        distributed.destroy_process_group()
+
+
+def _rate(seconds: float) -> str:
+    return f"{_COPIED / 1e9 / max(seconds, 1e-9):.1f} GB/s"

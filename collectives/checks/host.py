@@ -1,0 +1,332 @@
+"""Checks of this host: memory that processes share, limits, host name, ports and clock."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import resource
+import secrets
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from gangline.collectives.checks.finding import Finding, Status
+from gangline.collectives.transports.addresses import is_loopback, resolved
+from gangline.collectives.transports.shm import cma
+
+_PROBE_BYTES = 32 << 20
+_LEAST_MEMORY = 1 << 30
+_LEAST_DEV_SHM = 256 << 20
+_WRITTEN_TO_DEV_SHM = 1 << 20
+_LEAST_FILES, _COMFORTABLE_FILES = 128, 1024
+_THREADS = 32
+_DEV_SHM = Path("/dev/shm")  # noqa: S108
+_PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+_SOCKETS_INSTEAD = "without it ranks use sockets, several times slower for small messages"
+
+
+def shared_memory() -> list[dict[str, Any]]:
+    """Check that another process opens shared memory of this one."""
+    # It imports torch, which the other checks here do without.
+    from gangline.collectives.transports.shm.segments import Offer, open_offered
+
+    name = "shared memory"
+    try:
+        offer = Offer(_PROBE_BYTES)
+    except OSError as error:
+        remedy = _MEMFD_REMEDIES.get(
+            error.errno or 0, "memfd_create is blocked, as by an old container runtime: renew it"
+        )
+        return _packed(Finding(Status.SLOW, name, f"cannot offer memory: {error}", f"{remedy}; {_SOCKETS_INSTEAD}"))
+    ctypes.memset(offer.segment.address, 1, _PROBE_BYTES)
+
+    def read() -> float:
+        segment = open_offered(offer.handle)
+        target = ctypes.create_string_buffer(_PROBE_BYTES)
+        ctypes.memset(target, 1, _PROBE_BYTES)  # page faults would be measured
+        begin = time.perf_counter()
+        ctypes.memmove(target, segment.address, _PROBE_BYTES)
+        return time.perf_counter() - begin
+
+    with _Forked(read) as reader:
+        seconds, problem = reader.result()
+    offer.close()
+    if problem:
+        remedy = f"run all ranks as one user and in one container, without hidepid on /proc; {_SOCKETS_INSTEAD}"
+        return _packed(Finding(Status.SLOW, name, f"cannot open another process's memory: {problem}", remedy))
+    return _packed(Finding(Status.OK, name, f"another process opens it and reads {_rate(seconds)}"))
+
+
+_MEMFD_REMEDIES = {
+    errno.EFBIG: "`ulimit -f unlimited`: shared memory counts as a file",
+    errno.ENOMEM: "raise the memory limit (`ulimit -v`, the container's)",
+    errno.EMFILE: "`ulimit -n 65536`",
+}
+
+
+def dev_shm() -> list[dict[str, Any]]:
+    """Check that there is room in /dev/shm."""
+    name = str(_DEV_SHM)
+    remedy = (
+        f"remove what dead programs left (`ls -l {name}`) or enlarge it: `mount -o remount,size=8G {name}`, "
+        f"`docker run --shm-size 8g`, in Kubernetes an emptyDir with medium Memory at {name}; "
+        "data workers and NCCL keep their memory there and die with SIGBUS, gangline's ranks do not need it"
+    )
+    try:
+        room = os.statvfs(_DEV_SHM)
+        free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+        measured = f"{_size(free)} of {_size(total)} free"
+        with tempfile.TemporaryFile(dir=_DEV_SHM) as file:
+            os.posix_fallocate(file.fileno(), 0, _WRITTEN_TO_DEV_SHM)
+    except OSError as error:
+        where = measured if error.errno == errno.ENOSPC else name
+        return _packed(
+            Finding(
+                Status.BROKEN, name, f"cannot write {_size(_WRITTEN_TO_DEV_SHM)}: {error.strerror}, {where}", remedy
+            )
+        )
+    if free < _LEAST_DEV_SHM:
+        return _packed(Finding(Status.WARN, name, measured, remedy))
+    return _packed(Finding(Status.OK, name, measured))
+
+
+def cross_memory_attach() -> list[dict[str, Any]]:
+    """Check that one child reads another child's memory, as ranks of one host do."""
+    name = "cross-memory attach"
+    reading, writing = os.pipe()
+
+    def read() -> float:
+        owner, address, content = json.loads(os.read(reading, 1 << 12))
+        target = ctypes.create_string_buffer(_PROBE_BYTES)
+        ctypes.memset(target, 1, _PROBE_BYTES)  # page faults would be measured
+        begin = time.perf_counter()
+        cma.read(owner, address, ctypes.addressof(target), _PROBE_BYTES)
+        seconds = time.perf_counter() - begin
+        if target.raw[: len(content)] != content.encode():
+            raise OSError("the bytes that were read are not those that were written")
+        return seconds
+
+    with _Forked(read) as reader:
+
+        def offer() -> float:
+            content = secrets.token_hex(16)
+            own = ctypes.create_string_buffer(content.encode(), _PROBE_BYTES)
+            cma.allow_reads([reader.pid])
+            os.write(writing, json.dumps([os.getpid(), ctypes.addressof(own), content]).encode())
+            signal.pause()  # until it is killed
+            return 0.0
+
+        with _Forked(offer):
+            seconds, problem = reader.result()
+    if not problem:
+        return _packed(Finding(Status.OK, name, f"one process reads another's memory, {_rate(seconds)}"))
+    return _packed(
+        Finding(Status.SLOW, name, problem, f"{_cma_remedy()}; without it ranks copy large tensors once more")
+    )
+
+
+def _cma_remedy() -> str:
+    try:
+        scope = _PTRACE_SCOPE.read_text().strip()
+    except OSError:  # a kernel without Yama
+        scope = "0"
+    if scope in ("0", "1"):
+        return (
+            f"a container or its seccomp profile forbids it (kernel.yama.ptrace_scope is {scope}, which allows it): "
+            "`docker run --cap-add SYS_PTRACE`, in Kubernetes securityContext.capabilities.add [SYS_PTRACE]"
+        )
+    return f"`sysctl kernel.yama.ptrace_scope=1` (it is {scope}); in a container also SYS_PTRACE"
+
+
+def limits() -> list[dict[str, Any]]:
+    """Check the limits on memory, open files, threads, locked memory and the size of files."""
+    return _packed(_memory(), _open_files(), _thread_count(), _locked_memory(), *_file_size())
+
+
+def _memory() -> Finding:
+    free = psutil.virtual_memory().available
+    with suppress(OSError, ValueError):  # no cgroup, or one without limit ("max")
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        free = min(free, limit - used)
+    if free < _LEAST_MEMORY:
+        remedy = "end other programs, or raise the container's memory limit; shared memory counts as used memory"
+        return Finding(Status.WARN, "memory", f"{_size(free)} free", remedy)
+    return Finding(Status.OK, "memory", f"{_size(free)} free")
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    measured = f"ulimit -n is {_bound(soft)} of {_bound(hard)}"
+    remedy = "`ulimit -n 65536` (`docker run --ulimit nofile=65536`); a rank opens up to 15 for every other rank"
+    opened = 0
+    with ExitStack() as stack, suppress(OSError):
+        for _ in range(_LEAST_FILES):
+            stack.callback(os.close, os.dup(0))
+            opened += 1
+    if opened < _LEAST_FILES:
+        return Finding(Status.BROKEN, "open files", f"only {opened} more can be opened; {measured}", remedy)
+    is_low = soft != resource.RLIM_INFINITY and soft < _COMFORTABLE_FILES
+    return Finding(Status.WARN if is_low else Status.OK, "open files", measured, remedy if is_low else "")
+
+
+def _thread_count() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    end = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(_THREADS):
+            thread = threading.Thread(target=end.wait)
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        remedy = "`ulimit -u unlimited`, `docker run --pids-limit -1`, or end this user's other processes"
+        return Finding(Status.BROKEN, "threads", f"only {len(started)} more can be started: {error}", remedy)
+    finally:
+        end.set()
+        for thread in started:
+            thread.join()
+    return Finding(Status.OK, "threads", f"{_THREADS} more can be started, ulimit -u is {_bound(soft)}")
+
+
+def _locked_memory() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    measured = f"ulimit -l is {_bound(soft, _size)}"
+    needs = [path for path in ("/dev/infiniband", "/dev/nvidiactl") if Path(path).exists()]
+    if soft == resource.RLIM_INFINITY or not needs:
+        return Finding(Status.OK, "locked memory", measured)
+    remedy = "`ulimit -l unlimited` (`docker run --ulimit memlock=-1`): RDMA and NCCL lock memory"
+    return Finding(Status.WARN, "locked memory", f"{measured}, and {needs[0]} exists", remedy)
+
+
+def _file_size() -> list[Finding]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if soft == resource.RLIM_INFINITY:
+        return []
+    remedy = "`ulimit -f unlimited`: checkpoints and shared memory count as files"
+    return [Finding(Status.WARN, "file size", f"ulimit -f is {_size(soft)}", remedy)]
+
+
+def host_name() -> list[dict[str, Any]]:
+    """Check that this host's own name leads to an address that other hosts can use."""
+    name, own = "host name", socket.gethostname()
+    outside = [
+        f"{interface} {entry.address}"
+        for interface, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET and not is_loopback(entry.address)
+    ]
+    try:
+        address = resolved(own)
+    except OSError as error:
+        remedy = f"add {own} to /etc/hosts with this host's address, or use addresses instead of names"
+        return _packed(Finding(Status.WARN, name, f"{own} is unknown: {error.strerror or error}", remedy))
+    if is_loopback(address) and outside:
+        return _packed(
+            Finding(Status.WARN, name, f"{own} resolves to {address}, a loopback address", loopback_remedy(own))
+        )
+    return _packed(
+        Finding(Status.OK, name, f"{own} is {address}; this host has {', '.join(outside) or 'loopback only'}")
+    )
+
+
+def loopback_remedy(host: str) -> str:
+    """Return what to do where a host's name resolves to a loopback address."""
+    return (
+        f"peers on other hosts would get that address: give {host} its network address in /etc/hosts (Debian writes "
+        "127.0.1.1 there), or name the interface: `gangline launch --interface eth0`, DMLC_INTERFACE=eth0; or use the "
+        "address as MASTER_ADDR"
+    )
+
+
+def ports() -> list[dict[str, Any]]:
+    """Check that loopback carries TCP, and that there are free ports."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(2)
+            with socket.create_connection(server.getsockname(), timeout=2) as client, server.accept()[0] as accepted:
+                client.sendall(b"gangline")
+                accepted.settimeout(2)
+                accepted.recv(8)
+    except OSError as error:
+        remedy = "`ip link set lo up`; a firewall must accept interface lo"
+        return _packed(Finding(Status.BROKEN, "ports", f"no TCP connection on 127.0.0.1: {error}", remedy))
+    free = "free ports"
+    with suppress(OSError):
+        low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+        free = f"free ports from {low} to {high}"
+    return _packed(Finding(Status.OK, "ports", f"127.0.0.1 carries TCP; {free}"))
+
+
+def clock() -> list[dict[str, Any]]:
+    """Check that the clock is later than this package, which a clock without battery or time server is not."""
+    own = Path(__file__).stat().st_mtime
+    now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    if time.time() < own - 86400:
+        remedy = "set it by a time server (`timedatectl set-ntp true`): certificates and file times depend on it"
+        return _packed(Finding(Status.WARN, "clock", f"{now} is before this installation", remedy))
+    return _packed(Finding(Status.OK, "clock", now))
+
+
+class _Forked:
+    """Forked child that returns seconds, or the text of its OSError; closing it kills it."""
+
+    def __init__(self, function: Callable[[], float]) -> None:
+        self._reading, writing = os.pipe()
+        self.pid = os.fork()
+        if self.pid:
+            os.close(writing)
+            return
+        try:
+            answer = [function(), ""]
+        except (OSError, AttributeError) as error:  # AttributeError: a libc without process_vm_readv
+            answer = [0.0, str(error)]
+        except BaseException:  # noqa: BLE001  this process must not go on as its parent does
+            os._exit(1)
+        os.write(writing, json.dumps(answer).encode())
+        os._exit(0)
+
+    def result(self) -> tuple[float, str]:
+        """Wait for the child and return the seconds and the problem."""
+        answer = os.read(self._reading, 1 << 12)
+        seconds, problem = json.loads(answer) if answer else (0.0, "the child died")
+        return seconds, problem
+
+    def __enter__(self) -> _Forked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        os.close(self._reading)
+
+
+def _packed(*findings: Finding) -> list[dict[str, Any]]:
+    return [asdict(finding) for finding in findings]
+
+
+def _rate(seconds: float) -> str:
+    return f"{_PROBE_BYTES / 1e9 / max(seconds, 1e-9):.1f} GB/s"
+
+
+def _size(nbytes: int) -> str:
+    for unit, name in ((30, "GiB"), (20, "MiB")):
+        if nbytes >= 1 << unit:
+            return f"{nbytes / (1 << unit):.1f} {name}"
+    return f"{nbytes >> 10} KiB"
+
+
+def _bound(value: int, text: Callable[[int], str] = str) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else text(value)

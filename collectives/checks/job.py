@@ -1,0 +1,273 @@
+"""Check of a job: whether its ranks join, and what the links between their hosts carry."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gangline.collectives.bootstrap.launcher_environment import RankInfo, find_rank_info
+from gangline.collectives.bootstrap.rendezvous import Rendezvous, host_identity, number_hosts
+from gangline.collectives.checks.finding import Finding, Status
+from gangline.collectives.checks.host import loopback_remedy
+from gangline.collectives.checks.links import (
+    CONNECT_SECONDS,
+    REMEDIES,
+    TOKEN_BYTES,
+    LinkReport,
+    ProbeServer,
+    findings_of_links,
+    kind_of,
+    links_table,
+    measure,
+    problem_of,
+    rounds_of_pairs,
+)
+from gangline.collectives.checks.this_host import HOST_STEPS, check_host
+from gangline.collectives.checks.two_ranks import finding_of_all_reduce, measure_all_reduce
+from gangline.collectives.communicator import open_communicator
+from gangline.collectives.errors import GanglineError
+from gangline.collectives.transports.addresses import required_key, is_loopback, resolved
+from gangline.collectives.transports.base import BootstrapAllGather
+
+_RETRY_SECONDS = 0.2
+_RENDEZVOUS = "rendezvous"
+
+
+@dataclass
+class _Member:
+    """A rank, as it describes itself to the others."""
+
+    rank: int
+    name: str
+    identity: str
+    address: str
+    port: int
+    token: str
+    problem: str
+
+
+def job(seconds: float, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Check the job of this process. Collective: all ranks must call it.
+
+    Args:
+        seconds: time to wait for other ranks, at the start and in each exchange.
+        names: checks of a host, which the first rank of each host runs.
+
+    Returns:
+        ``findings`` and ``links`` of the whole job, equal on all ranks, and the ``table`` of the links. If this rank
+        has not joined the others, ``has_joined`` is False and the findings are its own.
+    """
+    own = _scheduler(os.environ.get("DMLC_PS_ROOT_URI"), os.environ.get("DMLC_PS_ROOT_PORT", ""))
+    try:
+        info = find_rank_info(None, None, None, os.environ)
+    except (RuntimeError, ValueError) as error:
+        return _alone(own, Finding(Status.BROKEN, "launcher", str(error), "`gangline env` shows what was found"))
+    try:
+        required_key(info.host)
+    except (OSError, RuntimeError, ValueError) as error:
+        remedy = (
+            "give all ranks the same job key, or set GANGLINE_INSECURE=1 in every process on a network that you trust"
+        )
+        return _alone(own, Finding(Status.BROKEN, "job key", str(error), remedy))
+    try:
+        closed = _reach_itself(info) if info.rank == 0 else _reach_rank_0(info, seconds)
+        return _of_all(names, own, seconds) if closed is None else _alone(own, closed)
+    except (GanglineError, OSError, RuntimeError, ValueError) as error:
+        remedy = (
+            "the output of the rank that is named says why it did not come: it has not started, cannot reach "
+            f"{info.host}:{info.port} (firewall, wrong MASTER_ADDR), or has another job key"
+        )
+        measured = f"{type(error).__name__}: {error}"
+        if loopback := _loopback_behind(info.host):
+            measured, remedy = f"{loopback}; {measured}", loopback_remedy(info.host)
+        return _alone(own, Finding(Status.BROKEN, _RENDEZVOUS, measured, remedy))
+
+
+def _alone(own: Sequence[Finding], closed: Finding) -> dict[str, Any]:
+    return {"findings": [asdict(one) for one in (*own, closed)], "links": [], "table": "", "has_joined": False}
+
+
+def _reach_rank_0(info: RankInfo, seconds: float) -> Finding | None:
+    """Connect to the address of rank 0, which may start later; return why that fails."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((info.host, info.port), timeout=CONNECT_SECONDS).close()
+            return None
+        except OSError as error:
+            kind, measured = kind_of(error), problem_of(error, info.host, info.port)
+        if time.monotonic() > until:
+            break
+        time.sleep(_RETRY_SECONDS)
+    remedy = REMEDIES[kind]
+    if loopback := _loopback_behind(info.host):
+        measured, remedy = f"{loopback}; {measured}", loopback_remedy(info.host)
+    return Finding(Status.BROKEN, f"rank {info.rank} to rank 0", measured, remedy)
+
+
+def _loopback_behind(host: str) -> str:
+    """Return a text on the loopback address that a host's name resolves to; "" if it does not, or is an address."""
+    with suppress(OSError):
+        address = resolved(host)
+        if is_loopback(address) and host not in (address, "localhost"):
+            return f"{host} resolves to {address} on {socket.gethostname()}, a loopback address"
+    return ""
+
+
+def _reach_itself(info: RankInfo) -> Finding | None:
+    """Check that rank 0's address leads back to it; torch's store would wait 5 minutes for itself."""
+    try:
+        address = resolved(info.host)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.bind((address, 0))
+        return None
+    except OSError as error:
+        kind, measured = kind_of(error), problem_of(error, info.host, info.port)
+        if error.errno == errno.EADDRNOTAVAIL:
+            try:  # address translation may lead here all the same
+                with socket.create_server(("", info.port), family=family):
+                    socket.create_connection((address, info.port), timeout=CONNECT_SECONDS).close()
+                return None
+            except OSError as second:
+                measured = f"this host does not have the address; {problem_of(second, info.host, info.port)}"
+    remedy = REMEDIES[kind] if kind == "unknown name" else "MASTER_ADDR must be an address of the host of rank 0"
+    return Finding(Status.BROKEN, "rank 0 to itself", measured, remedy)
+
+
+def _scheduler(host: str | None, port: str) -> list[Finding]:
+    """Check that the scheduler of a job with servers can be reached."""
+    if not host or not port.isdecimal() or os.environ.get("DMLC_NUM_SERVER") == "0":
+        return []
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        measured = problem_of(error, host, int(port))
+        return [Finding(Status.BROKEN, "scheduler", measured, REMEDIES[kind_of(error)])]
+    return [Finding(Status.OK, "scheduler", f"answers at {host}:{port}")]
+
+
+def _of_all(checks: Sequence[str], own: Sequence[Finding], seconds: float) -> dict[str, Any]:
+    rendezvous = Rendezvous(timeout=seconds)
+    server, member = _listen(rendezvous)
+    try:
+        members = [_Member(**json.loads(one)) for one in rendezvous.exchange(json.dumps(asdict(member)).encode())]
+        rendezvous.close()
+        rendezvous = Rendezvous(timeout=HOST_STEPS * seconds)  # all have come; the checks of a host may take long
+        exchange = rendezvous.exchange
+        hosts = number_hosts([one.identity for one in members])
+        firsts = [members[hosts.index(host)] for host in range(max(hosts) + 1)]
+        names = _distinct([one.name for one in firsts])
+        if rendezvous.rank in [first.rank for first in firsts]:
+            own = [*check_host(checks, seconds), *own]
+        of_hosts = [json.loads(one) for one in exchange(json.dumps([asdict(one) for one in own]).encode())]
+        findings = _findings_of_addresses(firsts, names)
+        links: list[LinkReport] = []
+        if len(firsts) > 1 and not any(finding.status == Status.BROKEN for finding in findings):
+            position = [first.rank for first in firsts].index(member.rank) if member in firsts else None
+            links = _measure(position, firsts, exchange)
+            findings += findings_of_links(links, names)
+        table = links_table(links, names) if links else ""
+        # A link that is closed makes the ranks wait for each other until a time limit.
+        if any(finding.status == Status.BROKEN for finding in findings):
+            findings.append(Finding(Status.SKIPPED, "all-reduce of the job", "the ranks cannot reach each other"))
+        else:
+            findings.append(_all_reduce(rendezvous, seconds))
+    finally:
+        if server is not None:
+            server.close()
+    shown: list[dict[str, Any]] = []
+    for host, of_host in zip(hosts, of_hosts, strict=True):
+        for one in of_host:
+            line = {**one, "host": names[host] if len(firsts) > 1 else ""}
+            if line not in shown:  # all ranks of a host report the scheduler
+                shown.append(line)
+    joined = Finding(Status.OK, _RENDEZVOUS, f"{len(members)} ranks on {len(firsts)} host{'s' * (len(firsts) > 1)}")
+    return {
+        "findings": [*shown, asdict(joined), *map(asdict, findings)],
+        "links": [{**asdict(link), "from": names[link.source], "to": names[link.target]} for link in links],
+        "table": table,
+        "has_joined": True,
+    }
+
+
+def _listen(rendezvous: Rendezvous) -> tuple[ProbeServer | None, _Member]:
+    token = secrets.token_bytes(TOKEN_BYTES)
+    address, port, problem, server = "", 0, "", None
+    try:
+        address = rendezvous.interface()
+        required_key(address)
+        server = ProbeServer(address, token)
+        port = server.port
+    except (OSError, RuntimeError, ValueError) as error:
+        problem = f"cannot listen at {address or rendezvous.host}: {error}"
+    if is_loopback(address):
+        problem = problem or _loopback_behind(rendezvous.host)
+    return server, _Member(rendezvous.rank, socket.gethostname(), host_identity(), address, port, token.hex(), problem)
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Return the names of hosts, with their numbers if two are equal, as in containers made from one image."""
+    return [name if names.count(name) == 1 else f"{name}#{number}" for number, name in enumerate(names)]
+
+
+def _findings_of_addresses(firsts: Sequence[_Member], names: Sequence[str]) -> list[Finding]:
+    """Return what is wrong with the addresses at which the hosts would reach each other."""
+    findings = []
+    for number, first in enumerate(firsts):
+        before = [names[other] for other in range(number) if firsts[other].address == first.address]
+        if len(firsts) > 1 and is_loopback(first.address):
+            problem = first.problem or f"rank {first.rank} offers {first.address}, a loopback address"
+            findings.append(Finding(Status.BROKEN, "address", problem, loopback_remedy(first.name), names[number]))
+        elif first.problem and not is_loopback(first.address):
+            remedy = "use an address or an interface of this host: `ip address`, --interface, DMLC_INTERFACE"
+            findings.append(Finding(Status.BROKEN, "address", first.problem, remedy, names[number]))
+        elif before:
+            remedy = "an address of a container's bridge or a cloned machine: name the interface, --interface eth0"
+            measured = f"{first.address} is the address of {before[0]} too"
+            findings.append(Finding(Status.BROKEN, "address", measured, remedy, names[number]))
+    return findings
+
+
+def _measure(position: int | None, firsts: Sequence[_Member], exchange: BootstrapAllGather) -> list[LinkReport]:
+    """Measure the links between all hosts. A host sends to or receives from one other at a time.
+
+    Both directions at once would slow down each other: a full queue also delays acknowledgements.
+
+    Args:
+        position: this rank's host; None for a rank that is not the first of its host and only takes part in exchanges.
+        firsts: first rank of each host.
+        exchange: all-gather between all ranks.
+    """
+    links = []
+    for pairs in rounds_of_pairs(len(firsts)):
+        exchange(b"")  # all begin the round together
+        other = dict(pairs).get(-1 if position is None else position)
+        if position is not None and other is not None:
+            target = firsts[other]
+            links.append(measure(LinkReport(position, other, target.address), target.port, bytes.fromhex(target.token)))
+    gathered = exchange(json.dumps([asdict(link) for link in links]).encode())
+    return [LinkReport(**fields) for one in gathered for fields in json.loads(one)]
+
+
+def _all_reduce(rendezvous: Rendezvous, seconds: float) -> Finding:
+    """Reduce over all ranks. Collective: all ranks must call it."""
+    name = "all-reduce of the job"
+    with open_communicator(
+        rendezvous.rank,
+        rendezvous.size,
+        rendezvous.exchange,
+        timeout=seconds,
+        tcp_host=rendezvous.interface(),
+    ) as comm:
+        measured = measure_all_reduce(comm)
+    every = [json.loads(one) for one in rendezvous.exchange(json.dumps(measured).encode())]
+    return finding_of_all_reduce(name, {**every[0], "is_right": all(one["is_right"] for one in every)})
