@@ -34,7 +34,7 @@ from gangline.collectives.checks.this_host import HOST_STEPS, check_host
 from gangline.collectives.checks.two_ranks import finding_of_all_reduce, measure_all_reduce
 from gangline.collectives.communicator import open_communicator
 from gangline.collectives.errors import GanglineError
-from gangline.collectives.transports.addresses import required_key, is_loopback, resolved
+from gangline.collectives.transports.addresses import is_loopback, required_key, resolved
 from gangline.collectives.transports.base import BootstrapAllGather
 
 _RETRY_SECONDS = 0.2
