@@ -240,7 +240,9 @@ def test_a_rank_that_reads_no_announcements_survives_the_death_of_the_announcing
         assert ranks.heard(1) == "announced"
         ranks.kill(1)
         ranks.say(0, "look")
-        assert ranks.heard(0) == [4999, {1: LOST}]
+        number, gone = ranks.heard(0)
+        assert 0 < number < 5000  # the last announcements may still be in the memory of the killed process
+        assert gone == {1: LOST}
         assert ranks.heard(0) == "closed"
 
 
