@@ -20,7 +20,7 @@ from gangline.collectives.bootstrap.store_all_gather import StoreAllGather, stor
 from gangline.collectives.errors import StallError
 from gangline.collectives.limits import BOOTSTRAP_WARN_SECONDS, limits
 from gangline.collectives.liveness.process_state import boot_id
-from gangline.collectives.transports.addresses import check_address, local_address
+from gangline.collectives.transports.addresses import is_loopback, local_address, required_key
 from gangline.collectives.transports.base import BootstrapAllGather
 
 _log = logging.getLogger("gangline")
@@ -51,15 +51,16 @@ class Rendezvous:
             environment: environment variables that a launcher has set.
 
         Raises:
-            RuntimeError: if neither arguments nor environment describe a job, if the address is not loopback and
-                GANGLINE_INSECURE=1 is not set, or if rank 0 cannot listen at the address.
+            RuntimeError: if neither arguments nor environment describe a job, if other hosts can reach the address and
+                there is no job key (`required_key`), or if rank 0 cannot listen at the address.
             TypeError: if the rank or the size is not an int.
             ValueError: if a value is missing, out of range or not a number.
             StallError: if rank 0 does not open the store in time.
         """
         self.rank, self.size, self.host, self.port = find_rank_info(rank, size, address, environment)
         self._timeout = time_limit(timeout)
-        self._where = f"{self.host}:{self.port}"
+        self._job_id = environment.get("GANGLINE_JOB_ID", "")
+        self._where = f"{self.host}:{self.port}" + (f" as job {self._job_id}" if self._job_id else "")
         self._server = f"the process that serves the store at {self._where}, rank 0 or torchrun's agent"
         self._all_gather = self._connect(environment) if self.size > 1 else None
 
@@ -88,7 +89,7 @@ class Rendezvous:
         self._all_gather = None
 
     def _connect(self, environment: Mapping[str, str]) -> StoreAllGather:
-        check_address(self.host)
+        key = required_key(self.host)
         has_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         has_agent = has_agent and environment.get("MASTER_PORT") == str(self.port)
         address = self.host, self.port
@@ -98,8 +99,8 @@ class Rendezvous:
             else:
                 store = _connect_store(*address, self._timeout)
             attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")  # an agent's store outlives its workers
-            prefixed = PrefixStore(f"gangline/{attempt}/{next(_job_numbers[address])}", store)
-        return StoreAllGather(prefixed, self.rank, self.size, self._timeout, self._where, self._server)
+            prefixed = PrefixStore(f"gangline/{self._job_id}/{attempt}/{next(_job_numbers[address])}", store)
+        return StoreAllGather(prefixed, self.rank, self.size, self._timeout, self._where, self._server, key)
 
 
 _job_numbers: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
@@ -112,7 +113,7 @@ def _serve_store(host: str, port: int) -> Store:
     if (host, port) in _served_stores:
         return _served_stores[host, port]
     descriptor: int | None = None
-    if host == LOOPBACK:
+    if is_loopback(host):
         try:
             descriptor = socket.create_server((host, port)).detach()
         except OSError as error:

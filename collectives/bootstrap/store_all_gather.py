@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hmac
 import itertools
 import logging
+import os
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,11 +14,16 @@ from contextlib import contextmanager, suppress
 import msgpack
 from torch.distributed import DistNetworkError, Store  # type: ignore[attr-defined]
 
-from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
+from gangline.collectives.errors import DeadNodeError, ProtocolError, StallError, name_ranks
+from gangline.collectives.job_key import FILE, JobKey
 from gangline.collectives.limits import BOOTSTRAP_STATE_CHECK_SECONDS, BOOTSTRAP_WARN_SECONDS
 from gangline.collectives.liveness.process_state import state_of, this_process
 
 _log = logging.getLogger("gangline")
+_MARK = b"gangline-key"
+"""Beginning of a blob with a code; msgpack's lists begin otherwise."""
+_CODE_BYTES = _NONCE_BYTES = 32
+_SAME_KEY = f"{FILE} must name a file with the same key, and GANGLINE_JOB_ID be equal, in every process of the job"
 
 
 class StoreAllGather:
@@ -31,9 +39,20 @@ class StoreAllGather:
         timeout: seconds to wait for the other ranks in each call.
         where: the meeting point's name in error messages.
         server: the process that serves the store, in error messages.
+        key: key of the job, if the store can be reached from other hosts: each blob then carries a code that shows who
+            sent it in which round of which group, so that no blob can be made, changed or repeated without the key.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float, where: str, server: str) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: float,
+        where: str,
+        server: str,
+        key: JobKey | None = None,
+    ) -> None:
         self._store = store
         self._rank = rank
         self._size = size
@@ -41,6 +60,10 @@ class StoreAllGather:
         self._where = where
         self._server = server
         self._rounds = itertools.count()
+        self._names = itertools.count()
+        self._key = key
+        self._session = b""
+        """Random numbers of all ranks, which no other group has."""
         self._processes: list[list[str | int]] = []
 
     def __call__(self, blob: bytes) -> list[bytes]:
@@ -50,14 +73,45 @@ class StoreAllGather:
             StallError: if ranks did not call in time; the message names them.
             DeadNodeError: if the process that serves the store is gone, or a rank of this host that took part in an
                 earlier round.
+            ProtocolError: if a rank has another job key, or one of them has none.
         """
         if self._size == 1:
             return [blob]
+        if self._key is not None and not self._session:
+            nonce = secrets.token_bytes(_NONCE_BYTES)
+            self._session = b"".join(self._authentic(self._key, "begin", nonce))
         if not self._processes:
-            gathered = [msgpack.unpackb(one) for one in self._gather(msgpack.packb([this_process(), blob]))]
+            gathered = [msgpack.unpackb(one) for one in self._checked_gather(msgpack.packb([this_process(), blob]))]
             self._processes = [process for process, _ in gathered]
             return [blob for _, blob in gathered]
-        return self._gather(blob)
+        return self._checked_gather(blob)
+
+    def _checked_gather(self, blob: bytes) -> list[bytes]:
+        if self._key is not None:
+            return self._authentic(self._key, f"round {next(self._names)}", blob)
+        blobs = self._gather(blob)
+        if others := [rank for rank, one in enumerate(blobs) if one.startswith(_MARK)]:
+            raise ProtocolError(f"rank {self._rank} has no job key, unlike {name_ranks(others)}: {_SAME_KEY}")
+        return blobs
+
+    def _authentic(self, key: JobKey, name: str, blob: bytes) -> list[bytes]:
+        """Gather blobs under a name with codes that depend on both, on the rank and on the session."""
+
+        def code(rank: int, blob: bytes) -> bytes:
+            place = f"{job} {self._size} {rank} {name}".encode()
+            return key.mac("gangline exchange 1", self._session, place, blob)
+
+        job = os.environ.get("GANGLINE_JOB_ID", "")
+        length = len(_MARK) + _CODE_BYTES
+        received = self._gather(_MARK + code(self._rank, blob) + blob)
+        wrong = [
+            rank
+            for rank, one in enumerate(received)
+            if not hmac.compare_digest(one[:length], _MARK + code(rank, one[length:]))
+        ]
+        if wrong:
+            raise ProtocolError(f"rank {self._rank} and {name_ranks(wrong)} do not have the same job key: {_SAME_KEY}")
+        return [one[length:] for one in received]
 
     def _gather(self, blob: bytes) -> list[bytes]:
         number = next(self._rounds)

@@ -13,10 +13,11 @@ from gangline.collectives.bootstrap.launcher_environment import LOOPBACK
 from gangline.collectives.bootstrap.store_all_gather import StoreAllGather
 from gangline.collectives.communicator import open_communicator
 from gangline.collectives.errors import GanglineError
+from gangline.collectives.job_key import job_key
 from gangline.collectives.torch_backend.c10d import refusing_backend
 from gangline.collectives.torch_backend.calls import GroupCollectives
 from gangline.collectives.torch_backend.other_devices import OtherDevices
-from gangline.collectives.transports.addresses import local_address
+from gangline.collectives.transports.addresses import is_loopback, local_address
 
 _Base: Any = ProcessGroup  # its stubs differ between versions of torch
 
@@ -45,6 +46,7 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         _Base.__init__(self, rank, size)  # the overload with a store does not construct subclasses
         seconds = timeout.total_seconds()
+        host = _own_address(store)
         exchange = StoreAllGather(
             PrefixStore("gangline", store),
             rank,
@@ -52,8 +54,9 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
             seconds,
             where="the process group",
             server="the process that keeps the process group's store",
+            key=None if is_loopback(host) else job_key(),
         )
-        communicator = open_communicator(rank, size, exchange, timeout=seconds, tcp_host=_own_address(store))
+        communicator = open_communicator(rank, size, exchange, timeout=seconds, tcp_host=host)
         GroupCollectives.__init__(self, communicator, OtherDevices(self, store, timeout))
         self._store = store
         self._timeout = timeout

@@ -1,4 +1,4 @@
-"""Network addresses of this host, and the check that they are not open to other machines by accident."""
+"""Network addresses of this host, and the check that none is open to other machines without a job key."""
 
 from __future__ import annotations
 
@@ -8,26 +8,44 @@ import socket
 
 import psutil
 
+from gangline.collectives.job_key import HOW_TO, JobKey, job_key, take_descriptor
 
-def check_address(host: str) -> None:
-    """Check that only this machine can reach an address, unless the user allows others.
+
+def required_key(host: str) -> JobKey | None:
+    """Return the key for connections to an address: None if only this host can reach it, or if the user allows that.
+
+    Call it before a socket binds or connects: without a key, nothing listens on or sends to other hosts.
 
     Raises:
-        RuntimeError: if it is not a loopback address and GANGLINE_INSECURE=1 is not set.
+        RuntimeError: if other hosts can reach the address, and this process has neither a job key nor
+            GANGLINE_INSECURE=1.
+        OSError, ValueError: if the job key cannot be read (`job_key`).
     """
-    if not is_loopback(host) and os.environ.get("GANGLINE_INSECURE") != "1":
+    if is_loopback(host):
+        take_descriptor()  # so that children of this process do not inherit it
+        return None
+    key = job_key()
+    if key is None and os.environ.get("GANGLINE_INSECURE") != "1":
         raise RuntimeError(
             f"address {host} can be reached from other machines, and without a job key any program there could read "
-            "and change what the ranks send; on a network that you trust, set GANGLINE_INSECURE=1 in every process"
+            f"and change what the ranks send: {HOW_TO}; on a network that you trust, GANGLINE_INSECURE=1 in every "
+            "process does without"
         )
+    return key
 
 
 def is_loopback(host: str) -> bool:
     """Return whether a host name, address or interface name can be reached from this host only."""
+    if host in ("localhost", "lo"):
+        return True
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
-        return host in ("localhost", "lo")
+        pass
+    try:
+        return ipaddress.ip_address(resolved(host)).is_loopback
+    except (OSError, ValueError):  # no known name, or a link-local address with its interface
+        return False
 
 
 def resolved(host: str) -> str:

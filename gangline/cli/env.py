@@ -199,8 +199,24 @@ VARIABLES = (
     Variable(
         "GANGLINE_INSECURE",
         "0",
-        "1 allows addresses other than loopback. Traffic is neither encrypted nor authenticated: set it only on a "
-        "network that you trust.",
+        "1 allows addresses other than loopback without a job key. Traffic is then neither encrypted nor "
+        "authenticated: set it only on a network that you trust.",
+    ),
+    Variable(
+        "GANGLINE_JOB_KEY_FILE",
+        "",
+        "File with the key of a job on several hosts, as `gangline key new` writes it. Only its owner may read it.",
+    ),
+    Variable(
+        "GANGLINE_JOB_KEY_FD",
+        "",
+        "Set by `gangline launch`: the number of an inherited descriptor that holds the job's key. Removed when read.",
+    ),
+    Variable(
+        "GANGLINE_JOB_ID",
+        "",
+        "Name of the job; processes of different jobs refuse each other. Set by `gangline launch`; by hand the same in "
+        "every process, if two jobs share a key.",
     ),
     Variable(
         "GANGLINE_WORK_LOAD_LIST",

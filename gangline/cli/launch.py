@@ -94,10 +94,11 @@ def launch(
     if started < workers:
         surplus = f"workers {started} to {workers - 1} are" if workers - started > 1 else f"worker {started} is"
         print(f"gangline: {surplus} not started: there is a GPU for {started} of {workers} workers", file=sys.stderr)
+    from gangline.collectives.job_key import JobKey
     from gangline.kvstore.launch.local import run
     from gangline.kvstore.launch.supervisor import StopTimeouts
 
-    raise typer.Exit(run(table, StopTimeouts(stop=grace)))
+    raise typer.Exit(run(table, StopTimeouts(stop=grace), JobKey.new()))
 
 
 def local_host(gpus: str | None, *, is_checked: bool = True) -> Host:

@@ -16,6 +16,7 @@ from gangline.cli.balance import balance
 from gangline.cli.bench import bench
 from gangline.cli.devices import devices
 from gangline.cli.env import env
+from gangline.cli.key import key
 from gangline.cli.launch import launch, scheduler, server
 from gangline.cli.options import command
 from gangline.cli.predict import PredictOptions, ScoreOptions, predict, score
@@ -61,6 +62,7 @@ for subcommand in (devices, env, server, scheduler):
     app.command()(subcommand)
 app.add_typer(balance, name="balance")
 app.add_typer(bench, name="bench")
+app.add_typer(key, name="key")
 
 
 def main() -> None:

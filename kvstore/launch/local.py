@@ -16,13 +16,18 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
+from gangline.collectives.job_key import JobKey
 from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.kvstore.launch.job import Process
 from gangline.kvstore.launch.process_tree import adopt_orphans, descendants, kill_descendants, send
 from gangline.kvstore.launch.supervisor import StopTimeouts, Supervisor
 
 
-def run(processes: Sequence[Process], timeouts: StopTimeouts = StopTimeouts()) -> int:  # noqa: B008 - it is frozen
+def run(
+    processes: Sequence[Process],
+    timeouts: StopTimeouts = StopTimeouts(),  # noqa: B008 - it is frozen
+    key: JobKey | None = None,
+) -> int:
     """Run the processes of a job until all have ended; call it from the main thread of a program without other threads.
 
     If a process fails, it is named and the others are stopped: by SIGTERM, then by SIGKILL after a timeout. SIGINT,
@@ -32,6 +37,7 @@ def run(processes: Sequence[Process], timeouts: StopTimeouts = StopTimeouts()) -
     Args:
         processes: processes of the job, as of `process_table`; each gets its own session and an empty standard input.
         timeouts: time limits for processes that should end.
+        key: key of the job, which every process gets by an inherited descriptor.
 
     Returns:
         0 if all workers succeeded, else the exit code of the first process that failed: 128 + N if signal N ended it or
@@ -50,7 +56,7 @@ def run(processes: Sequence[Process], timeouts: StopTimeouts = StopTimeouts()) -
         parent = os.getpid()
         child = os.fork()
         if child == 0:
-            _supervise(parent, processes, timeouts, stops, mask)
+            _supervise(parent, processes, timeouts, key, stops, mask)
         return _forward_signals(child, stops, timeouts)
     finally:
         kill_descendants(spared=before)
@@ -87,7 +93,12 @@ def _forward_signals(supervisor: int, stops: Collection[int], timeouts: StopTime
 
 
 def _supervise(
-    parent: int, processes: Sequence[Process], timeouts: StopTimeouts, stops: Collection[int], mask: Collection[int]
+    parent: int,
+    processes: Sequence[Process],
+    timeouts: StopTimeouts,
+    key: JobKey | None,
+    stops: Collection[int],
+    mask: Collection[int],
 ) -> NoReturn:
     """Run the supervisor and exit; ``mask`` becomes the signal mask once its handlers are installed."""
     code = 1
@@ -96,7 +107,7 @@ def _supervise(
         adopt_orphans()
         die_with_parent(parent, signal.SIGTERM)
         supervisor = Supervisor(timeouts, stops, mask)
-        code = supervisor.run(processes)
+        code = supervisor.run(processes, key)
     except BaseException:  # noqa: BLE001 - the child must never return into the caller's program
         traceback.print_exc()
     finally:

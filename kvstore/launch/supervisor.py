@@ -9,12 +9,13 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import IO
 
+from gangline.collectives.job_key import JobKey, inherited_key
 from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.kvstore.launch.job import Process
 from gangline.kvstore.launch.output import Output, Stream
@@ -89,11 +90,19 @@ class Supervisor:
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def run(self, processes: Sequence[Process]) -> int:
-        """Run the processes until they and all their descendants have ended; return the job's exit code."""
-        for process in processes:
-            if self._code is None:
-                self._start(process)
+    def run(self, processes: Sequence[Process], key: JobKey | None = None) -> int:
+        """Run the processes until they and all their descendants have ended; return the job's exit code.
+
+        Args:
+            processes: processes of the job.
+            key: key of the job, for all processes.
+        """
+        with inherited_key(key) as (environment, descriptors):
+            if key is not None:
+                environment["GANGLINE_JOB_ID"] = key.job_id()
+            for process in processes:
+                if self._code is None:
+                    self._start(process, environment, descriptors)
         while self._children or self._has_orphans():
             self._wait()
         for child in self._started:
@@ -105,11 +114,12 @@ class Supervisor:
             return CHECKPOINTED
         return self._code or 0
 
-    def _start(self, process: Process) -> None:
+    def _start(self, process: Process, environment: Mapping[str, str], descriptors: Sequence[int]) -> None:
         try:
             popen = subprocess.Popen(  # noqa: S603 - the user's command
                 process.command,
-                env=process.full_environment(os.environ),
+                env=process.full_environment({**os.environ, **environment}),
+                pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from gangline.collectives.environments.environment import number
-from gangline.collectives.transports.addresses import check_address, local_address
+from gangline.collectives.transports.addresses import local_address
 
-__all__ = ["ServerJob", "announce", "check_address", "from_environment"]
+__all__ = ["ServerJob", "announce", "from_environment"]
 
 ROLES = ("scheduler", "server", "worker")
 

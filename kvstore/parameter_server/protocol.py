@@ -16,7 +16,7 @@ import msgpack
 
 from gangline.collectives.errors import ProtocolError
 
-VERSION = 2
+VERSION = 3
 MAX_HEADER = 4 << 20
 """Maximum bytes of a header frame."""
 MAX_SHARD = 1 << 35
@@ -143,6 +143,8 @@ class Register(Message):
     process: Process
     address: String
     """Address of a server; "" for workers."""
+    job: String = ""
+    """GANGLINE_JOB_ID, by which the scheduler refuses processes of other jobs."""
 
 
 @message(2)

@@ -14,6 +14,8 @@ from concurrent.futures import Future
 
 from gangline.collectives.bootstrap import rendezvous
 from gangline.collectives.bootstrap.launcher_environment import LOOPBACK
+from gangline.collectives.job_key import inherited_key
+from gangline.collectives.transports.addresses import required_key
 from gangline.kvstore.parameter_server.environment import ServerJob
 
 _END_SECONDS = 10.0
@@ -88,16 +90,18 @@ class ChildServers:
         if announce is not None:
             environment["GANGLINE_ANNOUNCE_FD"] = str(announce)
         started: Future[subprocess.Popen[bytes]] = Future()
+        key = required_key(host)
 
         def start() -> None:
             try:
-                child = subprocess.Popen(  # noqa: S603  our own module
-                    [sys.executable, "-m", f"gangline.kvstore.parameter_server.{role}"],
-                    env=environment,
-                    pass_fds=[] if announce is None else [announce],
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
+                with inherited_key(key) as (variables, descriptors):
+                    child = subprocess.Popen(  # noqa: S603  our own module
+                        [sys.executable, "-m", f"gangline.kvstore.parameter_server.{role}"],
+                        env={**environment, **variables},
+                        pass_fds=[*descriptors, *([] if announce is None else [announce])],
+                        stdin=subprocess.DEVNULL,
+                        start_new_session=True,
+                    )
                 started.set_result(child)
             except Exception as error:  # noqa: BLE001  raised below
                 started.set_exception(error)

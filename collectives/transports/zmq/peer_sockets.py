@@ -17,11 +17,18 @@ from zmq.utils.monitor import recv_monitor_message
 
 from gangline.collectives.errors import ProtocolError, StallError
 from gangline.collectives.limits import CONNECT_POLL_SECONDS, CONNECT_SECONDS
-from gangline.collectives.transports.addresses import check_address
+from gangline.collectives.transports.addresses import required_key
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.transports.zmq.context import end
+from gangline.collectives.transports.zmq.curve import (
+    HANDSHAKE_EVENTS,
+    Handshakes,
+    leaves_host,
+    secure_binding,
+    secure_connecting,
+)
 
-_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_EVENTS
 _HALF = 16  # bytes of the token that each side sends as its hello
 _DESCRIPTORS = 16  # of a context
 _DESCRIPTORS_PER_PEER = 5  # two sockets, the monitor's other end, a connection, and a listener on one of the two sides
@@ -47,10 +54,10 @@ class PeerSockets:
             an error that it raises ends the wait.
 
     Raises:
-        RuntimeError: if other machines can reach ``address`` (`check_address`).
+        RuntimeError: if other machines can reach ``address`` and there is no job key (`required_key`).
         ValueError: if ``address`` is neither "ipc" nor "tcp://HOST".
         StallError: if a rank does not connect within 60 s.
-        ProtocolError: if another rank's exchanged bytes are malformed.
+        ProtocolError: if another rank's exchanged bytes are malformed, or it has another job key.
         OSError: on all ranks, if one has too few file descriptors left.
     """
 
@@ -68,8 +75,7 @@ class PeerSockets:
         kind, separator, host = address.partition("://")
         if address != "ipc" and (kind != "tcp" or not separator or not host):
             raise ValueError(f"address is {address!r}; expected 'ipc' or 'tcp://HOST'")
-        if kind == "tcp":
-            check_address(host)
+        self._key = required_key(host) if kind == "tcp" else None
         self.rank = rank
         self.size = size
         self.sockets: dict[int, PeerSocket] = {}
@@ -105,16 +111,26 @@ class PeerSockets:
     def _exchange_endpoints(self, exchange: BootstrapAllGather, payload: bytes, address: str) -> None:
         endpoints = {}
         for peer in range(self.rank + 1, self.size):
-            connection = self._create(peer, secrets.token_bytes(2 * _HALF))
+            token = secrets.token_bytes(2 * _HALF)
+            connection = self._create(peer, self._secret(token))
+            secure_binding(connection.socket, self._key)
             connection.socket.bind(f"{address}/{peer}" if address.startswith("ipc") else f"{address}:*")
             endpoint = connection.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-            endpoints[peer] = (endpoint, connection.token)
+            endpoints[peer] = (endpoint, token)
         gathered = exchange(msgpack.packb((payload, endpoints)))
         unpacked = [_unpack(rank, packed) for rank, packed in enumerate(gathered)]
         self.payloads = [theirs for theirs, _ in unpacked]
         for peer in range(self.rank):
             endpoint, token = unpacked[peer][1][self.rank]
-            self._create(peer, token).socket.connect(endpoint)
+            key = required_key(endpoint.removeprefix("tcp://").rpartition(":")[0]) if leaves_host(endpoint) else None
+            connection = self._create(peer, self._secret(token))
+            connection.handshakes = Handshakes(endpoint, key)
+            secure_connecting(connection.socket, key)
+            connection.socket.connect(endpoint)
+
+    def _secret(self, token: bytes) -> bytes:
+        """Return what a pair of ranks says in its hellos, given what the exchange shows to its readers."""
+        return token if self._key is None else self._key.mac("gangline peer token 1", token)
 
     def _create(self, peer: int, token: bytes) -> PeerSocket:
         self.sockets[peer] = connection = PeerSocket(self._context, token, binds=peer > self.rank)
@@ -139,6 +155,11 @@ class PeerSockets:
                     poller.unregister(connection.monitor)
                     poller.unregister(connection.socket)  # messages after the hello are for the owner of the socket
                     del waiting[peer]
+            for peer, connection in waiting.items():
+                if connection.handshakes is not None and connection.handshakes.problem:
+                    raise ProtocolError(
+                        f"rank {self.rank} cannot connect to rank {peer}: {connection.handshakes.problem}"
+                    )
             if waiting and check is not None:
                 check(list(waiting), self.payloads)
 
@@ -170,6 +191,8 @@ class PeerSocket:
         self.on_up: Callable[[], None] = lambda: None
         """Called whenever the connection is up."""
         self.monitor = _monitor(self.socket)
+        self.handshakes: Handshakes | None = None
+        """Of the connecting side: outcome of its handshakes."""
         self._binds = binds
         halves = token[:_HALF], token[_HALF:]
         self._own_hello, self._peer_hello = halves if binds else halves[::-1]
@@ -181,6 +204,8 @@ class PeerSocket:
         """Process pending monitor events; never blocks."""
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)
+            if self.handshakes is not None:
+                self.handshakes.count(event["event"])
             match event["event"]:
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED if not self._binds:
                     self.send(self._own_hello)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import secrets
 import threading
 import time
@@ -24,7 +25,9 @@ from gangline.collectives.errors import (
 )
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.process_state import this_process
+from gangline.collectives.transports.addresses import required_key
 from gangline.collectives.transports.zmq.context import end
+from gangline.collectives.transports.zmq.curve import HANDSHAKE_EVENTS, Handshakes, secure_connecting
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import (
     Collective,
@@ -74,6 +77,8 @@ class SchedulerClient:
     Raises:
         StallError: if the scheduler or another process does not respond within the timeout.
         ValueError: if the scheduler rejects the process, for example because the rank is taken.
+        RuntimeError: if the scheduler is on another host and there is no job key (`required_key`).
+        ProtocolError: if the scheduler has another job key.
     """
 
     def __init__(
@@ -103,17 +108,19 @@ class SchedulerClient:
         self._outbox: list[Message] = []
         self._ending = threading.Event()
         self._address = scheduler
+        self._key = required_key(scheduler.removeprefix("tcp://").rpartition(":")[0])
+        self._handshakes = Handshakes(scheduler, self._key)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._notifier, self._notified = self._make_pair()
         self._socket = self._make_dealer()
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(HANDSHAKE_EVENTS | zmq.EVENT_DISCONNECTED)
         self._connections = 0
         self._disconnected_at = 0.0  # 0: connected, or not yet connected
         self._is_registered = False
         self._has_left = False
         self._socket.connect(scheduler)
         registering: Future[Registered] = Future()
-        self._registration = Register(role, rank, this_process(), address)
+        self._registration = Register(role, rank, this_process(), address, os.environ.get("GANGLINE_JOB_ID", ""))
         self._pending["registered"] = registering, self._registration
         self._outbox.append(self._registration)
         self._thread = threading.Thread(target=self._serve, name="gangline-scheduler-client", daemon=True)
@@ -332,6 +339,7 @@ class SchedulerClient:
         socket.setsockopt(zmq.SNDHWM, 0)  # otherwise sending blocks without limit once the queue of a lost peer is full
         socket.setsockopt(zmq.IPV6, int("[" in self._address))
         socket.setsockopt(zmq.MAXMSGSIZE, -1)
+        secure_connecting(socket, self._key)
         return socket
 
     def _serve(self) -> None:
@@ -356,10 +364,15 @@ class SchedulerClient:
             while self._notified.poll(0):
                 self._notified.recv()
             while self._monitor.poll(0):
-                if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED:
+                event = recv_monitor_message(self._monitor)["event"]
+                self._handshakes.count(event)
+                if event == zmq.EVENT_DISCONNECTED:
                     self._disconnected_at = time.monotonic()
-                else:
+                elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     self._on_connected()
+            if self._handshakes.problem:
+                self._settle("registered", error=ProtocolError(f"{self.role}: {self._handshakes.problem}"))
+                return
             with self._lock:
                 outgoing, self._outbox = self._outbox, []
             # heartbeats are also due while other processes have yet to register

@@ -395,7 +395,11 @@ class ServerClient:
                 self._progress(_TICK_MS)
                 if self._refusal is not None:
                     raise self._refusal
-                for server in range(len(self._connections)):
+                for server, connection in enumerate(self._connections):
+                    if connection.channel.problem:
+                        raise ProtocolError(
+                            f"worker {self._scheduler.rank}: server {server}: {connection.channel.problem}"
+                        )
                     if lost := self._lost(server) or self._cut(server):
                         raise DeadNodeError(f"{lost} (worker {self._scheduler.rank} connected to it)")
                 if time.monotonic() > ends:

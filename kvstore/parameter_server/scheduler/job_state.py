@@ -72,6 +72,8 @@ class JobState:
 
     workers: int
     servers: int
+    job: str = ""
+    """GANGLINE_JOB_ID of the scheduler."""
     members: dict[bytes, Member] = field(default_factory=dict)
     """Members by the identity of their socket."""
     collectives: dict[int, dict[int, Collective]] = field(default_factory=dict)
@@ -101,6 +103,11 @@ class JobState:
     def rejection(self, registration: Register) -> str:
         """Return why a process cannot take part; "" if it can."""
         role, rank = registration.role, registration.rank
+        if registration.job != self.job:
+            return (
+                f"the {role} belongs to job {registration.job!r} and the scheduler to job {self.job!r} "
+                "(GANGLINE_JOB_ID): another job uses this address, so choose another DMLC_PS_ROOT_PORT"
+            )
         if role not in ("worker", "server"):
             return f"role is {role!r}; expected worker or server"
         count = self.expected(role)

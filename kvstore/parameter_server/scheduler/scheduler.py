@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from gangline.collectives.errors import ProtocolError, StallError
+from gangline.collectives.job_key import FILE
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.process_state import state_of
-from gangline.collectives.transports.addresses import resolved
+from gangline.collectives.transports.addresses import required_key, resolved
 from gangline.collectives.transports.zmq.context import end
+from gangline.collectives.transports.zmq.curve import HANDSHAKE_EVENTS, secure_binding
 from gangline.kvstore.parameter_server import environment, protocol
 from gangline.kvstore.parameter_server.protocol import (
     Collective,
@@ -56,17 +59,17 @@ class Scheduler:
 
     Raises:
         OSError: if the host name is unknown.
-        RuntimeError: if the address can be reached from other machines and GANGLINE_INSECURE=1 is not set.
+        RuntimeError: if other machines can reach the address and there is no job key (`required_key`).
         zmq.ZMQError: if the address cannot be bound.
     """
 
     def __init__(
         self, workers: int, servers: int, host: str = "127.0.0.1", port: int = 0, *, is_supervised: bool = False
     ) -> None:
-        environment.check_address(host)
         host = resolved(host)
+        key = required_key(host)
         self._is_supervised = is_supervised
-        self._state = JobState(workers, servers)
+        self._state = JobState(workers, servers, os.environ.get("GANGLINE_JOB_ID", ""))
         bounds = limits()
         self._heartbeat, self._limit, self._timeout = bounds.heartbeat, bounds.heartbeat_limit, bounds.timeout
         self._stall_warn = bounds.stall_warn
@@ -80,7 +83,8 @@ class Scheduler:
             (zmq.IPV6, int(":" in host)),
         ):
             self._socket.setsockopt(option, value)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        secure_binding(self._socket, key)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_EVENTS)
         self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
         """Port that it listens at."""
@@ -89,6 +93,7 @@ class Scheduler:
         self._last_joined: int | None = None
         self._waiting: dict[int, tuple[str, int]] = {}
         self._over_since = 0.0
+        self._has_warned = False  # of processes without the job key
 
     def run(self) -> None:
         """Serve until the job is over.
@@ -249,6 +254,11 @@ class Scheduler:
         """Record which members have lost their connection."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
+            if event["event"] != zmq.EVENT_DISCONNECTED:
+                if event["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED and not self._has_warned:
+                    self._has_warned = True
+                    _log.warning("the scheduler refused a process that does not use this job's key (%s)", FILE)
+                continue
             for member in self._state.members.values():
                 if member.descriptor == event["value"] and member.gone is None:
                     member.disconnected_at, member.descriptor = time.monotonic(), -1

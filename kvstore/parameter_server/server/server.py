@@ -446,7 +446,6 @@ def serve(job: environment.ServerJob) -> None:
 @contextmanager
 def open_server(job: environment.ServerJob) -> Iterator[Server]:
     """Join a job as a server; leave it at the end of the block, with the reason if it fails."""
-    environment.check_address(job.interface)
     keep_freed_memory()  # messages from sockets allocate up to 4 MiB each
     thread_pool = ThreadPool()
     listener = Listener(job.interface, thread_pool.event_fd)

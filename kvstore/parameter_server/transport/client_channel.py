@@ -12,6 +12,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from gangline.collectives.errors import ProtocolError
 from gangline.collectives.limits import limits
+from gangline.collectives.transports.addresses import required_key
+from gangline.collectives.transports.zmq.curve import HANDSHAKE_EVENTS, Handshakes, secure_connecting
 from gangline.kvstore.parameter_server.transport import unix_stream
 from gangline.kvstore.parameter_server.transport.poller import Poller, Source
 from gangline.kvstore.parameter_server.transport.socket_buffers import close_cut_connections, limit_loopback_buffers
@@ -27,6 +29,10 @@ class Channel(Protocol):
 
     disconnected_at: float
     """`time.monotonic` seconds since when there is no connection; 0: there is one."""
+
+    @property
+    def problem(self) -> str:
+        """Why no connection can be made, such as another job key; "" if one can."""
 
     @property
     def is_full(self) -> bool:
@@ -67,6 +73,9 @@ class SocketChannel:
     """ZeroMQ DEALER, which reconnects by itself."""
 
     def __init__(self, endpoint: str, context: zmq.Context[zmq.Socket[bytes]], identity: bytes, poller: Poller) -> None:
+        host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+        key = required_key(host)
+        self._handshakes = Handshakes(endpoint, key)
         self._socket = context.socket(zmq.DEALER)
         for option, value in (
             (zmq.SNDHWM, 0),
@@ -77,13 +86,18 @@ class SocketChannel:
         ):
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IDENTITY, identity)
-        limit_loopback_buffers(self._socket, endpoint.removeprefix("tcp://").rpartition(":")[0])
+        limit_loopback_buffers(self._socket, host)
         close_cut_connections(self._socket, limits().heartbeat_limit)
         self.disconnected_at = time.monotonic()
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(HANDSHAKE_EVENTS | zmq.EVENT_DISCONNECTED)
         poller.add(self._socket)
         poller.add(self._monitor)
+        secure_connecting(self._socket, key)
         self._socket.connect(endpoint)
+
+    @property
+    def problem(self) -> str:  # noqa: D102  see Channel, also below
+        return self._handshakes.problem
 
     @property
     def is_full(self) -> bool:  # noqa: D102  ZeroMQ's I/O thread sends what is queued
@@ -92,7 +106,9 @@ class SocketChannel:
     def reconnected(self, events: Set[Source]) -> bool:  # noqa: D102  see Channel, also below
         is_new = False
         while self._monitor in events and self._monitor.poll(0):
-            is_new = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            event = recv_monitor_message(self._monitor)["event"]
+            self._handshakes.count(event)
+            is_new = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self.disconnected_at = 0.0 if is_new else time.monotonic()
         return is_new
 
@@ -126,6 +142,10 @@ class StreamChannel:
         self._retry_at = 0.0
         self.disconnected_at = 0.0
         self._connect()
+
+    @property
+    def problem(self) -> str:  # noqa: D102
+        return ""
 
     @property
     def is_full(self) -> bool:  # noqa: D102

@@ -13,7 +13,9 @@ import zmq
 
 from gangline.collectives.errors import ProtocolError
 from gangline.collectives.limits import limits
+from gangline.collectives.transports.addresses import required_key
 from gangline.collectives.transports.zmq.context import end
+from gangline.collectives.transports.zmq.curve import secure_binding
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.transport.poller import SPIN_SECONDS, Poller, Source
 from gangline.kvstore.parameter_server.transport.socket_buffers import close_cut_connections, limit_loopback_buffers
@@ -33,10 +35,12 @@ class Listener:
         event_fd: eventfd that ends `wait`.
 
     Raises:
+        RuntimeError: if other machines can reach the address and there is no job key (`required_key`).
         zmq.ZMQError: if the address cannot be bound.
     """
 
     def __init__(self, host: str, event_fd: int) -> None:
+        key = required_key(host)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(2)
         self._socket = self._context.socket(zmq.ROUTER)
         for option, value in (
@@ -51,6 +55,7 @@ class Listener:
             self._socket.setsockopt(option, value)
         limit_loopback_buffers(self._socket, host)
         close_cut_connections(self._socket, limits().heartbeat_limit)
+        secure_binding(self._socket, key)
         self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:*")
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         """Address for `client_channel.open_channel`."""

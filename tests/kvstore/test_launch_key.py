@@ -1,0 +1,91 @@
+"""`gangline launch` makes a key for each job: every process gets it, and it appears nowhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from gangline.collectives.job_key import JobKey, job_key
+from tests.kvstore.test_launch import ROOT, launch
+
+pytestmark = pytest.mark.timeout(60)
+
+_WORKER = """
+import os, sys, time
+import gangline
+from gangline.collectives.job_key import job_key
+
+kv = gangline.create("dist_sync")
+key = job_key()
+with open(os.open(f"{sys.argv[1]}/key{kv.rank}", os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+    file.write(key.hex())
+print("job", os.environ["GANGLINE_JOB_ID"], "key", key, flush=True)
+os.system("sleep 300 &")
+while not os.path.exists(f"{sys.argv[1]}/end"):
+    time.sleep(0.05)
+raise RuntimeError(f"the test ends {kv.rank} with {key!r}")
+"""
+
+
+def _proc(pid: int, name: str) -> bytes:
+    with suppress(OSError):
+        return (Path("/proc") / str(pid) / name).read_bytes()
+    return b""
+
+
+def _descriptors(pid: int) -> list[str]:
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            found.append(os.readlink(entry))
+    return found
+
+
+def test_all_processes_of_a_job_have_its_key_and_it_shows_nowhere(tmp_path: Path) -> None:
+    outputs = []
+    keys = []
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        script = folder / "worker.py"
+        script.write_text(_WORKER)
+        with launch("-n", "2", "-s", "1", "--", sys.executable, str(script), str(folder)) as job:
+            files = [folder / f"key{rank}" for rank in range(2)]
+            while not all(file.exists() and file.stat().st_size == 64 for file in files):
+                assert job.process.poll() is None, job.end()
+                time.sleep(0.05)
+            key, other = (JobKey.from_hex(file.read_text()) for file in files)
+            assert key == other
+            job.hear(f"[worker 0] job {key.job_id()} key JobKey(...)", f"[worker 1] job {key.job_id()} key JobKey(...)")
+            running = job.running()
+            assert len(running) >= 2 + 4 + 2  # the launcher, scheduler, server and workers, and children of these
+            secret = key.hex().encode()
+            forms = (secret, secret.upper(), bytes.fromhex(key.hex()))
+            for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+                shown = _proc(pid, "cmdline") + _proc(pid, "environ")
+                assert not any(form in shown for form in forms), pid
+            holders = [pid for pid in running if any("gangline-job-key" in one for one in _descriptors(pid))]
+            assert holders == []
+            (folder / "end").touch()
+            code, out, errors = job.end()
+        assert code == 1
+        text = "\n".join(out + errors)
+        assert "Traceback" in text
+        assert "with JobKey(...)" in text
+        outputs.append(text)
+        keys.append(key)
+    assert keys[0] != keys[1]
+    assert not any(key.hex()[begin : begin + 8] in text for key in keys for text in outputs for begin in range(56))
+
+
+def test_a_dry_run_shows_no_key() -> None:
+    command = [sys.executable, "-m", "gangline", "launch", "-n", "1", "--dry-run", "--", "true"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "JOB_KEY" not in done.stdout + done.stderr
+    assert job_key() is None
