@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from gangline.cli.options import loads_of, numbers
+from gangline.cli.options import loads_of, numbers, signals_of
 from gangline.collectives.errors import UsageError
 from gangline.collectives.workload import check_work_load_list
 from gangline.kvstore.launch.binding import Host
-from gangline.kvstore.launch.job import JobSpec, free_ports, process_table
+from gangline.kvstore.launch.engines.hostfile import HostEntry, parse_hosts, read_hostfile
+from gangline.kvstore.launch.job import JobSpec, Process, free_ports, process_table
 from gangline.kvstore.launch.topology import gpu_addresses, read_host
 
 
@@ -21,13 +24,22 @@ class Launcher(StrEnum):
     """Ways to start processes."""
 
     LOCAL = "local"
+    SSH = "ssh"
 
 
 def launch(
     command: Annotated[list[str], typer.Argument(metavar="CMD", help="Command of each worker, after an optional --.")],
     workers: Annotated[
-        int, typer.Option("-n", "--workers", "--num-workers", metavar="N", min=1, help="Number of workers.")
-    ],
+        int | None,
+        typer.Option(
+            "-n",
+            "--workers",
+            "--num-workers",
+            metavar="N",
+            min=1,
+            help="Number of workers; with hosts the default is their number of slots.",
+        ),
+    ] = None,
     servers: Annotated[
         int,
         typer.Option(
@@ -63,6 +75,37 @@ def launch(
         float,
         typer.Option(help="Seconds from SIGTERM until processes are killed.", metavar="SECONDS", min=0),
     ] = 10.0,
+    stop_signals: Annotated[
+        str | None,
+        typer.Option(
+            help="Signals that stop the job, beside INT, TERM and HUP, such as USR1: workers get SIGTERM, write a "
+            "checkpoint and exit with 75."
+        ),
+    ] = None,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the output of each process, in a file such as worker-0.log on its host."),
+    ] = None,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(help="File with lines such as `node1 slots=4 gpus=0,2 load=3`.", rich_help_panel="Hosts"),
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option("-H", "--hosts", help="Hosts and their slots, such as node1,node2:4.", rich_help_panel="Hosts"),
+    ] = None,
+    interface: Annotated[
+        str | None,
+        typer.Option(
+            help="Network interface of the job's connections, or an address or network such as 10.1.0.0/16. "
+            "Without it hosts use the addresses at which ssh reaches them.",
+            rich_help_panel="Hosts",
+        ),
+    ] = None,
+    ssh: Annotated[str, typer.Option(help='ssh command, such as "ssh -p 2222".', rich_help_panel="Hosts")] = "ssh",
+    remote_python: Annotated[
+        str, typer.Option(help="Python on the other hosts.", rich_help_panel="Hosts", show_default="the same path")
+    ] = sys.executable,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands; start nothing.")] = False,
 ) -> None:
     """Start workers, servers and a scheduler; stop all of them when one fails.
@@ -71,7 +114,11 @@ def launch(
     of the first process that failed, 128+N if signal N killed it, and 75 if a signal stopped the job
     and all workers wrote a checkpoint.
     """
-    del launcher  # there is only one yet
+    entries = _hosts(hostfile, hosts, launcher)
+    workers = workers or sum(entry.slots for entry in entries)
+    if not workers:
+        raise UsageError("the number of workers is missing: -n")
+    stops = signals_of(stop_signals)
     job = JobSpec(
         command=tuple(command),
         workers=workers,
@@ -81,6 +128,28 @@ def launch(
         binds_cores=bind,
         idle_surplus=idle_surplus,
     )
+    from gangline.kvstore.launch.supervisor import Reports, StopTimeouts
+
+    timeouts, reports = StopTimeouts(stop=grace), Reports(log_dir)
+    if launcher is Launcher.SSH:
+        from gangline.kvstore.launch.engines.ssh import SshOptions, plan, run_on_hosts
+
+        if gpus is not None:
+            raise UsageError("--gpus names GPUs of this host; name those of other hosts by gpus=0,2 in a --hostfile")
+        options = SshOptions(ssh, remote_python, interface)
+        try:
+            planned = plan(job, entries, options)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        if dry_run:
+            for index, name in enumerate(planned.hosts):
+                print(f"# {name}")
+                _print_table([process for process in planned.table if process.host == index])
+            return
+        _report_surplus(planned.table, workers)
+        from gangline.collectives.job_key import JobKey
+
+        raise typer.Exit(run_on_hosts(planned, options, timeouts, JobKey.new(), stop_signals=stops, reports=reports))
     root_port, master_port = free_ports(2)
     try:
         host = local_host(gpus, is_checked=not dry_run)
@@ -88,17 +157,39 @@ def launch(
     except ValueError as error:
         raise UsageError(str(error)) from error
     if dry_run:
-        print(*(process.shell_line() for process in table), sep="\n")
+        _print_table(table)
         return
+    _report_surplus(table, workers)
+    from gangline.collectives.job_key import JobKey
+    from gangline.kvstore.launch.local import run
+
+    raise typer.Exit(run(table, timeouts, JobKey.new(), stop_signals=stops, reports=reports))
+
+
+def _hosts(hostfile: Path | None, words: str | None, launcher: Launcher) -> list[HostEntry]:
+    if hostfile is not None and words is not None:
+        raise UsageError("--hostfile and -H both name the hosts; expected one of them")
+    if launcher is Launcher.SSH and hostfile is None and words is None:
+        raise UsageError(f"--launcher {launcher} needs the hosts: --hostfile FILE or -H node1,node2:4")
+    if launcher is Launcher.LOCAL and (hostfile is not None or words is not None):
+        raise UsageError("--hostfile and -H need a launcher that reaches other hosts, such as --launcher ssh")
+    try:
+        if hostfile is not None:
+            return read_hostfile(hostfile)
+        return parse_hosts(words) if words is not None else []
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _print_table(table: Sequence[Process]) -> None:
+    print(*(process.shell_line() for process in table), sep="\n")
+
+
+def _report_surplus(table: Sequence[Process], workers: int) -> None:
     started = sum(process.role == "worker" for process in table)
     if started < workers:
         surplus = f"workers {started} to {workers - 1} are" if workers - started > 1 else f"worker {started} is"
         print(f"gangline: {surplus} not started: there is a GPU for {started} of {workers} workers", file=sys.stderr)
-    from gangline.collectives.job_key import JobKey
-    from gangline.kvstore.launch.local import run
-    from gangline.kvstore.launch.supervisor import StopTimeouts
-
-    raise typer.Exit(run(table, StopTimeouts(stop=grace), JobKey.new()))
 
 
 def local_host(gpus: str | None, *, is_checked: bool = True) -> Host:

@@ -51,6 +51,13 @@ class Process:
     """Number of the process's host among the hosts of the job."""
     cpus: tuple[int, ...] = ()
     """CPUs that the process may use; empty: not restricted."""
+    document: str | None = None
+    """Line for the standard input of a supervisor on another host, which stays open; None: an empty standard input."""
+
+    @property
+    def is_worker(self) -> bool:
+        """True for a worker, and for the supervisor of another host's workers."""
+        return self.role == "worker" or self.document is not None
 
     @property
     def label(self) -> str:
@@ -159,8 +166,9 @@ def _passed_on(names: Sequence[str], inherited: Mapping[str, str]) -> dict[str, 
     return {name: inherited[name] for name in names}
 
 
-def free_ports(count: int) -> list[int]:
-    """Return ``count`` distinct TCP ports of the loopback interface that are free now."""
+def free_ports(count: int, address: str = LOCALHOST) -> list[int]:
+    """Return ``count`` distinct TCP ports that are free now at an address of this host."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with ExitStack() as stack:
-        held = [stack.enter_context(socket.create_server((LOCALHOST, 0))) for _ in range(count)]
+        held = [stack.enter_context(socket.create_server((address, 0), family=family)) for _ in range(count)]
         return [port.getsockname()[1] for port in held]
