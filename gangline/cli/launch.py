@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,6 +18,10 @@ from gangline.collectives.errors import UsageError
 from gangline.collectives.workload import check_work_load_list
 from gangline.kvstore.launch.binding import Host
 from gangline.kvstore.launch.engines.hostfile import HostEntry, parse_hosts, read_hostfile
+from gangline.kvstore.launch.engines.kubernetes import KubernetesKind, KubernetesOptions
+from gangline.kvstore.launch.engines.mpi import detect, mpi_table
+from gangline.kvstore.launch.engines.slurm import batch_script, is_within_job, slurm_table
+from gangline.kvstore.launch.engines.ssh_options import SshOptions
 from gangline.kvstore.launch.job import JobSpec, Process, free_ports, process_table
 from gangline.kvstore.launch.topology import gpu_addresses, read_host
 
@@ -25,6 +31,10 @@ class Launcher(StrEnum):
 
     LOCAL = "local"
     SSH = "ssh"
+    MPI = "mpi"
+    SLURM = "slurm"
+    K8S = "k8s"
+    RAY = "ray"
 
 
 def launch(
@@ -106,6 +116,22 @@ def launch(
     remote_python: Annotated[
         str, typer.Option(help="Python on the other hosts.", rich_help_panel="Hosts", show_default="the same path")
     ] = sys.executable,
+    mpirun: Annotated[str, typer.Option(help="mpirun of --launcher mpi.", rich_help_panel="Engines")] = "mpirun",
+    engine_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OPTION",
+            help="Option for mpirun, sbatch or srun, such as --engine-option=--partition=gpu; repeatable.",
+            rich_help_panel="Engines",
+        ),
+    ] = None,
+    name: Annotated[str, typer.Option(help="Name of the job.", rich_help_panel="Engines")] = "gangline",
+    image: Annotated[
+        str | None, typer.Option(help="Container image of --launcher k8s.", rich_help_panel="Engines")
+    ] = None,
+    k8s_kind: Annotated[
+        KubernetesKind, typer.Option(help="Kind of manifest.", rich_help_panel="Engines")
+    ] = KubernetesKind.JOB,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands; start nothing.")] = False,
 ) -> None:
     """Start workers, servers and a scheduler; stop all of them when one fails.
@@ -128,42 +154,126 @@ def launch(
         binds_cores=bind,
         idle_surplus=idle_surplus,
     )
-    from gangline.kvstore.launch.supervisor import Reports, StopTimeouts
-
-    timeouts, reports = StopTimeouts(stop=grace), Reports(log_dir)
+    if launcher is Launcher.K8S:
+        if image is None:
+            raise UsageError("--launcher k8s needs --image, a container image with gangline and the program")
+        count = len(numbers("--gpus", gpus, int)) // workers if gpus else 0
+        raise typer.Exit(_on_kubernetes(job, KubernetesOptions(image, name, k8s_kind, count, grace), dry_run))
+    options = tuple(engine_option or ())
+    if launcher is Launcher.SLURM and not is_within_job():
+        raise typer.Exit(_submit(job, grace, name, options, dry_run))
+    if launcher is Launcher.RAY and not dry_run:
+        raise typer.Exit(_on_ray(job))
     if launcher is Launcher.SSH:
-        from gangline.kvstore.launch.engines.ssh import SshOptions, plan, run_on_hosts
-
         if gpus is not None:
             raise UsageError("--gpus names GPUs of this host; name those of other hosts by gpus=0,2 in a --hostfile")
-        options = SshOptions(ssh, remote_python, interface)
-        try:
-            planned = plan(job, entries, options)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-        if dry_run:
-            for index, name in enumerate(planned.hosts):
-                print(f"# {name}")
-                _print_table([process for process in planned.table if process.host == index])
-            return
-        _report_surplus(planned.table, workers)
-        from gangline.collectives.job_key import JobKey
-
-        raise typer.Exit(run_on_hosts(planned, options, timeouts, JobKey.new(), stop_signals=stops, reports=reports))
-    root_port, master_port = free_ports(2)
+        raise typer.Exit(
+            _on_hosts(job, entries, SshOptions(ssh, remote_python, interface), grace, log_dir, stops, dry_run)
+        )
     try:
-        host = local_host(gpus, is_checked=not dry_run)
+        host = _address_here(launcher, entries, interface) or local_host(gpus, is_checked=not dry_run)
+        root_port, master_port = free_ports(2, host.address)
         table = process_table(job, os.environ, root_port=root_port, master_port=master_port, hosts=[host])
+        if launcher is Launcher.MPI:
+            table = mpi_table(table, mpirun, detect(mpirun), entries, options)
+        elif launcher is Launcher.SLURM:
+            table = slurm_table(table, options)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if dry_run:
         _print_table(table)
         return
-    _report_surplus(table, workers)
+    if launcher is Launcher.LOCAL:
+        _report_surplus(table, workers)
     from gangline.collectives.job_key import JobKey
     from gangline.kvstore.launch.local import run
+    from gangline.kvstore.launch.supervisor import Reports, StopTimeouts
 
-    raise typer.Exit(run(table, timeouts, JobKey.new(), stop_signals=stops, reports=reports))
+    # mpirun and srun pass no descriptors on: GANGLINE_JOB_KEY_FILE names the key of their jobs.
+    key = JobKey.new() if launcher is Launcher.LOCAL else None
+    raise typer.Exit(run(table, StopTimeouts(stop=grace), key, stop_signals=stops, reports=Reports(log_dir)))
+
+
+def _address_here(launcher: Launcher, entries: Sequence[HostEntry], interface: str | None) -> Host | None:
+    """Return this host as others reach it, if the job has workers on several hosts that mpirun or srun starts."""
+    is_slurm = launcher is Launcher.SLURM and os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
+    if not is_slurm and (launcher is not Launcher.MPI or not entries):
+        return None
+    from gangline.collectives.transports.addresses import local_address, resolved
+    from gangline.kvstore.launch.engines.ssh_agent import find_address
+
+    if interface is not None:
+        return Host(find_address(interface, "")[0])
+    name = os.environ.get("SLURMD_NODENAME", os.uname().nodename)
+    return Host(resolved(name) if is_slurm else local_address(entries[0].name))
+
+
+def _on_hosts(
+    job: JobSpec,
+    entries: Sequence[HostEntry],
+    options: SshOptions,
+    grace: float,
+    log_dir: Path | None,
+    stops: Collection[signal.Signals],
+    dry_run: bool,
+) -> int:
+    """Run a job over ssh, or print its processes; return the exit code."""
+    from gangline.collectives.job_key import JobKey
+    from gangline.kvstore.launch.engines.ssh import plan, run_on_hosts
+    from gangline.kvstore.launch.supervisor import Reports, StopTimeouts
+
+    try:
+        planned = plan(job, entries, options)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if dry_run:
+        for index, name in enumerate(planned.hosts):
+            print(f"# {name}")
+            _print_table([process for process in planned.table if process.host == index])
+        return 0
+    _report_surplus(planned.table, job.workers)
+    timeouts, reports = StopTimeouts(stop=grace), Reports(log_dir)
+    return run_on_hosts(planned, options, timeouts, JobKey.new(), stop_signals=stops, reports=reports)
+
+
+def _on_kubernetes(job: JobSpec, options: KubernetesOptions, dry_run: bool) -> int:
+    """Apply the manifests of a job by kubectl, or print them; return the exit code."""
+    from gangline.kvstore.launch.engines.kubernetes import manifests, text
+
+    return _feed(["kubectl", "apply", "-f", "-"], text(manifests(job, options)), dry_run)
+
+
+def _submit(job: JobSpec, grace: float, name: str, options: Sequence[str], dry_run: bool) -> int:
+    """Submit a job to Slurm and wait for it, or print its batch script; return the exit code."""
+    words = [sys.executable, "-m", "gangline", "launch", "--launcher", "slurm", "-n", str(job.workers)]
+    words += ["-s", str(job.servers), "--grace", f"{grace:g}"]
+    if job.work_load_list:
+        loads = job.work_load_list
+        words += ["--work-load-list", loads if loads == "auto" else ",".join(map(repr, loads))]
+    words += [word for variable in job.passed_on for word in ("--env", variable)]
+    script = batch_script([*words, "--", *job.command], job.workers, grace, name, options)
+    return _feed(["sbatch", "--wait"], script, dry_run)
+
+
+def _feed(command: Sequence[str], text: str, dry_run: bool) -> int:
+    """Run a command with this text on its standard input, or print the text; return the exit code."""
+    if dry_run:
+        print(text, end="")
+        return 0
+    try:
+        return subprocess.run(command, input=text, text=True, check=False).returncode  # noqa: S603
+    except FileNotFoundError:
+        raise UsageError(f"{command[0]} is not here; install it, or print what it would get by --dry-run") from None
+
+
+def _on_ray(job: JobSpec) -> int:
+    """Run a job on Ray; return the exit code."""
+    try:
+        from gangline.integrations import ray_jobs
+    except ImportError as error:
+        raise UsageError(f"--launcher ray needs Ray: pip install ray ({error})") from error
+    code: int = ray_jobs.run(job)
+    return code
 
 
 def _hosts(hostfile: Path | None, words: str | None, launcher: Launcher) -> list[HostEntry]:

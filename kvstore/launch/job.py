@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,7 @@ class Process:
     """One process of a job."""
 
     role: str
-    """"worker", "server" or "scheduler"."""
+    """"worker", "server", "scheduler", or the name of a program that runs workers."""
     rank: int | None
     """Rank within the role; None for the scheduler."""
     command: tuple[str, ...]
@@ -54,10 +55,13 @@ class Process:
     document: str | None = None
     """Line for the standard input of a supervisor on another host, which stays open; None: an empty standard input."""
 
+    stop_signal: int = signal.SIGTERM
+    """Signal that asks the process to end."""
+
     @property
     def is_worker(self) -> bool:
-        """True for a worker, and for the supervisor of another host's workers."""
-        return self.role == "worker" or self.document is not None
+        """True for a worker, and for another program that runs workers: mpirun, srun, a supervisor on another host."""
+        return self.role not in ("scheduler", "server")
 
     @property
     def label(self) -> str:

@@ -1,8 +1,8 @@
 """Supervisor of a job: starts the processes, relays their output, reports the first failure, stops the rest.
 
-For a job on several hosts there is one on each, a child of ssh, and one on the launcher's host whose processes are those
-ssh's. They exchange lines: on standard input "stop" and "workers ended" (those of all hosts), on standard error the
-messages "failed CODE" and "workers ended" (those of this host). The end of standard input stops a host's processes.
+For a job on several hosts one runs on each, and one on the launcher's host, whose processes are the ssh commands
+to the others. They exchange lines: on standard input "stop" and "workers ended" (on all hosts), on standard error the
+messages "failed CODE" and "workers ended" (on this host). The end of standard input stops a host's processes.
 """
 
 from __future__ import annotations
@@ -362,7 +362,7 @@ class Supervisor:
         for leader in leaders:
             child = self._children[leader]
             if child.process.document is None:
-                send_group(leader, signal.SIGTERM)
+                send_group(leader, child.process.stop_signal)
             elif not child.is_stopping:
                 child.is_stopping = True
                 self._tell(child, _STOP)

@@ -21,6 +21,7 @@ import gangline
 from gangline.collectives.job_key import JobKey
 from gangline.kvstore.launch.binding import Cpu, Gpu, Host, bind
 from gangline.kvstore.launch.engines.hostfile import HostEntry, loads_of_workers
+from gangline.kvstore.launch.engines.ssh_options import SshOptions
 from gangline.kvstore.launch.job import JobSpec, Process, process_table
 from gangline.kvstore.launch.local import run
 from gangline.kvstore.launch.supervisor import Reports, StopTimeouts
@@ -33,18 +34,6 @@ _OPTIONS = (
 _AGENT = "gangline.kvstore.launch.engines.ssh_agent"
 _MOST_BYTES = 1 << 20
 """Largest document: it has to fit into the pipe to ssh."""
-
-
-@dataclass(frozen=True, slots=True)
-class SshOptions:
-    """Settings of the connections."""
-
-    command: str = "ssh"
-    """The ssh command, with further options."""
-    python: str = sys.executable
-    """Python on the other hosts."""
-    interface: str | None = None
-    """Network interface, address or network of the job's connections; None: where ssh reaches each host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +145,8 @@ def _describe(entries: Sequence[HostEntry], options: SshOptions) -> list[dict[st
         except (IndexError, ValueError):
             reason = errors.decode(errors="replace").strip() or f"exit code {process.returncode}"
             raise RuntimeError(
-                f"host {entry.name}: {reason.removeprefix('gangline: ')}\nTry `{shlex.join(_command(options, entry.name)[:-1])} "
-                f"{options.python} -c 'import gangline'`, which has to work without a password"
+                f"host {entry.name}: {reason.removeprefix('gangline: ')}\nTry `{options.command} "
+                f"{entry.name} {options.python} -c 'import gangline'`, which has to work without a password"
             ) from None
         if found[-1]["version"] != gangline.__version__:
             raise RuntimeError(
