@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -269,7 +270,7 @@ def _feed(command: Sequence[str], text: str, dry_run: bool) -> int:
 def _on_ray(job: JobSpec) -> int:
     """Run a job on Ray; return the exit code."""
     try:
-        from gangline.integrations import ray_jobs
+        ray_jobs = import_module("gangline.integrations.ray_jobs")
     except ImportError as error:
         raise UsageError(f"--launcher ray needs Ray: pip install ray ({error})") from error
     code: int = ray_jobs.run(job)

@@ -6,10 +6,12 @@ import shutil
 import socket
 import subprocess
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+_MARK = "GANGLINE_TEST_HOST"
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin:/sbin")
 
 
@@ -43,6 +45,9 @@ class Sshd:
             f"ListenAddress {address}:{self.port}\nHostKey {host_key}\nAuthorizedKeysFile {authorized}\n"
             f"StrictModes no\nUsePAM no\nPidFile none\nPasswordAuthentication no\nPermitRootLogin yes\n"
         )
+        self.mark = uuid.uuid4().hex
+        with config.open("a") as file:
+            file.write(f"SetEnv {_MARK}={self.mark}\n")
         Path("/run/sshd").mkdir(exist_ok=True)
         self.folder = folder
         self._log = (folder / "sshd.log").open("wb")
@@ -51,7 +56,8 @@ class Sshd:
         self._enter = enter
         until = time.monotonic() + 20
         while b"Server listening" not in (folder / "sshd.log").read_bytes():
-            assert self.process.poll() is None and time.monotonic() < until, (folder / "sshd.log").read_text()
+            assert self.process.poll() is None, (folder / "sshd.log").read_text()
+            assert time.monotonic() < until
             time.sleep(0.02)
 
     def __enter__(self) -> Sshd:
@@ -62,6 +68,22 @@ class Sshd:
             self.process.kill()
         self.process.wait()
         self._log.close()
+
+    def running(self) -> set[int]:
+        """Return the processes that sessions of this sshd started."""
+        found = set()
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if f"{_MARK}={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.add(int(entry.name))
+        return found
+
+    def wait_until_empty(self) -> None:
+        """Wait until no process of a session is left."""
+        until = time.monotonic() + 20
+        while left := self.running():
+            assert time.monotonic() < until, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
+            time.sleep(0.05)
 
     def settings(self, alias: str) -> str:
         """Return the section of an ssh configuration by which ``alias`` names this sshd."""

@@ -13,11 +13,11 @@ import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from ipaddress import ip_address
 from signal import Signals
 from typing import Any
 
-import gangline
 from gangline.collectives.job_key import JobKey
 from gangline.kvstore.launch.binding import Cpu, Gpu, Host, bind
 from gangline.kvstore.launch.engines.hostfile import HostEntry, loads_of_workers
@@ -137,6 +137,7 @@ def _describe(entries: Sequence[HostEntry], options: SshOptions) -> list[dict[st
         for entry in entries
     ]
     requests = [{"interface": options.interface, "slots": entry.slots, "gpus": entry.gpus} for entry in entries]
+    own = version("gangline")
     found = []
     for entry, process, request in zip(entries, started, requests, strict=True):
         out, errors = process.communicate(f"{json.dumps(request)}\n".encode())
@@ -148,10 +149,9 @@ def _describe(entries: Sequence[HostEntry], options: SshOptions) -> list[dict[st
                 f"host {entry.name}: {reason.removeprefix('gangline: ')}\nTry `{options.command} "
                 f"{entry.name} {options.python} -c 'import gangline'`, which has to work without a password"
             ) from None
-        if found[-1]["version"] != gangline.__version__:
+        if found[-1]["version"] != own:
             raise RuntimeError(
-                f"host {entry.name} has gangline {found[-1]['version']}, and this host {gangline.__version__}; "
-                "install the same version"
+                f"host {entry.name} has gangline {found[-1]['version']}, and this host {own}; install the same version"
             )
     return found
 

@@ -14,12 +14,12 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-import gangline
 from gangline.collectives.job_key import JobKey
 from gangline.kvstore.launch.job import Process, free_ports
 from gangline.kvstore.launch.local import run
@@ -56,7 +56,7 @@ def describe(request: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"GPU {missing[0]} is not there; this host has {len(here)} GPUs")
     host = read_host(gpus, os.environ, here, address=address, slots=request["slots"])
     return {
-        "version": gangline.__version__,
+        "version": version("gangline"),
         "interface": interface,
         "ports": free_ports(2, address),
         "host": asdict(host),
