@@ -1,8 +1,8 @@
 """JSON schemas of the custom resources that `gangline launch --launcher k8s` prints.
 
-Trimmed to the fields that may occur in ours, each with its type and permitted values as in the types of these projects:
+Trimmed to the fields that may occur in ours, with the types and values that these projects permit:
 JobSet v1alpha2 (kubernetes-sigs/jobset, api/jobset/v1alpha2/jobset_types.go) and RayJob v1 (ray-project/kuberay,
-ray-operator/apis/ray/v1/rayjob_types.go and raycluster_types.go), both Apache-2.0. Pod and Job templates within them are
+ray-operator/apis/ray/v1/rayjob_types.go and raycluster_types.go), both Apache-2.0. Pod and Job templates in them are
 native kinds, which kubernetes-validate checks.
 """
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.clusters import sshd
+from tests.clusters import slurm, sshd
 from tests.kvstore.test_launch import ROOT, Launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -92,7 +92,8 @@ def check_weights(folder: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TMPDIR", "PYTHONPATH", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+    names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    for name in ("TMPDIR", "PYTHONPATH", "SLURM_CONF", *names):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # restores what the tests set
 
 
@@ -154,3 +155,57 @@ def test_signals_end_the_job(
         code, out, errors = run.end()
     assert code == expected, (out, errors)
     check_nothing_is_left(tmp_path, server)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Slurm]:
+    if slurm.missing() is not None:
+        pytest.skip(str(slurm.missing()))
+    with slurm.Slurm(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+def submit(cluster: slurm.Slurm, folder: Path, store: str, task: str, servers: int) -> Launch:
+    """Submit the batch script of a job and wait for its end; its output is in ``folder``."""
+    os.environ.update(cluster.variables)
+    options = [f"--engine-option=--output={folder}/out.txt", f"--engine-option=--chdir={ROOT}"]
+    words = ["--launcher", "slurm", "-n", "2", "-s", str(servers), "--grace", "30", *options]
+    (folder / "tmp").mkdir()
+    os.environ["PYTHONPATH"] = str(ROOT)
+    return Launch([*LAUNCH, *words, "--", sys.executable, str(SCRIPT), str(folder), store, task], cwd=ROOT)
+
+
+@pytest.mark.parametrize("store", ["dist_sync", "allreduce"])
+def test_slurm_gives_the_same_weights(store: str, tmp_path: Path, cluster: slurm.Slurm) -> None:
+    with submit(cluster, tmp_path, store, "train", int(store == "dist_sync")) as run:
+        code, out, errors = run.end()
+    assert code == 0, (out, errors, (tmp_path / "out.txt").read_text())
+    check_weights(tmp_path)
+
+
+def test_a_crash_ends_the_job_of_slurm(tmp_path: Path, cluster: slurm.Slurm) -> None:
+    with submit(cluster, tmp_path, "allreduce", "crash", 0) as run:
+        code, _, _ = run.end()
+    assert code == 3, (tmp_path / "out.txt").read_text()
+
+
+def test_slurm_queues_a_preempted_job_again(tmp_path: Path, cluster: slurm.Slurm) -> None:
+    with submit(cluster, tmp_path, "allreduce", "wait", 0) as run:
+        until = time.monotonic() + 120
+        while not all((tmp_path / f"up{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < until, (tmp_path / "out.txt").read_text()
+            time.sleep(0.1)
+        job = cluster.run("squeue", "-h", "-o", "%i").stdout.split()[0]
+        for rank in range(2):
+            (tmp_path / f"up{rank}").unlink()
+        cluster.run("scancel", "--signal=USR1", job)  # to the steps, as --signal=USR1@30 does
+        while not all((tmp_path / f"up{rank}").exists() for rank in range(2)):  # by the second run of the same job
+            assert time.monotonic() < until, (tmp_path / "out.txt").read_text()
+            time.sleep(0.1)
+        found = cluster.run("scontrol", "show", "job", job).stdout
+        assert "Restarts=1" in found, found
+        cluster.run("scancel", job)
+        run.end()
+    while cluster.run("squeue", "-h").stdout:
+        assert time.monotonic() < until
+        time.sleep(0.1)

@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,3 +122,24 @@ def test_the_batch_script_is_for_a_shell_and_for_slurm(monkeypatch: pytest.Monke
 def test_wrong_usage_is_named(words: list[str], error: str) -> None:
     done = CliRunner().invoke(app, ["launch", *words, "--", "true"])
     assert error in str(done.exception), done.output
+
+
+def test_the_example_for_skypilot_has_the_shape_of_a_task() -> None:
+    yaml = pytest.importorskip("yaml", reason="pip install PyYAML")
+    task = yaml.safe_load((Path(__file__).parents[2] / "docs" / "examples" / "skypilot.yaml").read_text())
+    assert task.keys() <= {
+        "name",
+        "num_nodes",
+        "resources",
+        "envs",
+        "secrets",
+        "file_mounts",
+        "workdir",
+        "setup",
+        "run",
+    }
+    assert (type(task["num_nodes"]), type(task["resources"])) == (int, dict)
+    for part in ("setup", "run"):
+        assert subprocess.run(["sh", "-n"], input=task[part], text=True, capture_output=True).stderr == ""
+    words = shlex.split(task["run"].splitlines()[-1])
+    assert words[:2] == ["gangline", "train"]
