@@ -10,11 +10,13 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
+from gangline.bench.driver.hosts import Hosts, obstacle
 from tests.clusters import slurm, sshd
 from tests.kvstore.test_launch import ROOT, Launch
 
@@ -209,3 +211,25 @@ def test_slurm_queues_a_preempted_job_again(tmp_path: Path, cluster: slurm.Slurm
     while cluster.run("squeue", "-h").stdout:
         assert time.monotonic() < until
         time.sleep(0.1)
+
+
+@pytest.mark.skipif(
+    sshd.missing() is not None or obstacle() is not None, reason=f"{sshd.missing() or ''} {obstacle() or ''}"
+)
+@pytest.mark.parametrize("store", ["dist_sync", "allreduce"])
+def test_ssh_between_hosts_with_networks_of_their_own_gives_the_same_weights(store: str, tmp_path: Path) -> None:
+    with Hosts(2) as hosts, ExitStack() as stack:
+        servers = {
+            f"node{index}": stack.enter_context(sshd.Sshd(tmp_path / name, address, ("ip", "netns", "exec", name)))
+            for index, (name, address) in enumerate(zip(hosts.names, hosts.addresses, strict=True))
+        }
+        ssh = sshd.ssh_command(tmp_path, servers)
+        os.environ["PYTHONPATH"] = str(ROOT)
+        words = ["--launcher", "ssh", "--ssh", ssh, "-H", "node0,node1", "-s", str(2 * (store == "dist_sync"))]
+        words += ["--env", "PYTHONPATH", "--", sys.executable, str(SCRIPT), str(tmp_path), store, "train"]
+        with Launch(["ip", "netns", "exec", hosts.names[0], *LAUNCH, *words], cwd=ROOT) as run:
+            code, out, errors = run.end()
+        assert code == 0, (out, errors)
+        check_weights(tmp_path)
+        for server in servers.values():
+            server.wait_until_empty()
