@@ -103,7 +103,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("engine", [*LAUNCHERS, "torchrun"])
 def test_every_engine_gives_the_same_weights(engine: str, store: str, tmp_path: Path, server: sshd.Sshd | None) -> None:
     with start(engine, tmp_path, store, "train", server, servers=int(store == "dist_sync")) as run:
-        code, out, errors = run.end()
+        code, out, errors = run.end(200)
     assert code == 0, (out, errors)
     check_weights(tmp_path)
     check_nothing_is_left(tmp_path, server)
@@ -118,7 +118,7 @@ def test_processes_started_by_hand_with_dmlc_variables_give_the_same_weights(tmp
     lines = [f"export {shared} PYTHONPATH={ROOT}", f"{gangline} scheduler &", f"{gangline} server &"]
     lines += [f"DMLC_WORKER_ID=1 {worker} &", f"DMLC_WORKER_ID=0 {worker} && wait"]
     with Launch(["sh", "-c", "\n".join(lines)], cwd=ROOT) as run:
-        code, out, errors = run.end()
+        code, out, errors = run.end(200)
     assert code == 0, (out, errors)
     check_weights(tmp_path)
 
@@ -126,7 +126,7 @@ def test_processes_started_by_hand_with_dmlc_variables_give_the_same_weights(tmp
 @pytest.mark.parametrize("engine", [*LAUNCHERS, "torchrun"])
 def test_a_crash_ends_the_job_with_the_code_of_the_crash(engine: str, tmp_path: Path, server: sshd.Sshd | None) -> None:
     with start(engine, tmp_path, "allreduce", "crash", server) as run:
-        code, out, errors = run.end()
+        code, out, errors = run.end(200)
     # torchrun's own exit code is 1. mpirun and the agents of two hosts see first whichever rank ends first: the one
     # that crashed, before the one whose peer was lost.
     assert code == (1 if engine == "torchrun" else 3), (out, errors)
@@ -150,11 +150,11 @@ def test_signals_end_the_job(
     with start(engine, tmp_path, "allreduce", task, server, "--stop-signals", "USR1", "--grace", "30") as run:
         until = time.monotonic() + 120
         while not all((tmp_path / f"up{rank}").exists() for rank in range(2)):
-            assert run.process.poll() is None, run.end()
+            assert run.process.poll() is None, run.end(200)
             assert time.monotonic() < until
             time.sleep(0.05)
         run.process.send_signal(number)
-        code, out, errors = run.end()
+        code, out, errors = run.end(200)
     assert code == expected, (out, errors)
     check_nothing_is_left(tmp_path, server)
 
@@ -180,14 +180,14 @@ def submit(cluster: slurm.Slurm, folder: Path, store: str, task: str, servers: i
 @pytest.mark.parametrize("store", ["dist_sync", "allreduce"])
 def test_slurm_gives_the_same_weights(store: str, tmp_path: Path, cluster: slurm.Slurm) -> None:
     with submit(cluster, tmp_path, store, "train", int(store == "dist_sync")) as run:
-        code, out, errors = run.end()
+        code, out, errors = run.end(200)
     assert code == 0, (out, errors, (tmp_path / "out.txt").read_text())
     check_weights(tmp_path)
 
 
 def test_a_crash_ends_the_job_of_slurm(tmp_path: Path, cluster: slurm.Slurm) -> None:
     with submit(cluster, tmp_path, "allreduce", "crash", 0) as run:
-        code, _, _ = run.end()
+        code, _, _ = run.end(200)
     assert code == 3, (tmp_path / "out.txt").read_text()
 
 
@@ -207,7 +207,7 @@ def test_slurm_queues_a_preempted_job_again(tmp_path: Path, cluster: slurm.Slurm
         found = cluster.run("scontrol", "show", "job", job).stdout
         assert "Restarts=1" in found, found
         cluster.run("scancel", job)
-        run.end()
+        run.end(200)
     while cluster.run("squeue", "-h").stdout:
         assert time.monotonic() < until
         time.sleep(0.1)
@@ -228,7 +228,7 @@ def test_ssh_between_hosts_with_networks_of_their_own_gives_the_same_weights(sto
         words = ["--launcher", "ssh", "--ssh", ssh, "-H", "node0,node1", "-s", str(2 * (store == "dist_sync"))]
         words += ["--env", "PYTHONPATH", "--", sys.executable, str(SCRIPT), str(tmp_path), store, "train"]
         with Launch(["ip", "netns", "exec", hosts.names[0], *LAUNCH, *words], cwd=ROOT) as run:
-            code, out, errors = run.end()
+            code, out, errors = run.end(200)
         assert code == 0, (out, errors)
         check_weights(tmp_path)
         for server in servers.values():
