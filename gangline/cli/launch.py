@@ -18,7 +18,7 @@ from gangline.cli.options import loads_of, numbers, signals_of
 from gangline.collectives.errors import UsageError
 from gangline.collectives.workload import check_work_load_list
 from gangline.kvstore.launch.binding import Host
-from gangline.kvstore.launch.engines.hostfile import HostEntry, parse_hosts, read_hostfile
+from gangline.kvstore.launch.engines.hostfile import HostEntry, loads_of_workers, parse_hosts, read_hostfile
 from gangline.kvstore.launch.engines.kubernetes import KubernetesKind, KubernetesOptions
 from gangline.kvstore.launch.engines.mpi import detect, mpi_table
 from gangline.kvstore.launch.engines.slurm import batch_script, is_within_job, slurm_table
@@ -146,11 +146,16 @@ def launch(
     if not workers:
         raise UsageError("the number of workers is missing: -n")
     stops = signals_of(stop_signals)
+    if gpus is not None and launcher not in (Launcher.LOCAL, Launcher.K8S):
+        raise UsageError(
+            f"--gpus names GPUs of this host; with --launcher {launcher} name them by gpus=0,2 in a --hostfile, "
+            "or by options of the engine"
+        )
     job = JobSpec(
         command=tuple(command),
         workers=workers,
         servers=servers,
-        work_load_list=_loads(work_load_list, workers),
+        work_load_list=_loads(work_load_list, workers) or loads_of_workers(entries, workers),
         passed_on=tuple(env or ()),
         binds_cores=bind,
         idle_surplus=idle_surplus,
@@ -166,8 +171,6 @@ def launch(
     if launcher is Launcher.RAY and not dry_run:
         raise typer.Exit(_on_ray(job))
     if launcher is Launcher.SSH:
-        if gpus is not None:
-            raise UsageError("--gpus names GPUs of this host; name those of other hosts by gpus=0,2 in a --hostfile")
         raise typer.Exit(
             _on_hosts(job, entries, SshOptions(ssh, remote_python, interface), grace, log_dir, stops, dry_run)
         )
@@ -282,14 +285,16 @@ def _hosts(hostfile: Path | None, words: str | None, launcher: Launcher) -> list
         raise UsageError("--hostfile and -H both name the hosts; expected one of them")
     if launcher is Launcher.SSH and hostfile is None and words is None:
         raise UsageError(f"--launcher {launcher} needs the hosts: --hostfile FILE or -H node1,node2:4")
-    if launcher is Launcher.LOCAL and (hostfile is not None or words is not None):
-        raise UsageError("--hostfile and -H need a launcher that reaches other hosts, such as --launcher ssh")
+    if launcher not in (Launcher.SSH, Launcher.MPI) and (hostfile is not None or words is not None):
+        raise UsageError("--hostfile and -H are for --launcher ssh and mpi; other engines choose the hosts themselves")
     try:
-        if hostfile is not None:
-            return read_hostfile(hostfile)
-        return parse_hosts(words) if words is not None else []
+        entries = parse_hosts(words) if words is not None else []
+        entries = read_hostfile(hostfile) if hostfile is not None else entries
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if launcher is Launcher.MPI and any(entry.gpus for entry in entries):
+        raise UsageError("gpus= of a hostfile is for --launcher ssh; with mpirun each rank chooses by its local rank")
+    return entries
 
 
 def _print_table(table: Sequence[Process]) -> None:

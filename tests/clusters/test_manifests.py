@@ -111,7 +111,7 @@ def test_the_batch_script_is_for_a_shell_and_for_slurm(monkeypatch: pytest.Monke
     ("words", "error"),
     [
         (["--launcher", "ssh"], "--launcher ssh needs the hosts"),
-        (["-n", "2", "-H", "node1"], "--hostfile and -H need a launcher that reaches other hosts"),
+        (["-n", "2", "-H", "node1"], "--hostfile and -H are for --launcher ssh and mpi"),
         (["--launcher", "k8s", "-n", "2"], "--launcher k8s needs --image"),
         ([], "the number of workers is missing: -n"),
         (["-n", "1", "--stop-signals", "KILL"], "SIGKILL is not a signal that can stop a job"),

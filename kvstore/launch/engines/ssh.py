@@ -20,7 +20,7 @@ from typing import Any
 
 from gangline.collectives.job_key import JobKey
 from gangline.kvstore.launch.binding import Cpu, Gpu, Host, bind
-from gangline.kvstore.launch.engines.hostfile import HostEntry, loads_of_workers
+from gangline.kvstore.launch.engines.hostfile import HostEntry
 from gangline.kvstore.launch.engines.ssh_options import SshOptions
 from gangline.kvstore.launch.job import JobSpec, Process, process_table
 from gangline.kvstore.launch.local import run
@@ -61,8 +61,6 @@ def plan(job: JobSpec, entries: Sequence[HostEntry], options: SshOptions) -> Ssh
     counted = [Host(entry.name, slots=entry.slots) for entry in entries]
     used = 1 + max(binding.node_rank for binding in bind(counted, job.workers, idle_surplus=job.idle_surplus))
     entries = entries[:used]
-    if not job.work_load_list:
-        job = replace(job, work_load_list=loads_of_workers(entries, job.workers))
     found = _describe(entries, options)
     hosts = [_host(one["host"]) for one in found]
     are_local = [ip_address(host.address).is_loopback for host in hosts]
