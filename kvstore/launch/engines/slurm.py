@@ -57,7 +57,7 @@ def slurm_table(table: Sequence[Process], options: Sequence[str]) -> list[Proces
         options: further options of srun.
     """
     count = sum(process.role == "worker" for process in table)
-    # srun returns the highest exit code. If it killed the other tasks, that would be 137 instead of 75 or of the code of
+    # srun returns the highest exit code. If it killed the other tasks, that would be 137 instead of 75 or the code of
     # a crash; tasks whose peer is lost end by themselves.
     command = ("srun", f"--ntasks={count}", "--kill-on-bad-exit=0", "--label", "--unbuffered", *options)
     return substitute(table, "srun", command, "SLURM_PROCID", "SLURM_LOCALID", signal.SIGTERM)
