@@ -3,7 +3,7 @@ VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all lint format wheel docs peers clean
+.PHONY: train test test-all lint format wheel docs peers engines clean
 
 train: $(VENV)/.installed
 	$(BIN)/gangline train --network lenet --dataset digits --cpus 2 --kv-store device
@@ -66,6 +66,12 @@ peers: .peers/mxnet/.installed .peers/mpich/.installed .peers/impi/.installed .p
 	$(PYTHON) -m venv .peers/impi
 	.peers/impi/bin/pip install --quiet mpi4py==4.1.2 impi-rt==2021.18.1 numpy==2.4.6
 	touch $@
+
+# What the slow tests in tests/clusters need; they skip what is missing.
+engines: .peers/mpich/.installed
+	@command -v sshd mpirun.openmpi slurmctld >/dev/null || { \
+	echo "as root: apt-get install openssh-server openmpi-bin slurm-wlm munge" >&2; exit 1; }
+	$(BIN)/pip install --quiet kubernetes-validate
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

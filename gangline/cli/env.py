@@ -232,6 +232,12 @@ VARIABLES = (
     Variable("DMLC_NUM_WORKER", "", "Number of workers."),
     Variable("DMLC_NUM_SERVER", "", "Number of servers."),
     Variable("DMLC_WORKER_ID", "", "Rank that this worker asks for."),
+    Variable(
+        "GANGLINE_STOP_SIGNALS",
+        "",
+        "Signals that end `gangline train` with a checkpoint, beside TERM and INT, such as USR1. Set under mpirun and "
+        "srun.",
+    ),
     Variable("DMLC_INTERFACE", "", "Network interface by which other hosts reach this one, such as eth0."),
     Variable(
         "GANGLINE_SIZE",

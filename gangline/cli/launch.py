@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
+from collections.abc import Collection, Sequence
 from enum import StrEnum
+from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from gangline.cli.options import loads_of, numbers
+from gangline.cli.options import loads_of, numbers, signals_of
 from gangline.collectives.errors import UsageError
 from gangline.collectives.workload import check_work_load_list
 from gangline.kvstore.launch.binding import Host
-from gangline.kvstore.launch.job import JobSpec, free_ports, process_table
+from gangline.kvstore.launch.engines.hostfile import HostEntry, loads_of_workers, parse_hosts, read_hostfile
+from gangline.kvstore.launch.engines.kubernetes import KubernetesKind, KubernetesOptions
+from gangline.kvstore.launch.engines.mpi import detect, mpi_table
+from gangline.kvstore.launch.engines.slurm import batch_script, is_within_job, slurm_table
+from gangline.kvstore.launch.engines.ssh_options import SshOptions
+from gangline.kvstore.launch.job import JobSpec, Process, free_ports, process_table
 from gangline.kvstore.launch.topology import gpu_addresses, read_host
 
 
@@ -21,13 +31,26 @@ class Launcher(StrEnum):
     """Ways to start processes."""
 
     LOCAL = "local"
+    SSH = "ssh"
+    MPI = "mpi"
+    SLURM = "slurm"
+    K8S = "k8s"
+    RAY = "ray"
 
 
 def launch(
     command: Annotated[list[str], typer.Argument(metavar="CMD", help="Command of each worker, after an optional --.")],
     workers: Annotated[
-        int, typer.Option("-n", "--workers", "--num-workers", metavar="N", min=1, help="Number of workers.")
-    ],
+        int | None,
+        typer.Option(
+            "-n",
+            "--workers",
+            "--num-workers",
+            metavar="N",
+            min=1,
+            help="Number of workers; with hosts the default is their number of slots.",
+        ),
+    ] = None,
     servers: Annotated[
         int,
         typer.Option(
@@ -63,6 +86,53 @@ def launch(
         float,
         typer.Option(help="Seconds from SIGTERM until processes are killed.", metavar="SECONDS", min=0),
     ] = 10.0,
+    stop_signals: Annotated[
+        str | None,
+        typer.Option(
+            help="Signals that stop the job, beside INT, TERM and HUP, such as USR1: workers get SIGTERM, write a "
+            "checkpoint and exit with 75."
+        ),
+    ] = None,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the output of each process, in a file such as worker-0.log on its host."),
+    ] = None,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(help="File with lines such as `node1 slots=4 gpus=0,2 load=3`.", rich_help_panel="Hosts"),
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option("-H", "--hosts", help="Hosts and their slots, such as node1,node2:4.", rich_help_panel="Hosts"),
+    ] = None,
+    interface: Annotated[
+        str | None,
+        typer.Option(
+            help="Network interface of the job's connections, or an address or network such as 10.1.0.0/16. "
+            "Without it hosts use the addresses at which ssh reaches them.",
+            rich_help_panel="Hosts",
+        ),
+    ] = None,
+    ssh: Annotated[str, typer.Option(help='ssh command, such as "ssh -p 2222".', rich_help_panel="Hosts")] = "ssh",
+    remote_python: Annotated[
+        str, typer.Option(help="Python on the other hosts.", rich_help_panel="Hosts", show_default="the same path")
+    ] = sys.executable,
+    mpirun: Annotated[str, typer.Option(help="mpirun of --launcher mpi.", rich_help_panel="Engines")] = "mpirun",
+    engine_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OPTION",
+            help="Option for mpirun, sbatch or srun, such as --engine-option=--partition=gpu; repeatable.",
+            rich_help_panel="Engines",
+        ),
+    ] = None,
+    name: Annotated[str, typer.Option(help="Name of the job.", rich_help_panel="Engines")] = "gangline",
+    image: Annotated[
+        str | None, typer.Option(help="Container image of --launcher k8s.", rich_help_panel="Engines")
+    ] = None,
+    k8s_kind: Annotated[
+        KubernetesKind, typer.Option(help="Kind of manifest.", rich_help_panel="Engines")
+    ] = KubernetesKind.JOB,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands; start nothing.")] = False,
 ) -> None:
     """Start workers, servers and a scheduler; stop all of them when one fails.
@@ -71,34 +141,171 @@ def launch(
     of the first process that failed, 128+N if signal N killed it, and 75 if a signal stopped the job
     and all workers wrote a checkpoint.
     """
-    del launcher  # there is only one yet
+    entries = _hosts(hostfile, hosts, launcher)
+    workers = workers or sum(entry.slots for entry in entries)
+    if not workers:
+        raise UsageError("the number of workers is missing: -n")
+    stops = signals_of(stop_signals)
+    if gpus is not None and launcher not in (Launcher.LOCAL, Launcher.K8S):
+        raise UsageError(
+            f"--gpus names GPUs of this host; with --launcher {launcher} name them by gpus=0,2 in a --hostfile, "
+            "or by options of the engine"
+        )
     job = JobSpec(
         command=tuple(command),
         workers=workers,
         servers=servers,
-        work_load_list=_loads(work_load_list, workers),
+        work_load_list=_loads(work_load_list, workers) or loads_of_workers(entries, workers),
         passed_on=tuple(env or ()),
         binds_cores=bind,
         idle_surplus=idle_surplus,
     )
-    host = local_host(gpus, is_checked=not dry_run)
-    root_port, master_port = free_ports(2)
+    if launcher is Launcher.K8S:
+        if image is None:
+            raise UsageError("--launcher k8s needs --image, a container image with gangline and the program")
+        count = len(numbers("--gpus", gpus, int)) // workers if gpus else 0
+        raise typer.Exit(_on_kubernetes(job, KubernetesOptions(image, name, k8s_kind, count, grace), dry_run))
+    options = tuple(engine_option or ())
+    if launcher is Launcher.SLURM and not is_within_job():
+        raise typer.Exit(_submit(job, grace, name, options, dry_run))
+    if launcher is Launcher.RAY and not dry_run:
+        raise typer.Exit(_on_ray(job))
+    if launcher is Launcher.SSH:
+        raise typer.Exit(
+            _on_hosts(job, entries, SshOptions(ssh, remote_python, interface), grace, log_dir, stops, dry_run)
+        )
     try:
+        host = _address_here(launcher, entries, interface) or local_host(gpus, is_checked=not dry_run)
+        root_port, master_port = free_ports(2, host.address)
         table = process_table(job, os.environ, root_port=root_port, master_port=master_port, hosts=[host])
+        if launcher is Launcher.MPI:
+            table = mpi_table(table, mpirun, detect(mpirun), entries, options)
+        elif launcher is Launcher.SLURM:
+            table = slurm_table(table, options)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if launcher is Launcher.LOCAL:
+        _report_surplus(table, workers)
+    if dry_run:
+        _print_table(table)
+        return
+    from gangline.collectives.job_key import JobKey
+    from gangline.kvstore.launch.local import run
+    from gangline.kvstore.launch.supervisor import Reports, StopTimeouts
+
+    # mpirun and srun pass no descriptors on: GANGLINE_JOB_KEY_FILE names the key of their jobs.
+    key = JobKey.new() if launcher is Launcher.LOCAL else None
+    raise typer.Exit(run(table, StopTimeouts(stop=grace), key, stop_signals=stops, reports=Reports(log_dir)))
+
+
+def _address_here(launcher: Launcher, entries: Sequence[HostEntry], interface: str | None) -> Host | None:
+    """Return this host as others reach it, if the job has workers on several hosts that mpirun or srun starts."""
+    is_slurm = launcher is Launcher.SLURM and os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
+    if not is_slurm and (launcher is not Launcher.MPI or not entries):
+        return None
+    from gangline.collectives.transports.addresses import local_address, resolved
+    from gangline.kvstore.launch.engines.ssh_agent import find_address
+
+    if interface is not None:
+        return Host(find_address(interface, "")[0])
+    name = os.environ.get("SLURMD_NODENAME", os.uname().nodename)
+    return Host(resolved(name) if is_slurm else local_address(entries[0].name))
+
+
+def _on_hosts(
+    job: JobSpec,
+    entries: Sequence[HostEntry],
+    options: SshOptions,
+    grace: float,
+    log_dir: Path | None,
+    stops: Collection[signal.Signals],
+    dry_run: bool,
+) -> int:
+    """Run a job over ssh, or print its processes; return the exit code."""
+    from gangline.collectives.job_key import JobKey
+    from gangline.kvstore.launch.engines.ssh import plan, run_on_hosts
+    from gangline.kvstore.launch.supervisor import Reports, StopTimeouts
+
+    try:
+        planned = plan(job, entries, options)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if dry_run:
+        for index, name in enumerate(planned.hosts):
+            print(f"# {name}")
+            _print_table([process for process in planned.table if process.host == index])
+        return 0
+    _report_surplus(planned.table, job.workers)
+    timeouts, reports = StopTimeouts(stop=grace), Reports(log_dir)
+    return run_on_hosts(planned, options, timeouts, JobKey.new(), stop_signals=stops, reports=reports)
+
+
+def _on_kubernetes(job: JobSpec, options: KubernetesOptions, dry_run: bool) -> int:
+    """Apply the manifests of a job by kubectl, or print them; return the exit code."""
+    from gangline.kvstore.launch.engines.kubernetes import manifests, text
+
+    return _feed(["kubectl", "apply", "-f", "-"], text(manifests(job, options)), dry_run)
+
+
+def _submit(job: JobSpec, grace: float, name: str, options: Sequence[str], dry_run: bool) -> int:
+    """Submit a job to Slurm and wait for it, or print its batch script; return the exit code."""
+    words = [sys.executable, "-m", "gangline", "launch", "--launcher", "slurm", "-n", str(job.workers)]
+    words += ["-s", str(job.servers), "--grace", f"{grace:g}"]
+    if job.work_load_list:
+        loads = job.work_load_list
+        words += ["--work-load-list", loads if loads == "auto" else ",".join(map(repr, loads))]
+    words += [word for variable in job.passed_on for word in ("--env", variable)]
+    script = batch_script([*words, "--", *job.command], job.workers, grace, name, options)
+    return _feed(["sbatch", "--wait"], script, dry_run)
+
+
+def _feed(command: Sequence[str], text: str, dry_run: bool) -> int:
+    """Run a command with this text on its standard input, or print the text; return the exit code."""
+    if dry_run:
+        print(text, end="")
+        return 0
+    try:
+        return subprocess.run(command, input=text, text=True, check=False).returncode  # noqa: S603
+    except FileNotFoundError:
+        raise UsageError(f"{command[0]} is not here; install it, or print what it would get by --dry-run") from None
+
+
+def _on_ray(job: JobSpec) -> int:
+    """Run a job on Ray; return the exit code."""
+    try:
+        ray_jobs = import_module("gangline.integrations.ray_jobs")
+    except ImportError as error:
+        raise UsageError(f"--launcher ray needs Ray: pip install ray ({error})") from error
+    code: int = ray_jobs.run(job)
+    return code
+
+
+def _hosts(hostfile: Path | None, words: str | None, launcher: Launcher) -> list[HostEntry]:
+    if hostfile is not None and words is not None:
+        raise UsageError("--hostfile and -H both name the hosts; expected one of them")
+    if launcher is Launcher.SSH and hostfile is None and words is None:
+        raise UsageError(f"--launcher {launcher} needs the hosts: --hostfile FILE or -H node1,node2:4")
+    if launcher not in (Launcher.SSH, Launcher.MPI) and (hostfile is not None or words is not None):
+        raise UsageError("--hostfile and -H are for --launcher ssh and mpi; other engines choose the hosts themselves")
+    try:
+        entries = parse_hosts(words) if words is not None else []
+        entries = read_hostfile(hostfile) if hostfile is not None else entries
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if launcher is Launcher.MPI and any(entry.gpus for entry in entries):
+        raise UsageError("gpus= of a hostfile is for --launcher ssh; with mpirun each rank chooses by its local rank")
+    return entries
+
+
+def _print_table(table: Sequence[Process]) -> None:
+    print(*(process.shell_line() for process in table), sep="\n")
+
+
+def _report_surplus(table: Sequence[Process], workers: int) -> None:
     started = sum(process.role == "worker" for process in table)
     if started < workers:
         surplus = f"workers {started} to {workers - 1} are" if workers - started > 1 else f"worker {started} is"
         print(f"gangline: {surplus} not started: there is a GPU for {started} of {workers} workers", file=sys.stderr)
-    if dry_run:
-        print(*(process.shell_line() for process in table), sep="\n")
-        return
-    from gangline.collectives.job_key import JobKey
-    from gangline.kvstore.launch.local import run
-    from gangline.kvstore.launch.supervisor import StopTimeouts
-
-    raise typer.Exit(run(table, StopTimeouts(stop=grace), JobKey.new()))
 
 
 def local_host(gpus: str | None, *, is_checked: bool = True) -> Host:
@@ -121,10 +328,7 @@ def local_host(gpus: str | None, *, is_checked: bool = True) -> Host:
         raise UsageError(
             f"--gpus names {', '.join(map(str, missing))}, which this machine does not have; the GPUs here: {there}"
         )
-    try:
-        return read_host(found, os.environ, addresses)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    return read_host(found, os.environ, addresses)
 
 
 def _loads(words: str | None, workers: int) -> tuple[float, ...] | Literal["auto"]:

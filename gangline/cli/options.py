@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -204,3 +205,16 @@ def write_json(path: Path | None, value: Any) -> None:
 
 def _counted(count: int) -> str:
     return "1 number" if count == 1 else f"{count} numbers"
+
+
+def signals_of(words: str | None) -> tuple[signal.Signals, ...]:
+    """Return the signals of words such as "TERM,USR1".
+
+    Raises:
+        UsageError: if one is unknown.
+    """
+    names = [f"SIG{word.strip().upper().removeprefix('SIG')}" for word in (words or "").split(",") if word.strip()]
+    for name in names:
+        if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP", "SIGCHLD"):
+            raise UsageError(f"{name} is not a signal that can stop a job; expected names such as TERM,USR1")
+    return tuple(signal.Signals[name] for name in names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,7 @@ class Process:
     """One process of a job."""
 
     role: str
-    """"worker", "server" or "scheduler"."""
+    """"worker", "server", "scheduler", or the name of a program that runs workers."""
     rank: int | None
     """Rank within the role; None for the scheduler."""
     command: tuple[str, ...]
@@ -51,6 +52,16 @@ class Process:
     """Number of the process's host among the hosts of the job."""
     cpus: tuple[int, ...] = ()
     """CPUs that the process may use; empty: not restricted."""
+    document: str | None = None
+    """Line for the standard input of a supervisor on another host, which stays open; None: an empty standard input."""
+
+    stop_signal: int = signal.SIGTERM
+    """Signal that asks the process to end."""
+
+    @property
+    def is_worker(self) -> bool:
+        """True for a worker, and for another program that runs workers: mpirun, srun, a supervisor on another host."""
+        return self.role not in ("scheduler", "server")
 
     @property
     def label(self) -> str:
@@ -159,8 +170,9 @@ def _passed_on(names: Sequence[str], inherited: Mapping[str, str]) -> dict[str, 
     return {name: inherited[name] for name in names}
 
 
-def free_ports(count: int) -> list[int]:
-    """Return ``count`` distinct TCP ports of the loopback interface that are free now."""
+def free_ports(count: int, address: str = LOCALHOST) -> list[int]:
+    """Return ``count`` distinct TCP ports that are free now at an address of this host."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with ExitStack() as stack:
-        held = [stack.enter_context(socket.create_server((LOCALHOST, 0))) for _ in range(count)]
+        held = [stack.enter_context(socket.create_server((address, 0), family=family)) for _ in range(count)]
         return [port.getsockname()[1] for port in held]

@@ -20,13 +20,16 @@ from gangline.collectives.job_key import JobKey
 from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.kvstore.launch.job import Process
 from gangline.kvstore.launch.process_tree import adopt_orphans, descendants, kill_descendants, send
-from gangline.kvstore.launch.supervisor import StopTimeouts, Supervisor
+from gangline.kvstore.launch.supervisor import Reports, StopTimeouts, Supervisor
 
 
 def run(
     processes: Sequence[Process],
     timeouts: StopTimeouts = StopTimeouts(),  # noqa: B008 - it is frozen
     key: JobKey | None = None,
+    *,
+    stop_signals: Collection[signal.Signals] = (),
+    reports: Reports = Reports(),  # noqa: B008 - it is frozen
 ) -> int:
     """Run the processes of a job until all have ended; call it from the main thread of a program without other threads.
 
@@ -38,6 +41,8 @@ def run(
         processes: processes of the job, as of `process_table`; each gets its own session and an empty standard input.
         timeouts: time limits for processes that should end.
         key: key of the job, which every process gets by an inherited descriptor.
+        stop_signals: further signals that stop all processes.
+        reports: where the output goes, beside standard output and error.
 
     Returns:
         0 if all workers succeeded, else the exit code of the first process that failed: 128 + N if signal N ended it or
@@ -45,7 +50,7 @@ def run(
         if it could not be run, as in shells.
     """
     ignorable = {number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN}
-    stops = {signal.SIGTERM, *ignorable}
+    stops = {signal.SIGTERM, *ignorable, *stop_signals}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     before = descendants()  # a shell that exec'ed this program may have left it children
     for stream in (sys.stdout, sys.stderr):
@@ -56,7 +61,7 @@ def run(
         parent = os.getpid()
         child = os.fork()
         if child == 0:
-            _supervise(parent, processes, timeouts, key, stops, mask)
+            _supervise(parent, processes, timeouts, key, stops, mask, reports)
         return _forward_signals(child, stops, timeouts)
     finally:
         kill_descendants(spared=before)
@@ -99,6 +104,7 @@ def _supervise(
     key: JobKey | None,
     stops: Collection[int],
     mask: Collection[int],
+    reports: Reports,
 ) -> NoReturn:
     """Run the supervisor and exit; ``mask`` becomes the signal mask once its handlers are installed."""
     code = 1
@@ -106,7 +112,7 @@ def _supervise(
         os.setsid()  # a Ctrl-C of the terminal reaches the parent only, which forwards it
         adopt_orphans()
         die_with_parent(parent, signal.SIGTERM)
-        supervisor = Supervisor(timeouts, stops, mask)
+        supervisor = Supervisor(timeouts, stops, mask, reports)
         code = supervisor.run(processes, key)
     except BaseException:  # noqa: BLE001 - the child must never return into the caller's program
         traceback.print_exc()

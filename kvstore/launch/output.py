@@ -6,7 +6,7 @@ import os
 import re
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 _PARTIAL_DELAY = 0.25
@@ -14,6 +14,8 @@ _PARTIAL_DELAY = 0.25
 _LONGEST = 1 << 20
 """Bytes at which a line is broken, to bound memory."""
 _LINE = re.compile(rb"([^\r\n]*)(\r\n|\n|\r(?!\n|\Z))")  # a trailing \r may be half of \r\n
+_MESSAGE = b"\x1e"
+"""Beginning of a line that is a message for the launcher: ASCII's record separator."""
 _COLOURS = (36, 33, 35, 32, 34, 31)
 
 
@@ -31,13 +33,16 @@ class Stream:
     """Monotonic time of the first byte of ``pending`` that is not shown."""
     was_cut: bool = False
     """True if another process's line broke this one after its shown beginning."""
+    on_message: Callable[[str], None] | None = None
+    """Handler of the messages of a supervisor on another host, whose lines have their prefixes already."""
 
 
 class Output:
     """Standard output and standard error of this process, shared by many streams."""
 
-    def __init__(self, out: int = 1, errors: int = 2) -> None:
-        """Write to the file descriptors ``out`` and ``errors``, which may be the same file."""
+    def __init__(self, out: int = 1, errors: int = 2, host: str = "") -> None:
+        """Write to the file descriptors ``out`` and ``errors``, which may be the same file; reports name the host."""
+        self._reporter = b"gangline: " + (f"{host}: ".encode() if host else b"")
         self._out = _sink(out)
         self._errors = self._out if _is_same_file(out, errors) else _sink(errors)
         self._streams: list[Stream] = []
@@ -58,6 +63,12 @@ class Output:
         self._streams.append(stream)
         return stream
 
+    def relayed(self, on_message: Callable[[str], None] | None = None, *, is_error: bool) -> Stream:
+        """Add a stream whose lines have prefixes already; messages among them go to a handler."""
+        stream = Stream(b"", self._errors if is_error else self._out, on_message=on_message)
+        self._streams.append(stream)
+        return stream
+
     def write(self, stream: Stream, data: bytes) -> None:
         """Write the lines that ``data`` completes, and buffer the rest.
 
@@ -68,6 +79,9 @@ class Output:
         end, lines = 0, []
         for match in _LINE.finditer(stream.pending):
             end = match.end()
+            if stream.on_message is not None and match[1].startswith(_MESSAGE):
+                stream.on_message(match[1][1:].decode())
+                continue
             if match[1] or match[2] != b"\r":  # a progress bar may begin with \r: no line to end
                 lines.append((match[1], match[2] != b"\r"))
         if len(stream.pending) - end > _LONGEST:
@@ -103,8 +117,13 @@ class Output:
 
     def report(self, text: str) -> None:
         """Write a line of the launcher itself to standard error; raises as `write`."""
-        own = Stream(b"gangline: ", self._errors)
+        own = Stream(self._reporter, self._errors)
         own.sink.write(own, [(text.encode(errors="replace"), True)])
+
+    def send(self, message: str) -> None:
+        """Write a message for the launcher on another host to standard error; raises as `write`."""
+        own = Stream(_MESSAGE, self._errors)
+        own.sink.write(own, [(message.encode(), True)])
 
     def close(self) -> None:
         """End the last row, so that the cursor is at the beginning of one; raises as `write`."""

@@ -1,8 +1,14 @@
-"""Supervisor of a job: starts the processes, relays their output, reports the first failure, stops the rest."""
+"""Supervisor of a job: starts the processes, relays their output, reports the first failure, stops the rest.
+
+For a job on several hosts one runs on each, and one on the launcher's host, whose processes are the ssh commands
+to the others. They exchange lines: on standard input "stop" and "workers ended" (on all hosts), on standard error the
+messages "failed CODE" and "workers ended" (on this host). The end of standard input stops a host's processes.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import selectors
 import signal
@@ -13,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import IO
 
 from gangline.collectives.job_key import JobKey, inherited_key
@@ -29,6 +36,21 @@ _READ = 1 << 16
 """Bytes per read, so that all pipes get their turn."""
 _PIPE = 1 << 20
 """Maximum capacity of a pipe in bytes."""
+_HOST_DELAY = 5.0
+"""Seconds for supervisors on other hosts to report and end, after they killed their processes."""
+_STOP = "stop"
+_WORKERS_ENDED = "workers ended"
+_FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """Where a supervisor's output goes, beside its standard output and error."""
+
+    log_dir: Path | None = None
+    """Folder for a log file of each process, such as worker-0.log."""
+    host: str = ""
+    """Name of this host, if the launcher is on another one and its messages arrive on standard input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +70,11 @@ class _Child:
     process: Process
     popen: subprocess.Popen[bytes]
     streams: dict[IO[bytes], Stream] = field(default_factory=dict)
+    log: IO[bytes] | None = None
+    is_stopping: bool = False
+    """True for a supervisor on another host that has begun to stop its processes."""
+    have_workers_ended: bool = False
+    """True for a supervisor on another host whose workers have ended."""
 
     def __str__(self) -> str:
         return f"{self.process.label} (pid {self.popen.pid})"
@@ -56,16 +83,22 @@ class _Child:
 class Supervisor:
     """Runs the processes of one job; needs the main thread of a process that adopts orphans."""
 
-    def __init__(self, timeouts: StopTimeouts, stops: Collection[int], mask: Collection[int]) -> None:
+    def __init__(self, timeouts: StopTimeouts, stops: Collection[int], mask: Collection[int], reports: Reports) -> None:
         """Install signal handlers.
 
         Args:
             timeouts: time limits for processes that should end.
             stops: signals that stop the job.
             mask: signal mask to set once the handlers are installed.
+            reports: where the output goes.
         """
         self._timeouts = timeouts
-        self._output = Output()
+        self._reports = reports
+        self._output = Output(host=reports.host)
+        self._other_hosts = bool(reports.host)
+        """True while other hosts may have workers that use servers of this one."""
+        self._messages = bytearray()
+        """Incomplete line of the launcher."""
         self._started: list[_Child] = []
         self._children: dict[int, _Child] = {}
         """Running processes by process id."""
@@ -85,6 +118,11 @@ class Supervisor:
         for end in (self._signals, self._wakeup):
             end.setblocking(False)
         self._selector.register(self._signals, selectors.EVENT_READ)
+        if reports.host:
+            os.set_blocking(0, False)
+            self._selector.register(0, selectors.EVENT_READ, self._receive)
+        if reports.log_dir is not None:
+            reports.log_dir.mkdir(parents=True, exist_ok=True)
         for number in (signal.SIGCHLD, *stops):
             signal.signal(number, lambda *_: None)  # the wakeup socket needs a handler
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
@@ -109,6 +147,8 @@ class Supervisor:
             self._drain(child)
             for stream in child.streams.values():
                 self._write(partial(self._output.end, stream))
+            if child.log is not None:
+                child.log.close()
         self._write(self._output.close)
         if self._is_interrupted and CHECKPOINTED in self._worker_codes and self._worker_codes <= {0, CHECKPOINTED}:
             return CHECKPOINTED
@@ -120,7 +160,7 @@ class Supervisor:
                 process.command,
                 env=process.full_environment({**os.environ, **environment}),
                 pass_fds=descriptors,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if process.document is None else subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
@@ -133,11 +173,21 @@ class Supervisor:
             return
         child = self._children[popen.pid] = _Child(process, popen)
         self._started.append(child)
+        if popen.stdin is not None:
+            fcntl.fcntl(popen.stdin, fcntl.F_SETPIPE_SZ, _PIPE)
+            os.set_blocking(popen.stdin.fileno(), False)
+            self._tell(child, process.document or "")
+        elif self._reports.log_dir is not None:
+            child.log = (self._reports.log_dir / f"{process.label.replace(' ', '-')}.log").open("wb", buffering=0)
         for pipe in (popen.stdout, popen.stderr):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
             is_error = pipe is popen.stderr
-            child.streams[pipe] = self._output.stream(process.label, process.rank or 0, is_error=is_error)
+            child.streams[pipe] = (
+                self._output.stream(process.label, process.rank or 0, is_error=is_error)
+                if process.document is None
+                else self._output.relayed(partial(self._hear, child) if is_error else None, is_error=is_error)
+            )
             self._selector.register(pipe, selectors.EVENT_READ, partial(self._read, child, pipe))
 
     def _wait(self) -> None:
@@ -163,6 +213,8 @@ class Supervisor:
             return False
         data = pipe.read(_READ)
         if data:
+            if child.log is not None:
+                self._write(partial(child.log.write, data))
             self._write(partial(self._output.write, child.streams[pipe], data))
         elif data is not None:
             self._selector.unregister(pipe)
@@ -177,7 +229,7 @@ class Supervisor:
                 if not self._read(child, pipe):
                     break
 
-    def _write(self, action: Callable[[], None]) -> None:
+    def _write(self, action: Callable[[], object]) -> None:
         """Run an action that writes output; if that fails, stop the job and discard all further output."""
         if not self._cannot_write:
             try:
@@ -206,19 +258,73 @@ class Supervisor:
 
     def _ended(self, child: _Child, code: int) -> None:
         self._drain(child)  # its last output comes before the report
-        if child.process.role == "worker":
+        if child.process.is_worker:
             self._worker_codes.add(code)
         if code and self._code is None:
-            self._servers_stop_last = child.process.role == "worker" and bool(self._workers())
+            self._servers_stop_last = child.process.is_worker and self._has_workers()
             self._fail(f"{child} {_how(code)}", 128 - code if code < 0 else code)
-        if self._servers_stop_last and not self._workers():
+        if self._reports.host and child.process.is_worker and not self._workers():
+            self._write(partial(self._output.send, _WORKERS_ENDED))
+        self._end_servers()
+        self._tell_workers_ended()
+
+    def _end_servers(self) -> None:
+        """If no worker is left on any host, stop the servers, or set the time by which they should have ended."""
+        if self._has_workers() or not self._children:
+            return
+        if self._servers_stop_last:
             self._servers_stop_last = False
             self._terminate(self._children)
-        if self._code is None and child.process.role == "worker" and not self._workers() and self._children:
+        elif self._code is None and self._alarm is None:
             self._alarm = time.monotonic() + self._timeouts.servers, self._stop_late_servers
 
     def _workers(self) -> list[_Child]:
-        return [child for child in self._children.values() if child.process.role == "worker"]
+        return [child for child in self._children.values() if child.process.is_worker]
+
+    def _has_workers(self) -> bool:
+        return self._other_hosts or bool(self._workers())
+
+    def _tell(self, child: _Child, line: str) -> None:
+        """Send a line to the supervisor on another host; one that cannot be reached ends with its connection."""
+        assert child.popen.stdin is not None
+        with suppress(BrokenPipeError, BlockingIOError):
+            child.popen.stdin.write(f"{line}\n".encode())
+
+    def _tell_workers_ended(self) -> None:
+        """If the workers of all hosts have ended, tell the supervisors of these hosts."""
+        hosts = [child for child in self._started if child.process.document is not None]
+        running = [child for child in hosts if child.popen.pid in self._children]
+        if running and all(child.have_workers_ended for child in running):
+            for child in running:
+                self._tell(child, _WORKERS_ENDED)
+
+    def _hear(self, child: _Child, message: str) -> None:
+        """Handle a message of the supervisor on another host."""
+        word, _, code = message.rpartition(" ")
+        if message == _WORKERS_ENDED:
+            child.have_workers_ended = True
+            self._tell_workers_ended()
+        elif word == _FAILED and self._code is None:
+            child.is_stopping = True
+            self._stop(int(code))
+
+    def _receive(self) -> None:
+        """Handle lines of the launcher on another host, or the end of the connection."""
+        data = os.read(0, _READ)
+        *lines, rest = (bytes(self._messages) + data).split(b"\n")
+        self._messages[:] = rest
+        if _WORKERS_ENDED.encode() in lines:
+            self._other_hosts = False
+            self._end_servers()
+        if not data:
+            self._selector.unregister(0)
+            self._other_hosts = False
+        if not data and self._code is not None:
+            self._kill()
+        elif (not data or _STOP.encode() in lines) and self._code is None:
+            self._is_interrupted = True
+            self._servers_stop_last = bool(self._workers())
+            self._stop(128 + signal.SIGTERM)
 
     def _stop_late_servers(self) -> None:
         names = ", ".join(map(str, self._children.values()))
@@ -231,7 +337,7 @@ class Supervisor:
     def _stop_by_signal(self, number: int) -> None:
         if self._code is None:
             self._is_interrupted = True
-            self._servers_stop_last = bool(self._workers())
+            self._servers_stop_last = self._has_workers()
             self._fail(signal.Signals(number).name, 128 + number)
         else:
             self._kill()
@@ -241,17 +347,25 @@ class Supervisor:
         if self._code is None:
             self._code = code
             self._report(f"{reason}; stopping the other processes" if self._children else reason)
+            if self._reports.host:
+                self._write(partial(self._output.send, f"{_FAILED} {code}"))
             self._stop(code)
 
     def _stop(self, code: int) -> None:
         self._code = code
-        first = [pid for pid, child in self._children.items() if child.process.role == "worker"]
+        first = [pid for pid, child in self._children.items() if child.process.is_worker]
         self._terminate(first if self._servers_stop_last else self._children)
-        self._alarm = time.monotonic() + self._timeouts.stop, self._kill_late
+        delay = _HOST_DELAY if any(child.process.document is not None for child in self._children.values()) else 0
+        self._alarm = time.monotonic() + self._timeouts.stop + delay, self._kill_late
 
     def _terminate(self, leaders: Iterable[int]) -> None:
         for leader in leaders:
-            send_group(leader, signal.SIGTERM)
+            child = self._children[leader]
+            if child.process.document is None:
+                send_group(leader, child.process.stop_signal)
+            elif not child.is_stopping:
+                child.is_stopping = True
+                self._tell(child, _STOP)
 
     def _kill_late(self) -> None:
         names = ", ".join(map(str, self._children.values())) or "descendants of the processes"

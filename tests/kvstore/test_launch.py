@@ -66,9 +66,9 @@ class Launch:
             self._heard += data
         return self._heard.decode()
 
-    def end(self) -> tuple[int, list[str], list[str]]:
+    def end(self, timeout: float = 30) -> tuple[int, list[str], list[str]]:
         """Return exit code and lines of standard output and error; check that no process is left."""
-        out, errors = self.process.communicate(timeout=30)
+        out, errors = self.process.communicate(timeout=timeout)
         assert self.running() == set()
         return self.process.returncode, (self._heard + (out or b"")).decode().splitlines(), errors.decode().splitlines()
 

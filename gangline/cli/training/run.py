@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import sys
 import time
@@ -24,6 +25,7 @@ from gangline.cli.options import (
     metrics_of,
     numbers,
     per_channel,
+    signals_of,
     write_json,
 )
 from gangline.cli.training.options import GradientCompression, Plots, TrainOptions
@@ -134,7 +136,8 @@ def _fit_and_score(
     shows_loss = options.plots != Plots.NONE or options.tensorboard is not None
     assert module.optimizer_request is not None
     kvstore, optimizer, optimizer_params = module.optimizer_request
-    with stop_on(signal.SIGTERM, signal.SIGINT), reported_first(), _one_line_per_epoch(module.logger, on_terminal):
+    stops = dict.fromkeys((signal.SIGTERM, signal.SIGINT, *signals_of(os.environ.get("GANGLINE_STOP_SIGNALS"))))
+    with stop_on(*stops), reported_first(), _one_line_per_epoch(module.logger, on_terminal):
         try:
             ended = module.fit(
                 splits.train,

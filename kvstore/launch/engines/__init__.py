@@ -1,0 +1,1 @@
+"""Engines that start a job's processes: ssh, MPI, Slurm and Kubernetes."""

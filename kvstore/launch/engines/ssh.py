@@ -1,0 +1,170 @@
+"""Launcher for several hosts over ssh: one connection to each, and everything there ends when its connection does.
+
+The ssh command is the user's, with its configuration. Each host is first asked for its address, ports and cores; then a
+connection starts `ssh_agent` there, which gets its processes and the job's key on standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from ipaddress import ip_address
+from signal import Signals
+from typing import Any
+
+from gangline.collectives.job_key import JobKey
+from gangline.kvstore.launch.binding import Cpu, Gpu, Host, bind
+from gangline.kvstore.launch.engines.hostfile import HostEntry
+from gangline.kvstore.launch.engines.ssh_options import SshOptions
+from gangline.kvstore.launch.job import JobSpec, Process, process_table
+from gangline.kvstore.launch.local import run
+from gangline.kvstore.launch.supervisor import Reports, StopTimeouts
+
+_OPTIONS = (
+    *("-T", "-x", "-oBatchMode=yes", "-oConnectTimeout=15"),
+    *("-oControlMaster=no", "-oForwardAgent=no", "-oEscapeChar=none"),
+    *("-oServerAliveInterval=15", "-oServerAliveCountMax=4"),  # end when the host cannot be reached for a minute
+)
+_AGENT = "gangline.kvstore.launch.engines.ssh_agent"
+_MOST_BYTES = 1 << 20
+"""Largest document: it has to fit into the pipe to ssh."""
+
+
+@dataclass(frozen=True, slots=True)
+class SshJob:
+    """Processes of a job on several hosts."""
+
+    hosts: tuple[str, ...]
+    """Names of the hosts that have processes."""
+    table: tuple[Process, ...]
+    """All processes; `Process.host` counts in ``hosts``."""
+
+
+def plan(job: JobSpec, entries: Sequence[HostEntry], options: SshOptions) -> SshJob:
+    """Connect to the hosts and return the processes for each; nothing stays running there.
+
+    Args:
+        job: options of the job.
+        entries: hosts in the order of the workers' ranks, of which the first have the workers.
+        options: settings of the connections.
+
+    Raises:
+        RuntimeError: if a host cannot be reached, lacks gangline of this version, the interface or a GPU.
+        ValueError: if there are more workers than slots, or hosts reach each other neither by loopback nor by network.
+    """
+    counted = [Host(entry.name, slots=entry.slots) for entry in entries]
+    used = 1 + max(binding.node_rank for binding in bind(counted, job.workers, idle_surplus=job.idle_surplus))
+    entries = entries[:used]
+    found = _describe(entries, options)
+    hosts = [_host(one["host"]) for one in found]
+    are_local = [ip_address(host.address).is_loopback for host in hosts]
+    if any(are_local) and not all(are_local):
+        name = entries[are_local.index(True)].name
+        raise ValueError(
+            f"ssh reaches host {name} at {hosts[are_local.index(True)].address}, where the other hosts cannot reach "
+            "it; name their common network by --interface, such as --interface eth0 or --interface 10.1.0.0/16"
+        )
+    inherited = {"PATH": os.path.dirname(sys.executable)}  # nothing of this host's environment but what is passed on
+    inherited |= {name: os.environ[name] for name in job.passed_on if name in os.environ}
+    root_port, master_port = found[0]["ports"]
+    table = process_table(job, inherited, root_port=root_port, master_port=master_port, hosts=hosts)
+    interfaces = [one["interface"] if options.interface else "" for one in found]
+    own = (options.python, sys.executable)
+    return SshJob(
+        tuple(entry.name for entry in entries), tuple(_adapted(process, own, interfaces) for process in table)
+    )
+
+
+def run_on_hosts(
+    job: SshJob,
+    options: SshOptions,
+    timeouts: StopTimeouts,
+    key: JobKey,
+    *,
+    stop_signals: Collection[Signals] = (),
+    reports: Reports = Reports(),  # noqa: B008 - it is frozen
+) -> int:
+    """Run the processes on their hosts until all have ended; return the job's exit code as `local.run` does.
+
+    Args:
+        job: processes, as of `plan`.
+        options: settings of the connections.
+        timeouts: time limits for processes that should end.
+        key: key of the job.
+        stop_signals: further signals that stop all processes.
+        reports: where the output goes; log files are on the hosts of their processes.
+
+    Raises:
+        ValueError: if the description of a host's processes is too long.
+    """
+    connections = []
+    for index, name in enumerate(job.hosts):
+        document = json.dumps(
+            {
+                "name": name,
+                "key": key.hex(),
+                "grace": timeouts.stop,
+                "log_dir": str(reports.log_dir.absolute()) if reports.log_dir is not None else None,
+                "processes": [asdict(process) for process in job.table if process.host == index],
+            }
+        )
+        if len(document) >= _MOST_BYTES:
+            raise ValueError(f"the processes of host {name} take {len(document)} bytes; expected less than 1 MiB")
+        command = tuple(_command(options, name))
+        connections.append(Process(f"host {name}", None, command, {}, document=document))
+    return run(connections, timeouts, stop_signals=stop_signals)
+
+
+def _command(options: SshOptions, host: str) -> list[str]:
+    there = f"cd {shlex.quote(os.getcwd())} 2>/dev/null; exec {shlex.quote(options.python)} -m {_AGENT}"
+    return [*shlex.split(options.command), *_OPTIONS, "--", host, f"exec sh -c {shlex.quote(there)}"]
+
+
+def _describe(entries: Sequence[HostEntry], options: SshOptions) -> list[dict[str, Any]]:
+    """Return each host's description of itself, as `ssh_agent.describe` makes it."""
+    started = [
+        subprocess.Popen(  # noqa: S603 - the user's ssh
+            _command(options, entry.name), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for entry in entries
+    ]
+    requests = [{"interface": options.interface, "slots": entry.slots, "gpus": entry.gpus} for entry in entries]
+    own = version("gangline")
+    found = []
+    for entry, process, request in zip(entries, started, requests, strict=True):
+        out, errors = process.communicate(f"{json.dumps(request)}\n".encode())
+        try:
+            found.append(json.loads(out.splitlines()[-1]))  # a profile may have printed something before
+        except (IndexError, ValueError):
+            reason = errors.decode(errors="replace").strip() or f"exit code {process.returncode}"
+            raise RuntimeError(
+                f"host {entry.name}: {reason.removeprefix('gangline: ')}\nTry `{options.command} "
+                f"{entry.name} {options.python} -c 'import gangline'`, which has to work without a password"
+            ) from None
+        if found[-1]["version"] != own:
+            raise RuntimeError(
+                f"host {entry.name} has gangline {found[-1]['version']}, and this host {own}; install the same version"
+            )
+    return found
+
+
+def _host(found: Mapping[str, Any]) -> Host:
+    cpus = tuple(Cpu(**cpu) for cpu in found["cpus"])
+    return Host(found["address"], cpus, tuple(Gpu(**gpu) for gpu in found["gpus"]), found["slots"])
+
+
+def _adapted(process: Process, pythons: tuple[str, str], interfaces: Sequence[str]) -> Process:
+    """Return a process with the Python of its host, and the network interface if one was asked for."""
+    python, local = pythons
+    command = process.command
+    if process.role != "worker" and command[0] == local:
+        command = (python, *command[1:])
+    names = ("DMLC_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    interface = dict.fromkeys(names, interfaces[process.host]) if interfaces[process.host] else {}
+    return replace(process, command=command, environment={**process.environment, **interface})

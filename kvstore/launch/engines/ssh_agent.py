@@ -1,0 +1,114 @@
+"""The launcher's part on another host, started by ssh: reads one JSON document and runs this host's processes.
+
+The document comes on standard input, so that the job's key is in no argument; `ssh.py` writes it. Standard input then
+stays open: when it ends, all processes here are stopped (see `supervisor`). A document without processes asks for a
+description of this host.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from gangline.collectives.job_key import JobKey
+from gangline.kvstore.launch.job import Process, free_ports
+from gangline.kvstore.launch.local import run
+from gangline.kvstore.launch.supervisor import Reports, StopTimeouts
+from gangline.kvstore.launch.topology import gpu_addresses, read_host
+
+
+def main() -> int:
+    """Read the document and do what it asks; return the exit code."""
+    with open(0, "rb", buffering=0, closefd=False) as stdin:  # unbuffered: the supervisor reads what follows
+        document = json.loads(stdin.readline())
+    if "processes" in document:
+        return _run(document)
+    try:
+        description = describe(document)
+    except (OSError, ValueError) as error:
+        print(f"gangline: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(description))
+    return 0
+
+
+def describe(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return this host's version, address and network interface, two free ports, CPUs and GPUs.
+
+    Raises:
+        ValueError: if the requested interface or a requested GPU is not here.
+    """
+    address, interface = find_address(request["interface"], os.environ.get("SSH_CONNECTION", ""))
+    gpus = request["gpus"]
+    here = gpu_addresses() if gpus else []
+    missing = [gpu for gpu in gpus if gpu >= len(here)]
+    if missing:
+        raise ValueError(f"GPU {missing[0]} is not there; this host has {len(here)} GPUs")
+    host = read_host(gpus, os.environ, here, address=address, slots=request["slots"])
+    return {
+        "version": version("gangline"),
+        "interface": interface,
+        "ports": free_ports(2, address),
+        "host": asdict(host),
+    }
+
+
+def find_address(wanted: str | None, connection: str) -> tuple[str, str]:
+    """Return this host's address for the job, and the name of its network interface.
+
+    Args:
+        wanted: name of an interface, an address of this host, or a network such as 10.1.0.0/16 that contains one;
+            None: the address at which ssh reached this host.
+        connection: SSH_CONNECTION of sshd: client address and port, server address and port.
+
+    Raises:
+        ValueError: if no interface fits.
+    """
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = [
+        (entry.address.partition("%")[0], name)
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in sorted(entries, key=lambda entry: entry.family != socket.AF_INET)
+        if entry.family in families
+    ]
+    if wanted is None:
+        words = connection.split()
+        if len(words) != 4:
+            raise ValueError(f"SSH_CONNECTION is {connection!r}; expected sshd's four words, or --interface")
+        address = words[2].partition("%")[0]
+        return address, next((name for own, name in found if own == address), "")
+    for address, name in found:
+        if name == wanted or _is_within(address, wanted):
+            return address, name
+    there = ", ".join(f"{name} ({address})" for address, name in found)
+    raise ValueError(f"--interface {wanted} is not on this host; there are {there}")
+
+
+def _is_within(address: str, network: str) -> bool:
+    try:
+        return ipaddress.ip_address(address) in ipaddress.ip_network(network, strict=False)
+    except ValueError:  # the name of an interface
+        return False
+
+
+def _run(document: Mapping[str, Any]) -> int:
+    own, path = os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = f"{path}{os.pathsep}{own}"  # `gangline` is found there without an active environment
+    processes = [Process(**{**one, "command": tuple(one["command"])}) for one in document["processes"]]
+    key = JobKey.from_hex(document["key"]) if document["key"] else None
+    reports = Reports(Path(document["log_dir"]) if document["log_dir"] else None, document["name"])
+    return run(processes, StopTimeouts(stop=document["grace"]), key, reports=reports)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""`gangline launch --launcher ssh` with a real sshd on loopback that serves as two hosts."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gangline.kvstore.launch.engines.ssh_agent import find_address
+from tests.clusters import sshd
+from tests.kvstore.test_launch import PYTHON, ROOT, Launch
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(sshd.missing() is not None, reason=str(sshd.missing())),
+]
+HEAD = "import os, signal, sys, time; rank = int(os.environ['RANK'])\n"
+READY = "print('ready', flush=True)\nwhile True: signal.pause()\n"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sshd.Sshd]:
+    with sshd.Sshd(tmp_path_factory.mktemp("sshd")) as running:
+        yield running
+
+
+def launch(server: sshd.Sshd, code: str, *words: str, hosts: str = "node1,node2", servers: int = 0) -> Launch:
+    """Launch workers that run ``code`` with their rank as ``rank``."""
+    ssh = sshd.ssh_command(server.folder, {"node1": server, "node2": server})
+    command = [sys.executable, "-m", "gangline", "launch", "--launcher", "ssh", "--ssh", ssh, "-H", hosts]
+    return Launch([*command, "-s", str(servers), *words, "--", *PYTHON, HEAD + code], cwd=ROOT)
+
+
+def test_workers_of_all_hosts_run_with_their_ranks_and_log_files(server: sshd.Sshd, tmp_path: Path) -> None:
+    os.environ["GANGLINE_TEST_PASSED"] = "it's passed"
+    names = (
+        "RANK",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "WORLD_SIZE",
+        "GROUP_RANK",
+        "MASTER_ADDR",
+        "GANGLINE_TEST_PASSED",
+    )
+    code = f"print([os.environ[name] for name in {names}])"
+    with launch(
+        server, code, "--env", "GANGLINE_TEST_PASSED", "--log-dir", str(tmp_path / "log"), hosts="node1,node2:2"
+    ) as run:
+        status, out, errors = run.end()
+    del os.environ["GANGLINE_TEST_PASSED"]
+    assert (status, errors) == (0, [])
+    places = [("0", "0", "1", "3", "0"), ("1", "0", "2", "3", "1"), ("2", "1", "2", "3", "1")]
+    lines = [str([*place, "127.0.0.1", "it's passed"]) for place in places]
+    assert sorted(out) == [f"[worker {rank}] {line}" for rank, line in enumerate(lines)]
+    logs = {file.name: file.read_text() for file in (tmp_path / "log").iterdir()}
+    assert logs == {f"worker-{rank}.log": f"{line}\n" for rank, line in enumerate(lines)}
+    server.wait_until_empty()
+
+
+def test_the_first_failure_is_named_with_its_host_and_the_others_end(server: sshd.Sshd) -> None:
+    with launch(server, "if rank == 1: sys.exit(3)\n" + READY) as run:
+        code, _, errors = run.end()
+    assert code == 3
+    assert re.fullmatch(r"gangline: node2: worker 1 \(pid \d+\) exited with code 3", errors[0]), errors
+    assert len(errors) == 1
+    server.wait_until_empty()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_ends_all_hosts(server: sshd.Sshd, number: signal.Signals) -> None:
+    with launch(server, READY) as run:
+        run.hear("[worker 0] ready", "[worker 1] ready")
+        assert len(server.running()) >= 4
+        run.process.send_signal(number)
+        code, _, errors = run.end()
+    assert (code, errors) == (128 + number, [f"gangline: {number.name}; stopping the other processes"])
+    server.wait_until_empty()
+
+
+def test_preempted_workers_checkpoint_and_the_exit_code_is_75(server: sshd.Sshd) -> None:
+    code = "signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(75)))\n" + READY
+    with launch(server, code, "--stop-signals", "USR1") as run:
+        run.hear("[worker 0] ready", "[worker 1] ready")
+        run.process.send_signal(signal.SIGUSR1)
+        status, out, _ = run.end()
+    assert (status, sorted(out)[-1]) == (75, "[worker 1] saved")
+    assert "[worker 0] saved" in out
+    server.wait_until_empty()
+
+
+def test_a_killed_launcher_leaves_nothing_on_any_host(server: sshd.Sshd) -> None:
+    with launch(server, READY) as run:
+        run.hear("[worker 0] ready", "[worker 1] ready")
+        run.process.kill()
+        run.process.wait()
+        server.wait_until_empty()
+
+
+def test_a_host_that_cannot_be_reached_is_named(server: sshd.Sshd) -> None:
+    with launch(server, "", "--ssh", "ssh -p 1", hosts="127.0.0.1") as run:
+        code, _, errors = run.end()
+    assert code == 1
+    assert "host 127.0.0.1: ssh: connect to host 127.0.0.1 port 1: Connection refused" in errors[0]
+
+
+def test_the_address_is_that_of_ssh_or_of_an_interface() -> None:
+    assert find_address(None, "127.0.0.1 50000 127.0.0.1 22") == ("127.0.0.1", "lo")
+    for wanted in ("lo", "127.0.0.1", "127.0.0.0/8"):
+        assert find_address(wanted, "") == ("127.0.0.1", "lo")
+    with pytest.raises(ValueError, match=r"--interface eth99 is not on this host; there are .*lo \(127.0.0.1\)"):
+        find_address("eth99", "")
