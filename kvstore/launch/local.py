@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
@@ -22,7 +22,12 @@ from gangline.kvstore.launch.process_tree import adopt_orphans, descendants, kil
 from gangline.kvstore.launch.supervisor import StopTimeouts, Supervisor
 
 
-def run(processes: Sequence[Process], timeouts: StopTimeouts = StopTimeouts()) -> int:  # noqa: B008 - it is frozen
+def run(
+    processes: Sequence[Process],
+    timeouts: StopTimeouts = StopTimeouts(),  # noqa: B008 - it is frozen
+    *,
+    on_failure: Callable[[str], None] | None = None,
+) -> int:
     """Run the processes of a job until all have ended; call it from the main thread of a program without other threads.
 
     If a process fails, it is named and the others are stopped: by SIGTERM, then by SIGKILL after a timeout. SIGINT,
@@ -32,6 +37,7 @@ def run(processes: Sequence[Process], timeouts: StopTimeouts = StopTimeouts()) -
     Args:
         processes: processes of the job, as of `process_table`; each gets its own session and an empty standard input.
         timeouts: time limits for processes that should end.
+        on_failure: called in a child of this process with the text that names the first failure.
 
     Returns:
         0 if all workers succeeded, else the exit code of the first process that failed: 128 + N if signal N ended it or
@@ -50,7 +56,7 @@ def run(processes: Sequence[Process], timeouts: StopTimeouts = StopTimeouts()) -
         parent = os.getpid()
         child = os.fork()
         if child == 0:
-            _supervise(parent, processes, timeouts, stops, mask)
+            _supervise(parent, processes, timeouts, stops, mask, on_failure)
         return _forward_signals(child, stops, timeouts)
     finally:
         kill_descendants(spared=before)
@@ -87,7 +93,12 @@ def _forward_signals(supervisor: int, stops: Collection[int], timeouts: StopTime
 
 
 def _supervise(
-    parent: int, processes: Sequence[Process], timeouts: StopTimeouts, stops: Collection[int], mask: Collection[int]
+    parent: int,
+    processes: Sequence[Process],
+    timeouts: StopTimeouts,
+    stops: Collection[int],
+    mask: Collection[int],
+    on_failure: Callable[[str], None] | None,
 ) -> NoReturn:
     """Run the supervisor and exit; ``mask`` becomes the signal mask once its handlers are installed."""
     code = 1
@@ -95,7 +106,7 @@ def _supervise(
         os.setsid()  # a Ctrl-C of the terminal reaches the parent only, which forwards it
         adopt_orphans()
         die_with_parent(parent, signal.SIGTERM)
-        supervisor = Supervisor(timeouts, stops, mask)
+        supervisor = Supervisor(timeouts, stops, mask, on_failure)
         code = supervisor.run(processes)
     except BaseException:  # noqa: BLE001 - the child must never return into the caller's program
         traceback.print_exc()

@@ -55,15 +55,23 @@ class _Child:
 class Supervisor:
     """Runs the processes of one job; needs the main thread of a process that adopts orphans."""
 
-    def __init__(self, timeouts: StopTimeouts, stops: Collection[int], mask: Collection[int]) -> None:
+    def __init__(
+        self,
+        timeouts: StopTimeouts,
+        stops: Collection[int],
+        mask: Collection[int],
+        on_failure: Callable[[str], None] | None = None,
+    ) -> None:
         """Install signal handlers.
 
         Args:
             timeouts: time limits for processes that should end.
             stops: signals that stop the job.
             mask: signal mask to set once the handlers are installed.
+            on_failure: called with the text that names the first failure.
         """
         self._timeouts = timeouts
+        self._on_failure = on_failure
         self._output = Output()
         self._started: list[_Child] = []
         self._children: dict[int, _Child] = {}
@@ -230,6 +238,8 @@ class Supervisor:
         """Report a failure and stop the job; later failures are ignored."""
         if self._code is None:
             self._code = code
+            if self._on_failure is not None:
+                self._on_failure(reason)
             self._report(f"{reason}; stopping the other processes" if self._children else reason)
             self._stop(code)
 
