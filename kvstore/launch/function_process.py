@@ -8,10 +8,12 @@ import os
 import pickle
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.spawn import prepare
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from gangline.collectives.processes.parent_death import die_with_parent
@@ -24,9 +26,11 @@ try:
 except ImportError:  # functions of notebooks are refused then
     cloudpickle = None
 
+HAS_CLOUDPICKLE = cloudpickle is not None
 importing_script = False
 """True while a worker imports its caller's script; it must not launch a job meanwhile."""
 
+_PACKAGES = str(Path(__file__).absolute().parents[3])
 _Base: Any = ForkingPickler if cloudpickle is None else cloudpickle.Pickler
 _LENGTH = 8
 """Bytes of a result's length, written after the result."""
@@ -71,12 +75,38 @@ def unpack(packed: bytes) -> Any:
     return pickle.loads(packed)  # noqa: S301
 
 
+LAUNCHER = (sys.executable, "-c", f"from {__name__} import launch_job; launch_job()")
+"""Command of a job's launcher; standard input is what `describe_job` returns."""
+
+
+def describe_job(table: Sequence[Process], grace: float, failure: int | None = None) -> bytes:
+    """Return the standard input of `launch_job`, whose parent is this process.
+
+    Args:
+        table: processes of the job.
+        grace: seconds from SIGTERM until processes are killed.
+        failure: inherited descriptor for the text that names the first failure.
+    """
+    described = [
+        {"role": one.role, "rank": one.rank, "command": one.command, "environment": dict(one.environment)}
+        for one in table
+    ]
+    return json.dumps([os.getpid(), failure, grace, described]).encode()
+
+
+def search_path(inherited: Mapping[str, str]) -> str:
+    """Return PYTHONPATH with the folder that holds this package, where the job's processes import it."""
+    given = [path for path in inherited.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return os.pathsep.join(given if _PACKAGES in given else [*given, _PACKAGES])
+
+
 def launch_job() -> None:
-    """Run the launcher of a job, as standard input describes it, and exit with the job's code."""
+    """Run the launcher of a job, as standard input describes it (`describe_job`), and exit with the job's code."""
     parent, failure, grace, table = json.load(sys.stdin)
     die_with_parent(parent, signal.SIGTERM)
+    on_failure = None if failure is None else partial(_write_text, failure)
     processes = [Process(one["role"], one["rank"], tuple(one["command"]), one["environment"]) for one in table]
-    raise SystemExit(run(processes, StopTimeouts(stop=grace), on_failure=partial(_write_text, failure)))
+    raise SystemExit(run(processes, StopTimeouts(stop=grace), on_failure=on_failure))
 
 
 def work(task_path: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import json
 import os
 import selectors
 import subprocess
@@ -11,18 +10,23 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from multiprocessing.spawn import get_executable, get_preparation_data
-from pathlib import Path
+from multiprocessing.spawn import get_preparation_data
 from typing import IO, Any, Literal, TextIO
 
 from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
 from gangline.collectives.workload import check_work_load_list
 from gangline.kvstore.launch import function_process
-from gangline.kvstore.launch.function_process import FunctionTask, pack, read_result
+from gangline.kvstore.launch.function_process import (
+    HAS_CLOUDPICKLE,
+    LAUNCHER,
+    FunctionTask,
+    describe_job,
+    pack,
+    read_result,
+    search_path,
+)
 from gangline.kvstore.launch.job import JobSpec, Process, cores, free_ports, process_table
 
-_PACKAGES = str(Path(__file__).absolute().parents[3])
-_MODULE = "gangline.kvstore.launch.function_process"
 _READ = 1 << 16
 
 
@@ -65,8 +69,8 @@ def launch(
         DeadNodeError: if a worker or server was killed, or a worker exited without a result; the text names it.
         StallError: if the job did not end within ``timeout``.
         ValueError: if ``fn`` or an argument cannot be pickled, or an option is wrong.
-        Exception: if ``fn`` raised: the first error, with the rank and its traceback as a note. Classes that are neither
-            built in nor gangline's are replaced by their nearest base class that is.
+        Exception: if ``fn`` raised: the first error, with the rank and its traceback as a note. Classes that are
+            neither built in nor gangline's are replaced by their nearest base class that is.
     """
     _check_count("workers", workers, 1)
     _check_count("servers", servers, 0)
@@ -87,9 +91,9 @@ def launch(
         description = FunctionTask(packed, tuple(map(_path, results)), _preparation())
         with open(task, "wb", closefd=False) as file:
             file.write(pack(description))
-        command = (sys.executable, "-c", f"from {_MODULE} import work; work({_path(task)!r})")
+        command = (sys.executable, "-c", f"from {function_process.__name__} import work; work({_path(task)!r})")
         job = JobSpec(command, workers, servers, tuple(gpus), loads)
-        environment = {**os.environ, "PYTHONPATH": _search_path(), **(env or {})}
+        environment = {**os.environ, "PYTHONPATH": search_path(os.environ), **(env or {})}
         root_port, master_port = free_ports(2)
         table = process_table(job, environment, root_port=root_port, master_port=master_port, cores=cores())
         code = _Launcher(table, environment, failure, grace).run(timeout, lambda: _missing(results))
@@ -103,8 +107,8 @@ class _Launcher:
         own = {pipe: _is_own(pipe, fd) for pipe, fd in ((sys.stdout, 1), (sys.stderr, 2))}
         for pipe in own:
             pipe.flush()
-        self._popen = subprocess.Popen(  # this interpreter, and no outside input
-            [os.fsdecode(get_executable()), "-c", f"from {_MODULE} import launch_job; launch_job()"],
+        self._popen = subprocess.Popen(  # noqa: S603  this interpreter, and no outside input
+            LAUNCHER,
             env=environment,
             stdin=subprocess.PIPE,
             stdout=None if own[sys.stdout] else subprocess.PIPE,
@@ -118,11 +122,7 @@ class _Launcher:
             if source is not None:
                 decoder = codecs.getincrementaldecoder("utf-8")("replace")
                 self._selector.register(source, selectors.EVENT_READ, (decoder, target))
-        described = [
-            {"role": one.role, "rank": one.rank, "command": one.command, "environment": dict(one.environment)}
-            for one in table
-        ]
-        self._input = json.dumps([os.getpid(), failure, grace, described]).encode()
+        self._input = describe_job(table, grace, failure)
 
     def run(self, timeout: float | None, missing: Callable[[], list[int]]) -> int:
         """Relay output until the job has ended; return its exit code. Stop the job on any exception."""
@@ -227,8 +227,12 @@ def _path(fd: int) -> str:
 def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     if not callable(fn):
         raise TypeError(f"launch got {fn!r}; expected a function")
-    is_by_name = function_process.cloudpickle is None
-    if is_by_name and getattr(fn, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+    is_by_name = not HAS_CLOUDPICKLE
+    if (
+        is_by_name
+        and getattr(fn, "__module__", None) == "__main__"
+        and not hasattr(sys.modules["__main__"], "__file__")
+    ):
         raise ValueError(
             f"workers cannot import {fn!r}, as this program is not a file: install cloudpickle (pip install "
             "cloudpickle), or define the function in a module"
@@ -249,7 +253,7 @@ def _check_picklable(index: int, value: Any) -> None:
             name = f"argument {index} of launch, of type {type(value).__name__},"
             raise ValueError(f"{name} cannot be pickled: {error}") from error
         remedy = "define it by `def` at the top level of a module, or install cloudpickle"
-        if function_process.cloudpickle is not None:
+        if HAS_CLOUDPICKLE:
             remedy = "it uses something that exists in this process only; pass such things as data, or open them in it"
         raise ValueError(f"function {value!r} cannot be pickled: {error}; {remedy}") from error
 
@@ -258,15 +262,9 @@ def _preparation() -> dict[str, Any]:
     """Return what a worker needs before it unpickles: search path, arguments, and the script without cloudpickle."""
     data = get_preparation_data("worker")
     unwanted = {"authkey", "start_method"}
-    if function_process.cloudpickle is not None:
+    if HAS_CLOUDPICKLE:
         unwanted |= {"init_main_from_path", "init_main_from_name"}
     return {**{name: value for name, value in data.items() if name not in unwanted}, "dir": os.getcwd()}
-
-
-def _search_path() -> str:
-    """Return PYTHONPATH with the folder that holds this package, where servers are imported from."""
-    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    return os.pathsep.join(given if _PACKAGES in given else [*given, _PACKAGES])
 
 
 def _is_own(stream: TextIO | IO[str], fd: int) -> bool:
