@@ -100,6 +100,7 @@ def _run(job: Job, fn: Callable[..., Any], args: tuple[Any, ...], grace: float) 
     errors: dict[str, Exception] = {}
     deadline: float | None = None
     pending = [*calls, *ends]
+    job.calls = [*pending]
     while len(results) < size:
         left = None if deadline is None else deadline - time.monotonic()
         ready = ray.wait(pending, timeout=left and max(0.0, left))[0]

@@ -149,6 +149,8 @@ class Job:
         self._group = placement_group([dict(one) for one in resources], strategy=placement.strategy)
         self.workers: list[Any] = []
         self.servers: list[Any] = []
+        self.calls: list[Any] = []
+        """References of calls whose errors Ray would log if nobody asked for them."""
         self.key: str | None = key.hex()
         try:
             _wait_until_placed(self._group, resources, placement.timeout)
@@ -172,7 +174,10 @@ class Job:
         for one in actors:
             with suppress(RayError):
                 ray.kill(one)
-        self.workers, self.servers = [], []
+        for one in self.calls:
+            with suppress(RayError):
+                ray.get(one, timeout=10)
+        self.workers, self.servers, self.calls = [], [], []
         remove_placement_group(self._group)
 
 

@@ -30,7 +30,11 @@ from gangline.kvstore.launch.job import JobSpec
 from tests.kvstore.test_launch import MARK, ROOT, Launch, marked
 from tests.kvstore.test_trainer_dist import OPTIMIZERS, SIZES, batch, network, plain_loop, play
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::ResourceWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning"),
+]  # Ray's own
 WORKER, SERVER = {"CPU": 0.6}, {"CPU": 0.2}
 PLACED: dict[str, Any] = {"worker_resources": WORKER, "server_resources": SERVER, "strategy": "SPREAD"}
 
