@@ -53,7 +53,8 @@ def train(store: str) -> tuple[list[torch.Tensor], float]:
     return play(OPTIMIZERS[0], store), mean
 
 
-@pytest.mark.parametrize(("store", "servers"), [("dist_sync", 1), pytest.param("allreduce", 0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("store", "servers"), [("dist_sync", 1), ("allreduce", 0)])
 def test_stores_trainer_and_connect_find_their_job(store: str, servers: int) -> None:
     alone = plain_loop(OPTIMIZERS[0], "local", slice(None))
     for weights, mean in gangline.launch(train, store, servers=servers):
