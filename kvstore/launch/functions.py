@@ -227,12 +227,7 @@ def _path(fd: int) -> str:
 def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     if not callable(fn):
         raise TypeError(f"launch got {fn!r}; expected a function")
-    is_by_name = not HAS_CLOUDPICKLE
-    if (
-        is_by_name
-        and getattr(fn, "__module__", None) == "__main__"
-        and not hasattr(sys.modules["__main__"], "__file__")
-    ):
+    if getattr(fn, "__module__", None) == "__main__" and not HAS_CLOUDPICKLE and not _is_file():
         raise ValueError(
             f"workers cannot import {fn!r}, as this program is not a file: install cloudpickle (pip install "
             "cloudpickle), or define the function in a module"
@@ -262,9 +257,14 @@ def _preparation() -> dict[str, Any]:
     """Return what a worker needs before it unpickles: search path, arguments, and the script without cloudpickle."""
     data = get_preparation_data("worker")
     unwanted = {"authkey", "start_method"}
-    if HAS_CLOUDPICKLE:
+    if HAS_CLOUDPICKLE or not _is_file():
         unwanted |= {"init_main_from_path", "init_main_from_name"}
     return {**{name: value for name, value in data.items() if name not in unwanted}, "dir": os.getcwd()}
+
+
+def _is_file() -> bool:
+    """Return True if this program is a script or module, which workers can import."""
+    return os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or "")
 
 
 def _is_own(stream: TextIO | IO[str], fd: int) -> bool:
