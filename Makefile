@@ -71,7 +71,6 @@ peers: .peers/mxnet/.installed .peers/mpich/.installed .peers/impi/.installed .p
 engines: .peers/mpich/.installed
 	@command -v sshd mpirun.openmpi slurmctld >/dev/null || { \
 	echo "as root: apt-get install openssh-server openmpi-bin slurm-wlm munge" >&2; exit 1; }
-	$(BIN)/pip install --quiet kubernetes-validate
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from gangline.collectives.torch_backend import Samples, compress_hook, weighted_hook
     from gangline.kvstore import DistributedOptimizer, KVStore, OptimizerSpec, RowSparse, Trainer, create, register
+    from gangline.kvstore.launch.functions import launch
     from gangline.models import (
         Augmentation,
         BalancedLoader,
@@ -102,6 +103,7 @@ _PACKAGES = {
         "create",
         "register",
     ),
+    "kvstore.launch.functions": ("launch",),
     "models": (
         "Augmentation",
         "BalancedLoader",
@@ -184,6 +186,7 @@ __all__ = [
     "gpu",
     "image_folder",
     "in_process",
+    "launch",
     "learning_rate_factors",
     "load_weights",
     "module_checkpoint",

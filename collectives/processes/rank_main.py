@@ -98,14 +98,19 @@ class _Pickler(ForkingPickler):
     """multiprocessing's pickler, but with storages as bytes: torch's reductions would pass file descriptors."""
 
     def reducer_override(self, value: object) -> Any:
-        if isinstance(value, torch.UntypedStorage):
-            return _storage, (torch.empty(0, dtype=torch.uint8).set_(value).numpy().tobytes(),)
-        if type(value) not in (Tensor, Parameter) or value.layout != torch.strided:  # type: ignore[attr-defined]
-            return NotImplemented
-        assert isinstance(value, Tensor)
-        data = value.detach().cpu()
-        view = data.untyped_storage(), data.storage_offset(), tuple(data.shape), data.stride()
-        return _tensor, (data.dtype, view, value.requires_grad, type(value) is Parameter)
+        return reduce_tensor(value)
+
+
+def reduce_tensor(value: object) -> Any:
+    """Return how to pickle a tensor or storage by its bytes, as `reducer_override` does; else NotImplemented."""
+    if isinstance(value, torch.UntypedStorage):
+        return _storage, (torch.empty(0, dtype=torch.uint8).set_(value).numpy().tobytes(),)
+    if type(value) not in (Tensor, Parameter) or value.layout != torch.strided:  # type: ignore[attr-defined]
+        return NotImplemented
+    assert isinstance(value, Tensor)
+    data = value.detach().cpu()
+    view = data.untyped_storage(), data.storage_offset(), tuple(data.shape), data.stride()
+    return _tensor, (data.dtype, view, value.requires_grad, type(value) is Parameter)
 
 
 def _storage(raw: bytes) -> torch.UntypedStorage:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
@@ -38,7 +38,25 @@ class Launcher(StrEnum):
     RAY = "ray"
 
 
+_OF_LAUNCHERS = {
+    "interface": (Launcher.SSH, Launcher.MPI, Launcher.SLURM),
+    "ssh": (Launcher.SSH,),
+    "remote_python": (Launcher.SSH,),
+    "mpirun": (Launcher.MPI,),
+    "engine_option": (Launcher.MPI, Launcher.SLURM),
+    "name": (Launcher.SLURM, Launcher.K8S),
+    "image": (Launcher.K8S,),
+    "k8s_kind": (Launcher.K8S,),
+    "log_dir": (Launcher.LOCAL, Launcher.SSH, Launcher.MPI, Launcher.SLURM),
+    "stop_signals": (Launcher.LOCAL, Launcher.SSH, Launcher.MPI, Launcher.SLURM),
+    "idle_surplus": (Launcher.LOCAL, Launcher.SSH),
+    "bind": (Launcher.LOCAL, Launcher.SSH),
+}
+"""Launchers that use an option; an option that is not here is for all."""
+
+
 def launch(
+    context: typer.Context,
     command: Annotated[list[str], typer.Argument(metavar="CMD", help="Command of each worker, after an optional --.")],
     workers: Annotated[
         int | None,
@@ -141,6 +159,7 @@ def launch(
     of the first process that failed, 128+N if signal N killed it, and 75 if a signal stopped the job
     and all workers wrote a checkpoint.
     """
+    _check_used(context, launcher)
     entries = _hosts(hostfile, hosts, launcher)
     workers = workers or sum(entry.slots for entry in entries)
     if not workers:
@@ -167,9 +186,10 @@ def launch(
         raise typer.Exit(_on_kubernetes(job, KubernetesOptions(image, name, k8s_kind, count, grace), dry_run))
     options = tuple(engine_option or ())
     if launcher is Launcher.SLURM and not is_within_job():
-        raise typer.Exit(_submit(job, grace, name, options, dry_run))
+        given = {"--interface": interface, "--log-dir": log_dir, "--stop-signals": stop_signals}
+        raise typer.Exit(_submit(job, grace, name, options, given, dry_run))
     if launcher is Launcher.RAY and not dry_run:
-        raise typer.Exit(_on_ray(job))
+        raise typer.Exit(_on_ray(job, grace))
     if launcher is Launcher.SSH:
         raise typer.Exit(
             _on_hosts(job, entries, SshOptions(ssh, remote_python, interface), grace, log_dir, stops, dry_run)
@@ -247,13 +267,21 @@ def _on_kubernetes(job: JobSpec, options: KubernetesOptions, dry_run: bool) -> i
     return _feed(["kubectl", "apply", "-f", "-"], text(manifests(job, options)), dry_run)
 
 
-def _submit(job: JobSpec, grace: float, name: str, options: Sequence[str], dry_run: bool) -> int:
+def _submit(
+    job: JobSpec,
+    grace: float,
+    name: str,
+    options: Sequence[str],
+    given: Mapping[str, object],
+    dry_run: bool,
+) -> int:
     """Submit a job to Slurm and wait for it, or print its batch script; return the exit code."""
     words = [sys.executable, "-m", "gangline", "launch", "--launcher", "slurm", "-n", str(job.workers)]
     words += ["-s", str(job.servers), "--grace", f"{grace:g}"]
     if job.work_load_list:
         loads = job.work_load_list
         words += ["--work-load-list", loads if loads == "auto" else ",".join(map(repr, loads))]
+    words += [word for option, value in given.items() if value is not None for word in (option, str(value))]
     words += [word for variable in job.passed_on for word in ("--env", variable)]
     script = batch_script([*words, "--", *job.command], job.workers, grace, name, options)
     return _feed(["sbatch", "--wait"], script, dry_run)
@@ -270,14 +298,29 @@ def _feed(command: Sequence[str], text: str, dry_run: bool) -> int:
         raise UsageError(f"{command[0]} is not here; install it, or print what it would get by --dry-run") from None
 
 
-def _on_ray(job: JobSpec) -> int:
+def _on_ray(job: JobSpec, grace: float) -> int:
     """Run a job on Ray; return the exit code."""
     try:
         ray_jobs = import_module("gangline.integrations.ray_jobs")
     except ImportError as error:
         raise UsageError(f"--launcher ray needs Ray: pip install ray ({error})") from error
-    code: int = ray_jobs.run(job)
+    code: int = ray_jobs.run(job, grace=grace)
     return code
+
+
+def _check_used(context: typer.Context, launcher: Launcher) -> None:
+    """Check that the launcher uses all options that were given.
+
+    Raises:
+        UsageError: if it ignores one; the message names the launchers that use it.
+    """
+    for name, launchers in _OF_LAUNCHERS.items():
+        source = context.get_parameter_source(name)
+        if launcher not in launchers and source is not None and source.name == "COMMANDLINE":
+            raise UsageError(
+                f"--{name.replace('_', '-')} has no effect with --launcher {launcher}; expected --launcher "
+                f"{' or '.join(launchers)}"
+            )
 
 
 def _hosts(hostfile: Path | None, words: str | None, launcher: Launcher) -> list[HostEntry]:

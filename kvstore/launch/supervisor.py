@@ -51,6 +51,8 @@ class Reports:
     """Folder for a log file of each process, such as worker-0.log."""
     host: str = ""
     """Name of this host, if the launcher is on another one and its messages arrive on standard input."""
+    on_failure: Callable[[str], None] | None = None
+    """Called in the supervisor's process with the text that names the first failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class Supervisor:
             timeouts: time limits for processes that should end.
             stops: signals that stop the job.
             mask: signal mask to set once the handlers are installed.
-            reports: where the output goes.
+            reports: where output and failures go.
         """
         self._timeouts = timeouts
         self._reports = reports
@@ -346,6 +348,8 @@ class Supervisor:
         """Report a failure and stop the job; later failures are ignored."""
         if self._code is None:
             self._code = code
+            if self._reports.on_failure is not None:
+                self._reports.on_failure(reason)
             self._report(f"{reason}; stopping the other processes" if self._children else reason)
             if self._reports.host:
                 self._write(partial(self._output.send, f"{_FAILED} {code}"))

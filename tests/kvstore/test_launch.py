@@ -23,7 +23,17 @@ import pytest
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
 PYTHON = (sys.executable, "-S", "-E", "-c")
-_MARK = "GANGLINE_TEST_JOB"
+MARK = "GANGLINE_TEST_JOB"
+
+
+def marked(mark: str) -> set[int]:
+    """Return the running processes that have the variable with this value."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.add(int(entry.name))
+    return found
 
 
 class Launch:
@@ -32,7 +42,7 @@ class Launch:
     def __init__(self, command: Sequence[str], **options: object) -> None:
         self.mark = uuid.uuid4().hex
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-        environment = {**os.environ, _MARK: self.mark}
+        environment = {**os.environ, MARK: self.mark}
         self.process = subprocess.Popen(command, env=environment, **pipes)
         self._heard = b""
 
@@ -51,12 +61,7 @@ class Launch:
 
     def running(self) -> set[int]:
         """Return the running processes among the launcher and its descendants."""
-        found = set()
-        for entry in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if f"{_MARK}={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    found.add(int(entry.name))
-        return found
+        return marked(self.mark)
 
     def hear(self, *expected: str) -> str:
         """Read standard output until it holds each of these texts."""

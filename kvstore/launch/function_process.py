@@ -1,0 +1,173 @@
+"""Processes of `gangline.launch`: the launcher of the job, and a worker, which calls the function."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from importlib import import_module
+from multiprocessing.reduction import ForkingPickler
+from multiprocessing.spawn import prepare
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gangline.collectives.job_key import JobKey, job_key
+from gangline.collectives.processes.parent_death import die_with_parent
+from gangline.kvstore.launch.job import Process
+from gangline.kvstore.launch.local import run
+from gangline.kvstore.launch.supervisor import Reports, StopTimeouts
+
+try:
+    import cloudpickle
+except ImportError:  # functions of notebooks are refused then
+    cloudpickle = None
+
+HAS_CLOUDPICKLE = cloudpickle is not None
+importing_script = False
+"""True while a worker imports its caller's script; it must not launch a job meanwhile."""
+
+_PACKAGES = str(Path(__file__).absolute().parents[3])
+_Base: Any = ForkingPickler if cloudpickle is None else cloudpickle.Pickler
+_LENGTH = 8
+"""Bytes of a result's length, written after the result."""
+
+
+class FunctionTask(NamedTuple):
+    """Task of all workers, pickled without the caller's script."""
+
+    packed: bytes
+    """Function and arguments."""
+    results: tuple[str, ...]
+    """Path of each worker's result."""
+    preparation: dict[str, Any]
+    """Data that multiprocessing sends to its children: search path, arguments, and the script where it is needed."""
+
+
+class _Pickler(_Base):  # type: ignore[misc]  # one of two bases
+    """Pickler that copies tensors, and functions of ``__main__`` where cloudpickle is installed."""
+
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer, 5)
+        # Without torch there are no tensors; importing it takes seconds.
+        module = import_module("gangline.collectives.processes.rank_main") if "torch" in sys.modules else None
+        self._reduce_tensor = getattr(module, "reduce_tensor", None)
+
+    def reducer_override(self, value: Any) -> Any:
+        reduced = NotImplemented if self._reduce_tensor is None else self._reduce_tensor(value)
+        if reduced is NotImplemented and cloudpickle is not None:
+            return super().reducer_override(value)
+        return reduced
+
+
+def pack(value: Any) -> bytes:
+    """Pickle a value for another process of this user."""
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def unpack(packed: bytes) -> Any:
+    """Unpickle a value; only for bytes from a process of the same job on this host."""
+    return pickle.loads(packed)  # noqa: S301
+
+
+LAUNCHER = (sys.executable, "-c", f"from {__name__} import launch_job; launch_job()")
+"""Command of a job's launcher; standard input is what `describe_job` returns."""
+
+
+def describe_job(table: Sequence[Process], grace: float, failure: int | None = None) -> bytes:
+    """Return the standard input of `launch_job`, whose parent is this process.
+
+    Args:
+        table: processes of the job.
+        grace: seconds from SIGTERM until processes are killed.
+        failure: inherited descriptor for the text that names the first failure.
+    """
+    described = [{**asdict(one), "environment": dict(one.environment)} for one in table]
+    return json.dumps([os.getpid(), failure, grace, described]).encode()
+
+
+def search_path(inherited: Mapping[str, str]) -> str:
+    """Return PYTHONPATH with the folder that holds this package, where the job's processes import it."""
+    given = [path for path in inherited.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return os.pathsep.join(given if _PACKAGES in given else [*given, _PACKAGES])
+
+
+def launch_job() -> None:
+    """Run the launcher of a job, as standard input describes it (`describe_job`), and exit with the job's code."""
+    parent, failure, grace, table = json.load(sys.stdin)
+    die_with_parent(parent, signal.SIGTERM)
+    on_failure = None if failure is None else partial(_write_text, failure)
+    processes = [Process(**{**one, "command": tuple(one["command"]), "cpus": tuple(one["cpus"])}) for one in table]
+    raise SystemExit(
+        run(processes, StopTimeouts(stop=grace), job_key() or JobKey.new(), reports=Reports(on_failure=on_failure))
+    )
+
+
+def work(task_path: str) -> None:
+    """Call the function of a task in this worker and write its result or error.
+
+    Args:
+        task_path: path of the pickled `FunctionTask`.
+    """
+    with open(task_path, "rb") as file:
+        task: FunctionTask = unpack(file.read())
+    rank = int(os.environ["RANK"])
+    try:
+        _import_script(task, rank)
+        fn, args = unpack(task.packed)
+        returned = fn(*args)
+        try:
+            packed = pack(("returned", returned))
+        except Exception as error:
+            raise ValueError(
+                f"the result of worker {rank}, of type {type(returned).__name__}, cannot be pickled: {error}"
+            ) from error
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001  every exception goes to the caller
+        from gangline.collectives.processes.rank_main import RankReport  # imports torch
+
+        _write_result(task.results[rank], pack(("failed", RankReport.of(error))))
+        raise SystemExit(1) from None
+    _write_result(task.results[rank], packed)
+
+
+def read_result(fd: int) -> Any:
+    """Return what a worker wrote to this file, as (kind, value); None if it wrote nothing or not all."""
+    length = int.from_bytes(os.pread(fd, _LENGTH, 0), "little")
+    if not length:
+        return None
+    with open(fd, "rb", closefd=False) as file:
+        file.seek(_LENGTH)
+        return unpack(file.read(length))
+
+
+def _write_result(path: str, packed: bytes) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    with open(path, "r+b") as file:
+        file.seek(_LENGTH)
+        file.write(packed)
+        file.flush()
+        file.seek(0)
+        file.write(len(packed).to_bytes(_LENGTH, "little"))
+
+
+def _write_text(fd: int, text: str) -> None:
+    os.write(fd, text.encode())
+
+
+def _import_script(task: FunctionTask, rank: int) -> None:
+    global importing_script
+    importing_script = True
+    try:
+        prepare({**task.preparation, "name": f"worker {rank}"})
+    finally:
+        importing_script = False

@@ -1,0 +1,295 @@
+"""`gangline.launch`: run a function in the workers of a job with servers, from a script or a notebook."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from multiprocessing.spawn import get_preparation_data
+from typing import IO, Any, Literal, TextIO
+
+from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
+from gangline.collectives.workload import check_work_load_list
+from gangline.kvstore.launch import function_process
+from gangline.kvstore.launch.function_process import (
+    HAS_CLOUDPICKLE,
+    LAUNCHER,
+    FunctionTask,
+    describe_job,
+    pack,
+    read_result,
+    search_path,
+)
+from gangline.kvstore.launch.job import JobSpec, Process, free_ports, process_table
+from gangline.kvstore.launch.topology import read_host
+
+_READ = 1 << 16
+
+
+def launch(
+    fn: Callable[..., Any],
+    *args: Any,
+    workers: int = 2,
+    servers: int = 1,
+    gpus: Sequence[int] = (),
+    work_load_list: Sequence[float] | Literal["auto"] = (),
+    env: Mapping[str, str] | None = None,
+    grace: float = 10.0,
+    timeout: float | None = None,
+) -> list[Any]:
+    """Call ``fn(*args)`` in each worker of a new job on this machine and return the results in rank order.
+
+    The job is that of `gangline launch`: a scheduler, servers and workers, each a process with the launcher's
+    variables. `create`, `Trainer` and `connect` find their place in it without arguments. Output appears here, each
+    line prefixed by its process. All processes end when ``launch`` returns or raises, and when this program ends.
+
+    ``fn`` and ``args`` are pickled. With cloudpickle installed, ``fn`` may be defined anywhere, also in a notebook.
+    Without it ``fn`` must be defined at the top level of a module or script; each worker imports the script, so the
+    call of ``launch`` belongs under ``if __name__ == "__main__":``.
+
+    Args:
+        fn: function to run in each worker.
+        *args: its arguments; each worker gets its own copy, also of tensors.
+        workers: number of workers.
+        servers: number of servers, beside a scheduler; 0: none, for ``create("allreduce")`` and `connect`.
+        gpus: GPUs to distribute over the workers; empty: not restricted.
+        work_load_list: relative speed of each worker; "auto": measured; empty: not set.
+        env: environment variables of all processes, beside those of this program.
+        grace: seconds from SIGTERM until processes are killed.
+        timeout: seconds until the job is stopped; None: no limit.
+
+    Returns:
+        The workers' results, copied into this process.
+
+    Raises:
+        DeadNodeError: if a worker or server was killed, or a worker exited without a result; the text names it.
+        StallError: if the job did not end within ``timeout``.
+        ValueError: if ``fn`` or an argument cannot be pickled, or an option is wrong.
+        Exception: if ``fn`` raised: the first error, with the rank and its traceback as a note. Classes that are
+            neither built in nor gangline's are replaced by their nearest base class that is.
+    """
+    _check_count("workers", workers, 1)
+    _check_count("servers", servers, 0)
+    if function_process.importing_script:
+        raise RuntimeError(
+            f"launch was called while a worker imports the script {sys.argv[0]!r}; call it under "
+            '`if __name__ == "__main__":`, or install cloudpickle: workers then need no script'
+        )
+    _check_gpus(gpus)
+    if work_load_list and work_load_list != "auto":
+        if len(work_load_list) != workers:
+            raise ValueError(f"work_load_list has {len(work_load_list)} entries for {workers} workers")
+        work_load_list = tuple(check_work_load_list(work_load_list, workers))
+    loads: Any = work_load_list if work_load_list == "auto" else tuple(work_load_list)
+    packed = _pack(fn, args)
+    with ExitStack() as stack:
+        task, failure, *results = [_open_memory(stack, name) for name in ("task", "failure", *["result"] * workers)]
+        description = FunctionTask(packed, tuple(map(_path, results)), _preparation())
+        with open(task, "wb", closefd=False) as file:
+            file.write(pack(description))
+        command = (sys.executable, "-c", f"from {function_process.__name__} import work; work({_path(task)!r})")
+        job = JobSpec(command, workers, servers, loads)
+        environment = {**os.environ, "PYTHONPATH": search_path(os.environ), **(env or {})}
+        root_port, master_port = free_ports(2)
+        host = read_host(gpus, environment)
+        table = process_table(job, environment, root_port=root_port, master_port=master_port, hosts=[host])
+        code = _Launcher(table, environment, failure, grace).run(timeout, lambda: _missing(results))
+        return _results(results, code, os.pread(failure, _READ, 0).decode())
+
+
+class _Launcher:
+    """Launcher of a job as a child process; its output goes to sys.stdout and sys.stderr."""
+
+    def __init__(self, table: Sequence[Process], environment: Mapping[str, str], failure: int, grace: float) -> None:
+        own = {pipe: _is_own(pipe, fd) for pipe, fd in ((sys.stdout, 1), (sys.stderr, 2))}
+        for pipe in own:
+            pipe.flush()
+        self._popen = subprocess.Popen(  # noqa: S603  this interpreter, and no outside input
+            LAUNCHER,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=None if own[sys.stdout] else subprocess.PIPE,
+            stderr=None if own[sys.stderr] else subprocess.PIPE,
+            bufsize=0,
+            pass_fds=[failure],
+            start_new_session=True,  # a Ctrl-C of the terminal reaches this program only, which stops the job
+        )
+        self._selector = selectors.DefaultSelector()
+        for source, target in ((self._popen.stdout, sys.stdout), (self._popen.stderr, sys.stderr)):
+            if source is not None:
+                decoder = codecs.getincrementaldecoder("utf-8")("replace")
+                self._selector.register(source, selectors.EVENT_READ, (decoder, target))
+        self._input = describe_job(table, grace, failure)
+
+    def run(self, timeout: float | None, missing: Callable[[], list[int]]) -> int:
+        """Relay output until the job has ended; return its exit code. Stop the job on any exception."""
+        assert self._popen.stdin is not None
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            with suppress(BrokenPipeError), self._popen.stdin as pipe:
+                pipe.write(self._input)
+            if not self._relay(deadline):
+                names = name_ranks(missing() or [0]).replace("rank", "worker")
+                raise StallError(f"the job did not end within {timeout:g} s; {names} had no result")
+        except BaseException:
+            self._stop()
+            raise
+        finally:
+            for source in (self._popen.stdout, self._popen.stderr):
+                if source is not None:
+                    source.close()
+            self._selector.close()
+        return self._popen.returncode
+
+    def _stop(self) -> None:
+        while True:
+            self._popen.terminate()  # the second time, the processes are killed at once
+            with suppress(KeyboardInterrupt):
+                self._relay(None, is_stopping=True)
+                return
+
+    def _relay(self, deadline: float | None, *, is_stopping: bool = False) -> bool:
+        """Relay output until the launcher has ended; return False if it has not at the deadline."""
+
+        def left() -> float | None:
+            return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+        while self._selector.get_map():
+            ready = self._selector.select(left())
+            if not ready and left() == 0.0:
+                return False
+            for key, _ in ready:
+                data = os.read(key.fd, _READ)
+                decoder, target = key.data
+                if not data:
+                    self._selector.unregister(key.fileobj)
+                # While the job is stopped, the error that stopped it may be that nothing can be written.
+                with suppress(*((OSError, ValueError) if is_stopping else ())):
+                    target.write(decoder.decode(data, not data))
+                    target.flush()
+        try:
+            self._popen.wait(left())
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+
+def _results(files: Sequence[int], code: int, reason: str) -> list[Any]:
+    """Return the results of a job that has ended, or raise its first failure.
+
+    Args:
+        files: file of each worker's result.
+        code: exit code of the job.
+        reason: the launcher's text about the first process that failed; "" if none did.
+    """
+    outcomes = [read_result(file) for file in files]
+    size = len(outcomes)
+    missing = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
+    reports = {rank: outcome[1] for rank, outcome in enumerate(outcomes) if outcome and outcome[0] == "failed"}
+    errors = {rank: report.error() for rank, report in reports.items()}
+    for rank, error in errors.items():
+        error.add_note(f"raised by worker {rank} of {size}:\n{reports[rank].trace}")
+    order = sorted(errors, key=lambda rank: (isinstance(errors[rank], DeadNodeError), reports[rank].when))
+    has_report = any(reason.startswith(f"worker {rank} (") for rank in errors)
+    if errors and (has_report or not reason):
+        cause = errors[order.pop(0)]
+    elif reason:
+        without = ", without a result" if reason.startswith("worker") else ""
+        cause = DeadNodeError(f"{reason}{without}; its output is above")
+    elif code or missing:
+        ended = f"the launcher ended with code {code}" if code else f"worker {missing[0]} of {size} exited with code 0"
+        cause = DeadNodeError(f"{ended} and without a result")
+    else:
+        return [outcome[1] for outcome in outcomes]
+    for rank in order:
+        cause.add_note(f"worker {rank} failed too: {type(errors[rank]).__name__}: {errors[rank]}")
+    raise cause
+
+
+def _missing(files: Sequence[int]) -> list[int]:
+    return [rank for rank, file in enumerate(files) if not os.fstat(file).st_size]
+
+
+def _open_memory(stack: ExitStack, name: str) -> int:
+    fd = os.memfd_create(f"gangline-{name}", os.MFD_CLOEXEC)
+    stack.callback(os.close, fd)
+    return fd
+
+
+def _path(fd: int) -> str:
+    """Return the path by which processes of this user open a file of this process."""
+    return f"/proc/{os.getpid()}/fd/{fd}"
+
+
+def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    if not callable(fn):
+        raise TypeError(f"launch got {fn!r}; expected a function")
+    if getattr(fn, "__module__", None) == "__main__" and not HAS_CLOUDPICKLE and not _is_file():
+        raise ValueError(
+            f"workers cannot import {fn!r}, as this program is not a file: install cloudpickle (pip install "
+            "cloudpickle), or define the function in a module"
+        )
+    try:
+        return pack((fn, args))
+    except Exception as error:
+        for index, value in enumerate((fn, *args)):
+            _check_picklable(index, value)
+        raise ValueError(f"the function and arguments of launch cannot be pickled: {error}") from error
+
+
+def _check_picklable(index: int, value: Any) -> None:
+    try:
+        pack(value)
+    except Exception as error:
+        if index:
+            name = f"argument {index} of launch, of type {type(value).__name__},"
+            raise ValueError(f"{name} cannot be pickled: {error}") from error
+        remedy = "define it by `def` at the top level of a module, or install cloudpickle"
+        if HAS_CLOUDPICKLE:
+            remedy = "it uses something that exists in this process only; pass such things as data, or open them in it"
+        raise ValueError(f"function {value!r} cannot be pickled: {error}; {remedy}") from error
+
+
+def _preparation() -> dict[str, Any]:
+    """Return what a worker needs before it unpickles: search path, arguments, and the script without cloudpickle."""
+    data = get_preparation_data("worker")
+    unwanted = {"authkey", "start_method"}
+    if HAS_CLOUDPICKLE or not _is_file():
+        unwanted |= {"init_main_from_path", "init_main_from_name"}
+    return {**{name: value for name, value in data.items() if name not in unwanted}, "dir": os.getcwd()}
+
+
+def _is_file() -> bool:
+    """Return True if this program is a script or module, which workers can import."""
+    return os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or "")
+
+
+def _is_own(stream: TextIO | IO[str], fd: int) -> bool:
+    """Return True if text written to ``stream`` goes to the descriptor ``fd``: not in a notebook."""
+    if stream not in (sys.__stdout__, sys.__stderr__):
+        return False
+    try:
+        return stream.fileno() == fd
+    except (OSError, ValueError):  # it has no descriptor, or is closed
+        return False
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; expected an int")
+    if value < least:
+        raise ValueError(f"{name} is {value}; expected at least {least}")
+
+
+def _check_gpus(gpus: Sequence[int]) -> None:
+    if gpus:
+        from gangline.collectives.context import num_gpus  # imports torch, which takes seconds
+
+        missing = [gpu for gpu in gpus if not 0 <= gpu < num_gpus()]
+        if missing:
+            raise ValueError(f"gpus names {missing[0]}, which this machine does not have; it has {num_gpus()} GPUs")
