@@ -125,6 +125,7 @@ def test_the_sdist_holds_docs_and_tests_and_builds_the_same_wheel(built: tuple[P
     assert contents[0] == contents[1]
 
 
+@pytest.mark.slow
 def test_an_installed_gangline_runs_beside_a_users_own_folders(installed: Installed) -> None:
     out = installed.run("-m", "gangline", "train", "--network", "mlp", "--cpus", "2", "--num-epochs", "1")
     assert out.startswith("Validation-accuracy=")

@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 import msgpack
 from torch.distributed import DistNetworkError, Store  # type: ignore[attr-defined]
 
+from gangline.collectives.environments.job_key import FILE, JobKey
 from gangline.collectives.errors import DeadNodeError, ProtocolError, StallError, name_ranks
-from gangline.collectives.job_key import FILE, JobKey
 from gangline.collectives.limits import BOOTSTRAP_STATE_CHECK_SECONDS, BOOTSTRAP_WARN_SECONDS
 from gangline.collectives.liveness.process_state import state_of, this_process
 

@@ -12,8 +12,8 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type
 from gangline.collectives.bootstrap.launcher_environment import LOOPBACK
 from gangline.collectives.bootstrap.store_all_gather import StoreAllGather
 from gangline.collectives.communicator import open_communicator
+from gangline.collectives.environments.job_key import job_key
 from gangline.collectives.errors import GanglineError
-from gangline.collectives.job_key import job_key
 from gangline.collectives.torch_backend.c10d import refusing_backend
 from gangline.collectives.torch_backend.calls import GroupCollectives
 from gangline.collectives.torch_backend.other_devices import OtherDevices

@@ -8,7 +8,7 @@ import socket
 
 import psutil
 
-from gangline.collectives.job_key import HOW_TO, JobKey, job_key, take_descriptor
+from gangline.collectives.environments.job_key import HOW_TO, JobKey, job_key, take_descriptor
 
 
 def required_key(host: str) -> JobKey | None:

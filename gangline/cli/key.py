@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gangline.collectives.job_key import FILE, JobKey, write_file
+from gangline.collectives.environments.job_key import FILE, JobKey, write_file
 
 key = typer.Typer(help="Create keys for jobs on several hosts.", no_args_is_help=True)
 

@@ -209,7 +209,7 @@ def launch(
     if dry_run:
         _print_table(table)
         return
-    from gangline.collectives.job_key import JobKey
+    from gangline.collectives.environments.job_key import JobKey
     from gangline.kvstore.launch.local import run
     from gangline.kvstore.launch.supervisor import Reports, StopTimeouts
 
@@ -242,7 +242,7 @@ def _on_hosts(
     dry_run: bool,
 ) -> int:
     """Run a job over ssh, or print its processes; return the exit code."""
-    from gangline.collectives.job_key import JobKey
+    from gangline.collectives.environments.job_key import JobKey
     from gangline.kvstore.launch.engines.ssh import plan, run_on_hosts
     from gangline.kvstore.launch.supervisor import Reports, StopTimeouts
 

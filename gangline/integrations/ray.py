@@ -11,8 +11,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from gangline.collectives.environments.job_key import JobKey
 from gangline.collectives.errors import DeadNodeError
-from gangline.collectives.job_key import JobKey
 from gangline.collectives.limits import SPAWN_CAUSE_SECONDS
 from gangline.integrations.ray_members import Job, Placement, in_cluster
 from gangline.kvstore.launch.job import JobSpec

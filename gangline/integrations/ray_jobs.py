@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from gangline.collectives.job_key import JobKey
+from gangline.collectives.environments.job_key import JobKey
 from gangline.integrations.ray_members import Job, Placement, in_cluster
 from gangline.kvstore.launch.job import JobSpec
 from gangline.kvstore.launch.supervisor import CHECKPOINTED

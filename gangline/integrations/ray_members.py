@@ -18,7 +18,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from gangline.collectives.job_key import JobKey, open_descriptor
+from gangline.collectives.environments.job_key import JobKey, open_descriptor
 from gangline.kvstore.launch.binding import Host
 from gangline.kvstore.launch.function_process import LAUNCHER, describe_job, search_path
 from gangline.kvstore.launch.job import JobSpec, Process, free_ports, process_table

@@ -16,7 +16,7 @@ from typing import Any
 from ray.train.torch import TorchConfig
 from ray.train.torch.config import _TorchBackend
 
-from gangline.collectives.job_key import JobKey, open_descriptor
+from gangline.collectives.environments.job_key import JobKey, open_descriptor
 from gangline.kvstore.launch.job import free_ports
 
 

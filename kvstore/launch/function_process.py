@@ -17,7 +17,7 @@ from multiprocessing.spawn import prepare
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gangline.collectives.job_key import JobKey, job_key
+from gangline.collectives.environments.job_key import JobKey, job_key
 from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.kvstore.launch.job import Process
 from gangline.kvstore.launch.local import run

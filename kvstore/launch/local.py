@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from gangline.collectives.job_key import JobKey
+from gangline.collectives.environments.job_key import JobKey
 from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.kvstore.launch.job import Process
 from gangline.kvstore.launch.process_tree import adopt_orphans, descendants, kill_descendants, send

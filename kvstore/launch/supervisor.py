@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from gangline.collectives.job_key import JobKey, inherited_key
+from gangline.collectives.environments.job_key import JobKey, inherited_key
 from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.kvstore.launch.job import Process
 from gangline.kvstore.launch.output import Output, Stream

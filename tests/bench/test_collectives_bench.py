@@ -107,6 +107,7 @@ def test_an_error_names_the_rank_which_lives_on(alone: Candidate) -> None:
         assert wrong(group, options()) == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_gloo_computes_what_is_expected_of_every_collective(gloo: RankGroup, collective: str) -> None:
     assert (gloo.who.split(",")[0], gloo.transport) == ("gloo", "tcp")
@@ -127,6 +128,7 @@ def test_what_a_peer_cannot_do_is_an_error_of_all_its_ranks(gloo: RankGroup) -> 
     assert wrong(gloo, options("all_reduce", 3)) == [0, 0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not installed.collective_ranks("mpi", 2), reason="no MPI: run `make peers`")
 def test_each_mpi_computes_what_is_expected_and_ends() -> None:
     for candidate in installed.collective_ranks("mpi", 2):

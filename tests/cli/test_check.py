@@ -117,6 +117,7 @@ def test_forbidden_cross_memory_attach_is_slow() -> None:
         assert words in finding["remedy"]
 
 
+@pytest.mark.slow
 def test_too_few_file_descriptors_are_broken() -> None:
     code, found = started("sh", "-c", 'ulimit -n 64; exec "$@"', "sh", *only("limits"))
     finding = found["open files"]
@@ -139,6 +140,7 @@ def test_a_host_name_that_resolves_to_loopback_is_a_warning(tmp_path: Path) -> N
         assert words in finding["remedy"]
 
 
+@pytest.mark.slow
 @MOUNTS
 def test_a_name_server_that_never_answers_ends_at_the_deadline(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")

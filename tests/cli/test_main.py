@@ -113,6 +113,7 @@ def test_env_shows_the_launcher_its_values_and_outer_launchers(monkeypatch: pyte
     assert launcher_report()["role"] == "worker"
 
 
+@pytest.mark.slow
 def test_version_and_log_level() -> None:
     assert python("-m", "gangline", "--version").stdout == f"gangline {gangline.__version__}\n"
     assert "Module" in dir(gangline)
@@ -128,6 +129,7 @@ def test_version_and_log_level() -> None:
     assert loud.stderr.splitlines()[-1].startswith("gangline: network 'nosuch' is unknown")
 
 
+@pytest.mark.slow
 def test_an_error_in_code_of_the_user_shows_where(tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(
         "import torch\n\n\nclass Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"

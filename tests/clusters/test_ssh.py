@@ -71,6 +71,7 @@ def test_the_first_failure_is_named_with_its_host_and_the_others_end(server: ssh
     server.wait_until_empty()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_ends_all_hosts(server: sshd.Sshd, number: signal.Signals) -> None:
     with launch(server, READY) as run:
@@ -82,6 +83,7 @@ def test_a_signal_ends_all_hosts(server: sshd.Sshd, number: signal.Signals) -> N
     server.wait_until_empty()
 
 
+@pytest.mark.slow
 def test_preempted_workers_checkpoint_and_the_exit_code_is_75(server: sshd.Sshd) -> None:
     code = "signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(75)))\n" + READY
     with launch(server, code, "--stop-signals", "USR1") as run:
@@ -93,6 +95,7 @@ def test_preempted_workers_checkpoint_and_the_exit_code_is_75(server: sshd.Sshd)
     server.wait_until_empty()
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_nothing_on_any_host(server: sshd.Sshd) -> None:
     with launch(server, READY) as run:
         run.hear("[worker 0] ready", "[worker 1] ready")

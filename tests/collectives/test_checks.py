@@ -104,6 +104,7 @@ def test_hosts_that_reach_each_other_are_measured_and_reduce() -> None:
     assert found[0]["table"].count("MB/s, ") == 2
 
 
+@pytest.mark.slow
 @HOSTS
 def test_a_slow_link_is_named() -> None:
     with Hosts(2) as hosts:

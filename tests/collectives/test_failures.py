@@ -253,6 +253,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "transport",
     ["shared_memory", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ipc", "tcp"))],

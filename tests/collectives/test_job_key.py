@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gangline.collectives import job_key as module
-from gangline.collectives.job_key import JobKey, inherited_key, job_key, open_descriptor, write_file
+from gangline.collectives.environments import job_key as module
+from gangline.collectives.environments.job_key import JobKey, inherited_key, job_key, open_descriptor, write_file
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,7 +123,7 @@ def test_a_descriptor_that_was_closed_on_the_way_is_named(tmp_path: Path, monkey
 
 _CHILD = """
 import os, sys
-from gangline.collectives.job_key import JobKey, job_key
+from gangline.collectives.environments.job_key import JobKey, job_key
 key = job_key()
 print(key == JobKey.from_hex(sys.stdin.read()), key, "GANGLINE_JOB_KEY_FD" in os.environ, flush=True)
 os.system("ls -l /proc/self/fd")  # a shell passes on what is inheritable

@@ -16,8 +16,8 @@ from gangline.bench.driver.hosts import Hosts, enter, obstacle
 from gangline.collectives import connect
 from gangline.collectives.bootstrap.rendezvous import Rendezvous
 from gangline.collectives.bootstrap.store_all_gather import StoreAllGather
+from gangline.collectives.environments.job_key import FILE, JobKey, write_file
 from gangline.collectives.errors import GanglineError
-from gangline.collectives.job_key import FILE, JobKey, write_file
 from gangline.collectives.transports.zmq import curve
 from gangline.collectives.transports.zmq.peer_sockets import PeerSockets
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient

@@ -39,6 +39,7 @@ def leave_with_an_error(comm: Communicator, path: str, leaver: int) -> list[Said
     return [error_of(comm.barrier), error_of(comm.barrier)]
 
 
+@pytest.mark.slow
 def test_a_rank_that_closes_after_an_error_is_named() -> None:
     with ExitStack() as stack:  # in parallel, as all of them wait
         cases = [
@@ -120,6 +121,7 @@ def close_at_once(comm: Communicator, path: str, rounds: int) -> None:
             all_reduce(1 << 6 * index, child, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "size"), [("shared_memory", 4), _slow("ipc", 3), _slow("tcp", 2), _slow("tcp", 4)]
 )
@@ -184,6 +186,7 @@ def _who(size: int, late: int) -> str:
     return f"rank{'s' if size > 2 else ''} {', '.join(came)} arrived, rank {late} did not"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "size", "late"), [("shared_memory", 3, 1), _slow("ipc", 2, 0), _slow("tcp", 4, 3)]
 )
@@ -201,6 +204,7 @@ def test_a_late_rank_is_named_in_one_warning_and_the_call_succeeds(transport: st
         assert [outcome.value for outcome in stage.outcomes()] == [[None] * len(WAITED_FOR)] * size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "size", "late"), [_slow("shared_memory", 2, 1), _slow("ipc", 4, 2), ("tcp", 3, 0)]
 )
@@ -271,6 +275,7 @@ def _make_one_long_call(seconds: float) -> None:
         rows = int(rows * min(100.0, max(1.2, 1.2 * seconds / lasted)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "size", "busy"), [_slow("shared_memory", 2, 1), ("tcp", 3, 0), _slow("ipc", 2, 0)]
 )

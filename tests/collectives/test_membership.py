@@ -27,8 +27,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gangline.collectives.call_signature import CallSignature
+from gangline.collectives.environments.job_key import JobKey, write_file
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
-from gangline.collectives.job_key import JobKey, write_file
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.membership import CLOSED, LOST, PROPOSALS, ProcessMembership, ThreadMembership
 from gangline.collectives.liveness.process_state import this_process

@@ -494,6 +494,7 @@ def test_servers_clip_the_sums_of_workers() -> None:
     check("dist_sync", 2, 2, CASES)
 
 
+@pytest.mark.slow
 def test_in_async_each_push_is_clipped_by_itself() -> None:
     check("dist_async", 2, 1, [async_clips_by_norm_alone])
 

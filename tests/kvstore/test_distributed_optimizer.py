@@ -188,6 +188,7 @@ def check(found: list[Weights], cases: list[tuple[str, Callable[..., None]]]) ->
             assert (got - expected).norm() / expected.norm() <= 1e-12, (name, loop.__name__)
 
 
+@pytest.mark.slow
 def test_workers_train_as_one_process_with_the_same_loop() -> None:
     first, second = spawn(over_collectives, 2)
     check(first, CASES)

@@ -81,6 +81,7 @@ def fail(how: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "kind", "text"),
     [
@@ -114,6 +115,7 @@ def test_a_job_that_takes_too_long_is_stopped() -> None:
         gangline.launch(time.sleep, 60, servers=0, timeout=1)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_pickled_is_named() -> None:
     lock = threading.Lock()
     with pytest.raises(ValueError, match=r"function .* cannot be pickled: .*lock.*; it uses something"):
@@ -159,6 +161,7 @@ def script(folder: Path, text: str, **options: object) -> Launch:
     return Launch([sys.executable, str(path)], cwd=ROOT, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
 )
@@ -191,6 +194,7 @@ print([one.rank for one in found], isinstance(found[0], Place))
 """
 
 
+@pytest.mark.slow
 def test_a_program_without_a_file_sends_its_functions_and_classes() -> None:
     with Launch([sys.executable], cwd=ROOT, stdin=subprocess.PIPE) as run:
         assert run.process.stdin is not None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gangline.collectives.job_key import JobKey, job_key
+from gangline.collectives.environments.job_key import JobKey, job_key
 from tests.kvstore.test_launch import ROOT, launch
 
 pytestmark = pytest.mark.timeout(60)
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(60)
 _WORKER = """
 import os, sys, time
 import gangline
-from gangline.collectives.job_key import job_key
+from gangline.collectives.environments.job_key import job_key
 
 kv = gangline.create("dist_sync")
 key = job_key()
@@ -76,7 +76,7 @@ def test_all_processes_of_a_job_have_its_key_and_it_shows_nowhere(tmp_path: Path
 
 
 def test_each_job_has_a_key_of_its_own() -> None:
-    code = "from gangline.collectives.job_key import job_key; print(job_key().job_id())"
+    code = "from gangline.collectives.environments.job_key import job_key; print(job_key().job_id())"
     lines = set()
     for _ in range(2):
         with launch("-n", "1", "-s", "0", "--", sys.executable, "-c", code) as job:

@@ -848,6 +848,7 @@ def test_register_refuses_invalid_names_and_stores(registry: None) -> None:
             create(name)
 
 
+@pytest.mark.slow
 def test_a_store_is_imported_when_it_is_created() -> None:
     code = (
         "import sys\n"

@@ -293,6 +293,7 @@ def balanced_steps(comm: Communicator, path: str, room: list[float], loads: Any)
     return shares, ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loads", ["auto", pytest.param([1, 1], marks=pytest.mark.slow)])
 def test_a_rank_with_a_third_of_the_memory_trains_where_ddp_runs_out(loads: Any, tmp_path: Path) -> None:
     assert spawn(plain_step, 2, str(tmp_path / "plain"), [0, 8], threads=1) == ["", "out of memory"]

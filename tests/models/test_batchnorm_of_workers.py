@@ -111,6 +111,7 @@ def by_servers() -> dict[str, torch.Tensor]:
         return fitted(store, accumulate=3)
 
 
+@pytest.mark.slow
 def test_workers_of_servers_accumulate_as_one_process() -> None:
     expected = fitted(None, accumulate=3)
     for params in run_job(by_servers, 2, 1):

@@ -223,6 +223,7 @@ def run(
         return module.get_params(), module.compression_residuals()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "loads"),
     [

@@ -385,6 +385,7 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("contexts", "copies"),
     [

@@ -118,6 +118,7 @@ FORKING = [pytest.param(*run, marks=pytest.mark.slow) for run in RUNS if run[0] 
 """Fewer cuts for loaders with workers, which fork in every epoch and take longer."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "loads", "optimizer", "cuts"),
     [*(run for run in RUNS if run[0] != "loader-workers"), ("loader-workers", [2, 1, 0], "adam", (7,)), *FORKING],

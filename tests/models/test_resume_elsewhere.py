@@ -109,6 +109,7 @@ CHAINS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kinds", CHAINS, ids=", ".join)
 def test_each_sample_of_an_epoch_is_trained_on_once(tmp_path: Path, kinds: list[str], accumulate: int) -> None:

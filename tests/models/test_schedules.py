@@ -313,6 +313,7 @@ class Cut(BaseException):
     """Simulates a killed process: no code of gangline catches it."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("cut", [3, 9])
 def test_a_resumed_run_has_the_rates_and_weights_of_an_uninterrupted_one(tmp_path: Path, spec: str, cut: int) -> None:

@@ -416,6 +416,7 @@ WAYS: list[tuple[list[float], int]] = [([1], 1), ([2, 1, 0], 1), ([1, 1], 2)]
 """Loads, and number of batches per update."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "loads", "accumulate"),
     [  # each optimizer with one setting; `make test-all` runs all

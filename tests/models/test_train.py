@@ -80,6 +80,7 @@ def test_whole_digits_runs_of_lenet_give_the_same_weights_every_way(
         assert max(accuracies) - min(accuracies) <= 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "epochs", "accuracy"),
     [(["--num-epochs", "3"], 3, 0.9), pytest.param([], 10, 0.97, marks=pytest.mark.slow)],
@@ -124,6 +125,7 @@ def test_a_folder_of_images_trains(
     assert float(out.removeprefix("Validation-accuracy=")) > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["2bit", "fp16", "bf16", "topk"])
 def test_gc_type_compresses_pushes_and_checkpoints_keep_residuals(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from gangline.bench.driver.hosts import Hosts, enter, obstacle
 from gangline.collectives import Communicator, connect, spawn
+from gangline.collectives.environments.job_key import JobKey, open_descriptor
 from gangline.collectives.errors import GanglineError
-from gangline.collectives.job_key import JobKey, open_descriptor
 from gangline.kvstore import create
 from tests.collectives.processes import Processes, Rank
 from tests.collectives.test_keyed_ranks import PORT, use_key, write_keys

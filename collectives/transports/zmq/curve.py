@@ -16,7 +16,7 @@ import time
 import zmq
 from zmq.utils import z85
 
-from gangline.collectives.job_key import FILE, JobKey
+from gangline.collectives.environments.job_key import FILE, JobKey
 from gangline.collectives.transports.addresses import is_loopback
 
 HANDSHAKE_EVENTS = (

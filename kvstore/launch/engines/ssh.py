@@ -18,7 +18,7 @@ from ipaddress import ip_address
 from signal import Signals
 from typing import Any
 
-from gangline.collectives.job_key import JobKey
+from gangline.collectives.environments.job_key import JobKey
 from gangline.kvstore.launch.binding import Cpu, Gpu, Host, bind
 from gangline.kvstore.launch.engines.hostfile import HostEntry
 from gangline.kvstore.launch.engines.ssh_options import SshOptions

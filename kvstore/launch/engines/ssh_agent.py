@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from gangline.collectives.job_key import JobKey
+from gangline.collectives.environments.job_key import JobKey
 from gangline.kvstore.launch.job import Process, free_ports
 from gangline.kvstore.launch.local import run
 from gangline.kvstore.launch.supervisor import Reports, StopTimeouts

@@ -9,8 +9,8 @@ import time
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from gangline.collectives.environments.job_key import FILE
 from gangline.collectives.errors import ProtocolError, StallError
-from gangline.collectives.job_key import FILE
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.process_state import state_of
 from gangline.collectives.transports.addresses import required_key, resolved

@@ -94,6 +94,7 @@ def fails(stage: DistStage, rank: int, call: str) -> list[str]:
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_calls_that_wait_for_a_dead_worker_fail(how: str) -> None:
     limits = {} if how == "killed" else {"GANGLINE_HEARTBEAT_LIMIT": "2", "GANGLINE_HEARTBEAT": "0.2"}
@@ -179,6 +180,7 @@ def test_a_dead_scheduler_ends_the_job() -> None:
         assert said[2:] == [["scheduler"]] * 2
 
 
+@pytest.mark.slow
 def test_a_late_worker_causes_a_warning_and_then_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     with DistStage(play, 3, 1, [0, 2], {"timeout": 1.5}, GANGLINE_STALL_WARN="0.3") as stage:
         stage.say(0, ["pull", True])
@@ -242,6 +244,7 @@ class _RoleProcess(processes.RoleProcess):
         break_connections([chance.choice([300, 3_000, 40_000, 700_000]) for _ in range(12)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "way"),
     [

@@ -304,6 +304,7 @@ SYNC = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "servers"),
     [pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow), (3, 2)],
