@@ -66,11 +66,11 @@ RAYJOB = _closed(
         rayClusterSpec=_closed(
             ["headGroupSpec"],
             rayVersion=_TEXT,
-            headGroupSpec=_closed(["template"], rayStartParams=_START, template=_TEMPLATE),
+            headGroupSpec=_closed(["rayStartParams", "template"], rayStartParams=_START, template=_TEMPLATE),
             workerGroupSpecs={
                 "type": "array",
                 "items": _closed(
-                    ["groupName", "maxReplicas", "minReplicas", "template"],
+                    ["groupName", "maxReplicas", "minReplicas", "rayStartParams", "template"],
                     groupName=_TEXT,
                     replicas=_NUMBER,
                     minReplicas=_NUMBER,
