@@ -18,7 +18,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from gangline.collectives.environments.job_key import JobKey, open_descriptor
+from gangline.collectives.environments.job_key import DESCRIPTOR, JobKey, open_descriptor
 from gangline.kvstore.launch.binding import Host
 from gangline.kvstore.launch.function_process import LAUNCHER, describe_job, search_path
 from gangline.kvstore.launch.job import JobSpec, Process, free_ports, process_table
@@ -73,7 +73,7 @@ class Member:
             is_relayed: pass the output to `output`; else it goes to Ray's log.
         """
         own = _with_key({}, key)
-        descriptors = [int(value) for value in own.values() if value is not None]
+        descriptors = [int(own[DESCRIPTOR] or "")] if DESCRIPTOR in own else []
         pipe = subprocess.PIPE if is_relayed else None
         self._popen = subprocess.Popen(  # noqa: S603  this interpreter; the processes are those of the job
             LAUNCHER,
@@ -256,7 +256,8 @@ def _on_this_host(process: Process) -> Process:
 
 
 def _with_key(environment: Mapping[str, str | None], key: str | None) -> dict[str, str | None]:
-    """Return the variables with a descriptor that holds the key."""
+    """Return the variables with a descriptor that holds the key, and the job id as the launcher derives it."""
     if key is None:
         return dict(environment)
-    return {**environment, "GANGLINE_JOB_KEY_FD": str(open_descriptor(JobKey.from_hex(key)))}
+    known = JobKey.from_hex(key)
+    return {"GANGLINE_JOB_ID": known.job_id(), **environment, DESCRIPTOR: str(open_descriptor(known))}
