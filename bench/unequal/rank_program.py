@@ -44,8 +44,8 @@ class RankOptions:
 def serve(connection: Connection) -> None:
     """Run what the driver asks for until it closes the connection.
 
-    A request is (name, steps): "ddp" or "balanced" trains, "renew" begins a new balanced run, and "alone" trains for so
-    many seconds. The answer holds the seconds, the steps, and the samples of each rank in the last batch; for "trace
+    A request is (name, steps): "ddp" or "balanced" trains, "renew" begins a new balanced run, and "alone" and "share
+    alone" train for so many seconds batches of the equal split or of the balanced one. The answer holds the seconds, the steps, and the samples of each rank in the last batch; for "trace
     ddp" and "trace balanced" a list of `Step` instead of the seconds.
     """
     options: RankOptions = connection.recv()
@@ -76,7 +76,8 @@ class _Trainers:
         )
         self._balanced: BalancedLoader | None = None
         self._models: dict[str, nn.Module] = {}
-        self._steps: dict[str, Callable[[], Any]] = {"alone": self._alone(), "ddp": self._ddp()}
+        self._steps: dict[str, Callable[[], Any]] = {"alone": self._alone(options.batch_size), "ddp": self._ddp()}
+        self._alone_with = 0  # samples of a batch of "share alone"
 
     def run(self, name: str, steps: float) -> tuple[float | list[Step], int, list[int]]:
         if name == "renew":
@@ -86,16 +87,19 @@ class _Trainers:
             return 0.0, 0, []
         if name.startswith("trace "):
             return self._trace(name.removeprefix("trace "), int(steps)), int(steps), self._shares()
+        is_alone = name.endswith("alone")
+        if name == "share alone" and self._alone_with != (share := self._shares()[self._options.rank]):
+            self._steps[name], self._alone_with = self._alone(share), share
         step, count = self._steps[name], 0
         dist.barrier()
         began = time.perf_counter()
-        while count < steps if name != "alone" else not count or time.perf_counter() < began + steps:
+        while count < steps if not is_alone else not count or time.perf_counter() < began + steps:
             step()
             count += 1
-        if name != "alone":
+        if not is_alone:
             dist.barrier()
         took = time.perf_counter() - began
-        return took, count, self._shares() if name == "balanced" else []
+        return took, count, self._shares() if name in ("balanced", "share alone") else []
 
     def _shares(self) -> list[int]:
         return [] if self._balanced is None else list(self._balanced.shares)
@@ -122,8 +126,8 @@ class _Trainers:
             hook.remove()
         return times
 
-    def _alone(self) -> Callable[[], Any]:
-        loader = DataLoader(self._data, self._options.batch_size, shuffle=True, drop_last=True)
+    def _alone(self, batch_size: int) -> Callable[[], Any]:
+        loader = DataLoader(self._data, batch_size, shuffle=True, drop_last=True)
         return _step(network(), loader)
 
     def _ddp(self) -> Callable[[], Any]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gangline.collectives.processes.process_pool import ProcessPool
 
 _TRACED_STEPS = 4  # drawn in a timeline
+_AT_SHARES = "the same, at balanced shares"  # a rank's speed depends on the size of its batches
 _SETTLE_STEPS = 40  # of the balanced run, before it is measured
 
 
@@ -88,15 +89,21 @@ def measure(
         ask("balanced", _SETTLE_STEPS, everybody)
         alone: dict[int, list[float]] = {rank: [] for rank in everybody}
 
-        def each_alone() -> float:
+        def each_alone(request: str) -> float:
             """Train all ranks at once without communication: cores may share caches, memory and a clock."""
-            answers = _answers(pool, "alone", run_seconds, everybody)
-            for rank, (seconds, steps, _) in answers.items():
-                alone[rank].append(steps * batch_size / seconds)
-            return sum(of_rank[-1] for of_rank in alone.values())
+            answers = _answers(pool, request, run_seconds, everybody)
+            rates = [
+                steps * (shares[rank] if shares else batch_size) / seconds
+                for rank, (seconds, steps, shares) in sorted(answers.items())
+            ]
+            if request == "alone":
+                for rank, rate in enumerate(rates):
+                    alone[rank].append(rate)
+            return sum(rates)
 
         measurements: dict[str, Callable[[], float]] = {
-            "sum of ranks alone": each_alone,
+            "sum of ranks alone": partial(each_alone, "alone"),
+            _AT_SHARES: partial(each_alone, "share alone"),
             **{
                 name: partial(_samples_per_second, ask, request, everybody, size * batch_size, run_seconds)
                 for name, request in (("DDP", "ddp"), ("balanced", "balanced"))
@@ -109,7 +116,7 @@ def measure(
             _draw(timeline, pool, factor, [batch_size] * size, shares)
         together = found["sum of ranks alone"]
         found.update({f"rank {rank} alone": of_rank for rank, of_rank in alone.items()})
-        order = [*(f"rank {rank} alone" for rank in everybody), "sum of ranks alone", "DDP", "balanced"]
+        order = [*(f"rank {rank} alone" for rank in everybody), "sum of ranks alone", _AT_SHARES, "DDP", "balanced"]
         return [
             {
                 "who": who,
@@ -121,6 +128,7 @@ def measure(
                 "split": _split(who, shares, size, batch_size),
                 "samples_per_s": statistics.median(found[who]),
                 "of_the_sum": _ratio(found[who], together),
+                "of_the_sum_at_shares": _ratio(found[who], found[_AT_SHARES]),
                 "ratio_to_ddp": _ratio(found[who], found["DDP"]),
                 **spread(found[who]),
             }

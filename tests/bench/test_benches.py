@@ -181,9 +181,10 @@ def test_unequal_ranks_writes_a_row_for_each_rank_their_sum_ddp_and_the_balanced
     done = CliRunner().invoke(bench, [*words, "--json", str(path)], catch_exceptions=False)
     assert done.exit_code == 0
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
-    assert [row["who"] for row in rows] == ["rank 0 alone", "rank 1 alone", "sum of ranks alone", "DDP", "balanced"]
+    names = ["rank 0 alone", "rank 1 alone", "sum of ranks alone", "the same, at balanced shares", "DDP", "balanced"]
+    assert [row["who"] for row in rows] == names
     assert [row["split"] for row in rows[:-1]] == [None, None, None, "16:16"]
     first, last = map(int, rows[-1]["split"].split(":"))
     assert first + last == 32
     assert last < first
-    assert rows[2]["of_the_sum"] == rows[3]["ratio_to_ddp"] == 1
+    assert rows[2]["of_the_sum"] == rows[3]["of_the_sum_at_shares"] == rows[4]["ratio_to_ddp"] == 1

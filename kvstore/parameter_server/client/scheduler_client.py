@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -49,6 +50,7 @@ from gangline.kvstore.parameter_server.protocol import (
     Withdraw,
     Withdrawn,
 )
+from gangline.kvstore.parameter_server.transport.socket_buffers import close_cut_connections
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 100
@@ -56,7 +58,9 @@ _LEAVE_SECONDS = 5.0
 _NOTICE_SECONDS = 5.0
 """A process logs what it waits for if the job has not begun by then."""
 _CONFIRM_SECONDS = 1.0
-"""The scheduler counts as dead when its connection has been lost for this long."""
+"""Time for a lost connection to come back until it is checked whether the scheduler still listens."""
+_PROBE_SECONDS = 0.5
+"""Time for a connection of such a check."""
 _WITHDRAW_SECONDS = 1.0
 """Time for the scheduler to name the ranks that a collective which has timed out waits for."""
 _CHUNK = 16 << 20
@@ -325,22 +329,23 @@ class SchedulerClient:
     def _make_pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         ends = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         name = f"inproc://{secrets.token_hex(8)}"
-        for socket in ends:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SNDHWM, 0)
+        for pair in ends:
+            pair.setsockopt(zmq.LINGER, 0)
+            pair.setsockopt(zmq.SNDHWM, 0)
         ends[0].bind(name)
         ends[1].connect(name)
         return ends
 
     def _make_dealer(self) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, self.identity)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, 0)  # otherwise sending blocks without limit once the queue of a lost peer is full
-        socket.setsockopt(zmq.IPV6, int("[" in self._address))
-        socket.setsockopt(zmq.MAXMSGSIZE, -1)
-        secure_connecting(socket, self._key)
-        return socket
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.IDENTITY, self.identity)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.SNDHWM, 0)  # otherwise sending blocks without limit once the queue of a lost peer is full
+        dealer.setsockopt(zmq.IPV6, int("[" in self._address))
+        dealer.setsockopt(zmq.MAXMSGSIZE, -1)
+        close_cut_connections(dealer, self._limit)
+        secure_connecting(dealer, self._key)
+        return dealer
 
     def _serve(self) -> None:
         try:
@@ -350,13 +355,13 @@ class SchedulerClient:
         finally:
             with self._lock:
                 self._socket.disable_monitor()
-                for socket in (self._notifier, self._notified, self._monitor, self._socket):
-                    socket.close(0)
+                for each in (self._notifier, self._notified, self._monitor, self._socket):
+                    each.close(0)
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for socket in (self._socket, self._notified, self._monitor):
-            poller.register(socket, zmq.POLLIN)
+        for each in (self._socket, self._notified, self._monitor):
+            poller.register(each, zmq.POLLIN)
         heard_at = time.monotonic()
         heartbeat_at = 0.0
         while not self._ending.is_set():
@@ -386,9 +391,23 @@ class SchedulerClient:
                 self._receive(self._socket.recv())
             now = time.monotonic()
             if self._disconnected_at and now - self._disconnected_at > _CONFIRM_SECONDS and not self.lost:
-                self._lose("was killed or left: connection lost")
+                if self._is_scheduler_gone():
+                    self._lose("was killed or left: connection lost")
+                elif now - heard_at > self._limit:
+                    self._lose(f"at {self._address} could not be reached for {self._limit:g} s")
             if self._is_registered and not self.lost and now - heard_at > self._limit:
                 self._lose(f"gave no sign of life for {self._limit:g} s")
+
+    def _is_scheduler_gone(self) -> bool:
+        """Return True if the scheduler's host answers that nobody listens at its address, False if the link is cut."""
+        host, _, port = self._address.removeprefix("tcp://").rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            pass
+        return False
 
     def _on_connected(self) -> None:
         """Repeat pending requests after a reconnection, since messages of either direction may be lost."""

@@ -35,11 +35,14 @@ from gangline.kvstore.parameter_server.protocol import (
     Withdraw,
 )
 from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member
+from gangline.kvstore.parameter_server.transport.socket_buffers import close_cut_connections, cut_seconds
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 100
 _CONFIRM_SECONDS = 1.0
-"""A process counts as dead if its connection is lost and nothing arrives for this long."""
+"""A process of another host counts as dead if it closed its connection and nothing arrives for this long."""
+_STATE_SECONDS = 0.3
+"""Time between two looks at the state of the processes of this host."""
 _NAME = 4096
 """Characters of a call's name in `Waiting`."""
 _LEAVE_SECONDS = 10.0
@@ -83,6 +86,7 @@ class Scheduler:
             (zmq.IPV6, int(":" in host)),
         ):
             self._socket.setsockopt(option, value)
+        close_cut_connections(self._socket, self._limit)
         secure_binding(self._socket, key)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_EVENTS)
         self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
@@ -93,6 +97,7 @@ class Scheduler:
         self._last_joined: int | None = None
         self._waiting: dict[int, tuple[str, int]] = {}
         self._over_since = 0.0
+        self._looked_at = 0.0
         self._has_warned = False  # of processes without the job key
 
     def run(self) -> None:
@@ -272,27 +277,41 @@ class Scheduler:
         if waiting != self._waiting:
             self._waiting = waiting
             self._send_to_role("server", self._waiting_message())
+        looks = now - self._looked_at > _STATE_SECONDS
+        self._looked_at = now if looks else self._looked_at
         for member in self._state.members.values():
             if member.gone is not None:
                 continue
             # a process may die with its last messages unread: sending shows whether the connection is lost
             if not member.disconnected_at and now - member.heard_at > _CONFIRM_SECONDS:
                 self._send(member, Heartbeat())
-            why = self._death_of(member, now)
+            why = self._death_of(member, now, looks=looks)
             if why:
                 self._remove(member, why)
         if not self._state.started:  # a process that dies before the start may be replaced
             for identity in [key for key, member in self._state.members.items() if member.gone is not None]:
                 del self._state.members[identity]
 
-    def _death_of(self, member: Member, now: float) -> str:
-        """Return why a member counts as dead; "" if it does not."""
-        if member.disconnected_at:
-            silent = min(now - member.disconnected_at, now - member.heard_at)
-            has_ended = state_of(member.registration.process) == ""
-            if silent > max(_CONFIRM_SECONDS, 1.5 * self._heartbeat) or has_ended:
-                return "was killed or left: connection lost"
-        return f"gave no sign of life for {self._limit:g} s" if now - member.heard_at > self._limit else ""
+    def _death_of(self, member: Member, now: float, *, looks: bool) -> str:
+        """Return why a member counts as dead; "" if it does not.
+
+        A connection may outlive its process in forked children, and a process its connection. So processes of this host
+        are looked at. The kernel closes the connections of a process that ends on another host at once, but those over
+        a cut link only after some seconds of silence: such a link has until the limit to heal.
+        """
+        if looks or member.disconnected_at:
+            state = state_of(member.registration.process)
+            if not state:
+                return "was killed or left: its process has ended"
+            was_closed = member.disconnected_at - member.heard_at < cut_seconds(self._limit)
+            if state == "?" and member.disconnected_at and was_closed:
+                silent = min(now - member.disconnected_at, now - member.heard_at)
+                if silent > max(_CONFIRM_SECONDS, 1.5 * self._heartbeat):
+                    return "was killed or left: connection lost"
+        if now - member.heard_at <= self._limit:
+            return ""
+        what = "has had no connection to the scheduler" if member.disconnected_at else "gave no sign of life"
+        return f"{what} for {self._limit:g} s"
 
     def _remove(self, member: Member, why: str) -> None:
         member.gone = why

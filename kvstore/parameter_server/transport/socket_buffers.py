@@ -22,6 +22,15 @@ def limit_loopback_buffers(socket: zmq.Socket[bytes], host: str) -> None:
         socket.setsockopt(zmq.RCVBUF, _NBYTES)
 
 
+def cut_seconds(limit: float) -> float:
+    """Return the seconds of silence after which the kernel closes a connection whose link is cut.
+
+    Args:
+        limit: seconds after which a link that stays cut is an error.
+    """
+    return min(_CUT_SECONDS, limit / 2)
+
+
 def close_cut_connections(socket: zmq.Socket[bytes], limit: float) -> None:
     """Make the kernel close connections whose link is cut; call it before bind or connect.
 
@@ -30,10 +39,10 @@ def close_cut_connections(socket: zmq.Socket[bytes], limit: float) -> None:
 
     Args:
         socket: socket of either side.
-        limit: seconds after which a link that stays cut is an error; connections are closed in half this time or less.
+        limit: see `cut_seconds`.
     """
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 1)
-    socket.setsockopt(zmq.TCP_MAXRT, int(1000 * min(_CUT_SECONDS, limit / 2)))
+    socket.setsockopt(zmq.TCP_MAXRT, int(1000 * cut_seconds(limit)))
     socket.setsockopt(zmq.CONNECT_TIMEOUT, 1000)  # the kernel's own attempts become rarer and rarer

@@ -109,6 +109,7 @@ class CuttableHosts(Hosts):
     def __init__(self) -> None:
         super().__init__(2)
         self._address = f"{self.addresses[1]}00"
+        self._cuts: list[tuple[int, str]] = []
         self.environment = {
             "GANGLINE_TEST_HOSTS": " ".join(self.names),
             "GANGLINE_TEST_SCHEDULER": self.addresses[0],
@@ -122,12 +123,22 @@ class CuttableHosts(Hosts):
 
     def cut_server(self) -> None:
         """Lose all packets from workers to the server, as behind a dead switch; both still reach the scheduler."""
-        wrong = "02:00:00:00:00:99"
-        self.run(0, ["ip", "neigh", "replace", self._address, "lladdr", wrong, "dev", "eth0", "nud", "permanent"])
+        self._cut(0, self._address)
 
-    def mend_server(self) -> None:
+    def cut_hosts(self) -> None:
+        """Lose all packets from the server's host to the other one."""
+        self._cut(1, self.addresses[0])
+
+    def mend(self) -> None:
         """Lose no packets any more."""
-        self.run(0, ["ip", "neigh", "delete", self._address, "dev", "eth0"])
+        for host, address in self._cuts:
+            self.run(host, ["ip", "neigh", "delete", address, "dev", "eth0"])
+        self._cuts.clear()
+
+    def _cut(self, host: int, address: str) -> None:
+        wrong = "02:00:00:00:00:99"
+        self.run(host, ["ip", "neigh", "replace", address, "lladdr", wrong, "dev", "eth0", "nud", "permanent"])
+        self._cuts.append((host, address))
 
 
 class BreakingProxy:

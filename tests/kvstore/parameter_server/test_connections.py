@@ -77,7 +77,7 @@ def test_a_cut_link_to_a_server_heals_or_is_named_on_all_workers(monkeypatch: py
             if digit == 2:
                 for rank in range(2):
                     assert stage.heard(rank) == "lost"
-                hosts.mend_server()
+                hosts.mend()
             for rank in range(2):
                 assert stage.heard(rank) == [5.0 * digit]
             hosts.cut_server()
@@ -90,4 +90,30 @@ def test_a_cut_link_to_a_server_heals_or_is_named_on_all_workers(monkeypatch: py
             stage.say(rank)
         assert all(one.startswith("DeadNodeError: worker ") for one in told), told
         assert all("has had no connection to server 0 for 4 s" in one for one in told), told
+        stage.outcomes()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+@pytest.mark.parametrize("heals", [True, False])
+def test_a_cut_link_between_hosts_heals_or_is_named(heals: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DistStage, "opener", HostProcess)
+    limits = {"GANGLINE_HEARTBEAT_LIMIT": "30" if heals else "4", "GANGLINE_TRANSPORT": "tcp"}
+    with CuttableHosts() as hosts, DistStage(play_over_a_cut_link, 2, 1, **hosts.environment, **limits) as stage:
+        assert [stage.heard(rank) for rank in range(2)] == ["ready"] * 2
+        hosts.cut_hosts()  # the server reaches neither the workers nor the scheduler
+        for rank in range(2):
+            stage.say(rank, 1)
+            assert stage.heard(rank) == "lost"
+        if heals:
+            hosts.mend()
+        told = [stage.heard(rank) for rank in range(2)]
+        if heals:
+            assert told == [[5.0]] * 2
+        else:
+            link = "server 0 has had no connection to the scheduler for 4 s"
+            assert all(one.startswith("DeadNodeError: ") for one in told), told
+            assert all(link in one or "has had no connection to server 0 for 4 s" in one for one in told), told
+        for rank in range(2):
+            stage.say(rank)
         stage.outcomes()

@@ -70,6 +70,12 @@ def play(path: str, pushes: list[int], options: dict[str, Any]) -> list[str]:
                 sys.exit(3)
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "fork":
+                child = os.fork()
+                if not child:
+                    signal.pause()
+                    os._exit(0)
+                actor.tell(child)
             case [call, announced]:
                 waits.due = announced
                 try:
@@ -100,7 +106,7 @@ def test_calls_that_wait_for_a_dead_worker_fail(how: str) -> None:
     limits = {} if how == "killed" else {"GANGLINE_HEARTBEAT_LIMIT": "2", "GANGLINE_HEARTBEAT": "0.2"}
     calls = ["set_optimizer", "pull", "pull of a cut key", "init", "init", "join"]
     victim = len(calls)
-    why = "was killed or left: connection lost" if how == "killed" else "gave no sign of life for 2 s"
+    why = "was killed or left: its process has ended" if how == "killed" else "gave no sign of life for 2 s"
     with DistStage(play, victim + 1, 2, list(range(victim)), {}, **limits) as stage:
         for rank, call in enumerate(calls):
             stage.say(rank, [call, True])
@@ -124,6 +130,20 @@ def test_calls_that_wait_for_a_dead_worker_fail(how: str) -> None:
         said = ended_by_themselves(outcomes, but=3 + victim)
         assert said[3 : 3 + victim] == [[f"worker {victim}"]] * victim
         assert "was killed by SIGKILL" in str(outcomes[3 + victim].error)
+
+
+def test_a_killed_worker_is_noticed_though_its_forked_children_hold_its_connections() -> None:
+    with DistStage(play, 2, 1, [0], {}, GANGLINE_HEARTBEAT_LIMIT="600") as stage:
+        stage.say(1, "fork")
+        child = stage.heard(1)
+        stage.say(0, ["pull", True])
+        assert stage.heard(0) == WAITS
+        stage.say(1, "kill")
+        name, text = stage.heard(0)
+        os.kill(child, signal.SIGKILL)
+        assert (name, "worker 1 was killed or left: its process has ended" in text) == ("DeadNodeError", True)
+        stage.say(0, "close")
+        ended_by_themselves(stage.outcomes(), but=3)
 
 
 @pytest.mark.parametrize("how", ["raise", "exit"])
@@ -150,7 +170,7 @@ def test_calls_that_need_a_dead_server_fail() -> None:
         stage.kill_server(1)
         name, text = stage.heard(0)
         assert (name, "server " in text) == ("DeadNodeError", True)
-        assert "connection lost" in text
+        assert "its process has ended" in text
         for rank in range(2):
             name, text = fails(stage, rank, "push")
             assert name == "DeadNodeError"
