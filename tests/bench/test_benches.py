@@ -183,7 +183,7 @@ def test_unequal_ranks_writes_a_row_for_each_rank_their_sum_ddp_and_the_balanced
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
     names = ["rank 0 alone", "rank 1 alone", "sum of ranks alone", "the same, at balanced shares", "DDP", "balanced"]
     assert [row["who"] for row in rows] == names
-    assert [row["split"] for row in rows[:-1]] == [None, None, None, "16:16"]
+    assert [row["split"] for row in rows[:-1]] == [None, None, None, None, "16:16"]
     first, last = map(int, rows[-1]["split"].split(":"))
     assert first + last == 32
     assert last < first

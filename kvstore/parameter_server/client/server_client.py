@@ -200,6 +200,7 @@ class _ServerConnection:
         self.pending: dict[int, Request] = {}  # not answered
         self.unreleased: dict[int, Request] = {}  # answered, but the server still reads their memory
         self.last_read = 0  # highest Values.number that has been read
+        self.read_at = -math.inf  # `time.monotonic` seconds when the server was last told so
 
 
 class ServerClient:
@@ -303,8 +304,11 @@ class ServerClient:
         self._wake_thread(drives=True)
 
     def watch_connections(self) -> None:
-        """Let a thread look twice a second, until servers have received all pushes, whether a connection is lost."""
-        if self._sleeps and any(connection.undelivered for connection in self._connections):
+        """Let a thread look twice a second whether a connection is lost, until servers have received all messages.
+
+        A server does not answer that it knows which values were read, but a lost connection shows within the limit.
+        """
+        if self._sleeps and (self._may_lose_reads() or any(one.undelivered for one in self._connections)):
             self._wake_thread(drives=False)
 
     def _wake_thread(self, *, drives: bool) -> None:
@@ -464,8 +468,9 @@ class ServerClient:
         while True:
             with self._idle:
                 self._sleeps = True  # before the next look: `watch_connections` looks in the other order
-                self._sleeps = not self._is_busy()
-                self._drives &= not self._sleeps
+                busy = self._is_busy()
+                self._drives &= busy
+                self._sleeps = not (busy or self._may_lose_reads())
                 if not self._drives and not self._closed:
                     self._idle.wait(None if self._sleeps else _WATCH_SECONDS)
                 drives = self._drives
@@ -495,6 +500,10 @@ class ServerClient:
 
     def _is_busy(self) -> bool:
         return bool(self._outbox) or any(one.pending or one.unreleased for one in self._connections)
+
+    def _may_lose_reads(self) -> bool:
+        begin = time.monotonic() - self._limit
+        return any(connection.read_at > begin for connection in self._connections)
 
     def _progress(self, timeout_ms: int, spin_seconds: float = 0.0) -> None:
         self._flush_outbox()
@@ -572,6 +581,7 @@ class ServerClient:
     def _confirm(self, connection: _ServerConnection, number: int) -> None:
         if number:
             connection.last_read = max(connection.last_read, number)
+            connection.read_at = time.monotonic()
             connection.channel.send([protocol.pack(ValuesRead([number]))])
 
     def _settle(self, connection: _ServerConnection, sequence: int, message: Message, datas: list[Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,28 @@ def test_a_lost_push_is_repeated_while_its_worker_computes(monkeypatch: pytest.M
         first.push("key", torch.ones(3))  # lost with the connection; worker 0 makes no further call
         second.pushpull("key", torch.full((3,), 4.0), out)
         assert out.tolist() == [5, 5, 5]
+        for kv in stores:
+            kv.close()
+
+
+def test_others_may_push_though_the_word_that_values_were_read_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    proxies = proxied_streams(monkeypatch)
+    with Job(2) as job:
+        first, second = stores = job.stores("dist_async", timeout=10)
+        out = torch.empty(LARGE)  # read in the server's memory
+        job.at_once(*[lambda kv=kv: kv.init("key", torch.zeros(LARGE)) for kv in stores])  # type: ignore[misc]
+        confirm = first._servers._confirm
+
+        def lose(*args: Any) -> None:
+            for proxy in proxies:
+                proxy.break_at_next_byte()
+            confirm(*args)
+
+        monkeypatch.setattr(first._servers, "_confirm", lose)
+        first.pull("key", out)  # worker 0 makes no further call
+        second.push("key", torch.ones(LARGE))
+        second.pull("key", out)
+        assert out.unique().tolist() == [1]
         for kv in stores:
             kv.close()
 
