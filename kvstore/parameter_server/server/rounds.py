@@ -211,6 +211,8 @@ class ShardRounds:
     def _must_wait(self, shard: Shard, waiter: Waiter) -> bool:
         if self.is_sync:
             return waiter.round > shard.closed
+        if waiter.was_answered:  # no push is applied until it has read that value, so it gets the same one again
+            return False
         if shard.pushed.get(waiter.rank, 0) < waiter.round:  # its own earlier pushes come first
             return True
         if self.staleness >= 0:

@@ -213,6 +213,7 @@ class Server:
 
     def _wait(self, shard: Shard, waiter: Waiter) -> None:
         if not self._sessions.fail_again(waiter.rank, waiter.sequence):
+            waiter.was_answered = self._sessions.is_reading(waiter, shard)
             self._rounds.wait(shard, waiter)
 
     def _data(

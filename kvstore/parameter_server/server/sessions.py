@@ -203,6 +203,11 @@ class Sessions:
                 datas.append(data)
             self.send(worker.identity, Values(sequence, 0, entries, []), datas)
 
+    def is_reading(self, waiter: Waiter, shard: Shard) -> bool:
+        """Return whether a request has got a shard's value before and has not confirmed that it was read."""
+        reads = [self._reads[number] for rank, number in shard.readers if rank == waiter.rank]
+        return any(read.sequence == waiter.sequence for read in reads)
+
     def end_read(self, rank: int, number: int) -> None:
         """End a worker's read of the `Values` of this number; their shards may change unless others read them."""
         if number in self._refusals and self._refusals[number][0] == rank:

@@ -49,6 +49,8 @@ class Waiter:
     rows: Tensor | None = None
     until: int | None = None
     """Async mode: number of the round that must be closed before the value is sent; None: not yet determined."""
+    was_answered: bool = False
+    """True if it repeats a request whose answer was lost."""
     since: float = field(default_factory=time.monotonic)
     blocked_by: int = 0
     """Number of the last collective that its worker was told of by `Blocked`."""

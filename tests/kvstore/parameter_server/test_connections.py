@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Set
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 from gangline import kvstore
 from gangline.bench.driver.hosts import obstacle
 from gangline.collectives.errors import GanglineError
+from gangline.kvstore.parameter_server.server.rounds import ShardRounds
+from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSession
 from gangline.kvstore.parameter_server.transport.client_channel import SocketChannel
 from gangline.kvstore.parameter_server.transport.poller import Source
 from tests.collectives.stage import Actor
 from tests.kvstore.parameter_server.faults import CuttableHosts, DistStage, HostProcess, proxied_streams
-from tests.kvstore.parameter_server.in_process import Job
+from tests.kvstore.parameter_server.in_process import LIMIT, Job
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -52,6 +55,44 @@ def test_others_may_push_though_the_word_that_values_were_read_is_lost(monkeypat
         first.pull("key", out)  # worker 0 makes no further call
         second.push("key", torch.ones(LARGE))
         second.pull("key", out)
+        assert out.unique().tolist() == [1]
+        for kv in stores:
+            kv.close()
+
+
+def test_values_that_are_lost_hold_up_no_push_that_comes_before_they_are_requested_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    proxies = proxied_streams(monkeypatch)
+    with Job(2) as job:
+        first, second = stores = job.stores("dist_async", timeout=10)
+        out = torch.empty(LARGE)
+        job.at_once(*[lambda kv=kv: kv.init("key", torch.zeros(LARGE)) for kv in stores])  # type: ignore[misc]
+        lost, pushed = threading.Event(), threading.Event()
+        send_values, push = Sessions._send_values, ShardRounds.push
+        channel = first._servers._connections[0].channel
+        reconnected = channel.reconnected
+
+        def lose(sessions: Sessions, worker: WorkerSession, *args: Any) -> None:
+            if worker.rank == 0 and not lost.is_set():
+                for proxy in proxies:
+                    proxy.break_at_next_byte()
+                lost.set()
+            send_values(sessions, worker, *args)
+
+        def report(rounds: ShardRounds, *args: Any) -> None:
+            push(rounds, *args)
+            pushed.set()
+
+        monkeypatch.setattr(Sessions, "_send_values", lose)
+        monkeypatch.setattr(ShardRounds, "push", report)
+        monkeypatch.setattr(channel, "reconnected", lambda events: pushed.is_set() and reconnected(events))
+        pulling = job.later(lambda: first.pull("key", out))
+        assert lost.wait(LIMIT)
+        second.push("key", torch.ones(LARGE))
+        pulling.result(LIMIT)
+        assert out.unique().tolist() == [0]
+        first.pull("key", out)
         assert out.unique().tolist() == [1]
         for kv in stores:
             kv.close()
