@@ -7,6 +7,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,14 +73,6 @@ class Work:
         self._is_over = True
         self._running.release()
 
-    def _run(self, operation: Callable[[], None]) -> None:
-        try:
-            operation()
-        except BaseException as error:  # noqa: BLE001  `wait` raises it
-            self.complete(error)
-        else:
-            self.complete()
-
     def __repr__(self) -> str:
         state = "running" if not self._is_over else "failed" if self._error else "done"
         return f"<Work {self._name}: {state}>"
@@ -105,7 +98,9 @@ class WorkQueue:
     The first `submit` starts a background thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_order: bool = False) -> None:
+        """Create a queue; with ``in_order``, all operations run in the order of submission, whatever their keys."""
+        self._in_order = in_order
         self._running = threading.Lock()  # held by the thread that runs an operation
         self._runner = 0  # id of that thread
         self._changed = threading.Condition()
@@ -138,6 +133,8 @@ class WorkQueue:
         if self._is_inside():
             self._execute(operation, work)
             return
+        if self._in_order:
+            keys, priority = (self,), 0
         with self._changed:
             self._check_open(work)
             call = _QueuedCall(operation, work, tuple(dict.fromkeys(keys)), (-priority, next(self._sequence)))
@@ -167,17 +164,21 @@ class WorkQueue:
             raise RuntimeError(f"{work._name} was called after close(): its store or communicator is closed")
 
     def _execute(self, operation: Callable[[], None], work: Work, *, refuse_closed: bool = False) -> None:
-        if self._is_inside():
-            work._run(operation)
-            return
-        with self._running:
-            if refuse_closed:
-                self._check_open(work)
-            self._runner = threading.get_ident()
+        is_outermost = not self._is_inside()
+        with self._running if is_outermost else nullcontext():
+            if is_outermost:
+                if refuse_closed:
+                    self._check_open(work)
+                self._runner = threading.get_ident()
             try:
-                work._run(operation)
+                operation()
+            except BaseException as error:  # noqa: BLE001  `wait` raises it
+                work.complete(error)
+            else:
+                work.complete()
             finally:
-                self._runner = 0
+                if is_outermost:
+                    self._runner = 0
 
     def close(self) -> None:
         """Finish all submitted operations and end the thread."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ class LocalStore(KVStore):
     Host memory: one copy of the weights, one of the gradients once an updater is set, and the optimizer's state.
     """
 
-    def __init__(self, name: str = "local") -> None:
+    def __init__(self, name: str = "local", *, in_order: bool = False) -> None:
+        """Create the store; with ``in_order``, calls run in the order in which they are made."""
         super().__init__(name)
         self._entries: dict[Key, _Entry] = {}
         self._flats: dict[Bucket, _Flat] = {}
@@ -54,7 +56,7 @@ class LocalStore(KVStore):
         self._optimizer: KeyedOptimizer | None = None
         self._pending_sums: dict[Key, torch.Tensor | RowSparse] = {}  # kept for update(), in the store's own memory
         self._compressed: CompressedPushes | None = None
-        self._queue = WorkQueue()
+        self._queue = WorkQueue(in_order=in_order)
         weakref.finalize(self, self._queue.close)
         self._streams = SideStreams()
 
@@ -211,7 +213,8 @@ class LocalStore(KVStore):
             tensors += [value] if isinstance(value, torch.Tensor) else value.values()
         first, *others = bucket.keys
         pairs: Pushed = [(first, tensors), *((key, []) for key in others)]
-        return self._start("push", lambda: self._merge_bucket(bucket, values, keys, weight), pairs, priority, async_op)
+        merge = partial(self._merge_bucket, bucket, values, keys, weight)  # a lambda would be another frame
+        return self._start("push", merge, pairs, priority, async_op)
 
     def _pull_bucket(self, bucket: Bucket, outs: Sequence[torch.Tensor], priority: int, async_op: bool) -> Work:
         def pull() -> None:
@@ -249,6 +252,7 @@ class LocalStore(KVStore):
         async_op: bool,
     ) -> Work:
         """Run the operation after earlier ones that use the same keys; on GPUs, on the store's own streams."""
+        self._calls_begun += 1
         tensors = tensors_of(values for _, values in pairs)
         tensors += [self._entries[key].stored for key, _ in pairs if key in self._entries]
         section = self._streams.behind_caller(tensors)

@@ -75,7 +75,8 @@ class Negotiator:
             raise type(self._failure)(*self._failure.args)
 
     @contextmanager
-    def _usable_communicator(self) -> Iterator[Communicator]:
+    def communicator(self) -> Iterator[Communicator]:
+        """Yield the communicator; an error that it raises in the section is final."""
         self.check()
         try:
             yield self._communicator
@@ -83,27 +84,12 @@ class Negotiator:
             self._failure = type(error)(*error.args)  # without the traceback, which holds tensors
             raise
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum a tensor over all workers, in place."""
-        with self._usable_communicator() as communicator:
-            communicator.all_reduce(tensor)
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite a tensor by rank 0's."""
-        with self._usable_communicator() as communicator:
-            communicator.broadcast(tensor, 0)
-
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return every worker's tensor, shape (size, *tensor.shape); shapes and dtypes must be equal."""
-        with self._usable_communicator() as communicator:
+        with self.communicator() as communicator:
             gathered = communicator.all_gather(tensor)
         assert isinstance(gathered, torch.Tensor)
         return gathered
-
-    def registered_zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return zeros of shape (numel,) in memory that `all_reduce` uses without a copy; all ranks must call it."""
-        with self._usable_communicator() as communicator:
-            return communicator.empty(numel, dtype).zero_()
 
     def exchange(self, data: bytes, name: str, root: int | None = None, *, takes_joined: bool = False) -> list[bytes]:
         """All-gather bytes of any length, see `worker_group.Exchange`.
@@ -128,7 +114,7 @@ class Negotiator:
         elif root is None:
             rows = self.all_gather(own)
         else:
-            with self._usable_communicator() as communicator:
+            with self.communicator() as communicator:
                 rows = communicator.gather(own, root)
         if root not in (None, self.rank):
             return []

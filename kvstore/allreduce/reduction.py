@@ -1,4 +1,8 @@
-"""Reduction of a push over the workers of an `allreduce` store: dense, row-sparse or compressed values."""
+"""Reduction of a push over the workers of an `allreduce` store: dense, row-sparse or compressed values.
+
+Values stay on the devices that store their keys. The communicator reduces them there by NCCL, or copies each tensor
+that it gets to the host once: a fused bucket is one tensor, and so are the payloads of a compressed push.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +14,18 @@ import torch
 from gangline.collectives.compression import Compression, check, compress_checked
 from gangline.collectives.devices.device_group import Transfer, move, reduce
 from gangline.kvstore.allreduce.negotiation import MOST_KEYS, Negotiation, Negotiator
-from gangline.kvstore.arguments import Pushed, Value
-from gangline.kvstore.buckets import BucketValue
+from gangline.kvstore.arguments import Value, by_key
+from gangline.kvstore.buckets import Bucket, BucketValue
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.sparse import RowSparse, summed
 
-_HOST = torch.device("cpu")
 _ABSENT, _DENSE, _ROWS = range(3)
 
 
 @dataclass
 class BucketPart:
-    """One worker's part of a push: the sums over its own devices, on the host."""
+    """One worker's part of a push: the sums over its own devices, each on the device that stores the key."""
 
     keys: list[Key]
     """The same on all workers."""
@@ -34,26 +37,37 @@ class BucketPart:
     """Returns a key's buffer for the sum over workers, of its shape and dtype; may be the value itself."""
     flat: torch.Tensor | None = None
     """The flat tensor that all buffers are views of; None if there is none."""
+    flat_stored: torch.Tensor | None = None
+    """The flat tensor that all stored values are views of, in the places of the buffers; None if there is none."""
+    whole: torch.Tensor | None = None
+    """The flat tensor that all values are views of, in the places of the buffers; None if they are apart."""
     has_joined: bool = False
     """True if this worker is in `KVStore.join`: it has no values."""
 
-    def take(self, values: Sequence[BucketValue], by_key: Pushed) -> None:
-        """Sum a bucket's values over this worker's devices, into the buffers.
+    def take(self, bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key]) -> None:
+        """Sum a fused bucket's values over this worker's devices, into the buffers; a single value is only referred to.
 
         Args:
+            bucket: the bucket.
             values: one value per device: flat tensors of shape (numel,), or keys' tensors.
-            by_key: the same values by key, for the keys that are pushed.
+            keys: the keys that are pushed.
         """
+        assert self.flat is not None
         flats = [value for value in values if isinstance(value, torch.Tensor)]
-        if self.flat is not None and len(flats) == len(values):
-            reduce(flats, out=self.flat)
-            self.values = {key: self.buffer(key) for key, _ in by_key}
+        if len(flats) == len(values):
+            if len(flats) == 1 and flats[0].device == self.flat.device:
+                self.whole = flats[0]
+            else:
+                self.whole = self.flat
+                reduce(flats, out=self.flat)
+            views = bucket.views(self.whole)
+            self.values = {key: views[key] for key in keys}
             return
         found: dict[Key, Value] = {}
         transfers: list[Transfer] = []
-        for key, of_key in by_key:
+        for key, of_key in by_key(bucket, values, keys):
             tensors = [value for value in of_key if isinstance(value, torch.Tensor)]
-            if len(tensors) == 1 and tensors[0].is_cpu:
+            if len(tensors) == 1 and tensors[0].device == self.flat.device:
                 found[key] = tensors[0]
             elif tensors:
                 found[key] = buffer = self.buffer(key)
@@ -94,11 +108,10 @@ class Payloads(CompressedPushes):
         return compress_checked(self.codec, value, self._residual(key, 0, value))
 
 
-@torch.no_grad()
 def reduce_over_workers(
     workers: Negotiator, negotiation: Negotiation, part: BucketPart, payloads: Payloads | None, *, is_mean: bool
 ) -> list[tuple[Key, Value]]:
-    """Sum all workers' parts, or take their weighted mean. Collective: all workers must call it.
+    """Sum all workers' parts, or take their weighted mean, without autograd. Collective: all workers must call it.
 
     Args:
         workers: the workers of the job.
@@ -116,17 +129,19 @@ def reduce_over_workers(
     factor = negotiation.weights[workers.rank] / total if is_mean else 1.0
     kinds = _kinds(workers, part, negotiation.dense)
     dense = [key for key in part.keys if kinds[key] == _DENSE]
-    sums: dict[Key, Value] = {key: _filled(part, key, factor) for key in dense}
-    if part.flat is not None and payloads is None:
-        if dense:
-            workers.all_reduce(part.flat)
-    else:
+    sums: dict[Key, Value] = {}
+    if dense:
+        sums |= _filled(part, dense, factor)
         sent = [key for key in dense if payloads is not None and sums[key].dtype.is_floating_point]
         if payloads is not None and sent:
             _reduce_payloads(workers, negotiation, part, payloads, sent)
-        for key in dense:
-            if key not in sent:
-                workers.all_reduce(part.buffer(key))
+        with workers.communicator() as communicator:
+            if part.flat is not None and not sent:
+                communicator.all_reduce(part.flat)
+            else:
+                for key in dense:
+                    if key not in sent:
+                        communicator.all_reduce(part.buffer(key))
     sums |= _reduce_rows(workers, part, [key for key in part.keys if kinds[key] == _ROWS], factor)
     return [(key, sums[key]) for key in part.keys if key in sums]
 
@@ -147,13 +162,30 @@ def _kind(value: Value | None) -> int:
     return _ABSENT if value is None else _DENSE if isinstance(value, torch.Tensor) else _ROWS
 
 
-def _filled(part: BucketPart, key: Key, factor: float) -> torch.Tensor:
-    """Fill a key's buffer with this worker's addend and return it."""
+def _filled(part: BucketPart, keys: Sequence[Key], factor: float) -> dict[Key, torch.Tensor]:
+    """Fill the keys' buffers with this worker's addends and return them."""
+    flat, whole = part.flat, part.whole
+    if flat is not None and (not factor or not part.values):
+        flat.zero_()
+    elif flat is not None and whole is not None:
+        if factor != 1.0:
+            torch.mul(whole, factor, out=flat)
+        elif whole is not flat:
+            flat.copy_(whole)
+        for key in keys:
+            if key not in part.values:
+                part.buffer(key).zero_()
+    else:
+        return {key: _filled_buffer(part, key, factor) for key in keys}
+    return {key: part.buffer(key) for key in keys}
+
+
+def _filled_buffer(part: BucketPart, key: Key, factor: float) -> torch.Tensor:
     buffer, value = part.buffer(key), part.values.get(key)
     if value is None or not factor:
         return buffer.zero_()  # not value * 0, which is NaN for a NaN
     if isinstance(value, RowSparse):
-        rows = summed([value], _HOST)
+        rows = summed([value], buffer.device)
         return buffer.zero_().index_copy_(0, rows.indices, rows.values * factor if factor != 1.0 else rows.values)
     if factor == 1.0:
         return buffer if value is buffer else buffer.copy_(value)
@@ -165,17 +197,18 @@ def _reduce_payloads(
 ) -> None:
     """All-gather the payloads of all keys at once, and sum them into the buffers in rank order."""
     buffers = [part.buffer(key) for key in keys]
+    device = buffers[0].device
     sizes = [payloads.size(buffer) for buffer in buffers]
     if part.has_joined:  # it sends nothing, not even its residuals
-        own = torch.zeros(sum(sizes), dtype=torch.uint8)
+        own = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
     else:
-        own = torch.cat([payloads.of(key, buffer) for key, buffer in zip(keys, buffers, strict=True)])
+        own = torch.cat([payloads.of(key, buffer).to(device) for key, buffer in zip(keys, buffers, strict=True)])
     received = [row.split(sizes) for row in workers.all_gather(own)]
     received = [row for row, has_joined in zip(received, negotiation.has_joined, strict=True) if not has_joined]
     for index, buffer in enumerate(buffers):
         values = [torch.empty_like(buffer) for _ in received]
         for row, value in zip(received, values, strict=True):
-            payloads.codec.decode(row[index], value)
+            payloads.codec.decode(row[index].to(value.device), value)
         reduce(values, out=buffer)
 
 
@@ -188,12 +221,12 @@ def _reduce_rows(workers: Negotiator, part: BucketPart, keys: Sequence[Key], fac
     sums = {}
     for key, rows, of_key in zip(keys, own, counts.T.tolist(), strict=True):
         like = part.stored(key)
-        indices = torch.zeros(max(of_key), dtype=torch.int64)
-        values = torch.zeros(max(of_key), *like.shape[1:], dtype=like.dtype)
+        indices = torch.zeros(max(of_key), dtype=torch.int64, device=like.device)
+        values = torch.zeros(max(of_key), *like.shape[1:], dtype=like.dtype, device=like.device)
         if isinstance(rows, RowSparse):
             count = len(rows.indices)
             indices[:count] = rows.indices
             values[:count] = rows.values * factor if factor != 1.0 else rows.values
         by_rank = zip(workers.all_gather(indices), workers.all_gather(values), of_key, strict=True)
-        sums[key] = summed([RowSparse(i[:count], v[:count], like.shape) for i, v, count in by_rank], _HOST)
+        sums[key] = summed([RowSparse(i[:count], v[:count], like.shape) for i, v, count in by_rank], like.device)
     return sums

@@ -31,5 +31,6 @@ def broadcast_state(workers: Negotiator, state: OptimizerState | None) -> Optimi
             tensors[name] = state.tensors[name].contiguous()
         else:
             tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-        workers.broadcast(tensors[name].view(-1).view(torch.uint8))
+        with workers.communicator() as communicator:
+            communicator.broadcast(tensors[name].view(-1).view(torch.uint8))
     return OptimizerState.from_parts(header, tensors)

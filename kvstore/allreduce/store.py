@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +12,15 @@ import torch
 
 from gangline.collectives import environments
 from gangline.collectives.compression import Compression
+from gangline.collectives.devices.device_group import reduce
 from gangline.collectives.engine.reduction import check_dtype
-from gangline.collectives.work import Work, WorkQueue
+from gangline.collectives.work import Work
 from gangline.kvstore.allreduce.negotiation import Negotiation, Negotiator
 from gangline.kvstore.allreduce.reduction import BucketPart, Payloads, reduce_over_workers
 from gangline.kvstore.allreduce.state_broadcast import broadcast_state
 from gangline.kvstore.arguments import Pairs, Pushed, Value, by_key, merged
 from gangline.kvstore.buckets import Bucket, BucketValue
+from gangline.kvstore.group.worker_group import check_same
 from gangline.kvstore.interface import refused_on_all_ranks
 from gangline.kvstore.local import LocalStore
 from gangline.kvstore.optimizer.keyed import OptimizerState
@@ -29,17 +30,23 @@ from gangline.kvstore.sparse import RowSparse
 if TYPE_CHECKING:
     from gangline.collectives.communicator import Communicator
 
+_HOST = torch.device("cpu")
+
 
 class AllReduceStore(LocalStore):
-    """Store that sums over this worker's devices on the host, then over all workers by collectives.
+    """Store that sums over this worker's devices, then over all workers by collectives.
+
+    A key is summed and updated on the device of the value given to `init`, by NCCL where the communicator uses it. If
+    that is a GPU on some workers and the host on others, it is the host on all: their arithmetic differs in the last
+    bits, and with it the weights would.
 
     Every worker must make the same calls in the same order, except pulls, learning rates and queries. If calls differ,
     or a worker's arguments are refused, all workers raise the same `MismatchError` and nothing has changed. Calls,
     asynchronous ones too, run in the order in which they are made, whatever their priority; only one thread at a time
     may make them. After a failed collective every later call raises the same error.
 
-    Every worker holds the weights and the optimizer's state, and the gradients of its buckets in memory that the
-    workers of a host share. Compression residuals stay with the worker.
+    Every worker holds the weights, the optimizer's state and the gradients of its buckets; those on the host are in
+    memory that the workers of a host share. Compression residuals stay with the worker.
     """
 
     def __init__(self, name: str = "allreduce", communicator: Communicator | None = None) -> None:
@@ -55,9 +62,7 @@ class AllReduceStore(LocalStore):
         """
         self._owned = _connected() if communicator is None else None
         self._workers = Negotiator(communicator or self._owned)  # type: ignore[arg-type]  # one of them is not None
-        super().__init__(name)
-        self._queue = _InOrder()
-        weakref.finalize(self, self._queue.close)
+        super().__init__(name, in_order=True)
         self._payloads: Payloads | None = None
         self._fused: list[Bucket] = []
 
@@ -106,7 +111,9 @@ class AllReduceStore(LocalStore):
         def init() -> None:
             try:
                 shapes = {f"key {key!r}": f"{tuple(value.shape)} of {value.dtype}" for key, (value,) in pairs}
-                self._workers.group.check_same(shapes, "init")
+                own = [shapes, [value.device.type for _, (value,) in pairs]]
+                gathered = self._workers.group.all_gather(own, "init")
+                check_same([theirs for theirs, _ in gathered], "init")
                 for _, (value,) in pairs:
                     check_dtype(value.dtype)
             except Exception:  # undone for any error, then raised again
@@ -114,22 +121,36 @@ class AllReduceStore(LocalStore):
                     for key, _ in pairs:
                         del self._layout[key]
                 raise
-            make_entries(pairs, False)
-            for key, _ in pairs:
-                self._workers.broadcast(self._entries[key].stored)
+            kinds = zip(*(devices for _, devices in gathered), strict=True)
+            placed = [
+                (key, [value if len(set(of_key)) == 1 else value.to(_HOST)])
+                for (key, (value,)), of_key in zip(pairs, kinds, strict=True)
+            ]
+            make_entries(placed, False)
+            self._broadcast([key for key, _ in pairs])
 
         return self._start("init", init, pairs, 0, async_op)
 
     def _assign(self, pairs: Pairs) -> None:
         def assign() -> None:
             self._negotiate(f"assign of {[key for key, _ in pairs]}")
-            for key, (value,) in pairs:
-                stored = self._entries[key].stored
-                if not self.rank:
-                    stored.copy_(value)
-                self._workers.broadcast(stored)
+            if not self.rank:
+                for key, (value,) in pairs:
+                    self._entries[key].stored.copy_(value)
+            self._broadcast([key for key, _ in pairs])
 
         self._start("assign", assign, pairs, 0, False)
+
+    def _broadcast(self, keys: Sequence[Key]) -> None:
+        with self._workers.communicator() as communicator:
+            for key in keys:
+                communicator.broadcast(self._entries[key].stored)
+
+    def _initial_device(self, value: torch.Tensor) -> torch.device:
+        return value.device
+
+    def _device_of(self, bucket: Bucket) -> torch.device:
+        return self._entries[bucket.keys[0]].stored.device
 
     def _fuse(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
         make_flat = super()._fuse
@@ -141,7 +162,12 @@ class AllReduceStore(LocalStore):
         def fuse() -> None:
             self._workers.group.check_same({**slots, "size": f"{bucket.numel} of {bucket.dtype}"}, "fuse")
             make_flat(bucket, flat)
-            self._flats[bucket].sum = self._workers.registered_zeros(bucket.numel, bucket.dtype)
+            made = self._flats[bucket]
+            if made.stored.is_cpu:
+                with self._workers.communicator() as communicator:  # in memory that it reduces without a copy
+                    made.sum = communicator.empty(bucket.numel, bucket.dtype).zero_()
+            else:
+                made.sum = bucket.empty(made.stored.device)
             self._fused.append(bucket)
 
         self._start("fuse", fuse, [(key, []) for key in bucket.keys], 0, False)
@@ -160,30 +186,32 @@ class AllReduceStore(LocalStore):
             present = [(key, values) for key, values in merged(pairs) if values and weight != 0]
             return self._part(keys, dict(self._sums(present, own=False)))
 
-        self._reduce(f"{_kind(weight)} of {keys}", {"keys": keys}, part, weight)
+        negotiation, own = self._prepare(f"{_kind(weight)} of {keys}", {"keys": keys}, part, weight)
+        self._reduce_and_update(negotiation, own, is_mean=weight is not None)
 
     def _merge_bucket(
         self, bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key], weight: float | None
     ) -> None:
-        given = by_key(bucket, values, keys)
         if bucket not in self._flats:
-            of_keys = dict(given)
+            of_keys = dict(by_key(bucket, values, keys))
             self._merge([(key, of_keys.get(key, [])) for key in bucket.keys], weight)
             return
 
         def part() -> BucketPart:
             own = self._part_of(bucket)
             if weight != 0:
-                own.take(values, given)
+                own.take(bucket, values, keys)
             return own
 
         number = self._fused.index(bucket)
-        self._reduce(f"{_kind(weight)} of bucket {number} of {bucket.keys}", {"bucket": number}, part, weight)
+        call = f"{_kind(weight)} of bucket {number} of {bucket.keys}"
+        negotiation, own = self._prepare(call, {"bucket": number}, part, weight)
+        self._reduce_and_update(negotiation, own, is_mean=weight is not None)
 
-    def _reduce(
+    def _prepare(
         self, call: str, plan: Mapping[str, Any], prepare: Callable[[], BucketPart], weight: float | None
-    ) -> None:
-        """Sum all workers' parts and update with the sums, once all ranks have accepted theirs."""
+    ) -> tuple[Negotiation, BucketPart]:
+        """Return this worker's part, and the negotiation in which all ranks have accepted theirs."""
         try:
             part = prepare()
             self._check_part(part)
@@ -191,8 +219,7 @@ class AllReduceStore(LocalStore):
             self._workers.refuse(call, error)
             raise
         plan = {**plan, "is_mean": weight is not None}
-        negotiation = self._negotiate(call, plan, 1.0 if weight is None else weight, part.dense)
-        self._reduce_and_update(negotiation, part, is_mean=weight is not None)
+        return self._negotiate(call, plan, 1.0 if weight is None else weight, part.dense), part
 
     def _check_part(self, part: BucketPart) -> None:
         if self._optimizer is not None:
@@ -210,6 +237,8 @@ class AllReduceStore(LocalStore):
         elif self._updater is not None:
             for key, total in sums:
                 self._updater(key, total, self._entries[key].stored)
+        elif part.flat is not None and part.flat_stored is not None and len(sums) == len(part.keys):
+            reduce([part.flat], out=part.flat_stored)
         else:
             self._replace([(key, [total]) for key, total in sums], {})
 
@@ -258,11 +287,11 @@ class AllReduceStore(LocalStore):
         return entry.sum
 
     def _part_of(self, bucket: Bucket) -> BucketPart:
-        """Return this worker's part of a bucket, without values, with buffers in registered memory."""
-        flat = self._flats[bucket].sum
-        assert flat is not None
-        views = bucket.views(flat)
-        return BucketPart(bucket.keys, {}, lambda key: self._entries[key].stored, views.__getitem__, flat)
+        """Return this worker's part of a bucket, without values; its buffers are views of one tensor."""
+        flat = self._flats[bucket]
+        assert flat.sum is not None
+        buffer = bucket.views(flat.sum).__getitem__
+        return BucketPart(bucket.keys, {}, lambda key: self._entries[key].stored, buffer, flat.sum, flat.stored)
 
     def _set_compression(self, compression: Compression | None) -> None:
         if compression is not None and compression.pull_codec is not None:
@@ -313,17 +342,9 @@ class AllReduceStore(LocalStore):
         if self._owned is not None:
             self._owned.close()
 
-    def _start(
-        self,
-        name: str,
-        operation: Callable[[], object],
-        pairs: Sequence[tuple[Key, Sequence[Value]]],
-        priority: int,
-        async_op: bool,
-    ) -> Work:
+    def _check_open(self) -> None:
+        super()._check_open()
         self._workers.check()
-        self._calls_begun += 1
-        return super()._start(name, operation, pairs, priority, async_op)
 
     def _run_in_order(self, name: str, operation: Callable[[], object]) -> None:
         self._start(name, operation, [], 0, False)
@@ -335,14 +356,6 @@ class AllReduceStore(LocalStore):
 
     def _rate(self) -> float:
         return math.nan if self._optimizer is None else self._optimizer.learning_rate
-
-
-class _InOrder(WorkQueue):
-    """Queue that runs operations in the order of the calls, which is the same on all workers."""
-
-    def submit(self, operation: Callable[[], None], work: Work, keys: Iterable[Hashable], priority: int) -> None:  # noqa: ARG002
-        """Queue an operation behind all earlier ones."""
-        super().submit(operation, work, ("in order",), 0)
 
 
 def _connected() -> Communicator:

@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.engine import host_staging
@@ -30,6 +31,7 @@ _here = threading.local()
 _defaults: dict[torch.device, Stream] = {}
 _streams: dict[int, Stream] = {}
 _AT_ONCE = {aten.detach.default, aten.view.default, aten.as_strided.default, aten.new_empty.default, aten.t.default}
+_FOR_THE_HOST = {aten._local_scalar_dense.default, aten.equal.default}
 _AT_ONCE |= {aten.select.int, aten.slice.Tensor, aten.transpose.int, aten.unbind.int, aten.alias.default}
 
 
@@ -113,13 +115,20 @@ class SimulatedGpuTensor(torch.Tensor):
         current_stream(self.card).record_event().synchronize()
         return self.inner.clone()
 
+    def tolist(self) -> Any:
+        return self.host().tolist()
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        card = next(arg.card for arg in args if isinstance(arg, SimulatedGpuTensor))
-        inner = [arg.inner if isinstance(arg, SimulatedGpuTensor) else arg for arg in args]
+        leaves = tree_leaves((args, kwargs))
+        card = next(leaf.card for leaf in leaves if isinstance(leaf, SimulatedGpuTensor))
+        inner = [_inner(arg) for arg in args]
         stream = current_stream(card)
-        if func in _AT_ONCE:
+        if func in _FOR_THE_HOST or (func is aten._to_copy.default and kwargs.get("device") == torch.device("cpu")):
+            stream.record_event().synchronize()
+            return func(*inner, **kwargs)
+        if func in _AT_ONCE or func.is_view:
             made = func(*inner, **{name: value for name, value in kwargs.items() if name == "dtype"})
             return (
                 [SimulatedGpuTensor(one, card) for one in made]
@@ -131,12 +140,74 @@ class SimulatedGpuTensor(torch.Tensor):
             made = torch.empty_like(inner[0], memory_format=memory_format)
             stream.put(lambda: made.copy_(inner[0]) is not None)
             return SimulatedGpuTensor(made, card)
-        assert func in (aten.copy_.default, aten.div_.Tensor, aten.mul_.Tensor), func
+        if func is not aten.copy_.default:
+            return _kernel(func, args, kwargs, card)
         stream.put(lambda: func(*inner) is not None)
         waits = func is aten.copy_.default and not (len(args) > 2 and args[2])
         if waits and not all(isinstance(arg, SimulatedGpuTensor) for arg in args[:2]):
             stream.record_event().synchronize()
         return args[0]
+
+
+def _kernel(func: Any, args: Any, kwargs: Any, card: torch.device) -> Any:
+    """Put any operation on the current stream; return the tensors that it writes, or will write."""
+    inner, options = tree_map(_inner, args), tree_map(_inner, kwargs)
+    name = func._schema.name
+    if name.endswith("_") or "out" in kwargs:
+
+        def write() -> bool:
+            func(*inner, **options)
+            return True
+
+        current_stream(card).put(write)
+        return kwargs.get("out", args[0]) if func._schema.returns else None
+    shapes = func(*tree_map(_on_meta, inner), **tree_map(_on_meta, options))
+    made = tree_map(lambda shape: torch.empty_like(shape, device="cpu"), shapes)
+
+    def run() -> bool:
+        for out, value in zip(tree_leaves(made), tree_leaves(func(*inner, **options)), strict=True):
+            out.copy_(value)
+        return True
+
+    current_stream(card).put(run)
+    return tree_map(lambda out: SimulatedGpuTensor(out, card), made)
+
+
+def _inner(value: Any) -> Any:
+    return value.inner if isinstance(value, SimulatedGpuTensor) else value
+
+
+def _on_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+def _made_there(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of torch that creates a tensor, on the simulated GPU that ``device`` names."""
+
+    def made(*args: Any, device: Any = None, **options: Any) -> Tensor:
+        if device is None or torch.device(device).type != "cuda":
+            return make(*args, device=device, **options)
+        values = make(*[_inner(arg) for arg in args], device="cpu", **options)
+        return on_simulated_gpu(values, torch.device(device).index)
+
+    return made
+
+
+_to = Tensor.to
+
+
+def _moved(tensor: Tensor, *args: Any, copy: bool = False, **options: Any) -> Tensor:
+    """Run `Tensor.to`, which may name a simulated GPU."""
+    given = [arg for arg in args if isinstance(arg, torch.device)]
+    device = given[0] if given else options.get("device")
+    if not isinstance(device, torch.device) or device.type != "cuda":
+        return _to(tensor, *args, copy=copy, **options)
+    dtype = next((arg for arg in args if isinstance(arg, torch.dtype)), tensor.dtype)
+    if tensor.device == device and tensor.dtype == dtype and not copy:
+        return tensor
+    return on_simulated_gpu(
+        _to(tensor.host() if isinstance(tensor, SimulatedGpuTensor) else tensor, dtype), device.index
+    )
 
 
 def on_simulated_gpu(values: Tensor, index: int = 0) -> SimulatedGpuTensor:
@@ -350,5 +421,8 @@ def simulated_gpus(*, nccl: str = "") -> Iterator[None]:
             (nccl_bindings, "missing", lambda name: nccl),
         ):
             stack.enter_context(patch.object(target, name, value))
+        for name in ("empty", "empty_like", "zeros"):
+            stack.enter_context(patch.object(torch, name, _made_there(getattr(torch, name))))
+        stack.enter_context(patch.object(Tensor, "to", _moved))
         stack.enter_context(patch.dict(nccl_bindings.BINDINGS, dict.fromkeys(nccl_bindings.BINDINGS, HostRank)))
         yield

@@ -12,11 +12,15 @@ import torch
 from torch import nn
 
 from gangline import Module, cpu
+from gangline.collectives import Communicator, spawn
 from gangline.collectives.work import WorkQueue
 from gangline.kvstore import create, local
 from gangline.kvstore.reducer import reducer
 
-MOST_FRAMES = 15
+MOST_FRAMES = 13
+MOST_FRAMES_TO_WORKERS = 15
+"""To the sum over the workers of an `allreduce` store, one call behind the sum over its own devices."""
+BUCKETS = 4
 WIDTH = 6
 
 
@@ -36,7 +40,7 @@ def test_a_bucket_takes_few_frames_and_one_hand_over_to_its_sum(
     store: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reducer, "BUCKET_BYTES", 260)  # a layer of WIDTH
-    network = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    network = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(BUCKETS)])
     in_hook: list[int] = []
     in_store: list[int] = []
     submit, move = WorkQueue.submit, local.move
@@ -60,6 +64,41 @@ def test_a_bucket_takes_few_frames_and_one_hand_over_to_its_sum(
         monkeypatch.setattr(local, "move", summed)
         module.forward_backward_update(data, label)
         assert threading.active_count() == threads
-    buckets = 4
-    assert len(in_hook) == len(in_store) == buckets  # one hand-over and one call that sums for each
+    assert len(in_hook) == len(in_store) == BUCKETS  # one hand-over and one call that sums for each
     assert max(in_hook) + max(in_store) <= MOST_FRAMES
+
+
+def frames_to_the_workers(comm: Communicator) -> tuple[list[int], list[int]]:
+    network = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(BUCKETS)])
+    in_hook: list[int] = []
+    in_store: list[int] = []
+    submit, all_reduce = WorkQueue.submit, comm.all_reduce
+
+    def submitted(self: WorkQueue, *arguments: Any) -> None:
+        in_hook.append(depth("_on_gradient"))
+        submit(self, *arguments)
+
+    def reduced(tensor: torch.Tensor) -> Any:
+        in_store.append(depth("_serve"))
+        return all_reduce(tensor)
+
+    data, label = torch.ones(6, WIDTH), torch.ones(6, WIDTH)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        create("allreduce", communicator=comm) as kv,
+        Module(network, nn.MSELoss(), [cpu(0), cpu(1)]) as module,
+    ):
+        patch.setattr(reducer, "BUCKET_BYTES", 260)
+        module.init_optimizer(kv, "sgd", {"lr": 0.1})
+        for _ in range(2):
+            module.forward_backward_update(data, label)
+        patch.setattr(WorkQueue, "submit", submitted)
+        patch.setattr(comm, "all_reduce", reduced)
+        module.forward_backward_update(data, label)
+    return in_hook, in_store
+
+
+def test_a_bucket_takes_few_frames_to_the_sum_over_the_workers() -> None:
+    for in_hook, in_store in spawn(frames_to_the_workers, 2):
+        assert len(in_hook) == len(in_store) == BUCKETS
+        assert max(in_hook) + max(in_store) <= MOST_FRAMES_TO_WORKERS

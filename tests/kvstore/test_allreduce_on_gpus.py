@@ -1,0 +1,351 @@
+"""The `allreduce` store with values on GPUs: where they are summed and updated, and what is copied to the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gangline import Context, Module, cpu, gpu
+from gangline.collectives import Communicator, context, num_gpus, spawn
+from gangline.collectives.devices import device_group
+from gangline.collectives.devices.backends import nccl_bindings
+from gangline.kvstore import DistributedOptimizer, RowSparse, create
+from gangline.kvstore.allreduce.store import AllReduceStore
+from gangline.kvstore.buckets import Bucket, plan
+from gangline.kvstore.interface import KVStore
+from tests.collectives.ranks import in_threads
+from tests.collectives.simulated_gpus import HostRank, SimulatedGpuTensor, on_simulated_gpu, simulated_gpus
+
+KEYS = [f"key {number}" for number in range(7)]
+SHAPE = (5, 3)
+NO_NCCL = "nothing to reduce by"
+
+
+class HostCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the numbers of elements that are copied from simulated GPUs to the host, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.to_host: list[int] = []
+        self.to_gpu: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        on_gpu = [isinstance(arg, SimulatedGpuTensor) for arg in args[:2]]
+        if name in ("_to_copy", "_local_scalar_dense") and on_gpu[0]:
+            self.to_host.append(args[0].numel())
+        if name == "copy_" and on_gpu[0] != on_gpu[1]:
+            (self.to_gpu if on_gpu[0] else self.to_host).append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def fused(kv: KVStore, located: Callable[[Tensor], Tensor]) -> Bucket:
+    tensors = [(key, torch.zeros(SHAPE)) for key in KEYS]
+    (bucket,) = plan(tensors, 1 << 20)
+    kv.init(KEYS, [located(tensor) for _, tensor in tensors])
+    kv.fuse(bucket)
+    return bucket
+
+
+def pulled(kv: KVStore, keys: list[str]) -> list[Tensor]:
+    outs = [torch.empty(SHAPE) for _ in keys]
+    kv.pull(keys, outs)
+    return outs
+
+
+def on_card(comm: Communicator) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: on_simulated_gpu(tensor, comm.rank)
+
+
+def devices(kv: KVStore) -> set[str]:
+    assert isinstance(kv, AllReduceStore)
+    held = [entry.stored for entry in kv._entries.values()]
+    held += [flat.sum for flat in kv._flats.values() if flat.sum is not None]
+    if kv._optimizer is not None and kv._optimizer._optimizer is not None:
+        states = [state.values() for state in kv._optimizer._optimizer.state.values()]
+        held += [value for of_key in states for value in of_key if isinstance(value, Tensor) and value.dim()]
+    return {tensor.device.type for tensor in held}
+
+
+# On simulated GPUs
+
+
+def _trained(comm: Communicator, weighted: bool) -> Any:
+    with create("allreduce", communicator=comm) as kv:
+        bucket = fused(kv, on_card(comm))
+        kv.set_optimizer(("sgd", {"learning_rate": 0.5, "momentum": 0.5}))
+        calls = len(HostRank.calls)
+        with HostCopies() as copies:
+            for step in (1.0, 2.0):
+                flat = on_simulated_gpu(torch.full((bucket.numel,), step * (comm.rank + 1)), comm.rank)
+                weight = comm.rank + 1.0 if weighted else None
+                kv.push_bucket(bucket, [flat], weight=weight)
+                assert flat.host().unique().tolist() == [step * (comm.rank + 1)]
+            out = on_simulated_gpu(torch.zeros(bucket.numel), comm.rank)
+            kv.pull_bucket(bucket, [out])
+        calls = len(HostRank.calls) - calls
+        assert devices(kv) == {"cuda"}
+        return copies.to_host, copies.to_gpu, bucket.numel, calls, bucket.views(out.host())[KEYS[-1]].unique().tolist()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_with_nccl_a_bucket_is_one_reduction_and_no_copy_to_the_host(weighted: bool) -> None:
+    total = 5 / 3 if weighted else 3.0  # of the first step
+    with simulated_gpus():
+        for to_host, to_gpu, _, _, values in in_threads(2, _trained, weighted):
+            assert to_host == to_gpu == []
+            assert values == pytest.approx([-0.5 * (total + 2 * total + 0.5 * total)])
+        names = [name for name, _ in HostRank.calls if name == "all_reduce"]
+        assert len(names) == 2 * 2  # steps and ranks
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_without_nccl_a_bucket_is_copied_to_the_host_and_back_once(weighted: bool) -> None:
+    total = 5 / 3 if weighted else 3.0
+    with simulated_gpus(nccl=NO_NCCL):
+        for to_host, to_gpu, numel, calls, values in in_threads(2, _trained, weighted):
+            assert to_host == to_gpu == [numel] * 2
+            assert calls == 0
+            assert values == pytest.approx([-0.5 * (total + 2 * total + 0.5 * total)])
+
+
+def _compressed(comm: Communicator) -> Any:
+    with create("allreduce", communicator=comm) as kv:
+        bucket = fused(kv, on_card(comm))
+        kv.set_gradient_compression({"type": "fp16"})
+        flat = on_simulated_gpu(torch.full((bucket.numel,), comm.rank + 1.0), comm.rank)
+        with HostCopies() as copies:
+            kv.push_bucket(bucket, [flat])
+        return copies.to_host, torch.stack(pulled(kv, KEYS)).unique().tolist()
+
+
+def test_the_payloads_of_a_bucket_are_copied_to_the_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "num_gpus", lambda: 2)  # the sum of both payloads is one between devices
+    monkeypatch.setattr(device_group, "_groups", {})
+    monkeypatch.setenv("GANGLINE_DEVICE_GROUP", "copies")
+    with simulated_gpus(nccl=NO_NCCL):
+        for sizes, values in in_threads(2, _compressed):
+            assert sizes == [len(KEYS) * math.prod(SHAPE) * 2]  # bytes
+            assert values == [3.0]
+
+
+def _some_keys(comm: Communicator) -> Any:
+    with create("allreduce", communicator=comm) as kv:
+        bucket = fused(kv, on_card(comm))
+        flat = on_simulated_gpu(torch.full((bucket.numel,), comm.rank + 1.0), comm.rank)
+        kv.push_bucket(bucket, [flat], KEYS[comm.rank : comm.rank + 2], weight=1.0)
+        return [out.unique().tolist() for out in pulled(kv, KEYS)]
+
+
+def test_keys_that_a_rank_leaves_out_are_the_mean_without_them() -> None:
+    with simulated_gpus():
+        for values in in_threads(2, _some_keys):
+            assert values == [[0.5], [1.5], [1.0], *[[0.0]] * 4]
+
+
+def _after_join(comm: Communicator) -> Any:
+    with create("allreduce", communicator=comm) as kv:
+        bucket = fused(kv, on_card(comm))
+        if comm.rank:
+            kv.join()
+        else:
+            flat = on_simulated_gpu(torch.full((bucket.numel,), 4.0), comm.rank)
+            kv.push_bucket(bucket, [flat], weight=3.0)
+            kv.join()
+        return torch.stack(pulled(kv, KEYS)).unique().tolist()
+
+
+@pytest.mark.parametrize("nccl", ["", NO_NCCL])
+def test_a_joined_rank_takes_part_with_its_gpu(nccl: str) -> None:
+    with simulated_gpus(nccl=nccl):
+        assert in_threads(2, _after_join) == [[4.0], [4.0]]
+
+
+def _mixed(comm: Communicator) -> Any:
+    located = on_card(comm) if comm.rank else lambda tensor: tensor
+    with create("allreduce", communicator=comm) as kv:
+        bucket = fused(kv, located)
+        kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
+        with HostCopies() as copies:
+            kv.push_bucket(bucket, [located(torch.full((bucket.numel,), comm.rank + 1.0))])
+        return devices(kv), copies.to_host, bucket.numel, torch.stack(pulled(kv, KEYS)).unique().tolist()
+
+
+def test_if_a_rank_holds_a_key_on_the_host_all_ranks_do() -> None:
+    with simulated_gpus():
+        first, second = in_threads(2, _mixed)
+        assert first == ({"cpu"}, [], second[2], [-3.0])
+        assert second == ({"cpu"}, [second[2]], second[2], [-3.0])
+
+
+def _late(comm: Communicator) -> Any:
+    """The caller's kernels before a push and after a pull run late, and see each other's values all the same."""
+    with create("allreduce", communicator=comm) as kv:
+        kv.init("a", on_simulated_gpu(torch.zeros(SHAPE), comm.rank))
+        value, out = (on_simulated_gpu(torch.ones(SHAPE), comm.rank) for _ in range(2))
+        value.mul_(comm.rank + 2)
+        work = kv.push("a", value, async_op=True)
+        kv.pull("a", out, async_op=True).wait()
+        work.wait()
+        out.mul_(10)
+        return out.host().unique().tolist()
+
+
+@pytest.mark.parametrize("nccl", ["", NO_NCCL])
+def test_calls_are_ordered_with_the_callers_stream(nccl: str) -> None:
+    with simulated_gpus(nccl=nccl):
+        assert in_threads(2, _late) == [[50.0], [50.0]]
+
+
+def _saved(comm: Communicator, path: str) -> Any:
+    """Save the state of a store on GPUs, and load it into another one."""
+    found = []
+    for number in range(2):
+        with create("allreduce", communicator=comm) as kv:
+            fused(kv, on_card(comm))
+            kv.set_optimizer(("sgd", {"learning_rate": 1.0, "momentum": 0.5}))
+            if number:
+                kv.load_optimizer_states(path)
+            kv.push(KEYS, [on_simulated_gpu(torch.full(SHAPE, comm.rank + 1.0), comm.rank) for _ in KEYS])
+            if not comm.rank:
+                kv.save_optimizer_states(path)
+            kv.barrier()
+            assert devices(kv) == {"cuda"}
+            found += torch.stack(pulled(kv, KEYS)).unique().tolist()
+    return found
+
+
+@pytest.mark.parametrize("nccl", ["", NO_NCCL])
+def test_optimizer_state_on_gpus_is_saved_and_loaded(nccl: str, tmp_path: Path) -> None:
+    with simulated_gpus(nccl=nccl):
+        assert in_threads(2, _saved, str(tmp_path / "state")) == [[-3.0, -3.0 - 0.5 * 3.0]] * 2
+
+
+def _clipped(comm: Communicator) -> Any:
+    with create("allreduce", communicator=comm) as kv:
+        bucket = fused(kv, on_card(comm))
+        kv.set_optimizer(("sgd", {"learning_rate": 1.0, "clip_global_norm": 1.0}))
+        flat = on_simulated_gpu(torch.full((bucket.numel,), comm.rank + 1.0), comm.rank)
+        with HostCopies() as copies:
+            kv.push_bucket(bucket, [flat], weight=1.0)
+            kv.update()
+        return copies.to_host, torch.stack(pulled(kv, KEYS)).unique().tolist()
+
+
+def test_sums_are_clipped_by_their_common_norm_on_the_gpu() -> None:
+    with simulated_gpus():
+        for to_host, (value,) in in_threads(2, _clipped):
+            assert to_host == []
+            assert value == pytest.approx(-1 / math.sqrt(len(KEYS) * math.prod(SHAPE)), rel=1e-5)
+
+
+# On GPUs
+
+
+def _on_gpus(comm: Communicator, places: list[Context]) -> Any:
+    """Train on GPUs, every worker on its share of each batch; return the weights, and where the store holds them."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 5)).double()
+    data, label = torch.randn(48, 12).double(), torch.randint(5, (48,))
+    own = slice(comm.rank, None, comm.size)
+    with create("allreduce", communicator=comm) as kv, Module(network, nn.CrossEntropyLoss(), places) as module:
+        module.init_optimizer(kv, "sgd", {"lr": 0.1, "momentum": 0.9})
+        for _ in range(10):
+            module.forward_backward_update(data[own], label[own])
+        state = module.optimizer_state().tensors
+        return module.get_params(), devices(kv), {value.device.type for value in state.values()}
+
+
+def _on_the_host(comm: Communicator) -> Any:
+    return _on_gpus(comm, [cpu(0)])
+
+
+def _in_threads_or_processes(worker: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
+    """Run a single rank here, where it uses NCCL if there is a binding; several share the GPU through the host."""
+    return in_threads(1, worker, *arguments) if size == 1 else spawn(worker, size, *arguments, timeout=60)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not num_gpus(), reason="needs a CUDA GPU; torch sees none here")
+@pytest.mark.parametrize("places", [[gpu(0)], [gpu(0), gpu(0)], [gpu(0), cpu(0)]], ids=str)
+@pytest.mark.parametrize("size", [1, 2])
+def test_weights_on_gpus_are_those_of_the_host(size: int, places: list[Context]) -> None:
+    (expected, *_), *_ = spawn(_on_the_host, 1)
+    for weights, held, saved in _in_threads_or_processes(_on_gpus, size, places):
+        assert held == {"cuda"}
+        assert saved == {"cpu"}
+        for name, value in weights.items():
+            torch.testing.assert_close(value.cpu(), expected[name], rtol=0, atol=1e-11)
+
+
+def _rows_and_payloads(comm: Communicator) -> Any:
+    with create("allreduce", communicator=comm) as kv:
+        kv.init(["table", "weight"], [torch.zeros(9, 2, device="cuda"), torch.zeros(SHAPE, device="cuda")])
+        rows = RowSparse(torch.tensor([comm.rank, 4]).cuda(), torch.ones(2, 2, device="cuda"), (9, 2))
+        kv.push("table", rows)
+        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+        kv.push("weight", torch.full(SHAPE, 0.75, device="cuda"))
+        table, weight = torch.empty(9, 2), torch.empty(SHAPE)
+        kv.pull(["table", "weight"], [table, weight])
+        return table[:, 0].tolist(), weight.unique().tolist(), devices(kv)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not num_gpus(), reason="needs a CUDA GPU; torch sees none here")
+@pytest.mark.parametrize("size", [1, 2])
+def test_rows_and_payloads_are_summed_on_the_gpu(size: int) -> None:
+    for table, weight, held in _in_threads_or_processes(_rows_and_payloads, size):
+        assert table == [1.0, float(size > 1), 0.0, 0.0, float(size), 0.0, 0.0, 0.0, 0.0]
+        assert weight == [0.5 * size]
+        assert held == {"cuda"}
+
+
+def _means(comm: Communicator) -> list[float]:
+    parameter = nn.Parameter(torch.zeros(SHAPE, device="cuda"))
+    with create("allreduce", communicator=comm) as kv:
+        optimizer = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), kv)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (parameter * (comm.rank + 1)).sum().backward()
+            optimizer.step()
+        assert devices(kv) == {"cuda"}
+    values: list[float] = parameter.detach().unique().tolist()
+    return values
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not num_gpus(), reason="needs a CUDA GPU; torch sees none here")
+def test_a_torch_optimizer_on_a_gpu_gets_means() -> None:
+    assert spawn(_means, 2, timeout=60) == [[-3.0], [-3.0]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(num_gpus() < 2, reason="needs two CUDA GPUs")
+def test_with_nccl_nothing_of_a_bucket_goes_through_the_host() -> None:
+    if lack := nccl_bindings.missing(nccl_bindings.selected()):
+        pytest.skip(lack)
+    assert spawn(_through_nccl, 2, timeout=60) == [[3.0], [3.0]]
+
+
+def _through_nccl(comm: Communicator) -> Any:
+    device = torch.device("cuda", comm.rank)
+    with create("allreduce", communicator=comm) as kv:
+        bucket = fused(kv, lambda tensor: tensor.to(device))
+        flat, out = (
+            torch.full((bucket.numel,), comm.rank + 1.0, device=device),
+            torch.empty(bucket.numel, device=device),
+        )
+        torch.cuda.synchronize(device)
+        torch.cuda.set_sync_debug_mode("error")  # a copy to the host would wait
+        kv.push_bucket(bucket, [flat])
+        kv.pull_bucket(bucket, [out])
+        torch.cuda.set_sync_debug_mode("default")
+        assert comm._gpus.nccl is not None
+        return bucket.views(out)[KEYS[0]].unique().tolist()
