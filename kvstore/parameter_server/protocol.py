@@ -49,7 +49,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "Region": lambda v: (
         v is None or (isinstance(v, list) and len(v) == 2 and all(type(n) is int and n >= 0 for n in v))
     ),
-    "Entries": lambda v: isinstance(v, list) and all(_is_entry(one) for one in v),
+    "Entries": lambda v: isinstance(v, list) and all(map(_is_entry, v)),
     "Definitions": lambda v: isinstance(v, list) and all(_is_definition(one) for one in v),
 }
 Rank = int

@@ -116,7 +116,7 @@ class PushEncoder:
                 nbytes += aligned(size)
             shards = [entry[0] for entry in entries]
             request = Request(
-                server, _no_message, what, nbytes=max(nbytes, 1), priority=priority, shards=shards, fates=fates
+                server, _no_message, what, nbytes=nbytes or 1, priority=priority, shards=shards, fates=fates
             )
             region = None
             owns_data = True

@@ -378,7 +378,8 @@ class DistStore(KVStore):
         if async_op:
             self._queue.submit(run, Work(name), keys, priority)
             return work
-        self._queue.run(run, Work(name), keys, priority)
+        if not self._queue.run_now(run, name):
+            self._queue.run(run, Work(name), keys, priority)
         work.is_awaited = True
         self._servers.wait(work.is_completed)
         self._servers.watch_connections()

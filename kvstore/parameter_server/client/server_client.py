@@ -344,8 +344,9 @@ class ServerClient:
                 finally:
                     self._driving.release()
                 self._send_queued()
-        if any([connection.channel.is_full for connection in self._connections]):  # bytes are left in a channel's queue
-            self.drive_in_background()
+        for connection in self._connections:
+            if connection.channel.is_full:  # bytes are left in its queue
+                self.drive_in_background()
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Close the sockets once servers have received all requests; fail what is still pending. Idempotent.
