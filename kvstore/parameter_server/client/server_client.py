@@ -304,7 +304,7 @@ class ServerClient:
 
     def watch_connections(self) -> None:
         """Let a thread look twice a second, until servers have received all pushes, whether a connection is lost."""
-        if self._sleeps and any([connection.undelivered for connection in self._connections]):
+        if self._sleeps and any(connection.undelivered for connection in self._connections):
             self._wake_thread(drives=False)
 
     def _wake_thread(self, *, drives: bool) -> None:
