@@ -19,41 +19,51 @@ class SideStreams:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._lock = threading.Lock()
 
     def behind_caller(self, tensors: Iterable[torch.Tensor]) -> Ordered:
         """Return a section on the side streams of all GPUs used so far, ordered after the caller's streams."""
         tensors = [tensor for tensor in tensors if tensor.is_cuda]
-        for device in {tensor.device for tensor in tensors}:
-            if device not in self._streams:
-                self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-        return Ordered(self._streams, tensors)
+        for tensor in tensors:
+            if tensor.device not in self._streams:
+                self._streams.setdefault(tensor.device, torch.cuda.Stream(tensor.device))  # type: ignore[no-untyped-call]
+        return Ordered(self._streams, tensors, self._lock)
 
 
 class Ordered:
     """``with`` section whose GPU work runs on side streams; enter it once, in any thread."""
 
-    def __init__(self, streams: dict[torch.device, torch.cuda.Stream], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, streams: dict[torch.device, torch.cuda.Stream], tensors: Sequence[torch.Tensor], lock: threading.Lock
+    ) -> None:
         self._streams = streams  # shared with the owner: another operation may add a GPU before this section is entered
         self._tensors = tensors
-        devices = {tensor.device for tensor in tensors}
-        self._before = {device: torch.cuda.current_stream(device).record_event() for device in devices}
+        self._before: dict[torch.device, torch.cuda.Event] = {}
+        for tensor in tensors:
+            if tensor.device not in self._before:
+                self._before[tensor.device] = torch.cuda.current_stream(tensor.device).record_event()
         self._after: dict[torch.device, torch.cuda.Event] = {}
-        self._lock = threading.Lock()
-        self._current = ExitStack()
+        self._lock = lock  # the owner's, for `_after`
+        self._current: ExitStack | None = None  # of the streams of `__enter__`, if there are any
 
     def __enter__(self) -> None:
+        if not self._streams:
+            return
         for device, event in self._before.items():
             self._streams[device].wait_event(event)
         for tensor in self._tensors:  # so that torch does not reuse freed memory before the side stream is done
             tensor.record_stream(self._streams[tensor.device])
+        self._current = ExitStack()
         for stream in list(self._streams.values()):
             self._current.enter_context(torch.cuda.stream(stream))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._current.close()
-        self._record()
+        if self._current is not None:
+            self._current.close()
+        if self._streams:
+            self._record()
         self._tensors = ()
 
     def resumed(self) -> AbstractContextManager[None]:
@@ -69,8 +79,6 @@ class Ordered:
         self._record()
 
     def _record(self) -> None:
-        if not self._streams:
-            return
         with self._lock:
             self._after = {device: stream.record_event() for device, stream in list(self._streams.items())}
 

@@ -124,6 +124,28 @@ class WorkQueue:
             self._execute(operation, work, refuse_closed=True)
         work.wait()
 
+    def run_now(self, operation: Callable[[], None], name: str) -> bool:
+        """Run an operation if no submitted one is unfinished, or inside another operation; return False otherwise.
+
+        Raises:
+            Exception: the error that the operation raised.
+            RuntimeError: if the queue is closed.
+        """
+        if self._runner == threading.get_ident():
+            operation()
+            return True
+        if self._unfinished:
+            return False
+        with self._running:
+            if self._closed:
+                raise RuntimeError(_closed_text(name))
+            self._runner = threading.get_ident()
+            try:
+                operation()
+            finally:
+                self._runner = 0
+        return True
+
     def submit(self, operation: Callable[[], None], work: Work, keys: Iterable[Hashable], priority: int) -> None:
         """Run an operation in the queue's thread; if called from inside another operation, run it at once.
 
@@ -161,7 +183,7 @@ class WorkQueue:
 
     def _check_open(self, work: Work) -> None:
         if self._closed:
-            raise RuntimeError(f"{work._name} was called after close(): its store or communicator is closed")
+            raise RuntimeError(_closed_text(work._name))
 
     def _execute(self, operation: Callable[[], None], work: Work, *, refuse_closed: bool = False) -> None:
         is_outermost = not self._is_inside()
@@ -216,3 +238,7 @@ class WorkQueue:
                 follower.blockers -= 1
                 if not follower.blockers:
                     heapq.heappush(self._ready, follower)
+
+
+def _closed_text(name: str) -> str:
+    return f"{name} was called after close(): its store or communicator is closed"

@@ -69,7 +69,7 @@ def tensors_of(values: Iterable[Iterable[Value]]) -> list[torch.Tensor]:
 
 def checked_priority(priority: Any) -> int:
     """Return ``priority``; raise TypeError unless it is an int."""
-    if isinstance(priority, bool) or not isinstance(priority, int):
+    if type(priority) is bool or not isinstance(priority, int):
         raise TypeError(f"priority is {priority!r}; expected an int")
     return priority
 
@@ -156,7 +156,7 @@ def _grouped(key: Any, value: Any) -> list[tuple[Key, list[Any]]]:
 
 
 def _checked_key(key: Any) -> Key:
-    if isinstance(key, bool) or not isinstance(key, (str, int)):
+    if type(key) is bool or not isinstance(key, (str, int)):
         raise TypeError(f"key is {key!r}, a {type(key).__name__}; expected a str or an int")
     return key
 

@@ -49,7 +49,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "Region": lambda v: (
         v is None or (isinstance(v, list) and len(v) == 2 and all(type(n) is int and n >= 0 for n in v))
     ),
-    "Entries": lambda v: isinstance(v, list) and all(_is_entry(one) for one in v),
+    "Entries": lambda v: isinstance(v, list) and all(map(_is_entry, v)),
     "Definitions": lambda v: isinstance(v, list) and all(_is_definition(one) for one in v),
 }
 Rank = int
@@ -80,7 +80,6 @@ class Message:
     kind: ClassVar[int]
     fields: ClassVar[tuple[tuple[str, str, Callable[[Any], bool]], ...]]
     """Name, type and check of each field."""
-    names: ClassVar[tuple[str, ...]]
 
 
 def message(kind: int) -> Callable[[type[_M]], type[_M]]:
@@ -89,7 +88,6 @@ def message(kind: int) -> Callable[[type[_M]], type[_M]]:
     def decorate(cls: type[_M]) -> type[_M]:
         cls.kind = kind
         cls.fields = tuple((one.name, str(one.type), _CHECKS[str(one.type)]) for one in fields(cls))  # type: ignore[arg-type]
-        cls.names = tuple(name for name, _, _ in cls.fields)
         _kinds[kind] = cls
         return cls
 
@@ -98,7 +96,7 @@ def message(kind: int) -> Callable[[type[_M]], type[_M]]:
 
 def pack(one: Message) -> bytes:
     """Return the header frame of a message."""
-    return bytes(msgpack.packb([VERSION, one.kind, *[getattr(one, name) for name in one.names]]))
+    return bytes(msgpack.packb([VERSION, one.kind, *vars(one).values()]))
 
 
 def unpack(frame: bytes | memoryview, most: int = MAX_HEADER + MAX_COLLECTIVE) -> Message:

@@ -65,11 +65,11 @@ class PullTargets:
 
     def requests(self, rounds: Mapping[Key, int], what: str, priority: int) -> list[Request]:
         """Return the requests for all shards; ``rounds``: round of each key."""
-        wanted = [target.shard for target in self._targets.values()]
+        wanted = [(target.shard, target.shard, target.shard.nbytes) for target in self._targets.values()]
         requests = []
-        for server, shards in grouped_by_server(((shard, shard, shard.nbytes) for shard in wanted), _MESSAGE_BYTES):
+        for server, shards in grouped_by_server(wanted, _MESSAGE_BYTES):
             entries = [[shard.number, rounds[shard.layout.key], DENSE, 0] for shard in shards]
-            handler = self.handler(server, [shard.number for shard in shards])
+            handler = self.handler(server, [entry[0] for entry in entries])
             message = _message(entries)
             requests.append(Request(server, message, what, on_answer=handler, priority=priority, wants_values=True))
         return requests

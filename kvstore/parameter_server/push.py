@@ -106,11 +106,20 @@ class PushEncoder:
         """
         requests = []
         fates = PushFates()
-        for server, group in grouped_by_server(((one, one.shard, one.nbytes) for one in values), _MESSAGE_BYTES):
-            entries = [[one.shard.number, rounds[one.shard.layout.key], one.kind, one.nbytes] for one in group]
-            nbytes = sum(aligned(one.nbytes) for one in group)
-            request = Request(server, _no_message, what, nbytes=max(nbytes, 1), priority=priority)
+        for server, group in grouped_by_server([(one, one.shard, one.nbytes) for one in values], _MESSAGE_BYTES):
+            entries: list[list[int]] = []
+            nbytes = 0
+            for one in group:
+                shard, size = one.shard, one.nbytes
+                entries.append([shard.number, rounds[shard.layout.key], one.kind, size])
+                fates.keys[shard.number] = shard.layout.key
+                nbytes += aligned(size)
+            shards = [entry[0] for entry in entries]
+            request = Request(
+                server, _no_message, what, nbytes=nbytes or 1, priority=priority, shards=shards, fates=fates
+            )
             region = None
+            owns_data = True
             if self._pool is not None and self._shares_memory[server] and nbytes > INLINE:
                 offset = self._pool.allocate(nbytes)
                 region = [offset, nbytes]
@@ -118,18 +127,18 @@ class PushEncoder:
                     one.write(self._pool.tensor_at(offset, one.nbytes))
                     offset += aligned(one.nbytes)
                 request.on_release = partial(self._pool.free, region[0])
-                request.owns_data = True
             else:
-                request.frames = [frame_of(one.total()) for one in group]
-                frames = zip(group, request.frames, strict=True)
-                request.owns_data = all(one.owns_data or isinstance(frame, bytes) for one, frame in frames)
-            request.shards = [one.shard.number for one in group]
-            request.fates = fates
-            fates.keys.update((one.shard.number, one.shard.layout.key) for one in group)
+                frames: list[bytes | memoryview] = []
+                for one in group:
+                    frames.append(frame_of(one.total()))
+                    owns_data &= isinstance(frames[-1], bytes) or one.owns_data
+                request.frames = frames
             request.message = _message(entries, weight, learning_rate, targets is not None, region)
-            if targets is not None:
+            if targets is None:
+                request.completes_when_sent = owns_data
+            else:
                 request.wants_values = True
-                request.on_answer = targets.handler(server, [one.shard.number for one in group])
+                request.on_answer = targets.handler(server, shards)
             requests.append(request)
         return requests
 

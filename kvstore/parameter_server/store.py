@@ -280,11 +280,11 @@ class DistStore(KVStore):
             targets = None if merged_outs is None else self._targets(merged_outs, work)
             try:
                 sources = on_host() if on_host else pairs
-                values = self._encoder.encode(((key, own, self._shards[key]) for key, own in sources), weight)
+                values = self._encoder.encode([(key, own, self._shards[key]) for key, own in sources], weight)
             except Exception as error:
                 self._refuse_rounds([key for key, _ in pairs], error)
                 raise
-            rounds = self._next_rounds(key for key, _ in pairs)
+            rounds = self._next_rounds([key for key, _ in pairs])
             try:
                 requests = self._encoder.requests(values, rounds, rate, targets, work.name, priority, weight)
             except Exception as error:
@@ -363,9 +363,9 @@ class DistStore(KVStore):
     ) -> Work:
         """Prepare requests after earlier calls on the same keys; the Work completes when they are answered."""
         self._raise_late_error()
-        keys = list(dict.fromkeys(key for key, _ in pairs))
+        keys = list(dict(pairs))
         shown = f"{name} of " + (f"key {keys[0]!r}" if len(keys) == 1 else f"{len(keys)} keys")
-        section = self._streams.behind_caller(tensors_of(values for _, values in pairs))
+        section = self._streams.behind_caller(tensors_of([values for _, values in pairs]))
         work = RequestWork(shown, section.join)
         pending = PendingRequests(work, shown, self._encoder.pull_codec, self._keep_late_error, section.resumed)
 
@@ -378,7 +378,8 @@ class DistStore(KVStore):
         if async_op:
             self._queue.submit(run, Work(name), keys, priority)
             return work
-        self._queue.run(run, Work(name), keys, priority)
+        if not self._queue.run_now(run, name):
+            self._queue.run(run, Work(name), keys, priority)
         work.is_awaited = True
         self._servers.wait(work.is_completed)
         self._servers.watch_connections()

@@ -46,8 +46,8 @@ class Request:
     """Bytes of data, which count as in flight until the server has received them."""
     frames: Sequence[bytes | memoryview] = ()
     """Data frames, one per entry, if the data are not in shared memory."""
-    owns_data: bool = False
-    """True if the payload is a private copy; a push without reply then completes when sent, not when acknowledged."""
+    completes_when_sent: bool = False
+    """True for a push without reply whose payload is a private copy: it completes before it is acknowledged."""
     on_answer: Callable[[Message, list[Tensor]], bool] = lambda *_: True
     """Called with each answer and its data; returns whether the request is complete."""
     on_sent: Callable[[], None] = lambda: None
@@ -58,8 +58,8 @@ class Request:
     priority: int = 0
     shards: Sequence[int] = ()
     """Shards of a push; empty for other requests."""
-    fates: PushFates = field(default_factory=lambda: PushFates())
-    """Fate of the push of which this is a part."""
+    fates: PushFates | None = None
+    """Fate of the push of which this is a part; None: it is not part of a push."""
     wants_values: bool = False
     """True if an answer with data follows; otherwise the request is complete when it is acknowledged."""
     is_awaited: Callable[[], bool] = lambda: False
@@ -74,14 +74,11 @@ class Request:
 
     def mark(self, fate: str, shards: Iterable[int] | None = None) -> None:
         """Record the fate of a push on some of its shards; None: on all of those whose fate is unknown."""
+        if self.fates is None:
+            return
         of_shard = self.fates.of_shard
         unknown = [shard for shard in self.shards if shard not in of_shard]
         of_shard.update(dict.fromkeys(unknown if shards is None else set(self.shards) & set(shards), fate))
-
-    @property
-    def completes_when_sent(self) -> bool:
-        """True if nobody waits for an acknowledgement or an answer."""
-        return self.owns_data and not self.wants_values
 
 
 def describe_fates(fates: Mapping[Key, str]) -> str:

@@ -106,7 +106,7 @@ class PendingRequests:
         """Called when all requests have succeeded."""
         self.on_push_error: Callable[[BaseException, Mapping[Key, str]], None] = lambda *_: None
         """Called with the first error of a push and the fate of the push for each key."""
-        self._fates = PushFates()
+        self._fates: PushFates | None = None
         self._on_streams = on_streams
         self._work = work
         self._open = 1
@@ -119,8 +119,7 @@ class PendingRequests:
         with self._lock:
             self._open += len(requests)
         for request in requests:
-            if request.shards:
-                self._fates = request.fates
+            self._fates = self._fates or request.fates
             request.is_awaited = self._is_awaited
             if request.completes_when_sent:
                 request.on_sent = partial(self._end, None)
@@ -177,9 +176,10 @@ class PendingRequests:
 
     def _explain(self, error: BaseException) -> None:
         """Add to the first error of a push what has become of the push."""
-        fates, self._fates = self._fates.of_keys(), PushFates()
-        if not fates:
+        pushed, self._fates = self._fates, None
+        if pushed is None:
             return
+        fates = pushed.of_keys()
         if isinstance(error, GanglineError):
             error.fates = fates
             error.args = (f"{error.args[0]}; {describe_fates(fates)}", *error.args[1:])
@@ -348,8 +348,9 @@ class ServerClient:
                 finally:
                     self._driving.release()
                 self._send_queued()
-        if any(connection.channel.is_full for connection in self._connections):  # bytes are left in a channel's queue
-            self.drive_in_background()
+        for connection in self._connections:
+            if connection.channel.is_full:  # bytes are left in its queue
+                self.drive_in_background()
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Close the sockets once servers have received all requests; fail what is still pending. Idempotent.
@@ -506,7 +507,8 @@ class ServerClient:
         return any(connection.read_at > begin for connection in self._connections)
 
     def _progress(self, timeout_ms: int, spin_seconds: float = 0.0) -> None:
-        self._flush_outbox()
+        if self._outbox:
+            self._flush_outbox()
         events = self._poller.wait(timeout_ms, spin_seconds)
         if self._event_fd in events:
             with contextlib.suppress(BlockingIOError):
@@ -516,7 +518,8 @@ class ServerClient:
                 self._greet(connection)
             self._receive(server, connection, events)
         self._check()
-        self._flush_outbox()
+        if self._outbox:
+            self._flush_outbox()
 
     def _greet(self, connection: _ServerConnection) -> None:
         """Send Hello on a new connection, then repeat unanswered requests, which may be lost, under their numbers."""

@@ -172,7 +172,8 @@ class StreamChannel:
         if self._stream is None or self._stream.fileno() not in events:
             return
         try:
-            self._stream.flush()
+            if self._stream.is_full:
+                self._stream.flush()
             yield from self._stream.receive()
         except (OSError, ProtocolError):
             self.close()

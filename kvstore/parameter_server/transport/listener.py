@@ -150,7 +150,8 @@ class Listener:
     def _receive_from(self, descriptor: int) -> Iterator[tuple[bytes, list[memoryview]]]:
         stream = self._streams[descriptor]
         try:
-            stream.flush()
+            if stream.is_full:
+                stream.flush()
             for frames in stream.receive():
                 identity = self._identities.get(descriptor)
                 if identity is None:  # the first message is the identity

@@ -74,7 +74,7 @@ class UnixStream:
         Raises:
             ConnectionError: if the peer has closed the connection.
         """
-        sizes = [len(frame) for frame in frames]
+        sizes = list(map(len, frames))
         head = _head(len(frames)).pack(_MAGIC, len(frames), *sizes)
         if not self._queue and sum(sizes) < _READ:  # fast path: one system call, which nearly always takes it all
             whole = b"".join((head, *frames))
@@ -147,7 +147,7 @@ class UnixStream:
             self._partial += chunk
             data = self._partial
         begin = 0
-        while (message := _message_at(data, begin)) is not None:
+        while begin < len(data) and (message := _message_at(data, begin)) is not None:
             frames, begin = message
             yield frames
         if data is chunk:

@@ -234,7 +234,7 @@ def test_a_request_that_owns_its_data_completes_when_sent(client: ServerClient, 
     works = [Work(f"push {number}") for number in range(3)]
     for number, owns_data in enumerate([True, True, False]):
         request = push(number, 0, 10, [])
-        request.owns_data = owns_data
+        request.completes_when_sent = owns_data
         with PendingRequests(works[number], "push", on_late_error=late.append) as pending:
             pending.submit([request], client)
     assert [work.is_completed() for work in works] == [True, True, False]
@@ -254,7 +254,7 @@ def test_a_request_that_completes_when_sent_does_not_complete_before(client: Ser
     works = [Work(f"push {number}") for number in range(2)]
     for number, work in enumerate(works):
         request = push(number, 0, 10 * MIB, [])
-        request.owns_data = True
+        request.completes_when_sent = True
         with PendingRequests(work, "push") as pending:
             pending.submit([request], client)
     assert [work.is_completed() for work in works] == [True, False]  # the window is full
@@ -268,7 +268,7 @@ def test_a_request_that_completes_when_sent_does_not_complete_before(client: Ser
 def test_close_names_what_was_not_delivered(client: ServerClient) -> None:
     for number in range(6):  # four are in flight, two wait for the window
         request = push(number, 0, 4 * MIB, [])
-        request.owns_data = True
+        request.completes_when_sent = True
         client.submit(request)
     text = "closed its store, but servers may not have received push 0, push 1, .*, push 5 within 0.05 s"
     with pytest.raises(StallError, match=text):
