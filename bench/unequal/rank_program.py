@@ -45,8 +45,9 @@ def serve(connection: Connection) -> None:
     """Run what the driver asks for until it closes the connection.
 
     A request is (name, steps): "ddp" or "balanced" trains, "renew" begins a new balanced run, and "alone" and "share
-    alone" train for so many seconds batches of the equal split or of the balanced one. The answer holds the seconds, the steps, and the samples of each rank in the last batch; for "trace
-    ddp" and "trace balanced" a list of `Step` instead of the seconds.
+    alone" train for so many seconds with batches of the equal split or of the balanced one. The answer holds the
+    seconds, the steps, and the samples of each rank in the last batch; for "trace ddp" and "trace balanced" a list of
+    `Step` instead of the seconds.
     """
     options: RankOptions = connection.recv()
     os.sched_setaffinity(0, {options.core})

@@ -92,7 +92,7 @@ def measure(
         def each_alone(request: str) -> float:
             """Train all ranks at once without communication: cores may share caches, memory and a clock."""
             answers = _answers(pool, request, run_seconds, everybody)
-            rates = [
+            rates: list[float] = [
                 steps * (shares[rank] if shares else batch_size) / seconds
                 for rank, (seconds, steps, shares) in sorted(answers.items())
             ]
