@@ -316,7 +316,8 @@ class SchedulerClient:
             return f"the scheduler {self.lost}"
         for (role, rank), why in self.gone.items():
             if role == "worker":
-                return f"worker {rank} {why or 'has left the job'}"
+                causes = [f"; {other} {one} {text}" for (other, one), text in self.gone.items() if text and not why]
+                return f"worker {rank} {why or 'has left the job'}{''.join(causes)}"
         return ""
 
     def _send(self, message: Message) -> None:
