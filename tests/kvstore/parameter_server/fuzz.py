@@ -87,11 +87,13 @@ class Mutator:
     """
 
     def __init__(self, recorded: list[list[bytes]], chance: random.Random) -> None:
+        self.round = 0
+        """Last round that the server has answered with."""
         self._recorded = recorded
         self._chance = chance
         self._ways: list[Callable[[list[bytes]], list[list[bytes]]]] = [
-            self._flip, self._truncate, self._repeat, self._reorder, self._bomb, self._odd_field, self._odd_field,
-            self._odd_entry, self._odd_entry, self._other_kind, self._odd_frames,
+            self._flip, self._truncate, self._bomb, self._odd_field, self._odd_frames, self._other_kind,
+            *[self._repeat, self._reorder] * 2, *[self._other_number] * 8,
         ]  # fmt: skip
 
     def messages(self) -> Iterator[list[bytes]]:
@@ -128,22 +130,23 @@ class Mutator:
         return [[frames[0][:at] + bomb + frames[0][at + len(bomb) :] if at else bomb, *frames[1:]]]
 
     def _odd_field(self, frames: list[bytes]) -> list[list[bytes]]:
-        return self._edit(frames, lambda items: items.__setitem__(self._chance.randrange(len(items)), self._odd()))
+        return self._edit(
+            frames, lambda items: items.__setitem__(self._chance.randrange(len(items)), self._chance.choice(_ODD))
+        )
 
-    def _odd(self) -> Any:
-        return self._chance.choice(_ODD)
+    def _other_number(self, frames: list[bytes]) -> list[list[bytes]]:
+        """Name another shard, round, kind or size in an entry, or another message, rank or collective."""
 
-    def _odd_entry(self, frames: list[bytes]) -> list[list[bytes]]:
         def edit(items: list[Any]) -> None:
-            lists = [one for one in items if isinstance(one, list) and one and isinstance(one[0], list)]
-            if lists:
-                entry = self._chance.choice(lists[0])
-                if entry:
-                    at = self._chance.randrange(len(entry))
-                    near = entry[at] if type(entry[at]) is int else 0
-                    entry[at] = self._chance.choice((near + 1, near - 1, near + 50, 0, 2**40, 2**62, self._odd()))
-            elif len(items) > 2:  # a number: of a rank, a message or a collective
-                items[2] = self._chance.choice((0, 1, 2, 3, 1000, 2**40, 2**62, self._odd()))
+            entries = [one for field in items if isinstance(field, list) for one in field if isinstance(one, list)]
+            numbers = self._chance.choice(entries) if entries and self._chance.random() < 0.7 else items
+            begin = 2 if numbers is items else 0
+            places = [at for at, one in enumerate(numbers) if at >= begin and type(one) is int]
+            if places:
+                at = self._chance.choice(places)
+                near = numbers[at]
+                far = self._chance.choice((self.round + self._chance.randrange(4), self._chance.getrandbits(62)))
+                numbers[at] = self._chance.choice((near + 1, near - 1, 0, 1, 2, 3, 4, 2**62 - 1, far, far, far))
 
         return self._edit(frames, edit)
 
@@ -281,7 +284,8 @@ class Attack:
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._answered = 0
         to_server, to_scheduler = self._record()
-        self._to_server = Mutator(to_server, self._chance).messages()
+        self._mutator = Mutator(to_server, self._chance)
+        self._to_server = self._mutator.messages()
         self._to_scheduler = Mutator(to_scheduler, self._chance).messages()
         self._begin: dict[str, int] = {}
 
@@ -412,6 +416,8 @@ class Attack:
             message = protocol.unpack(frames[0])
             if isinstance(message, Failed):
                 self.count["server"].failed += 1
+            if isinstance(message, Values):
+                self._mutator.round = max([self._mutator.round, *(entry[1] for entry in message.entries)])
             if isinstance(message, Values | Failed) and message.number:
                 channel.send([protocol.pack(ValuesRead([message.number]))])
             found |= getattr(message, "sequence", 0) == sequence
