@@ -9,10 +9,10 @@ PHASES = ("join", "init", "push", "update", "pull", "barrier", "end")
 
 _WORKER = {
     "join": "join 1",
-    "init": "barrier 1",
+    "init": "meet 3",
     "push": "push-sent 6",
     "pull": "pull 4",
-    "barrier": "barrier 2",
+    "barrier": "barrier 1",
     "end": "leave 1",
 }
 _SERVER = {

@@ -62,7 +62,7 @@ def faults(
     if (why := obstacle()) is not None:
         chosen = [case for case in chosen if " - " not in case.where]
         print(f"without links: {why}", file=sys.stderr)
-    process_pool.PRELOAD += ("gangline.bench.faults.job",)
+    process_pool.PRELOAD += ("gangline.bench.faults.job", "torch._dynamo")  # optimizers import the latter for seconds
     undisturbed = _Run(Case("none", "none", "none", "", ""), timeout).run()["weights"]
     rows = []
     with ThreadPoolExecutor(jobs) as pool:
