@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -176,7 +177,7 @@ def _stop(seconds: float | None) -> None:
     if seconds is not None:
         code = f"import os, signal, time; time.sleep({seconds}); os.kill({own}, signal.SIGCONT)"
         subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True)  # noqa: S603  numbers only
-    os.kill(own, signal.SIGSTOP)
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # kill() would let this thread run on for a moment
 
 
 def shut_down_connections(port: int) -> None:

@@ -152,7 +152,7 @@ class _Run:
             self._send_junk()
         elif self._is_link:
             self._cut("replace")
-        if case.where != case.watched:
+        if (case.where, case.what) != (case.watched, "stopped"):
             self._signal(case.watched, signal.SIGCONT)
         if case.what == "cut 5 s":
             time.sleep(_CUT_SECONDS)

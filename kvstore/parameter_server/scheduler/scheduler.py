@@ -134,8 +134,9 @@ class Scheduler:
 
     def _receive(self) -> None:
         frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        identity, descriptor = frames[0].bytes, int(frames[-1].get(zmq.SRCFD))
+        identity = frames[0].bytes
         try:
+            descriptor = _descriptor_of(frames[-1])
             if len(frames) != 2:
                 raise ProtocolError(f"received a message of {len(frames)} frames; expected 2")
             message = protocol.unpack(frames[1].buffer)
@@ -356,6 +357,14 @@ class Scheduler:
             if error.errno == zmq.EHOSTUNREACH:
                 member.disconnected_at = member.disconnected_at or time.monotonic()
             _log.debug("%s could not be sent to %s: %s", type(message).__name__, member.name, error)
+
+
+def _descriptor_of(frame: zmq.Frame) -> int:
+    """Return the descriptor of the connection by which a frame came."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        raise ProtocolError("received a message of a peer with an old version of ZeroMQ's protocol") from None
 
 
 def main() -> int:
