@@ -8,7 +8,6 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -48,7 +47,13 @@ class Place:
         """Do nothing."""
 
 
-def play(place: Place, hosts: Sequence[str], addresses: Sequence[str], variables: Mapping[str, str], disk: str) -> Told:
+def play(
+    place: Place,
+    hosts: Sequence[str],
+    addresses: Sequence[str],
+    variables: Mapping[str, str],
+    states: Mapping[int, str],
+) -> Told:
     """Run the role of a rank.
 
     Args:
@@ -56,7 +61,7 @@ def play(place: Place, hosts: Sequence[str], addresses: Sequence[str], variables
         hosts: network namespace of each role; empty: this one.
         addresses: IP address of each role.
         variables: environment of the job.
-        disk: folder in which worker 0 saves the optimizer's state; "": it does not.
+        states: file in which worker 0 saves the optimizer's state, by step.
     """
     torch.set_num_threads(1)
     logging.getLogger("gangline").setLevel(logging.CRITICAL)
@@ -77,14 +82,14 @@ def play(place: Place, hosts: Sequence[str], addresses: Sequence[str], variables
             server.serve(from_environment())
         else:
             os.environ.update(DMLC_ROLE="worker", DMLC_WORKER_ID=str(place.rank - 2))
-            told = _train(times, disk)
+            told = _train(times, states)
     except Exception as error:  # noqa: BLE001  the table shows it
         told = Told(f"{type(error).__name__}: {error}", times)
     times.append(time.monotonic())
     return told
 
 
-def _train(times: list[float], disk: str) -> Told:
+def _train(times: list[float], states: Mapping[int, str]) -> Told:
     """Push a base-4 digit and a gradient in each step; return the digits of the sums and the digest of the weights."""
     with DistStore("dist_sync") as kv:
         kv.init("digits", torch.zeros(4, dtype=torch.float64))
@@ -98,8 +103,8 @@ def _train(times: list[float], disk: str) -> Told:
             kv.push("weights", torch.sin(weights * (kv.rank + 3)) / 16)
             kv.pull("weights", weights)
             kv.pull("digits", digits)
-            if disk and kv.rank == 0 and step in (2, STEPS - 1):
-                kv.save_optimizer_states(str(Path(disk, "states")))
+            if step in states and kv.rank == 0:
+                kv.save_optimizer_states(states[step])
             times.append(time.monotonic())
         kv.barrier()
         kv.pull("digits", digits)

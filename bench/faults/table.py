@@ -21,7 +21,7 @@ import typer
 
 from gangline.bench.driver.hosts import Hosts, obstacle
 from gangline.bench.faults.cases import PHASES, Case, cases
-from gangline.bench.faults.job import ROLES, Place, Told, play
+from gangline.bench.faults.job import ROLES, STEPS, Place, Told, play
 from gangline.bench.report.machine import command_line
 from gangline.bench.report.output import check_outputs, write_json
 from gangline.bench.report.rows import Row
@@ -41,6 +41,7 @@ _JUNK = (
     os.urandom(1 << 16),
 )
 """Bytes for a port: of another protocol, a message of nested arrays, a frame of 2^63 bytes, noise."""
+_FILLER = "filler"
 _starting = threading.Lock()
 
 
@@ -72,7 +73,7 @@ def faults(
                 print("  ".join(str(value) for value in rows[-1].values()), flush=True)
     if markdown:
         print("| where | fault | when | outcome | s | left |\n| --- | --- | --- | --- | --- | --- |")
-        for row in sorted(rows, key=lambda row: (str(row["where"]), str(row["fault"]), PHASES.index(str(row["when"])))):
+        for row in sorted(rows, key=_order):
             print(f"| {' | '.join(str(value) for value in row.values())} |")
     if json is not None:
         write_json(command_line(), rows, json)
@@ -117,6 +118,7 @@ class _Run:
             self._kill_all()
             outcomes = dict(zip(ROLES, ending.result(), strict=True))
             files = [one.name for one in Path(folder).iterdir() if not one.name.startswith("torchinductor")]
+            files += [one.name for one in Path(disk).iterdir() if one.name != _FILLER] if disk else []
         return self._row(outcomes, running, [*left, *files])
 
     def _arguments(self, folder: str, disk: str) -> tuple[Any, ...]:
@@ -130,7 +132,8 @@ class _Run:
         places = (0, 2, 0, 1)
         names = [self._hosts.names[place] for place in places] if self._hosts else []
         addresses = [self._hosts.addresses[place] for place in places] if self._hosts else ["127.0.0.1"] * 4
-        return names, addresses, variables, disk
+        states = {STEPS - 1 if case.when == "end" else 2: str(Path(disk, "states"))} if disk else {}
+        return names, addresses, variables, states
 
     def _survivors(self) -> list[str]:
         return [role for role in ROLES if role != self._case.where or self._case.what not in ("killed", "stopped")]
@@ -235,8 +238,8 @@ class _Run:
 
 
 def _short(text: str) -> str:
-    """Return the error's class and the cause in its text, without the call that it ended."""
-    return re.sub(r" \((worker|pull|push|init|barrier|set_optimizer|exchange)[^()]*\)", "", text.split("; ")[0])
+    """Return the error's class and the cause in its text, without call, key and address."""
+    return re.sub(r" \([^()]*\)|(?<= at) tcp://\S+", "", text.split("; ")[0])
 
 
 def _state(pid: int) -> str:
@@ -279,7 +282,7 @@ def _full_disk() -> Iterator[str]:
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "full", folder], check=True)  # noqa: S607
         try:
             with suppress(OSError):
-                Path(folder, "filler").write_bytes(bytes(8192))
+                Path(folder, _FILLER).write_bytes(bytes(8192))
             yield folder
         finally:
             subprocess.run(["umount", "-l", folder], check=True)  # noqa: S607
