@@ -79,6 +79,10 @@ def faults(
         write_json(command_line(), rows, json)
 
 
+def _order(row: Row) -> tuple[str, str, int]:
+    return str(row["where"]), str(row["fault"]), PHASES.index(str(row["when"]))
+
+
 def _judged(row: Row, undisturbed: str) -> Row:
     """Return the row with its weights compared with those of an undisturbed job."""
     weights = row.pop("weights")
@@ -239,7 +243,7 @@ class _Run:
 
 def _short(text: str) -> str:
     """Return the error's class and the cause in its text, without call, key and address."""
-    return re.sub(r" \([^()]*\)|(?<= at) tcp://\S+", "", text.split("; ")[0])
+    return re.sub(r" \([^()]*\)| at tcp://\S+", "", text.split("; ")[0])
 
 
 def _state(pid: int) -> str:
