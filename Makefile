@@ -3,7 +3,7 @@ VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all lint format wheel docs peers engines clean
+.PHONY: train test test-all fuzz lint format wheel docs peers engines clean
 
 train: $(VENV)/.installed
 	$(BIN)/gangline train --network lenet --dataset digits --cpus 2 --kv-store device
@@ -14,6 +14,11 @@ test: lint
 
 test-all: lint
 	$(BIN)/pytest -n 2 --dist loadfile --hypothesis-profile=explore
+
+# A million mutated messages to a live job in each mode: `make fuzz MESSAGES=20000`.
+MESSAGES ?= 1000000
+fuzz: $(VENV)/.installed
+	$(BIN)/python -m tests.kvstore.parameter_server.fuzz --messages $(MESSAGES)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

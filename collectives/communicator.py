@@ -25,7 +25,7 @@ from gangline.collectives.engine.arguments import (
     result_or_in_place,
     result_tensor,
 )
-from gangline.collectives.engine.engine import Engine, GroupResources
+from gangline.collectives.engine.engine import Engine, GroupResources, make_engine
 from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.engine.host_staging import data_of, flat_values, is_contiguous_on_cpu
 from gangline.collectives.engine.point_to_point import PointToPoint
@@ -139,7 +139,7 @@ class Communicator:
         self.transport = resources.medium
         """Transport between the ranks: "shared_memory", "ipc", "tcp" or "in_process"."""
         self._resources = resources
-        self._engine = Engine(resources)
+        self._engine = make_engine(resources)
         self._host = HostCollectives(self._engine)
         self._gpus = NcclSelection(self._engine, self._host)
         self._dispatcher = _Dispatcher(self._engine, self._host, self._gpus)

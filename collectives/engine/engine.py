@@ -15,6 +15,7 @@ from gangline.collectives import algorithms
 from gangline.collectives.call_signature import CallSignature
 from gangline.collectives.engine.executor import MisplacedMessageError
 from gangline.collectives.errors import GanglineError
+from gangline.collectives.faults import Script, script_of
 from gangline.collectives.liveness.membership import Membership
 from gangline.collectives.liveness.watchdog import Watchdog, mismatch
 from gangline.collectives.schedule import Step
@@ -239,6 +240,24 @@ class Engine:
                 return error
             time.sleep(0.01)
         return mismatch({misplaced.source: misplaced.message_tag, self.resources.rank: (self._sequence, code)})
+
+
+class ScriptedEngine(Engine):
+    """Engine of a rank with scripted faults, for tests."""
+
+    def __init__(self, resources: GroupResources, faults: Script) -> None:
+        super().__init__(resources)
+        self._faults = faults
+
+    def begin(self, code: int) -> int:  # noqa: D102  see Engine
+        self._faults.reach("collective")
+        return super().begin(code)
+
+
+def make_engine(resources: GroupResources) -> Engine:
+    """Return the engine of a communicator, with faults if GANGLINE_FAULT is set."""
+    faults = script_of("rank", resources.rank)
+    return Engine(resources) if faults is None else ScriptedEngine(resources, faults)
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -21,6 +21,7 @@ class _Benches(TyperGroup):
         from gangline.bench.compression import compression
         from gangline.bench.device_group import device_group
         from gangline.bench.driver.hosts import hosts
+        from gangline.bench.faults.table import faults
         from gangline.bench.kvstore import kvstore
         from gangline.bench.parameter_server import ps
         from gangline.bench.report.compare import compare
@@ -51,6 +52,7 @@ class _Benches(TyperGroup):
         benches.command()(startup)
         benches.command()(connect)
         benches.command()(simplicity)
+        benches.command()(faults)
         benches.command(context_settings={"allow_interspersed_args": False})(
             hosts
         )  # options after COMMAND belong to it

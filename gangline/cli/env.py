@@ -225,6 +225,11 @@ VARIABLES = (
     ),
     Variable("GANGLINE_SUPERVISED", "0", "Set by `gangline launch`: servers wait for workers without a limit."),
     Variable("GANGLINE_ANNOUNCE_FD", "", "Set for a scheduler that chooses its port: where it writes the port."),
+    Variable(
+        "GANGLINE_FAULT",
+        "",
+        "Scripted faults, for tests only; see [reliability.md](reliability.md#scripted-faults).",
+    ),
     Variable("GANGLINE_PARENT", "", "Set for a scheduler or server that a worker starts: the worker's process id."),
     Variable("DMLC_ROLE", "", "worker, server or scheduler."),
     Variable("DMLC_PS_ROOT_URI", "", "Address of the scheduler."),

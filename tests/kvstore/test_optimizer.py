@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import re
+import resource
+import signal
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -956,3 +959,29 @@ def test_states_need_an_optimizer(kv: KVStore, tmp_path: Path, set_one: bool) ->
         with pytest.raises(RuntimeError, match="needs an optimizer; call set_optimizer first"):
             bare.load_optimizer_states(tmp_path / "states")
     assert not (tmp_path / "other").exists()
+
+
+@contextmanager
+def limited_files(nbytes: int) -> Iterator[None]:
+    """Let writing beyond a size fail, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_file_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    kv = create("local")
+    kv.init("key", torch.zeros(1000))
+    kv.set_optimizer("adam")
+    kv.pushpull("key", torch.ones(1000), torch.empty(1000))
+    kept = tmp_path / "states"
+    kept.write_text("as before")
+    with limited_files(1024), pytest.raises(OSError, match=r"states.* cannot be written: .*"):
+        kv.save_optimizer_states(kept)
+    assert [path.name for path in tmp_path.iterdir()] == ["states"]
+    assert kept.read_text() == "as before"

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import zmq
@@ -24,6 +25,7 @@ from gangline.collectives.errors import (
     StallError,
     name_ranks,
 )
+from gangline.collectives.faults import Script, script_of, shut_down_connections
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.process_state import this_process
 from gangline.collectives.transports.addresses import required_key
@@ -50,6 +52,7 @@ from gangline.kvstore.parameter_server.protocol import (
     Withdraw,
     Withdrawn,
 )
+from gangline.kvstore.parameter_server.transport.scripted import points_of, port_of
 from gangline.kvstore.parameter_server.transport.socket_buffers import close_cut_connections
 
 _log = logging.getLogger("gangline")
@@ -103,6 +106,8 @@ class SchedulerClient:
         """True once the scheduler has ended the job."""
         self.on_change: Callable[[], None] = lambda: None
         """Called in the thread when ``gone``, ``lost`` or ``is_over`` has changed."""
+        self.faults = script_of(role, rank)
+        """Scripted faults of this process, for tests; None: none."""
         bounds = limits()
         self._timeout = bounds.timeout if timeout is None else timeout
         self._number = 0
@@ -135,6 +140,8 @@ class SchedulerClient:
             self.close()
             raise
         self.rank = registered.rank
+        if self.faults is not None:
+            self.faults.rank = self.rank
         self.view: int = registered.view
         self.num_workers: int = registered.workers
         self.servers: list[str] = registered.servers
@@ -313,7 +320,8 @@ class SchedulerClient:
             return f"the scheduler {self.lost}"
         for (role, rank), why in self.gone.items():
             if role == "worker":
-                return f"worker {rank} {why or 'has left the job'}"
+                causes = [f"; {other} {one} {text}" for (other, one), text in self.gone.items() if text and not why]
+                return f"worker {rank} {why or 'has left the job'}{''.join(causes)}"
         return ""
 
     def _send(self, message: Message) -> None:
@@ -385,7 +393,10 @@ class SchedulerClient:
                 outgoing.append(Heartbeat())
                 heartbeat_at = time.monotonic() + self._heartbeat
             for message in outgoing:
-                self._socket.send(protocol.pack(message))
+                if self.faults is None:
+                    self._socket.send(protocol.pack(message))
+                else:
+                    self._pass_on(message, "sent", partial(self._socket.send, protocol.pack(message)), self.faults)
             while self._socket.poll(0):
                 heard_at = time.monotonic()
                 self._receive(self._socket.recv())
@@ -425,6 +436,15 @@ class SchedulerClient:
         except ProtocolError as error:
             _log.warning("%s drops a message of the scheduler: %s", self.role, error)
             return
+        if self.faults is None:
+            self._handle(message)
+        else:
+            self._pass_on(message, "received", partial(self._handle, message), self.faults)
+
+    def _pass_on(self, message: Message, way: str, act: Callable[[], object], faults: Script) -> None:
+        faults.pass_on(points_of(message), way, act, partial(shut_down_connections, port_of(self._address)))
+
+    def _handle(self, message: Message) -> None:
         match message:
             case Registered(_, _, _, _, heartbeat, limit):
                 self._heartbeat, self._limit, self._is_registered = heartbeat, limit, True

@@ -42,9 +42,10 @@ from gangline.kvstore.parameter_server.protocol import (
     ValuesRead,
     Welcome,
 )
-from gangline.kvstore.parameter_server.transport.client_channel import Channel, open_channel
+from gangline.kvstore.parameter_server.transport.client_channel import Channel
 from gangline.kvstore.parameter_server.transport.frames import tensor_of
 from gangline.kvstore.parameter_server.transport.poller import SPIN_SECONDS, Poller, Source
+from gangline.kvstore.parameter_server.transport.scripted import open_scripted
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool
 
 _log = logging.getLogger("gangline")
@@ -249,7 +250,7 @@ class ServerClient:
         self._poller = Poller()
         self._poller.add(self._event_fd)
         self._connections = [
-            _ServerConnection(open_channel(address, self._context, scheduler.identity, self._poller))
+            _ServerConnection(open_scripted(address, self._context, scheduler.identity, self._poller, scheduler.faults))
             for address in scheduler.servers
         ]
         scheduler.on_change = self._notify

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from gangline.collectives.environments.job_key import FILE
 from gangline.collectives.errors import ProtocolError, StallError
+from gangline.collectives.faults import Script, script_of, shut_down
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.process_state import state_of
 from gangline.collectives.transports.addresses import required_key, resolved
@@ -35,6 +38,7 @@ from gangline.kvstore.parameter_server.protocol import (
     Withdraw,
 )
 from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member
+from gangline.kvstore.parameter_server.transport.scripted import points_of
 from gangline.kvstore.parameter_server.transport.socket_buffers import close_cut_connections, cut_seconds
 
 _log = logging.getLogger("gangline")
@@ -72,6 +76,7 @@ class Scheduler:
         host = resolved(host)
         key = required_key(host)
         self._is_supervised = is_supervised
+        self._faults = script_of("scheduler", 0)
         self._state = JobState(workers, servers, os.environ.get("GANGLINE_JOB_ID", ""))
         bounds = limits()
         self._heartbeat, self._limit, self._timeout = bounds.heartbeat, bounds.heartbeat_limit, bounds.timeout
@@ -134,8 +139,9 @@ class Scheduler:
 
     def _receive(self) -> None:
         frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        identity, descriptor = frames[0].bytes, int(frames[-1].get(zmq.SRCFD))
+        identity = frames[0].bytes
         try:
+            descriptor = _descriptor_of(frames[-1])
             if len(frames) != 2:
                 raise ProtocolError(f"received a message of {len(frames)} frames; expected 2")
             message = protocol.unpack(frames[1].buffer)
@@ -151,7 +157,10 @@ class Scheduler:
                 if member is None:
                     return
             member.heard_at, member.disconnected_at, member.descriptor = time.monotonic(), 0.0, descriptor
-            self._handle(member, message)
+            if self._faults is None:
+                self._handle(member, message)
+            else:
+                self._pass_on(member, message, "received", partial(self._handle, member, message), self._faults)
         except ProtocolError as error:
             self.rejected += 1
             _log.warning("the scheduler drops a message: %s", error)
@@ -351,13 +360,30 @@ class Scheduler:
             if member.gone is None:
                 self._send(member, message)
 
+    def _pass_on(self, member: Member, message: Message, way: str, act: Callable[[], object], faults: Script) -> None:
+        faults.pass_on(points_of(message), (member.identity, way), act, partial(shut_down, member.descriptor))
+
     def _send(self, member: Member, message: Message) -> None:
+        if self._faults is None:
+            self._send_now(member, message)
+        else:
+            self._pass_on(member, message, "sent", partial(self._send_now, member, message), self._faults)
+
+    def _send_now(self, member: Member, message: Message) -> None:
         try:
             self._socket.send_multipart([member.identity, protocol.pack(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:  # it has died, or does not read and will exceed the heartbeat limit
             if error.errno == zmq.EHOSTUNREACH:
                 member.disconnected_at = member.disconnected_at or time.monotonic()
             _log.debug("%s could not be sent to %s: %s", type(message).__name__, member.name, error)
+
+
+def _descriptor_of(frame: zmq.Frame) -> int:
+    """Return the descriptor of the connection by which a frame came."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        raise ProtocolError("received a message of a peer with an old version of ZeroMQ's protocol") from None
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.errors import DeadNodeError, MismatchError
+from gangline.collectives.faults import Script
 from gangline.collectives.limits import limits
 from gangline.kvstore.parameter_server.server.optimizer_shards import ShardOptimizers
 from gangline.kvstore.parameter_server.server.shards import PushedValue, Round, Shard, Waiter
@@ -44,6 +45,8 @@ class ShardRounds:
         """True if a round needs all workers; otherwise each push is a round."""
         self.staleness = -1
         """Staleness bound in rounds, as in `protocol.Hello`; -1 for none."""
+        self.faults: Script | None = None
+        """Scripted faults of this server, for tests."""
         self.joined: set[int] = set()
         """Workers inside join(), which rounds do not wait for."""
         self.in_collectives: dict[int, tuple[str, int]] = {}
@@ -155,6 +158,8 @@ class ShardRounds:
                 table.index_add_(0, total.indices, total.values.to(table.dtype))
             elif not into_stored:  # without an optimizer, async mode adds to the value
                 shard.flat.add_(total) if shard.flat.dtype is not torch.bool else shard.flat.logical_or_(total)
+            if self.faults is not None:
+                self.faults.reach("update")
 
         def then(problem: str) -> None:
             self._closed(shard, ranks, pushes, problem)
@@ -193,6 +198,8 @@ class ShardRounds:
         for one in pushes:
             one.release()
         self._changed.add(shard)
+        if self.faults is not None:
+            self.faults.reach("close")
 
     def _answer_waiters(self, shard: Shard) -> None:
         """Send the value, or the error of the round, to waiters whose round is closed."""

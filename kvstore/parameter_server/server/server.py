@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from gangline.collectives.compression import Compression, parse
 from gangline.collectives.errors import DeadNodeError, MismatchError, ProtocolError
+from gangline.collectives.faults import VARIABLE
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.kvstore.group.remote_errors import error_name, text_with_traceback
@@ -42,6 +44,7 @@ from gangline.kvstore.parameter_server.server.shards import PushedValue, Shard, 
 from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from gangline.kvstore.parameter_server.transport.frames import INLINE, tensor_of
 from gangline.kvstore.parameter_server.transport.listener import Listener
+from gangline.kvstore.parameter_server.transport.scripted import ScriptedListener
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool, aligned, region_of
 
 _log = logging.getLogger("gangline")
@@ -80,6 +83,7 @@ class Server:
             lambda rank: self._rounds.is_awaited(rank),
         )
         self._rounds = ShardRounds(scheduler.num_workers, thread_pool, self._sessions.send_value, self._sessions.fail)
+        self._rounds.faults = scheduler.faults
         self._compression: Compression | None = None
         self._commands: list[tuple[WorkerSession, Command, list[memoryview]]] = []
         self.rejected = 0
@@ -449,10 +453,12 @@ def open_server(job: environment.ServerJob) -> Iterator[Server]:
     """Join a job as a server; leave it at the end of the block, with the reason if it fails."""
     keep_freed_memory()  # messages from sockets allocate up to 4 MiB each
     thread_pool = ThreadPool()
-    listener = Listener(job.interface, thread_pool.event_fd)
+    listener = (ScriptedListener if VARIABLE in os.environ else Listener)(job.interface, thread_pool.event_fd)
     try:
         timeout = math.inf if job.is_supervised else None
         scheduler = SchedulerClient("server", job.scheduler, address=listener.address, timeout=timeout)
+        if isinstance(listener, ScriptedListener):
+            listener.script = scheduler.faults
         try:
             yield Server(scheduler, listener, thread_pool)
         except Exception as error:

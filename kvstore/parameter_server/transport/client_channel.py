@@ -27,8 +27,9 @@ Frames = Sequence[bytes | memoryview]
 class Channel(Protocol):
     """Connection that is re-established when it is lost; the caller resends messages that were lost with it."""
 
-    disconnected_at: float
-    """`time.monotonic` seconds since when there is no connection; 0: there is one."""
+    @property
+    def disconnected_at(self) -> float:
+        """`time.monotonic` seconds since when there is no connection; 0: there is one."""
 
     @property
     def problem(self) -> str:

@@ -1,0 +1,1 @@
+"""`gangline bench faults`: jobs with scripted faults, and the table of what each one ends in."""

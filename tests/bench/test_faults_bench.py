@@ -1,0 +1,34 @@
+"""`gangline bench faults`: its cases are valid scripts, and a row says what a job ended in."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from gangline.bench.faults.cases import PHASES, cases
+from gangline.cli.bench import bench
+from gangline.collectives.faults import parse
+
+
+def test_the_cases_are_valid_and_differ() -> None:
+    rows = list(cases())
+    assert len(rows) == len({case[:3] for case in rows}) >= 60
+    assert {case.when for case in rows} == set(PHASES)
+    for case in rows:
+        assert not case.watched or parse(f"{case.watched} stop at {case.point}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("row", "outcome"),
+    [
+        ("server 0 killed push", "DeadNodeError: server 0 was killed or left: connection lost"),
+        ("scheduler junk pull", "goes on, digits exact, weights equal"),
+        ("worker 1 killed barrier", "DeadNodeError: worker 1 was killed or left: connection lost"),
+    ],
+)
+def test_a_row_tells_the_outcome(row: str, outcome: str) -> None:
+    done = CliRunner().invoke(bench, ["faults", "--only", row])
+    assert done.exit_code == 0, done.output
+    assert outcome in done.output
+    assert "nothing" in done.output
