@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gangline.collectives.environments.restart import restart_number, run_id
 from gangline.kvstore import KVStore
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.models.checkpoint import checkpoint
@@ -33,6 +35,8 @@ from gangline.models.trainable import Trainable
 BatchCallbacks = BatchCallback | Iterable[BatchCallback] | None
 EpochCallbacks = EpochCallback | Iterable[EpochCallback] | None
 Resume = str | Path | tuple[str | Path, int]
+_fits: Counter[tuple[Path, ...]] = Counter()
+"""Number of calls of `fit` in this process by the prefixes of their checkpoints."""
 _DEFAULT_REQUEST: tuple[str, str, dict[str, Any]] = ("local", "sgd", {})
 
 
@@ -78,7 +82,9 @@ def fit(module: Trainable, train_data: Any, eval_data: Any, eval_metric: Any, op
         as_list(options.eval_batch_end_callback),
         as_list(options.eval_end_callback),
     )
-    saved = _read_checkpoint(options.resume, _savers(callbacks))
+    savers = _savers(callbacks)
+    module.run_state.run = _name_of_run(savers)
+    saved = _read_own_checkpoint(savers, module.run_state.run) or _read_checkpoint(options.resume, savers)
     module.run_state.seed, module.run_state.data_generator = options.seed, train.generator
     _initialize(module, train, options)
     try:
@@ -216,6 +222,8 @@ def _log_beginning(
         nothing_left = "; nothing is left to train" * (begin_epoch >= options.num_epoch)
         module.logger.info("resuming from %s: %s are done%s", saved.path, done, nothing_left)
         return
+    if savers and restart_number():
+        module.logger.info("restart %d: no earlier start of this job has written a checkpoint", restart_number())
     for prefix in {saver.prefix for saver in savers}:
         replaced = [number for number in saved_epochs(prefix) if number > begin_epoch]
         if replaced:
@@ -334,6 +342,22 @@ def _check_int(name: str, value: Any, least: int) -> None:
 
 def _savers(callbacks: Callbacks) -> list[Checkpoint]:
     return [callback for callback in callbacks.all if isinstance(callback, Checkpoint)]
+
+
+def _name_of_run(savers: list[Checkpoint]) -> str | None:
+    """Return a name of this call of `fit` that is the same in every start of its job; None if the job has no name."""
+    prefixes = tuple(saver.prefix for saver in savers)
+    number, job = _fits[prefixes], run_id()
+    _fits[prefixes] += 1
+    return f"{job}/{number}" if job is not None else None
+
+
+def _read_own_checkpoint(savers: list[Checkpoint], run: str | None) -> checkpoint.Checkpoint | None:
+    """Return the newest checkpoint that this call of `fit` wrote in an earlier start of its job, if there is one."""
+    if run is None or not restart_number():
+        return None
+    found = checkpoint.newest_of_run((saver.prefix for saver in savers if saver.save_optimizer_states), run)
+    return checkpoint.read(*found) if found is not None else None
 
 
 def _read_checkpoint(resume: Resume | None, savers: list[Checkpoint]) -> checkpoint.Checkpoint | None:

@@ -99,7 +99,7 @@ def job(processes: dict[str, str], servers: float = 20, stop: float = 20, **opti
         "labels = [(label.partition(' '), command) for label, command in processes.items()]\n"
         "table = [Process(role, int(rank) if rank else None, ('sh', '-c', command), {})\n"
         "         for (role, _, rank), command in labels]\n"
-        "sys.exit(run(table, StopTimeouts(servers, stop)))\n"
+        "sys.exit(run(table, StopTimeouts(servers, stop)).code)\n"
     )
     return Launch([sys.executable, "-c", code, json.dumps([processes, servers, stop])], cwd=ROOT, **options)
 
