@@ -226,7 +226,7 @@ VARIABLES = (
     Variable(
         "GANGLINE_RESTART",
         "0",
-        "Set by `gangline launch`: the number of times that the job was started again (--max-restarts). Above 0, training "
+        "Set by `gangline launch`: number of times that the job was started again (--max-restarts). Above 0, training "
         "resumes from the newest checkpoint that the job wrote. Under torchrun TORCHELASTIC_RESTART_COUNT counts.",
     ),
     Variable("GANGLINE_RUN_ID", "", "Set by `gangline launch`: name of the job that is the same in all its starts."),

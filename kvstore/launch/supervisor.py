@@ -27,7 +27,7 @@ from gangline.collectives.environments.restart import RESTART
 from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.kvstore.launch.job import Process
 from gangline.kvstore.launch.output import Output, Stream, write_what_fits
-from gangline.kvstore.launch.process_tree import descendants, send, send_group
+from gangline.kvstore.launch.process_tree import descendants, send, send_group, send_program
 from gangline.kvstore.launch.restarts import CHECKPOINTED
 
 _KILL_INTERVAL = 0.1
@@ -387,7 +387,7 @@ class Supervisor:
         for leader in leaders:
             child = self._children[leader]
             if child.process.document is None:
-                send_group(leader, child.process.stop_signal)
+                send_program(leader, child.process.stop_signal)
             elif not child.is_stopping:
                 child.is_stopping = True
                 self._tell(child, _STOP)

@@ -208,12 +208,12 @@ def read_metadata(prefix: str | Path, epoch: int | str) -> dict[str, Any]:
     return dict(_read_description(description).get("about", {})) if description.is_file() else {}
 
 
-def newest_of_run(prefixes: Iterable[str | Path], run: str) -> tuple[str | Path, int] | None:
-    """Return prefix and number of the checkpoint of a run (see `RunState.run`) with the most steps; None if it has none.
+def newest_of_run(prefixes: Iterable[str], run: str) -> tuple[str, int] | None:
+    """Return prefix and number of a run's checkpoint with the most steps (see `RunState.run`); None if it has none.
 
     Checkpoints without the optimizer's state are left out, as they cannot be resumed.
     """
-    found: list[tuple[int, str | Path, int]] = []
+    found: list[tuple[int, str, int]] = []
     for prefix in dict.fromkeys(prefixes):
         for epoch in reversed(epochs(prefix)):
             content = _read_description(paths_of(prefix, epoch)[2])

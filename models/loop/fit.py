@@ -84,7 +84,7 @@ def fit(module: Trainable, train_data: Any, eval_data: Any, eval_metric: Any, op
     )
     savers = _savers(callbacks)
     module.run_state.run = _name_of_run(savers)
-    saved = _read_own_checkpoint(savers, module.run_state.run) or _read_checkpoint(options.resume, savers)
+    saved = _read_checkpoint(options.resume, savers) if not restart_number() else None  # else `_run` reads it
     module.run_state.seed, module.run_state.data_generator = options.seed, train.generator
     _initialize(module, train, options)
     try:
@@ -149,11 +149,15 @@ def _run(
     saved: checkpoint.Checkpoint | None,
 ) -> str:
     """Check the rest, resume, and run the epochs."""
-    per_epoch, reads_ahead = _agreed_numbers(module, train)
+    savers = _savers(callbacks)
+    per_epoch, reads_ahead, own = _exchange_beginnings(module, train, _own_checkpoint(savers, module.run_state.run))
+    if own is not None:
+        saved = checkpoint.read(*own)
+    elif restart_number():
+        saved = _read_checkpoint(options.resume, savers)
     rates = Rates(options.lr_scheduler, _base_rate(module), options.num_epoch, per_epoch)
     frequency = EvalFrequency(options.eval_frequency, per_epoch)
     _check_metrics([rates, *callbacks.all], validation if evaluation is not None else None)
-    savers = _savers(callbacks)
     for saver in savers:
         saver.attach(module)
     module.run_state.stateful = _stateful(callbacks.all, rates)
@@ -280,11 +284,20 @@ def _check_metrics(users: Iterable[Any], validation: EvalMetric | None) -> None:
             check_metric(driven.name if driven is not None else type(user).__name__, metric, names)
 
 
-def _agreed_numbers(module: Trainable, train: Source) -> tuple[int | None, int]:
-    """Return the number of batches of the worker that has most (None if one does not know), and of those read ahead."""
-    gathered = module.workers.all_gather([train.num_batches(), train.reads_ahead], "fit")
-    counts = [count for count, _ in gathered]
-    return max(counts) if None not in counts else None, max(ahead for _, ahead in gathered)
+def _exchange_beginnings(
+    module: Trainable, train: Source, own: tuple[str, int] | None
+) -> tuple[int | None, int, tuple[str, int] | None]:
+    """Exchange what workers know of their data and of the job's checkpoints. Collective.
+
+    Returns:
+        The number of batches of the worker that has most (None if one does not know), of those that are read ahead, and
+        rank 0's ``own``, as rank 0 writes the checkpoints.
+    """
+    gathered = module.workers.all_gather([train.num_batches(), train.reads_ahead, list(own or ())], "fit")
+    counts = [count for count, _, _ in gathered]
+    first = gathered[0][2]
+    most_ahead = max(ahead for _, ahead, _ in gathered)
+    return max(counts) if None not in counts else None, most_ahead, (first[0], first[1]) if first else None
 
 
 def _base_rate(module: Trainable) -> float:
@@ -352,12 +365,11 @@ def _name_of_run(savers: list[Checkpoint]) -> str | None:
     return f"{job}/{number}" if job is not None else None
 
 
-def _read_own_checkpoint(savers: list[Checkpoint], run: str | None) -> checkpoint.Checkpoint | None:
-    """Return the newest checkpoint that this call of `fit` wrote in an earlier start of its job, if there is one."""
+def _own_checkpoint(savers: list[Checkpoint], run: str | None) -> tuple[str, int] | None:
+    """Return prefix and number of the newest checkpoint that earlier starts of the job wrote in this call of `fit`."""
     if run is None or not restart_number():
         return None
-    found = checkpoint.newest_of_run((saver.prefix for saver in savers if saver.save_optimizer_states), run)
-    return checkpoint.read(*found) if found is not None else None
+    return checkpoint.newest_of_run((str(saver.prefix) for saver in savers if saver.save_optimizer_states), run)
 
 
 def _read_checkpoint(resume: Resume | None, savers: list[Checkpoint]) -> checkpoint.Checkpoint | None:

@@ -1,7 +1,8 @@
 """Training program of the tests of restarts: kills a process of its job at a step of the first start.
 
-Arguments: store, prefix of the checkpoints, and what happens at step 7 of the first start: "worker 0", "server" or
-"scheduler" is killed, "stop" sends SIGTERM to the launcher, "none".
+Arguments: store ("loader" is "local" with a DataLoader that has worker processes), prefix of the checkpoints, and what
+happens at step 7 of the first start: "worker 0", "server" or "scheduler" is killed, "stop" sends SIGTERM to the launcher,
+or "none".
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from gangline import Checkpoint, Module, cpu, stop_on
 from gangline.collectives.environments.restart import restart_number
@@ -30,11 +33,14 @@ SAVE_EVERY = 5
 def main() -> None:
     """Train 40 steps with a checkpoint after every 5 and write the weights to PREFIX.pt."""
     store, prefix, victim = sys.argv[1:4]
-    is_later_start = restart_number() > 0 or bool(list(Path(prefix).parent.glob(f"{Path(prefix).name}-*.json")))
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    data: Any = torch.randn(BATCHES * SIZE, 6), torch.randint(3, (BATCHES * SIZE,))
+    batch_size: int | None = SIZE
+    if store == "loader":
+        data, store, batch_size = DataLoader(TensorDataset(*data), SIZE, shuffle=True, num_workers=2), "local", None
+    is_later_start = restart_number() > 0 or bool(list(Path(prefix).parent.glob(f"{Path(prefix).name}-*.json")))
     network = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
-    data = torch.randn(BATCHES * SIZE, 6), torch.randint(3, (BATCHES * SIZE,))
     with Module(network, nn.CrossEntropyLoss(), cpu()) as module, stop_on(signal.SIGTERM):
 
         def after_batch(param: BatchEndParam) -> None:
@@ -47,7 +53,7 @@ def main() -> None:
         ended = module.fit(
             data,
             num_epoch=EPOCHS,
-            batch_size=SIZE,
+            batch_size=batch_size,
             kvstore=store,
             optimizer_params={"learning_rate": 0.1, "momentum": 0.9},
             batch_end_callback=[Checkpoint(module, prefix, SAVE_EVERY), after_batch],

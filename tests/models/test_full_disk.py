@@ -51,8 +51,8 @@ def test_a_full_disk_is_a_warning_and_a_later_checkpoint_is_written(
         assert len(warnings) == 2
         for number, text in zip((2, 3), warnings, strict=True):
             assert re.fullmatch(
-                rf"{disk}/net-{number:04d}\.safetensors cannot be written: its data have {WEIGHTS} bytes, and the disk has "
-                r"\d+ bytes free \(No space left on device\); training goes on, and checkpoint 1 stays",
+                rf"{disk}/net-{number:04d}\.safetensors cannot be written: its data have {WEIGHTS} bytes, and the disk "
+                r"has \d+ bytes free \(No space left on device\); training goes on, and checkpoint 1 stays",
                 text,
             )
         assert epochs(disk / "net") == [1, 4]
