@@ -1,4 +1,4 @@
-"""Restart of a whole job by `gangline launch` and torchrun, and preemption: the weights are those of an undisturbed run."""
+"""Restart of a whole job by `gangline launch` and torchrun, and preemption: the weights are those of a whole run."""
 
 from __future__ import annotations
 
