@@ -1,8 +1,8 @@
 """Training program of the tests of restarts: kills a process of its job at a step of the first start.
 
 Arguments: store ("loader" is "local" with a DataLoader that has worker processes), prefix of the checkpoints, and what
-happens at step 7 of the first start: "worker 0", "server" or "scheduler" is killed, "stop" is a SIGTERM to the launcher,
-"none".
+happens at step 7 of the first start: "worker 0", "server" or "scheduler" is killed, "stop" sends SIGTERM to the
+launcher, "none".
 """
 
 from __future__ import annotations
