@@ -8,7 +8,14 @@ if TYPE_CHECKING:
     from gangline.collectives.communicator import Communicator, connect, in_process
     from gangline.collectives.context import Context, contexts, cpu, gpu, num_gpus
     from gangline.collectives.devices.device_group import DeviceGroup
-    from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
+    from gangline.collectives.errors import (
+        DeadNodeError,
+        DiskFullError,
+        GanglineError,
+        MismatchError,
+        ProtocolError,
+        StallError,
+    )
     from gangline.collectives.processes.spawning import spawn
     from gangline.collectives.work import Work
     from gangline.collectives.workload import split_batch
@@ -17,7 +24,7 @@ _HOMES = {
     "communicator": ("Communicator", "connect", "in_process"),
     "context": ("Context", "contexts", "cpu", "gpu", "num_gpus"),
     "devices.device_group": ("DeviceGroup",),
-    "errors": ("DeadNodeError", "GanglineError", "MismatchError", "ProtocolError", "StallError"),
+    "errors": ("DeadNodeError", "DiskFullError", "GanglineError", "MismatchError", "ProtocolError", "StallError"),
     "processes.spawning": ("spawn",),
     "work": ("Work",),
     "workload": ("split_batch",),
@@ -28,6 +35,7 @@ __all__ = [
     "Context",
     "DeadNodeError",
     "DeviceGroup",
+    "DiskFullError",
     "GanglineError",
     "MismatchError",
     "ProtocolError",

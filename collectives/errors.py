@@ -30,6 +30,10 @@ class MismatchError(GanglineError, ValueError):
     """Processes disagree on something that must be equal: a collective, a size, a dtype, an operation."""
 
 
+class DiskFullError(OSError):
+    """A file does not fit on its disk; the file of that name is unchanged."""
+
+
 class UsageError(ValueError):
     """Wrong value of a command-line option: the command prints one line and ends with exit code 2."""
 

@@ -626,7 +626,9 @@ class Module:
             eval_end_callback: one or several, called after each validation, such as `EarlyStopping`.
             validation_metric: metric for validation; None: ``eval_metric``.
             resume: a checkpoint prefix (its newest), (prefix, epoch), or "auto": the newest of a `Checkpoint` callback
-                of this call, or a new run if there is none yet.
+                of this call, or a new run if there is none yet. If the launcher has started the job again after a
+                failure (`gangline launch --max-restarts`, torchrun's), the newest that an earlier start of it wrote
+                comes first, whatever this says.
             accumulate: number of batches per update, whose gradient is that of the mean over all of them, in which
                 each valid element counts once; the last update of an epoch may have fewer batches.
             lr_scheduler: learning rate of each update: argument of `schedule`, such as ("cosine", {"warmup_epochs":

@@ -46,6 +46,8 @@ class RunState:
     """Random generator of the DataLoader of the current `fit`."""
     stateful: dict[str, Stateful] = field(default_factory=dict)
     """Objects whose state checkpoints store, by name: scheduler and callbacks of the last `fit`."""
+    run: str | None = None
+    """Name of the current `fit`, the same in every start of its job; None if the launcher names no job."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Plain data that checkpoints store for their readers, such as class names."""
     optimizer_set_by_fit: bool = False

@@ -223,6 +223,13 @@ VARIABLES = (
         "",
         "Relative speed of each worker, such as 3,1; auto measures it. Set by `gangline launch --work-load-list`.",
     ),
+    Variable(
+        "GANGLINE_RESTART",
+        "0",
+        "Set by `gangline launch`: number of times that the job was started again (--max-restarts). Above 0, training "
+        "resumes from the newest checkpoint that the job wrote. Under torchrun TORCHELASTIC_RESTART_COUNT counts.",
+    ),
+    Variable("GANGLINE_RUN_ID", "", "Set by `gangline launch`: name of the job that is the same in all its starts."),
     Variable("GANGLINE_SUPERVISED", "0", "Set by `gangline launch`: servers wait for workers without a limit."),
     Variable("GANGLINE_ANNOUNCE_FD", "", "Set for a scheduler that chooses its port: where it writes the port."),
     Variable(

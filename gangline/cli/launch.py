@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
@@ -51,8 +52,17 @@ _OF_LAUNCHERS = {
     "stop_signals": (Launcher.LOCAL, Launcher.SSH, Launcher.MPI, Launcher.SLURM),
     "idle_surplus": (Launcher.LOCAL, Launcher.SSH),
     "bind": (Launcher.LOCAL, Launcher.SSH),
+    "max_restarts": (Launcher.LOCAL, Launcher.SSH, Launcher.RAY),
 }
 """Launchers that use an option; an option that is not here is for all."""
+_RESTARTS = {
+    Launcher.MPI: "mpirun restarts nothing, so start the job again with --load-epoch auto",
+    Launcher.SLURM: "Slurm queues the job again: at exit code 75, or after the loss of a node by "
+    "--engine-option=--requeue; --load-epoch auto then resumes",
+    Launcher.K8S: "Kubernetes starts it again: failurePolicy.maxRestarts in the manifest of --k8s-kind jobset, "
+    "backoffLimit in that of rayjob; --load-epoch auto then resumes",
+}
+"""Restarts of engines that gangline does not restart."""
 
 
 def launch(
@@ -104,6 +114,15 @@ def launch(
         float,
         typer.Option(help="Seconds from SIGTERM until processes are killed.", metavar="SECONDS", min=0),
     ] = 10.0,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Number of times that the whole job starts again after a failure. Training resumes from the newest "
+            "checkpoint that the job wrote.",
+        ),
+    ] = 0,
     stop_signals: Annotated[
         str | None,
         typer.Option(
@@ -153,11 +172,11 @@ def launch(
     ] = KubernetesKind.JOB,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands; start nothing.")] = False,
 ) -> None:
-    """Start workers, servers and a scheduler; stop all of them when one fails.
+    """Start workers, servers and a scheduler; stop all of them when one fails, and with --max-restarts start again.
 
     Each process gets the DMLC_* variables of MXNet's launcher, workers also those of torchrun. The exit code is that
-    of the first process that failed, 128+N if signal N killed it, and 75 if a signal stopped the job
-    and all workers wrote a checkpoint.
+    of the first process that failed in the last start, 128+N if signal N killed it, and 75 if a signal stopped the job
+    and all workers wrote a checkpoint. A signal that stops the job and the codes 2, 75, 126 and 127 restart nothing.
     """
     _check_used(context, launcher)
     entries = _hosts(hostfile, hosts, launcher)
@@ -189,15 +208,13 @@ def launch(
         given = {"--interface": interface, "--log-dir": log_dir, "--stop-signals": stop_signals}
         raise typer.Exit(_submit(job, grace, name, options, given, dry_run))
     if launcher is Launcher.RAY and not dry_run:
-        raise typer.Exit(_on_ray(job, grace))
+        raise typer.Exit(_on_ray(job, grace, max_restarts))
     if launcher is Launcher.SSH:
-        raise typer.Exit(
-            _on_hosts(job, entries, SshOptions(ssh, remote_python, interface), grace, log_dir, stops, dry_run)
-        )
+        connection = SshOptions(ssh, remote_python, interface)
+        raise typer.Exit(_on_hosts(job, entries, connection, grace, log_dir, stops, max_restarts, dry_run))
     try:
         host = _address_here(launcher, entries, interface) or local_host(gpus, is_checked=not dry_run)
-        root_port, master_port = free_ports(2, host.address)
-        table = process_table(job, os.environ, root_port=root_port, master_port=master_port, hosts=[host])
+        table = _table(job, host)
         if launcher is Launcher.MPI:
             table = mpi_table(table, mpirun, detect(mpirun), entries, options)
         elif launcher is Launcher.SLURM:
@@ -211,11 +228,22 @@ def launch(
         return
     from gangline.collectives.environments.job_key import JobKey
     from gangline.kvstore.launch.local import run
+    from gangline.kvstore.launch.restarts import Outcome, run_with_restarts
     from gangline.kvstore.launch.supervisor import Reports, StopTimeouts
 
-    # mpirun and srun pass no descriptors on: GANGLINE_JOB_KEY_FILE names the key of their jobs.
-    key = JobKey.new() if launcher is Launcher.LOCAL else None
-    raise typer.Exit(run(table, StopTimeouts(stop=grace), key, stop_signals=stops, reports=Reports(log_dir)))
+    def attempt(restart: int) -> Outcome:
+        # mpirun and srun pass no descriptors on: GANGLINE_JOB_KEY_FILE names the key of their jobs.
+        key = JobKey.new() if launcher is Launcher.LOCAL else None
+        processes = _table(replace(job, restart=restart), host) if restart else table
+        return run(processes, StopTimeouts(stop=grace), key, stop_signals=stops, reports=Reports(log_dir))
+
+    raise typer.Exit(run_with_restarts(attempt, max_restarts))
+
+
+def _table(job: JobSpec, host: Host) -> list[Process]:
+    """Return the processes of a job on this host, with ports that are free now."""
+    root_port, master_port = free_ports(2, host.address)
+    return process_table(job, os.environ, root_port=root_port, master_port=master_port, hosts=[host])
 
 
 def _address_here(launcher: Launcher, entries: Sequence[HostEntry], interface: str | None) -> Host | None:
@@ -239,11 +267,13 @@ def _on_hosts(
     grace: float,
     log_dir: Path | None,
     stops: Collection[signal.Signals],
+    max_restarts: int,
     dry_run: bool,
 ) -> int:
     """Run a job over ssh, or print its processes; return the exit code."""
     from gangline.collectives.environments.job_key import JobKey
     from gangline.kvstore.launch.engines.ssh import plan, run_on_hosts
+    from gangline.kvstore.launch.restarts import Outcome, run_with_restarts
     from gangline.kvstore.launch.supervisor import Reports, StopTimeouts
 
     try:
@@ -257,7 +287,12 @@ def _on_hosts(
         return 0
     _report_surplus(planned.table, job.workers)
     timeouts, reports = StopTimeouts(stop=grace), Reports(log_dir)
-    return run_on_hosts(planned, options, timeouts, JobKey.new(), stop_signals=stops, reports=reports)
+
+    def attempt(restart: int) -> Outcome:
+        ssh_job = plan(replace(job, restart=restart), entries, options) if restart else planned
+        return run_on_hosts(ssh_job, options, timeouts, JobKey.new(), stop_signals=stops, reports=reports)
+
+    return run_with_restarts(attempt, max_restarts)
 
 
 def _on_kubernetes(job: JobSpec, options: KubernetesOptions, dry_run: bool) -> int:
@@ -298,13 +333,13 @@ def _feed(command: Sequence[str], text: str, dry_run: bool) -> int:
         raise UsageError(f"{command[0]} is not here; install it, or print what it would get by --dry-run") from None
 
 
-def _on_ray(job: JobSpec, grace: float) -> int:
+def _on_ray(job: JobSpec, grace: float, max_restarts: int) -> int:
     """Run a job on Ray; return the exit code."""
     try:
         ray_jobs = import_module("gangline.integrations.ray_jobs")
     except ImportError as error:
         raise UsageError(f"--launcher ray needs Ray: pip install ray ({error})") from error
-    code: int = ray_jobs.run(job, grace=grace)
+    code: int = ray_jobs.run(job, grace=grace, max_restarts=max_restarts)
     return code
 
 
@@ -317,9 +352,10 @@ def _check_used(context: typer.Context, launcher: Launcher) -> None:
     for name, launchers in _OF_LAUNCHERS.items():
         source = context.get_parameter_source(name)
         if launcher not in launchers and source is not None and source.name == "COMMANDLINE":
+            instead = f"; {_RESTARTS[launcher]}" if name == "max_restarts" else ""
             raise UsageError(
                 f"--{name.replace('_', '-')} has no effect with --launcher {launcher}; expected --launcher "
-                f"{' or '.join(launchers)}"
+                f"{' or '.join(launchers)}{instead}"
             )
 
 

@@ -6,6 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -44,7 +45,8 @@ def run(
     raises, and when this program ends. The program is connected to the cluster if it is not yet, and stays connected.
 
     With ``max_restarts`` a failed job, such as one with a killed actor, starts again on the same resources, which Ray
-    replaces if a node was lost. ``fn`` is called again and has to go on from its last checkpoint.
+    replaces if a node was lost. ``fn`` is called again, with GANGLINE_RESTART in its environment; `Module.fit` resumes
+    from the newest checkpoint that the job wrote, other loops have to do so themselves.
 
     Args:
         fn: function to run in each worker.
@@ -73,7 +75,7 @@ def run(
     resources = worker_resources or {"CPU": 1}, server_resources or {"CPU": 1}
     placement = Placement(*resources, strategy, timeout)
     for restart in range(max_restarts + 1):
-        job = Job(spec, placement, is_function=True, env=env or {}, key=JobKey.new())
+        job = Job(replace(spec, restart=restart), placement, is_function=True, env=env or {}, key=JobKey.new())
         try:
             return _run(job, fn, args, grace)
         except Exception as error:  # whatever failed, a restart may help

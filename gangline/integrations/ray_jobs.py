@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -15,7 +16,7 @@ from ray.exceptions import RayError
 from gangline.collectives.environments.job_key import JobKey
 from gangline.integrations.ray_members import Job, Placement, in_cluster
 from gangline.kvstore.launch.job import JobSpec
-from gangline.kvstore.launch.supervisor import CHECKPOINTED
+from gangline.kvstore.launch.restarts import CHECKPOINTED, Outcome, run_with_restarts
 
 _POLL_SECONDS = 0.2
 """Time within which a signal is noticed."""
@@ -25,6 +26,7 @@ def run(
     job: JobSpec,
     *,
     grace: float = 10.0,
+    max_restarts: int = 0,
     worker_resources: Mapping[str, float] | None = None,
     server_resources: Mapping[str, float] | None = None,
     strategy: str = "PACK",
@@ -39,6 +41,7 @@ def run(
     Args:
         job: options of the job; each worker runs its command.
         grace: seconds from SIGTERM until processes are killed.
+        max_restarts: number of times that the job starts again after a failure, on new actors.
         worker_resources: Ray's resources of each worker, such as {"CPU": 4, "GPU": 1}; None: {"CPU": 1}.
         server_resources: the same of each server.
         strategy: Ray's placement strategy: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
@@ -46,20 +49,24 @@ def run(
         address: address of the cluster; None: that of RAY_ADDRESS, or a cluster of this machine, started if needed.
 
     Returns:
-        The exit code, as of the launcher of this machine: 0, or that of the first process that failed.
+        The exit code, as of the launcher of this machine: 0, or that of the first failure of the last start.
 
     Raises:
         RuntimeError: if the cluster does not have the resources.
     """
     is_own = in_cluster(address)
+    placement = Placement(worker_resources or {"CPU": 1}, server_resources or {"CPU": 1}, strategy, timeout)
+
+    def attempt(restart: int) -> Outcome:
+        actors = Job(replace(job, restart=restart), placement, is_function=False, env={}, key=JobKey.new())
+        try:
+            return Outcome(_Relay(actors, grace, received).run(), bool(received))
+        finally:
+            actors.close()
+
     try:
-        placement = Placement(worker_resources or {"CPU": 1}, server_resources or {"CPU": 1}, strategy, timeout)
         with _signals() as received:
-            actors = Job(job, placement, is_function=False, env={}, key=JobKey.new())
-            try:
-                return _Relay(actors, grace, received).run()
-            finally:
-                actors.close()
+            return run_with_restarts(attempt, max_restarts)
     finally:
         if is_own:
             ray.shutdown()

@@ -5,7 +5,14 @@ from __future__ import annotations
 import traceback
 from collections.abc import Mapping
 
-from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
+from gangline.collectives.errors import (
+    DeadNodeError,
+    DiskFullError,
+    GanglineError,
+    MismatchError,
+    ProtocolError,
+    StallError,
+)
 
 ERRORS: dict[str, type[Exception]] = {
     cls.__name__: cls
@@ -13,6 +20,7 @@ ERRORS: dict[str, type[Exception]] = {
         *(DeadNodeError, MismatchError, ProtocolError, StallError, GanglineError),
         *(ValueError, KeyError, TypeError, RuntimeError, MemoryError),
         *(OSError, FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError),
+        DiskFullError,
     )
 }
 """Exception classes that messages may name."""

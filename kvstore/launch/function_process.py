@@ -105,9 +105,8 @@ def launch_job() -> None:
     die_with_parent(parent, signal.SIGTERM)
     on_failure = None if failure is None else partial(_write_text, failure)
     processes = [Process(**{**one, "command": tuple(one["command"]), "cpus": tuple(one["cpus"])}) for one in table]
-    raise SystemExit(
-        run(processes, StopTimeouts(stop=grace), job_key() or JobKey.new(), reports=Reports(on_failure=on_failure))
-    )
+    reports = Reports(on_failure=on_failure)
+    raise SystemExit(run(processes, StopTimeouts(stop=grace), job_key() or JobKey.new(), reports=reports).code)
 
 
 def work(task_path: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import logging
 import os
 import selectors
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from multiprocessing.spawn import get_preparation_data
 from typing import IO, Any, Literal, TextIO
 
@@ -28,6 +30,7 @@ from gangline.kvstore.launch.function_process import (
 from gangline.kvstore.launch.job import JobSpec, Process, free_ports, process_table
 from gangline.kvstore.launch.topology import read_host
 
+_log = logging.getLogger("gangline")
 _READ = 1 << 16
 
 
@@ -41,12 +44,16 @@ def launch(
     env: Mapping[str, str] | None = None,
     grace: float = 10.0,
     timeout: float | None = None,
+    max_restarts: int = 0,
 ) -> list[Any]:
     """Call ``fn(*args)`` in each worker of a new job on this machine and return the results in rank order.
 
     The job is that of `gangline launch`: a scheduler, servers and workers, each a process with the launcher's
     variables. `create`, `Trainer` and `connect` find their place in it without arguments. Output appears here, each
     line prefixed by its process. All processes end when ``launch`` returns or raises, and when this program ends.
+
+    With ``max_restarts`` a failed job starts again: ``fn`` is called in new processes, with GANGLINE_RESTART in their
+    environment. `Module.fit` then resumes from the newest checkpoint that the job wrote; other loops have to do so.
 
     ``fn`` and ``args`` are pickled. With cloudpickle installed, ``fn`` may be defined anywhere, also in a notebook.
     Without it ``fn`` must be defined at the top level of a module or script; each worker imports the script, so the
@@ -61,7 +68,8 @@ def launch(
         work_load_list: relative speed of each worker; "auto": measured; empty: not set.
         env: environment variables of all processes, beside those of this program.
         grace: seconds from SIGTERM until processes are killed.
-        timeout: seconds until the job is stopped; None: no limit.
+        timeout: seconds until the job is stopped, over all its starts; None: no limit.
+        max_restarts: number of times that a failed job starts again.
 
     Returns:
         The workers' results, copied into this process.
@@ -75,6 +83,7 @@ def launch(
     """
     _check_count("workers", workers, 1)
     _check_count("servers", servers, 0)
+    _check_count("max_restarts", max_restarts, 0)
     if function_process.importing_script:
         raise RuntimeError(
             f"launch was called while a worker imports the script {sys.argv[0]!r}; call it under "
@@ -87,19 +96,30 @@ def launch(
         work_load_list = tuple(check_work_load_list(work_load_list, workers))
     loads: Any = work_load_list if work_load_list == "auto" else tuple(work_load_list)
     packed = _pack(fn, args)
-    with ExitStack() as stack:
-        task, failure, *results = [_open_memory(stack, name) for name in ("task", "failure", *["result"] * workers)]
-        description = FunctionTask(packed, tuple(map(_path, results)), _preparation())
-        with open(task, "wb", closefd=False) as file:
-            file.write(pack(description))
-        command = (sys.executable, "-c", f"from {function_process.__name__} import work; work({_path(task)!r})")
-        job = JobSpec(command, workers, servers, loads)
-        environment = {**os.environ, "PYTHONPATH": search_path(os.environ), **(env or {})}
-        root_port, master_port = free_ports(2)
-        host = read_host(gpus, environment)
-        table = process_table(job, environment, root_port=root_port, master_port=master_port, hosts=[host])
-        code = _Launcher(table, environment, failure, grace).run(timeout, lambda: _missing(results))
-        return _results(results, code, os.pread(failure, _READ, 0).decode())
+    environment = {**os.environ, "PYTHONPATH": search_path(os.environ), **(env or {})}
+    host = read_host(gpus, environment)
+    job = JobSpec((), workers, servers, loads)
+    began = time.monotonic()
+    while True:
+        with ExitStack() as stack:
+            task, failure, *results = [_open_memory(stack, name) for name in ("task", "failure", *["result"] * workers)]
+            description = FunctionTask(packed, tuple(map(_path, results)), _preparation())
+            with open(task, "wb", closefd=False) as file:
+                file.write(pack(description))
+            command = (sys.executable, "-c", f"from {function_process.__name__} import work; work({_path(task)!r})")
+            job = replace(job, command=command)
+            root_port, master_port = free_ports(2)
+            table = process_table(job, environment, root_port=root_port, master_port=master_port, hosts=[host])
+            launcher = _Launcher(table, environment, failure, grace)
+            code = launcher.run(timeout, began, lambda: _missing(results))  # noqa: B023 - called in this iteration
+            try:
+                return _results(results, code, os.pread(failure, _READ, 0).decode())
+            except Exception as error:  # whatever failed, a restart may help
+                if job.restart == max_restarts:
+                    raise
+                job = replace(job, restart=job.restart + 1)
+                restart = f"restart {job.restart} of {max_restarts}"
+                _log.warning("the job failed: %s: %s; %s", type(error).__name__, error, restart)
 
 
 class _Launcher:
@@ -126,10 +146,16 @@ class _Launcher:
                 self._selector.register(source, selectors.EVENT_READ, (decoder, target))
         self._input = describe_job(table, grace, failure)
 
-    def run(self, timeout: float | None, missing: Callable[[], list[int]]) -> int:
-        """Relay output until the job has ended; return its exit code. Stop the job on any exception."""
+    def run(self, timeout: float | None, began: float, missing: Callable[[], list[int]]) -> int:
+        """Relay output until the job has ended; return its exit code. Stop the job on any exception.
+
+        Args:
+            timeout: seconds until the job is stopped; None: no limit.
+            began: monotonic time from which they count.
+            missing: returns the workers without a result.
+        """
         assert self._popen.stdin is not None
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else began + timeout
         try:
             with suppress(BrokenPipeError), self._popen.stdin as pipe:
                 pipe.write(self._input)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from gangline.collectives.environments.restart import RESTART, RUN_ID
 from gangline.kvstore.launch.binding import LOCALHOST, Binding, Host, bind
 
 _SUPERVISED = {"GANGLINE_SUPERVISED": "1"}  # wait for workers without limit: the launcher notices if none start
@@ -35,6 +37,10 @@ class JobSpec:
     """Let each worker run on its own cores only."""
     idle_surplus: bool = False
     """Leave out workers beyond the GPUs or slots of the hosts; False: they are an error."""
+    restart: int = 0
+    """Number of times that the job was started again."""
+    run_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Name of the job that is the same in all its starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +118,8 @@ def process_table(
         "DMLC_PS_ROOT_PORT": str(root_port),
         "DMLC_NUM_WORKER": str(len(bindings)),
         "DMLC_NUM_SERVER": str(job.servers),
+        RESTART: str(job.restart),
+        RUN_ID: job.run_id,
     }
     supervised: list[tuple[str, int | None]] = []
     if job.servers:

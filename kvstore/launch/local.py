@@ -20,6 +20,7 @@ from gangline.collectives.environments.job_key import JobKey
 from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.kvstore.launch.job import Process
 from gangline.kvstore.launch.process_tree import adopt_orphans, descendants, kill_descendants, send
+from gangline.kvstore.launch.restarts import Outcome
 from gangline.kvstore.launch.supervisor import Reports, StopTimeouts, Supervisor
 
 
@@ -30,7 +31,7 @@ def run(
     *,
     stop_signals: Collection[signal.Signals] = (),
     reports: Reports = Reports(),  # noqa: B008 - it is frozen
-) -> int:
+) -> Outcome:
     """Run the processes of a job until all have ended; call it from the main thread of a program without other threads.
 
     If a process fails, it is named and the others are stopped: by SIGTERM, then by SIGKILL after a timeout. SIGINT,
@@ -45,9 +46,9 @@ def run(
         reports: where the output goes, beside standard output and error.
 
     Returns:
-        0 if all workers succeeded, else the exit code of the first process that failed: 128 + N if signal N ended it or
-        the launcher, but 75 if all workers wrote a checkpoint after the signal; 127 if a command was not found and 126
-        if it could not be run, as in shells.
+        The exit code, and whether a signal stopped the job. The code is 0 if all workers succeeded, else that of the
+        first process that failed: 128 + N if signal N ended it or the launcher, but 75 if all workers wrote a
+        checkpoint after the signal; 127 if a command was not found and 126 if it could not be run, as in shells.
     """
     ignorable = {number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN}
     stops = {signal.SIGTERM, *ignorable, *stop_signals}
@@ -68,8 +69,8 @@ def run(
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _forward_signals(supervisor: int, stops: Collection[int], timeouts: StopTimeouts) -> int:
-    """Forward signals until the supervisor has ended; return the job's exit code."""
+def _forward_signals(supervisor: int, stops: Collection[int], timeouts: StopTimeouts) -> Outcome:
+    """Forward signals until the supervisor has ended; return the end of the job."""
     received: int | None = None
     deadline = 0.0
     while True:
@@ -86,15 +87,15 @@ def _forward_signals(supervisor: int, stops: Collection[int], timeouts: StopTime
             break
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
-        return code
+        return Outcome(code, received is not None)
     if received is not None:
-        return 128 + received
+        return Outcome(128 + received, is_stopped=True)
     with suppress(OSError):  # the reader may be gone
         print(
             f"gangline: the launcher's supervisor was killed by signal {-code}: all processes are stopped",
             file=sys.stderr,
         )
-    return 128 - code
+    return Outcome(128 - code)
 
 
 def _supervise(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import select
@@ -130,6 +131,10 @@ class Output:
         for sink in {self._out, self._errors}:
             sink.close()
 
+    def lost(self) -> int:
+        """Return the number of bytes that did not fit on the disk."""
+        return sum(sink.lost for sink in {self._out, self._errors})
+
 
 class _Sink:
     """File or pipe, where nothing can be overwritten: an interrupted line is broken and continued later."""
@@ -138,6 +143,8 @@ class _Sink:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self.lost = 0
+        """Number of bytes that did not fit on the disk."""
         self._open: Stream | None = None
         """Stream whose incomplete line is at the end of the file."""
 
@@ -158,7 +165,7 @@ class _Sink:
                 out += stream.prefix + text + b"\n"
             self._open = None
             stream.was_cut = False
-        _write(self.fd, out)
+        self._put(out)
 
     def write_beginning(self, stream: Stream) -> None:
         out = bytearray()
@@ -167,10 +174,13 @@ class _Sink:
         text = bytes(stream.pending).removesuffix(b"\r")
         out += text[stream.shown :]
         stream.shown, self._open = len(text), stream
-        _write(self.fd, out)
+        self._put(out)
 
     def close(self) -> None:
-        _write(self.fd, self._break())
+        self._put(self._break())
+
+    def _put(self, data: bytes | bytearray) -> None:
+        self.lost += write_what_fits(self.fd, data)
 
     def _break(self) -> bytes:
         """Break the incomplete line at the end; its rest will start a new line."""
@@ -194,17 +204,17 @@ class _Terminal(_Sink):
         for text, is_final in lines:
             out += self._free_row() + stream.prefix + text + (b"\n" if is_final else b"")
             self._is_row_free = is_final
-        _write(self.fd, out)
+        self._put(out)
 
     def write_beginning(self, stream: Stream) -> None:
         out = self._free_row() + stream.prefix + bytes(stream.pending).removesuffix(b"\r")
         self._is_row_free = False
-        _write(self.fd, out)
+        self._put(out)
 
     def close(self) -> None:
         if not self._is_row_free:
             self._is_row_free = True
-            _write(self.fd, b"\n")
+            self._put(b"\n")
 
     def _free_row(self) -> bytes:
         return b"" if self._is_row_free else b"\r\x1b[K"
@@ -221,10 +231,20 @@ def _is_same_file(one: int, other: int) -> bool:
         return False
 
 
-def _write(fd: int, data: bytes | bytearray) -> None:
+def write_what_fits(fd: int, data: bytes | bytearray) -> int:
+    """Write data to a file or pipe; return the number of bytes that a full disk refused.
+
+    Raises:
+        OSError: if writing fails for another reason.
+    """
     left = memoryview(data)
     while left:
         try:
             left = left[os.write(fd, left) :]
         except BlockingIOError:  # another process that shares the file made it non-blocking
             select.select([], [fd], [])
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            break
+    return len(left)

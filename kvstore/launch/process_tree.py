@@ -40,6 +40,33 @@ def send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
+def send_program(leader: int, number: int) -> None:
+    """Send a signal to a process and to the others of its group, except those that Python's multiprocessing started.
+
+    A program ends its own workers, such as those of a DataLoader, which it needs until it has written a checkpoint.
+
+    Args:
+        leader: process id of the leader of a group, which has not been waited for.
+        number: the signal.
+    """
+    members = []
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(leader).children(recursive=True):
+            with suppress(psutil.NoSuchProcess, ProcessLookupError):
+                if os.getpgid(process.pid) == leader and not _is_worker(process):
+                    members.append(process.pid)
+    for pid in (leader, *members):
+        send(pid, number)
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    """Return True if multiprocessing started a process: by a fork that runs no other program, or by its own command."""
+    words, parent = process.cmdline(), process.parent()
+    is_python = bool(words) and os.path.basename(words[0]).startswith("python")
+    is_fork = parent is not None and parent.cmdline() == words
+    return is_python and (is_fork or any(word.startswith("from multiprocessing.") for word in words))
+
+
 def send_group(leader: int, number: int) -> None:
     """Send a signal to a process group whose leader has not been waited for; ignore it if the group has ended."""
     with suppress(ProcessLookupError, PermissionError):

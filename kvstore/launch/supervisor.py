@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import IO
 
 from gangline.collectives.environments.job_key import JobKey, inherited_key
+from gangline.collectives.environments.restart import RESTART
 from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.kvstore.launch.job import Process
-from gangline.kvstore.launch.output import Output, Stream
-from gangline.kvstore.launch.process_tree import descendants, send, send_group
+from gangline.kvstore.launch.output import Output, Stream, write_what_fits
+from gangline.kvstore.launch.process_tree import descendants, send, send_group, send_program
+from gangline.kvstore.launch.restarts import CHECKPOINTED
 
-CHECKPOINTED = 75
-"""Exit code of a program that a signal stopped after it wrote a checkpoint: EX_TEMPFAIL of sysexits.h."""
 _KILL_INTERVAL = 0.1
 """Seconds between rounds of SIGKILL; each round reaches processes forked since the last."""
 _READ = 1 << 16
@@ -115,6 +115,9 @@ class Supervisor:
         """Monotonic time and what to do then."""
         self._are_orphans_terminated = False
         self._cannot_write = False
+        self._lost_of_logs = 0
+        """Number of bytes that did not fit on the disk of the log files."""
+        self._is_full_disk_known = False
         self._selector = selectors.DefaultSelector()
         self._signals, self._wakeup = socket.socketpair()
         for end in (self._signals, self._wakeup):
@@ -151,6 +154,8 @@ class Supervisor:
                 self._write(partial(self._output.end, stream))
             if child.log is not None:
                 child.log.close()
+        for lost, where in self._lost():
+            self._report(f"{lost} bytes of output did not fit on the disk of {where}")
         self._write(self._output.close)
         if self._is_interrupted and CHECKPOINTED in self._worker_codes and self._worker_codes <= {0, CHECKPOINTED}:
             return CHECKPOINTED
@@ -180,7 +185,9 @@ class Supervisor:
             os.set_blocking(popen.stdin.fileno(), False)
             self._tell(child, process.document or "")
         elif self._reports.log_dir is not None:
-            child.log = (self._reports.log_dir / f"{process.label.replace(' ', '-')}.log").open("wb", buffering=0)
+            path = self._reports.log_dir / f"{process.label.replace(' ', '-')}.log"
+            is_first_start = process.environment.get(RESTART, "0") == "0"
+            child.log = path.open("wb" if is_first_start else "ab", buffering=0)
         for pipe in (popen.stdout, popen.stderr):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
@@ -216,8 +223,9 @@ class Supervisor:
         data = pipe.read(_READ)
         if data:
             if child.log is not None:
-                self._write(partial(child.log.write, data))
+                self._write(partial(self._write_log, child.log, data))
             self._write(partial(self._output.write, child.streams[pipe], data))
+            self._warn_of_full_disk()
         elif data is not None:
             self._selector.unregister(pipe)
             pipe.close()
@@ -240,6 +248,19 @@ class Supervisor:
                 self._cannot_write = True
                 code = 128 + signal.SIGPIPE if isinstance(error, BrokenPipeError) else 1
                 self._fail(f"output cannot be written: {error.strerror}", code)
+
+    def _write_log(self, log: IO[bytes], data: bytes) -> None:
+        self._lost_of_logs += write_what_fits(log.fileno(), data)
+
+    def _lost(self) -> list[tuple[int, str]]:
+        """Return the bytes that full disks refused, and where they were to go."""
+        found = (self._output.lost(), "the launcher's output"), (self._lost_of_logs, str(self._reports.log_dir))
+        return [(lost, where) for lost, where in found if lost]
+
+    def _warn_of_full_disk(self) -> None:
+        if not self._is_full_disk_known and (lost := self._lost()):
+            self._is_full_disk_known = True
+            self._report(f"the disk of {lost[0][1]} is full: the job goes on, and output that does not fit is lost")
 
     def _report(self, text: str) -> None:
         with suppress(OSError):
@@ -366,7 +387,7 @@ class Supervisor:
         for leader in leaders:
             child = self._children[leader]
             if child.process.document is None:
-                send_group(leader, child.process.stop_signal)
+                send_program(leader, child.process.stop_signal)
             elif not child.is_stopping:
                 child.is_stopping = True
                 self._tell(child, _STOP)

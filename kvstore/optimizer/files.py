@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
+import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+
+from gangline.collectives.errors import DiskFullError
 
 _HEADER = "gangline"
 
@@ -44,10 +50,60 @@ def write_aside(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping
 
 
 def save(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]) -> None:
-    """Write a safetensors file atomically: ``path`` holds the old content or the new."""
+    """Write a safetensors file atomically: ``path`` holds the old content or the new.
+
+    Raises:
+        DiskFullError: if it does not fit on the disk.
+    """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    write_aside(temporary, tensors, header)
-    temporary.replace(path)
+    with removed_on_error(temporary, path, sum(tensor.nbytes for tensor in tensors.values())):
+        write_aside(temporary, tensors, header)
+        temporary.replace(path)
+    flush_folder(path.parent)
+
+
+@contextmanager
+def removed_on_error(temporary: Path, path: Path, nbytes: int) -> Iterator[None]:
+    """Remove a temporary file if the block that writes it fails.
+
+    Args:
+        temporary: temporary name of the file.
+        path: final name, for the error.
+        nbytes: number of bytes of its data.
+
+    Raises:
+        DiskFullError: if there was no space for it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        number = error.errno if isinstance(error, OSError) else _os_error(error)
+        if number not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(path.parent).free
+        raise DiskFullError(
+            f"{path} cannot be written: its data have {nbytes} bytes, and the disk has {free} bytes free "
+            f"({os.strerror(number)})"
+        ) from error
+
+
+def _os_error(error: BaseException) -> int | None:
+    """Return the error number in a text of safetensors, which raises no OSError."""
+    found = re.search(r"\(os error (\d+)\)", str(error)) if isinstance(error, SafetensorError) else None
+    return int(found[1]) if found else None
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush a folder to disk, so that files renamed in it survive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # file systems that cannot do it
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

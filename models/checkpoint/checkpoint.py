@@ -12,12 +12,12 @@ temporary names renames them first. So a reader always finds either the old chec
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ def save(snapshot: Snapshot, prefix: str | Path, epoch: int | str, workers: Work
         workers: workers of the job.
 
     Raises:
-        OSError: if rank 0 could not write the files; on all ranks.
+        OSError: if rank 0 could not write the files; on all ranks. DiskFullError if a file does not fit on the disk.
     """
     paths_of(prefix, epoch)  # an invalid epoch must raise on every worker
     if workers.count > 1:
@@ -173,25 +173,54 @@ def _write(snapshot: Snapshot, prefix: str | Path, epoch: int | str, parts: list
         "about": run_state.metadata,
         "companions": {name: each.state() for name, each in run_state.stateful.items()},
         "other_workers": others,
+        "run": run_state.run,
     }
     description.parent.mkdir(parents=True, exist_ok=True)
     _rename_tensors(prefix, epoch)
     _remove_temporary_files(prefix, epoch)
-    files.write_aside(_temporary(weights, save_id), snapshot.params, {"id": save_id, "epoch": epoch})
-    files.write_aside(_temporary(state, save_id), tensors, {"id": save_id})
-    temporary = _temporary(description, save_id)
-    with temporary.open("w") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    text = json.dumps(content, indent=1).encode()
+    with ExitStack() as stack:
+
+        def aside(path: Path, nbytes: int) -> Path:
+            stack.enter_context(files.removed_on_error(_temporary(path, save_id), path, nbytes))
+            return _temporary(path, save_id)
+
+        files.write_aside(aside(weights, _nbytes(snapshot.params)), snapshot.params, {"id": save_id, "epoch": epoch})
+        files.write_aside(aside(state, _nbytes(tensors)), tensors, {"id": save_id})
+        temporary = aside(description, len(text))
+        with temporary.open("wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        files.flush_folder(description.parent)
     temporary.replace(description)  # from here on the new checkpoint exists
+    files.flush_folder(description.parent)
     _rename_tensors(prefix, epoch)
+
+
+def _nbytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def read_metadata(prefix: str | Path, epoch: int | str) -> dict[str, Any]:
     """Return `RunState.metadata` of a checkpoint without its tensors; an empty dict if it does not exist."""
     *_, description = paths_of(prefix, epoch)
     return dict(_read_description(description).get("about", {})) if description.is_file() else {}
+
+
+def newest_of_run(prefixes: Iterable[str], run: str) -> tuple[str, int] | None:
+    """Return prefix and number of a run's checkpoint with the most steps (see `RunState.run`); None if it has none.
+
+    Checkpoints without the optimizer's state are left out, as they cannot be resumed.
+    """
+    found: list[tuple[int, str, int]] = []
+    for prefix in dict.fromkeys(prefixes):
+        for epoch in reversed(epochs(prefix)):
+            content = _read_description(paths_of(prefix, epoch)[2])
+            if content.get("run") == run and content["optimizer"] is not None:
+                found.append((content["step"], prefix, epoch))
+                break
+    return max(found, key=lambda one: one[0])[1:] if found else None
 
 
 def read(prefix: str | Path, epoch: int | str) -> Checkpoint:
@@ -389,7 +418,7 @@ def _rename_tensors(prefix: str | Path, epoch: int | str) -> None:
     if description.is_file():
         save_id = _read_description(description)["id"]
         for path in (weights, state):
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 _temporary(path, save_id).replace(path)
 
 

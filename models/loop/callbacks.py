@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gangline.models.checkpoint.retention import BEST, remove_older
+from gangline.collectives.errors import DiskFullError
+from gangline.models.checkpoint.retention import BEST, epochs, remove_older
 from gangline.models.loop.improvement import is_better, worst
 from gangline.models.metrics.metric import EvalMetric
 from gangline.models.trainable import Trainable
@@ -140,6 +141,9 @@ class Checkpoint:
     Serves as batch callback and as epoch callback. A checkpoint at the end of an epoch is numbered by the epochs
     completed; so is one in the middle of the next epoch, which replaces it. In a job every worker needs the callback.
     If `fit` is stopped in the middle of an epoch, it saves a checkpoint there.
+
+    A checkpoint that does not fit on the disk is a warning: the previous one stays, and training goes on. At the end of
+    `fit`, also when it is stopped, the state is saved again if the last attempt failed; then a failure is an error.
     """
 
     def __init__(
@@ -183,6 +187,7 @@ class Checkpoint:
         """Best value of ``keep_best`` so far."""
         self._since: float | None = None
         self._saved_at: tuple[int, int] | None = None  # step and epochs completed
+        self._is_unsaved = False  # True after a save that did not fit on the disk
 
     @property
     def module(self) -> Trainable:
@@ -203,7 +208,11 @@ class Checkpoint:
             begun, done, completed = when, when + 1, when + 1
         is_due = self._minutes_have_passed()
         if is_due or (self.period is not None and done // self.period > begun // self.period):
-            self.save(completed)
+            try:
+                self.save(completed)
+            except DiskFullError as error:
+                self._is_unsaved, self._since = True, self.module.workers.clock
+                self._warn(error)
 
     def _minutes_have_passed(self) -> bool:
         if self.minutes is None:
@@ -218,10 +227,20 @@ class Checkpoint:
         if self._saved_at != (self.module.run_state.step, completed):
             self.save(completed)
 
+    def save_at_end(self, completed: int) -> None:
+        """Save at the end of `fit` if the newest attempt failed."""
+        if self._is_unsaved:
+            self.save(completed)
+
     def save(self, completed: int) -> None:
-        """Save now, under the number of epochs completed. Collective."""
+        """Save now, under the number of epochs completed. Collective.
+
+        Raises:
+            DiskFullError: if there is no space for it.
+        """
         self.module.save_checkpoint(self.prefix, completed, self.save_optimizer_states)
         self._saved_at, self._since = (self.module.run_state.step, completed), self.module.workers.clock
+        self._is_unsaved = False
         if self.keep is not None and self.module.workers.is_first:
             try:
                 remove_older(self.prefix, completed, self.keep)
@@ -235,8 +254,18 @@ class Checkpoint:
             values: the metrics by name, equal on all workers.
         """
         if self.keep_best is not None and is_better(values[self.keep_best], self.best, self.mode):
-            self.best = values[self.keep_best]
-            self.module.save_checkpoint(self.prefix, BEST, self.save_optimizer_states)
+            before, self.best = self.best, values[self.keep_best]
+            try:
+                self.module.save_checkpoint(self.prefix, BEST, self.save_optimizer_states)
+            except DiskFullError as error:
+                self.best = before
+                self._warn(error)
+
+    def _warn(self, error: DiskFullError) -> None:
+        if self.module.workers.is_first:
+            newest = epochs(self.prefix)[-1:]
+            stays = f"checkpoint {newest[0]} stays" if newest else "there is no checkpoint yet"
+            _log.warning("%s; training goes on, and %s", error, stays)
 
     @property
     def awaited_metric(self) -> str | None:

@@ -86,12 +86,13 @@ class Epochs:
                 stopped = self._train(enumerate(parts, skip), epoch)
             skip = 0
             if stopped:
-                for saver in self.callbacks.savers:
-                    saver.save_at_stop(epoch)
+                self._save_at_stop(epoch)
             else:
                 self._end_epoch(epoch, began, waited)
             if self.module.workers.stop is not None and (stopped or epoch + 1 < self.num_epoch):
                 return self.module.workers.stop
+        for saver in self.callbacks.savers:
+            saver.save_at_end(self.num_epoch)
         return ALL_EPOCHS
 
     def _begin_epoch(self, epoch: int, skip: int, saved: checkpoint.Checkpoint | None) -> Iterator[Any]:
@@ -231,8 +232,13 @@ class Epochs:
             module.worker_balance.log_epoch(epoch, reports)
         self._call(after, epoch)  # after validation, whose result is part of what they save
         if workers.stop is not None and not ends:
-            for saver in self.callbacks.savers:
-                saver.save_at_stop(epoch + 1)
+            self._save_at_stop(epoch + 1)
+
+    def _save_at_stop(self, completed: int) -> None:
+        """Save once under each prefix: the time until the process is killed may be short."""
+        savers = {(saver.prefix, saver.save_optimizer_states): saver for saver in reversed(self.callbacks.savers)}
+        for saver in savers.values():
+            saver.save_at_stop(completed)
 
     def _validate(self, epoch: int, where: str) -> None:
         assert self.evaluation is not None

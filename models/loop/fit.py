@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gangline.collectives.environments.restart import restart_number, run_id
 from gangline.kvstore import KVStore
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.models.checkpoint import checkpoint
@@ -33,6 +35,8 @@ from gangline.models.trainable import Trainable
 BatchCallbacks = BatchCallback | Iterable[BatchCallback] | None
 EpochCallbacks = EpochCallback | Iterable[EpochCallback] | None
 Resume = str | Path | tuple[str | Path, int]
+_fits: Counter[tuple[Path, ...]] = Counter()
+"""Number of calls of `fit` in this process by the prefixes of their checkpoints."""
 _DEFAULT_REQUEST: tuple[str, str, dict[str, Any]] = ("local", "sgd", {})
 
 
@@ -78,7 +82,9 @@ def fit(module: Trainable, train_data: Any, eval_data: Any, eval_metric: Any, op
         as_list(options.eval_batch_end_callback),
         as_list(options.eval_end_callback),
     )
-    saved = _read_checkpoint(options.resume, _savers(callbacks))
+    savers = _savers(callbacks)
+    module.run_state.run = _name_of_run(savers)
+    saved = _read_checkpoint(options.resume, savers) if not restart_number() else None  # else `_run` reads it
     module.run_state.seed, module.run_state.data_generator = options.seed, train.generator
     _initialize(module, train, options)
     try:
@@ -143,11 +149,15 @@ def _run(
     saved: checkpoint.Checkpoint | None,
 ) -> str:
     """Check the rest, resume, and run the epochs."""
-    per_epoch, reads_ahead = _agreed_numbers(module, train)
+    savers = _savers(callbacks)
+    per_epoch, reads_ahead, own = _exchange_beginnings(module, train, _own_checkpoint(savers, module.run_state.run))
+    if own is not None:
+        saved = checkpoint.read(*own)
+    elif restart_number():
+        saved = _read_checkpoint(options.resume, savers)
     rates = Rates(options.lr_scheduler, _base_rate(module), options.num_epoch, per_epoch)
     frequency = EvalFrequency(options.eval_frequency, per_epoch)
     _check_metrics([rates, *callbacks.all], validation if evaluation is not None else None)
-    savers = _savers(callbacks)
     for saver in savers:
         saver.attach(module)
     module.run_state.stateful = _stateful(callbacks.all, rates)
@@ -216,6 +226,8 @@ def _log_beginning(
         nothing_left = "; nothing is left to train" * (begin_epoch >= options.num_epoch)
         module.logger.info("resuming from %s: %s are done%s", saved.path, done, nothing_left)
         return
+    if savers and restart_number():
+        module.logger.info("restart %d: no earlier start of this job has written a checkpoint", restart_number())
     for prefix in {saver.prefix for saver in savers}:
         replaced = [number for number in saved_epochs(prefix) if number > begin_epoch]
         if replaced:
@@ -272,11 +284,20 @@ def _check_metrics(users: Iterable[Any], validation: EvalMetric | None) -> None:
             check_metric(driven.name if driven is not None else type(user).__name__, metric, names)
 
 
-def _agreed_numbers(module: Trainable, train: Source) -> tuple[int | None, int]:
-    """Return the number of batches of the worker that has most (None if one does not know), and of those read ahead."""
-    gathered = module.workers.all_gather([train.num_batches(), train.reads_ahead], "fit")
-    counts = [count for count, _ in gathered]
-    return max(counts) if None not in counts else None, max(ahead for _, ahead in gathered)
+def _exchange_beginnings(
+    module: Trainable, train: Source, own: tuple[str, int] | None
+) -> tuple[int | None, int, tuple[str, int] | None]:
+    """Exchange what workers know of their data and of the job's checkpoints. Collective.
+
+    Returns:
+        The number of batches of the worker that has most (None if one does not know), of those that are read ahead, and
+        rank 0's ``own``, as rank 0 writes the checkpoints.
+    """
+    gathered = module.workers.all_gather([train.num_batches(), train.reads_ahead, list(own or ())], "fit")
+    counts = [count for count, _, _ in gathered]
+    first = gathered[0][2]
+    most_ahead = max(ahead for _, ahead, _ in gathered)
+    return max(counts) if None not in counts else None, most_ahead, (first[0], first[1]) if first else None
 
 
 def _base_rate(module: Trainable) -> float:
@@ -334,6 +355,21 @@ def _check_int(name: str, value: Any, least: int) -> None:
 
 def _savers(callbacks: Callbacks) -> list[Checkpoint]:
     return [callback for callback in callbacks.all if isinstance(callback, Checkpoint)]
+
+
+def _name_of_run(savers: list[Checkpoint]) -> str | None:
+    """Return a name of this call of `fit` that is the same in every start of its job; None if the job has no name."""
+    prefixes = tuple(saver.prefix for saver in savers)
+    number, job = _fits[prefixes], run_id()
+    _fits[prefixes] += 1
+    return f"{job}/{number}" if job is not None else None
+
+
+def _own_checkpoint(savers: list[Checkpoint], run: str | None) -> tuple[str, int] | None:
+    """Return prefix and number of the newest checkpoint that earlier starts of the job wrote in this call of `fit`."""
+    if run is None or not restart_number():
+        return None
+    return checkpoint.newest_of_run((str(saver.prefix) for saver in savers if saver.save_optimizer_states), run)
 
 
 def _read_checkpoint(resume: Resume | None, savers: list[Checkpoint]) -> checkpoint.Checkpoint | None:

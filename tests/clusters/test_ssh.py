@@ -71,6 +71,18 @@ def test_the_first_failure_is_named_with_its_host_and_the_others_end(server: ssh
     server.wait_until_empty()
 
 
+def test_a_failed_job_starts_again_on_all_hosts(server: sshd.Sshd) -> None:
+    code = "restart = os.environ['GANGLINE_RESTART']; print('start', restart, os.environ['MASTER_PORT'], flush=True)\n"
+    with launch(server, code + "if restart == '0':\n    sys.exit(3) if rank == 1 else signal.pause()\n",
+                "--max-restarts", "1") as run:  # fmt: skip
+        status, out, errors = run.end()
+    assert status == 0
+    assert errors[1:] == ["gangline: restart 1 of 1: all processes of the job start again"]
+    assert [line.split()[3] for line in out[-2:]] == ["1", "1"]
+    assert len({line.split()[4] for line in out}) == 2
+    server.wait_until_empty()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_ends_all_hosts(server: sshd.Sshd, number: signal.Signals) -> None:

@@ -197,6 +197,14 @@ def test_a_command_runs_in_each_worker(cluster: str, code: int, capfd: pytest.Ca
     assert ("worker 1 (pid " in errors) == bool(code)
 
 
+def test_a_failed_command_starts_again(cluster: str, capfd: pytest.CaptureFixture[str]) -> None:
+    text = "import os, sys; restart = os.environ['GANGLINE_RESTART']; print('start', restart); sys.exit(restart == '0')"
+    assert ray_jobs.run(JobSpec((sys.executable, "-c", text), 1, 0), max_restarts=2, **PLACED) == 0
+    out, errors = capfd.readouterr()
+    assert [line for line in out.splitlines() if "start" in line] == ["[worker 0] start 0", "[worker 0] start 1"]
+    assert "gangline: restart 1 of 2: all processes of the job start again" in errors
+
+
 INTERRUPTED = """
 import sys
 from gangline.integrations import ray_jobs

@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -99,7 +100,7 @@ def job(processes: dict[str, str], servers: float = 20, stop: float = 20, **opti
         "labels = [(label.partition(' '), command) for label, command in processes.items()]\n"
         "table = [Process(role, int(rank) if rank else None, ('sh', '-c', command), {})\n"
         "         for (role, _, rank), command in labels]\n"
-        "sys.exit(run(table, StopTimeouts(servers, stop)))\n"
+        "sys.exit(run(table, StopTimeouts(servers, stop)).code)\n"
     )
     return Launch([sys.executable, "-c", code, json.dumps([processes, servers, stop])], cwd=ROOT, **options)
 
@@ -317,6 +318,26 @@ def test_ctrl_c_on_a_terminal_ends_everything() -> None:
         assert run.process.wait(30) == 130
         assert run.running() == set()
     os.close(ours)
+
+
+def test_a_signal_leaves_forked_workers_to_their_program_and_reaches_programs_of_a_shell() -> None:
+    """The forked worker is there when the program gets the signal, and gets none itself."""
+    code = (
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        "reading, writing = os.pipe()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_DFL); os.read(reading, 1); os._exit(6)\n"
+        "try:\n"
+        "    print('ready', flush=True); signal.pause()\n"
+        "finally:\n"
+        "    os.write(writing, b'x'); print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)\n"
+    )
+    program = shlex.join([*PYTHON, f"import os, signal, sys\n{code}"])
+    with launch("-n", "1", "-s", "0", "--", "sh", "-c", f"trap : TERM; {program}; exit $?") as run:
+        run.hear("[worker 0] ready")
+        run.process.terminate()
+        assert run.end()[:2] == (75, ["[worker 0] ready", "[worker 0] 6"])
 
 
 def test_a_second_signal_kills_at_once() -> None:

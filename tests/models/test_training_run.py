@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 
 from gangline.models.checkpoint import checkpoint
 from gangline.models.checkpoint.retention import epochs
+from gangline.models.loop import fit
 from gangline.models.reports.page import read_progress
 from gangline.models.zoo import create
 
@@ -220,6 +222,31 @@ def test_a_run_says_what_it_goes_on_from_and_what_it_replaces(
     assert out.startswith("Validation-accuracy=")
     _, _, err = gangline_command(capsys, *words, 1)
     assert f"{prefix} has checkpoints of an earlier run, up to epoch 2, which this run replaces" in err
+
+
+def test_a_restarted_job_resumes_its_own_checkpoints_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = tmp_path / "m"
+
+    def start(job: str, restart: int, *words: object) -> str:
+        """Train as a start of a job, in a process of its own as far as `fit` can tell; return stderr."""
+        monkeypatch.setattr(fit, "_fits", Counter())
+        monkeypatch.setenv("GANGLINE_RUN_ID", job)
+        monkeypatch.setenv("GANGLINE_RESTART", str(restart))
+        code, _, err = gangline_command(capsys, *MLP, "--model-prefix", prefix, *words)
+        assert code == 0
+        return err
+
+    start("old", 0, "--num-epochs", 2)
+    assert "resuming" not in start("new", 0, "--num-epochs", 1)
+    for words in ([], ["--load-epoch", "2"], ["--load-epoch", "9"], ["--load-epoch", "auto"]):
+        err = start("new", 1, "--num-epochs", 1, *words)
+        assert f"resuming from {prefix}-0001.json: 1 of 1 epochs are done" in err
+    err = start("other", 1, "--num-epochs", 1)
+    assert "restart 1: no earlier start of this job has written a checkpoint" in err
+    assert "resuming" not in err
+    assert f"resuming from {prefix}-0002.json" in start("another", 1, "--num-epochs", 2, "--load-epoch", "2")
 
 
 @pytest.mark.parametrize("command", ["train", "score", "predict"])

@@ -33,7 +33,7 @@ from gangline.collectives.context import Context
 from gangline.collectives.errors import UsageError
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.default_store import default_store, job_store, num_workers
-from gangline.kvstore.launch.supervisor import CHECKPOINTED
+from gangline.kvstore.launch.restarts import CHECKPOINTED
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.kvstore.registry import IN_PROCESS

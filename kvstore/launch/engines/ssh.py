@@ -24,6 +24,7 @@ from gangline.kvstore.launch.engines.hostfile import HostEntry
 from gangline.kvstore.launch.engines.ssh_options import SshOptions
 from gangline.kvstore.launch.job import JobSpec, Process, process_table
 from gangline.kvstore.launch.local import run
+from gangline.kvstore.launch.restarts import Outcome
 from gangline.kvstore.launch.supervisor import Reports, StopTimeouts
 
 _OPTIONS = (
@@ -89,8 +90,8 @@ def run_on_hosts(
     *,
     stop_signals: Collection[Signals] = (),
     reports: Reports = Reports(),  # noqa: B008 - it is frozen
-) -> int:
-    """Run the processes on their hosts until all have ended; return the job's exit code as `local.run` does.
+) -> Outcome:
+    """Run the processes on their hosts until all have ended; return what `local.run` returns.
 
     Args:
         job: processes, as of `plan`.

@@ -107,7 +107,7 @@ def _run(document: Mapping[str, Any]) -> int:
     processes = [Process(**{**one, "command": tuple(one["command"])}) for one in document["processes"]]
     key = JobKey.from_hex(document["key"]) if document["key"] else None
     reports = Reports(Path(document["log_dir"]) if document["log_dir"] else None, document["name"])
-    return run(processes, StopTimeouts(stop=document["grace"]), key, reports=reports)
+    return run(processes, StopTimeouts(stop=document["grace"]), key, reports=reports).code
 
 
 if __name__ == "__main__":

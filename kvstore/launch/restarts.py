@@ -1,0 +1,62 @@
+"""Restart of a whole job: after a failure everything is stopped, and all processes start again."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+CHECKPOINTED = 75
+"""Exit code of a program that a signal stopped after it wrote a checkpoint: EX_TEMPFAIL of sysexits.h."""
+_FINAL = {
+    2: "wrong usage",
+    CHECKPOINTED: "stopped by a signal, with a checkpoint written",
+    126: "the command cannot be run",
+    127: "the command was not found",
+    128 + signal.SIGPIPE: "nobody reads the output",
+}
+"""Exit codes after which a restart is of no use or not wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """End of a job."""
+
+    code: int
+    """Exit code."""
+    is_stopped: bool = False
+    """True if a signal to the launcher ended it."""
+
+
+def run_with_restarts(attempt: Callable[[int], Outcome], max_restarts: int) -> int:
+    """Run a job, again after each failure; return the exit code of the last attempt.
+
+    A job that a signal to the launcher stopped is not started again, nor one that ended with a code of `_FINAL`.
+
+    Args:
+        attempt: runs the job until nothing is left of it; its argument is the number of restarts so far.
+        max_restarts: number of restarts after which a failure ends the job.
+    """
+    restart = 0
+    try:
+        while True:
+            outcome = attempt(restart)
+            if not outcome.code or outcome.is_stopped or not max_restarts:
+                return outcome.code
+            if outcome.code in _FINAL:
+                _report(f"the job is not started again: code {outcome.code} means {_FINAL[outcome.code]}")
+                return outcome.code
+            if restart == max_restarts:
+                _report(f"the job is not started again: all {max_restarts} restarts are used up")
+                return outcome.code
+            restart += 1
+            _report(f"restart {restart} of {max_restarts}: all processes of the job start again")
+    except KeyboardInterrupt:  # between two attempts
+        return 128 + signal.SIGINT
+
+
+def _report(text: str) -> None:
+    with suppress(OSError):  # the reader may be gone, or the disk full
+        print(f"gangline: {text}", file=sys.stderr, flush=True)
