@@ -31,8 +31,8 @@ class Passes:
             self._count("copyto", out.nbytes)
             copyto(out, value)
 
-        patch.setattr(copies.np, "add", counted_add)
-        patch.setattr(copies.np, "copyto", counted_copyto)
+        patch.setattr(np, "add", counted_add)
+        patch.setattr(np, "copyto", counted_copyto)
 
     def _count(self, call: str, nbytes: int) -> None:
         with self._lock:
