@@ -176,8 +176,7 @@ def _value(key: Any, value: Any) -> Value:
         )
     if value.layout != torch.strided:
         raise ValueError(f"key {key!r} has a value of layout {value.layout}; expected a dense or a sparse_coo tensor")
-    tensor: torch.Tensor = value.detach()
-    return tensor
+    return _without_grad(value)
 
 
 def _dense(key: Any, value: Any) -> torch.Tensor:
@@ -193,10 +192,15 @@ def _writable(key: Any, value: Any) -> torch.Tensor:
     _check_is_tensor(key, value)
     if value.layout != torch.strided:
         raise ValueError(f"key {key!r} has a value of layout {value.layout}; expected a dense tensor to write into")
-    if any(not stride and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
+    strides = value.stride()
+    if 0 in strides and any(not stride and size > 1 for stride, size in zip(strides, value.shape, strict=True)):
         raise ValueError(f"key {key!r} cannot be written into an expanded tensor; clone it first")
-    tensor: torch.Tensor = value.detach()
-    return tensor
+    return _without_grad(value)
+
+
+def _without_grad(value: torch.Tensor) -> torch.Tensor:
+    """Return the tensor detached; itself if autograd does not record it, because `detach` costs as much as a sum."""
+    return value.detach() if value.requires_grad else value
 
 
 def _check_is_tensor(key: Any, value: Any) -> None:

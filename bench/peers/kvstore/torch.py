@@ -30,8 +30,11 @@ def prepare(options: dict[str, Any]) -> dict[str, Any]:
 
     def step() -> None:
         for total, (first, *others) in zip(sums, gradients, strict=True):
-            total.copy_(first)
-            for other in others:
+            if others:  # one pass over the total less than copy_ and add_
+                torch.add(first, others[0].to(total.device), out=total)
+            else:
+                total.copy_(first)
+            for other in others[1:]:
                 total.add_(other.to(total.device))
         for total, pulled in zip(sums, outs, strict=True):
             for out in pulled:

@@ -7,9 +7,9 @@ core's cache.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,11 @@ from gangline.collectives.engine import reduction
 _CHUNK = 256 * 1024  # bytes; at 128 KiB calls dominate, at 512 KiB a chunk with its sum and copies leaves the cache
 _MIN_THREADED = 8 << 20  # bytes of sums below which threads do not pay
 
-_Chunk = tuple[list[Any], Any, list[Any], bool]
-"""numpy views of values, total and outs, and whether the total may be written before the last value is read."""
+_SPAN = 2 << 20  # bytes that a thread takes at once: few enough that no thread waits long for the last one
+
+_Array = np.ndarray[Any, Any]
+_Span = tuple[Transfer, int, int]
+"""A transfer, and the first element and the end of the part of it."""
 
 
 class Copies(Backend):
@@ -118,42 +121,50 @@ def _is_plain(transfer: Transfer) -> bool:
 
 
 def _move_in_chunks(transfers: Sequence[Transfer]) -> None:
-    """Split the transfers into chunks and distribute these over as many threads as torch uses."""
-    chunks: list[_Chunk] = []
-    ends: list[int] = []  # number of elements up to the end of each chunk
-    done = 0
-    for values, total, outs in transfers:
-        flat_values, flat_outs = [_flat(value) for value in values], [_flat(out) for out in outs]
-        flat_total = _flat(total)
-        step, apart = _CHUNK // total.itemsize, not any(_same_address(value, total) for value in values[2:])
-        for start in range(0, len(flat_total), step):
-            part = slice(start, start + step)
-            chunks.append(([v[part] for v in flat_values], flat_total[part], [o[part] for o in flat_outs], apart))
-            done += min(step, len(flat_total) - start)
-            ends.append(done)
-    count = torch.get_num_threads()
-    borders = [int(np.searchsorted(ends, done * number // count)) for number in range(count)] + [len(chunks)]
-    shares = [chunks[begin:end] for begin, end in pairwise(borders) if end > begin]
-    thread_pool.run([partial(_run, share) for share in shares])
+    """Split the transfers into spans, which as many threads as torch uses take one by one.
+
+    The threads make the numpy views too, so that this Python code of one thread overlaps the arithmetic of the others.
+    """
+    threads = torch.get_num_threads()
+    most = min(_SPAN, max(_CHUNK, sum(total.nbytes for _, total, _ in transfers) // (4 * threads)))
+    spans: deque[_Span] = deque()
+    for transfer in transfers:
+        count, step = transfer[1].numel(), most // transfer[1].itemsize
+        spans.extend((transfer, start, min(start + step, count)) for start in range(0, count, step))
+    thread_pool.run([partial(_run, spans)] * threads)
     mark_written([tensor for _, total, outs in transfers for tensor in (total, *outs)])
 
 
-def _flat(tensor: Tensor) -> np.ndarray[Any, Any]:
-    array: np.ndarray[Any, Any] = tensor.detach().reshape(-1).numpy()
-    return array
-
-
-def _run(chunks: Sequence[_Chunk]) -> None:
+def _run(spans: deque[_Span]) -> None:
+    """Sum and copy spans until none is left; a deque's `popleft` is atomic."""
     with np.errstate(all="ignore"):  # like torch, which does not warn about infinities and NaN
-        for values, total, outs, is_apart in chunks:
-            if len(values) == 1:
-                np.copyto(total, values[0])
-            elif values:
-                partial_sum = total if is_apart else np.empty_like(total)
-                np.add(values[0], values[1], out=partial_sum)
-                for value in values[2:]:
-                    np.add(partial_sum, value, out=partial_sum)
-                if not is_apart:
-                    np.copyto(total, partial_sum)
-            for out in outs:
-                np.copyto(out, total)
+        while spans:
+            try:
+                (values, total, outs), begin, end = spans.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            step, is_apart = _CHUNK // total.itemsize, not any(_same_address(value, total) for value in values[2:])
+            arrays, sums, copies = [_flat(value) for value in values], _flat(total), [_flat(out) for out in outs]
+            for start in range(begin, end, step):
+                part = slice(start, min(start + step, end))
+                _run_chunk([array[part] for array in arrays], sums[part], is_apart)
+                for copy in copies:
+                    np.copyto(copy[part], sums[part])
+
+
+def _run_chunk(values: Sequence[_Array], total: _Array, is_apart: bool) -> None:
+    """Sum a chunk; with ``is_apart`` the total may be written before the last value is read."""
+    if len(values) == 1:
+        np.copyto(total, values[0])
+    elif values:
+        partial_sum = total if is_apart else np.empty_like(total)
+        np.add(values[0], values[1], out=partial_sum)
+        for value in values[2:]:
+            np.add(partial_sum, value, out=partial_sum)
+        if not is_apart:
+            np.copyto(total, partial_sum)
+
+
+def _flat(tensor: Tensor) -> _Array:
+    array: _Array = (tensor.detach() if tensor.requires_grad else tensor).numpy()
+    return array.reshape(-1)
