@@ -7,6 +7,7 @@ import math
 import os
 import selectors
 import socket
+import struct
 import tempfile
 import time
 from collections.abc import Mapping
@@ -107,6 +108,16 @@ class RankGroup:
     def wrong(self, name: str = "bench") -> int:
         """Return the number of wrong elements on all ranks."""
         return sum(answer["wrong"] for answer in self.ask({"check": name}))
+
+    def report(self, name: str = "bench") -> list[dict[str, Any]]:
+        """Return what the program reports, by rank."""
+        return self.ask({"report": name})
+
+    def rank_pids(self) -> list[int]:
+        """Return the process ids of the ranks, also of those that a launcher started."""
+        size = struct.calcsize("3i")
+        peers = (connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size) for connection in self._ranks)
+        return [int(struct.unpack("3i", peer)[0]) for peer in peers]
 
     def release(self) -> None:
         """Free the memory of everything prepared."""

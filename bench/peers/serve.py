@@ -8,6 +8,7 @@ socket at the path SOCKET, and answers go back, a line of JSON each; all ranks o
     {"measure": name, "steps": n, "warmup": w} -> {"seconds": of a step}, the mean over n steps after w unmeasured ones
     {"latencies": name, "steps": n}            -> {"seconds": [of each step]}
     {"check": name}                            -> {"wrong": number of wrong elements} or {"error": largest deviation}
+    {"report": name}                           -> what the program reports
     {"release": true}                          -> {}, after the memory of everything prepared is freed
 
 and {"failed": text} in place of any of them. Between requests a process blocks in a read and uses no CPU time. It ends
@@ -16,8 +17,8 @@ when the socket closes, even in the middle of a collective.
 FILE defines ``join()``, which returns a dict: ``who`` (name and version), ``prepare``, and, unless the process is
 alone, ``rank``, ``size``, ``barrier`` and ``leave``; ``transport`` where it is known. ``prepare(options)`` returns
 another dict: ``step`` (performs the measured work once), optionally ``wait`` (returns when all started steps are
-complete), ``undo`` (reverts a step; then every step is timed by itself, after a barrier, and reverted after it) and
-``check`` (returns the largest absolute error). Without ``check``, `checks.py` checks by
+complete), ``undo`` (reverts a step; then every step is timed by itself, after a barrier, and reverted after it),
+``report`` (returns a dict) and ``check`` (returns the largest absolute error). Without ``check``, `checks.py` checks by
 ``write(start, values)`` (stores a float64, int64 or bool array into the input), ``read(start, stop)`` (returns such an
 array of the result) and optionally ``settle`` (fetches the result after all ranks have stepped).
 """
@@ -109,6 +110,9 @@ class Server:
             return {"seconds": self._latencies(prepared, request["steps"])}
         if "check" in request:
             return self._check(*self._prepared[request["check"]])
+        if "report" in request:
+            _, prepared = self._prepared[request["report"]]
+            return dict(prepared["report"]())
         self._prepared.clear()
         return {}
 

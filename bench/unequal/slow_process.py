@@ -15,6 +15,7 @@ from gangline.collectives.processes.parent_death import die_with_parent
 _V1 = Path("/sys/fs/cgroup/cpu")
 _V2 = Path("/sys/fs/cgroup")
 _PERIOD = 10_000  # microseconds: several periods are in a training step
+_MOST_SHARES, _MOST_WEIGHT = 262_144, 10_000  # of a cgroup, in version 1 and 2
 _NICE_STEP = 1.25  # ratio of CPU time between two nice levels
 
 
@@ -44,6 +45,9 @@ class QuotaProcess:
         self._pid = pid
         self._group = self._root / f"gangline-{os.getpid()}-{pid}"
         self._group.mkdir()
+        # The quota is to be the limit, not what other processes of the machine leave.
+        name, weight = ("cpu.shares", _MOST_SHARES) if self._root == _V1 else ("cpu.weight", _MOST_WEIGHT)
+        (self._group / name).write_text(str(weight))
         (self._group / "cgroup.procs").write_text(str(pid))
 
     def slow_down(self, factor: float) -> None:

@@ -29,6 +29,7 @@ class _Benches(TyperGroup):
         from gangline.bench.startup import connect, startup
         from gangline.bench.training import training
         from gangline.bench.transfer import transfer
+        from gangline.bench.unequal.unequal_hosts import unequal_hosts
         from gangline.bench.unequal.unequal_ranks import unequal_ranks
         from gangline.bench.workload.collective_shapes import COLLECTIVES
 
@@ -40,6 +41,7 @@ class _Benches(TyperGroup):
             transfer,
             balance,
             unequal_ranks,
+            unequal_hosts,
             compression,
             device_group,
             tune,

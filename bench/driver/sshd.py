@@ -1,4 +1,4 @@
-"""A private sshd on a high port, with its own keys, for tests of the ssh launcher."""
+"""A private sshd on a high port, with its own keys: hosts for the ssh launcher."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Sshd:
         folder.mkdir(exist_ok=True)
         host_key, self.key = folder / "host_key", folder / "user_key"
         for file in (host_key, self.key):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(file)], check=True)
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(file)], check=True)  # noqa: S607
         authorized = folder / "authorized_keys"
         authorized.write_text(self.key.with_suffix(".pub").read_text())
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -56,8 +56,10 @@ class Sshd:
         self._enter = enter
         until = time.monotonic() + 20
         while b"Server listening" not in (folder / "sshd.log").read_bytes():
-            assert self.process.poll() is None, (folder / "sshd.log").read_text()
-            assert time.monotonic() < until
+            if self.process.poll() is not None or time.monotonic() > until:
+                log = (folder / "sshd.log").read_text()
+                self.__exit__()
+                raise RuntimeError(f"sshd did not start on {address}:{self.port}: {log}")
             time.sleep(0.02)
 
     def __enter__(self) -> Sshd:
@@ -70,7 +72,7 @@ class Sshd:
         self._log.close()
 
     def running(self) -> set[int]:
-        """Return the processes that sessions of this sshd started."""
+        """Return the process ids of what the sessions of this sshd started."""
         found = set()
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -82,7 +84,8 @@ class Sshd:
         """Wait until no process of a session is left."""
         until = time.monotonic() + 20
         while left := self.running():
-            assert time.monotonic() < until, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
+            if time.monotonic() > until:
+                raise RuntimeError(f"processes of the host {self.address} are left: {sorted(left)}")
             time.sleep(0.05)
 
     def settings(self, alias: str) -> str:
