@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from gangline.kvstore.allreduce.negotiation import Negotiator
+from gangline.kvstore.group.serialization import dtype_named
 from gangline.kvstore.optimizer.keyed import OptimizerState
 
 
@@ -30,7 +31,7 @@ def broadcast_state(workers: Negotiator, state: OptimizerState | None) -> Optimi
         if state is not None and not workers.rank:
             tensors[name] = state.tensors[name].contiguous()
         else:
-            tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            tensors[name] = torch.empty(shape, dtype=dtype_named(dtype))
         with workers.communicator() as communicator:
             communicator.broadcast(tensors[name].view(-1).view(torch.uint8))
     return OptimizerState.from_parts(header, tensors)

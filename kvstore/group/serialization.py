@@ -14,6 +14,17 @@ _TENSOR = 1
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """Return torch's dtype of a name such as "float32", which another process has sent.
+
+    Raises:
+        ValueError: if torch has no such dtype.
+    """
+    if name not in _DTYPES:
+        raise ValueError(f"received a tensor of dtype {name!r}; expected one of torch's")
+    return _DTYPES[name]
+
+
 def pack(value: Any) -> bytes:
     """Serialize numbers, strings, bytes, lists, dicts and tensors to MessagePack.
 
@@ -45,9 +56,7 @@ def _unpack_tensor(code: int, data: bytes) -> torch.Tensor:
     if code != _TENSOR:
         raise ValueError(f"serialized data has a value of extension type {code}; expected {_TENSOR}, a tensor")
     name, shape, content = msgpack.unpackb(data)
-    if name not in _DTYPES:
-        raise ValueError(f"serialized data has a tensor of dtype {name!r}; expected one of torch's")
-    dtype = _DTYPES[name]
+    dtype = dtype_named(name)
     flat = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
     return flat.reshape(shape)
 

@@ -23,6 +23,8 @@ MAX_SHARD = 1 << 35
 """Maximum bytes of one shard, including keys that are not split."""
 MAX_ENTRIES = 1 << 12
 """Maximum number of entries of a message that this implementation sends; Unix streams refuse 65,536 frames or more."""
+MAX_STRANGER = 4096
+"""Maximum bytes of a message of a process that has not been admitted by `Register` or `Hello`."""
 MAX_RANKS = 1 << 16
 MAX_AXES = 64
 MAX_COLLECTIVE = 64 << 20
@@ -30,6 +32,7 @@ MAX_COLLECTIVE = 64 << 20
 
 MessageType = type["Message"]
 _M = TypeVar("_M", bound="Message")
+_MOST_FIELDS = 16
 _kinds: dict[int, MessageType] = {}
 
 # Checks by the name of a field's annotation.
@@ -99,16 +102,24 @@ def pack(one: Message) -> bytes:
     return bytes(msgpack.packb([VERSION, one.kind, *vars(one).values()]))
 
 
-def unpack(frame: bytes | memoryview, most: int = MAX_HEADER + MAX_COLLECTIVE) -> Message:
-    """Return the message of a header frame of at most ``most`` bytes.
+def unpack(frame: bytes | memoryview, *, is_bounded: bool = True) -> Message:
+    """Return the message of a header frame.
+
+    Args:
+        frame: at most MAX_HEADER bytes, or a message whose only large fields are bytes, of MAX_COLLECTIVE bytes more.
+        is_bounded: False: of any size, for messages of the scheduler, which hold the data of all workers.
 
     Raises:
         ProtocolError: if the frame is not a valid message; the text names the field or the violated limit.
     """
-    if len(frame) > most:
+    most = MAX_HEADER + MAX_COLLECTIVE
+    if is_bounded and len(frame) > most:
         raise ProtocolError(f"received a header of {len(frame)} bytes; expected at most {most}")
     try:
-        items = msgpack.unpackb(frame, strict_map_key=True, max_ext_len=0)
+        if is_bounded and len(frame) > MAX_HEADER:
+            items = _unpack_flat(frame)
+        else:
+            items = msgpack.unpackb(frame, strict_map_key=True, max_ext_len=0)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ProtocolError(f"received a header that is not msgpack: {error}") from None
     if not isinstance(items, list) or len(items) < 2:
@@ -125,6 +136,13 @@ def unpack(frame: bytes | memoryview, most: int = MAX_HEADER + MAX_COLLECTIVE) -
         if not check(value):
             raise ProtocolError(f"received {cls.__name__} with {name}={_abbreviated(value)}; expected type {expected}")
     return cls(*values)
+
+
+def _unpack_flat(frame: bytes | memoryview) -> list[object]:
+    """Unpack a list without lists in it, which would take up to 72 times the bytes of the frame."""
+    unpacker = msgpack.Unpacker(max_buffer_size=len(frame), max_array_len=0, max_map_len=0, max_ext_len=0)
+    unpacker.feed(frame)
+    return [unpacker.unpack() for _ in range(min(unpacker.read_array_header(), _MOST_FIELDS))]
 
 
 # Scheduler messages

@@ -11,6 +11,7 @@ from torch import Tensor
 from gangline.collectives.compression import Codec
 from gangline.collectives.transports.shm.segments import Segment
 from gangline.kvstore.arguments import Value
+from gangline.kvstore.group.serialization import dtype_named
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.protocol import CODED, DENSE, ROWS, Message, Pull, Values
@@ -118,7 +119,7 @@ class RowPull:
         self._targets = targets
         self._layout = shards[0].layout
         self._ids = torch.unique(torch.cat([ids.reshape(-1).cpu() for _, ids in targets]))  # ascending
-        dtype = getattr(torch, self._layout.dtype)
+        dtype = dtype_named(self._layout.dtype)
         self._rows = torch.empty(len(self._ids), self._layout.row, dtype=dtype)
         self._missing = len(shards)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.errors import MismatchError
+from gangline.kvstore.group.serialization import dtype_named
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.protocol import DTYPES, MAX_ENTRIES
 
@@ -58,7 +59,7 @@ class KeyLayout:
 
     def empty(self) -> Tensor:
         """Return an uninitialised host tensor of this layout."""
-        return torch.empty(self.shape, dtype=getattr(torch, self.dtype))
+        return torch.empty(self.shape, dtype=dtype_named(self.dtype))
 
 
 @dataclass(frozen=True)

@@ -432,7 +432,7 @@ class SchedulerClient:
 
     def _receive(self, frame: bytes) -> None:
         try:
-            message = protocol.unpack(frame, len(frame))  # no limit: a result holds the data of all workers
+            message = protocol.unpack(frame, is_bounded=False)
         except ProtocolError as error:
             _log.warning("%s drops a message of the scheduler: %s", self.role, error)
             return

@@ -37,6 +37,7 @@ from gangline.kvstore.parameter_server.protocol import (
     Waiting,
     Withdraw,
 )
+from gangline.kvstore.parameter_server.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member
 from gangline.kvstore.parameter_server.transport.scripted import points_of
 from gangline.kvstore.parameter_server.transport.socket_buffers import close_cut_connections, cut_seconds
@@ -97,6 +98,7 @@ class Scheduler:
         self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
         """Port that it listens at."""
+        self._refusals = RefusalLog()
         self.rejected = 0
         """Number of messages dropped because they were invalid."""
         self._last_joined: int | None = None
@@ -144,8 +146,10 @@ class Scheduler:
             descriptor = _descriptor_of(frames[-1])
             if len(frames) != 2:
                 raise ProtocolError(f"received a message of {len(frames)} frames; expected 2")
-            message = protocol.unpack(frames[1].buffer)
             member = self._state.members.get(identity)
+            if member is None and len(frames[1]) > protocol.MAX_STRANGER:
+                raise ProtocolError(f"received {len(frames[1])} bytes from a process that has not registered")
+            message = protocol.unpack(frames[1].buffer)
             if member is None:
                 if isinstance(message, Heartbeat):
                     text = "this process was counted as dead before the job began; start it again"
@@ -163,10 +167,10 @@ class Scheduler:
                 self._pass_on(member, message, "received", partial(self._handle, member, message), self._faults)
         except ProtocolError as error:
             self.rejected += 1
-            _log.warning("the scheduler drops a message: %s", error)
+            self._refusals.warn("the scheduler drops a message: %s", error)
         except Exception:  # noqa: BLE001  the other members must not lose the scheduler by one message
             self.rejected += 1
-            _log.exception("the scheduler drops a message of %d frames", len(frames))
+            self._refusals.warn("the scheduler drops a message of %d frames", len(frames), exc_info=True)
 
     def _handle(self, member: Member, message: Message) -> None:
         if member.gone and not isinstance(message, Leave):  # counted as dead, for example after it was stopped

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.errors import ProtocolError
+from gangline.kvstore.group.serialization import dtype_named
 from gangline.kvstore.optimizer.clipping import THRESHOLDS, norm, scale_
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
@@ -53,7 +54,7 @@ class Definition:
             raise ProtocolError(f"shard {number} has a key that is neither a str nor an int")
         if math.prod(shape) % width:
             raise ProtocolError(f"shard {number} of {math.prod(shape)} elements has rows of {width}")
-        return cls(number, getattr(torch, dtype), tuple(shape), width, key, begin, is_whole)
+        return cls(number, dtype_named(dtype), tuple(shape), width, key, begin, is_whole)
 
     @property
     def nbytes(self) -> int:
@@ -286,7 +287,7 @@ def _tensors(
     following = iter(datas)
     data = torch.empty(0, dtype=torch.uint8)
     for path, name, shape in described:
-        dtype = getattr(torch, name)
+        dtype = dtype_named(name)
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes > data.nbytes:
             data = next(following, data)

@@ -37,6 +37,7 @@ from gangline.kvstore.parameter_server.protocol import (
     ValuesRead,
     Welcome,
 )
+from gangline.kvstore.parameter_server.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server.server import optimizer_shards
 from gangline.kvstore.parameter_server.server.rounds import ShardRounds
 from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSession
@@ -86,6 +87,7 @@ class Server:
         self._rounds.faults = scheduler.faults
         self._compression: Compression | None = None
         self._commands: list[tuple[WorkerSession, Command, list[memoryview]]] = []
+        self._refusals = RefusalLog()
         self.rejected = 0
         """Number of invalid messages."""
         try:
@@ -134,12 +136,14 @@ class Server:
         try:
             if not frames:
                 raise ProtocolError("received a message of no frames")
+            worker = self._sessions.workers.get(identity)
+            if worker is None and (nbytes := sum(map(len, frames))) > protocol.MAX_STRANGER:
+                raise ProtocolError(f"received {nbytes} bytes before a Hello")
             message = protocol.unpack(frames[0])
             sequence = getattr(message, "sequence", 0)
             if isinstance(message, Hello):
                 self._greet(identity, message)
                 return
-            worker = self._sessions.workers.get(identity)
             if worker is None:
                 raise ProtocolError(f"received {type(message).__name__} before a Hello")
             self._handle(worker, message, frames[1:])
@@ -151,7 +155,7 @@ class Server:
             self.rejected += 1
         text = str(error.args[0]) if error.args else type(error).__name__  # str() of a KeyError adds quotes
         is_expected = isinstance(error, (ProtocolError, MismatchError))
-        _log.warning(
+        self._refusals.warn(
             "server %d rejects a message: %s", self._scheduler.rank, text, exc_info=None if is_expected else error
         )
         text = text[: 1 << 16] if is_expected else text_with_traceback(text, error)

@@ -17,6 +17,7 @@ from gangline.collectives.transports.addresses import required_key
 from gangline.collectives.transports.zmq.context import end
 from gangline.collectives.transports.zmq.curve import secure_binding
 from gangline.kvstore.parameter_server import protocol
+from gangline.kvstore.parameter_server.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server.transport.poller import SPIN_SECONDS, Poller, Source
 from gangline.kvstore.parameter_server.transport.socket_buffers import close_cut_connections, limit_loopback_buffers
 from gangline.kvstore.parameter_server.transport.unix_stream import UnixListener, UnixStream
@@ -59,6 +60,7 @@ class Listener:
         self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:*")
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         """Address for `client_channel.open_channel`."""
+        self._refusals = RefusalLog()
         self.rejected = 0
         """Number of connections closed because they did not carry messages."""
         self._unix_listener = UnixListener() if os.environ.get("GANGLINE_TRANSPORT") != "tcp" else None
@@ -163,7 +165,7 @@ class Listener:
             self._close_stream(descriptor)
         except ProtocolError as error:
             self.rejected += 1
-            _log.warning("closed a connection: %s", error)
+            self._refusals.warn("closed a connection: %s", error)
             self._close_stream(descriptor)
 
     def _close_stream(self, descriptor: int) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import re
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import gangline
 from gangline.collectives.errors import ProtocolError
 from gangline.collectives.transports.shm.segments import Offer
 from gangline.kvstore.optimizer.spec import OptimizerSpec
@@ -30,6 +32,7 @@ from gangline.kvstore.parameter_server.protocol import (
     REFUSED,
     ROWS,
     Ack,
+    Collective,
     Command,
     CommandResult,
     Define,
@@ -42,6 +45,7 @@ from gangline.kvstore.parameter_server.protocol import (
     ValuesRead,
     Welcome,
 )
+from gangline.kvstore.parameter_server.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server.server import optimizer_shards, sessions
 from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSession
 from gangline.kvstore.parameter_server.transport.shared_memory import ALIGNMENT
@@ -217,14 +221,49 @@ def test_truncated_and_invalid_messages_are_refused() -> None:
     ):
         with pytest.raises(ProtocolError, match=said):
             protocol.unpack(invalid)
-    with pytest.raises(ProtocolError, match="received a header of 9 bytes; expected at most 8"):
-        protocol.unpack(b"123456789", 8)
+    most = protocol.MAX_HEADER + protocol.MAX_COLLECTIVE
+    with pytest.raises(ProtocolError, match=f"received a header of {most + 1} bytes; expected at most {most}"):
+        protocol.unpack(bytes(most + 1))
 
 
 @given(st.binary(max_size=64) | st.lists(st.integers(-9, 2**63), max_size=9).map(msgpack.packb))
 def test_arbitrary_bytes_raise_only_protocol_errors(frame: bytes) -> None:
     with suppress(ProtocolError):
         assert isinstance(protocol.unpack(frame), Message)
+
+
+def test_a_header_of_lists_is_refused_before_they_take_memory() -> None:
+    count = 64 << 20
+    head = b"\x93" + msgpack.packb(protocol.VERSION) + msgpack.packb(Collective.kind)
+    bomb = head + b"\xdd" + count.to_bytes(4, "big") + b"\x90" * count  # 64 Mi empty lists
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            protocol.unpack(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(bomb)
+    finally:
+        tracemalloc.stop()
+    whole = Collective(1, "call", -1, bytes(protocol.MAX_COLLECTIVE), "")
+    assert protocol.unpack(protocol.pack(whole)) == whole
+
+
+def test_no_code_is_looked_up_by_a_received_name() -> None:
+    root = Path(gangline.__file__).parent
+    lookup = re.compile(r"getattr\(torch|pickle\.|\b(eval|exec|__import__|import_module)\(")
+    for folder in ("kvstore/parameter_server", "kvstore/group", "kvstore/allreduce", "collectives/transports"):
+        for file in (root / folder).rglob("*.py"):
+            assert not lookup.search(file.read_text()), file
+
+
+def test_refused_messages_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    log = RefusalLog()
+    for number in range(1000):
+        log.warn("refused %d", number)
+    assert len(caplog.messages) < 50
+    log._allowed = 1.0  # as after a second
+    log.warn("refused again")
+    assert caplog.messages[-1] == "refused again"
+    assert re.fullmatch(r"\d+ more messages were refused", caplog.messages[-2])
 
 
 def test_the_description_names_every_message_and_field() -> None:
@@ -366,6 +405,7 @@ def test_unknown_processes_get_errors_and_change_nothing(pair: Pair) -> None:
     with RawClient(pair.address) as stranger:
         push = Push(1, [[5, 1, DENSE, 4 * FLOATS]], None, None, False, None)
         assert "received Push before a Hello" in stranger.refusal(push, bytes(4 * FLOATS))
+        assert re.search(r"received \d{5} bytes before a Hello", stranger.refusal(push, bytes(1 << 16)))
         for hello, said in (
             (Hello(2, 1, "sync", -1, b"", 0), "worker 2 of view 1"),
             (Hello(-1, 1, "sync", -1, b"", 0), "worker -1 of view 1"),

@@ -374,6 +374,7 @@ def test_a_scheduler_outlives_hostile_bytes() -> None:
             (b"\xc1\xff", ()),
             (b"x" * 1000, (b"more", b"frames")),
             (b"\x91" * 3000, ()),
+            (Register("worker", 0, this_process(), "x" * 4096), ()),  # beyond what is read of a stranger
             (protocol.pack(Heartbeat()) + b"\0", ()),
             (collective(1, b"mine"), ()),
             (Join(1, b"mine"), ()),
