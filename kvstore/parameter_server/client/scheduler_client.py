@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from gangline.collectives.errors import (
     DeadNodeError,
@@ -25,12 +23,10 @@ from gangline.collectives.errors import (
     StallError,
     name_ranks,
 )
-from gangline.collectives.faults import Script, script_of, shut_down_connections
+from gangline.collectives.faults import Script, script_of
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.process_state import this_process
-from gangline.collectives.transports.addresses import required_key
 from gangline.collectives.transports.zmq.context import end
-from gangline.collectives.transports.zmq.curve import HANDSHAKE_EVENTS, Handshakes, secure_connecting
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import (
     Collective,
@@ -52,8 +48,9 @@ from gangline.kvstore.parameter_server.protocol import (
     Withdraw,
     Withdrawn,
 )
-from gangline.kvstore.parameter_server.transport.scripted import points_of, port_of
-from gangline.kvstore.parameter_server.transport.socket_buffers import close_cut_connections
+from gangline.kvstore.parameter_server.transport.client_channel import open_channel, scheduler_address
+from gangline.kvstore.parameter_server.transport.poller import Poller
+from gangline.kvstore.parameter_server.transport.scripted import points_of
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 100
@@ -62,8 +59,6 @@ _NOTICE_SECONDS = 5.0
 """A process logs what it waits for if the job has not begun by then."""
 _CONFIRM_SECONDS = 1.0
 """Time for a lost connection to come back until it is checked whether the scheduler still listens."""
-_PROBE_SECONDS = 0.5
-"""Time for a connection of such a check."""
 _WITHDRAW_SECONDS = 1.0
 """Time for the scheduler to name the ranks that a collective which has timed out waits for."""
 _CHUNK = 16 << 20
@@ -117,17 +112,14 @@ class SchedulerClient:
         self._outbox: list[Message] = []
         self._ending = threading.Event()
         self._address = scheduler
-        self._key = required_key(scheduler.removeprefix("tcp://").rpartition(":")[0])
-        self._handshakes = Handshakes(scheduler, self._key)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._notifier, self._notified = self._make_pair()
-        self._socket = self._make_dealer()
-        self._monitor = self._socket.get_monitor_socket(HANDSHAKE_EVENTS | zmq.EVENT_DISCONNECTED)
+        self._poller = Poller()
+        self._channel = open_channel(scheduler_address(scheduler), self._context, self.identity, self._poller)
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller.add(self._event_fd)
         self._connections = 0
-        self._disconnected_at = 0.0  # 0: connected, or not yet connected
         self._is_registered = False
         self._has_left = False
-        self._socket.connect(scheduler)
         registering: Future[Registered] = Future()
         self._registration = Register(role, rank, this_process(), address, os.environ.get("GANGLINE_JOB_ID", ""))
         self._pending["registered"] = registering, self._registration
@@ -331,29 +323,8 @@ class SchedulerClient:
 
     def _notify(self) -> None:
         with self._lock:
-            if not self._notifier.closed:
-                self._notifier.send(b"", zmq.NOBLOCK)
-
-    def _make_pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        ends = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
-        name = f"inproc://{secrets.token_hex(8)}"
-        for pair in ends:
-            pair.setsockopt(zmq.LINGER, 0)
-            pair.setsockopt(zmq.SNDHWM, 0)
-        ends[0].bind(name)
-        ends[1].connect(name)
-        return ends
-
-    def _make_dealer(self) -> zmq.Socket[bytes]:
-        dealer = self._context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.IDENTITY, self.identity)
-        dealer.setsockopt(zmq.LINGER, 0)
-        dealer.setsockopt(zmq.SNDHWM, 0)  # otherwise sending blocks without limit once the queue of a lost peer is full
-        dealer.setsockopt(zmq.IPV6, int("[" in self._address))
-        dealer.setsockopt(zmq.MAXMSGSIZE, -1)
-        close_cut_connections(dealer, self._limit)
-        secure_connecting(dealer, self._key)
-        return dealer
+            if self._event_fd >= 0:
+                os.eventfd_write(self._event_fd, 1)
 
     def _serve(self) -> None:
         try:
@@ -362,75 +333,60 @@ class SchedulerClient:
             self._lose(f"cannot be reached any more: {type(error).__name__}: {error}", error)
         finally:
             with self._lock:
-                self._socket.disable_monitor()
-                for each in (self._notifier, self._notified, self._monitor, self._socket):
-                    each.close(0)
+                self._channel.close()
+                self._poller.close()
+                os.close(self._event_fd)
+                self._event_fd = -1
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        for each in (self._socket, self._notified, self._monitor):
-            poller.register(each, zmq.POLLIN)
         heard_at = time.monotonic()
         heartbeat_at = 0.0
         while not self._ending.is_set():
-            poller.poll(_TICK_MS)
-            while self._notified.poll(0):
-                self._notified.recv()
-            while self._monitor.poll(0):
-                event = recv_monitor_message(self._monitor)["event"]
-                self._handshakes.count(event)
-                if event == zmq.EVENT_DISCONNECTED:
-                    self._disconnected_at = time.monotonic()
-                elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self._on_connected()
-            if self._handshakes.problem:
-                self._settle("registered", error=ProtocolError(f"{self.role}: {self._handshakes.problem}"))
+            events = self._poller.wait(_TICK_MS)
+            if self._event_fd in events:
+                os.eventfd_read(self._event_fd)
+            if self._channel.reconnected(events):
+                self._on_connected()
+            if self._channel.problem:
+                self._settle("registered", error=ProtocolError(f"{self.role}: {self._channel.problem}"))
                 return
-            with self._lock:
-                outgoing, self._outbox = self._outbox, []
+            is_connected = not self._channel.disconnected_at
+            outgoing: list[Message] = []
+            if is_connected:
+                with self._lock:
+                    outgoing, self._outbox = self._outbox, []
             # heartbeats are also due while other processes have yet to register
-            if time.monotonic() >= heartbeat_at and self._connections and not self._disconnected_at:
+            if time.monotonic() >= heartbeat_at and is_connected:
                 outgoing.append(Heartbeat())
                 heartbeat_at = time.monotonic() + self._heartbeat
             for message in outgoing:
+                act = partial(self._channel.send, [protocol.pack(message)])
                 if self.faults is None:
-                    self._socket.send(protocol.pack(message))
+                    act()
                 else:
-                    self._pass_on(message, "sent", partial(self._socket.send, protocol.pack(message)), self.faults)
-            while self._socket.poll(0):
+                    self._pass_on(message, "sent", act, self.faults)
+            for frames in self._channel.receive(events):
                 heard_at = time.monotonic()
-                self._receive(self._socket.recv())
-            now = time.monotonic()
-            if self._disconnected_at and now - self._disconnected_at > _CONFIRM_SECONDS and not self.lost:
-                if self._is_scheduler_gone():
+                self._receive(frames[0])
+            now, disconnected_at = time.monotonic(), self._channel.disconnected_at
+            if self._connections and disconnected_at and now - disconnected_at > _CONFIRM_SECONDS and not self.lost:
+                if self._channel.is_refused():
                     self._lose("was killed or left: connection lost")
                 elif now - heard_at > self._limit:
                     self._lose(f"at {self._address} could not be reached for {self._limit:g} s")
             if self._is_registered and not self.lost and now - heard_at > self._limit:
                 self._lose(f"gave no sign of life for {self._limit:g} s")
 
-    def _is_scheduler_gone(self) -> bool:
-        """Return True if the scheduler's host answers that nobody listens at its address, False if the link is cut."""
-        host, _, port = self._address.removeprefix("tcp://").rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            pass
-        return False
-
     def _on_connected(self) -> None:
         """Repeat pending requests after a reconnection, since messages of either direction may be lost."""
         self._connections += 1
-        self._disconnected_at = 0.0
         if self._connections > 1:
             with self._lock:
                 repeated = [message for _, message in self._pending.values() if message is not self._registration]
                 others = [one for one in self._outbox if one not in repeated]
                 self._outbox = [self._registration, *repeated, *others]
 
-    def _receive(self, frame: bytes) -> None:
+    def _receive(self, frame: memoryview) -> None:
         try:
             message = protocol.unpack(frame, is_bounded=False)
         except ProtocolError as error:
@@ -442,7 +398,7 @@ class SchedulerClient:
             self._pass_on(message, "received", partial(self._handle, message), self.faults)
 
     def _pass_on(self, message: Message, way: str, act: Callable[[], object], faults: Script) -> None:
-        faults.pass_on(points_of(message), way, act, partial(shut_down_connections, port_of(self._address)))
+        faults.pass_on(points_of(message), way, act, self._channel.cut)
 
     def _handle(self, message: Message) -> None:
         match message:

@@ -38,7 +38,6 @@ class Member:
     heard_at: float = 0.0
     disconnected_at: float = 0.0
     """`time.monotonic` seconds when its connection was lost; 0: connected."""
-    descriptor: int = -1
     gone: str | None = None
     """Why it is gone; "" if it has left, None while it takes part."""
     join_data: bytes | None = None

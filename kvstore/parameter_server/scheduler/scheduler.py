@@ -8,17 +8,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import zmq
-from zmq.utils.monitor import recv_monitor_message
-
-from gangline.collectives.environments.job_key import FILE
 from gangline.collectives.errors import ProtocolError, StallError
-from gangline.collectives.faults import Script, script_of, shut_down
+from gangline.collectives.faults import Script, script_of
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.process_state import state_of
-from gangline.collectives.transports.addresses import required_key, resolved
-from gangline.collectives.transports.zmq.context import end
-from gangline.collectives.transports.zmq.curve import HANDSHAKE_EVENTS, secure_binding
+from gangline.collectives.transports.addresses import resolved
 from gangline.kvstore.parameter_server import environment, protocol
 from gangline.kvstore.parameter_server.protocol import (
     Collective,
@@ -39,11 +33,13 @@ from gangline.kvstore.parameter_server.protocol import (
 )
 from gangline.kvstore.parameter_server.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member
+from gangline.kvstore.parameter_server.transport.listener import Listener
 from gangline.kvstore.parameter_server.transport.scripted import points_of
-from gangline.kvstore.parameter_server.transport.socket_buffers import close_cut_connections, cut_seconds
+from gangline.kvstore.parameter_server.transport.socket_buffers import cut_seconds
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 100
+_MAX_MESSAGE = protocol.MAX_COLLECTIVE + protocol.MAX_HEADER
 _CONFIRM_SECONDS = 1.0
 """A process of another host counts as dead if it closed its connection and nothing arrives for this long."""
 _STATE_SECONDS = 0.3
@@ -66,38 +62,20 @@ class Scheduler:
             a timeout.
 
     Raises:
-        OSError: if the host name is unknown.
         RuntimeError: if other machines can reach the address and there is no job key (`required_key`).
-        zmq.ZMQError: if the address cannot be bound.
+        OSError, zmq.ZMQError: if the address cannot be bound, or the host name is unknown.
     """
 
     def __init__(
         self, workers: int, servers: int, host: str = "127.0.0.1", port: int = 0, *, is_supervised: bool = False
     ) -> None:
-        host = resolved(host)
-        key = required_key(host)
         self._is_supervised = is_supervised
         self._faults = script_of("scheduler", 0)
         self._state = JobState(workers, servers, os.environ.get("GANGLINE_JOB_ID", ""))
         bounds = limits()
         self._heartbeat, self._limit, self._timeout = bounds.heartbeat, bounds.heartbeat_limit, bounds.timeout
         self._stall_warn = bounds.stall_warn
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.ROUTER_MANDATORY, 1),
-            (zmq.ROUTER_HANDOVER, 1),
-            (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, protocol.MAX_COLLECTIVE + protocol.MAX_HEADER),
-            (zmq.IPV6, int(":" in host)),
-        ):
-            self._socket.setsockopt(option, value)
-        close_cut_connections(self._socket, self._limit)
-        secure_binding(self._socket, key)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_EVENTS)
-        self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
-        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
-        """Port that it listens at."""
+        self._listener = Listener(resolved(host), port=port, max_frame=_MAX_MESSAGE)
         self._refusals = RefusalLog()
         self.rejected = 0
         """Number of messages dropped because they were invalid."""
@@ -105,7 +83,11 @@ class Scheduler:
         self._waiting: dict[int, tuple[str, int]] = {}
         self._over_since = 0.0
         self._looked_at = 0.0
-        self._has_warned = False  # of processes without the job key
+
+    @property
+    def port(self) -> int:
+        """Port that it listens at; on one host a number in the name of a Unix socket (`unix_sockets.name_of`)."""
+        return self._listener.port or 0
 
     def run(self) -> None:
         """Serve until the job is over.
@@ -113,16 +95,13 @@ class Scheduler:
         Raises:
             StallError: if a process does not register within the timeout.
         """
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
         began = time.monotonic()
         try:
             while not self._is_over():
-                poller.poll(_TICK_MS)
-                self._handle_disconnects()  # before a new connection reuses the descriptor of a lost one
-                while self._socket.poll(0):
-                    self._receive()
+                self._listener.wait(_TICK_MS)
+                for identity, frames in self._listener.receive():
+                    self._receive(identity, frames)
+                self._handle_disconnects()
                 self._start_if_full()
                 self._check_liveness()
                 if self._is_supervised and not self._state.of_role("worker"):
@@ -134,22 +113,16 @@ class Scheduler:
 
     def close(self) -> None:
         """Close the sockets; what was sent is still delivered. Idempotent."""
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close(2000)
-        end(self._context)
+        self._listener.close()
 
-    def _receive(self) -> None:
-        frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        identity = frames[0].bytes
+    def _receive(self, identity: bytes, frames: list[memoryview]) -> None:
         try:
-            descriptor = _descriptor_of(frames[-1])
-            if len(frames) != 2:
-                raise ProtocolError(f"received a message of {len(frames)} frames; expected 2")
+            if len(frames) != 1:
+                raise ProtocolError(f"received a message of {len(frames)} frames; expected 1")
             member = self._state.members.get(identity)
-            if member is None and len(frames[1]) > protocol.MAX_STRANGER:
-                raise ProtocolError(f"received {len(frames[1])} bytes from a process that has not registered")
-            message = protocol.unpack(frames[1].buffer)
+            if member is None and len(frames[0]) > protocol.MAX_STRANGER:
+                raise ProtocolError(f"received {len(frames[0])} bytes from a process that has not registered")
+            message = protocol.unpack(frames[0])
             if member is None:
                 if isinstance(message, Heartbeat):
                     text = "this process was counted as dead before the job began; start it again"
@@ -160,7 +133,9 @@ class Scheduler:
                 member = self._register(identity, message)
                 if member is None:
                     return
-            member.heard_at, member.disconnected_at, member.descriptor = time.monotonic(), 0.0, descriptor
+            if isinstance(message, Register):
+                self._listener.admit(identity, _MAX_MESSAGE)
+            member.heard_at, member.disconnected_at = time.monotonic(), 0.0
             if self._faults is None:
                 self._handle(member, message)
             else:
@@ -270,16 +245,10 @@ class Scheduler:
 
     def _handle_disconnects(self) -> None:
         """Record which members have lost their connection."""
-        while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)
-            if event["event"] != zmq.EVENT_DISCONNECTED:
-                if event["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED and not self._has_warned:
-                    self._has_warned = True
-                    _log.warning("the scheduler refused a process that does not use this job's key (%s)", FILE)
-                continue
-            for member in self._state.members.values():
-                if member.descriptor == event["value"] and member.gone is None:
-                    member.disconnected_at, member.descriptor = time.monotonic(), -1
+        for identity in self._listener.take_lost():
+            member = self._state.members.get(identity)
+            if member is not None and member.gone is None:
+                member.disconnected_at = time.monotonic()
 
     def _check_liveness(self) -> None:
         """Log stalled collectives and remove members that have died."""
@@ -365,7 +334,7 @@ class Scheduler:
                 self._send(member, message)
 
     def _pass_on(self, member: Member, message: Message, way: str, act: Callable[[], object], faults: Script) -> None:
-        faults.pass_on(points_of(message), (member.identity, way), act, partial(shut_down, member.descriptor))
+        faults.pass_on(points_of(message), (member.identity, way), act, partial(self._listener.cut, member.identity))
 
     def _send(self, member: Member, message: Message) -> None:
         if self._faults is None:
@@ -374,20 +343,9 @@ class Scheduler:
             self._pass_on(member, message, "sent", partial(self._send_now, member, message), self._faults)
 
     def _send_now(self, member: Member, message: Message) -> None:
-        try:
-            self._socket.send_multipart([member.identity, protocol.pack(message)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # it has died, or does not read and will exceed the heartbeat limit
-            if error.errno == zmq.EHOSTUNREACH:
-                member.disconnected_at = member.disconnected_at or time.monotonic()
-            _log.debug("%s could not be sent to %s: %s", type(message).__name__, member.name, error)
-
-
-def _descriptor_of(frame: zmq.Frame) -> int:
-    """Return the descriptor of the connection by which a frame came."""
-    try:
-        return int(frame.get(zmq.SRCFD))
-    except zmq.ZMQError:
-        raise ProtocolError("received a message of a peer with an old version of ZeroMQ's protocol") from None
+        # it has died, or does not read and will exceed the heartbeat limit
+        if not self._listener.send(member.identity, [protocol.pack(message)]):
+            member.disconnected_at = member.disconnected_at or time.monotonic()
 
 
 def main() -> int:

@@ -50,6 +50,9 @@ from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemo
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 200
+_SMALL_MESSAGES = 64 << 20
+_PER_MESSAGE = 8
+"""A message has at most this many times the bytes of all shards, as an optimizer's state has, and those above."""
 
 
 class _RegionUse:
@@ -184,6 +187,7 @@ class Server:
             worker = self._sessions.workers[identity] = WorkerSession(identity, hello.rank, memory, shares_memory)
         elif not hello.memory:  # it could not open this server's memory
             worker.memory, worker.shares_memory = None, False
+        self._listener.admit(identity, self._max_message(hello.rank))
         self._sessions.end_reads(hello.rank, hello.last_read)  # its ValuesRead may be lost
         handle = self._pool.handle if worker.shares_memory and self._pool is not None else b""
         self._sessions.send(identity, Welcome(worker.memory is not None, handle))
@@ -424,9 +428,18 @@ class Server:
             self._pool.return_pages()
         self._bound_backlogs()
 
+    def _max_message(self, rank: int) -> int:
+        """Return the maximum bytes of a message of a worker; worker 0 defines shards, so any size."""
+        if not rank:
+            return protocol.MAX_SHARD
+        return _SMALL_MESSAGES + _PER_MESSAGE * sum(shard.flat.nbytes for shard in self._rounds.shards.values())
+
     def _bound_backlogs(self) -> None:
+        nbytes = sum(shard.flat.nbytes for shard in self._rounds.shards.values())
+        for worker in self._sessions.workers.values():
+            self._listener.bound_messages(worker.identity, self._max_message(worker.rank))
         if not self._rounds.is_broken:
-            self._sessions.bound_backlogs(sum(shard.flat.nbytes for shard in self._rounds.shards.values()))
+            self._sessions.bound_backlogs(nbytes)
 
 
 def _row_numbers(data: Tensor, shard: Shard) -> Tensor:

@@ -1,8 +1,9 @@
-"""Connection of a worker to one server: a ZeroMQ socket, or a Unix stream on the same host."""
+"""Connection to a server or the scheduler: a Unix stream on the same host, a ZeroMQ socket to other hosts."""
 
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator, Sequence, Set
 from typing import Protocol
@@ -11,7 +12,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from gangline.collectives.errors import ProtocolError
+from gangline.collectives.faults import shut_down_connections
 from gangline.collectives.limits import limits
+from gangline.collectives.transports import unix_sockets
 from gangline.collectives.transports.addresses import required_key
 from gangline.collectives.transports.zmq.curve import HANDSHAKE_EVENTS, Handshakes, secure_connecting
 from gangline.kvstore.parameter_server.transport import unix_stream
@@ -20,6 +23,8 @@ from gangline.kvstore.parameter_server.transport.socket_buffers import close_cut
 
 _COPIED = 1 << 16
 _RETRY_SECONDS = 0.1
+_PROBE_SECONDS = 0.5
+"""Time to find out whether anybody listens at an address."""
 
 Frames = Sequence[bytes | memoryview]
 
@@ -48,33 +53,46 @@ class Channel(Protocol):
     def receive(self, events: Set[Source]) -> Iterator[list[memoryview]]:
         """Yield the messages that have arrived."""
 
+    def is_refused(self) -> bool:
+        """Return True if the host of the peer answers that nobody listens there, False if the link may be cut."""
+
+    def cut(self) -> None:
+        """Break the connection, as a lost network would; it is made again."""
+
     def close(self) -> None:
         """Close the connection; what was sent is still delivered."""
 
 
 def open_channel(address: str, context: zmq.Context[zmq.Socket[bytes]], identity: bytes, poller: Poller) -> Channel:
-    """Connect to a server over the fastest transport that works.
+    """Connect over the fastest transport that works.
 
     Args:
-        address: "tcp://HOST:PORT", optionally followed by a space and the name of the server's `UnixListener`.
+        address: "tcp://HOST:PORT", "unix://NAME" of a `UnixListener`, or both with a space between them.
         context: for ZeroMQ sockets.
-        identity: of this worker.
+        identity: of this process.
         poller: reports the channel.
     """
-    endpoint, _, name = address.partition(" ")
-    if name and os.environ.get("GANGLINE_TRANSPORT") != "tcp":
-        try:
-            return StreamChannel(name, identity, poller)
-        except OSError:  # the server is on another host or belongs to another user
-            pass
-    return SocketChannel(endpoint, context, identity, poller)
+    words = dict(word.split("://", 1) for word in address.split())
+    if "unix" in words and ("tcp" not in words or os.environ.get("GANGLINE_TRANSPORT") != "tcp"):
+        channel = StreamChannel(words["unix"], identity, poller)
+        if not channel.disconnected_at or "tcp" not in words:  # else the peer is on another host, or of another user
+            return channel
+    return SocketChannel(f"tcp://{words['tcp']}", context, identity, poller)
+
+
+def scheduler_address(endpoint: str) -> str:
+    """Return the address for `open_channel` of the scheduler at "tcp://HOST:PORT"."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    is_unix = unix_sockets.replaces_tcp(host.strip("[]"))
+    return f"unix://{unix_sockets.name_of('scheduler', int(port))}" if is_unix else endpoint
 
 
 class SocketChannel:
     """ZeroMQ DEALER, which reconnects by itself."""
 
     def __init__(self, endpoint: str, context: zmq.Context[zmq.Socket[bytes]], identity: bytes, poller: Poller) -> None:
-        host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+        host, _, self._port = endpoint.removeprefix("tcp://").rpartition(":")
+        self._host = host.strip("[]")
         key = required_key(host)
         self._handshakes = Handshakes(endpoint, key)
         self._socket = context.socket(zmq.DEALER)
@@ -110,7 +128,7 @@ class SocketChannel:
             event = recv_monitor_message(self._monitor)["event"]
             self._handshakes.count(event)
             is_new = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            self.disconnected_at = 0.0 if is_new else time.monotonic()
+            self.disconnected_at = 0.0 if is_new else self.disconnected_at or time.monotonic()
         return is_new
 
     def send(self, frames: Frames) -> None:  # noqa: D102
@@ -124,6 +142,18 @@ class SocketChannel:
             except zmq.Again:
                 return
             yield [frame.buffer for frame in frames]
+
+    def is_refused(self) -> bool:  # noqa: D102
+        try:
+            socket.create_connection((self._host, int(self._port)), _PROBE_SECONDS).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def cut(self) -> None:  # noqa: D102
+        shut_down_connections(int(self._port))
 
     def close(self) -> None:  # noqa: D102
         self._socket.disable_monitor()
@@ -140,8 +170,9 @@ class StreamChannel:
         self._poller = poller
         self._stream: unix_stream.UnixStream | None = None
         self._is_new = False
+        self._is_refused = False
         self._retry_at = 0.0
-        self.disconnected_at = 0.0
+        self.disconnected_at = time.monotonic()
         self._connect()
 
     @property
@@ -154,11 +185,7 @@ class StreamChannel:
 
     def reconnected(self, events: Set[Source]) -> bool:  # noqa: ARG002, D102
         if self._stream is None and time.monotonic() >= self._retry_at:
-            self._retry_at = time.monotonic() + _RETRY_SECONDS
-            try:
-                self._connect()
-            except OSError:
-                return False
+            self._connect()
         is_new, self._is_new = self._is_new, False
         return is_new
 
@@ -179,6 +206,12 @@ class StreamChannel:
         except (OSError, ProtocolError):
             self.close()
 
+    def is_refused(self) -> bool:  # noqa: D102
+        return self._is_refused
+
+    def cut(self) -> None:  # noqa: D102
+        self.close()
+
     def close(self) -> None:  # noqa: D102
         if self._stream is not None:
             self._stream.close()
@@ -186,7 +219,12 @@ class StreamChannel:
             self.disconnected_at = time.monotonic()
 
     def _connect(self) -> None:
-        self._stream = unix_stream.connect(self._name, self._poller)
+        self._retry_at = time.monotonic() + _RETRY_SECONDS
+        try:
+            self._stream = unix_stream.connect(self._name, self._poller)
+        except OSError as error:
+            self._is_refused = isinstance(error, (ConnectionRefusedError, PermissionError))
+            return
         self.disconnected_at = 0.0
         self._is_new = True
         self.send([self._identity])

@@ -1,4 +1,4 @@
-"""Listening side of a server: a ZeroMQ ROUTER for all workers, Unix streams for workers of the same host."""
+"""Listening side of a server or the scheduler: Unix streams within a host, a ZeroMQ ROUTER for other hosts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence, Set
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
+from gangline.collectives.environments.job_key import FILE
 from gangline.collectives.errors import ProtocolError
+from gangline.collectives.faults import shut_down
 from gangline.collectives.limits import limits
+from gangline.collectives.transports import unix_sockets
 from gangline.collectives.transports.addresses import required_key
 from gangline.collectives.transports.zmq.context import end
-from gangline.collectives.transports.zmq.curve import secure_binding
+from gangline.collectives.transports.zmq.curve import HANDSHAKE_EVENTS, secure_binding
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server.transport.poller import SPIN_SECONDS, Poller, Source
@@ -26,56 +30,81 @@ _log = logging.getLogger("gangline")
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _RETRY_SECONDS = 1.0
 """Time until connections are accepted again after descriptors or memory have run out."""
+_STRANGERS = 128
+"""Number of Unix streams of processes that are not admitted; the oldest is closed for one more."""
+_ACCEPTED = 64
+"""Number of Unix streams accepted at a time, so that each is read before as many others replace it."""
+_ADMISSION_SECONDS = 10.0
+"""Time for a process to be admitted after it has connected."""
+_MAX_IDENTITY = 64
 
 
 class Listener:
-    """Sockets of a server; a worker has the same identity over either transport.
+    """Sockets of a server or the scheduler; a peer has the same identity over either transport.
+
+    At a loopback address there is no TCP socket (`unix_sockets.replaces_tcp`).
 
     Args:
         host: address to listen at.
-        event_fd: eventfd that ends `wait`.
+        event_fd: eventfd that ends `wait`; None: none.
+        port: of the scheduler: port to listen at; 0: any free one. None: any, and by Unix streams besides.
+        max_frame: maximum bytes of a frame over ZeroMQ, whoever sends it.
 
     Raises:
         RuntimeError: if other machines can reach the address and there is no job key (`required_key`).
-        zmq.ZMQError: if the address cannot be bound.
+        OSError, zmq.ZMQError: if the address cannot be bound.
     """
 
-    def __init__(self, host: str, event_fd: int) -> None:
+    def __init__(
+        self, host: str, event_fd: int | None = None, *, port: int | None = None, max_frame: int = protocol.MAX_SHARD
+    ) -> None:
         key = required_key(host)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(2)
-        self._socket = self._context.socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.ROUTER_MANDATORY, 1),
-            (zmq.ROUTER_HANDOVER, 1),
-            (zmq.SNDHWM, 0),
-            (zmq.RCVHWM, 0),  # workers bound what is in flight; a full receive window would count as a cut link
-            (zmq.MAXMSGSIZE, protocol.MAX_SHARD),
-            (zmq.LINGER, 0),
-            (zmq.IPV6, int(":" in host)),
-        ):
-            self._socket.setsockopt(option, value)
-        limit_loopback_buffers(self._socket, host)
-        close_cut_connections(self._socket, limits().heartbeat_limit)
-        secure_binding(self._socket, key)
-        self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:*")
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        """Address for `client_channel.open_channel`."""
+        self._spin_seconds = SPIN_SECONDS if port is None else 0.0  # a scheduler is idle
         self._refusals = RefusalLog()
         self.rejected = 0
         """Number of connections closed because they did not carry messages."""
-        self._unix_listener = UnixListener() if os.environ.get("GANGLINE_TRANSPORT") != "tcp" else None
         self._streams: dict[int, UnixStream] = {}  # by descriptor
-        self._identities: dict[int, bytes] = {}  # by descriptor, once the worker has sent it
+        self._strangers: dict[int, float] = {}  # descriptor -> `time.monotonic` seconds of its connection, in order
+        self._identities: dict[int, bytes] = {}  # by descriptor, once the peer has sent it
         self._descriptors: dict[bytes, int] = {}
-        self._poller = Poller()
-        self._poller.add(self._socket)
+        self._remote: dict[bytes, int] = {}  # descriptors of ZeroMQ's connections of admitted peers
+        self._source = -1  # descriptor of the connection of the last message over ZeroMQ
+        self._lost: set[bytes] = set()
+        self._has_warned = False  # of processes without the job key
         self._event_fd = event_fd
         self._accepts_at = 0.0  # `time.monotonic` seconds when Unix streams are accepted again; 0: they are
-        self._poller.add(event_fd)
         self._events: Set[Source] = frozenset()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(2)
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._unix_listener: UnixListener | None = None
+        if unix_sockets.replaces_tcp(host):
+            if port is None:
+                self._unix_listener = UnixListener()
+            else:
+                port = port or unix_sockets.free_port("scheduler")
+                self._unix_listener = UnixListener(unix_sockets.name_of("scheduler", port))
+        else:
+            self._socket = self._make_router(host, max_frame)
+            secure_binding(self._socket, key)
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_EVENTS)
+            self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
+            if port is None and os.environ.get("GANGLINE_TRANSPORT") != "tcp":
+                self._unix_listener = UnixListener()
+        addresses = []
+        if self._socket is not None:
+            addresses.append(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
+            port = int(addresses[0].rpartition(":")[2])
+        self.port = port
+        """Port of a scheduler; not of a server, whose address names it."""
         if self._unix_listener is not None:
-            self.address += f" {self._unix_listener.name}"
-            self._poller.add(self._unix_listener.fileno())
+            addresses.append(f"unix://{self._unix_listener.name}")
+        self.address = " ".join(addresses)
+        """Address for `client_channel.open_channel`."""
+        self._poller = Poller()
+        for source in (event_fd, self._socket, self._monitor, self._unix_listener and self._unix_listener.fileno()):
+            if source is not None:
+                self._poller.add(source)
 
     def wait(self, timeout_ms: int, before_sleep: Callable[[], object] = lambda: None) -> bool:
         """Wait for messages or the eventfd; return whether the eventfd was readable.
@@ -84,20 +113,29 @@ class Listener:
             timeout_ms: timeout in milliseconds.
             before_sleep: called if nothing has arrived while spinning.
         """
-        if self._unix_listener is not None and self._accepts_at and time.monotonic() > self._accepts_at:
+        if self._accepts_at and self._unix_listener is not None and time.monotonic() > self._accepts_at:
             self._accepts_at = 0.0
             self._poller.add(self._unix_listener.fileno())
-        self._events = self._poller.wait(timeout_ms, SPIN_SECONDS, before_sleep)
+        if self._strangers:
+            self._close_idle_strangers()
+        self._events = self._poller.wait(timeout_ms, self._spin_seconds, before_sleep)
         return self._event_fd in self._events
 
     def receive(self) -> Iterator[tuple[bytes, list[memoryview]]]:
         """Yield sender identity and frames of each message that the last `wait` has reported."""
         events = self._events
-        while self._socket in events:
+        if self._monitor in events:
+            self._handle_monitor()
+        while self._socket is not None and self._socket in events:
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
+            try:
+                self._source = int((frames or [identity])[-1].get(zmq.SRCFD))
+            except zmq.ZMQError:
+                self._reject(ProtocolError("received a message of an old version of ZeroMQ's protocol"))
+                continue
             yield identity.bytes, [frame.buffer for frame in frames]
         if self._unix_listener is not None and self._unix_listener.fileno() in events:
             self._accept(self._unix_listener)
@@ -105,28 +143,69 @@ class Listener:
             if isinstance(descriptor, int) and descriptor in self._streams:
                 yield from self._receive_from(descriptor)
 
-    def send(self, identity: bytes, frames: Sequence[bytes | memoryview], *, in_place: bool = False) -> None:
-        """Send a message; it is lost if the worker is not connected.
+    def admit(self, identity: bytes, max_message: int) -> None:
+        """Stop treating the process that has sent the last message as a stranger.
 
         Args:
-            identity: of the worker.
+            identity: of the process.
+            max_message: see `bound_messages`.
+        """
+        self._lost.discard(identity)
+        descriptor = self._descriptors.get(identity)
+        if descriptor is None:
+            self._remote[identity] = self._source
+        else:
+            self._strangers.pop(descriptor, None)
+            self._streams[descriptor].limit = max_message
+
+    def bound_messages(self, identity: bytes, max_message: int) -> None:
+        """Set the maximum bytes of a message that an admitted process sends by a Unix stream."""
+        descriptor = self._descriptors.get(identity, -1)
+        if descriptor in self._streams and descriptor not in self._strangers:
+            self._streams[descriptor].limit = max_message
+
+    def take_lost(self) -> set[bytes]:
+        """Return the identities of admitted processes that have lost their connection since the last call."""
+        lost, self._lost = self._lost, set()
+        return lost
+
+    def send(self, identity: bytes, frames: Sequence[bytes | memoryview], *, in_place: bool = False) -> bool:
+        """Send a message; it is lost if the peer is not connected, which returns False.
+
+        Args:
+            identity: of the peer.
             frames: header and data.
-            in_place: the caller keeps the frames unchanged until the worker confirms them, so they need no copy.
+            in_place: the caller keeps the frames unchanged until the peer confirms them, so they need no copy.
         """
         descriptor = self._descriptors.get(identity)
         if descriptor is not None:
+            stream = self._streams[descriptor]
             try:
-                self._streams[descriptor].send(frames)
+                stream.send(frames)
             except OSError:
                 self._close_stream(descriptor)
-            return
+                return False
+            if stream.is_full and descriptor in self._strangers:  # it does not read its refusals
+                self._close_stream(descriptor)
+            return True
+        if self._socket is None:
+            return False
         try:
             self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=not in_place)
-        except zmq.ZMQError as error:  # the worker is not connected; it repeats its requests when it reconnects
-            _log.debug("a message to a worker could not be sent: %s", error)
+        except zmq.ZMQError as error:  # not connected; a worker repeats its requests when it reconnects
+            _log.debug("a message could not be sent: %s", error)
+            return False
+        return True
+
+    def cut(self, identity: bytes) -> None:
+        """Break the connection of an admitted process, as a lost network would."""
+        if identity in self._descriptors:
+            self._close_stream(self._descriptors[identity])
+        elif identity in self._remote:
+            shut_down(self._remote[identity])
 
     def close(self) -> None:
-        """Close all sockets; what was sent is still delivered."""
+        """Close all sockets; what was sent is still delivered. Idempotent."""
         for descriptor in list(self._streams):
             with contextlib.suppress(OSError):
                 self._streams[descriptor].flush()
@@ -134,20 +213,63 @@ class Listener:
         if self._unix_listener is not None:
             self._unix_listener.close()
         self._poller.close()
-        self._socket.close(2000)
+        if self._socket is not None and self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close(2000)
+            self._socket = self._monitor = None
         end(self._context)
+
+    def _make_router(self, host: str, max_frame: int) -> zmq.Socket[bytes]:
+        router = self._context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.ROUTER_HANDOVER, 1),
+            (zmq.SNDHWM, 0),
+            (zmq.RCVHWM, 0),  # workers bound what is in flight; a full receive window would count as a cut link
+            (zmq.MAXMSGSIZE, max_frame),
+            (zmq.HANDSHAKE_IVL, int(1000 * _ADMISSION_SECONDS)),
+            (zmq.LINGER, 0),
+            (zmq.IPV6, int(":" in host)),
+        ):
+            router.setsockopt(option, value)
+        limit_loopback_buffers(router, host)
+        close_cut_connections(router, limits().heartbeat_limit)
+        return router
+
+    def _handle_monitor(self) -> None:
+        while self._monitor is not None and self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                lost = [identity for identity, source in self._remote.items() if source == event["value"]]
+                for identity in lost:
+                    del self._remote[identity]
+                self._lost.update(lost)
+            elif event["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED and not self._has_warned:
+                self._has_warned = True
+                _log.warning("refused a process that does not use this job's key (%s)", FILE)
 
     def _accept(self, listener: UnixListener) -> None:
         """Accept connections; if descriptors or memory run out, go on without and try again later."""
-        try:
-            while (stream := listener.accept(self._poller)) is not None:
-                self._streams[stream.fileno()] = stream
-        except OSError as error:
-            if error.errno not in _EXHAUSTED:
-                raise
-            _log.warning("no worker can connect at present: %s", error.strerror)
-            self._poller.remove(listener.fileno())  # it would be reported without end
-            self._accepts_at = time.monotonic() + _RETRY_SECONDS
+        for _ in range(_ACCEPTED):
+            try:
+                stream = listener.accept(self._poller, protocol.MAX_STRANGER)
+            except PermissionError as error:
+                self._reject(error)
+                continue
+            except OSError as error:
+                if error.errno not in _EXHAUSTED:
+                    raise
+                self._refusals.warn("no process can connect at present: %s", error.strerror)
+                self._poller.remove(listener.fileno())  # it would be reported without end
+                self._accepts_at = time.monotonic() + _RETRY_SECONDS
+                return
+            if stream is None:
+                return
+            self._streams[stream.fileno()] = stream
+            self._strangers[stream.fileno()] = time.monotonic()
+            if len(self._strangers) > _STRANGERS:
+                self._close_stream(next(iter(self._strangers)))
 
     def _receive_from(self, descriptor: int) -> Iterator[tuple[bytes, list[memoryview]]]:
         stream = self._streams[descriptor]
@@ -157,22 +279,42 @@ class Listener:
             for frames in stream.receive():
                 identity = self._identities.get(descriptor)
                 if identity is None:  # the first message is the identity
-                    self._identities[descriptor] = identity = bytes(frames[0])
-                    self._descriptors[identity] = descriptor
+                    self._identify(descriptor, frames)
                 else:
                     yield identity, frames
         except OSError:
             self._close_stream(descriptor)
         except ProtocolError as error:
-            self.rejected += 1
-            self._refusals.warn("closed a connection: %s", error)
+            self._reject(error)
+            self._close_stream(descriptor)
+
+    def _identify(self, descriptor: int, frames: list[memoryview]) -> None:
+        identity = bytes(frames[0])
+        if len(frames) > 1 or not 0 < len(identity) <= _MAX_IDENTITY:
+            raise ProtocolError("received no identity in the first message of a connection")
+        self._identities[descriptor] = identity
+        self._descriptors[identity] = descriptor
+
+    def _reject(self, error: Exception) -> None:
+        self.rejected += 1
+        self._refusals.warn("closed a connection: %s", error)
+
+    def _close_idle_strangers(self) -> None:
+        until = time.monotonic() - _ADMISSION_SECONDS
+        for descriptor, connected_at in list(self._strangers.items()):
+            if connected_at > until:
+                return
+            self._reject(ProtocolError("received nothing that admits its process"))
             self._close_stream(descriptor)
 
     def _close_stream(self, descriptor: int) -> None:
         stream = self._streams.pop(descriptor, None)
         if stream is None:
             return
+        is_stranger = self._strangers.pop(descriptor, None) is not None
         identity = self._identities.pop(descriptor, None)
         if identity is not None and self._descriptors.get(identity) == descriptor:
             del self._descriptors[identity]
+            if not is_stranger:
+                self._lost.add(identity)
         stream.close()

@@ -8,7 +8,7 @@ from functools import partial
 
 import zmq
 
-from gangline.collectives.faults import Script, shut_down_connections
+from gangline.collectives.faults import Script
 from gangline.kvstore.parameter_server.protocol import (
     Ack,
     Collective,
@@ -24,7 +24,7 @@ from gangline.kvstore.parameter_server.protocol import (
     Values,
     ValuesRead,
 )
-from gangline.kvstore.parameter_server.transport.client_channel import Channel, Frames, StreamChannel, open_channel
+from gangline.kvstore.parameter_server.transport.client_channel import Channel, Frames, open_channel
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from gangline.kvstore.parameter_server.transport.poller import Poller, Source
 
@@ -55,20 +55,12 @@ def _points_of(frames: Frames, push: str) -> list[str]:
     return [push] if kind == Push.kind else [_POINTS[kind]] if kind in _POINTS else []
 
 
-def port_of(endpoint: str) -> int:
-    """Return the port of "tcp://HOST:PORT"."""
-    return int(endpoint.partition(" ")[0].rpartition(":")[2])
-
-
 def open_scripted(
     address: str, context: zmq.Context[zmq.Socket[bytes]], identity: bytes, poller: Poller, script: Script | None
 ) -> Channel:
     """Connect to a server as `client_channel.open_channel`; messages pass the script, unless there is none."""
     channel = open_channel(address, context, identity, poller)
-    if script is None:
-        return channel
-    cut = channel.close if isinstance(channel, StreamChannel) else partial(shut_down_connections, port_of(address))
-    return ScriptedChannel(channel, script, cut)
+    return channel if script is None else ScriptedChannel(channel, script)
 
 
 class ScriptedChannel:
@@ -77,13 +69,11 @@ class ScriptedChannel:
     Args:
         channel: the connection.
         script: of the worker.
-        cut: breaks the connection.
     """
 
-    def __init__(self, channel: Channel, script: Script, cut: Callable[[], object]) -> None:
+    def __init__(self, channel: Channel, script: Script) -> None:
         self._channel = channel
         self._script = script
-        self._cut = cut
         self._passed: deque[list[memoryview]] = deque()  # received messages
 
     @property
@@ -103,18 +93,24 @@ class ScriptedChannel:
 
     def send(self, frames: Frames) -> None:  # noqa: D102
         act = partial(self._channel.send, frames)
-        self._script.pass_on(_points_of(frames, "push-sent"), (self, "sent"), act, self._cut)
+        self._script.pass_on(_points_of(frames, "push-sent"), (self, "sent"), act, self.cut)
 
     def receive(self, events: Set[Source]) -> Iterator[list[memoryview]]:  # noqa: D102
         if not events:
             self._script.release()
         for frames in self._channel.receive(events):
             act = partial(self._passed.append, frames)
-            self._script.pass_on(_points_of(frames, "push-sent"), (self, "received"), act, self._cut)
+            self._script.pass_on(_points_of(frames, "push-sent"), (self, "received"), act, self.cut)
             while self._passed:
                 yield self._passed.popleft()
         while self._passed:
             yield self._passed.popleft()
+
+    def is_refused(self) -> bool:  # noqa: D102
+        return self._channel.is_refused()
+
+    def cut(self) -> None:  # noqa: D102
+        self._channel.cut()
 
     def close(self) -> None:  # noqa: D102
         self._script.release()
@@ -144,21 +140,15 @@ class ScriptedListener(Listener):
         for identity, frames in super().receive():
             act = partial(self._passed.append, (identity, frames))
             points = _points_of(frames, "push-taken")
-            self.script.pass_on(points, (identity, "received"), act, partial(self._cut, identity))
+            self.script.pass_on(points, (identity, "received"), act, partial(self.cut, identity))
             while self._passed:
                 yield self._passed.popleft()
         while self._passed:
             yield self._passed.popleft()
 
-    def send(self, identity: bytes, frames: Sequence[bytes | memoryview], *, in_place: bool = False) -> None:  # noqa: D102
+    def send(self, identity: bytes, frames: Sequence[bytes | memoryview], *, in_place: bool = False) -> bool:  # noqa: D102
         act = partial(super().send, identity, frames, in_place=in_place)
         if self.script is None:
-            act()
-        else:
-            self.script.pass_on(_points_of(frames, "push-taken"), (identity, "sent"), act, partial(self._cut, identity))
-
-    def _cut(self, identity: bytes) -> None:
-        if identity in self._descriptors:
-            self._close_stream(self._descriptors[identity])
-        else:  # of all workers: ZeroMQ does not say which one is whose
-            shut_down_connections(port_of(self.address))
+            return act()
+        self.script.pass_on(_points_of(frames, "push-taken"), (identity, "sent"), act, partial(self.cut, identity))
+        return True

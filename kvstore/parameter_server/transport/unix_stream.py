@@ -1,12 +1,12 @@
 """Messages over Unix sockets between processes of one host.
 
-A ZeroMQ message wakes four threads between sender and receiver; a message sent here wakes only the receiver. Sockets
-have abstract names, which vanish when they are closed, and accept only processes of the same user.
+A ZeroMQ message wakes four threads between sender and receiver; a message sent here wakes only the receiver. Only
+processes of the same user can connect (`unix_sockets`). A message is refused by the sizes in its head, before memory is
+taken for it.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import struct
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from gangline.collectives.errors import ProtocolError
+from gangline.collectives.transports import unix_sockets
 from gangline.kvstore.parameter_server.protocol import MAX_SHARD
 from gangline.kvstore.parameter_server.transport.poller import Poller
 
@@ -22,8 +23,9 @@ _HEAD = struct.Struct("<4sI")  # magic and number of frames; their sizes follow 
 _MAGIC = b"glu1"
 _MAX_FRAMES = 1 << 16
 _READ = 1 << 18
+_READS = 16
+"""Reads before other connections have their turn."""
 _BUFFER = 1 << 20
-_CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 @lru_cache(64)
@@ -38,16 +40,12 @@ class UnixStream:
     Args:
         connection: connected socket; closed with the stream.
         poller: reports the stream when it is readable, and writable while bytes are queued; None: no poller.
-
-    Raises:
-        PermissionError: if the peer belongs to another user.
+        limit: maximum bytes of a message that is received.
     """
 
-    def __init__(self, connection: socket.socket, poller: Poller | None = None) -> None:
-        packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(packed)[1] != os.getuid():
-            connection.close()
-            raise PermissionError("the peer of a Unix socket belongs to another user")
+    def __init__(self, connection: socket.socket, poller: Poller | None = None, limit: int = MAX_SHARD) -> None:
+        self.limit = limit
+        """Maximum bytes of the next message that is received."""
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         self._socket = connection
@@ -115,7 +113,7 @@ class UnixStream:
             ConnectionError: if the peer has closed the connection; all its messages have been yielded before.
             ProtocolError: if the bytes are not a message; the stream is unusable afterwards.
         """
-        while True:
+        for _ in range(_READS):
             try:
                 count = self._socket.recv_into(self._buffer)
             except BlockingIOError:
@@ -147,7 +145,7 @@ class UnixStream:
             self._partial += chunk
             data = self._partial
         begin = 0
-        while begin < len(data) and (message := _message_at(data, begin)) is not None:
+        while begin < len(data) and (message := _message_at(data, begin, self.limit)) is not None:
             frames, begin = message
             yield frames
         if data is chunk:
@@ -156,21 +154,23 @@ class UnixStream:
             del self._partial[:begin]
 
 
-def _message_at(data: bytearray | memoryview, begin: int) -> tuple[list[memoryview], int] | None:
+def _message_at(data: bytearray | memoryview, begin: int, limit: int) -> tuple[list[memoryview], int] | None:
     """Return a copy of the message at an offset and the offset of its end; None if it is incomplete."""
     if len(data) - begin < _HEAD.size:
         return None
     magic, count = _HEAD.unpack_from(data, begin)
     if magic != _MAGIC or not 0 < count <= _MAX_FRAMES:
         raise ProtocolError(f"received {bytes(data[begin : begin + 16])!r}, which is not a message")
+    if 8 * count > limit:
+        raise ProtocolError(f"received a message of {count} frames; expected at most {limit} bytes")
     head = _head(count)
     if len(data) - begin < head.size:
         return None
     _, _, *sizes = head.unpack_from(data, begin)
     begin += head.size
     nbytes = sum(sizes)
-    if nbytes > MAX_SHARD:
-        raise ProtocolError(f"received a message of {nbytes} bytes; expected at most {MAX_SHARD}")
+    if nbytes > limit:
+        raise ProtocolError(f"received a message of {nbytes} bytes; expected at most {limit}")
     if len(data) - begin < nbytes:
         return None
     frames = []
@@ -181,26 +181,40 @@ def _message_at(data: bytearray | memoryview, begin: int) -> tuple[list[memoryvi
 
 
 class UnixListener:
-    """Listening Unix socket with a random abstract name."""
+    """Listening Unix socket that accepts processes of the same user.
 
-    def __init__(self) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.name = f"gangline-{secrets.token_hex(16)}"
+    Args:
+        name: abstract name; "": a random one.
+
+    Raises:
+        OSError: if the name is in use.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name or f"gangline-server-{secrets.token_hex(16)}"
         """Abstract name without the leading zero byte."""
-        self._socket.bind(f"\0{self.name}")
-        self._socket.listen(128)
-        self._socket.setblocking(False)
+        self._socket = unix_sockets.listen(self.name)
 
     def fileno(self) -> int:
         """Return the descriptor."""
         return self._socket.fileno()
 
-    def accept(self, poller: Poller | None = None) -> UnixStream | None:
-        """Return the next connection of a process of the same user, or None."""
+    def accept(self, poller: Poller | None = None, limit: int = MAX_SHARD) -> UnixStream | None:
+        """Return the next connection, or None; arguments as of `UnixStream`.
+
+        Raises:
+            PermissionError: if a process of another user has connected; its connection is closed.
+        """
         try:
-            return UnixStream(self._socket.accept()[0], poller)
-        except (BlockingIOError, PermissionError):
+            connection = self._socket.accept()[0]
+        except BlockingIOError:
             return None
+        try:
+            unix_sockets.check_user(connection)
+        except PermissionError:
+            connection.close()
+            raise
+        return UnixStream(connection, poller, limit)
 
     def close(self) -> None:
         """Close the socket. Idempotent."""
@@ -213,10 +227,4 @@ def connect(name: str, poller: Poller | None = None) -> UnixStream:
     Raises:
         OSError: if nobody listens at the name or the listener belongs to another user.
     """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.connect(f"\0{name}")
-    except OSError:
-        connection.close()
-        raise
-    return UnixStream(connection, poller)
+    return UnixStream(unix_sockets.connect(name), poller)

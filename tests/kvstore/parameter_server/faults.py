@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 from unittest.mock import patch
@@ -17,6 +18,7 @@ import pytest
 
 from gangline.bench.driver.hosts import Hosts, enter
 from gangline.collectives.processes.spawning import Outcome
+from gangline.collectives.transports import unix_sockets
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import ServerClient
@@ -208,12 +210,11 @@ def proxied_streams(monkeypatch: pytest.MonkeyPatch) -> list[BreakingProxy]:
 
     monkeypatch.setattr(server, "SchedulerClient", scheduler_client)
     monkeypatch.setenv("GANGLINE_TRANSPORT", "ipc")
-    monkeypatch.setenv("BROKEN_STREAMS", "yes")
     return proxies
 
 
 def proxied(address: str, breaks: Sequence[int], proxies: list[BreakingProxy] | None = None) -> str:
-    """Return the address of a proxy for a server's endpoint, and for its Unix stream if it has one.
+    """Return the address of proxies for a server's sockets.
 
     Args:
         address: of the server.
@@ -221,21 +222,19 @@ def proxied(address: str, breaks: Sequence[int], proxies: list[BreakingProxy] | 
         proxies: list to which the proxies are added.
     """
     proxies = [] if proxies is None else proxies
-    endpoint, _, name = address.partition(" ")
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    listener = socket.create_server((host, 0))
-    proxies.append(BreakingProxy(listener, lambda: socket.create_connection((host, int(port))), breaks))
-    endpoint = f"tcp://{host}:{listener.getsockname()[1]}"
-    if not name or os.environ["BROKEN_STREAMS"] == "no":
-        return endpoint
-    streams = socket.socket(socket.AF_UNIX)
-    streams.bind(f"\0{name}-broken")
-    streams.listen()
-
-    def connect() -> socket.socket:
-        far = socket.socket(socket.AF_UNIX)
-        far.connect(f"\0{name}")
-        return far
-
-    proxies.append(BreakingProxy(streams, connect, breaks))
-    return f"{endpoint} {name}-broken"
+    found = []
+    for word in address.split():
+        scheme, _, name = word.partition("://")
+        if scheme == "tcp":
+            host, _, port = name.rpartition(":")
+            listener = socket.create_server((host, 0))
+            connect = partial(socket.create_connection, (host, int(port)))
+            found.append(f"tcp://{host}:{listener.getsockname()[1]}")
+        else:
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(f"\0{name}-broken")
+            listener.listen()
+            connect = partial(unix_sockets.connect, name)
+            found.append(f"{word}-broken")
+        proxies.append(BreakingProxy(listener, connect, breaks))
+    return " ".join(found)

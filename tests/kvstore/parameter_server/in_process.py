@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import queue
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -21,6 +23,8 @@ from gangline.kvstore.parameter_server.protocol import Failed, Heartbeat, Hello,
 from gangline.kvstore.parameter_server.scheduler.scheduler import Scheduler
 from gangline.kvstore.parameter_server.server.server import Server, open_server
 from gangline.kvstore.parameter_server.store import DistStore
+from gangline.kvstore.parameter_server.transport.client_channel import open_channel, scheduler_address
+from gangline.kvstore.parameter_server.transport.poller import Poller
 
 LIMIT = 30.0
 """Timeout of waits in seconds."""
@@ -101,13 +105,12 @@ class RawClient:
 
     def __init__(self, address: str, identity: bytes = b"") -> None:
         self.address = address
+        self._identity = identity or os.urandom(8)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RCVTIMEO, int(1000 * LIMIT))
-        if identity:
-            self._socket.setsockopt(zmq.IDENTITY, identity)
-        self._socket.connect(address.partition(" ")[0])  # without the name of the Unix listener
+        self._poller = Poller()
+        endpoint = address if "unix://" in address else scheduler_address(address)
+        self._channel = open_channel(endpoint, self._context, self._identity, self._poller)
+        self._received: deque[list[memoryview]] = deque()
 
     @classmethod
     def of_worker(
@@ -123,18 +126,36 @@ class RawClient:
         assert isinstance(answer, Welcome), answer
 
     def send(self, message: Message | bytes, *frames: bytes) -> None:
-        self._socket.send_multipart([message if isinstance(message, bytes) else protocol.pack(message), *frames])
+        self._channel.send([message if isinstance(message, bytes) else protocol.pack(message), *frames])
 
     def receive(self, *, heartbeats: bool = False) -> tuple[Any, list[bytes]]:
         while True:
-            header, *frames = self._socket.recv_multipart()
+            self._poll(LIMIT)
+            header, *frames = map(bytes, self._received.popleft())
             message = protocol.unpack(header)
             if not isinstance(message, Heartbeat) or heartbeats:
                 return message, frames
 
+    def _poll(self, seconds: float) -> None:
+        """Wait for messages."""
+        ends = time.monotonic() + seconds
+        while not self._received:
+            left = ends - time.monotonic()
+            events = self._poller.wait(max(0, int(1000 * left)))
+            self._received.extend(self._channel.receive(events))
+            if left < 0:
+                assert not seconds, f"no message within {seconds:g} s"
+                return
+
+    def wait_until_closed(self) -> None:
+        """Receive until the other side has closed the connection."""
+        while not self._channel.disconnected_at:
+            self._received.extend(self._channel.receive(self._poller.wait(int(1000 * LIMIT))))
+
     def has_nothing(self) -> bool:
         """Return whether no message has arrived; call it after the answer to a later message."""
-        return not self._socket.poll(0)
+        self._poll(0)
+        return not self._received
 
     def request(self, message: Message | bytes, *frames: bytes) -> Any:
         """Send a message and return the header of the answer."""
@@ -155,8 +176,10 @@ class RawClient:
 
     def close(self) -> None:
         """Disconnect without leaving. Idempotent."""
-        self._socket.close()
-        self._context.term()
+        if not self._context.closed:
+            self._channel.close()
+            self._poller.close()
+            self._context.term()
 
     def reconnect_as(self, member: SchedulerClient, mode: str) -> None:
         """Reconnect and send Hello."""
@@ -165,10 +188,8 @@ class RawClient:
 
     def reconnect(self) -> None:
         """Reconnect; messages that were not received are lost."""
-        identity = self._socket.getsockopt(zmq.IDENTITY)
-        assert isinstance(identity, bytes)
         self.close()
-        self.__init__(self.address, identity)  # type: ignore[misc]
+        self.__init__(self.address, self._identity)  # type: ignore[misc]
 
 
 def raw_clients(members: Sequence[SchedulerClient], **options: Any) -> list[RawClient]:

@@ -278,7 +278,6 @@ class _RoleProcess(processes.RoleProcess):
 )
 def test_every_push_counts_once_when_connections_break(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GANGLINE_TRANSPORT", "tcp" if way == "sockets" else "auto")
-    monkeypatch.setenv("BROKEN_STREAMS", "yes" if way == "streams" else "no")
     with Ranks(processes._play, 1 + 2 + 3, (3, 2, push_digits, (name,)), opener=_RoleProcess) as ranks:
         for told in ranks.results()[3:]:
             assert told == {"small": [[1] * 3 * ROUNDS], "cut": [[1] * 3 * ROUNDS]}

@@ -27,7 +27,7 @@ class Server:
 
     def __init__(self) -> None:
         self.listener = UnixListener()
-        self.address = f"tcp://127.0.0.1:1 {self.listener.name}"
+        self.address = f"unix://{self.listener.name}"
         self.stream: UnixStream | None = None
         self.received: list[Message] = []
         self.welcomes = True

@@ -98,7 +98,7 @@ def test_a_server_without_free_descriptors_accepts_connections_later(
         yield from receive(listener)
 
     monkeypatch.setattr(Listener, "receive", held)
-    warned = Awaited("no worker can connect at present: Too many open files")
+    warned = Awaited("no process can connect at present: Too many open files")
     logger = logging.getLogger("gangline")
     logger.addHandler(warned)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,0 +1,100 @@
+"""Unix sockets in place of TCP between processes of one user on one host.
+
+Their names are abstract: they vanish with their sockets, and leave no file behind. Every user of the host can see such
+names and connect to them, so both ends of a connection ask the kernel which user the other belongs to.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+
+from gangline.collectives.transports.addresses import is_loopback
+
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+_BACKLOG = 128
+_PORTS = range(1024, 1 << 16)
+
+
+def replaces_tcp(host: str) -> bool:
+    """Return whether processes that know a host by this address connect by Unix sockets: it is a loopback address.
+
+    GANGLINE_TRANSPORT=tcp keeps TCP; all processes of a job must have the same value then.
+    """
+    return os.environ.get("GANGLINE_TRANSPORT") != "tcp" and is_loopback(host)
+
+
+def name_of(purpose: str, port: int) -> str:
+    """Return the name of the socket that stands for a TCP port of loopback; each user has ports of his own.
+
+    Args:
+        purpose: "scheduler" or "store".
+        port: as given by the user or by a launcher.
+    """
+    return f"gangline-{purpose}-{os.getuid()}-{port}"
+
+
+def listen(name: str) -> socket.socket:
+    """Return a socket that listens at a name, without a leading zero byte, and does not block.
+
+    Raises:
+        OSError: if the name is in use.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(f"\0{name}")
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        error.filename = name
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+def free_port(purpose: str) -> int:
+    """Return a port at whose name (`name_of`) nothing listens now."""
+    while True:
+        port = secrets.choice(_PORTS)
+        if is_free(purpose, port):
+            return port
+
+
+def is_free(purpose: str, port: int) -> bool:
+    """Return whether nothing listens at the name of a port now."""
+    try:
+        listen(name_of(purpose, port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def connect(name: str) -> socket.socket:
+    """Connect to the socket at a name.
+
+    Raises:
+        OSError: if nothing listens there.
+        PermissionError: if a process of another user does.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(f"\0{name}")
+        check_user(connection)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def check_user(connection: socket.socket) -> None:
+    """Check that the process at the other end had this process's user when it connected or began to listen.
+
+    Raises:
+        PermissionError: if it had another one.
+    """
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, _ = _CREDENTIALS.unpack(packed)
+    if user != os.getuid():
+        raise PermissionError(f"the peer of a Unix socket, process {process}, belongs to another user, {user}")
