@@ -255,6 +255,7 @@ def _close_often(rank: Rank) -> None:
     rank.tell("closed")
 
 
+@pytest.mark.slow
 def test_ranks_that_close_at_once_do_not_abort() -> None:
     with Processes(_close_often, 2) as ranks:
         assert ranks.all_heard() == ["closed"] * 2
