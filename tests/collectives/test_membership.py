@@ -171,7 +171,7 @@ def _tell_where(rank: Rank, address: str) -> None:
     until(
         lambda: membership.at.get(0) == (99, FROM_0), membership, *((99, FROM_0) if rank.rank == 0 else here[rank.rank])
     )
-    rank.tell(membership.invalid_messages)
+    rank.tell(membership.connections.invalid_messages)
     rank.hear()
 
 
@@ -269,7 +269,7 @@ def test_invalid_messages_are_counted_and_dropped() -> None:
             other.sockets[0].send(message)
         other.sockets[0].send(msgpack.packb(["at", 7, FROM_0]))
         until(lambda: 1 in membership.at, membership)
-        assert membership.invalid_messages == len(INVALID)
+        assert membership.connections.invalid_messages == len(INVALID)
         assert (membership.gone, membership.failure, membership.at[1]) == ({}, None, (7, FROM_0))
 
     pair_of(check)
@@ -281,8 +281,8 @@ def test_no_bytes_break_a_membership() -> None:
         @given(st.binary(max_size=100))
         def look(message: bytes) -> None:
             other.sockets[0].send(message)
-            before = membership.invalid_messages
-            until(lambda: membership.invalid_messages > before, membership)
+            before = membership.connections.invalid_messages
+            until(lambda: membership.connections.invalid_messages > before, membership)
 
         look()
 
@@ -294,7 +294,7 @@ def test_a_message_beyond_the_limit_ends_the_connection_and_is_dropped() -> None
         other.sockets[0].send(bytes(1 << 20))
         until(lambda: membership.gone, membership)
         assert membership.gone == {1: f"was killed, left, or gave no sign of life for {LIMIT:g} s"}
-        assert membership.invalid_messages == 0
+        assert membership.connections.invalid_messages == 0
 
     pair_of(check)
 
@@ -316,7 +316,7 @@ def _with_a_stranger(rank: Rank) -> None:
     until(lambda: membership.at.get(1 - rank.rank) == (2, SUM), membership, 2)
     end = time.monotonic() + LIMIT / 2  # time enough for a lost connection to count
     until(lambda: time.monotonic() > end, membership, 2)
-    rank.tell([membership.invalid_messages, membership.gone])
+    rank.tell([membership.connections.invalid_messages, membership.gone])
     rank.hear()
 
 
@@ -407,7 +407,7 @@ def test_sixteen_ranks_open_few_descriptors_and_close_them(address: str) -> None
 def _poll_without_descriptors(rank: Rank) -> None:
     membership = open_membership(rank, "ipc")
     with full_descriptor_table():
-        membership._next_state_check = 0.0
+        membership.connections.next_state_check = 0.0
         try:
             membership.poll(1, SUM)
             found: Any = membership.gone
@@ -467,10 +467,11 @@ def test_an_error_is_sent_to_the_peers_whose_sockets_work() -> None:
         with zmq.Context() as context:
             broken = PeerSocket(context, bytes(32), binds=False)
             broken.close(0)
-        sockets = membership._peers.sockets
-        membership._peers.sockets = {0: broken, **sockets}
+        sockets = membership.connections.peers.sockets
+        membership.connections.peers.sockets = {0: broken, **sockets}
+        membership.connections._shared[0] = {""}
         membership.fail(StallError("too late"))
-        membership._peers.sockets = sockets
+        membership.connections.peers.sockets = sockets
         assert other.sockets[0].socket.poll(10_000)
         assert other.sockets[0].receive() == msgpack.packb(["failed", "StallError", "too late"])
 
