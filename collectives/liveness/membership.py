@@ -114,7 +114,7 @@ class GroupMembership(Membership):
         Collective: all members must call it, and must exchange something before one of them uses the result.
 
         Args:
-            members: ranks of this group, this rank included: rank i of the new group is rank ``members[i]`` of this one.
+            members: ranks of this group, this rank included: rank i of the new group is this group's ``members[i]``.
             number: number of the split, the same on all members and used once in this group.
         """
         processes = list(self.numbers)

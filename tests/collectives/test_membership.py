@@ -27,6 +27,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gangline.collectives.call_signature import CallSignature
+from gangline.collectives.communicator import open_communicator
 from gangline.collectives.environments.job_key import JobKey, write_file
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
 from gangline.collectives.limits import limits
@@ -476,6 +477,125 @@ def test_an_error_is_sent_to_the_peers_whose_sockets_work() -> None:
         assert other.sockets[0].receive() == msgpack.packb(["failed", "StallError", "too late"])
 
     pair_of(check)
+
+
+# Groups that are split off
+
+
+def _holdings() -> tuple[int, int]:
+    """Return the numbers of this process's file descriptors and threads."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def _split_membership(rank: Rank, address: str) -> None:
+    whole = open_membership(rank, address)
+    before = _holdings()
+    pair = whole.subgroup([2, 0], 1) if rank.rank != 1 else None
+    again = whole.subgroup([0, 1, 2], 2)
+    rank.exchange(b"")
+    assert _holdings() == before
+    until(lambda: len(again.at) == 3, again, 5)
+    assert again.at == dict.fromkeys(range(3), (5, SUM))
+    assert whole.at == {}
+    rank.exchange(b"")
+    whole.close()
+    if pair is not None:
+        until(lambda: len(pair.at) == 2, pair, 7, FROM_0)
+        assert (pair.rank, pair.at) == (0 if rank.rank == 2 else 1, dict.fromkeys(range(2), (7, FROM_0)))
+        assert pair.gone == {}
+        if rank.rank == 0:
+            pair.fail(StallError("of the pair"))
+        else:
+            until(lambda: pair.failure, pair, 7, FROM_0)
+            assert str(pair.failure) == "of the pair"
+    rank.exchange(b"")
+    assert (again.failure, again.gone) == (None, {})
+    if pair is not None:
+        pair.close()
+    rank.tell("ready")
+    until(lambda: 1 in again.gone or rank.rank == 1, again, 6)
+    while rank.rank == 1:
+        again.poll(6, SUM)  # until it is killed
+    rank.tell(again.gone)
+    again.close()
+    rank.tell(_holdings() < before)
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_groups_share_connections_that_outlive_the_group_they_were_split_from(address: str) -> None:
+    with Processes(_split_membership, 3, address) as ranks:
+        assert ranks.all_heard() == ["ready"] * 3
+        ranks.kill(1)
+        for rank in (0, 2):
+            assert ranks.heard(rank)[1] == LOST
+            assert ranks.heard(rank) is True
+
+
+def _close_in_order(rank: Rank, address: str, order: list[int]) -> None:
+    whole = open_membership(rank, address)
+    groups = [whole, whole.subgroup([0, 1], 1), whole.subgroup([0, 1], 2)]
+    rank.exchange(b"")
+    if rank.rank == 0:
+        for index in order:
+            groups[index].close()
+            groups[index].close()
+            rank.exchange(b"")
+    else:
+        for index in order:
+            until(lambda group=groups[index]: group.gone, groups[index])  # type: ignore[misc]
+            assert groups[index].gone == {0: CLOSED}
+            assert [bool(group.gone) for group in groups].count(True) == order.index(index) + 1
+            rank.exchange(b"")
+        for group in groups:
+            group.close()
+    rank.tell("closed")
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+def test_groups_close_one_by_one_in_any_order(address: str, order: list[int]) -> None:
+    assert in_processes(_close_in_order, 2, address, order) == ["closed"] * 2
+
+
+def _close_in_opposite_order(rank: Rank, address: str) -> None:
+    whole = open_membership(rank, address)
+    groups = [whole, whole.subgroup([0, 1], 1)]
+    rank.exchange(b"")
+    for group in groups if rank.rank else groups[::-1]:
+        group.close()
+    rank.tell([group.gone.get(1 - rank.rank, CLOSED) for group in groups])
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_a_connection_ends_if_its_sides_close_their_groups_in_opposite_order(address: str) -> None:
+    assert in_processes(_close_in_opposite_order, 2, address) == [[CLOSED] * 2] * 2
+
+
+def _count_rounds_of_split(rank: Rank) -> None:
+    calls: list[int] = []
+
+    def exchange(data: bytes) -> list[bytes]:
+        calls.append(len(data))
+        return rank.exchange(data)
+
+    comm = open_communicator(rank.rank, rank.size, exchange)
+    assert len(calls) == 4
+    sockets = [len(comm._resources.membership.connections.peers.sockets)]  # type: ignore[attr-defined]
+    before, number = _holdings(), comm._engine.next_number
+    group = comm.split(0)
+    assert group is not None
+    assert len(calls) == 4
+    sockets.append(len(group._resources.membership.connections.peers.sockets))  # type: ignore[attr-defined]
+    collectives = comm._engine.next_number - number
+    rank.tell([sockets, _holdings() == before, collectives])
+    comm.close()
+    assert group.all_reduce(torch.ones(3)).tolist() == [3.0] * 3
+    group.close()
+
+
+def test_a_split_opens_no_socket_and_no_thread() -> None:
+    rounds = 4  # colors, memory, outcome, end; each is two all-gathers: lengths and bytes
+    assert in_processes(_count_rounds_of_split, 3) == [[[2, 2], True, 2 * rounds]] * 3
 
 
 def test_a_failed_exchange_leaves_no_resources(tmp_path: Path) -> None:
