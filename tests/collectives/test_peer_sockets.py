@@ -250,7 +250,8 @@ def _close_often(rank: Rank) -> None:
     for _ in range(200):
         membership = _with_heartbeats(rank, 0.002)
         for _ in range(200):
-            membership._send_to_all(b"unread")
+            for connection in membership.connections.peers.sockets.values():
+                connection.send(b"unread")
         membership.close()
     rank.tell("closed")
 
