@@ -1,4 +1,4 @@
-"""Workers of unequal speed on two hosts: their loads follow measured speed, and the weights are those of one process."""
+"""Workers of unequal speed on two hosts: loads that follow measured speed, and the weights of one process."""
 
 from __future__ import annotations
 
