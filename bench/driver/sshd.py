@@ -46,8 +46,8 @@ class Sshd:
             f"StrictModes no\nUsePAM no\nPidFile none\nPasswordAuthentication no\nPermitRootLogin yes\n"
         )
         self.mark = uuid.uuid4().hex
-        with config.open("a") as file:
-            file.write(f"SetEnv {_MARK}={self.mark}\n")
+        with config.open("a") as lines:
+            lines.write(f"SetEnv {_MARK}={self.mark}\n")
         Path("/run/sshd").mkdir(exist_ok=True)
         self.folder = folder
         self._log = (folder / "sshd.log").open("wb")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from gangline.bench.unequal.host_program import OPTIMIZER, problem
 from gangline.bench.unequal.unequal_hosts import deviation, job, obstacle
@@ -25,7 +24,6 @@ def test_measured_loads_are_those_of_the_quotas_and_the_weights_those_of_one_pro
     expected = [quota / sum(QUOTAS) for quota in QUOTAS]
     assert [load / sum(loads) for load in loads] == pytest.approx(expected, abs=0.1)
 
-    torch.set_num_threads(1)
     module, data = problem(BATCH, BATCHES)
     with module:
         module.init_optimizer(None, "sgd", OPTIMIZER)
