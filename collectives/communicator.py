@@ -412,7 +412,7 @@ class Communicator:
             GanglineError: if a rank is dead, late or in another call.
         """
         self._engine.settle()
-        resources = groups.split_group(self._resources, self._host, color, key)
+        resources = groups.split_group(self._resources, self._host, self._engine.next_number, color, key)
         return None if resources is None else Communicator(resources)
 
     def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:

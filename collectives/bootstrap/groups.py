@@ -12,7 +12,12 @@ from gangline.collectives.bootstrap import rendezvous
 from gangline.collectives.engine.engine import GroupResources
 from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.limits import limits
-from gangline.collectives.liveness.membership import Membership, ProcessMembership, ThreadMembership
+from gangline.collectives.liveness.membership import (
+    GroupMembership,
+    Membership,
+    ProcessMembership,
+    ThreadMembership,
+)
 from gangline.collectives.liveness.watchdog import Watchdog
 from gangline.collectives.transports.base import BootstrapAllGather, Transport
 from gangline.collectives.transports.hybrid import HybridTransport
@@ -70,7 +75,11 @@ def open_group(
     if has_several_hosts and requested in ("shared_memory", "ipc"):
         raise ValueError(f"transport is {requested!r}, but the ranks are on hosts {hosts}; expected auto or tcp")
     address = f"tcp://{tcp_host}" if has_several_hosts or requested == "tcp" else "ipc"
-    return _connect_processes(rank, size, hosts, exchange, requested, address, Table.from_json(table), timeout)
+    bounds = limits()
+    membership = ProcessMembership(
+        rank, size, exchange, heartbeat=bounds.heartbeat, limit=bounds.heartbeat_limit, address=address
+    )
+    return _connect_processes(membership, hosts, exchange, requested, address, Table.from_json(table), timeout)
 
 
 def open_in_process(size: int, *, timeout: float | None = None) -> list[GroupResources]:
@@ -91,13 +100,14 @@ def open_in_process(size: int, *, timeout: float | None = None) -> list[GroupRes
 
 
 def split_group(
-    resources: GroupResources, host: HostCollectives, color: int | None, key: int | None
+    resources: GroupResources, host: HostCollectives, number: int, color: int | None, key: int | None
 ) -> GroupResources | None:
-    """Connect the ranks of the same color (`Communicator.split`).
+    """Connect the ranks of the same color (`Communicator.split`); they share the membership's connections.
 
     Args:
         resources: the group to split.
         host: collectives of that group.
+        number: number of the call on that group.
         color: this rank's color, or None to join no group.
         key: this rank's sort key within its group.
 
@@ -114,17 +124,19 @@ def split_group(
         key=lambda rank: (requests[rank][1], rank),
     )
     with within(host.exchange, members) as exchange:
-        return None if color is None else _connect_members(resources, members, exchange)
+        return None if color is None else _connect_members(resources, members, number, exchange)
 
 
-def _connect_members(resources: GroupResources, members: list[int], exchange: BootstrapAllGather) -> GroupResources:
+def _connect_members(
+    resources: GroupResources, members: list[int], number: int, exchange: BootstrapAllGather
+) -> GroupResources:
     rank = members.index(resources.rank)
     if resources.medium == "in_process":
         shared = _shared_by_threads(rank, len(members), exchange)
         return _connect_threads(rank, shared, resources.table, resources.timeout)
+    assert isinstance(resources.membership, GroupMembership)
     return _connect_processes(
-        rank,
-        len(members),
+        resources.membership.subgroup(members, number),
         rendezvous.number_hosts([resources.hosts[member] for member in members]),
         exchange,
         resources.requested_transport,
@@ -185,8 +197,7 @@ def _connect_threads(rank: int, shared: _ThreadResources, table: Table, timeout:
 
 
 def _connect_processes(
-    rank: int,
-    size: int,
+    membership: GroupMembership,
     hosts: tuple[int, ...],
     exchange: BootstrapAllGather,
     requested: str,
@@ -194,10 +205,7 @@ def _connect_processes(
     table: Table,
     timeout: float | None,
 ) -> GroupResources:
-    bounds = limits()
-    membership = ProcessMembership(
-        rank, size, exchange, heartbeat=bounds.heartbeat, limit=bounds.heartbeat_limit, address=address
-    )
+    rank, size = membership.rank, membership.size
     try:
         watchdogs = _watchdogs(membership, timeout)
         processes = membership.processes

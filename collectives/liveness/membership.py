@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -79,8 +80,111 @@ class Membership(ABC):
         """Announce the end to all ranks and release all resources. Idempotent."""
 
 
-class ProcessMembership(Membership):
-    """Membership of ranks that are processes: a socket to each peer.
+class GroupMembership(Membership):
+    """Membership of ranks that are processes, over connections that it may share with other groups.
+
+    Args:
+        connections: connections between the processes; they end when the last of their groups closes.
+        ranks: the group's ranks, as numbers of ``connections``: rank i of the group is process ``ranks[i]``.
+        label: name of the group, the same on all its ranks and used once; "" for the group of all processes.
+    """
+
+    def __init__(self, connections: PeerConnections, ranks: Sequence[int], label: str) -> None:
+        self.connections = connections
+        self.label = label
+        self.numbers = {process: rank for rank, process in enumerate(ranks)}
+        """Process -> its rank in this group."""
+        self.rank = self.numbers[connections.rank]
+        self.size = len(ranks)
+        self.gone: dict[int, str] = {}
+        self.at: dict[int, tuple[int, int]] = {}
+        self.failure: GanglineError | None = None
+        self._announced: dict[int, tuple[int, int]] = {}  # process -> the call that it was last sent
+        self._failure_message: list[str] = []
+        connections.add(self)
+
+    @property
+    def processes(self) -> list[int]:
+        """Process id of each rank on its host."""
+        return [self.connections.process_ids[process] for process in self.numbers]
+
+    def subgroup(self, members: Sequence[int], number: int) -> GroupMembership:
+        """Return the membership of some of the ranks, which uses the same connections and may outlive this one.
+
+        Collective: all members must call it, and must exchange something before one of them uses the result.
+
+        Args:
+            members: ranks of this group, this rank included: rank i of the new group is this group's ``members[i]``.
+            number: number of the split, the same on all members and used once in this group.
+        """
+        processes = list(self.numbers)
+        label = f"{self.label}/{number}.{min(members)}"
+        return GroupMembership(self.connections, [processes[member] for member in members], label)
+
+    def poll(self, sequence: int, code: int) -> None:  # noqa: D102
+        with self.connections.lock:
+            if self.label not in self.connections.groups:
+                return
+            if sequence:
+                self.at[self.rank] = (sequence, code)
+                self._announce((sequence, code))
+            self.connections.poll()
+
+    def fail(self, error: GanglineError) -> None:  # noqa: D102
+        text = str(error).encode("utf-8", "replace").decode()[:_TEXT_LIMIT]
+        name = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS)
+        self._failure_message = ["failed", name, text]
+        with self.connections.lock:
+            packed = self.packed(self._failure_message)
+            for connection in self.connections.of_group(self.label).values():
+                with suppress(zmq.ZMQError):  # the other peers must still be told
+                    connection.send(packed)
+
+    def close(self) -> None:  # noqa: D102
+        self.connections.remove(self)
+
+    def packed(self, message: list[Any]) -> bytes:
+        """Return a message of this group as it is sent."""
+        return bytes(msgpack.packb(["of", self.label, message] if self.label else message))
+
+    def send_again(self, process: int, connection: PeerSocket) -> None:
+        """Send on a new connection again: messages on the previous one may be lost."""
+        self._announced.pop(process, None)
+        if self._failure_message:
+            connection.send(self.packed(self._failure_message))
+
+    def take(self, process: int, message: object) -> bool:
+        """Process another rank's message other than "closed"; return whether it is valid."""
+        match message:
+            case ["at", int(sequence), int(code)] if 0 <= sequence < 1 << 63 and _is_call(code):
+                self.at[self.numbers[process]] = (sequence, code)
+            case ["failed", str(name), str(text)] if name in _ERRORS and len(text) <= _TEXT_LIMIT:
+                self.failure = self.failure or _ERRORS[name](text)
+            case _:
+                return False
+        return True
+
+    def _announce(self, call: tuple[int, int]) -> None:
+        packed = None
+        for process, connection in self.connections.of_group(self.label).items():
+            if self._announced.get(process) != call and connection.down_since is None:
+                packed = packed or self.packed(["at", *call])
+                if connection.send(packed):
+                    self._announced[process] = call
+
+
+class ProcessMembership(GroupMembership):
+    """Membership of processes that `PeerConnections` connects, with the same arguments and errors."""
+
+    def __init__(
+        self, rank: int, size: int, exchange: BootstrapAllGather, *, heartbeat: float, limit: float, address: str
+    ) -> None:
+        connections = PeerConnections(rank, size, exchange, heartbeat=heartbeat, limit=limit, address=address)
+        super().__init__(connections, range(size), "")
+
+
+class PeerConnections:
+    """A socket to each peer, for the messages of a communicator and of those split from it.
 
     With tcp, ZeroMQ's I/O thread sends and expects heartbeats, so a rank that is busy in Python never counts as dead.
     With ipc, there are none: the kernel reports dead and stopped processes of this host. Time until a rank is gone:
@@ -88,6 +192,8 @@ class ProcessMembership(Membership):
     - killed, same host: at once
     - killed, another host: 1 s without reconnection
     - stopped, or network cut: ``limit``
+
+    A connection ends when no group of its two processes is open on both sides.
 
     Args:
         exchange: all-gather between the ranks; used once.
@@ -103,14 +209,11 @@ class ProcessMembership(Membership):
         self, rank: int, size: int, exchange: BootstrapAllGather, *, heartbeat: float, limit: float, address: str
     ) -> None:
         self.rank = rank
-        self.size = size
-        self.gone: dict[int, str] = {}
-        self.at: dict[int, tuple[int, int]] = {}
-        self.failure: GanglineError | None = None
+        self.lock = threading.RLock()
+        self.groups: dict[str, GroupMembership] = {}
+        """Open groups of this process, by label."""
         self.invalid_messages = 0
         """Number of malformed messages, which were dropped."""
-        self._lock = threading.RLock()
-        self._closed = False
         self._limit = limit
         self._reconnect_seconds = min(RECONNECT_SECONDS, limit / 4)
         self._has_heartbeats = address != "ipc"  # not by ipc: libzmq note 4 in transports/zmq/context.py
@@ -119,114 +222,119 @@ class ProcessMembership(Membership):
             options[int(zmq.HEARTBEAT_IVL)] = max(1, round(min(heartbeat, limit / 2) * 1000))
             options[int(zmq.HEARTBEAT_TIMEOUT)] = max(1, round(limit * 1000))
         self._stopped_since: dict[int, float] = {}
-        self._next_state_check = 0.0
+        self.next_state_check = 0.0
         identity = msgpack.packb(this_process())
-        self._peers = PeerSockets(
+        self.peers = PeerSockets(
             rank, size, exchange, address=address, options=options, payload=identity, check=_check_alive
         )
-        self._processes = [_read_process(peer, packed) for peer, packed in enumerate(self._peers.payloads)]
-        self._announced: dict[int, tuple[int, int]] = {}  # peer -> the call that it was last sent
-        self._failure_message = b""
+        self._processes = [_read_process(peer, packed) for peer, packed in enumerate(self.peers.payloads)]
+        self._shared: dict[int, set[str]] = {}  # peer -> labels of the groups that are open on both sides
+        self._told: set[int] = set()  # peers that were sent "closed", so that their socket must linger
+        self._lost: dict[int, str] = {}
         self._poller = zmq.Poller()
-        for peer, connection in self._peers.sockets.items():
+        for peer, connection in self.peers.sockets.items():
             connection.on_up = partial(self._send_again, peer)
             self._poller.register(connection.monitor, zmq.POLLIN)
             self._poller.register(connection.socket, zmq.POLLIN)
 
     @property
-    def processes(self) -> list[int]:
+    def process_ids(self) -> list[int]:
         """Process id of each rank on its host."""
         return [int(pid) for _, pid, _ in self._processes]
 
-    def poll(self, sequence: int, code: int) -> None:  # noqa: D102
-        with self._lock:
-            if self._closed:
-                return
-            if sequence:
-                self.at[self.rank] = (sequence, code)
-                self._announce((sequence, code))
-            if self._poller.poll(0):
-                self._read_all()
-            for peer, connection in list(self._peers.sockets.items()):
-                if connection.down_since is not None:
-                    self._check_disconnected(peer, connection.down_since)
-            if not self._has_heartbeats and time.monotonic() >= self._next_state_check:
-                self._next_state_check = time.monotonic() + self._limit / STOPPED_CHECKS_PER_LIMIT
-                for peer in list(self._peers.sockets):
-                    self._check_stopped(peer)
+    def add(self, group: GroupMembership) -> None:
+        """Start to receive a group's messages."""
+        with self.lock:
+            self.groups[group.label] = group
+            for peer, number in group.numbers.items():
+                if peer in self.peers.sockets:
+                    self._shared.setdefault(peer, set()).add(group.label)
+                elif peer != self.rank:
+                    group.gone[number] = self._lost.get(peer, CLOSED)
 
-    def fail(self, error: GanglineError) -> None:  # noqa: D102
-        text = str(error).encode("utf-8", "replace").decode()[:_TEXT_LIMIT]
-        name = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS)
-        self._failure_message = msgpack.packb(["failed", name, text])
-        with self._lock:
-            self._send_to_all(self._failure_message)
-
-    def close(self) -> None:  # noqa: D102
-        with self._lock:
-            if self._closed:
+    def remove(self, group: GroupMembership) -> None:
+        """Announce that this process closes a group, and end the connections that no group needs. Idempotent."""
+        with self.lock:
+            if group.label not in self.groups:
                 return
             self._read_all()
-            packed = msgpack.packb(["closed"])
-            if self._has_heartbeats:
-                self._send_completely(packed)
-            else:
-                self._send_to_all(packed)
-            self._closed = True
-            linger_ms = 0 if self._has_heartbeats else round(MEMBERSHIP_LINGER_SECONDS * 1000)
-            for connection in self._peers.sockets.values():  # a lost peer receives nothing, however long we linger
-                connection.close(linger_ms if connection.down_since is None else 0)
-            self._peers.close(0)
+            told = self.of_group(group.label)
+            self._send_closed(told, group.packed(["closed"]))
+            self._told.update(told)
+            del self.groups[group.label]
+            for peer in told:
+                self._leave(peer, group.label)
+            if not self.groups:
+                self.peers.close(0)
 
-    def _send_completely(self, packed: bytes) -> None:
-        """Send to all peers and wait until the message has left, so that no socket lingers: libzmq note 4."""
+    def of_group(self, label: str) -> dict[int, PeerSocket]:
+        """Return the connections to the peers that have not left a group, by process; none if it is closed here."""
+        return {peer: one for peer, one in self.peers.sockets.items() if label in self._shared.get(peer, ())}
+
+    def poll(self) -> None:
+        """Read all messages of all groups and check the peers. Never blocks."""
+        if self._poller.poll(0):
+            self._read_all()
+        for peer, connection in list(self.peers.sockets.items()):
+            if connection.down_since is not None:
+                self._check_disconnected(peer, connection.down_since)
+        if not self._has_heartbeats and time.monotonic() >= self.next_state_check:
+            self.next_state_check = time.monotonic() + self._limit / STOPPED_CHECKS_PER_LIMIT
+            for peer in list(self.peers.sockets):
+                self._check_stopped(peer)
+
+    def _send_closed(self, connections: Mapping[int, PeerSocket], packed: bytes) -> None:
+        """Send to peers; with heartbeats, wait until the message has left, so that no socket lingers: libzmq note 4."""
         deadline = time.monotonic() + MEMBERSHIP_LINGER_SECONDS
         trackers = []
-        for connection in self._peers.sockets.values():
-            connection.socket.copy_threshold = 0  # pyzmq tracks no message that it copies
+        for connection in connections.values():
+            if self._has_heartbeats:
+                connection.socket.copy_threshold = 0  # pyzmq tracks no message that it copies
             with suppress(zmq.ZMQError):  # not connected
-                trackers.append(connection.send_frame(packed, copy=False, track=True))
-        for tracker in trackers:
+                copies = not self._has_heartbeats
+                trackers.append(connection.send_frame(packed, copy=copies, track=not copies))
+        for tracker in trackers if self._has_heartbeats else ():
             with suppress(zmq.NotDone):
                 assert tracker is not None
                 tracker.wait(max(0.0, deadline - time.monotonic()))
 
-    def _send_to_all(self, packed: bytes) -> None:
-        for connection in self._peers.sockets.values() if not self._closed else ():
-            with suppress(zmq.ZMQError):  # the other peers must still be told
-                connection.send(packed)
-
-    def _announce(self, call: tuple[int, int]) -> None:
-        packed = None
-        for peer, connection in self._peers.sockets.items():
-            if self._announced.get(peer) != call and connection.down_since is None:
-                packed = packed or msgpack.packb(["at", *call])
-                if connection.send(packed):
-                    self._announced[peer] = call
-
     def _send_again(self, peer: int) -> None:
-        """Send on a new connection again: messages on the previous one may be lost."""
-        self._announced.pop(peer, None)
-        if self._failure_message:
-            self._peers.sockets[peer].send(self._failure_message)
+        for label in self._shared.get(peer, ()):
+            self.groups[label].send_again(peer, self.peers.sockets[peer])
 
     def _read_all(self) -> None:
-        for peer, connection in list(self._peers.sockets.items()):
+        for peer, connection in list(self.peers.sockets.items()):
             connection.poll_monitor()
             self._read(peer, connection)
 
     def _read(self, peer: int, connection: PeerSocket) -> None:
         while (packed := connection.receive()) is not None:
-            match _unpack(packed):
-                case ["at", int(sequence), int(code)] if 0 <= sequence < 1 << 63 and _is_call(code):
-                    self.at[peer] = (sequence, code)
-                case ["failed", str(name), str(text)] if name in _ERRORS and len(text) <= _TEXT_LIMIT:
-                    self.failure = self.failure or _ERRORS[name](text)
-                case ["closed"]:
-                    self._drop(peer, CLOSED)
+            message, label = _unpack(packed), ""
+            match message:
+                case ["of", str(label), message]:
+                    pass
+            if message == ["closed"]:
+                self._close_of(peer, label)
+                if peer not in self.peers.sockets:
                     return
-                case _:
-                    self.invalid_messages += 1
+            elif label in self._shared.get(peer, ()):
+                self.invalid_messages += not self.groups[label].take(peer, message)
+            elif not label and "" in self.groups:
+                self.invalid_messages += 1
+
+    def _close_of(self, peer: int, label: str) -> None:
+        if label in self._shared.get(peer, ()):  # else this process has closed the group before
+            group = self.groups[label]
+            group.gone[group.numbers[peer]] = CLOSED
+            self._leave(peer, label)
+
+    def _leave(self, peer: int, label: str) -> None:
+        """End the connection to a peer if the group was the last that is open on both sides."""
+        self._shared[peer].discard(label)
+        if not self._shared[peer]:
+            connection = self.peers.sockets[peer]
+            lingers = peer in self._told and not self._has_heartbeats and connection.down_since is None
+            self._end(peer, round(MEMBERSHIP_LINGER_SECONDS * 1000) if lingers else 0)
 
     def _check_disconnected(self, peer: int, down_since: float) -> None:
         state = state_of(self._processes[peer])
@@ -246,11 +354,17 @@ class ProcessMembership(Membership):
             self._drop(peer, f"gave no sign of life for {self._limit:g} s")
 
     def _drop(self, peer: int, why: str) -> None:
-        self.gone[peer] = why
-        connection = self._peers.sockets.pop(peer)
+        self._lost[peer] = why
+        for label in self._shared[peer]:
+            self.groups[label].gone[self.groups[label].numbers[peer]] = why
+        self._shared[peer].clear()
+        self._end(peer, 0)
+
+    def _end(self, peer: int, linger_ms: int) -> None:
+        connection = self.peers.sockets.pop(peer)
         self._poller.unregister(connection.monitor)
         self._poller.unregister(connection.socket)
-        connection.close(0)
+        connection.close(linger_ms)
 
 
 class ThreadMembership(Membership):

@@ -31,22 +31,16 @@ def write_aside(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping
         header: data for the file's metadata that JSON can hold.
 
     Raises:
-        OSError: if the file cannot be written; nothing of it is left then.
+        OSError, SafetensorError: if the file cannot be written; see `removed_on_error`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     on_host = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-    try:
-        path.touch()
-        mode = path.stat().st_mode
-        save_file(on_host, path, metadata={_HEADER: json.dumps(header)})
-        path.chmod(stat.S_IMODE(mode))  # safetensors writes a file of mode 600, whatever the umask
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    except BaseException as error:
-        path.unlink(missing_ok=True)
-        if isinstance(error, SafetensorError):  # such as of a full disk
-            raise OSError(f"{path} cannot be written: {error}") from error
-        raise
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(on_host, path, metadata={_HEADER: json.dumps(header)})
+    path.chmod(stat.S_IMODE(mode))  # safetensors writes a file of mode 600, whatever the umask
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def save(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]) -> None:

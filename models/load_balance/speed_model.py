@@ -15,6 +15,7 @@ _MIN_GAIN = 0.015  # relative gain in step time that a new split must promise; w
 _DECAY = 0.7  # weight of a measurement relative to the next update's
 _MAX_BATCHES = 16  # batches per update that add weight to its measurement
 _ORIGIN_WEIGHT = 0.002  # weight of the assumption that an empty share takes no time
+_OUTLIERS_FROM = 4  # batches from which the slowest one counts as the second slowest in sums
 _MIN_SLOPE = 0.05  # part of a share's time that always counts as proportional to its samples
 _CHANGED_SPEED = 1.3  # deviation from earlier times beyond which the context's speed has changed
 _UPDATE_INTERVAL = 64  # maximum number of counted batches between two updates
@@ -38,7 +39,13 @@ class SpeedModel:
     """Fractions of the batch, one per context, rounded to 4 digits, for `split_batch`."""
 
     def __init__(
-        self, names: Sequence[str], logger: logging.Logger | None, least: int = 0, min_gain: float = _MIN_GAIN
+        self,
+        names: Sequence[str],
+        logger: logging.Logger | None,
+        least: int = 0,
+        min_gain: float = _MIN_GAIN,
+        *,
+        averages: bool = False,
     ) -> None:
         """Start with equal loads.
 
@@ -47,10 +54,12 @@ class SpeedModel:
             logger: receives one line per update of the loads; None: the caller logs.
             least: minimum number of samples of each context; 0: contexts may idle.
             min_gain: relative gain in step time that a new split must promise.
+            averages: the time of a context is that of `totals` since the last update; False: the median.
         """
         self._logger = logger
         self._least = least
         self._min_gain = min_gain
+        self._averages = averages
         self.caps: list[int | None] = [None] * len(names)
         """Maximum number of samples of each context; None: no limit. New caps take effect at the next update."""
         self._contexts = [_ContextSpeed(name) for name in names]
@@ -116,7 +125,7 @@ class SpeedModel:
         """
         self._next_update = next_update(self._counted)
         size = max(self._sizes)
-        measured = [context.add_point(size) for context in self._contexts]
+        measured = [context.add_point(size, averages=self._averages) for context in self._contexts]
         if not any(measured):
             return False
         self._sizes = [self._sizes[-1], 0]
@@ -251,14 +260,17 @@ class _ContextSpeed:
             self.recorded.append(_Recorded(size, samples, seconds))
         return counts
 
-    def add_point(self, batch_size: int) -> bool:
+    def add_point(self, batch_size: int, *, averages: bool) -> bool:
         """Turn the recorded shares of full batches into a point; return False if there are none."""
         full = [share for share in self.recorded if 2 * share.size >= batch_size]
         self.recorded = []
         if not full:
             return False
-        samples = float(statistics.median_low(share.samples for share in full))
-        seconds = samples * statistics.median_low(share.seconds / share.samples for share in full)
+        if averages:
+            samples, seconds = (total / len(full) for total in totals([(each.samples, each.seconds) for each in full]))
+        else:
+            samples = float(statistics.median_low(share.samples for share in full))
+            seconds = samples * statistics.median_low(share.seconds / share.samples for share in full)
         if self.points and not self._is_consistent(samples, seconds):
             self.points = []
         decayed = [(n, took, _DECAY * weight) for n, took, weight in self.points[-7:]]
@@ -335,3 +347,16 @@ def shortest_step(
 def next_update(counted: int) -> int:
     """Return the number of counted batches after which the next update is due: 2, 4, 8, ..., 64, 128, 192, ..."""
     return max(2, min(2 * counted, counted + _UPDATE_INTERVAL))
+
+
+def totals(measured: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the sums of samples and seconds, without the worst of one stall.
+
+    They are sums and not medians: a process with a CPU quota runs at full speed in most batches and pauses in some.
+    """
+    samples = sum(n for n, _ in measured)
+    seconds = sum(took for _, took in measured)
+    if len(measured) >= _OUTLIERS_FROM:
+        *_, (second, _), (worst, n) = sorted((took / n, n) for n, took in measured)
+        seconds -= (worst - second) * n
+    return samples, seconds

@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from gangline.models.load_balance.speed_model import SpeedModel, listed_rates, next_update
+from gangline.models.load_balance.speed_model import SpeedModel, listed_rates, next_update, totals
 from gangline.models.unequal_ranks.rank_memory import RankMemory
 from gangline.models.unequal_ranks.rank_timer import RankTime, RankTimer
 from gangline.models.unequal_ranks.split_controller import check_room, split_within
 
 _log = logging.getLogger("gangline")
 _MIN_GAIN = 0.03  # relative gain in step time that a new split must promise; equal ranks keep the equal split
-_OUTLIERS_FROM = 4  # batches from which the slowest one counts as the second slowest
 
 AllGather = Callable[[Sequence[float]], list[list[float]]]
 
@@ -166,7 +165,7 @@ class MeasuredLoads:
         self._next_look = next_update(self._counted)
         if self._timer is None and self._memory is None:
             return False
-        samples, seconds = _totals(self._measured)
+        samples, seconds = totals(self._measured)
         rows = self._all_gather([float(len(self._measured)), float(samples), seconds, self._own_cap()])
         self._measured = []
         caps = list(self.caps)
@@ -211,16 +210,3 @@ class MeasuredLoads:
             [cap for cap in (given, int(found) if found >= 0 else None) if cap is not None] for given, found in both
         ]
         self.caps = [min(of_rank, default=None) for of_rank in limits]
-
-
-def _totals(measured: Sequence[tuple[int, float]]) -> tuple[int, float]:
-    """Return the sums of samples and seconds, without the worst of one stall.
-
-    They are sums and not medians: a rank with a CPU quota runs at full speed in most batches and pauses in some.
-    """
-    samples = sum(n for n, _ in measured)
-    seconds = sum(took for _, took in measured)
-    if len(measured) >= _OUTLIERS_FROM:
-        *_, (second, _), (worst, n) = sorted((took / n, n) for n, took in measured)
-        seconds -= (worst - second) * n
-    return samples, seconds

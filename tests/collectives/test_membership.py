@@ -27,6 +27,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gangline.collectives.call_signature import CallSignature
+from gangline.collectives.communicator import open_communicator
 from gangline.collectives.environments.job_key import JobKey, write_file
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
 from gangline.collectives.limits import limits
@@ -171,7 +172,7 @@ def _tell_where(rank: Rank, address: str) -> None:
     until(
         lambda: membership.at.get(0) == (99, FROM_0), membership, *((99, FROM_0) if rank.rank == 0 else here[rank.rank])
     )
-    rank.tell(membership.invalid_messages)
+    rank.tell(membership.connections.invalid_messages)
     rank.hear()
 
 
@@ -269,7 +270,7 @@ def test_invalid_messages_are_counted_and_dropped() -> None:
             other.sockets[0].send(message)
         other.sockets[0].send(msgpack.packb(["at", 7, FROM_0]))
         until(lambda: 1 in membership.at, membership)
-        assert membership.invalid_messages == len(INVALID)
+        assert membership.connections.invalid_messages == len(INVALID)
         assert (membership.gone, membership.failure, membership.at[1]) == ({}, None, (7, FROM_0))
 
     pair_of(check)
@@ -281,8 +282,8 @@ def test_no_bytes_break_a_membership() -> None:
         @given(st.binary(max_size=100))
         def look(message: bytes) -> None:
             other.sockets[0].send(message)
-            before = membership.invalid_messages
-            until(lambda: membership.invalid_messages > before, membership)
+            before = membership.connections.invalid_messages
+            until(lambda: membership.connections.invalid_messages > before, membership)
 
         look()
 
@@ -294,7 +295,7 @@ def test_a_message_beyond_the_limit_ends_the_connection_and_is_dropped() -> None
         other.sockets[0].send(bytes(1 << 20))
         until(lambda: membership.gone, membership)
         assert membership.gone == {1: f"was killed, left, or gave no sign of life for {LIMIT:g} s"}
-        assert membership.invalid_messages == 0
+        assert membership.connections.invalid_messages == 0
 
     pair_of(check)
 
@@ -316,7 +317,7 @@ def _with_a_stranger(rank: Rank) -> None:
     until(lambda: membership.at.get(1 - rank.rank) == (2, SUM), membership, 2)
     end = time.monotonic() + LIMIT / 2  # time enough for a lost connection to count
     until(lambda: time.monotonic() > end, membership, 2)
-    rank.tell([membership.invalid_messages, membership.gone])
+    rank.tell([membership.connections.invalid_messages, membership.gone])
     rank.hear()
 
 
@@ -407,7 +408,7 @@ def test_sixteen_ranks_open_few_descriptors_and_close_them(address: str) -> None
 def _poll_without_descriptors(rank: Rank) -> None:
     membership = open_membership(rank, "ipc")
     with full_descriptor_table():
-        membership._next_state_check = 0.0
+        membership.connections.next_state_check = 0.0
         try:
             membership.poll(1, SUM)
             found: Any = membership.gone
@@ -467,14 +468,134 @@ def test_an_error_is_sent_to_the_peers_whose_sockets_work() -> None:
         with zmq.Context() as context:
             broken = PeerSocket(context, bytes(32), binds=False)
             broken.close(0)
-        sockets = membership._peers.sockets
-        membership._peers.sockets = {0: broken, **sockets}
+        sockets = membership.connections.peers.sockets
+        membership.connections.peers.sockets = {0: broken, **sockets}
+        membership.connections._shared[0] = {""}
         membership.fail(StallError("too late"))
-        membership._peers.sockets = sockets
+        membership.connections.peers.sockets = sockets
         assert other.sockets[0].socket.poll(10_000)
         assert other.sockets[0].receive() == msgpack.packb(["failed", "StallError", "too late"])
 
     pair_of(check)
+
+
+# Groups that are split off
+
+
+def _holdings() -> tuple[int, int]:
+    """Return the numbers of this process's file descriptors and threads."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def _split_membership(rank: Rank, address: str) -> None:
+    whole = open_membership(rank, address)
+    before = _holdings()
+    pair = whole.subgroup([2, 0], 1) if rank.rank != 1 else None
+    again = whole.subgroup([0, 1, 2], 2)
+    rank.exchange(b"")
+    assert _holdings() == before
+    until(lambda: len(again.at) == 3, again, 5)
+    assert again.at == dict.fromkeys(range(3), (5, SUM))
+    assert whole.at == {}
+    rank.exchange(b"")
+    whole.close()
+    if pair is not None:
+        until(lambda: len(pair.at) == 2, pair, 7, FROM_0)
+        assert (pair.rank, pair.at) == (0 if rank.rank == 2 else 1, dict.fromkeys(range(2), (7, FROM_0)))
+        assert pair.gone == {}
+        if rank.rank == 0:
+            pair.fail(StallError("of the pair"))
+        else:
+            until(lambda: pair.failure, pair, 7, FROM_0)
+            assert str(pair.failure) == "of the pair"
+    rank.exchange(b"")
+    assert (again.failure, again.gone) == (None, {})
+    if pair is not None:
+        pair.close()
+    rank.tell("ready")
+    until(lambda: 1 in again.gone or rank.rank == 1, again, 6)
+    while rank.rank == 1:
+        again.poll(6, SUM)  # until it is killed
+    rank.tell(again.gone)
+    again.close()
+    rank.tell(_holdings() < before)
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_groups_share_connections_that_outlive_the_group_they_were_split_from(address: str) -> None:
+    with Processes(_split_membership, 3, address) as ranks:
+        assert ranks.all_heard() == ["ready"] * 3
+        ranks.kill(1)
+        for rank in (0, 2):
+            assert ranks.heard(rank)[1] == LOST
+            assert ranks.heard(rank) is True
+
+
+def _close_in_order(rank: Rank, address: str, order: list[int]) -> None:
+    whole = open_membership(rank, address)
+    groups = [whole, whole.subgroup([0, 1], 1), whole.subgroup([0, 1], 2)]
+    rank.exchange(b"")
+    if rank.rank == 0:
+        for index in order:
+            groups[index].close()
+            groups[index].close()
+            rank.exchange(b"")
+    else:
+        for index in order:
+            until(lambda group=groups[index]: group.gone, groups[index])  # type: ignore[misc]
+            assert groups[index].gone == {0: CLOSED}
+            assert [bool(group.gone) for group in groups].count(True) == order.index(index) + 1
+            rank.exchange(b"")
+        for group in groups:
+            group.close()
+    rank.tell("closed")
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+def test_groups_close_one_by_one_in_any_order(address: str, order: list[int]) -> None:
+    assert in_processes(_close_in_order, 2, address, order) == ["closed"] * 2
+
+
+def _close_in_opposite_order(rank: Rank, address: str) -> None:
+    whole = open_membership(rank, address)
+    groups = [whole, whole.subgroup([0, 1], 1)]
+    rank.exchange(b"")
+    for group in groups if rank.rank else groups[::-1]:
+        group.close()
+    rank.tell([group.gone.get(1 - rank.rank, CLOSED) for group in groups])
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_a_connection_ends_if_its_sides_close_their_groups_in_opposite_order(address: str) -> None:
+    assert in_processes(_close_in_opposite_order, 2, address) == [[CLOSED] * 2] * 2
+
+
+def _count_rounds_of_split(rank: Rank) -> None:
+    calls: list[int] = []
+
+    def exchange(data: bytes) -> list[bytes]:
+        calls.append(len(data))
+        return rank.exchange(data)
+
+    comm = open_communicator(rank.rank, rank.size, exchange)
+    assert len(calls) == 4
+    sockets = [len(comm._resources.membership.connections.peers.sockets)]  # type: ignore[attr-defined]
+    before, number = _holdings(), comm._engine.next_number
+    group = comm.split(0)
+    assert group is not None
+    assert len(calls) == 4
+    sockets.append(len(group._resources.membership.connections.peers.sockets))  # type: ignore[attr-defined]
+    collectives = comm._engine.next_number - number
+    rank.tell([sockets, _holdings() == before, collectives])
+    comm.close()
+    assert group.all_reduce(torch.ones(3)).tolist() == [3.0] * 3
+    group.close()
+
+
+def test_a_split_opens_no_socket_and_no_thread() -> None:
+    rounds = 4  # colors, memory, outcome, end; each is two all-gathers: lengths and bytes
+    assert in_processes(_count_rounds_of_split, 3) == [[[2, 2], True, 2 * rounds]] * 3
 
 
 def test_a_failed_exchange_leaves_no_resources(tmp_path: Path) -> None:

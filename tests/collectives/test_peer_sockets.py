@@ -250,11 +250,13 @@ def _close_often(rank: Rank) -> None:
     for _ in range(200):
         membership = _with_heartbeats(rank, 0.002)
         for _ in range(200):
-            membership._send_to_all(b"unread")
+            for connection in membership.connections.peers.sockets.values():
+                connection.send(b"unread")
         membership.close()
     rank.tell("closed")
 
 
+@pytest.mark.slow
 def test_ranks_that_close_at_once_do_not_abort() -> None:
     with Processes(_close_often, 2) as ranks:
         assert ranks.all_heard() == ["closed"] * 2

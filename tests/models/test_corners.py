@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import threading
 import weakref
@@ -62,12 +61,13 @@ def networks(module: Module) -> list[nn.Module]:
 
 def test_a_reader_beside_a_writer_harms_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prefix = tmp_path / "net"
-    write = json.dump
+    flush = checkpoint.files.flush_folder
     read: list[checkpoint.Checkpoint] = []
 
-    def read_then_write(*arguments: Any, **options: Any) -> None:
-        read.append(checkpoint.read(prefix, 1))
-        write(*arguments, **options)
+    def read_then_flush(folder: Path) -> None:  # the first time before the new files get their names
+        if not read:
+            read.append(checkpoint.read(prefix, 1))
+        flush(folder)
 
     with Module(classifier(), nn.CrossEntropyLoss(), CONTEXTS[1]) as module:
         module.init_optimizer("local", "adam")
@@ -76,7 +76,7 @@ def test_a_reader_beside_a_writer_harms_neither(tmp_path: Path, monkeypatch: pyt
         old = module.get_params()
         module.forward_backward_update(*arrays())
         new, state = module.get_params(), module.optimizer_state()
-        monkeypatch.setattr(checkpoint.json, "dump", read_then_write)
+        monkeypatch.setattr(checkpoint.files, "flush_folder", read_then_flush)
         module.save_checkpoint(prefix, 1, save_optimizer_states=True)
     (before,) = read
     after = checkpoint.read(prefix, 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gangline.models.unequal_ranks.measured_loads import _totals
+from gangline.models.load_balance.speed_model import totals
 from gangline.models.unequal_ranks.rank_timer import RankTimer, inner_module
 
 
@@ -117,7 +117,7 @@ def test_a_closed_timer_leaves_no_hooks(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(
-    ("measured", "totals"),
+    ("measured", "expected"),
     [
         ([], (0, 0.0)),
         ([(2, 1.0), (2, 9.0)], (4, 10.0)),
@@ -126,5 +126,5 @@ def test_a_closed_timer_leaves_no_hooks(clock: Clock) -> None:
         ([(2, 1.0), (4, 2.0), (2, 1.0), (4, 40.0)], (12, 6.0)),
     ],
 )
-def test_sums_of_a_look(measured: list[tuple[int, float]], totals: tuple[int, float]) -> None:
-    assert _totals(measured) == pytest.approx(totals)
+def test_sums_of_a_look(measured: list[tuple[int, float]], expected: tuple[int, float]) -> None:
+    assert totals(measured) == pytest.approx(expected)

@@ -72,6 +72,7 @@ def scheduler(server: Server) -> SimpleNamespace:
     place = SimpleNamespace(
         rank=0, view=1, identity=b"i" * 16, servers=[server.address], gone={}, lost="", on_change=lambda: None
     )
+    place.faults = None
     place.reasons = []
     place.leave = place.reasons.append
     return place
