@@ -1,8 +1,7 @@
-"""Rendezvous of a job's ranks: a TCP store that rank 0 serves, and an all-gather of bytes through it."""
+"""Rendezvous of a job's ranks: a store that rank 0 serves, and an all-gather of bytes through it."""
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
 import os
@@ -13,13 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
-from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
 
 from gangline.collectives.bootstrap.launcher_environment import LOOPBACK, find_rank_info
 from gangline.collectives.bootstrap.store_all_gather import StoreAllGather, store_errors
+from gangline.collectives.bootstrap.unix_store import ServedStore, UnixStore
 from gangline.collectives.errors import StallError
 from gangline.collectives.limits import BOOTSTRAP_WARN_SECONDS, limits
 from gangline.collectives.liveness.process_state import boot_id
+from gangline.collectives.transports import unix_sockets
 from gangline.collectives.transports.addresses import is_loopback, local_address, required_key
 from gangline.collectives.transports.base import BootstrapAllGather
 
@@ -45,8 +46,8 @@ class Rendezvous:
         Args:
             rank: rank of this process, from 0.
             size: number of processes.
-            address: "HOST:PORT" of the store, which rank 0 serves until its process ends. Under torchrun, the agent
-                serves it.
+            address: "HOST:PORT" of the store, which rank 0 serves until its process ends: at a Unix socket if HOST is a
+                loopback address, by TCP otherwise. Under torchrun, the agent serves it by TCP.
             timeout: seconds to wait for other ranks, here and in each exchange; None for GANGLINE_TIMEOUT.
             environment: environment variables that a launcher has set.
 
@@ -97,50 +98,48 @@ class Rendezvous:
             if self.rank == 0 and not has_agent:
                 store = _serve_store(*address)
             else:
-                store = _connect_store(*address, self._timeout)
-            attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")  # an agent's store outlives its workers
-            prefixed = PrefixStore(f"gangline/{self._job_id}/{attempt}/{next(_job_numbers[address])}", store)
-        return StoreAllGather(prefixed, self.rank, self.size, self._timeout, self._where, self._server, key)
+                store = _connect_store(*address, self._timeout, is_local=is_loopback(self.host) and not has_agent)
+        attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")  # an agent's store outlives its workers
+        prefix = f"gangline/{self._job_id}/{attempt}/{next(_job_numbers[address])}/"
+        return StoreAllGather(store, self.rank, self.size, self._timeout, self._where, self._server, key, prefix)
 
 
+_AnyStore = Store | ServedStore | UnixStore
 _job_numbers: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
 """Numbers of the jobs that this process joins at each address."""
-_served_stores: dict[tuple[str, int], Store] = {}
+_served_stores: dict[tuple[str, int], _AnyStore] = {}
 
 
-def _serve_store(host: str, port: int) -> Store:
-    """Serve a store until this process ends; a store on loopback is not reachable from other hosts."""
-    if (host, port) in _served_stores:
-        return _served_stores[host, port]
-    descriptor: int | None = None
-    if is_loopback(host):
-        try:
-            descriptor = socket.create_server((host, port)).detach()
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            # The port belongs to a store of torch.distributed in this process, which TCPStore shares, or to another
-            # program, which makes TCPStore raise an error.
+def _serve_store(host: str, port: int) -> _AnyStore:
+    """Serve a store until this process ends."""
+    address = host, port
+    if address in _served_stores:
+        return _served_stores[address]
     try:
-        _served_stores[host, port] = TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=descriptor,
-        )
-    except DistNetworkError as error:
+        if is_loopback(host):
+            _served_stores[address] = ServedStore(unix_sockets.name_of("store", port))
+        else:
+            _served_stores[address] = TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    except (DistNetworkError, OSError) as error:
         raise RuntimeError(f"rank 0 cannot serve the store at {host}:{port}; choose another port: {error}") from error
-    return _served_stores[host, port]
+    return _served_stores[address]
 
 
-def _connect_store(host: str, port: int, timeout: float) -> Store:
-    """Connect to the store at an address, and wait until it is open."""
+def _connect_store(host: str, port: int, timeout: float, *, is_local: bool) -> _AnyStore:
+    """Connect to the store at an address, and wait until it is open.
+
+    Args:
+        host: host of the address.
+        port: port of the address.
+        timeout: seconds to wait.
+        is_local: rank 0 serves it at a Unix socket.
+    """
     begin, pause, is_warned = time.monotonic(), 0.005, False
     while True:
         left = begin + timeout - time.monotonic()
         try:
+            if is_local:
+                return UnixStore(unix_sockets.name_of("store", port), timeout)
             socket.create_connection((host, port), timeout=min(max(1.0, left), BOOTSTRAP_WARN_SECONDS)).close()
             return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
         except OSError as error:

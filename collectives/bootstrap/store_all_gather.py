@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 import msgpack
 from torch.distributed import DistNetworkError, Store  # type: ignore[attr-defined]
 
+from gangline.collectives.bootstrap.unix_store import ServedStore, UnixStore
 from gangline.collectives.environments.job_key import FILE, JobKey
 from gangline.collectives.errors import DeadNodeError, ProtocolError, StallError, name_ranks
 from gangline.collectives.limits import BOOTSTRAP_STATE_CHECK_SECONDS, BOOTSTRAP_WARN_SECONDS
@@ -33,7 +34,7 @@ class StoreAllGather:
     gathers the ranks' process identities, by which later rounds notice a rank of this host that has died.
 
     Args:
-        store: TCPStore, FileStore, HashStore, or a prefix of one.
+        store: torch's TCPStore, FileStore, HashStore or PrefixStore, or a store of this host.
         rank: this process's rank.
         size: number of ranks.
         timeout: seconds to wait for the other ranks in each call.
@@ -41,19 +42,22 @@ class StoreAllGather:
         server: the process that serves the store, in error messages.
         key: key of the job, if the store can be reached from other hosts: each blob then carries a code that shows who
             sent it in which round of which group, so that no blob can be made, changed or repeated without the key.
+        prefix: beginning of the keys in the store.
     """
 
     def __init__(
         self,
-        store: Store,
+        store: Store | ServedStore | UnixStore,
         rank: int,
         size: int,
         timeout: float,
         where: str,
         server: str,
         key: JobKey | None = None,
+        prefix: str = "",
     ) -> None:
         self._store = store
+        self._prefix = prefix
         self._rank = rank
         self._size = size
         self._timeout = timeout
@@ -115,7 +119,9 @@ class StoreAllGather:
         return [one[length:] for one in received]
 
     def _gather(self, number: int, blob: bytes) -> list[bytes]:
-        blob_keys, done_keys = ([f"{number}/{word}/{rank}" for rank in range(self._size)] for word in ("blob", "done"))
+        blob_keys, done_keys = (
+            [f"{self._prefix}{number}/{word}/{rank}" for rank in range(self._size)] for word in ("blob", "done")
+        )
         with store_errors(self._rank, self._size, self._server):
             self._store.set(blob_keys[self._rank], blob)  # type: ignore[arg-type]  # the stub accepts text only
             self._wait(blob_keys)

@@ -34,6 +34,7 @@ from gangline.collectives.checks.this_host import HOST_STEPS, check_host
 from gangline.collectives.checks.two_ranks import finding_of_all_reduce, measure_all_reduce
 from gangline.collectives.communicator import open_communicator
 from gangline.collectives.errors import GanglineError
+from gangline.collectives.transports import unix_sockets
 from gangline.collectives.transports.addresses import is_loopback, required_key, resolved
 from gangline.collectives.transports.base import BootstrapAllGather
 
@@ -100,7 +101,7 @@ def _reach_rank_0(info: RankInfo, seconds: float) -> Finding | None:
     until = time.monotonic() + seconds
     while True:
         try:
-            socket.create_connection((info.host, info.port), timeout=CONNECT_SECONDS).close()
+            _connect("store", info.host, info.port)
             return None
         except OSError as error:
             kind, measured = kind_of(error), problem_of(error, info.host, info.port)
@@ -148,11 +149,23 @@ def _scheduler(host: str | None, port: str) -> list[Finding]:
     if not host or not port.isdecimal() or os.environ.get("DMLC_NUM_SERVER") == "0":
         return []
     try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+        _connect("scheduler", host, int(port))
     except OSError as error:
         measured = problem_of(error, host, int(port))
         return [Finding(Status.BROKEN, "scheduler", measured, REMEDIES[kind_of(error)])]
     return [Finding(Status.OK, "scheduler", f"answers at {host}:{port}")]
+
+
+def _connect(purpose: str, host: str, port: int) -> None:
+    """Connect to rank 0's store or the scheduler, as its users do, and disconnect."""
+    if purpose == "store":
+        is_unix = is_loopback(host) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    else:
+        is_unix = unix_sockets.replaces_tcp(host)
+    if is_unix:
+        unix_sockets.connect(unix_sockets.name_of(purpose, port)).close()
+    else:
+        socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
 
 
 def _of_all(checks: Sequence[str], own: Sequence[Finding], seconds: float) -> dict[str, Any]:

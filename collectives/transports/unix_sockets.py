@@ -21,7 +21,7 @@ _PORTS = range(1024, 1 << 16)
 def replaces_tcp(host: str) -> bool:
     """Return whether processes that know a host by this address connect by Unix sockets: it is a loopback address.
 
-    GANGLINE_TRANSPORT=tcp keeps TCP; all processes of a job must have the same value then.
+    GANGLINE_TRANSPORT=tcp keeps TCP for the processes of a parameter server, which must all have the same value.
     """
     return os.environ.get("GANGLINE_TRANSPORT") != "tcp" and is_loopback(host)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gangline.collectives.environments.restart import RESTART, RUN_ID
+from gangline.collectives.transports import unix_sockets
 from gangline.kvstore.launch.binding import LOCALHOST, Binding, Host, bind
 
 _SUPERVISED = {"GANGLINE_SUPERVISED": "1"}  # wait for workers without limit: the launcher notices if none start
@@ -179,8 +180,14 @@ def _passed_on(names: Sequence[str], inherited: Mapping[str, str]) -> dict[str, 
 
 
 def free_ports(count: int, address: str = LOCALHOST) -> list[int]:
-    """Return ``count`` distinct TCP ports that are free now at an address of this host."""
+    """Return ``count`` distinct TCP ports that are free now at an address of this host, and so are their Unix sockets.
+
+    On one host, nothing of a job listens at the ports themselves: they name Unix sockets.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with ExitStack() as stack:
-        held = [stack.enter_context(socket.create_server((address, 0), family=family)) for _ in range(count)]
-        return [port.getsockname()[1] for port in held]
+    while True:
+        with ExitStack() as stack:
+            held = [stack.enter_context(socket.create_server((address, 0), family=family)) for _ in range(count)]
+            ports: list[int] = [port.getsockname()[1] for port in held]
+        if all(unix_sockets.is_free(purpose, port) for port in ports for purpose in ("scheduler", "store")):
+            return ports

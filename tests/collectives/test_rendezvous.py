@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from gangline.collectives.bootstrap import store_all_gather
+from gangline.collectives.bootstrap import rendezvous, store_all_gather
 from gangline.collectives.bootstrap.rendezvous import Rendezvous, hosts, time_limit
+from gangline.collectives.bootstrap.unix_store import ServedStore, UnixStore
 from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
 from gangline.collectives.processes.spawning import Ranks
+from gangline.collectives.transports import unix_sockets
 from gangline.collectives.transports.base import BootstrapAllGather
 
 pytestmark = pytest.mark.timeout(60)
@@ -106,29 +108,40 @@ def _exchange_when_closed(comm: Bare, address: str) -> None:
     job.exchange(b"")
 
 
-def test_the_store_keeps_nothing_of_a_round_and_is_reached_by_loopback_alone(address: str) -> None:
+def test_the_store_keeps_nothing_of_a_round_and_listens_at_no_port(address: str) -> None:
     with ranks_of(_look_at_store, 2, (address,)) as ranks:
-        (keys_before, keys_after, listening), _ = ranks.results()
-    assert keys_after == keys_before
-    assert listening == {"0100007F"}  # 127.0.0.1, as the kernel writes it
+        (kept, listening), _ = ranks.results()
+    assert kept == {}
+    assert listening == []
 
 
-def _look_at_store(comm: Bare, address: str) -> tuple[int, int, set[str]]:
+def _look_at_store(comm: Bare, address: str) -> tuple[dict[str, bytes], list[str]]:
     host, port = address.split(":")
     job = Rendezvous(comm.rank, comm.size, address, timeout=10, environment={})
-    job.exchange(b"first")
-    store = TCPStore(host, int(port), is_master=False)
-    comm.exchange(b"")
-    before = store.num_keys()
-    comm.exchange(b"")
     for number in range(3):
         job.exchange(b"%d" % number)
     comm.exchange(b"")  # rank 0 has cleared the last round
-    after = store.num_keys()
-    comm.exchange(b"")
-    sockets = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
-    ours = [words[1].split(":") for words in sockets if words[3] == "0A"]  # ports that listen
-    return before, after, {where for where, number in ours if int(number, 16) == int(port)}
+    store = rendezvous._served_stores.get((host, int(port)))
+    kept = dict(store._values) if isinstance(store, ServedStore) else {}
+    lines = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
+    return kept, [words[1] for words in lines if words[3] == "0A" and words[1].endswith(f":{int(port):04X}")]
+
+
+@pytest.mark.parametrize(
+    "sent", [b"\xff\xff\xff\xff", b"\5\0\0\0\xdd\x7f\xff\xff\xff", b"\1\0\0\0\x90", b"\2\0\0\0\x91\1"]
+)
+def test_a_store_outlives_hostile_bytes(sent: bytes) -> None:
+    name = f"gangline-test-{os.getpid()}"
+    served = ServedStore(name)
+    store = UnixStore(name, 10)
+    with closing(unix_sockets.connect(name)) as stranger:
+        stranger.sendall(sent)
+        assert stranger.recv(1) == b""
+    store.set("key", b"value")
+    assert (store.check(["key"]), store.check(["key", "other"])) == (True, False)
+    assert store.multi_get(["key"]) == served.multi_get(["key"]) == [b"value"]
+    assert (store.delete_key("key"), store.delete_key("key"), store.check(["key"])) == (True, False, False)
+    served.close()
 
 
 def test_ranks_that_do_not_join_are_named(address: str) -> None:
@@ -211,11 +224,11 @@ def _come_after_the_warning(comm: Bare, address: str) -> tuple[str, list[bytes]]
     return texts[0] if texts else "", got
 
 
-def test_a_port_that_another_program_has_is_an_error_of_rank_0() -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
-        port = taken.getsockname()[1]
-        with ranks_of(_join_as_rank_0, 1, (port,)) as ranks:
-            (outcome,) = ranks.outcomes()
+def test_a_port_that_another_job_has_is_an_error_of_rank_0() -> None:
+    port = unix_sockets.free_port("store")
+    taken = unix_sockets.listen(unix_sockets.name_of("store", port))
+    with closing(taken), ranks_of(_join_as_rank_0, 1, (port,)) as ranks:
+        (outcome,) = ranks.outcomes()
     assert type(outcome.error) is RuntimeError
     assert str(outcome.error).startswith(f"rank 0 cannot serve the store at 127.0.0.1:{port}; choose another port")
 
@@ -224,7 +237,7 @@ def _join_as_rank_0(comm: Bare, port: int) -> None:
     Rendezvous(0, 2, f"127.0.0.1:{port}", timeout=1, environment={})
 
 
-def test_a_store_of_torch_distributed_in_the_same_process_is_shared(address: str) -> None:
+def test_a_store_of_torch_distributed_may_have_the_same_port(address: str) -> None:
     with ranks_of(_beside_torch, 2, (address,)) as ranks:
         assert ranks.results() == [[b"0", b"1"]] * 2
 

@@ -102,7 +102,8 @@ class Listener:
         self.address = " ".join(addresses)
         """Address for `client_channel.open_channel`."""
         self._poller = Poller()
-        for source in (event_fd, self._socket, self._monitor, self._unix_listener and self._unix_listener.fileno()):
+        unix = None if self._unix_listener is None else self._unix_listener.fileno()
+        for source in (event_fd, self._socket, self._monitor, unix):
             if source is not None:
                 self._poller.add(source)
 

@@ -1,0 +1,178 @@
+"""Key-value store of the ranks of one host, which rank 0 serves at a Unix socket, in place of torch's TCPStore."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgpack
+from torch.distributed import DistNetworkError
+
+from gangline.collectives.errors import ProtocolError
+from gangline.collectives.transports import unix_sockets
+
+_log = logging.getLogger("gangline")
+_LENGTH = struct.Struct("<I")
+_MAX_MESSAGE = 64 << 20
+_RETRY_SECONDS = 0.1
+
+
+class ServedStore:
+    """Store of this process, open to the processes of its user until it ends.
+
+    Args:
+        name: of the Unix socket.
+
+    Raises:
+        OSError: if the name is in use.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._listener = unix_sockets.listen(name)
+        self._listener.setblocking(True)
+        threading.Thread(target=self._accept, name="gangline-store", daemon=True).start()
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Store a value."""
+        with self._lock:
+            self._values[key] = value if isinstance(value, bytes) else value.encode()
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys have values."""
+        with self._lock:
+            return all(key in self._values for key in keys)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys; each must have one."""
+        with self._lock:
+            return [self._values[key] for key in keys]
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a value; return whether there was one."""
+        with self._lock:
+            return self._values.pop(key, None) is not None
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        self._is_closed = True
+        self._listener.shutdown(socket.SHUT_RDWR)  # ends accept()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:  # descriptors have run out
+                if self._is_closed:
+                    return
+                _log.warning("no rank can connect to the store at present: %s", error.strerror)
+                time.sleep(_RETRY_SECONDS)
+                continue
+            try:
+                unix_sockets.check_user(connection)
+                threading.Thread(target=self._serve, args=(connection,), name="gangline-store", daemon=True).start()
+            except (OSError, RuntimeError) as error:  # another user's process, or no more threads
+                connection.close()
+                _log.warning("the store refuses a connection: %s", error)
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            try:
+                while True:
+                    _send(connection, self._answer(_receive(connection)))
+            except (ProtocolError, ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+                _log.warning("the store drops a connection: %s", error)
+
+    def _answer(self, request: Any) -> Any:
+        match request:
+            case ["set", str(key), bytes(value)]:
+                return self.set(key, value)
+            case ["check", list(keys)]:
+                return self.check(keys)
+            case ["get", list(keys)]:
+                return self.multi_get(keys)
+            case ["delete", str(key)]:
+                return self.delete_key(key)
+        raise ProtocolError("received an unknown request")
+
+
+class UnixStore:
+    """Store that another process of this host serves; methods as of `ServedStore`.
+
+    Args:
+        name: of the Unix socket.
+        timeout: seconds to wait for an answer.
+
+    Raises:
+        OSError: if nothing is served there, or by another user.
+    """
+
+    def __init__(self, name: str, timeout: float) -> None:
+        self._lock = threading.Lock()
+        self._connection = unix_sockets.connect(name)
+        self._connection.settimeout(min(timeout, threading.TIMEOUT_MAX))
+        weakref.finalize(self, self._connection.close)  # as torch's stores
+
+    def set(self, key: str, value: bytes | str) -> None:  # noqa: D102  see ServedStore
+        self._ask("set", key, value if isinstance(value, bytes) else value.encode())
+
+    def check(self, keys: Sequence[str]) -> bool:  # noqa: D102
+        return bool(self._ask("check", list(keys)))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:  # noqa: D102
+        found: list[bytes] = self._ask("get", list(keys))
+        return found
+
+    def delete_key(self, key: str) -> bool:  # noqa: D102
+        return bool(self._ask("delete", key))
+
+    def _ask(self, *request: Any) -> Any:
+        """Return the answer to a request.
+
+        Raises:
+            DistNetworkError: if the process that serves the store is gone.
+        """
+        with self._lock:
+            try:
+                _send(self._connection, request)
+                return _receive(self._connection)
+            except OSError as error:
+                raise DistNetworkError(str(error)) from error
+
+
+def _send(connection: socket.socket, value: Any) -> None:
+    packed = msgpack.packb(value)
+    connection.sendall(_LENGTH.pack(len(packed)) + packed)
+
+
+def _receive(connection: socket.socket) -> Any:
+    """Return the next message.
+
+    Raises:
+        ProtocolError: if it is too large.
+        ConnectionError: if the connection is closed.
+    """
+    (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
+    if length > _MAX_MESSAGE:
+        raise ProtocolError(f"received a message of {length} bytes; expected at most {_MAX_MESSAGE}")
+    return msgpack.unpackb(_read(connection, length), max_map_len=0, max_ext_len=0)
+
+
+def _read(connection: socket.socket, length: int) -> bytes:
+    read = bytearray()
+    while len(read) < length:
+        part = connection.recv(min(length - len(read), 1 << 16))
+        if not part:
+            raise ConnectionResetError("the connection was closed")
+        read += part
+    return bytes(read)
