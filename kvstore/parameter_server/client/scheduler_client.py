@@ -114,7 +114,12 @@ class SchedulerClient:
         self._address = scheduler
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = Poller()
-        self._channel = open_channel(scheduler_address(scheduler), self._context, self.identity, self._poller)
+        try:
+            self._channel = open_channel(scheduler_address(scheduler), self._context, self.identity, self._poller)
+        except BaseException:
+            self._poller.close()
+            self._context.term()
+            raise
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.add(self._event_fd)
         self._connections = 0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from gangline.collectives.environments.job_key import FILE
+from gangline.collectives.environments.job_key import FILE, JobKey
 from gangline.collectives.errors import ProtocolError
 from gangline.collectives.faults import shut_down
 from gangline.collectives.limits import limits
@@ -74,7 +74,7 @@ class Listener:
         self._event_fd = event_fd
         self._accepts_at = 0.0  # `time.monotonic` seconds when Unix streams are accepted again; 0: they are
         self._events: Set[Source] = frozenset()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(2)
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._unix_listener: UnixListener | None = None
@@ -85,10 +85,7 @@ class Listener:
                 port = port or unix_sockets.free_port("scheduler")
                 self._unix_listener = UnixListener(unix_sockets.name_of("scheduler", port))
         else:
-            self._socket = self._make_router(host, max_frame)
-            secure_binding(self._socket, key)
-            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_EVENTS)
-            self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
+            self._bind(host, port or 0, max_frame, key)
             if port is None and os.environ.get("GANGLINE_TRANSPORT") != "tcp":
                 self._unix_listener = UnixListener()
         addresses = []
@@ -199,11 +196,11 @@ class Listener:
         return True
 
     def cut(self, identity: bytes) -> None:
-        """Break the connection of an admitted process, as a lost network would."""
+        """Break the connection of an admitted process, or of the last message's sender, as a lost network would."""
         if identity in self._descriptors:
             self._close_stream(self._descriptors[identity])
-        elif identity in self._remote:
-            shut_down(self._remote[identity])
+        else:
+            shut_down(self._remote.get(identity, self._source))
 
     def close(self) -> None:
         """Close all sockets; what was sent is still delivered. Idempotent."""
@@ -219,10 +216,13 @@ class Listener:
             self._monitor.close(0)
             self._socket.close(2000)
             self._socket = self._monitor = None
-        end(self._context)
+        if self._context is not None:
+            end(self._context)
 
-    def _make_router(self, host: str, max_frame: int) -> zmq.Socket[bytes]:
-        router = self._context.socket(zmq.ROUTER)
+    def _bind(self, host: str, port: int, max_frame: int, key: JobKey | None) -> None:
+        """Create the ZeroMQ socket."""
+        self._context = zmq.Context(2)
+        self._socket = router = self._context.socket(zmq.ROUTER)
         for option, value in (
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.ROUTER_HANDOVER, 1),
@@ -236,7 +236,14 @@ class Listener:
             router.setsockopt(option, value)
         limit_loopback_buffers(router, host)
         close_cut_connections(router, limits().heartbeat_limit)
-        return router
+        secure_binding(router, key)
+        try:
+            router.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
+        except zmq.ZMQError:
+            router.close()
+            end(self._context)
+            raise
+        self._monitor = router.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_EVENTS)
 
     def _handle_monitor(self) -> None:
         while self._monitor is not None and self._monitor.poll(0):

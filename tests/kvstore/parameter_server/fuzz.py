@@ -24,7 +24,6 @@ from typing import Any
 
 import msgpack
 import torch
-import zmq
 
 from gangline.collectives.errors import MismatchError, ProtocolError
 from gangline.collectives.processes.spawning import Ranks
@@ -49,7 +48,9 @@ from gangline.kvstore.parameter_server.protocol import (
 from gangline.kvstore.parameter_server.scheduler.scheduler import Scheduler
 from gangline.kvstore.parameter_server.server.server import open_server
 from gangline.kvstore.parameter_server.store import DistStore
+from gangline.kvstore.parameter_server.transport import client_channel, unix_stream
 from gangline.kvstore.parameter_server.transport.client_channel import Channel, Frames
+from gangline.kvstore.parameter_server.transport.unix_stream import UnixStream
 from tests.kvstore.parameter_server.processes import RoleProcess
 
 _NUMEL = {"small": 4_000, "large": 30_000}
@@ -279,9 +280,8 @@ class Attack:
         self._servers: ServerClient = kv._servers
         self._scheduler: SchedulerClient = kv._scheduler
         self._connection = self._servers._connections[0]
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sequence = 1 << 40
-        self._dealers: dict[str, zmq.Socket[bytes]] = {}
+        self._strangers: dict[str, UnixStream] = {}
         self._answered = 0
         to_server, to_scheduler = self._record()
         self._mutator = Mutator(to_server, self._chance)
@@ -348,12 +348,10 @@ class Attack:
             self._scheduler._send(Raw(frames[0]))
         elif way < 0.85:
             frames = next(self._to_server)
-            self._note("server", frames)
-            self._stranger("server").send_multipart(frames)
+            self._send_as_stranger("server", frames)
         elif way < 0.95:
             frames = next(self._to_scheduler)
-            self._note("scheduler", frames)
-            self._stranger("scheduler").send_multipart(frames)
+            self._send_as_stranger("scheduler", frames)
         else:
             self._stream()
 
@@ -361,24 +359,29 @@ class Attack:
         self.count[role].sent += 1
         self.count[role].refused += is_refused(frames)
 
-    def _stranger(self, role: str) -> zmq.Socket[bytes]:
-        dealer = self._dealers.get(role)
-        if dealer is None or self._chance.random() < 0.002:  # a new one
-            if dealer is not None:
-                dealer.close(1000)
-            dealer = self._dealers[role] = self._context.socket(zmq.DEALER)
-            address = self._scheduler.servers[0].partition(" ")[0] if role == "server" else self._scheduler._address
-            dealer.connect(address)
-        with suppress(zmq.Again):
-            while True:
-                dealer.recv_multipart(zmq.NOBLOCK)
-        return dealer
+    def _send_as_stranger(self, role: str, frames: list[bytes]) -> None:
+        self._note(role, frames)
+        stream = self._strangers.get(role)
+        if stream is None or self._chance.random() < 0.002 or not is_open(stream):
+            if stream is not None:
+                stream.close()
+            name = self._name_of("scheduler" if role == "scheduler" else "server")
+            stream = self._strangers[role] = unix_stream.connect(name)
+            stream.send([self._chance.randbytes(16)])
+        with suppress(OSError):
+            stream.send(frames)
+        if sum(map(len, frames)) > protocol.MAX_STRANGER - 8 * len(frames):  # it is closed
+            del self._strangers[role]
+            with suppress(OSError):
+                stream.flush()
+            stream.close()
+
+    def _name_of(self, role: str) -> str:
+        scheduler = client_channel.scheduler_address(self._scheduler._address)
+        return (self._scheduler.servers[0] if role == "server" else scheduler).removeprefix("unix://")
 
     def _stream(self) -> None:
         """Send bytes to the server's Unix socket: a broken stream of messages, from a process without a name."""
-        name = self._scheduler.servers[0].partition(" ")[2]
-        if not name:
-            return
         frames = next(self._to_server)
         sizes = b"".join(len(frame).to_bytes(8, "little") for frame in frames)
         head = b"glu1" + len(frames).to_bytes(4, "little") + sizes
@@ -386,7 +389,7 @@ class Attack:
         for _ in range(self._chance.randint(1, 6)):
             data[self._chance.randrange(min(len(data), 80))] ^= 1 << self._chance.randrange(8)
         with socket.socket(socket.AF_UNIX) as one, suppress(OSError):
-            one.connect(f"\0{name}")
+            one.connect(f"\0{self._name_of('server')}")
             one.settimeout(1)
             one.sendall(data)
         self.count["server"].sent += 1
@@ -427,9 +430,18 @@ class Attack:
         self._connection.in_flight = self._connection.undelivered = 0
         self._connection.pending.clear()
         self._servers._driving.release()
-        for dealer in self._dealers.values():
-            dealer.close(0)
-        self._context.term()
+        for stream in self._strangers.values():
+            stream.close()
+
+
+def is_open(stream: UnixStream) -> bool:
+    """Read the answers of a stream; return whether it is open."""
+    try:
+        for _ in stream.receive():
+            pass
+    except OSError:
+        return False
+    return True
 
 
 def replaced_hello(hello: Hello) -> Hello:
@@ -447,7 +459,7 @@ def _play(place: RoleProcess, name: str, messages: int, seed: int, folder: str) 
     os.environ.update(DMLC_PS_ROOT_URI="127.0.0.1", DMLC_PS_ROOT_PORT=port, DMLC_NUM_WORKER="2", DMLC_NUM_SERVER="1")
     if own is not None:
         own.run()
-        return own.rejected
+        return own.rejected + own._listener.rejected
     if place.rank == 1:
         os.environ["DMLC_ROLE"] = "server"
         with open_server(from_environment()) as server:

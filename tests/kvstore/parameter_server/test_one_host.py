@@ -1,0 +1,139 @@
+"""On one host a job listens at no TCP port, and other users cannot connect to it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gangline.collectives.transports import unix_sockets
+from gangline.kvstore.parameter_server.scheduler.scheduler import Scheduler
+
+pytestmark = pytest.mark.timeout(110)
+ROOT = Path(__file__).parents[3]
+LISTENS = 0x10000
+NOBODY = 65534
+
+WORKER = """
+import pathlib, sys, torch
+from gangline import kvstore
+torch.set_num_threads(1)
+ready, go = map(pathlib.Path, sys.argv[1:])
+stores = [kvstore.create(name) for name in ("dist_sync", "allreduce")]
+def rounds(digits):
+    for kv in stores:
+        for digit in digits:
+            kv.pushpull("key", torch.full((1000,), 4.0 ** (kv.rank + 2 * digit)), out=sums[kv])
+            assert sums[kv].tolist() == [5 * 16.0 ** digit] * 1000, (kv, digit, sums[kv])
+sums = {}
+for kv in stores:
+    kv.init("key", torch.zeros(1000))
+    sums[kv] = torch.empty(1000)
+rounds(range(3))
+ready.with_name(f"ready{stores[0].rank}").touch()
+is_over = torch.zeros(1000)
+while not is_over.any():
+    rounds(range(3))
+    stores[1].pushpull("key", torch.full((1000,), float(go.exists())), out=is_over)
+print("exact")
+for kv in stores:
+    kv.close()
+"""
+
+CONNECT = """
+import os, socket, sys
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+for name in sys.argv[1:]:
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(20)
+        try:
+            stranger.connect(name.replace("@", "\\0", 1) if name.startswith("@") else name)
+            stranger.sendall(b"glu1" + bytes(4))
+            answer = stranger.recv(1)
+        except (ConnectionError, PermissionError, FileNotFoundError):
+            answer = b""
+        print(name, "admitted" if answer else "refused")
+"""
+
+
+def inodes_of(processes: list[psutil.Process]) -> set[str]:
+    """Return the inodes of the sockets of processes."""
+    found = set()
+    for process in processes:
+        folder = Path(f"/proc/{process.pid}/fd")
+        for entry in folder.iterdir():
+            target = os.readlink(entry)
+            if target.startswith("socket:["):
+                found.add(target[8:-1])
+    return found
+
+
+def tcp_listeners(inodes: set[str]) -> list[str]:
+    lines = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
+    return [words[1] for words in lines if words[3] == "0A" and words[9] in inodes]
+
+
+def unix_listeners(inodes: set[str]) -> list[str]:
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return [words[7] for words in lines if words[6] in inodes and int(words[3], 16) & LISTENS]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_launched_job_listens_at_no_port_and_refuses_other_users(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gangline", "launch", "-n", "2", "-s", "1", "--", sys.executable, "-c", WORKER]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    go = tmp_path / "go"
+    with subprocess.Popen(
+        [*command, str(tmp_path / "ready"), str(go)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as launcher:
+        try:
+            while not all((tmp_path / f"ready{rank}").exists() for rank in (0, 1)):
+                assert launcher.poll() is None, launcher.communicate()[0]
+                time.sleep(0.05)
+            own = psutil.Process(launcher.pid)
+            inodes = inodes_of([own, *own.children(recursive=True)])
+            assert tcp_listeners(inodes) == []
+            names = unix_listeners(inodes)
+            abstract = [name for name in names if name.startswith("@")]
+            assert sorted(name.split("-")[1] for name in abstract) == ["scheduler", "server", "store"]
+            assert not [name for name in names if Path(name).exists()]  # removed once the ranks were connected
+            told = subprocess.run([sys.executable, "-c", CONNECT, *names], capture_output=True, text=True, check=True)
+            assert told.stdout.splitlines() == [f"{name} refused" for name in names]
+            assert len(names) > len(abstract)
+            go.touch()
+            said = launcher.communicate(timeout=60)[0]
+            assert (launcher.returncode, said.count("exact")) == (0, 2), said
+        finally:
+            launcher.kill()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_process_connects_to_no_socket_of_another_user() -> None:
+    name = unix_sockets.name_of("scheduler", unix_sockets.free_port("scheduler"))
+    squat = (
+        f"import os, socket; os.setuid({NOBODY}); s = socket.socket(socket.AF_UNIX); s.bind('\\0{name}'); s.listen()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{squat}; print(flush=True); input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as squatter:
+        assert squatter.stdout is not None
+        squatter.stdout.readline()
+        with pytest.raises(PermissionError, match=f"belongs to another user, {NOBODY}"):
+            unix_sockets.connect(name)
+        with pytest.raises(OSError, match="Address already in use") as caught:
+            Scheduler(1, 1, port=int(name.rpartition("-")[2]))
+        assert caught.value.filename == name
+        squatter.communicate(b"\n")
