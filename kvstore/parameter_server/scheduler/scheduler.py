@@ -75,7 +75,7 @@ class Scheduler:
         bounds = limits()
         self._heartbeat, self._limit, self._timeout = bounds.heartbeat, bounds.heartbeat_limit, bounds.timeout
         self._stall_warn = bounds.stall_warn
-        self._listener = Listener(resolved(host), port=port, max_frame=_MAX_MESSAGE)
+        self._listener = Listener(resolved(host), port=port)
         self._refusals = RefusalLog()
         self.rejected = 0
         """Number of messages dropped because they were invalid."""

@@ -18,6 +18,7 @@ from gangline.collectives.transports import unix_sockets
 from gangline.collectives.transports.addresses import required_key
 from gangline.collectives.transports.zmq.curve import HANDSHAKE_EVENTS, Handshakes, secure_connecting
 from gangline.kvstore.parameter_server.transport import unix_stream
+from gangline.kvstore.parameter_server.transport.pieces import PIECE, split
 from gangline.kvstore.parameter_server.transport.poller import Poller, Source
 from gangline.kvstore.parameter_server.transport.socket_buffers import close_cut_connections, limit_loopback_buffers
 
@@ -133,7 +134,8 @@ class SocketChannel:
 
     def send(self, frames: Frames) -> None:  # noqa: D102
         # Large frames are sent without a copy; callers keep them unchanged until they are acknowledged.
-        self._socket.send_multipart(frames, zmq.NOBLOCK, copy=sum(map(len, frames)) <= _COPIED)
+        nbytes = sum(map(len, frames))
+        self._socket.send_multipart(frames if nbytes < PIECE else split(frames), zmq.NOBLOCK, copy=nbytes <= _COPIED)
 
     def receive(self, events: Set[Source]) -> Iterator[list[memoryview]]:  # noqa: D102
         while self._socket in events:

@@ -22,6 +22,7 @@ from gangline.collectives.transports.zmq.context import end
 from gangline.collectives.transports.zmq.curve import HANDSHAKE_EVENTS, secure_binding
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.refusal_log import RefusalLog
+from gangline.kvstore.parameter_server.transport.pieces import PIECE, joined
 from gangline.kvstore.parameter_server.transport.poller import SPIN_SECONDS, Poller, Source
 from gangline.kvstore.parameter_server.transport.socket_buffers import close_cut_connections, limit_loopback_buffers
 from gangline.kvstore.parameter_server.transport.unix_stream import UnixListener, UnixStream
@@ -48,16 +49,13 @@ class Listener:
         host: address to listen at.
         event_fd: eventfd that ends `wait`; None: none.
         port: of the scheduler: port to listen at; 0: any free one. None: any, and by Unix streams besides.
-        max_frame: maximum bytes of a frame over ZeroMQ, whoever sends it.
 
     Raises:
         RuntimeError: if other machines can reach the address and there is no job key (`required_key`).
         OSError, zmq.ZMQError: if the address cannot be bound.
     """
 
-    def __init__(
-        self, host: str, event_fd: int | None = None, *, port: int | None = None, max_frame: int = protocol.MAX_SHARD
-    ) -> None:
+    def __init__(self, host: str, event_fd: int | None = None, *, port: int | None = None) -> None:
         key = required_key(host)
         self._spin_seconds = SPIN_SECONDS if port is None else 0.0  # a scheduler is idle
         self._refusals = RefusalLog()
@@ -85,7 +83,7 @@ class Listener:
                 port = port or unix_sockets.free_port("scheduler")
                 self._unix_listener = UnixListener(unix_sockets.name_of("scheduler", port))
         else:
-            self._bind(host, port or 0, max_frame, key)
+            self._bind(host, port or 0, key)
             if port is None and os.environ.get("GANGLINE_TRANSPORT") != "tcp":
                 self._unix_listener = UnixListener()
         addresses = []
@@ -134,7 +132,7 @@ class Listener:
             except zmq.ZMQError:
                 self._reject(ProtocolError("received a message of an old version of ZeroMQ's protocol"))
                 continue
-            yield identity.bytes, [frame.buffer for frame in frames]
+            yield identity.bytes, joined([frame.buffer for frame in frames])
         if self._unix_listener is not None and self._unix_listener.fileno() in events:
             self._accept(self._unix_listener)
         for descriptor in events:
@@ -219,7 +217,7 @@ class Listener:
         if self._context is not None:
             end(self._context)
 
-    def _bind(self, host: str, port: int, max_frame: int, key: JobKey | None) -> None:
+    def _bind(self, host: str, port: int, key: JobKey | None) -> None:
         """Create the ZeroMQ socket."""
         self._context = zmq.Context(2)
         self._socket = router = self._context.socket(zmq.ROUTER)
@@ -228,7 +226,7 @@ class Listener:
             (zmq.ROUTER_HANDOVER, 1),
             (zmq.SNDHWM, 0),
             (zmq.RCVHWM, 0),  # workers bound what is in flight; a full receive window would count as a cut link
-            (zmq.MAXMSGSIZE, max_frame),
+            (zmq.MAXMSGSIZE, PIECE),
             (zmq.HANDSHAKE_IVL, int(1000 * _ADMISSION_SECONDS)),
             (zmq.LINGER, 0),
             (zmq.IPV6, int(":" in host)),
