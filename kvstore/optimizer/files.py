@@ -47,7 +47,7 @@ def save(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, A
     """Write a safetensors file atomically: ``path`` holds the old content or the new.
 
     Raises:
-        DiskFullError: if it does not fit on the disk.
+        OSError: if it cannot be written; DiskFullError if it does not fit on the disk.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with removed_on_error(temporary, path, sum(tensor.nbytes for tensor in tensors.values())):
@@ -66,7 +66,7 @@ def removed_on_error(temporary: Path, path: Path, nbytes: int) -> Iterator[None]
         nbytes: number of bytes of its data.
 
     Raises:
-        DiskFullError: if there was no space for it.
+        OSError: if it cannot be written; DiskFullError if there was no space for it.
     """
     try:
         yield
@@ -74,7 +74,9 @@ def removed_on_error(temporary: Path, path: Path, nbytes: int) -> Iterator[None]
         temporary.unlink(missing_ok=True)
         number = error.errno if isinstance(error, OSError) else _os_error(error)
         if number not in (errno.ENOSPC, errno.EDQUOT):
-            raise
+            if number is None or isinstance(error, OSError):
+                raise
+            raise OSError(number, f"{path} cannot be written: {os.strerror(number)}") from error
         free = shutil.disk_usage(path.parent).free
         raise DiskFullError(
             f"{path} cannot be written: its data have {nbytes} bytes, and the disk has {free} bytes free "

@@ -86,6 +86,7 @@ def fitted_by_two(comm: Communicator, disk: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_all_workers_go_on_and_all_get_the_error_at_the_end(tmp_path: Path) -> None:
     with small_disk(tmp_path, 2000) as disk:
         first, second = spawn(fitted_by_two, 2, str(disk), threads=1)

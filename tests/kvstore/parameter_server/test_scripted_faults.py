@@ -144,7 +144,7 @@ def test_a_message_without_a_next_one_is_sent_in_the_end() -> None:
 @pytest.mark.parametrize(
     ("script", "victim"),
     [
-        ("worker 1 kill at push-sent 5", "worker 1"),
+        pytest.param("worker 1 kill at push-sent 5", "worker 1", marks=pytest.mark.slow),
         ("server 0 kill at update 3", "server 0"),
         ("scheduler kill at barrier 1", "scheduler"),
     ],
