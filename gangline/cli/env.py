@@ -174,8 +174,8 @@ VARIABLES = (
     Variable(
         "GANGLINE_TRANSPORT",
         "auto",
-        "Transport between ranks: auto, shared_memory, ipc or tcp. Rank 0's value counts for all ranks. With tcp, "
-        "workers and servers of one host use TCP as well.",
+        "Transport between ranks: auto, shared_memory, ipc or tcp. Rank 0's value counts for all ranks. With tcp "
+        "in all processes, workers, servers and the scheduler of one host use TCP as well.",
     ),
     Variable(
         "GANGLINE_ALGO",
@@ -240,7 +240,7 @@ VARIABLES = (
     Variable("GANGLINE_PARENT", "", "Set for a scheduler or server that a worker starts: the worker's process id."),
     Variable("DMLC_ROLE", "", "worker, server or scheduler."),
     Variable("DMLC_PS_ROOT_URI", "", "Address of the scheduler."),
-    Variable("DMLC_PS_ROOT_PORT", "", "Port of the scheduler."),
+    Variable("DMLC_PS_ROOT_PORT", "", "Port of the scheduler; at a loopback address it names a Unix socket."),
     Variable("DMLC_NUM_WORKER", "", "Number of workers."),
     Variable("DMLC_NUM_SERVER", "", "Number of servers."),
     Variable("DMLC_WORKER_ID", "", "Rank that this worker asks for."),

@@ -18,6 +18,7 @@ from gangline.collectives.transports import unix_sockets
 from gangline.kvstore.parameter_server.store import DistStore
 from gangline.kvstore.parameter_server.transport.client_channel import scheduler_address
 from gangline.kvstore.parameter_server.transport.pieces import PIECE, joined, split
+from tests.kvstore.parameter_server.in_process import Job
 from tests.kvstore.parameter_server.processes import DistJob
 
 pytestmark = pytest.mark.timeout(110)
@@ -138,6 +139,25 @@ def test_strangers_cost_no_memory_and_delay_no_honest_round(role: str, tmp_path:
         with ExitStack() as stack:  # a stranger is not waited for without end
             assert connected(name, stack).recv(1) == b""
             wait_for_rounds(tmp_path)
+
+
+@pytest.mark.parametrize("flags", [2, 6], ids=["message", "command"])
+def test_over_tcp_a_large_frame_is_refused_by_its_header(flags: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GANGLINE_TRANSPORT", "tcp")
+    with Job(1) as job, socket.create_connection(("127.0.0.1", job.scheduler.port)) as stranger:
+        stranger.settimeout(20)
+        greeting = b"\xff" + bytes(8) + b"\x7f\3\0" + b"NULL".ljust(52, b"\0")
+        ready = b"\5READY\x0bSocket-Type\0\0\0\6DEALER"
+        handshake = b"\4" + bytes([len(ready)]) + ready if flags == 2 else b""
+        stranger.sendall(greeting + handshake + bytes([flags]) + struct.pack(">Q", 2 << 30))
+        with suppress(ConnectionError):
+            while stranger.recv(1000):
+                pass
+        with job.stores()[0] as kv:
+            kv.init("key", torch.zeros(PIECE // 4 + 3))  # in two pieces
+            out = torch.empty(PIECE // 4 + 3)
+            kv.pushpull("key", torch.ones(PIECE // 4 + 3), out=out)
+            assert out.eq(1).all()
 
 
 @pytest.mark.parametrize("sizes", [[3, 0], [PIECE], [PIECE - 1, PIECE + 1, 5], [3 * PIECE, 0, 2 * PIECE + 7]])
