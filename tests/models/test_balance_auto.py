@@ -24,7 +24,6 @@ from gangline import Communicator, spawn, torch_backend
 from gangline.bench.unequal.rank_program import network
 from gangline.bench.unequal.slow_process import CrowdedProcess, SlowProcess, slow_process
 from gangline.models.executor.executor import is_out_of_memory
-from gangline.models.unequal_ranks.rank_timer import RankTimer
 
 CORES = sorted(os.sched_getaffinity(0))
 BATCH = 16  # samples of each rank in the equal split
@@ -126,6 +125,7 @@ def becomes_slow(comm: Communicator, path: str) -> list[list[list[int]]]:
 
 
 @needs_cores
+@pytest.mark.slow
 def test_a_rank_that_becomes_slow_is_balanced_after_one_epoch(tmp_path: Path) -> None:
     first, last = spawn(becomes_slow, 2, str(tmp_path / "store"), threads=1)
     assert first == last
@@ -171,33 +171,6 @@ def test_a_rank_on_a_crowded_core_gets_a_smaller_share(tmp_path: Path) -> None:
     first, last = spawn(competing, 2, str(tmp_path / "store"), threads=1)
     assert first == last
     assert first[1] < BATCH
-
-
-def waits_of_fsdp(comm: Communicator, path: str) -> tuple[float, float]:
-    join(comm, path)
-    model = wrapped("FSDP2")
-    timer = RankTimer(model)
-    data, label = next(iter(DataLoader(images(1), BATCH)))
-    with limited(comm) as slow:
-        if slow is not None:
-            slow.slow_down(6)
-        for step in range(6):
-            if step == 2:
-                timer.take()
-            cross_entropy(model(data), label).backward()
-    found = timer.take()
-    timer.close()
-    dist.destroy_process_group()
-    waited, seconds = found.waits.on_host, found.seconds()
-    assert seconds is not None
-    return waited, seconds / 3  # forward; backward counts as twice of it
-
-
-@needs_cores
-def test_the_time_of_an_fsdp_rank_leaves_out_its_waits_for_a_slow_one(tmp_path: Path) -> None:
-    (waited, seconds), (_, of_slow) = spawn(waits_of_fsdp, 2, str(tmp_path / "store"), threads=1)
-    assert waited > seconds  # nine tenths of the slow rank's time, on quiet machines
-    assert seconds < of_slow
 
 
 def test_the_split_and_its_gain_are_logged_by_rank_0(tmp_path: Path) -> None:

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from gangline.models.load_balance.speed_model import totals
@@ -128,3 +131,26 @@ def test_a_closed_timer_leaves_no_hooks(clock: Clock) -> None:
 )
 def test_sums_of_a_look(measured: list[tuple[int, float]], expected: tuple[int, float]) -> None:
     assert totals(measured) == pytest.approx(expected)
+
+
+def test_the_time_of_an_fsdp_rank_leaves_out_its_gathers(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before torch 2.13
+    gather = getattr(dist, name)
+
+    def slow_gather(*args: Any, **options: Any) -> Any:
+        clock.wait()
+        return gather(*args, **options)
+
+    monkeypatch.setattr(dist, name, slow_gather)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # its gathers take no time
+    try:
+        units: list[nn.Module] = [fully_shard(nn.Linear(3, 4)), fully_shard(nn.Linear(4, 1))]
+        model = nn.Sequential(*units)
+        timer = RankTimer(model)
+        for _ in range(3):
+            model(X).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    found = timer.take()
+    assert found.waits.on_host == 3 * 2 * (100 + 1)  # a wait ends with one more reading of the clock
+    assert found.seconds() == 3 * (1 + 2) * 3  # backward counts as twice of what is left of forward
