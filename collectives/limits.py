@@ -76,7 +76,8 @@ class Limits(NamedTuple):
     heartbeat: float
     """GANGLINE_HEARTBEAT, default 1: time between two heartbeats."""
     heartbeat_limit: float
-    """GANGLINE_HEARTBEAT_LIMIT, default 10: time without a heartbeat after which a rank counts as dead."""
+    """GANGLINE_HEARTBEAT_LIMIT, default 10: time without a sign of life after which a process counts as dead; twice
+    as long between ranks of different hosts."""
     stall_warn: float
     """GANGLINE_STALL_WARN, default 60: waiting time in one call after which a warning names the late ranks."""
     timeout: float

@@ -40,7 +40,8 @@ class ServedStore:
         self._is_closed = False
         self._listener = unix_sockets.listen(name)
         self._listener.setblocking(True)
-        threading.Thread(target=self._accept, name="gangline-store", daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, name="gangline-store", daemon=True)
+        self._accepting.start()
 
     def set(self, key: str, value: bytes | str) -> None:
         """Store a value."""
@@ -63,9 +64,10 @@ class ServedStore:
             return self._values.pop(key, None) is not None
 
     def close(self) -> None:
-        """Accept no more connections."""
+        """Accept no more connections; the name is free again."""
         self._is_closed = True
-        self._listener.shutdown(socket.SHUT_RDWR)  # ends accept()
+        self._listener.shutdown(socket.SHUT_RDWR)  # ends accept(), which would keep the name
+        self._accepting.join()
         self._listener.close()
 
     def _accept(self) -> None:

@@ -191,14 +191,16 @@ class PeerConnections:
 
     - killed, same host: at once
     - killed, another host: 1 s without reconnection
-    - stopped, or network cut: ``limit``
+    - stopped, same host, with ipc: ``limit``
+    - stopped, or network cut, with tcp: 2 x ``limit``. A cut that heals before ``limit`` loses nothing: TCP repeats
+      lost packets at growing intervals, at the latest when a cut has lasted as long again.
 
     A connection ends when no group of its two processes is open on both sides.
 
     Args:
         exchange: all-gather between the ranks; used once.
         heartbeat: seconds between two heartbeats; at most half of ``limit`` is used.
-        limit: seconds without a heartbeat after which a rank is dead.
+        limit: seconds of silence that are allowed; see above.
         address: "ipc" or "tcp://HOST", see `PeerSockets`.
 
     Raises:
@@ -217,10 +219,11 @@ class PeerConnections:
         self._limit = limit
         self._reconnect_seconds = min(RECONNECT_SECONDS, limit / 4)
         self._has_heartbeats = address != "ipc"  # not by ipc: libzmq note 4 in transports/zmq/context.py
+        self._silence = 2 * limit if self._has_heartbeats else limit
         options = {int(zmq.MAXMSGSIZE): _MESSAGE_LIMIT, int(zmq.SNDHWM): 0, int(zmq.RCVHWM): 0}  # libzmq note 4
         if self._has_heartbeats:
             options[int(zmq.HEARTBEAT_IVL)] = max(1, round(min(heartbeat, limit / 2) * 1000))
-            options[int(zmq.HEARTBEAT_TIMEOUT)] = max(1, round(limit * 1000))
+            options[int(zmq.HEARTBEAT_TIMEOUT)] = max(1, round(self._silence * 1000))
         self._stopped_since: dict[int, float] = {}
         self.next_state_check = 0.0
         identity = msgpack.packb(this_process())
@@ -341,7 +344,7 @@ class PeerConnections:
         if state == "":
             self._drop(peer, LOST)
         elif time.monotonic() - down_since >= self._reconnect_seconds:
-            silent = f"gave no sign of life for {self._limit:g} s"
+            silent = f"gave no sign of life for {self._silence:g} s"
             if state == "?":  # from another host, a killed process and a silent one look alike
                 self._drop(peer, f"was killed, left, or {silent}")
             else:

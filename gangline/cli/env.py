@@ -170,7 +170,12 @@ VARIABLES = (
         "Seconds after which a call that waits logs a warning with the ranks that are missing.",
     ),
     Variable("GANGLINE_HEARTBEAT", "1", "Seconds between two heartbeats."),
-    Variable("GANGLINE_HEARTBEAT_LIMIT", "10", "Seconds without a heartbeat after which a rank counts as dead."),
+    Variable(
+        "GANGLINE_HEARTBEAT_LIMIT",
+        "10",
+        "Seconds without a sign of life after which a process counts as dead; between ranks of different hosts twice "
+        "as long.",
+    ),
     Variable(
         "GANGLINE_TRANSPORT",
         "auto",

@@ -161,7 +161,8 @@ def test_a_stopped_rank_counts_as_dead_after_the_limit_and_gets_an_error_when_it
             if way == "absent":
                 assert [stage.heard(rank) for rank in others] == [WAITS] * len(others)
                 stage.stop(victim)
-        for (_, size, victim, situation, way), stage in zip(cases, stages, strict=True):
+        for (transport, size, victim, situation, way), stage in zip(cases, stages, strict=True):
+            seconds = 2 if transport == "tcp" else 1
             others = [rank for rank in range(size) if rank != victim]
             for rank in others:
                 stage.wait_for_end(rank)
@@ -169,7 +170,9 @@ def test_a_stopped_rank_counts_as_dead_after_the_limit_and_gets_an_error_when_it
             stage.signal(victim, signal.SIGCONT)
             outcomes = stage.outcomes()
             for rank in others:
-                _check_errors(outcomes[rank].value, size, victim, situation, way, "gave no sign of life for 1 s")
+                _check_errors(
+                    outcomes[rank].value, size, victim, situation, way, f"gave no sign of life for {seconds} s"
+                )
             assert outcomes[victim].value[0].kind == "DeadNodeError"
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gangline import connect
 from gangline.bench.driver.hosts import Hosts, enter, obstacle
 from gangline.collectives.call_signature import CallSignature
 from gangline.collectives.errors import GanglineError, ProtocolError
@@ -335,7 +336,7 @@ QUICK_STOPS = (("receive", "tcp://127.0.0.1"), ("midway", "ipc"))
         *((signal.SIGKILL, LOST, how, address) for how in HOWS for address in ADDRESSES),
         *(
             pytest.param(
-                *(signal.SIGSTOP, "gave no sign of life for 1 s", how, address),
+                *(signal.SIGSTOP, f"gave no sign of life for {1 if address == 'ipc' else 2} s", how, address),
                 marks=() if (how, address) in QUICK_STOPS else pytest.mark.slow,
             )
             for how in HOWS
@@ -365,7 +366,43 @@ def test_a_cut_cable_between_two_hosts_is_an_error_for_both_ends() -> None:
             hosts.cut(1)
             for rank, (name, text, _) in enumerate(ranks.all_heard()):
                 assert name == "DeadNodeError"
-                assert text.startswith(f"rank {1 - rank} gave no sign of life for 1 s")
+                assert text.startswith(f"rank {1 - rank} gave no sign of life for 2 s")
+
+
+def _add_up(rank: Rank, names: list[str], addresses: list[str]) -> None:
+    os.environ["GANGLINE_INSECURE"] = "1"
+    enter(names[rank.rank])
+    with connect(rank.rank, rank.size, f"{addresses[0]}:29500", timeout=60) as comm:
+        while rank.hear() == "add":
+            value = torch.full([1000], float(1 + rank.rank))
+            rank.tell("begins")
+            comm.all_reduce(value)
+            rank.tell(value.unique().tolist())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+def test_a_cut_between_two_hosts_that_heals_within_the_limit_loses_nothing() -> None:
+    with Hosts(2) as hosts, Processes(_add_up, 2, hosts.names, hosts.addresses) as ranks:
+
+        def add(cut: int = 0) -> None:
+            links = [(0, hosts.addresses[1]), (1, hosts.addresses[0])]
+            for host, address in links if cut else ():
+                wrong = ["lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent"]
+                hosts.run(host, ["ip", "neigh", "replace", address, *wrong])
+            for rank in range(2):
+                ranks.say(rank, "add")
+            assert ranks.all_heard() == ["begins"] * 2
+            if cut:
+                hosts.run(0, ["sleep", str(cut)])
+                for host, address in links:
+                    hosts.run(host, ["ip", "neigh", "delete", address, "dev", "eth0"])
+            assert ranks.all_heard() == [[3.0]] * 2
+
+        for cut in (0, 9, 0):
+            add(cut)
+        for rank in range(2):
+            ranks.say(rank, "end")
 
 
 # File descriptors
