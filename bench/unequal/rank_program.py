@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -46,8 +47,8 @@ def serve(connection: Connection) -> None:
 
     A request is (name, steps): "ddp" or "balanced" trains, "renew" begins a new balanced run, and "alone" and "share
     alone" train for so many seconds with batches of the equal split or of the balanced one. The answer holds the
-    seconds, the steps, and the samples of each rank in the last batch; for "trace ddp" and "trace balanced" a list of
-    `Step` instead of the seconds.
+    seconds (of each step, if alone), the number of steps, and the samples of each rank in the last batch; for "trace
+    ddp" and "trace balanced" a list of `Step` instead of the seconds.
     """
     options: RankOptions = connection.recv()
     os.sched_setaffinity(0, {options.core})
@@ -80,7 +81,7 @@ class _Trainers:
         self._steps: dict[str, Callable[[], Any]] = {"alone": self._alone(options.batch_size), "ddp": self._ddp()}
         self._alone_with = 0  # samples of a batch of "share alone"
 
-    def run(self, name: str, steps: float) -> tuple[float | list[Step], int, list[int]]:
+    def run(self, name: str, steps: float) -> tuple[float | list[float] | list[Step], int, list[int]]:
         if name == "renew":
             if self._balanced is not None:
                 self._balanced.close()
@@ -91,16 +92,21 @@ class _Trainers:
         is_alone = name.endswith("alone")
         if name == "share alone" and self._alone_with != (share := self._shares()[self._options.rank]):
             self._steps[name], self._alone_with = self._alone(share), share
-        step, count = self._steps[name], 0
+        step = self._steps[name]
         dist.barrier()
         began = time.perf_counter()
-        while count < steps if not is_alone else not count or time.perf_counter() < began + steps:
+        if is_alone:
+            times = [began]
+            while len(times) == 1 or times[-1] < began + steps:
+                step()
+                times.append(time.perf_counter())
+            seconds = [end - begin for begin, end in pairwise(times)]
+            return seconds, len(seconds), self._shares() if name == "share alone" else []
+        for _ in range(int(steps)):
             step()
-            count += 1
-        if not is_alone:
-            dist.barrier()
+        dist.barrier()
         took = time.perf_counter() - began
-        return took, count, self._shares() if name in ("balanced", "share alone") else []
+        return took, int(steps), self._shares() if name == "balanced" else []
 
     def _shares(self) -> list[int]:
         return [] if self._balanced is None else list(self._balanced.shares)

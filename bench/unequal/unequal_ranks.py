@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _TRACED_STEPS = 4  # drawn in a timeline
 _AT_SHARES = "the same, at balanced shares"  # a rank's speed depends on the size of its batches
+_IN_STEP = "the same, each step as long as its slowest"  # what no split can avoid where times vary
 _SETTLE_STEPS = 40  # of the balanced run, before it is measured
 
 
@@ -88,17 +89,19 @@ def measure(
         say(f"factor {factor:g}: settling")
         ask("balanced", _SETTLE_STEPS, everybody)
         alone: dict[int, list[float]] = {rank: [] for rank in everybody}
+        in_step: list[float] = []
 
         def each_alone(request: str) -> float:
             """Train all ranks at once without communication: cores may share caches, memory and a clock."""
             answers = _answers(pool, request, run_seconds, everybody)
-            rates: list[float] = [
-                steps * (shares[rank] if shares else batch_size) / seconds
-                for rank, (seconds, steps, shares) in sorted(answers.items())
-            ]
+            seconds: list[list[float]] = [answers[rank][0] for rank in everybody]
+            shares = answers[0][2] or [batch_size] * size
+            rates: list[float] = [share * len(own) / sum(own) for share, own in zip(shares, seconds, strict=True)]
             if request == "alone":
                 for rank, rate in enumerate(rates):
                     alone[rank].append(rate)
+            else:
+                in_step.append(sum(shares) / statistics.mean(map(max, zip(*seconds, strict=False))))
             return sum(rates)
 
         measurements: dict[str, Callable[[], float]] = {
@@ -116,7 +119,9 @@ def measure(
             _draw(timeline, pool, factor, [batch_size] * size, shares)
         together = found["sum of ranks alone"]
         found.update({f"rank {rank} alone": of_rank for rank, of_rank in alone.items()})
-        order = [*(f"rank {rank} alone" for rank in everybody), "sum of ranks alone", _AT_SHARES, "DDP", "balanced"]
+        found[_IN_STEP] = in_step
+        ranks_alone = [f"rank {rank} alone" for rank in everybody]
+        order = [*ranks_alone, "sum of ranks alone", _AT_SHARES, _IN_STEP, "DDP", "balanced"]
         return [
             {
                 "who": who,
