@@ -38,6 +38,7 @@ PROPOSALS = 1 << 61
 """Announced numbers from here on are of calls that a rank only proposes to make (devices/nccl_selection.py)."""
 
 LOST = "was killed or left: connection lost"
+_CLOSED_POLL_MS = 20
 
 _ERRORS = {kind.__name__: kind for kind in (GanglineError, DeadNodeError, StallError, ProtocolError, MismatchError)}
 _TEXT_LIMIT = 32_000  # characters of an error's text that are sent to other ranks
@@ -264,8 +265,10 @@ class PeerConnections:
             told = self.of_group(group.label)
             self._send_closed(told, group.packed(["closed"]))
             self._told.update(told)
+            if self._has_heartbeats:
+                self._wait_for_closed([peer for peer in told if len(self._shared[peer]) == 1])
             del self.groups[group.label]
-            for peer in told:
+            for peer in self.of_group(group.label):
                 self._leave(peer, group.label)
             if not self.groups:
                 self.peers.close(0)
@@ -300,6 +303,15 @@ class PeerConnections:
             with suppress(zmq.NotDone):
                 assert tracker is not None
                 tracker.wait(max(0.0, deadline - time.monotonic()))
+
+    def _wait_for_closed(self, peers: Sequence[int]) -> None:
+        """Read the last messages of peers that close at the same time: libzmq note 4 in transports/zmq/context.py."""
+        deadline = time.monotonic() + MEMBERSHIP_LINGER_SECONDS
+        while any(peer in self.peers.sockets and self.peers.sockets[peer].down_since is None for peer in peers):
+            if time.monotonic() >= deadline:
+                return
+            self._poller.poll(_CLOSED_POLL_MS)
+            self._read_all()
 
     def _send_again(self, peer: int) -> None:
         for label in self._shared.get(peer, ()):

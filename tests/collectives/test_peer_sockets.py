@@ -217,7 +217,7 @@ def _with_heartbeats(rank: Rank, seconds: float) -> ProcessMembership:
 
 def _fall_behind(rank: Rank) -> None:
     """Rank 0 reads nothing while rank 1 announces thousands of calls and dies."""
-    membership = _with_heartbeats(rank, 0.02)
+    membership = _with_heartbeats(rank, 0.002)
     code = CallSignature("barrier").code
     if rank.rank == 1:
         for number in range(1, 5000):

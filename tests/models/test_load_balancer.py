@@ -1,6 +1,6 @@
 """work_load_list="auto": contexts of known speeds get their shares, and contexts with little memory micro-steps.
 
-A layer sleeps for each sample, so that speeds do not depend on the machine; the tests check the split.
+A layer waits for each sample in simulated time, so that speeds do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from measure import distance
+from simulated_time import simulated_time
 from torch import nn
 
 from gangline import Module, cpu
@@ -25,6 +26,12 @@ FEATURES, CLASSES = 6, 3
 UNLIMITED = 1000
 PAIR = [cpu(0), cpu(1)]
 RATE = {"lr": 0.05, "momentum": 0.9}
+
+
+@pytest.fixture(autouse=True)
+def _simulated_time() -> Iterator[None]:
+    with simulated_time():
+        yield
 
 
 def batches(count: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -65,30 +72,29 @@ def share_of_first(module: Module, size: int = 32) -> int:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "least", "most"),
-    [((1e-3, 1e-3), 13, 19), ((1e-3, 3e-3), 21, 26), ((3e-3, 1e-3), 6, 11), ((5e-4, 5e-3), 27, 31)],
+    ("seconds", "share"), [((1e-3, 1e-3), 16), ((1e-3, 3e-3), 24), ((3e-3, 1e-3), 8), ((5e-4, 5e-3), 30)]
 )
-def test_shares_follow_the_speeds(seconds: Sequence[float], least: int, most: int) -> None:
+def test_shares_follow_the_speeds(seconds: Sequence[float], share: int) -> None:
     with waiting(seconds) as module:
         assert module.work_load_list == [0.5, 0.5]
         module.fit(batches(6, 32), num_epoch=2)
-        assert least <= share_of_first(module) <= most
+        assert share_of_first(module) == share
 
 
 def test_three_contexts_share_by_speed() -> None:
     with waiting([5e-4, 1e-3, 2e-3]) as module:
         module.fit(batches(6, 35), num_epoch=3)
         counts = [part.stop - part.start for part in split_batch(35, module.work_load_list)]
-        assert counts[0] > 1.4 * counts[1] > 1.4 * 1.3 * counts[2]
+        assert counts == [20, 10, 5]
 
 
 def test_a_change_of_speeds_in_mid_training_is_followed() -> None:
     with waiting([1e-3, 3e-3]) as module:
         module.fit(batches(6, 32), num_epoch=2)
-        assert share_of_first(module) >= 21
+        assert share_of_first(module) == 24
         slow_down(module, [3e-3, 1e-3])
         module.fit(batches(6, 32), num_epoch=5, begin_epoch=2)
-        assert share_of_first(module) <= 11
+        assert share_of_first(module) == 8
 
 
 def test_loops_of_the_users_own_are_balanced_too() -> None:
@@ -96,7 +102,7 @@ def test_loops_of_the_users_own_are_balanced_too() -> None:
         for data, label in batches(10, 32):
             module.forward_backward(data, label)
             module.update()
-        assert 21 <= share_of_first(module) <= 26
+        assert share_of_first(module) == 24
 
 
 def test_separate_forward_and_backward_are_measured_too() -> None:
@@ -105,7 +111,7 @@ def test_separate_forward_and_backward_are_measured_too() -> None:
             module.forward(data, label, is_train=True)
             module.backward()
             module.update()
-        assert 21 <= share_of_first(module) <= 26
+        assert share_of_first(module) == 24
 
 
 def test_scoring_moves_no_loads() -> None:
@@ -169,7 +175,7 @@ def test_a_checkpoint_holds_the_split(tmp_path: Path) -> None:
         module.resume(checkpoint.read(tmp_path / "net", 2))
         assert module.work_load_list == loads
         module.fit(batches(6, 32), num_epoch=3, begin_epoch=2)
-        assert share_of_first(module) >= 21
+        assert share_of_first(module) == 26
 
 
 def test_a_checkpoint_of_fixed_loads_resumes_under_auto_and_back(tmp_path: Path) -> None:

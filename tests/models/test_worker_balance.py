@@ -13,13 +13,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from measure import distance
+from simulated_time import simulated_time
 from test_parallel import free_port
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -108,12 +109,14 @@ def run(
     loads: Any = None,
     data: Any = None,
     epochs: int = 4,
+    is_simulated: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
     """Train as one worker of a job; return what it saw."""
     torch.set_num_threads(1)
     seen = Seen()
-    with variable(words), logged() as lines, module(seconds[store.rank], loads) as made:
+    times = simulated_time() if is_simulated else nullcontext()
+    with times, variable(words), logged() as lines, module(seconds[store.rank], loads) as made:
         settings = {"batch_size": BATCH, "kvstore": store, "optimizer_params": RATE, "eval_metric": "loss"}
         settings |= {"batch_end_callback": [seen, *options.pop("callbacks", ())]}
         made.fit(data or samples(), num_epoch=epochs, **{**settings, **options})
@@ -124,6 +127,10 @@ def run(
 def in_a_job(comm: Communicator, *arguments: Any, **options: Any) -> dict[str, Any]:
     with create("allreduce", communicator=comm) as store:
         return run(store, *arguments, **options)
+
+
+def in_real_time(comm: Communicator, *arguments: Any) -> dict[str, Any]:
+    return in_a_job(comm, *arguments, is_simulated=False)
 
 
 def on_servers(name: str, *arguments: Any) -> dict[str, Any]:
@@ -392,7 +399,7 @@ def test_measuring_costs_one_message_at_each_epochs_start() -> None:
 
 
 def test_the_split_and_the_times_of_all_workers_are_logged_by_rank_0() -> None:
-    first, second = (each["lines"] for each in spawn(in_a_job, 2, UNEQUAL))
+    first, second = (each["lines"] for each in spawn(in_real_time, 2, UNEQUAL))
     assert not [line for line in second if "worker" in line]
     moved = [line for line in first if line.startswith("work_load_list auto: worker 0 0.")]
     assert moved

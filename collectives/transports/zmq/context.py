@@ -13,7 +13,8 @@ Seen with libzmq 4.3; the code that depends on a note refers to it by number.
 4. Heartbeats of a connection that is no longer read. When a socket stops to read a connection, because of a receive
    high-water mark or because it is closed and lingers, and the peer then disconnects, the next heartbeat aborts the
    process: "Assertion failed: !_io_error"; zeromq/libzmq issues 3937 and 4767 describe a similar one. Heartbeats are
-   used with tcp only, where nothing else detects a silent host, and by sockets without a high-water mark or linger.
+   used with tcp only, where nothing else detects a silent host, and by sockets without a high-water mark or linger; a
+   rank that closes first reads what its peers have sent until they close too, for at most half a second.
 """
 
 from __future__ import annotations

@@ -1,0 +1,34 @@
+"""Time that passes only where `bench.workload.waiting_network` waits, so that measured speeds are exact."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from gangline.bench.workload import waiting_network
+from gangline.models.executor import executor
+
+
+class _Clock(threading.local):
+    """A clock of each thread; it has the functions of module `time` that are used there."""
+
+    now = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@contextmanager
+def simulated_time() -> Iterator[None]:
+    """Let networks wait in simulated time, and executors of this process measure it."""
+    clock = _Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (waiting_network, executor):
+            patch.setattr(module, "time", clock)
+        yield
