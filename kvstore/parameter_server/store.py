@@ -567,7 +567,8 @@ class DistStore(KVStore):
             detached = self._finish.detach()
             assert detached is not None
             _, _, resources, _ = detached
-            error = _finish(*resources, seconds=CLOSE_SECONDS if is_failing else self._timeout) or self._late_error
+            seconds = min(self._timeout, CLOSE_SECONDS) if is_failing else self._timeout
+            error = _finish(*resources, seconds=seconds) or self._late_error
             if error is None:
                 return
             if not is_failing:

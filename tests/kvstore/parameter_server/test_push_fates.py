@@ -14,8 +14,8 @@ import torch
 from gangline.collectives.errors import DeadNodeError, StallError
 from gangline.kvstore.parameter_server.client import server_client
 from gangline.kvstore.parameter_server.protocol import DENSE, Ack, Define, Failed, Pull, Push, Values, ValuesRead
+from gangline.kvstore.parameter_server.server.server import Server
 from gangline.kvstore.parameter_server.store import DistStore
-from gangline.kvstore.parameter_server.transport.listener import Listener
 from tests.kvstore.parameter_server.in_process import LIMIT, Job, RawClient
 from tests.kvstore.parameter_server.test_failures import digits_of
 
@@ -113,19 +113,19 @@ def test_a_refused_push_is_reported_though_the_connection_breaks() -> None:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Event that servers of this process wait for before they receive messages."""
+    """Event that servers of this process wait for before they handle messages."""
     monkeypatch.setenv("GANGLINE_TRANSPORT", "ipc")
     monkeypatch.setattr(server_client, "CLOSE_SECONDS", 0.05, raising=False)
     monkeypatch.setattr(server_client, "_CLOSE_SECONDS", 0.05, raising=False)
     gate = threading.Event()
     gate.set()
-    receive = Listener.receive
+    receive = Server._receive
 
-    def held(listener: Listener) -> Iterator[Any]:
+    def held(server: Server, *message: Any) -> None:
         gate.wait(LIMIT)
-        yield from receive(listener)
+        receive(server, *message)
 
-    monkeypatch.setattr(Listener, "receive", held)
+    monkeypatch.setattr(Server, "_receive", held)
     yield gate
     gate.set()
 
