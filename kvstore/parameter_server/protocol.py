@@ -16,7 +16,7 @@ import msgpack
 
 from gangline.collectives.errors import ProtocolError
 
-VERSION = 3
+VERSION = 4
 MAX_HEADER = 4 << 20
 """Maximum bytes of a header frame."""
 MAX_SHARD = 1 << 35
@@ -161,6 +161,8 @@ class Register(Message):
     """Address of a server; "" for workers."""
     job: String = ""
     """GANGLINE_JOB_ID, by which the scheduler refuses processes of other jobs."""
+    incarnation: Count = 0
+    """Number of times that this process was started again while its job ran on."""
 
 
 @message(2)
@@ -176,6 +178,10 @@ class Registered(Message):
     heartbeat: Number
     """Seconds between two heartbeats that the scheduler expects."""
     limit: Number
+    restarts: Flag = False
+    """True if processes that die may be started again."""
+    is_restarted: Flag = False
+    """True if the process has taken the place of one that died after the start."""
 
 
 @message(3)
@@ -319,6 +325,31 @@ class SilenceResult(Message):
 
     members: Strings
     """Role and rank of each, such as "worker 1"."""
+
+
+@message(18)
+@dataclass
+class MemberAway(Message):
+    """Notice that a process has died whose place a restarted one may take; `MemberBack` or `MemberGone` follows."""
+
+    role: String
+    rank: Rank
+    why: Text
+    identity: Blob
+    """Identity of its sockets, from which servers accept nothing any more."""
+
+
+@message(19)
+@dataclass
+class MemberBack(Message):
+    """Notice that a restarted process has taken the place of one that has died."""
+
+    role: String
+    rank: Rank
+    view: Count
+    """Number of the membership with this process."""
+    address: String
+    """Address of a server; "" for workers."""
 
 
 # Server messages

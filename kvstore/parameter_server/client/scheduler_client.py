@@ -15,6 +15,7 @@ from typing import Any
 
 import zmq
 
+from gangline.collectives.environments.restart import incarnation
 from gangline.collectives.errors import (
     DeadNodeError,
     GanglineError,
@@ -37,6 +38,8 @@ from gangline.kvstore.parameter_server.protocol import (
     Join,
     JoinResult,
     Leave,
+    MemberAway,
+    MemberBack,
     MemberGone,
     Message,
     Register,
@@ -91,6 +94,18 @@ class SchedulerClient:
         """Identifies this incarnation of the process to ZeroMQ and servers."""
         self.gone: dict[tuple[str, int], str] = {}
         """(role, rank) -> reason; "" if the process has left."""
+        self.view = 0
+        """Number of the membership, which rises when a restarted process takes the place of another."""
+        self.servers: list[str] = []
+        """Addresses of the servers."""
+        self.allows_restarts = False
+        """True if the others wait for the restart of a process that dies."""
+        self.is_restarted = False
+        """True if this process has taken the place of one that died after the start."""
+        self.away: dict[tuple[str, int], str] = {}
+        """(role, rank) -> why it has died, of processes whose restart the others wait for."""
+        self.fenced: set[bytes] = set()
+        """Identities of processes that have died, from which nothing is accepted if they go on."""
         self.rank = -1  # the thread reads it before it is assigned
         self.lost = ""
         """Reason why the scheduler counts as dead; "" while it is alive."""
@@ -126,7 +141,8 @@ class SchedulerClient:
         self._is_registered = False
         self._has_left = False
         registering: Future[Registered] = Future()
-        self._registration = Register(role, rank, this_process(), address, os.environ.get("GANGLINE_JOB_ID", ""))
+        job = os.environ.get("GANGLINE_JOB_ID", "")
+        self._registration = Register(role, rank, this_process(), address, job, incarnation())
         self._pending["registered"] = registering, self._registration
         self._outbox.append(self._registration)
         self._thread = threading.Thread(target=self._serve, name="gangline-scheduler-client", daemon=True)
@@ -136,14 +152,10 @@ class SchedulerClient:
         except BaseException:
             self.close()
             raise
+        self.num_workers: int = registered.workers
         self.rank = registered.rank
         if self.faults is not None:
             self.faults.rank = self.rank
-        self.view: int = registered.view
-        self.num_workers: int = registered.workers
-        self.servers: list[str] = registered.servers
-        self._limit = registered.limit
-        self._heartbeat = registered.heartbeat
 
     def _wait_for_start(self, registering: Future[Registered]) -> Registered:
         """Wait until the job begins; log what is missing after some seconds."""
@@ -407,8 +419,10 @@ class SchedulerClient:
 
     def _handle(self, message: Message) -> None:
         match message:
-            case Registered(_, _, _, _, heartbeat, limit):
-                self._heartbeat, self._limit, self._is_registered = heartbeat, limit, True
+            case Registered():
+                self._heartbeat, self._limit, self._is_registered = message.heartbeat, message.limit, True
+                self.view, self.servers = message.view, message.servers
+                self.allows_restarts, self.is_restarted = message.restarts, message.is_restarted
                 self._settle("registered", message)
             case Rejected(kind, text):
                 self._settle("registered", error=StallError(text) if kind == StallError.__name__ else ValueError(text))
@@ -427,9 +441,22 @@ class SchedulerClient:
                 self._settle("join", message)
             case MemberGone(role, rank, why) if self._is_registered and (role, rank) == (self.role, self.rank):
                 self._lose(f"counts this process as dead: it {why}")
+            case MemberAway(role, rank, why, identity):
+                self.away[role, rank] = why
+                self.fenced.add(identity)
+                _log.info("%s %d %s; waiting for its restart", role, rank, why)
+                self.on_change()
+            case MemberBack(role, rank, view, address):
+                self.view = view
+                if role == "server":
+                    self.servers[rank] = address
+                self.away.pop((role, rank), None)
+                _log.info("%s %d is back", role, rank)
+                self.on_change()
             case MemberGone(role, rank, why):
                 with self._lock:
                     self.gone[role, rank] = why
+                    self.away.pop((role, rank), None)
                 self._fail_collectives()
                 self.on_change()
             case JobOver():

@@ -673,6 +673,8 @@ class ServerClient:
     def _cut(self, server: int) -> str:
         """Return why a server cannot be reached though it lives, and leave the job then; "" if it can be reached."""
         channel = self._connections[server].channel
+        if ("server", server) in self._scheduler.away:
+            return ""
         if not channel.disconnected_at or time.monotonic() - channel.disconnected_at <= self._limit:
             return ""
         why = f"has had no connection to server {server} for {self._limit:g} s, though both reach the scheduler"

@@ -40,8 +40,18 @@ class Member:
     """`time.monotonic` seconds when its connection was lost; 0: connected."""
     gone: str | None = None
     """Why it is gone; "" if it has left, None while it takes part."""
+    away: str = ""
+    """Why it has died while a restarted process may take its place, or has; "" while it lives."""
+    away_since: float = 0.0
+    is_restarted: bool = False
+    """True if it has taken the place of a member that died after the start."""
     join_data: bytes | None = None
     """Data of its `Join` while it is inside join()."""
+
+    @property
+    def is_present(self) -> bool:
+        """True while it takes part and is not known to be dead."""
+        return self.gone is None and not self.away
 
     @property
     def name(self) -> str:
@@ -89,6 +99,17 @@ class JobState:
     """Highest number of a collective so far."""
     started: bool = False
     """True once ranks are assigned."""
+    restarts: int = 0
+    """Number of members that may still die and be replaced."""
+    allows_restarts: bool = False
+    """True if there were any."""
+    view: int = 1
+    """Number of the membership; it rises with each member that takes the place of another."""
+    replaced: dict[bytes, Member] = field(default_factory=dict)
+    """Members whose place another one has taken, by identity."""
+
+    def __post_init__(self) -> None:
+        self.allows_restarts = self.restarts > 0
 
     def of_role(self, role: str) -> list[Member]:
         """Return the members of a role, by rank."""
@@ -111,6 +132,11 @@ class JobState:
             return f"role is {role!r}; expected worker or server"
         count = self.expected(role)
         members = self.of_role(role)
+        if registration.incarnation and self.started and self.allows_restarts:
+            predecessor = self.predecessor(registration)
+            if predecessor is None or predecessor.gone is None:
+                return "" if predecessor is not None else f"{role} {rank} is not one of this job's {count} {role}s"
+            return f"{predecessor.name} cannot be started again: it {predecessor.gone or 'has left the job'}"
         if len(members) >= count:
             return f"the job has its {count} {role}s already"
         if rank >= count:
@@ -118,6 +144,20 @@ class JobState:
         if rank >= 0 and any(member.registration.rank == rank for member in members):
             return f"{role} {rank} takes part already; each needs a rank of its own (DMLC_WORKER_ID)"
         return ""
+
+    def predecessor(self, registration: Register) -> Member | None:
+        """Return the member whose place a restarted process takes."""
+        for member in self.of_role(registration.role):
+            if member.rank == registration.rank and member.registration.incarnation < registration.incarnation:
+                return member
+        return None
+
+    def replace(self, old: Member, new: Member) -> None:
+        """Let a restarted process take the place of a member that is away."""
+        self.replaced[old.identity] = self.members.pop(old.identity)
+        self.members[new.identity] = new
+        self.view += 1
+        new.rank, new.is_restarted = old.rank, True
 
     def is_full(self) -> bool:
         """Return whether all workers and servers have registered."""

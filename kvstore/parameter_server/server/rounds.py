@@ -272,6 +272,12 @@ class ShardRounds:
             self._fail_waiters()
         return new
 
+    def drop_waiters(self, rank: int) -> None:
+        """Forget the requests of a worker that has died and may be started again; what it has pushed counts."""
+        for shard in self.shards.values():
+            shard.waiters = [waiter for waiter in shard.waiters if waiter.rank != rank]
+        self._changed.update(self.shards.values())
+
     def _fail_waiters(self) -> None:
         lost: dict[tuple[int, int], tuple[Waiter, str, list[int]]] = {}  # by rank and sequence of a request
         for shard in self.shards.values():

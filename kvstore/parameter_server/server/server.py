@@ -50,6 +50,8 @@ from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemo
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 200
+_EARLY = 64
+"""Number of workers that may greet before the scheduler has told of them."""
 _SMALL_MESSAGES = 64 << 20
 _PER_MESSAGE = 8
 """A message has at most this many times the bytes of all shards, as an optimizer's state has, and those above."""
@@ -90,6 +92,8 @@ class Server:
         self._rounds.faults = scheduler.faults
         self._compression: Compression | None = None
         self._commands: list[tuple[WorkerSession, Command, list[memoryview]]] = []
+        self._early: dict[bytes, Hello] = {}  # of processes that the scheduler has not told of yet
+        self._fenced: set[bytes] = set()
         self._refusals = RefusalLog()
         self.rejected = 0
         """Number of invalid messages."""
@@ -109,6 +113,7 @@ class Server:
                     self._thread_pool.run_callbacks()
                 for identity, frames in self._listener.receive():
                     self._receive(identity, frames)
+                self._fence_dead_workers()
                 self._remove_gone_workers()
                 self._rounds.set_in_collectives(self._scheduler.waiting)
                 for waiter, number, text in self._rounds.blocked():
@@ -147,6 +152,8 @@ class Server:
             if isinstance(message, Hello):
                 self._greet(identity, message)
                 return
+            if identity in self._fenced:
+                raise DeadNodeError("this process counts as dead, and another may have taken its place; it must end")
             if worker is None:
                 raise ProtocolError(f"received {type(message).__name__} before a Hello")
             self._handle(worker, message, frames[1:])
@@ -157,7 +164,7 @@ class Server:
         if not isinstance(error, MismatchError):
             self.rejected += 1
         text = str(error.args[0]) if error.args else type(error).__name__  # str() of a KeyError adds quotes
-        is_expected = isinstance(error, (ProtocolError, MismatchError))
+        is_expected = isinstance(error, (ProtocolError, MismatchError, DeadNodeError))
         self._refusals.warn(
             "server %d rejects a message: %s", self._scheduler.rank, text, exc_info=None if is_expected else error
         )
@@ -165,10 +172,18 @@ class Server:
         self._sessions.send(identity, Failed(sequence, error_name(error), text))
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
-        if not 0 <= hello.rank < self._scheduler.num_workers or hello.view != self._scheduler.view:
-            raise ProtocolError(
-                f"received Hello of worker {hello.rank} of view {hello.view}; expected view {self._scheduler.view}"
+        view = self._scheduler.view
+        if identity in self._fenced:
+            raise DeadNodeError(
+                f"worker {hello.rank} counts as dead, and another may have taken its place; it must end"
             )
+        is_early = self._scheduler.allows_restarts and view < hello.view and len(self._early) < _EARLY
+        is_known = 0 < hello.view <= view if self._scheduler.allows_restarts else hello.view == view
+        if not 0 <= hello.rank < self._scheduler.num_workers or not (is_known or is_early):
+            raise ProtocolError(f"received Hello of worker {hello.rank} of view {hello.view}; expected view {view}")
+        if is_early:
+            self._early[identity] = hello
+            return
         if hello.mode not in ("sync", "async"):
             raise ProtocolError(f"mode is {hello.mode!r}; expected sync or async")
         mode = hello.mode == "sync", hello.staleness
@@ -344,6 +359,22 @@ class Server:
         nbytes = shard.flat.nbytes if kind == CODED else data.nbytes
         return PushedValue(value, push.weight, worker.add_to_backlog(nbytes, release))
 
+    def _fence_dead_workers(self) -> None:
+        """End the sessions of workers that have died and may be started again, and greet those that were."""
+        for identity in self._scheduler.fenced - self._fenced:
+            self._fenced.add(identity)
+            worker = self._sessions.drop(identity)
+            if worker is not None:
+                self._commands = [one for one in self._commands if one[0] is not worker]
+                self._rounds.drop_waiters(worker.rank)
+        for identity, hello in list(self._early.items()):
+            if hello.view <= self._scheduler.view:
+                del self._early[identity]
+                try:
+                    self._greet(identity, hello)
+                except Exception as error:  # noqa: BLE001  as in `_receive`
+                    self._reject(identity, 0, error)
+
     def _remove_gone_workers(self) -> None:
         """Handle workers that have died or left."""
         if not self._scheduler.gone:
@@ -473,10 +504,12 @@ def open_server(job: environment.ServerJob) -> Iterator[Server]:
     listener = (ScriptedListener if VARIABLE in os.environ else Listener)(job.interface, thread_pool.event_fd)
     try:
         timeout = math.inf if job.is_supervised else None
-        scheduler = SchedulerClient("server", job.scheduler, address=listener.address, timeout=timeout)
+        scheduler = SchedulerClient("server", job.scheduler, rank=job.rank, address=listener.address, timeout=timeout)
         if isinstance(listener, ScriptedListener):
             listener.script = scheduler.faults
         try:
+            if scheduler.is_restarted:
+                scheduler.leave("was started again, but the values that it held are lost")
             yield Server(scheduler, listener, thread_pool)
         except Exception as error:
             scheduler.leave(f"ended with an error: {type(error).__name__}: {error}")

@@ -190,8 +190,10 @@ class BreakingProxy:
 def break_connections(breaks: Sequence[int]) -> None:
     """Make this process announce a proxy that breaks connections if it becomes a server."""
 
-    def scheduler_client(role: str, scheduler: str, *, address: str, timeout: float | None) -> SchedulerClient:
-        return SchedulerClient(role, scheduler, address=proxied(address, breaks), timeout=timeout)
+    def scheduler_client(
+        role: str, scheduler: str, *, rank: int, address: str, timeout: float | None
+    ) -> SchedulerClient:
+        return SchedulerClient(role, scheduler, rank=rank, address=proxied(address, breaks), timeout=timeout)
 
     assert server.SchedulerClient is SchedulerClient
     server.SchedulerClient = scheduler_client  # type: ignore[assignment,misc]
@@ -205,8 +207,10 @@ def proxied_streams(monkeypatch: pytest.MonkeyPatch) -> list[BreakingProxy]:
     """
     proxies: list[BreakingProxy] = []
 
-    def scheduler_client(role: str, scheduler: str, *, address: str, timeout: float | None) -> SchedulerClient:
-        return SchedulerClient(role, scheduler, address=proxied(address, [], proxies), timeout=timeout)
+    def scheduler_client(
+        role: str, scheduler: str, *, rank: int, address: str, timeout: float | None
+    ) -> SchedulerClient:
+        return SchedulerClient(role, scheduler, rank=rank, address=proxied(address, [], proxies), timeout=timeout)
 
     monkeypatch.setattr(server, "SchedulerClient", scheduler_client)
     monkeypatch.setenv("GANGLINE_TRANSPORT", "ipc")
