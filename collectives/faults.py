@@ -19,6 +19,8 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
+from gangline.collectives.environments.restart import incarnation
+
 VARIABLE = "GANGLINE_FAULT"
 _log = logging.getLogger("gangline")
 
@@ -36,7 +38,7 @@ _NOT_MESSAGES = ("update", "close", "collective")
 ACTIONS = ("kill", "stop", "stop for N s", "break", "repeat", "swap")
 _FORM = re.compile(
     r"(?P<role>\S+)(?: (?P<rank>\d+))? (?P<action>\S+)(?: for (?P<seconds>\d+(?:\.\d+)?) s)?"
-    r" at (?P<point>\S+) (?P<number>\d+)"
+    r" at (?P<point>\S+) (?P<number>\d+)(?: of restart (?P<restart>\d+))?"
 )
 
 
@@ -52,6 +54,8 @@ class Fault(NamedTuple):
     point: str
     number: int
     """Number of the event, from 1."""
+    restart: int | None
+    """Number of restarts of the process before this start, the only one with the fault; None: all starts have it."""
     text: str
 
 
@@ -89,7 +93,8 @@ def _parsed(words: str, where: str) -> Fault:
         raise ValueError(f"{where}; {point} is no message, so only kill and stop are possible there")
     if int(found["number"]) < 1:
         raise ValueError(f"{where} with event 0; expected a number from 1")
-    return Fault(role, int(found["rank"] or 0), action, seconds, point, int(found["number"]), words)
+    restart = None if found["restart"] is None else int(found["restart"])
+    return Fault(role, int(found["rank"] or 0), action, seconds, point, int(found["number"]), restart, words)
 
 
 def _either(words: Collection[str]) -> str:
@@ -121,7 +126,7 @@ class Script:
 
     def __init__(self, faults: Collection[Fault], role: str, rank: int) -> None:
         self.rank = rank
-        self._faults = [fault for fault in faults if fault.role == role]
+        self._faults = [one for one in faults if one.role == role and one.restart in (None, incarnation())]
         self._counts: Counter[str] = Counter()
         self._held: dict[object, Callable[[], object]] = {}  # messages to exchange with the next, by connection
 

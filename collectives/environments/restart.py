@@ -18,6 +18,9 @@ PROCESS_RESTARTS = "GANGLINE_RESTART_PROCESSES"
 LAUNCHER_FD = "GANGLINE_LAUNCHER_FD"
 """Variable of the scheduler: a pipe to which it writes when no process can take its place again any more."""
 
+KEPT_MEMORY = "GANGLINE_KEPT_MEMORY"
+"""Variable of a server: descriptor of the memory in which its state outlives it."""
+
 
 def incarnation() -> int:
     """Return how often this process was started again while its job ran on; 0 in its first start.

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from gangline.collectives.environments.job_key import JobKey, inherited_key
-from gangline.collectives.environments.restart import INCARNATION, LAUNCHER_FD, RESTART
+from gangline.collectives.environments.restart import INCARNATION, KEPT_MEMORY, LAUNCHER_FD, RESTART
 from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.kvstore.launch.job import Process
 from gangline.kvstore.launch.output import Output, Stream, write_what_fits
@@ -111,6 +111,8 @@ class Supervisor:
         self._restarts_left = 0
         """Number of processes that may still be started again."""
         self._restarts = 0
+        self._kept_memory: dict[int, int] = {}
+        """Descriptor of the memory of each server, by rank: a server that starts again finds its state there."""
         self._verdict: int | None = None
         """Pipe of the scheduler, by which it says that restarts are of no use any more."""
         self._worker_codes: set[int] = set()
@@ -177,8 +179,18 @@ class Supervisor:
                     more = {**environment, LAUNCHER_FD: str(writing)}
                     self._start(process, more, [*descriptors, writing])
                     os.close(writing)
+                elif process.role == "server" and self._verdict is not None:
+                    kept = self._kept_memory_of(process.rank or 0)
+                    more = {**environment, KEPT_MEMORY: str(kept)}
+                    self._start(process, more, [*descriptors, kept])
                 else:
                     self._start(process, environment, descriptors)
+
+    def _kept_memory_of(self, server: int) -> int:
+        if server not in self._kept_memory:
+            descriptor = os.memfd_create("gangline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self._kept_memory[server] = descriptor
+        return self._kept_memory[server]
 
     def _may_restart(self, child: _Child, code: int) -> bool:
         """Return whether a process that has ended is started again alone: others need it, and the job can go on."""

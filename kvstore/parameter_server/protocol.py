@@ -502,6 +502,12 @@ class Blocked(Message):
     text: Text
 
 
+@message(33)
+@dataclass
+class Repeated(Message):
+    """Notice after a `Welcome` that the worker has repeated all requests that a lost connection may have lost."""
+
+
 # Entries
 
 DENSE, ROWS, CODED, ABSENT, REFUSED = range(5)

@@ -132,7 +132,11 @@ class DistStore(KVStore):
         self._learning_rate: float | None = None
         self._late_error: Exception | None = None  # error of a push that had already returned
         self._encoder = PushEncoder(
-            self._servers.shares_memory, self._pool, on_device=self._on_device, workers=self.num_workers
+            self._servers.shares_memory,
+            self._pool,
+            on_device=self._on_device,
+            workers=self.num_workers,
+            allows_restarts=self._scheduler.allows_restarts,
         )
 
     @property

@@ -38,6 +38,7 @@ from gangline.kvstore.parameter_server.protocol import (
     Hello,
     Message,
     Release,
+    Repeated,
     Values,
     ValuesRead,
     Welcome,
@@ -190,8 +191,10 @@ class PendingRequests:
 class _ServerConnection:
     """State of the connection to one server."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, address: str, channel: Channel) -> None:
+        self.address = address
         self.channel = channel
+        self.has_hello = False  # sent on this channel, so that other messages may follow
         self.memory: Segment | None = None
         self.shares_memory = False
         self.greeted = False
@@ -249,11 +252,8 @@ class ServerClient:
         self._warned = False
         self._poller = Poller()
         self._poller.add(self._event_fd)
-        self._connections = [
-            _ServerConnection(open_scripted(address, self._context, scheduler.identity, self._poller, scheduler.faults))
-            for address in scheduler.servers
-        ]
-        scheduler.on_change = self._notify
+        self._connections = [_ServerConnection(address, self._open(address)) for address in scheduler.servers]
+        scheduler.on_change = self._on_change
         self._refusal: Exception | None = None  # of a Hello
         self._undelivered: list[str] | None = None  # requests that were lost during close()
         try:
@@ -356,6 +356,9 @@ class ServerClient:
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Close the sockets once servers have received all requests; fail what is still pending. Idempotent.
 
+        If servers may be restarted, wait besides until the rounds of all pushes are final, but at most CLOSE_SECONDS:
+        a restarted server could not get these pushes again.
+
         Args:
             seconds: time for servers to receive them.
 
@@ -367,6 +370,8 @@ class ServerClient:
             in_flight = [request for one in self._connections for request in one.pending.values()]
             waiting = [*in_flight, *(request for _, _, request in self._outbox)]
             self._undelivered += [request.what for request in waiting if not request.received]
+        if self._scheduler.allows_restarts and not self._closed and self._failure is None:
+            self._wait_for_releases(min(seconds, CLOSE_SECONDS))
         with self._lock:
             if self._closed:
                 return
@@ -392,7 +397,39 @@ class ServerClient:
                 f"{seconds:g} s"
             )
 
+    def _wait_for_releases(self, seconds: float) -> None:
+        """Wait until servers have released all pushes; not after another worker has left, without which none closes."""
+        ends = time.monotonic() + seconds
+
+        def is_over() -> bool:
+            is_late = time.monotonic() > ends or self._failure is not None
+            return is_late or bool(self._scheduler.gone) or not any(one.unreleased for one in self._connections)
+
+        self.wait(is_over)
+
     # Sending
+
+    def _open(self, address: str) -> Channel:
+        scheduler = self._scheduler
+        return open_scripted(address, self._context, scheduler.identity, self._poller, scheduler.faults)
+
+    def _on_change(self) -> None:
+        """Look after connections at once: a restarted server waits for a Hello of each worker, busy or not."""
+        self._notify()
+        if self._is_replaced() and not self._closed:
+            self._wake_thread(drives=True)
+
+    def _is_replaced(self) -> bool:
+        """Return whether a server was restarted and has not welcomed this worker yet."""
+        servers = self._scheduler.servers
+        return any(not one.greeted or one.address != servers[i] for i, one in enumerate(self._connections))
+
+    def _replace(self, connection: _ServerConnection, address: str) -> None:
+        """Connect to the restarted process of a server; nothing of the former one is read any more."""
+        connection.channel.close()
+        connection.address, connection.channel = address, self._open(address)
+        connection.greeted = connection.has_hello = False
+        connection.last_read, connection.read_at = 0, -math.inf
 
     def _greet_all(self) -> None:
         ends = time.monotonic() + self._timeout
@@ -455,7 +492,8 @@ class ServerClient:
         connection.pending[request.sequence] = request
         connection.in_flight += request.nbytes
         connection.undelivered += request.completes_when_sent
-        connection.channel.send([request.packed, *request.frames])
+        if connection.has_hello:  # else it follows the Hello
+            connection.channel.send([request.packed, *request.frames])
         request.on_sent()
 
     def _notify(self) -> None:
@@ -501,7 +539,7 @@ class ServerClient:
             raise self._failure
 
     def _is_busy(self) -> bool:
-        return bool(self._outbox) or any(one.pending or one.unreleased for one in self._connections)
+        return bool(self._outbox) or self._is_replaced() or any(c.pending or c.unreleased for c in self._connections)
 
     def _may_lose_reads(self) -> bool:
         begin = time.monotonic() - self._limit
@@ -515,6 +553,8 @@ class ServerClient:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._event_fd)
         for server, connection in enumerate(self._connections):
+            if connection.address != self._scheduler.servers[server]:
+                self._replace(connection, self._scheduler.servers[server])
             if connection.channel.reconnected(events):
                 self._greet(connection)
             self._receive(server, connection, events)
@@ -526,7 +566,8 @@ class ServerClient:
         """Send Hello on a new connection, then repeat unanswered requests, which may be lost, under their numbers."""
         hello = connection.hello or self._hello
         connection.channel.send([protocol.pack(replace(hello, last_read=connection.last_read))])
-        for request in [*connection.unreleased.values(), *connection.pending.values()]:
+        connection.has_hello = True
+        for _, request in sorted({**connection.unreleased, **connection.pending}.items()):
             connection.channel.send([request.packed, *request.frames])
 
     def _receive(self, server: int, connection: _ServerConnection, events: Set[Source]) -> None:
@@ -549,13 +590,18 @@ class ServerClient:
                         return
                 connection.greeted = True
                 connection.shares_memory = shared and connection.memory is not None
+                if self._scheduler.allows_restarts:
+                    connection.channel.send([protocol.pack(Repeated())])
             case Ack(sequences):
                 for sequence in sequences:
                     self._acknowledge(connection, sequence)
             case Release(sequences):
                 for sequence in sequences:
                     request = connection.unreleased.pop(sequence, None) or connection.pending.get(sequence)
-                    if request is not None and request.on_release is not None:
+                    if request is None:
+                        continue
+                    request.is_held = False
+                    if request.on_release is not None:
                         request.on_release()
                         request.on_release = None
             case Values(sequence, number, entries, _):
@@ -586,7 +632,8 @@ class ServerClient:
         if number:
             connection.last_read = max(connection.last_read, number)
             connection.read_at = time.monotonic()
-            connection.channel.send([protocol.pack(ValuesRead([number]))])
+            if connection.has_hello:
+                connection.channel.send([protocol.pack(ValuesRead([number]))])
 
     def _settle(self, connection: _ServerConnection, sequence: int, message: Message, datas: list[Tensor]) -> None:
         request = connection.pending.get(sequence)
@@ -600,7 +647,7 @@ class ServerClient:
             return
         if is_complete:
             del connection.pending[sequence]
-            if request.on_release is not None:
+            if request.is_held:
                 connection.unreleased[sequence] = request
 
     def _acknowledge(self, connection: _ServerConnection, sequence: int) -> None:
@@ -623,7 +670,7 @@ class ServerClient:
         if request is None:
             return
         self._mark_received(connection, request)
-        if request.on_release is not None:
+        if request.is_held:
             connection.unreleased[sequence] = request
         request.on_error(error)
 
