@@ -26,6 +26,8 @@ from gangline.kvstore.parameter_server.protocol import (
     MemberBack,
     MemberGone,
     Message,
+    Recall,
+    Recalled,
     Register,
     Registered,
     Rejected,
@@ -181,6 +183,11 @@ class Scheduler:
                 self._last_joined = member.rank
                 self._complete_collectives()
                 self._complete_join()
+            case Recall(number, skips) if is_active_worker:
+                self._send(member, Recalled(number, number in self._state.outcomes))
+                if skips:
+                    member.first_number = number
+                    self._complete_collectives()
             case SilenceQuery(seconds):
                 since = time.monotonic() - seconds
                 silent = [one.name for one in self._state.members.values() if one.is_present and one.heard_at < since]

@@ -114,6 +114,7 @@ class Server:
                 for identity, frames in self._listener.receive():
                     self._receive(identity, frames)
                 self._fence_dead_workers()
+                self._greet_early_workers()
                 self._remove_gone_workers()
                 self._rounds.set_in_collectives(self._scheduler.waiting)
                 for waiter, number, text in self._rounds.blocked():
@@ -173,6 +174,7 @@ class Server:
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
         view = self._scheduler.view
+        self._fence_dead_workers()
         if identity in self._fenced:
             raise DeadNodeError(
                 f"worker {hello.rank} counts as dead, and another may have taken its place; it must end"
@@ -360,13 +362,16 @@ class Server:
         return PushedValue(value, push.weight, worker.add_to_backlog(nbytes, release))
 
     def _fence_dead_workers(self) -> None:
-        """End the sessions of workers that have died and may be started again, and greet those that were."""
+        """End the sessions of workers that have died and may be started again."""
         for identity in self._scheduler.fenced - self._fenced:
             self._fenced.add(identity)
             worker = self._sessions.drop(identity)
             if worker is not None:
                 self._commands = [one for one in self._commands if one[0] is not worker]
                 self._rounds.drop_waiters(worker.rank)
+
+    def _greet_early_workers(self) -> None:
+        """Greet restarted workers that the scheduler has told of by now."""
         for identity, hello in list(self._early.items()):
             if hello.view <= self._scheduler.view:
                 del self._early[identity]
@@ -399,7 +404,9 @@ class Server:
             try:
                 if command.sequence not in worker.handled:
                     payload, datas = self._run_command(worker, command.name, command.payload, frames)
-                    worker.handled.extend([command.sequence] if command.name not in ("state", "norms") else [])
+                    worker.handled.extend(
+                        [command.sequence] if command.name not in ("state", "norms", "rounds") else []
+                    )
             except Exception as error:  # noqa: BLE001  as in `_receive`
                 self._reject(worker.identity, command.sequence, error)
             else:
@@ -433,6 +440,8 @@ class Server:
                 if name == "update":
                     rounds.update(*msgpack.unpackb(payload))
                 rounds.optimizers.drop_kept()
+            case "rounds":
+                return msgpack.packb(rounds.rounds_of(worker.rank)), []
             case "join":
                 rounds.joined.add(worker.rank)
                 rounds.mark_changed(rounds.shards.values())
