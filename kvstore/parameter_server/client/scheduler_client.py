@@ -126,6 +126,7 @@ class SchedulerClient:
         bounds = limits()
         self._timeout = bounds.timeout if timeout is None else timeout
         self._number = 0
+        self._recorded: set[int] = set()  # collectives that were over before this worker was restarted
         self._heartbeat, self._limit = bounds.heartbeat, bounds.heartbeat_limit
         self._pending: dict[object, tuple[Future[Any], Message]] = {}  # by key of the expected answer
         self._lock = threading.Lock()
@@ -238,6 +239,8 @@ class SchedulerClient:
     def _collective(self, data: bytes, name: str, root: int | None = None) -> list[bytes]:
         with self._numbering:
             number = self._number = self._following()
+            if self.is_restarted and self._recall(number, skips=False):
+                self._recorded.add(number)
             message = Collective(number, name, -1 if root is None else root, data, "")
             answer = self._ask(message, number, f"{name} of worker {self.rank}")
         try:
@@ -336,7 +339,7 @@ class SchedulerClient:
         answer: Future[Any] = Future()
         with self._lock:
             self._pending[key] = answer, message
-            problem = self._problem()
+            problem = self._problem(key)
         if problem:
             raise self._dead(f"{problem} (worker {self.rank} waited in {what})")
         self._send(message)
@@ -352,10 +355,12 @@ class SchedulerClient:
         except DeadNodeError as error:
             raise DeadNodeError(f"{error} ({what})") from error.__cause__
 
-    def _problem(self) -> str:
-        """Return why collectives can no longer complete; "" if they can."""
+    def _problem(self, key: object) -> str:
+        """Return why a collective, join or question can no longer be answered; "" if it can."""
         if self.lost:
             return f"the scheduler {self.lost}"
+        if isinstance(key, tuple) or key in self._recorded:  # the scheduler knows the answer
+            return ""
         for (role, rank), why in self.gone.items():
             if role == "worker":
                 causes = [f"; {other} {one} {text}" for (other, one), text in self.gone.items() if text and not why]
@@ -512,10 +517,11 @@ class SchedulerClient:
 
     def _fail_collectives(self) -> None:
         with self._lock:
-            problem = self._problem()
             keys = [key for key in self._pending if isinstance(key, (int, tuple)) or key == "join"]
-        for key in keys if problem else ():
-            self._settle(key, error=self._dead(problem))
+            problems = {key: self._problem(key) for key in keys}
+        for key, problem in problems.items():
+            if problem:
+                self._settle(key, error=self._dead(problem))
 
     def _settle(self, key: object, value: Any = None, error: Exception | None = None) -> None:
         with self._lock:

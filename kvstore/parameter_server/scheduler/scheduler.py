@@ -230,6 +230,7 @@ class Scheduler:
         member.away, member.away_since = why, time.monotonic()
         _log.warning("%s %s; the others wait up to %g s for its restart", member.name, why, self._restart_limit)
         self._send_to_others(member, MemberAway(member.registration.role, member.rank, why, member.identity))
+        self._send(member, MemberGone(member.registration.role, member.rank, why))  # which it reads if it goes on
 
     def _start_if_full(self) -> None:
         """Assign ranks and start the job once all processes have registered."""
