@@ -1,4 +1,4 @@
-"""Scripted faults for tests: GANGLINE_FAULT="server 1 kill at close 7; worker 0 break at push-sent 3".
+"""Scripted faults for tests: GANGLINE_FAULT="server 1 kill at close 7; worker 0.1 break at push-sent 3".
 
 A fault happens at the n-th event of a named point in one process, never by time or chance. Where the variable is not
 set, `script_of` returns None and no code below runs.
@@ -37,8 +37,8 @@ POINTS: Mapping[str, tuple[str, ...]] = {
 _NOT_MESSAGES = ("update", "close", "collective")
 ACTIONS = ("kill", "stop", "stop for N s", "break", "repeat", "swap")
 _FORM = re.compile(
-    r"(?P<role>\S+)(?: (?P<rank>\d+))? (?P<action>\S+)(?: for (?P<seconds>\d+(?:\.\d+)?) s)?"
-    r" at (?P<point>\S+) (?P<number>\d+)(?: of restart (?P<restart>\d+))?"
+    r"(?P<role>\S+)(?: (?P<rank>\d+)(?:\.(?P<incarnation>\d+))?)? (?P<action>\S+)(?: for (?P<seconds>\d+(?:\.\d+)?) s)?"
+    r" at (?P<point>\S+) (?P<number>\d+)"
 )
 
 
@@ -54,9 +54,9 @@ class Fault(NamedTuple):
     point: str
     number: int
     """Number of the event, from 1."""
-    restart: int | None
-    """Number of restarts of the process before this start, the only one with the fault; None: all starts have it."""
     text: str
+    incarnation: int = 0
+    """Number of times that the process was started again before."""
 
 
 def parse(text: str) -> list[Fault]:
@@ -93,8 +93,8 @@ def _parsed(words: str, where: str) -> Fault:
         raise ValueError(f"{where}; {point} is no message, so only kill and stop are possible there")
     if int(found["number"]) < 1:
         raise ValueError(f"{where} with event 0; expected a number from 1")
-    restart = None if found["restart"] is None else int(found["restart"])
-    return Fault(role, int(found["rank"] or 0), action, seconds, point, int(found["number"]), restart, words)
+    again = int(found["incarnation"] or 0)
+    return Fault(role, int(found["rank"] or 0), action, seconds, point, int(found["number"]), words, again)
 
 
 def _either(words: Collection[str]) -> str:
@@ -112,7 +112,9 @@ def script_of(role: str, rank: int) -> Script | None:
         ValueError: if the script is invalid.
     """
     text = os.environ.get(VARIABLE, "")
-    return Script(parse(text), role, rank) if text else None
+    if not text:
+        return None
+    return Script([fault for fault in parse(text) if fault.incarnation == incarnation()], role, rank)
 
 
 class Script:
@@ -126,7 +128,7 @@ class Script:
 
     def __init__(self, faults: Collection[Fault], role: str, rank: int) -> None:
         self.rank = rank
-        self._faults = [one for one in faults if one.role == role and one.restart in (None, incarnation())]
+        self._faults = [fault for fault in faults if fault.role == role]
         self._counts: Counter[str] = Counter()
         self._held: dict[object, Callable[[], object]] = {}  # messages to exchange with the next, by connection
 

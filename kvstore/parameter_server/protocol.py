@@ -352,6 +352,25 @@ class MemberBack(Message):
     """Address of a server; "" for workers."""
 
 
+@message(33)
+@dataclass
+class Recall(Message):
+    """Question of a restarted worker whether a collective is over, whose result it then gets from the record."""
+
+    number: Count
+    skips: Flag
+    """True if collectives of smaller numbers go on without this worker from now on."""
+
+
+@message(34)
+@dataclass
+class Recalled(Message):
+    """Answer to `Recall`."""
+
+    number: Count
+    is_over: Flag
+
+
 # Server messages
 
 
@@ -475,7 +494,7 @@ class Failed(Message):
 @message(30)
 @dataclass
 class Command(Message):
-    """Command for all shards of a server: "optimizer", "norms", "update", "drop", "compression", "state", ..."""
+    """Command for all shards of a server: "optimizer", "norms", "update", "drop", "compression", "state", "rounds", ..."""
 
     sequence: Count
     name: String
@@ -502,11 +521,16 @@ class Blocked(Message):
     text: Text
 
 
-@message(33)
+@message(35)
 @dataclass
 class Repeated(Message):
     """Notice after a `Welcome` that the worker has repeated all requests that a lost connection may have lost."""
 
+
+# Collectives
+
+ROUND = 1 << 20
+"""Where workers may be restarted, the first collective of a worker that has pushed n times is n * ROUND + 1."""
 
 # Entries
 

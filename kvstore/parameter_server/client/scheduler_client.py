@@ -30,6 +30,7 @@ from gangline.collectives.liveness.process_state import this_process
 from gangline.collectives.transports.zmq.context import end
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import (
+    ROUND,
     Collective,
     CollectiveFailed,
     CollectiveResult,
@@ -42,6 +43,8 @@ from gangline.kvstore.parameter_server.protocol import (
     MemberBack,
     MemberGone,
     Message,
+    Recall,
+    Recalled,
     Register,
     Registered,
     Rejected,
@@ -116,14 +119,18 @@ class SchedulerClient:
         """True once the scheduler has ended the job."""
         self.on_change: Callable[[], None] = lambda: None
         """Called in the thread when ``gone``, ``lost`` or ``is_over`` has changed."""
+        self.position: Callable[[], int] = lambda: 0
+        """Returns the number of rounds that this worker has pushed, by which a restarted one finds its collectives."""
         self.faults = script_of(role, rank)
         """Scripted faults of this process, for tests; None: none."""
         bounds = limits()
         self._timeout = bounds.timeout if timeout is None else timeout
         self._number = 0
+        self._recorded: set[int] = set()  # collectives that were over before this worker was restarted
         self._heartbeat, self._limit = bounds.heartbeat, bounds.heartbeat_limit
         self._pending: dict[object, tuple[Future[Any], Message]] = {}  # by key of the expected answer
         self._lock = threading.Lock()
+        self._numbering = threading.Lock()  # collectives are sent in order of their numbers
         self._outbox: list[Message] = []
         self._ending = threading.Event()
         self._address = scheduler
@@ -201,21 +208,41 @@ class SchedulerClient:
 
         With a ``number``, only if the next collective has this number; return whether it was failed.
         """
-        with self._lock:
-            if number not in (None, self._number + 1):
+        with self._numbering:
+            following = self._following()
+            if number not in (None, following):
                 return False
-            self._number += 1
-            message = Collective(self._number, name, -1, b"", text)
-            self._pending[message.number] = Future(), message
-        self._send(message)
+            self._number = following
+            message = Collective(following, name, -1, b"", text)
+            with self._lock:
+                self._pending[following] = Future(), message
+            self._send(message)
         return True
 
+    def _following(self) -> int:
+        """Return the number of the next collective."""
+        return max(self._number + 1, ROUND * self.position() + 1 if self.allows_restarts else 0)
+
+    def is_recorded(self) -> bool:
+        """Return whether this worker was restarted, and the next collective was over before."""
+        return self.is_restarted and self._recall(self._following(), skips=False)
+
+    def skip_collectives(self) -> None:
+        """Let the others end collectives of earlier rounds without this restarted worker, which never calls them."""
+        self._recall(ROUND * self.position(), skips=True)
+
+    def _recall(self, number: int, *, skips: bool) -> bool:
+        what = f"question of worker {self.rank} about earlier collectives"
+        result: Recalled = self._wait(self._ask(Recall(number, skips), ("recall", number), what), what)
+        return result.is_over
+
     def _collective(self, data: bytes, name: str, root: int | None = None) -> list[bytes]:
-        with self._lock:
-            self._number += 1
-            number = self._number
-        message = Collective(number, name, -1 if root is None else root, data, "")
-        answer = self._ask(message, number, f"{name} of worker {self.rank}")
+        with self._numbering:
+            number = self._number = self._following()
+            if self.is_restarted and self._recall(number, skips=False):
+                self._recorded.add(number)
+            message = Collective(number, name, -1 if root is None else root, data, "")
+            answer = self._ask(message, number, f"{name} of worker {self.rank}")
         try:
             result: CollectiveResult = self._wait(answer, f"{name} of worker {self.rank}")
         except StallError as error:
@@ -237,6 +264,7 @@ class SchedulerClient:
         except (StallError, TimeoutError) as missing:
             with self._lock:
                 self._pending.pop(number, None)
+            with self._numbering:
                 self._number -= self._number == number
             if isinstance(error, StallError) and isinstance(missing, StallError):
                 raise StallError(f"{error} for {missing}") from None
@@ -286,6 +314,10 @@ class SchedulerClient:
         except (TimeoutError, GanglineError):
             _log.debug("the scheduler did not acknowledge that %s %d leaves", self.role, self.rank)
 
+    def abandon(self) -> None:
+        """Do not leave: this process ends with an error, and the others wait for its restart, if there is one."""
+        self._has_left |= self.allows_restarts
+
     @property
     def is_job_over(self) -> bool:
         """True if all other workers have left or died, or the scheduler has."""
@@ -307,7 +339,7 @@ class SchedulerClient:
         answer: Future[Any] = Future()
         with self._lock:
             self._pending[key] = answer, message
-            problem = self._problem()
+            problem = self._problem(key)
         if problem:
             raise self._dead(f"{problem} (worker {self.rank} waited in {what})")
         self._send(message)
@@ -323,10 +355,12 @@ class SchedulerClient:
         except DeadNodeError as error:
             raise DeadNodeError(f"{error} ({what})") from error.__cause__
 
-    def _problem(self) -> str:
-        """Return why collectives can no longer complete; "" if they can."""
+    def _problem(self, key: object) -> str:
+        """Return why a collective, join or question can no longer be answered; "" if it can."""
         if self.lost:
             return f"the scheduler {self.lost}"
+        if isinstance(key, tuple) or key in self._recorded:  # the scheduler knows the answer
+            return ""
         for (role, rank), why in self.gone.items():
             if role == "worker":
                 causes = [f"; {other} {one} {text}" for (other, one), text in self.gone.items() if text and not why]
@@ -432,6 +466,8 @@ class SchedulerClient:
                 self._settle(number, error=MismatchError(text))
             case Withdrawn(number, missing):
                 self._settle(number, error=StallError(name_ranks(missing)))
+            case Recalled(number, _):
+                self._settle(("recall", number), message)
             case SilenceResult():
                 self._settle("silence", message)
             case Waiting(ranks, calls, numbers):
@@ -481,10 +517,11 @@ class SchedulerClient:
 
     def _fail_collectives(self) -> None:
         with self._lock:
-            problem = self._problem()
-            keys = [key for key in self._pending if isinstance(key, int) or key == "join"]
-        for key in keys if problem else ():
-            self._settle(key, error=self._dead(problem))
+            keys = [key for key in self._pending if isinstance(key, (int, tuple)) or key == "join"]
+            problems = {key: self._problem(key) for key in keys}
+        for key, problem in problems.items():
+            if problem:
+                self._settle(key, error=self._dead(problem))
 
     def _settle(self, key: object, value: Any = None, error: Exception | None = None) -> None:
         with self._lock:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from gangline.collectives.errors import ProtocolError, name_ranks
 from gangline.kvstore.group.remote_errors import differing, refused
 from gangline.kvstore.parameter_server.protocol import (
+    ROUND,
     Collective,
     CollectiveFailed,
     CollectiveResult,
@@ -20,6 +21,11 @@ from gangline.kvstore.parameter_server.protocol import (
 
 _KEPT = 4
 """Number of results kept for workers that lost them with their connection."""
+
+_RECORDED = 1024
+"""Number of collectives before the first push, and after the last one, whose results are kept for restarted workers."""
+_RECORDED_BYTES = 256 << 20
+"""Bytes of results that are kept for them; without its results a restarted worker fails."""
 
 _MAX_OPEN = 64
 """Number of collectives that a worker may be in at once."""
@@ -45,6 +51,8 @@ class Member:
     away_since: float = 0.0
     is_restarted: bool = False
     """True if it has taken the place of a member that died after the start."""
+    first_number: int = 0
+    """Collectives of smaller numbers go on without it: it was restarted behind them."""
     join_data: bytes | None = None
     """Data of its `Join` while it is inside join()."""
 
@@ -191,7 +199,7 @@ class JobState:
             others = next(iter({0, 1} - {rank}))  # they have returned from the call that this worker had given up
             return CollectiveFailed(number, differing({rank: call, others: outcome.name}, self.workers))
         if number not in self.collectives:
-            if number <= max(self.outcomes, default=0) - _KEPT:
+            if number <= max(self.outcomes, default=0) - (0 if self.allows_restarts else _KEPT):
                 text = f"rank {rank} called {call} as its collective {number}, which is over"
                 return CollectiveFailed(number, text)
             if sum(rank in present for present in self.collectives.values()) >= _MAX_OPEN:
@@ -209,28 +217,47 @@ class JobState:
         present = self.collectives.get(number, {})
         if present.pop(rank, None) is None:
             return None
-        missing = sorted(self.active() - present.keys() - {rank})
+        missing = sorted(self.active(number) - present.keys() - {rank})
         if not present:
             self._forget(number)
         return Withdrawn(number, missing)
 
     def complete(self) -> list[int]:
         """End the collectives that all active workers have called, or that fail; return their numbers."""
-        active = self.active()
         ended = []
         for number, present in list(self.collectives.items()):
             first = next(iter(present.values()))
-            error = self._error(present)
-            if error or present.keys() >= active:
+            error = self._error(present) or self._passed_by(number, present)
+            if error or present.keys() >= self.active(number):
                 data = [present[rank].data if rank in present else b"" for rank in range(self.workers)]
                 self.outcomes[number] = Outcome(first.name, first.root, [] if error else data, error)
                 self._forget(number)
                 ended.append(number)
-        last = max(self.outcomes, default=0)
-        for number, outcome in list(self.outcomes.items()):
-            if number <= last - (_MAX_OPEN if outcome.error else _KEPT):
-                del self.outcomes[number]
+        self._forget_outcomes()
         return [number for number in ended if number in self.outcomes]
+
+    def _forget_outcomes(self) -> None:
+        """Forget outcomes that no worker can ask for any more: connections break, and processes are restarted."""
+        last = max(self.outcomes, default=0)
+        nbytes = 0
+        for number, outcome in sorted(self.outcomes.items()):
+            nbytes += sum(map(len, outcome.data))
+            is_recorded = self.allows_restarts and number // ROUND in (0, last // ROUND) and number % ROUND <= _RECORDED
+            if number <= last - (_MAX_OPEN if outcome.error else _KEPT) and not (
+                is_recorded and nbytes <= _RECORDED_BYTES
+            ):
+                del self.outcomes[number]
+
+    def _passed_by(self, number: int, present: Mapping[int, Collective]) -> str:
+        """Return the error of a collective that a worker has not called and never will, as it is in a later round."""
+        if not self.allows_restarts:
+            return ""
+        for later, others in self.collectives.items():
+            if later // ROUND > number // ROUND:
+                for rank in others.keys() & self.active(number) - present.keys():
+                    calls = {one: message.name for one, message in present.items()}
+                    return differing({**calls, rank: f"{others[rank].name}, after another push"}, self.workers)
+        return ""
 
     def _error(self, present: Mapping[int, Collective]) -> str:
         """Return the error of a collective if a worker refuses its call or the calls differ; "" if not."""
@@ -254,7 +281,7 @@ class JobState:
                 self.warned.add(number)
                 present = self.collectives[number]
                 name = next(iter(present.values())).name
-                missing = name_ranks(self.active() - present.keys())
+                missing = name_ranks(self.active(number) - present.keys())
                 warnings.append(f"{name} waits for {missing}; present: {name_ranks(present.keys())}")
         return warnings
 
@@ -267,6 +294,10 @@ class JobState:
             for rank, one in self.collectives[number].items()
         }
 
-    def active(self) -> set[int]:
-        """Return the workers that collectives wait for."""
-        return {member.rank for member in self.of_role("worker") if member.join_data is None and member.gone is None}
+    def active(self, number: int | None = None) -> set[int]:
+        """Return the workers that collectives wait for: all, or the one of this number."""
+        return {
+            member.rank
+            for member in self.of_role("worker")
+            if member.join_data is None and member.gone is None and (number is None or number >= member.first_number)
+        }

@@ -26,6 +26,8 @@ from gangline.kvstore.parameter_server.protocol import (
     MemberBack,
     MemberGone,
     Message,
+    Recall,
+    Recalled,
     Register,
     Registered,
     Rejected,
@@ -181,6 +183,11 @@ class Scheduler:
                 self._last_joined = member.rank
                 self._complete_collectives()
                 self._complete_join()
+            case Recall(number, skips) if is_active_worker:
+                self._send(member, Recalled(number, number in self._state.outcomes))
+                if skips:
+                    member.first_number = number
+                    self._complete_collectives()
             case SilenceQuery(seconds):
                 since = time.monotonic() - seconds
                 silent = [one.name for one in self._state.members.values() if one.is_present and one.heard_at < since]
@@ -223,6 +230,7 @@ class Scheduler:
         member.away, member.away_since = why, time.monotonic()
         _log.warning("%s %s; the others wait up to %g s for its restart", member.name, why, self._restart_limit)
         self._send_to_others(member, MemberAway(member.registration.role, member.rank, why, member.identity))
+        self._send(member, MemberGone(member.registration.role, member.rank, why))  # which it reads if it goes on
 
     def _start_if_full(self) -> None:
         """Assign ranks and start the job once all processes have registered."""

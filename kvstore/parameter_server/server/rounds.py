@@ -107,6 +107,17 @@ class ShardRounds:
             waiter.round > shard.pushed.get(rank, 0) for shard in self.shards.values() for waiter in shard.waiters
         )
 
+    def rounds_of(self, rank: int) -> list[tuple[int, int, int]]:
+        """Return of each shard its number, the rounds that this worker has pushed, and the most that any has."""
+        return [
+            (
+                shard.number,
+                max(shard.pushed.get(rank, 0), shard.closed if self.is_sync else 0),
+                max(shard.pushed.values(), default=0),
+            )
+            for shard in self.shards.values()
+        ]
+
     def are_settled(self) -> bool:
         """Return whether all complete rounds are closed."""
         return not any(shard.busy or self._is_complete(shard) for shard in self.shards.values())

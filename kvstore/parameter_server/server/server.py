@@ -142,6 +142,7 @@ class Server:
                 for identity, frames in self._listener.receive():
                     self._receive(identity, frames)
                 self._fence_dead_workers()
+                self._greet_early_workers()
                 self._remove_gone_workers()
                 self._end_hold()
                 self._rounds.set_in_collectives(self._scheduler.waiting)
@@ -215,6 +216,7 @@ class Server:
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
         view = self._scheduler.view
+        self._fence_dead_workers()
         if identity in self._fenced:
             raise DeadNodeError(
                 f"worker {hello.rank} counts as dead, and another may have taken its place; it must end"
@@ -421,7 +423,7 @@ class Server:
         return _do_nothing
 
     def _fence_dead_workers(self) -> None:
-        """End the sessions of workers that have died and may be started again, and greet those that were."""
+        """End the sessions of workers that have died and may be started again."""
         for identity in self._scheduler.fenced - self._fenced:
             self._fenced.add(identity)
             worker = self._sessions.drop(identity)
@@ -430,6 +432,9 @@ class Server:
             if worker is not None:
                 self._commands = [one for one in self._commands if one[0] is not worker]
                 self._rounds.drop_waiters(worker.rank)
+
+    def _greet_early_workers(self) -> None:
+        """Greet restarted workers that the scheduler has told of by now."""
         for identity, hello in list(self._early.items()):
             if hello.view <= self._scheduler.view:
                 del self._early[identity]
@@ -462,7 +467,7 @@ class Server:
             try:
                 if command.sequence not in worker.handled:
                     payload, datas = self._run_command(worker, command.name, command.payload, frames)
-                    if command.name not in ("state", "norms"):
+                    if command.name not in ("state", "norms", "rounds"):
                         self._mark_handled(worker, command.sequence)
             except Exception as error:  # noqa: BLE001  as in `_receive`
                 self._reject(worker.identity, command.sequence, error)
@@ -501,6 +506,8 @@ class Server:
                 dropped = rounds.optimizers.kept
                 rounds.optimizers.drop_kept()
                 self._save(dropped)
+            case "rounds":
+                return msgpack.packb(rounds.rounds_of(worker.rank)), []
             case "join":
                 rounds.joined.add(worker.rank)
                 rounds.mark_changed(rounds.shards.values())

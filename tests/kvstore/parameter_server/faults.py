@@ -34,6 +34,8 @@ class DistStage(Audience):
     """Job whose workers run ``play(path, *arguments)`` and connect to the stage once the job has started."""
 
     opener: type[RoleProcess] = RoleProcess
+    successors = 0
+    """Number of processes that wait until a worker has died, and then take its place."""
 
     def __init__(self, play: Callable[..., Any], workers: int, servers: int, *arguments: Any, **more: str) -> None:
         super().__init__()
@@ -42,9 +44,12 @@ class DistStage(Audience):
             with patch.dict(
                 os.environ, {**self.environment, "XDG_CACHE_HOME": cache, "XDG_CONFIG_HOME": cache, **more}
             ):
-                job = DistJob(play, workers, servers, self.path, *arguments, opener=self.opener)
+                job = DistJob(
+                    play, workers, servers, self.path, *arguments, opener=self.opener, successors=self.successors
+                )
                 self._job = self._stack.enter_context(job)
             self._ending = self._stack.enter_context(ThreadPoolExecutor(1)).submit(self._job.outcomes)
+            workers += self.successors
             places = [("worker", rank, rank) for rank in range(workers)]
             places += [("server", rank, _SERVER + rank) for rank in range(servers)]
             for role, rank, number in [*places, ("scheduler", 0, _SCHEDULER)]:
