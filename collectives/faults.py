@@ -25,7 +25,7 @@ VARIABLE = "GANGLINE_FAULT"
 _log = logging.getLogger("gangline")
 
 _COMMON = ("join", "leave")
-_DATA = ("hello", "define", "pull", "ack", "values", "done", "command")
+_DATA = ("hello", "define", "pull", "ack", "values", "done", "command", "result")
 _CALLS = ("meet", "barrier", "met")
 POINTS: Mapping[str, tuple[str, ...]] = {
     "worker": (*_COMMON, *_CALLS, *_DATA, "push-sent"),

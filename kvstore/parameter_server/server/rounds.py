@@ -219,6 +219,8 @@ class ShardRounds:
                 kept.begin(shard)
             try:
                 optimizers.update_kept(shard, factor, learning_rate)
+                if self.faults is not None:
+                    self.faults.reach("update")
             finally:
                 if kept is not None:
                     kept.commit(shard, shard.closed, optimizers)

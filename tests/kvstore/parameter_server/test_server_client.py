@@ -73,6 +73,8 @@ def scheduler(server: Server) -> SimpleNamespace:
         rank=0, view=1, identity=b"i" * 16, servers=[server.address], gone={}, lost="", on_change=lambda: None
     )
     place.faults = None
+    place.allows_restarts = False
+    place.away = {}
     place.reasons = []
     place.leave = place.reasons.append
     return place
