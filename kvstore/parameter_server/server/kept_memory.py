@@ -217,8 +217,8 @@ class KeptMemory:
         self._settings = Record(self.pool, _SETTINGS, is_new=not magic[0])
         self._definitions = Record(self.pool, _SHARDS, is_new=not magic[0])
         self._undo_areas = [_UndoArea(self.pool, index) for index in range(_THREADS)]
-        self.has_state = self._definitions.version > 0
-        """True if a former process has defined shards in it."""
+        self.was_used = bool(magic[0])
+        """True if a former process of this server has used it."""
         self.undone = sum([area.undo() for area in self._undo_areas])
         """Number of updates that were undone."""
         magic[0] = _MAGIC

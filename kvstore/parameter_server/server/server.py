@@ -126,8 +126,8 @@ class Server:
             rounds.shards[shard.number] = shard
             if not shard.pushed:  # sync mode: pushes of all workers are in the closed rounds, or come again
                 shard.pushed = dict.fromkeys(range(self._scheduler.num_workers), shard.closed)
-        rounds.is_held = kept.has_state
-        if kept.has_state:
+        rounds.is_held = kept.was_used
+        if kept.was_used:
             closed = max((shard.closed for shard in rounds.shards.values()), default=0)
             text = "server %d goes on with %d shards at round %d; %d interrupted updates were undone"
             _log.warning(text, self._scheduler.rank, len(rounds.shards), closed, kept.undone)
@@ -599,7 +599,7 @@ def open_server(job: environment.ServerJob) -> Iterator[Server]:
         if isinstance(listener, ScriptedListener):
             listener.script = scheduler.faults
         try:
-            if scheduler.is_restarted and not (kept is not None and kept.has_state):
+            if scheduler.is_restarted and kept is None:
                 scheduler.leave("was started again, but the values that it held are lost")
             yield Server(scheduler, listener, thread_pool, kept)
         except Exception as error:
