@@ -123,7 +123,7 @@ class DistStore(KVStore):
         self._finish = weakref.finalize(
             self, _finish_unclosed, self._queue, self._servers, self._scheduler, self._pool, child_servers
         )
-        self._sharding = Sharding(len(self._scheduler.servers))
+        self._sharding = Sharding(len(self._scheduler.servers), allows_restarts=self._scheduler.allows_restarts)
         self._shards: dict[Key, list[ShardPlacement]] = {}
         self._rounds: dict[Key, int] = {}
         self._pushes: dict[Key, int] = {}  # calls that push a key, which may not have a round yet
