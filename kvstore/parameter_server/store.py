@@ -720,7 +720,6 @@ def _finish(
 
 def _finish_unclosed(*resources: Any) -> None:
     """Close the resources of a dropped store; in a new thread if one of their own threads dropped it."""
-
     if getattr(sys, "last_value", None) is not None:  # an error ends this process
         resources[2].abandon()
 

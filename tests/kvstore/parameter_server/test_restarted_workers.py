@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import gangline
 from gangline import kvstore
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.processes.spawning import Outcome
-from gangline.kvstore.interface import KVStore
 from gangline.kvstore.optimizer.spec import Key
 from tests.collectives.stage import Actor
 from tests.kvstore.parameter_server.faults import DistStage
