@@ -48,7 +48,7 @@ class Continuation:
             scheduler.position = lambda: max(self._pushes.values(), default=0)
 
     def first_step(self) -> int:
-        """Return the number of pushes of each key that servers have of this worker, and continue behind them."""
+        """Return the number of pushes of each key that servers have of this worker, and continue after them."""
         if self._step is None:
             done: dict[int, tuple[int, int]] = {}
             for packed, _ in command(self._servers, "rounds"):
@@ -60,7 +60,7 @@ class Continuation:
                 self._step = 0
             self._rounds.update(dict.fromkeys(pushed, self._step))
             self.set_counts(dict.fromkeys(pushed, self._step))
-            _log.warning("worker %d was restarted and continues behind round %d", self._scheduler.rank, self._step)
+            _log.warning("worker %d was restarted and continues after round %d", self._scheduler.rank, self._step)
         return self._step
 
     def count(self, keys: Iterable[Key]) -> None:

@@ -353,7 +353,9 @@ class Scheduler:
         if why:
             _log.warning("%s %s", member.name, why)
         if self._state.started:
-            if why and self._launcher_fd:  # before the others learn of it, end with an error and are started again
+            if why:  # the others end with an error, and their restart would be of no use
+                self._state.restarts = 0
+            if why and self._launcher_fd:  # before the others learn of it
                 os.write(int(self._launcher_fd), b"!")
             self._send_to_others(member, MemberGone(member.registration.role, member.rank, why))
             self._complete_collectives()
