@@ -144,7 +144,7 @@ def test_a_worker_that_does_not_come_back_in_time_fails_the_others() -> None:
 @pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
 @pytest.mark.parametrize("point", ["push-sent 5", "pull 4", "barrier 1"])
 def test_a_stopped_worker_that_goes_on_after_its_successor_came_changes_nothing(point: str, name: str) -> None:
-    limits = {"GANGLINE_HEARTBEAT_LIMIT": "1"}
+    limits: dict[str, Any] = {"GANGLINE_HEARTBEAT_LIMIT": "1"}
     with RestartStage(f"worker 1 stop at {point}", name=name, body="pull, waits", **limits) as stage:
         stage.wait_for_stop(1)
         stage.say(WORKERS)
