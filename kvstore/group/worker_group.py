@@ -25,12 +25,12 @@ class WorkerGroup:
         rank: this worker's rank.
         size: number of workers.
         exchange: moves the data.
-        is_recorded: returns whether this worker was restarted and its next call was over before, so that the call only
-            returns its result.
+        is_recorded: returns whether this worker was restarted and its next call, of this name, was over before, so that
+            the call only returns its result.
     """
 
     def __init__(
-        self, rank: int, size: int, exchange: Exchange, is_recorded: Callable[[], bool] = lambda: False
+        self, rank: int, size: int, exchange: Exchange, is_recorded: Callable[[str], bool] = lambda _: False
     ) -> None:
         self.rank = rank
         self.size = size
@@ -67,7 +67,7 @@ class WorkerGroup:
         A restarted worker does not run it again.
         """
         error: Exception | None = None
-        if self.rank == rank and not self._is_recorded():
+        if self.rank == rank and not self._is_recorded(name):
             try:
                 action()
             except Exception as raised:  # noqa: BLE001  raised again below

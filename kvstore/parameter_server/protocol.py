@@ -494,7 +494,7 @@ class Failed(Message):
 @message(30)
 @dataclass
 class Command(Message):
-    """Command for all shards of a server: "optimizer", "norms", "update", "drop", "compression", "state", "rounds", ..."""
+    """Command for all shards of a server: "optimizer", "norms", "update", "drop", "compression", "rounds", ..."""
 
     sequence: Count
     name: String
@@ -530,7 +530,8 @@ class Repeated(Message):
 # Collectives
 
 ROUND = 1 << 20
-"""Where workers may be restarted, the first collective of a worker that has pushed n times is n * ROUND + 1."""
+"""Where workers may be restarted, the first collective of a worker that has pushed n times is n * ROUND + 1. Those that
+set up the store are numbered from 1 whenever they are called."""
 
 # Entries
 

@@ -44,6 +44,7 @@ from gangline.kvstore.parameter_server.client.server_commands import command, re
 from gangline.kvstore.parameter_server.protocol import Define
 from gangline.kvstore.parameter_server.pull import PullTargets, RowPull, ShardTarget, wait_requests
 from gangline.kvstore.parameter_server.push import PushEncoder
+from gangline.kvstore.parameter_server.restart import Continuation
 from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.kvstore.parameter_server.server import optimizer_shards
 from gangline.kvstore.parameter_server.sharding import (
@@ -126,11 +127,7 @@ class DistStore(KVStore):
         self._sharding = Sharding(len(self._scheduler.servers), allows_restarts=self._scheduler.allows_restarts)
         self._shards: dict[Key, list[ShardPlacement]] = {}
         self._rounds: dict[Key, int] = {}
-        self._pushes: dict[Key, int] = {}  # calls that push a key, which may not have a round yet
-        self._first_step: int | None = None  # of a restarted worker that has continued
-        self._has_caught_up = not self._scheduler.is_restarted
-        if not is_async:
-            self._scheduler.position = lambda: max(self._pushes.values(), default=0)
+        self._continuation = Continuation(self._scheduler, self._servers, self._shards, self._rounds, is_async=is_async)
         self._failed: dict[Key, set[int]] = {}  # rounds of pushes that failed and may be repeated
         self._failed_lock = threading.Lock()
         self._spec: OptimizerSpec | None = None
@@ -187,46 +184,10 @@ class DistStore(KVStore):
     @property
     def first_step(self) -> int:  # noqa: D102  inherited
         self._check_open()
-        if self._scheduler.is_restarted and self._first_step is None:
-            self._continue()
-        return self._first_step or 0
+        return self._continuation.first_step()
 
     def check_not_restarted(self, what: str) -> None:  # noqa: D102  inherited
-        if self._scheduler.is_restarted:
-            text = f"was started again alone, and {what} cannot be continued by one worker"
-            self._scheduler.leave(text)
-            raise RuntimeError(
-                f"worker {self.rank} {text}; use gangline launch --max-restarts, which starts the whole job again"
-            )
-
-    def _continue(self) -> None:
-        """Let the next push of this restarted worker be the first one that servers lack on a shard."""
-        if self.updates_wait:
-            self.check_not_restarted("updates with clip_global_norm")
-        done: dict[int, tuple[int, int]] = {}
-        for packed, _ in command(self._servers, "rounds"):
-            done.update({shard: (own, most) for shard, own, most in msgpack.unpackb(packed)})
-        of_key = {key: [done[shard.number] for shard in shards] for key, shards in self._shards.items()}
-        pushed = {key: min(own for own, _ in of) for key, of in of_key.items() if any(most for _, most in of)}
-        step = min(pushed.values(), default=0)
-        if step == 1 and len(pushed) < len(of_key):  # the other keys may be pushed in the first step, too
-            step = 0
-        self._rounds.update(dict.fromkeys(pushed, step))
-        self._pushes.update(dict.fromkeys(pushed, step))
-        self._first_step = step
-        _log.warning("worker %d was restarted and continues behind round %d", self.rank, step)
-
-    def _count_push(self, keys: Iterable[Key]) -> None:
-        """Count a call that pushes keys; the first one of a restarted worker leaves earlier collectives behind."""
-        is_first = not self._has_caught_up
-        if is_first and self._first_step is None:
-            self._continue()
-        for key in keys:
-            self._pushes[key] += 1
-        if is_first:
-            self._has_caught_up = True
-            if not self.is_async:
-                self._scheduler.skip_collectives()
+        self._continuation.refuse(what)
 
     def _refuse(self, call: str, error: Exception, keys: object = None) -> None:
         self._calls_begun += 1
@@ -235,7 +196,7 @@ class DistStore(KVStore):
         if call in _PUSHES:
             known = keys.keys if isinstance(keys, Bucket) else keys if isinstance(keys, (list, tuple)) else [keys]
             known = [key for key in known if isinstance(key, (str, int)) and key in self._rounds]
-            self._count_push(dict.fromkeys(known))
+            self._continuation.count(dict.fromkeys(known))
             self._queue.run(lambda: self._refuse_rounds(known, error), Work(call), known, 0)
         elif not self._closed:
             self._scheduler.refuse(call, refusal(call, error))
@@ -260,7 +221,8 @@ class DistStore(KVStore):
         result = self._scheduler.join(msgpack.packb(list(self._rounds.items())))
         for packed in result.data:
             for key, number in msgpack.unpackb(packed) if packed else ():
-                self._rounds[key] = self._pushes[key] = max(self._rounds.get(key, 0), number)
+                self._rounds[key] = max(self._rounds.get(key, 0), number)
+        self._continuation.set_counts(self._rounds)
         self._failed.clear()
         command(self._servers, "resume")
         self.barrier()
@@ -281,7 +243,7 @@ class DistStore(KVStore):
         placed = self._sharding.place(new, whole=whole)
         self._shards.update(placed)
         self._rounds.update(dict.fromkeys(placed, 0))
-        self._pushes.update(dict.fromkeys(placed, 0))
+        self._continuation.set_counts(dict.fromkeys(placed, 0))
         self._workers.run_on_rank(lambda: self._define(pairs), "init")
         return Work.finished("init")
 
@@ -337,7 +299,7 @@ class DistStore(KVStore):
         on_host: Callable[[], Pushed] | None = None,
     ) -> Work:
         pairs = merged(pairs)
-        self._count_push([key for key, _ in pairs])
+        self._continuation.count([key for key, _ in pairs])
         merged_outs = None if outs is None else _merged_outs(outs)
 
         def push(work: PendingRequests) -> None:
@@ -369,7 +331,8 @@ class DistStore(KVStore):
         with self._failed_lock:
             rounds = {key: min(self._failed.get(key, ()), default=self._rounds[key] + 1) for key in keys}
             for key, number in rounds.items():
-                self._pushes[key] -= number <= self._rounds[key]
+                if number <= self._rounds[key]:
+                    self._continuation.repeat(key)
                 self._rounds[key] = max(self._rounds[key], number)
                 self._failed.get(key, set()).discard(number)
         return rounds
@@ -486,6 +449,8 @@ class DistStore(KVStore):
     # Optimizer
 
     def _set_optimizer(self, spec: OptimizerSpec) -> None:
+        if spec.clip_global_norm is not None:
+            self.check_not_restarted("an optimizer with clip_global_norm")
         packed = optimizer_shards.pack_spec(spec)
         for key, shards in self._shards.items():
             KeyedOptimizer(spec).check(key, shards[0].layout.empty())
@@ -513,7 +478,7 @@ class DistStore(KVStore):
             self._sharding.remove(shards)
         self._shards.update(self._sharding.place([shards[0].layout for shards in old.values()], whole=True))
         self._rounds.update(dict.fromkeys(split, 0))
-        self._pushes.update(dict.fromkeys(split, 0))
+        self._continuation.set_counts(dict.fromkeys(split, 0))
 
         def define() -> None:
             self._define([(key, [value]) for key, value in values.items()])
@@ -724,7 +689,6 @@ def _finish(
 
 def _finish_unclosed(*resources: Any) -> None:
     """Close the resources of a dropped store; in a new thread if one of their own threads dropped it."""
-
     if getattr(sys, "last_value", None) is not None:  # an error ends this process
         resources[2].abandon()
 

@@ -70,6 +70,8 @@ _WITHDRAW_SECONDS = 1.0
 _CHUNK = 16 << 20
 """Bytes per worker and collective, all of which the scheduler holds in memory."""
 _LENGTH = 8
+_SET_UP = ("init", "set_optimizer", "set_gradient_compression", "order of buckets")
+"""Collectives that set up the store: a restarted worker repeats them whenever it calls them, not by the round."""
 
 
 class SchedulerClient:
@@ -125,7 +127,8 @@ class SchedulerClient:
         """Scripted faults of this process, for tests; None: none."""
         bounds = limits()
         self._timeout = bounds.timeout if timeout is None else timeout
-        self._number = 0
+        self._number = 0  # of the last collective before the first push, or of the set-up
+        self._number_in_round = 0  # of the last other one, where workers may be restarted
         self._recorded: set[int] = set()  # collectives that were over before this worker was restarted
         self._heartbeat, self._limit = bounds.heartbeat, bounds.heartbeat_limit
         self._pending: dict[object, tuple[Future[Any], Message]] = {}  # by key of the expected answer
@@ -209,23 +212,32 @@ class SchedulerClient:
         With a ``number``, only if the next collective has this number; return whether it was failed.
         """
         with self._numbering:
-            following = self._following()
-            if number not in (None, following):
+            following = self._following(name)
+            if number is not None and number not in (following, self._number + 1):
                 return False
-            self._number = following
+            following = number or following
+            self._count(following)
             message = Collective(following, name, -1, b"", text)
             with self._lock:
                 self._pending[following] = Future(), message
             self._send(message)
         return True
 
-    def _following(self) -> int:
+    def _following(self, name: str) -> int:
         """Return the number of the next collective."""
-        return max(self._number + 1, ROUND * self.position() + 1 if self.allows_restarts else 0)
+        position = self.position() if self.allows_restarts and not name.startswith(_SET_UP) else 0
+        return max(self._number_in_round, ROUND * position) + 1 if position else self._number + 1
 
-    def is_recorded(self) -> bool:
+    def _count(self, number: int, step: int = 0) -> None:
+        """Set the number of the last collective to ``number + step``."""
+        if self.allows_restarts and number >= ROUND:
+            self._number_in_round = number + step
+        else:
+            self._number = number + step
+
+    def is_recorded(self, name: str) -> bool:
         """Return whether this worker was restarted, and the next collective was over before."""
-        return self.is_restarted and self._recall(self._following(), skips=False)
+        return self.is_restarted and self._recall(self._following(name), skips=False)
 
     def skip_collectives(self) -> None:
         """Let the others end collectives of earlier rounds without this restarted worker, which never calls them."""
@@ -238,7 +250,8 @@ class SchedulerClient:
 
     def _collective(self, data: bytes, name: str, root: int | None = None) -> list[bytes]:
         with self._numbering:
-            number = self._number = self._following()
+            number = self._following(name)
+            self._count(number)
             if self.is_restarted and self._recall(number, skips=False):
                 self._recorded.add(number)
             message = Collective(number, name, -1 if root is None else root, data, "")
@@ -265,7 +278,8 @@ class SchedulerClient:
             with self._lock:
                 self._pending.pop(number, None)
             with self._numbering:
-                self._number -= self._number == number
+                if number in (self._number, self._number_in_round):
+                    self._count(number, -1)
             if isinstance(error, StallError) and isinstance(missing, StallError):
                 raise StallError(f"{error} for {missing}") from None
             raise error from None
@@ -293,8 +307,9 @@ class SchedulerClient:
             StallError: if a worker does not call it within the timeout.
         """
         call = f"join() of worker {self.rank}"
-        result: JoinResult = self._wait(self._ask(Join(self._number, data), "join", call), call)
-        self._number = result.number
+        last = max(self._number, self._number_in_round)
+        result: JoinResult = self._wait(self._ask(Join(last, data), "join", call), call)
+        self._count(result.number)
         return result
 
     def leave(self, why: str = "") -> None:

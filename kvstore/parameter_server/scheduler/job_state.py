@@ -52,7 +52,7 @@ class Member:
     is_restarted: bool = False
     """True if it has taken the place of a member that died after the start."""
     first_number: int = 0
-    """Collectives of smaller numbers go on without it: it was restarted behind them."""
+    """Collectives of smaller numbers, but from `ROUND` on, go on without it: it was restarted behind them."""
     join_data: bytes | None = None
     """Data of its `Join` while it is inside join()."""
 
@@ -199,7 +199,8 @@ class JobState:
             others = next(iter({0, 1} - {rank}))  # they have returned from the call that this worker had given up
             return CollectiveFailed(number, differing({rank: call, others: outcome.name}, self.workers))
         if number not in self.collectives:
-            if number <= max(self.outcomes, default=0) - (0 if self.allows_restarts else _KEPT):
+            last = max((one for one in self.outcomes if (one < ROUND) == (number < ROUND)), default=0)
+            if number <= last - (0 if self.allows_restarts else _KEPT):
                 text = f"rank {rank} called {call} as its collective {number}, which is over"
                 return CollectiveFailed(number, text)
             if sum(rank in present for present in self.collectives.values()) >= _MAX_OPEN:
@@ -299,5 +300,7 @@ class JobState:
         return {
             member.rank
             for member in self.of_role("worker")
-            if member.join_data is None and member.gone is None and (number is None or number >= member.first_number)
+            if member.join_data is None
+            and member.gone is None
+            and (number is None or number < ROUND or number >= member.first_number)
         }

@@ -190,7 +190,7 @@ class Scheduler:
                     self._complete_collectives()
             case SilenceQuery(seconds):
                 since = time.monotonic() - seconds
-                silent = [one.name for one in self._state.members.values() if one.is_present and one.heard_at < since]
+                silent = [one.name for one in self._state.members.values() if one.gone is None and one.heard_at < since]
                 self._send(member, SilenceResult(silent))
             case Leave(why):
                 self._send(member, JobOver())
@@ -319,7 +319,7 @@ class Scheduler:
             if not member.disconnected_at and now - member.heard_at > _CONFIRM_SECONDS:
                 self._send(member, Heartbeat())
             why = self._death_of(member, now, looks=looks)
-            if why and self._state.started and self._state.restarts and member.join_data is None:
+            if why and self._state.started and self._state.restarts > 0 and member.join_data is None:
                 self._set_away(member, why)
             elif why:
                 self._remove(member, why)
@@ -353,7 +353,9 @@ class Scheduler:
         if why:
             _log.warning("%s %s", member.name, why)
         if self._state.started:
-            if why and self._launcher_fd:  # before the others learn of it, end with an error and are started again
+            if why:  # the others end with an error, and their restart would be of no use
+                self._state.restarts = 0
+            if why and self._launcher_fd:  # before the others learn of it
                 os.write(int(self._launcher_fd), b"!")
             self._send_to_others(member, MemberGone(member.registration.role, member.rank, why))
             self._complete_collectives()

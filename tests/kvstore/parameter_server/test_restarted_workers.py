@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import gangline
 from gangline import kvstore
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.processes.spawning import Outcome
-from gangline.kvstore.interface import KVStore
 from gangline.kvstore.optimizer.spec import Key
 from tests.collectives.stage import Actor
 from tests.kvstore.parameter_server.faults import DistStage
@@ -83,19 +80,25 @@ class RestartStage(DistStage):
 
     successors = 1
 
-    def __init__(self, script: str, victim: int = 1, name: str = "dist_sync", body: str = "", **more: str) -> None:
+    def __init__(
+        self, script: str, victim: int = 1, name: str = "dist_sync", body: str = "", servers: int = 1, **more: str
+    ) -> None:
+        self._servers = servers
         environment = {**LIMITS, "GANGLINE_RESTART_PROCESSES": "1", "GANGLINE_FAULT": script, **more}
-        super().__init__(play, WORKERS, 1, victim, name, body, **environment)
+        super().__init__(play, WORKERS, servers, victim, name, body, **environment)
 
     def end(self) -> dict[str, Outcome]:
         """Wait for all processes and return their outcomes."""
-        names = ["scheduler", "server", *(f"worker {rank}" for rank in range(WORKERS)), "successor"]
+        names = ["scheduler", *(f"server {rank}" for rank in range(self._servers))]
+        names += [*(f"worker {rank}" for rank in range(WORKERS)), "successor"]
         return dict(zip(names, self.outcomes(), strict=True))
 
 
-def check(script: str, victim: int = 1, name: str = "dist_sync", body: str = "pull") -> int:
+def check(
+    script: str, victim: int = 1, name: str = "dist_sync", body: str = "pull", servers: int = 1, **more: str
+) -> int:
     """Kill a worker, start its successor, and check that every push counts once; return the successor's first step."""
-    with RestartStage(f"worker {victim} kill at {script}", victim, name, body) as stage:
+    with RestartStage(f"worker {victim} kill at {script}", victim, name, body, servers, **more) as stage:
         stage.wait_for_end(victim)
         stage.say(WORKERS)
         ended = stage.end()
@@ -141,7 +144,7 @@ def test_a_worker_that_does_not_come_back_in_time_fails_the_others() -> None:
 @pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
 @pytest.mark.parametrize("point", ["push-sent 5", "pull 4", "barrier 1"])
 def test_a_stopped_worker_that_goes_on_after_its_successor_came_changes_nothing(point: str, name: str) -> None:
-    limits = {"GANGLINE_HEARTBEAT_LIMIT": "1"}
+    limits: dict[str, Any] = {"GANGLINE_HEARTBEAT_LIMIT": "1"}
     with RestartStage(f"worker 1 stop at {point}", name=name, body="pull, waits", **limits) as stage:
         stage.wait_for_stop(1)
         stage.say(WORKERS)
@@ -188,3 +191,10 @@ _CASES = [(body, point) for body, points in _POINTS.items() for point in points.
 @pytest.mark.parametrize(("body", "point"), _CASES)
 def test_every_push_counts_once_wherever_a_worker_is_killed(point: str, body: str) -> None:
     check(point, body=body)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("point", ["push-sent 5", "push-sent 6", "push-sent 7", "pull 6", "values 5", "hello 2"])
+def test_every_push_counts_once_on_two_servers(point: str, transport: str) -> None:
+    check(point, body="async pull", servers=2, GANGLINE_TRANSPORT=transport)

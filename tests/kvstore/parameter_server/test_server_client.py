@@ -70,7 +70,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 def scheduler(server: Server) -> SimpleNamespace:
     place = SimpleNamespace(
-        rank=0, view=1, identity=b"i" * 16, servers=[server.address], gone={}, lost="", on_change=lambda: None
+        rank=0, view=1, identity=b"i" * 16, servers=[server.address], gone={}, away={}, lost="", on_change=lambda: None
     )
     place.faults = None
     place.allows_restarts = False
