@@ -22,8 +22,6 @@ GRAIN = 65_536
 """Elements: shards begin at multiples of it, so that fused optimizers give the same bits as on the whole key."""
 
 _LARGEST = 4 << 20
-_LARGEST_KEPT = 1 << 20
-"""Bytes of a shard whose values and state a server copies before each update, so that the copies stay in the caches."""
 _SMALLEST = 1 << 18
 _PER_SERVER = 4
 """Shards of a key per server, unless they would be smaller than `_SMALLEST`."""
@@ -101,11 +99,9 @@ class Sharding:
 
     Args:
         servers: number of servers.
-        allows_restarts: servers copy each shard before an update.
     """
 
-    def __init__(self, servers: int, *, allows_restarts: bool = False) -> None:
-        self._largest = _LARGEST_KEPT if allows_restarts else _LARGEST
+    def __init__(self, servers: int) -> None:
         self.loads = [0] * servers
         """Bytes on each server."""
         self._number = 0
@@ -139,8 +135,8 @@ class Sharding:
     def _sizes(self, layout: KeyLayout) -> list[int]:
         """Return the elements of each shard: the same number of shards per server, sizes as equal as `GRAIN` allows."""
         servers = len(self.loads)
-        share = -(-layout.nbytes // (servers * _PER_SERVER)) if servers > 1 else self._largest
-        nbytes = min(self._largest, max(_SMALLEST, share))
+        share = -(-layout.nbytes // (servers * _PER_SERVER)) if servers > 1 else _LARGEST
+        nbytes = min(_LARGEST, max(_SMALLEST, share))
         grains = -(-layout.numel // GRAIN)
         if layout.nbytes <= nbytes or grains < 2:
             return [layout.numel]

@@ -124,7 +124,7 @@ class DistStore(KVStore):
         self._finish = weakref.finalize(
             self, _finish_unclosed, self._queue, self._servers, self._scheduler, self._pool, child_servers
         )
-        self._sharding = Sharding(len(self._scheduler.servers), allows_restarts=self._scheduler.allows_restarts)
+        self._sharding = Sharding(len(self._scheduler.servers))
         self._shards: dict[Key, list[ShardPlacement]] = {}
         self._rounds: dict[Key, int] = {}
         self._continuation = Continuation(self._scheduler, self._servers, self._shards, self._rounds, is_async=is_async)

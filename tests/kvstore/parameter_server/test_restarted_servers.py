@@ -73,28 +73,20 @@ def play(
     return body(*arguments)
 
 
-def run(
-    tmp_path: Path, kills: Sequence[str], body: Callable[..., Any], *arguments: Any, is_kept: bool = False, **more: str
-) -> list[Any]:
+def run(tmp_path: Path, kills: Sequence[str], body: Callable[..., Any], *arguments: Any, **more: str) -> list[Any]:
     """Run a job whose server is killed at these points, one after the other; return the results of the workers.
 
     Args:
         tmp_path: folder of the test.
-        kills: points and numbers of events; the last start of the server is not killed.
+        kills: points and numbers of events; the last start of the server is not killed. None: no restarts.
         body: runs in the workers.
         arguments: of the body.
-        is_kept: keep the server's memory, even if it is not killed.
         more: environment variables.
     """
     starts = len(kills) + 1
     script = "; ".join(f"server 0.{start} kill at {point}" for start, point in enumerate(kills))
-    environment = {
-        **LIMITS,
-        "GANGLINE_FAULT": script,
-        "GANGLINE_RESTART_PROCESSES": str(len(kills) or int(is_kept)),
-        **more,
-    }
-    memory = os.memfd_create("gangline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if kills or is_kept else None
+    environment = {**LIMITS, "GANGLINE_FAULT": script, "GANGLINE_RESTART_PROCESSES": str(len(kills)), **more}
+    memory = os.memfd_create("gangline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if kills else None
     path = "" if memory is None else f"/proc/{os.getpid()}/fd/{memory}"
     over = tmp_path / f"over-{time.monotonic_ns()}"
     with patch.dict(os.environ, environment):
@@ -142,10 +134,10 @@ def train(spec: Any, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor], 
             else:
                 for key, value in own.items():
                     kv.push(key, value, async_op=step % 3 == 1)
-                if kv.updates_wait:
-                    kv.update()
-                if step % 3 != 2:
+                if step % 3 == 1:
                     kv.pull(list(outs), list(outs.values()))
+            if kv.updates_wait:
+                kv.update()
             longest = max(longest, time.monotonic() - began)
         kv.barrier()
         kv.pull(list(outs), list(outs.values()))
@@ -159,11 +151,8 @@ CLIPPED = ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "clip_global_norm": 1.
 
 
 def check_equal(tmp_path: Path, kills: Sequence[str], body: Callable[..., Any], *arguments: Any, **more: str) -> float:
-    """Check that all tensors are bit-equal to those of an undisturbed run; return the longest step in seconds.
-
-    That run has no restarts, and larger shards, unless it takes a norm, whose last bit depends on the shards.
-    """
-    expected = run(tmp_path, [], body, *arguments, is_kept=CLIPPED in arguments or body is commands, **more)
+    """Check that all tensors are bit-equal to those of an undisturbed run; return the longest step in seconds."""
+    expected = run(tmp_path, [], body, *arguments, **more)
     found = run(tmp_path, kills, body, *arguments, **more)
     for one, other in zip(found, expected, strict=True):
         for own, undisturbed in zip(one[:-1], other[:-1], strict=True):
