@@ -32,12 +32,11 @@ from gangline.kvstore.optimizer import clipping
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_rate
 from gangline.kvstore.parameter_server import environment
+from gangline.kvstore.parameter_server.client.pending import PendingRequests, RequestWork
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import (
     CLOSE_SECONDS,
-    PendingRequests,
-    RequestWork,
     ServerClient,
 )
 from gangline.kvstore.parameter_server.client.server_commands import command, request_all
