@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ from gangline.kvstore.parameter_server.environment import from_environment
 from gangline.kvstore.parameter_server.scheduler import scheduler
 from gangline.kvstore.parameter_server.server import server
 from tests.kvstore.parameter_server.processes import RoleProcess
+from tests.kvstore.test_launch import launch
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -293,3 +295,31 @@ def test_twenty_killed_servers_lose_and_double_no_async_push(
     arguments = "dist_async", 200, spec, max_staleness
     longest = check_digits(tmp_path, kills, *arguments, sign=sign, GANGLINE_TRANSPORT=transport)
     print(f"the longest step took {longest:.2f} s")
+
+
+LOOP = """\
+import hashlib, torch, gangline
+torch.set_num_threads(1)
+with gangline.create("dist_sync") as kv:
+    kv.init([0, 1], [torch.zeros(10), torch.zeros(300_000)])
+    kv.set_optimizer(("adam", {"learning_rate": 0.01}))
+    outs = [torch.zeros(10), torch.zeros(300_000)]
+    for step in range(12):
+        kv.pushpull([0, 1], [torch.cos(out + kv.rank + step) for out in outs], outs)
+    print(hashlib.sha256(outs[0].numpy().tobytes() + outs[1].numpy().tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_the_launcher_keeps_the_memory_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for script in ("", "server 0 kill at update 9; server 1 kill at values 5; server 0.1 kill at close 6"):
+        monkeypatch.setenv("GANGLINE_FAULT", script)
+        words = ("-n", "2", "-s", "2", "--restart-processes", "3", "--", sys.executable, "-c", LOOP)
+        with launch(*words) as job:
+            status, out, errors = job.end(100)
+        assert status == 0
+        assert sum("it starts again" in line for line in errors) == script.count("kill")
+        found += [line.partition("] ")[2] for line in out]
+    assert len(found) == 4
+    assert len(set(found)) == 1
