@@ -1,4 +1,4 @@
-"""Scripted faults for tests: GANGLINE_FAULT="server 1 kill at close 7; worker 0 break at push-sent 3".
+"""Scripted faults for tests: GANGLINE_FAULT="server 1 kill at close 7; worker 0.1 break at push-sent 3".
 
 A fault happens at the n-th event of a named point in one process, never by time or chance. Where the variable is not
 set, `script_of` returns None and no code below runs.
@@ -19,11 +19,13 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
+from gangline.collectives.environments.restart import incarnation
+
 VARIABLE = "GANGLINE_FAULT"
 _log = logging.getLogger("gangline")
 
 _COMMON = ("join", "leave")
-_DATA = ("hello", "define", "pull", "ack", "values", "done", "command")
+_DATA = ("hello", "define", "pull", "ack", "values", "done", "command", "result")
 _CALLS = ("meet", "barrier", "met")
 POINTS: Mapping[str, tuple[str, ...]] = {
     "worker": (*_COMMON, *_CALLS, *_DATA, "push-sent"),
@@ -35,7 +37,7 @@ POINTS: Mapping[str, tuple[str, ...]] = {
 _NOT_MESSAGES = ("update", "close", "collective")
 ACTIONS = ("kill", "stop", "stop for N s", "break", "repeat", "swap")
 _FORM = re.compile(
-    r"(?P<role>\S+)(?: (?P<rank>\d+))? (?P<action>\S+)(?: for (?P<seconds>\d+(?:\.\d+)?) s)?"
+    r"(?P<role>\S+)(?: (?P<rank>\d+)(?:\.(?P<incarnation>\d+))?)? (?P<action>\S+)(?: for (?P<seconds>\d+(?:\.\d+)?) s)?"
     r" at (?P<point>\S+) (?P<number>\d+)"
 )
 
@@ -53,6 +55,8 @@ class Fault(NamedTuple):
     number: int
     """Number of the event, from 1."""
     text: str
+    incarnation: int = 0
+    """Number of times that the process was started again before."""
 
 
 def parse(text: str) -> list[Fault]:
@@ -89,7 +93,8 @@ def _parsed(words: str, where: str) -> Fault:
         raise ValueError(f"{where}; {point} is no message, so only kill and stop are possible there")
     if int(found["number"]) < 1:
         raise ValueError(f"{where} with event 0; expected a number from 1")
-    return Fault(role, int(found["rank"] or 0), action, seconds, point, int(found["number"]), words)
+    again = int(found["incarnation"] or 0)
+    return Fault(role, int(found["rank"] or 0), action, seconds, point, int(found["number"]), words, again)
 
 
 def _either(words: Collection[str]) -> str:
@@ -107,7 +112,9 @@ def script_of(role: str, rank: int) -> Script | None:
         ValueError: if the script is invalid.
     """
     text = os.environ.get(VARIABLE, "")
-    return Script(parse(text), role, rank) if text else None
+    if not text:
+        return None
+    return Script([fault for fault in parse(text) if fault.incarnation == incarnation()], role, rank)
 
 
 class Script:

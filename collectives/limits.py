@@ -82,6 +82,8 @@ class Limits(NamedTuple):
     """GANGLINE_STALL_WARN, default 60: waiting time in one call after which a warning names the late ranks."""
     timeout: float
     """GANGLINE_TIMEOUT, default 1800: waiting time in one call after which it raises `StallError`."""
+    restart_limit: float
+    """GANGLINE_RESTART_LIMIT, default 120: time for a restarted process to take its place before the job fails."""
 
 
 def limits() -> Limits:
@@ -95,6 +97,7 @@ def limits() -> Limits:
         _seconds("GANGLINE_HEARTBEAT_LIMIT", 10),
         _seconds("GANGLINE_STALL_WARN", 60),
         _seconds("GANGLINE_TIMEOUT", 1800),
+        _seconds("GANGLINE_RESTART_LIMIT", 120),
     )
 
 

@@ -124,6 +124,37 @@ class KVStore(abc.ABC):
         """True if each push updates at once, without the pushes of other workers."""
         return False
 
+    @property
+    def is_restarted(self) -> bool:
+        """True if this worker was started again alone while the others waited (`gangline launch --restart-processes`).
+
+        Its calls before the first push, such as `init` and `set_optimizer`, then return what they returned to the other
+        workers, and keys keep the values that they have.
+        """
+        return False
+
+    @property
+    def first_step(self) -> int:
+        """Number of pushes of each key that this worker has made before it was restarted; 0 if it was not.
+
+        Read it after `init` and `set_optimizer`. A loop continues by it if it pushes every key once in each step:
+
+            for step in range(kv.first_step, steps):
+                kv.pushpull(keys, gradients(step), weights)
+        """
+        self._check_open()
+        return 0
+
+    def check_not_restarted(self, what: str) -> None:  # noqa: B027  stores without restarts have nothing to check
+        """Fail the job if this worker was restarted alone.
+
+        Args:
+            what: what cannot go on then, for the error.
+
+        Raises:
+            RuntimeError: if it was; the other workers get a DeadNodeError.
+        """
+
     def barrier(self) -> None:
         """Wait until every worker has called it; workers in `join` count as present."""
         self.group.barrier("barrier")

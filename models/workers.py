@@ -35,7 +35,10 @@ class Workers:
         Raises:
             ValueError: if GANGLINE_WORK_LOAD_LIST is malformed, or does not have one number per worker.
             MismatchError: if the workers' loads differ.
+            RuntimeError: if this worker was restarted alone, without the others.
         """
+        if store is not None:
+            store.check_not_restarted("training by a Module")
         self._store = store if store is not None and store.num_workers > 1 else None
         self.rank = self._store.rank if self._store is not None else 0
         self.count = self._store.num_workers if self._store is not None else 1

@@ -1,4 +1,4 @@
-"""Restarts of a whole job: which start of it this process belongs to."""
+"""Restarts of a whole job, and of one of its processes: which start this process belongs to."""
 
 from __future__ import annotations
 
@@ -10,19 +10,41 @@ RUN_ID = "GANGLINE_RUN_ID"
 """Variable with a name of the job that is the same in all its starts."""
 
 
+INCARNATION = "GANGLINE_INCARNATION"
+"""Variable with the number of times that this process alone was started again."""
+PROCESS_RESTARTS = "GANGLINE_RESTART_PROCESSES"
+"""Variable of the scheduler: how many processes the launcher starts again while the job runs."""
+
+LAUNCHER_FD = "GANGLINE_LAUNCHER_FD"
+"""Variable of the scheduler: a pipe to which it writes when no process can take its place again any more."""
+
+KEPT_MEMORY = "GANGLINE_KEPT_MEMORY"
+"""Variable of a server: descriptor of the memory in which its state outlives it."""
+
+
+def incarnation() -> int:
+    """Return how often this process was started again while its job ran on; 0 in its first start.
+
+    Raises:
+        ValueError: if the variable is not a number.
+    """
+    return _number(INCARNATION)
+
+
 def restart_number() -> int:
     """Return how often the job was started again, by `gangline launch` or by torchrun; 0 in its first start.
 
     Raises:
         ValueError: if a variable is not a number.
     """
-    found = 0
-    for name in (RESTART, "TORCHELASTIC_RESTART_COUNT"):
-        words = os.environ.get(name) or "0"
-        if not words.isdecimal():
-            raise ValueError(f"{name} is {words!r}; expected a number, 0 or more")
-        found = max(found, int(words))
-    return found
+    return max(_number(RESTART), _number("TORCHELASTIC_RESTART_COUNT"))
+
+
+def _number(name: str) -> int:
+    words = os.environ.get(name) or "0"
+    if not words.isdecimal():
+        raise ValueError(f"{name} is {words!r}; expected a number, 0 or more")
+    return int(words)
 
 
 def run_id() -> str | None:

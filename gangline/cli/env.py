@@ -234,6 +234,23 @@ VARIABLES = (
         "Set by `gangline launch`: number of times that the job was started again (--max-restarts). Above 0, training "
         "resumes from the newest checkpoint that the job wrote. Under torchrun TORCHELASTIC_RESTART_COUNT counts.",
     ),
+    Variable(
+        "GANGLINE_INCARNATION",
+        "0",
+        "Set by `gangline launch`: number of times that this process alone was started again (--restart-processes).",
+    ),
+    Variable(
+        "GANGLINE_RESTART_PROCESSES",
+        "0",
+        "Set by `gangline launch --restart-processes` for the scheduler: number of processes that it waits for.",
+    ),
+    Variable(
+        "GANGLINE_RESTART_LIMIT",
+        "120",
+        "Seconds for a restarted process to take its place in the job before the job fails.",
+    ),
+    Variable("GANGLINE_LAUNCHER_FD", "", "Set by `gangline launch`: pipe by which the scheduler ends all restarts."),
+    Variable("GANGLINE_KEPT_MEMORY", "", "Set by `gangline launch`: memory in which a server's state outlives it."),
     Variable("GANGLINE_RUN_ID", "", "Set by `gangline launch`: name of the job that is the same in all its starts."),
     Variable("GANGLINE_SUPERVISED", "0", "Set by `gangline launch`: servers wait for workers without a limit."),
     Variable("GANGLINE_ANNOUNCE_FD", "", "Set for a scheduler that chooses its port: where it writes the port."),
@@ -249,6 +266,7 @@ VARIABLES = (
     Variable("DMLC_NUM_WORKER", "", "Number of workers."),
     Variable("DMLC_NUM_SERVER", "", "Number of servers."),
     Variable("DMLC_WORKER_ID", "", "Rank that this worker asks for."),
+    Variable("DMLC_SERVER_ID", "", "Rank that this server asks for."),
     Variable(
         "GANGLINE_STOP_SIGNALS",
         "",

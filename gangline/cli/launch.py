@@ -53,6 +53,7 @@ _OF_LAUNCHERS = {
     "idle_surplus": (Launcher.LOCAL, Launcher.SSH),
     "bind": (Launcher.LOCAL, Launcher.SSH),
     "max_restarts": (Launcher.LOCAL, Launcher.SSH, Launcher.RAY),
+    "restart_processes": (Launcher.LOCAL,),
 }
 """Launchers that use an option; an option that is not here is for all."""
 _RESTARTS = {
@@ -123,6 +124,15 @@ def launch(
             "checkpoint that the job wrote.",
         ),
     ] = 0,
+    restart_processes: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Number of workers and servers of a dist_* store that start again alone, while the others wait for "
+            "them. Beyond it the job fails.",
+        ),
+    ] = 0,
     stop_signals: Annotated[
         str | None,
         typer.Option(
@@ -183,6 +193,10 @@ def launch(
     workers = workers or sum(entry.slots for entry in entries)
     if not workers:
         raise UsageError("the number of workers is missing: -n")
+    if restart_processes and not servers:
+        raise UsageError(
+            "--restart-processes needs servers, -s 1 or more: only the workers of their jobs can wait for a restart"
+        )
     stops = signals_of(stop_signals)
     if gpus is not None and launcher not in (Launcher.LOCAL, Launcher.K8S):
         raise UsageError(
@@ -197,6 +211,7 @@ def launch(
         passed_on=tuple(env or ()),
         binds_cores=bind,
         idle_surplus=idle_surplus,
+        restart_processes=restart_processes,
     )
     if launcher is Launcher.K8S:
         if image is None:
@@ -235,7 +250,14 @@ def launch(
         # mpirun and srun pass no descriptors on: GANGLINE_JOB_KEY_FILE names the key of their jobs.
         key = JobKey.new() if launcher is Launcher.LOCAL else None
         processes = _table(replace(job, restart=restart), host) if restart else table
-        return run(processes, StopTimeouts(stop=grace), key, stop_signals=stops, reports=Reports(log_dir))
+        return run(
+            processes,
+            StopTimeouts(stop=grace),
+            key,
+            stop_signals=stops,
+            reports=Reports(log_dir),
+            restart_processes=restart_processes,
+        )
 
     raise typer.Exit(run_with_restarts(attempt, max_restarts))
 

@@ -25,12 +25,17 @@ class WorkerGroup:
         rank: this worker's rank.
         size: number of workers.
         exchange: moves the data.
+        is_recorded: returns whether this worker was restarted and its next call, of this name, was over before, so that
+            the call only returns its result.
     """
 
-    def __init__(self, rank: int, size: int, exchange: Exchange) -> None:
+    def __init__(
+        self, rank: int, size: int, exchange: Exchange, is_recorded: Callable[[str], bool] = lambda _: False
+    ) -> None:
         self.rank = rank
         self.size = size
         self._exchange = exchange
+        self._is_recorded = is_recorded
 
     def all_gather(self, data: Any, name: str) -> list[Any]:
         """Return every worker's data in rank order; None for a worker inside join()."""
@@ -57,9 +62,12 @@ class WorkerGroup:
         check_same(self.all_gather(dict(items), name), name)
 
     def run_on_rank(self, action: Callable[[], object], name: str, rank: int = 0) -> None:
-        """Run an action on one rank while the others wait; if it raises, raise an equal error on all workers."""
+        """Run an action on one rank while the others wait; if it raises, raise an equal error on all workers.
+
+        A restarted worker does not run it again.
+        """
         error: Exception | None = None
-        if self.rank == rank:
+        if self.rank == rank and not self._is_recorded(name):
             try:
                 action()
             except Exception as raised:  # noqa: BLE001  raised again below

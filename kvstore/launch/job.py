@@ -13,12 +13,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gangline.collectives.environments.restart import RESTART, RUN_ID
+from gangline.collectives.environments.restart import INCARNATION, PROCESS_RESTARTS, RESTART, RUN_ID
 from gangline.collectives.transports import unix_sockets
 from gangline.kvstore.launch.binding import LOCALHOST, Binding, Host, bind
 
 _SUPERVISED = {"GANGLINE_SUPERVISED": "1"}  # wait for workers without limit: the launcher notices if none start
-_NOT_INHERITED = ("DMLC_WORKER_ID", "GANGLINE_WORK_LOAD_LIST")
+_NOT_INHERITED = ("DMLC_WORKER_ID", "DMLC_SERVER_ID", INCARNATION, PROCESS_RESTARTS, "GANGLINE_WORK_LOAD_LIST")
 """Variables of an outer job, removed if the launcher itself runs in a worker."""
 
 
@@ -40,6 +40,8 @@ class JobSpec:
     """Leave out workers beyond the GPUs or slots of the hosts; False: they are an error."""
     restart: int = 0
     """Number of times that the job was started again."""
+    restart_processes: int = 0
+    """Number of workers and servers that are started again, each alone, while the job runs."""
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))
     """Name of the job that is the same in all its starts."""
 
@@ -130,7 +132,7 @@ def process_table(
             role,
             rank,
             (sys.executable, "-m", f"gangline.kvstore.parameter_server.{role}"),
-            {**common, **_SUPERVISED, "DMLC_ROLE": role},
+            {**common, **_SUPERVISED, "DMLC_ROLE": role, **_restartable(job, rank)},
             used[(rank or 0) % len(used)],
         )
         for role, rank in supervised
@@ -142,6 +144,13 @@ def process_table(
         cpus = binding.cpus if job.binds_cores else ()
         processes.append(Process("worker", binding.rank, job.command, environment, binding.node_rank, cpus))
     return processes
+
+
+def _restartable(job: JobSpec, rank: int | None) -> dict[str, str]:
+    """Return what a scheduler or server needs if processes are started again."""
+    if not job.restart_processes:
+        return {}
+    return {PROCESS_RESTARTS: str(job.restart_processes)} if rank is None else {"DMLC_SERVER_ID": str(rank)}
 
 
 def _belongs_to_outer_job(name: str, value: str) -> bool:

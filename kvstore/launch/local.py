@@ -31,6 +31,7 @@ def run(
     *,
     stop_signals: Collection[signal.Signals] = (),
     reports: Reports = Reports(),  # noqa: B008 - it is frozen
+    restart_processes: int = 0,
 ) -> Outcome:
     """Run the processes of a job until all have ended; call it from the main thread of a program without other threads.
 
@@ -44,6 +45,7 @@ def run(
         key: key of the job, which every process gets by an inherited descriptor.
         stop_signals: further signals that stop all processes.
         reports: where the output goes, beside standard output and error.
+        restart_processes: number of workers and servers that are started again, each alone, instead of ending the job.
 
     Returns:
         The exit code, and whether a signal stopped the job. The code is 0 if all workers succeeded, else that of the
@@ -62,7 +64,7 @@ def run(
         parent = os.getpid()
         child = os.fork()
         if child == 0:
-            _supervise(parent, processes, timeouts, key, stops, mask, reports)
+            _supervise(parent, processes, timeouts, key, stops, mask, reports, restart_processes)
         return _forward_signals(child, stops, timeouts)
     finally:
         kill_descendants(spared=before)
@@ -106,6 +108,7 @@ def _supervise(
     stops: Collection[int],
     mask: Collection[int],
     reports: Reports,
+    restart_processes: int,
 ) -> NoReturn:
     """Run the supervisor and exit; ``mask`` becomes the signal mask once its handlers are installed."""
     code = 1
@@ -114,7 +117,7 @@ def _supervise(
         adopt_orphans()
         die_with_parent(parent, signal.SIGTERM)
         supervisor = Supervisor(timeouts, stops, mask, reports)
-        code = supervisor.run(processes, key)
+        code = supervisor.run(processes, key, restart_processes)
     except BaseException:  # noqa: BLE001 - the child must never return into the caller's program
         traceback.print_exc()
     finally:

@@ -1,4 +1,7 @@
-"""Restart of a whole job: after a failure everything is stopped, and all processes start again."""
+"""Restart of a whole job: after a failure everything is stopped, and all processes start again.
+
+The restart of one process while the others run on is the supervisor's.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from dataclasses import dataclass
 
 CHECKPOINTED = 75
 """Exit code of a program that a signal stopped after it wrote a checkpoint: EX_TEMPFAIL of sysexits.h."""
-_FINAL = {
+FINAL = {
     2: "wrong usage",
     CHECKPOINTED: "stopped by a signal, with a checkpoint written",
     126: "the command cannot be run",
@@ -33,7 +36,7 @@ class Outcome:
 def run_with_restarts(attempt: Callable[[int], Outcome], max_restarts: int) -> int:
     """Run a job, again after each failure; return the exit code of the last attempt.
 
-    A job that a signal to the launcher stopped is not started again, nor one that ended with a code of `_FINAL`.
+    A job that a signal to the launcher stopped is not started again, nor one that ended with a code of `FINAL`.
 
     Args:
         attempt: runs the job until nothing is left of it; its argument is the number of restarts so far.
@@ -45,8 +48,8 @@ def run_with_restarts(attempt: Callable[[int], Outcome], max_restarts: int) -> i
             outcome = attempt(restart)
             if not outcome.code or outcome.is_stopped or not max_restarts:
                 return outcome.code
-            if outcome.code in _FINAL:
-                _report(f"the job is not started again: code {outcome.code} means {_FINAL[outcome.code]}")
+            if outcome.code in FINAL:
+                _report(f"the job is not started again: code {outcome.code} means {FINAL[outcome.code]}")
                 return outcome.code
             if restart == max_restarts:
                 _report(f"the job is not started again: all {max_restarts} restarts are used up")

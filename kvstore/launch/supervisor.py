@@ -17,18 +17,18 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import IO
 
 from gangline.collectives.environments.job_key import JobKey, inherited_key
-from gangline.collectives.environments.restart import RESTART
+from gangline.collectives.environments.restart import INCARNATION, KEPT_MEMORY, LAUNCHER_FD, RESTART
 from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.kvstore.launch.job import Process
 from gangline.kvstore.launch.output import Output, Stream, write_what_fits
 from gangline.kvstore.launch.process_tree import descendants, send, send_group, send_program
-from gangline.kvstore.launch.restarts import CHECKPOINTED
+from gangline.kvstore.launch.restarts import CHECKPOINTED, FINAL
 
 _KILL_INTERVAL = 0.1
 """Seconds between rounds of SIGKILL; each round reaches processes forked since the last."""
@@ -107,6 +107,14 @@ class Supervisor:
         self._code: int | None = None
         """Exit code of the job; None until it fails or is stopped."""
         self._is_interrupted = False
+        self._key: JobKey | None = None
+        self._restarts_left = 0
+        """Number of processes that may still be started again."""
+        self._restarts = 0
+        self._kept_memory: dict[int, int] = {}
+        """Descriptor of the memory of each server, by rank: a server that starts again finds its state there."""
+        self._verdict: int | None = None
+        """Pipe of the scheduler, by which it says that restarts are of no use any more."""
         self._worker_codes: set[int] = set()
         """Exit codes of the workers that have ended."""
         self._servers_stop_last = False
@@ -133,19 +141,16 @@ class Supervisor:
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def run(self, processes: Sequence[Process], key: JobKey | None = None) -> int:
+    def run(self, processes: Sequence[Process], key: JobKey | None = None, restart_processes: int = 0) -> int:
         """Run the processes until they and all their descendants have ended; return the job's exit code.
 
         Args:
             processes: processes of the job.
             key: key of the job, for all processes.
+            restart_processes: number of workers and servers to start again alone.
         """
-        with inherited_key(key) as (environment, descriptors):
-            if key is not None:
-                environment["GANGLINE_JOB_ID"] = key.job_id()
-            for process in processes:
-                if self._code is None:
-                    self._start(process, environment, descriptors)
+        self._key, self._restarts_left = key, restart_processes
+        self._start_all(processes)
         while self._children or self._has_orphans():
             self._wait()
         for child in self._started:
@@ -160,6 +165,54 @@ class Supervisor:
         if self._is_interrupted and CHECKPOINTED in self._worker_codes and self._worker_codes <= {0, CHECKPOINTED}:
             return CHECKPOINTED
         return self._code or 0
+
+    def _start_all(self, processes: Sequence[Process]) -> None:
+        with inherited_key(self._key) as (environment, descriptors):
+            if self._key is not None:
+                environment["GANGLINE_JOB_ID"] = self._key.job_id()
+            for process in processes:
+                if self._code is not None:
+                    return
+                if process.role == "scheduler" and self._restarts_left:
+                    self._verdict, writing = os.pipe()
+                    os.set_blocking(self._verdict, False)
+                    more = {**environment, LAUNCHER_FD: str(writing)}
+                    self._start(process, more, [*descriptors, writing])
+                    os.close(writing)
+                elif process.role == "server" and self._verdict is not None:
+                    kept = self._kept_memory_of(process.rank or 0)
+                    more = {**environment, KEPT_MEMORY: str(kept)}
+                    self._start(process, more, [*descriptors, kept])
+                else:
+                    self._start(process, environment, descriptors)
+
+    def _kept_memory_of(self, server: int) -> int:
+        if server not in self._kept_memory:
+            descriptor = os.memfd_create("gangline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self._kept_memory[server] = descriptor
+        return self._kept_memory[server]
+
+    def _may_restart(self, child: _Child, code: int) -> bool:
+        """Return whether a process that has ended is started again alone: others need it, and the job can go on."""
+        if not self._restarts_left or code in FINAL or child.process.role not in ("worker", "server"):
+            return False
+        assert self._verdict is not None
+        try:
+            os.read(self._verdict, 1)  # the scheduler has said so, or has ended
+        except BlockingIOError:
+            return True
+        return False
+
+    def _restart(self, child: _Child, code: int) -> None:
+        """Start a process again, under its role and rank."""
+        self._restarts_left -= 1
+        self._restarts += 1
+        number = int(child.process.environment.get(INCARNATION) or 0) + 1
+        total = self._restarts + self._restarts_left
+        self._report(f"{child} {_how(code)}; it starts again (restart {self._restarts} of {total} of single processes)")
+        send_group(child.popen.pid, signal.SIGKILL)  # what it has started works for nobody
+        environment = {**child.process.environment, INCARNATION: str(number)}
+        self._start_all([replace(child.process, environment=environment)])
 
     def _start(self, process: Process, environment: Mapping[str, str], descriptors: Sequence[int]) -> None:
         try:
@@ -186,7 +239,7 @@ class Supervisor:
             self._tell(child, process.document or "")
         elif self._reports.log_dir is not None:
             path = self._reports.log_dir / f"{process.label.replace(' ', '-')}.log"
-            is_first_start = process.environment.get(RESTART, "0") == "0"
+            is_first_start = all(process.environment.get(name) in (None, "0") for name in (RESTART, INCARNATION))
             child.log = path.open("wb" if is_first_start else "ab", buffering=0)
         for pipe in (popen.stdout, popen.stderr):
             assert pipe is not None
@@ -281,6 +334,9 @@ class Supervisor:
 
     def _ended(self, child: _Child, code: int) -> None:
         self._drain(child)  # its last output comes before the report
+        if code and self._code is None and self._may_restart(child, code):
+            self._restart(child, code)
+            return
         if child.process.is_worker:
             self._worker_codes.add(code)
         if code and self._code is None:

@@ -69,6 +69,12 @@ class KeyedOptimizer:
         if before is not None:
             self._restore(key, self._optimizer.state.pop(before, {}))
 
+    def state_of(self, key: Key) -> dict[str, Any]:
+        """Return the state of a key that was added, which updates change: tensors and plain values by name."""
+        assert self._optimizer is not None, "add() comes before state_of()"
+        state: dict[str, Any] = self._optimizer.state[self._weights[key]]
+        return state
+
     def check(self, key: Key, weight: torch.Tensor) -> torch.optim.Optimizer:
         """Return a torch optimizer over the weight alone; raise ValueError as `add` would."""
         if not (weight.is_floating_point() or weight.is_complex()):

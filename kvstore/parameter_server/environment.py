@@ -24,7 +24,7 @@ class ServerJob(NamedTuple):
     workers: int
     servers: int
     rank: int
-    """Requested worker rank; -1: any."""
+    """Requested rank; -1: any."""
     interface: str
     """Address of this host as other hosts reach it."""
     announce_fd: int | None
@@ -41,7 +41,8 @@ class ServerJob(NamedTuple):
 def from_environment(environment: Mapping[str, str] = os.environ) -> ServerJob:
     """Read DMLC_ROLE, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER and DMLC_NUM_SERVER.
 
-    DMLC_WORKER_ID requests a rank; DMLC_INTERFACE names the interface by which other hosts reach this one.
+    DMLC_WORKER_ID or DMLC_SERVER_ID requests a rank; DMLC_INTERFACE names the interface by which other hosts reach this
+    one.
 
     Raises:
         ValueError: if a variable is missing, out of range or not a number; the message names it.
@@ -56,7 +57,8 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> ServerJob:
     port = _number(environment, "DMLC_PS_ROOT_PORT", 0 if announce else 1, 65535)
     workers = _number(environment, "DMLC_NUM_WORKER", 1, 1 << 16)
     servers = _number(environment, "DMLC_NUM_SERVER", 1, 1 << 16)
-    rank = _number(environment, "DMLC_WORKER_ID", 0, workers - 1) if "DMLC_WORKER_ID" in environment else -1
+    name, count = ("DMLC_SERVER_ID", servers) if role == "server" else ("DMLC_WORKER_ID", workers)
+    rank = _number(environment, name, 0, count - 1) if name in environment else -1
     interface = local_address(host, environment.get("DMLC_INTERFACE"))
     descriptor = int(announce) if announce else None
     is_supervised = environment.get("GANGLINE_SUPERVISED") == "1"

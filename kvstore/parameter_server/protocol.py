@@ -16,7 +16,7 @@ import msgpack
 
 from gangline.collectives.errors import ProtocolError
 
-VERSION = 3
+VERSION = 4
 MAX_HEADER = 4 << 20
 """Maximum bytes of a header frame."""
 MAX_SHARD = 1 << 35
@@ -161,6 +161,8 @@ class Register(Message):
     """Address of a server; "" for workers."""
     job: String = ""
     """GANGLINE_JOB_ID, by which the scheduler refuses processes of other jobs."""
+    incarnation: Count = 0
+    """Number of times that this process was started again while its job ran on."""
 
 
 @message(2)
@@ -176,6 +178,10 @@ class Registered(Message):
     heartbeat: Number
     """Seconds between two heartbeats that the scheduler expects."""
     limit: Number
+    restarts: Flag = False
+    """True if processes that die may be started again."""
+    is_restarted: Flag = False
+    """True if the process has taken the place of one that died after the start."""
 
 
 @message(3)
@@ -321,6 +327,50 @@ class SilenceResult(Message):
     """Role and rank of each, such as "worker 1"."""
 
 
+@message(18)
+@dataclass
+class MemberAway(Message):
+    """Notice that a process has died whose place a restarted one may take; `MemberBack` or `MemberGone` follows."""
+
+    role: String
+    rank: Rank
+    why: Text
+    identity: Blob
+    """Identity of its sockets, from which servers accept nothing any more."""
+
+
+@message(19)
+@dataclass
+class MemberBack(Message):
+    """Notice that a restarted process has taken the place of one that has died."""
+
+    role: String
+    rank: Rank
+    view: Count
+    """Number of the membership with this process."""
+    address: String
+    """Address of a server; "" for workers."""
+
+
+@message(33)
+@dataclass
+class Recall(Message):
+    """Question of a restarted worker whether a collective is over, whose result it then gets from the record."""
+
+    number: Count
+    skips: Flag
+    """True if collectives of smaller numbers go on without this worker from now on."""
+
+
+@message(34)
+@dataclass
+class Recalled(Message):
+    """Answer to `Recall`."""
+
+    number: Count
+    is_over: Flag
+
+
 # Server messages
 
 
@@ -444,7 +494,7 @@ class Failed(Message):
 @message(30)
 @dataclass
 class Command(Message):
-    """Command for all shards of a server: "optimizer", "norms", "update", "drop", "compression", "state", ..."""
+    """Command for all shards of a server: "optimizer", "norms", "update", "drop", "compression", "rounds", ..."""
 
     sequence: Count
     name: String
@@ -470,6 +520,18 @@ class Blocked(Message):
     """Number of the collective."""
     text: Text
 
+
+@message(35)
+@dataclass
+class Repeated(Message):
+    """Notice after a `Welcome` that the worker has repeated all requests that a lost connection may have lost."""
+
+
+# Collectives
+
+ROUND = 1 << 20
+"""Where workers may be restarted, the first collective of a worker that has pushed n times is n * ROUND + 1. Those that
+set up the store are numbered from 1 whenever they are called."""
 
 # Entries
 

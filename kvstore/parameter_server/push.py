@@ -71,15 +71,23 @@ class PushEncoder:
         pool: this worker's shared memory; None: it has none.
         on_device: reduce device tensors on the first device rather than on the host.
         workers: number of workers.
+        allows_restarts: keep what was pushed until servers can no longer lose it.
     """
 
     def __init__(
-        self, shares_memory: Sequence[bool], pool: SharedMemoryPool | None, *, on_device: bool, workers: int
+        self,
+        shares_memory: Sequence[bool],
+        pool: SharedMemoryPool | None,
+        *,
+        on_device: bool,
+        workers: int,
+        allows_restarts: bool = False,
     ) -> None:
         self._shares_memory = shares_memory
         self._pool = pool
         self._on_device = on_device
         self._workers = workers
+        self._allows_restarts = allows_restarts
         self._compression: Compression | None = None
         self._residuals: dict[Key, Tensor] = {}
 
@@ -127,11 +135,15 @@ class PushEncoder:
                     one.write(self._pool.tensor_at(offset, one.nbytes))
                     offset += aligned(one.nbytes)
                 request.on_release = partial(self._pool.free, region[0])
+                request.is_held = True
             else:
                 frames: list[bytes | memoryview] = []
+                request.is_held = self._allows_restarts and targets is None
                 for one in group:
-                    frames.append(frame_of(one.total()))
-                    owns_data &= isinstance(frames[-1], bytes) or one.owns_data
+                    total = one.total()
+                    is_copied = request.is_held and not one.owns_data and total.nbytes > INLINE
+                    frames.append(frame_of(total.clone() if is_copied else total))
+                    owns_data &= isinstance(frames[-1], bytes) or one.owns_data or is_copied
                 request.frames = frames
             request.message = _message(entries, weight, learning_rate, targets is not None, region)
             if targets is None:

@@ -32,18 +32,18 @@ from gangline.kvstore.optimizer import clipping
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_rate
 from gangline.kvstore.parameter_server import environment
+from gangline.kvstore.parameter_server.client.pending import PendingRequests, RequestWork
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import (
     CLOSE_SECONDS,
-    PendingRequests,
-    RequestWork,
     ServerClient,
 )
 from gangline.kvstore.parameter_server.client.server_commands import command, request_all
 from gangline.kvstore.parameter_server.protocol import Define
 from gangline.kvstore.parameter_server.pull import PullTargets, RowPull, ShardTarget, wait_requests
 from gangline.kvstore.parameter_server.push import PushEncoder
+from gangline.kvstore.parameter_server.restart import Continuation
 from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.kvstore.parameter_server.server import optimizer_shards
 from gangline.kvstore.parameter_server.sharding import (
@@ -126,13 +126,18 @@ class DistStore(KVStore):
         self._sharding = Sharding(len(self._scheduler.servers))
         self._shards: dict[Key, list[ShardPlacement]] = {}
         self._rounds: dict[Key, int] = {}
+        self._continuation = Continuation(self._scheduler, self._servers, self._shards, self._rounds, is_async=is_async)
         self._failed: dict[Key, set[int]] = {}  # rounds of pushes that failed and may be repeated
         self._failed_lock = threading.Lock()
         self._spec: OptimizerSpec | None = None
         self._learning_rate: float | None = None
         self._late_error: Exception | None = None  # error of a push that had already returned
         self._encoder = PushEncoder(
-            self._servers.shares_memory, self._pool, on_device=self._on_device, workers=self.num_workers
+            self._servers.shares_memory,
+            self._pool,
+            on_device=self._on_device,
+            workers=self.num_workers,
+            allows_restarts=self._scheduler.allows_restarts,
         )
 
     @property
@@ -163,7 +168,25 @@ class DistStore(KVStore):
     @property
     def _workers(self) -> WorkerGroup:
         """The workers, for calls that do not wait until servers have received this worker's pushes."""
-        return WorkerGroup(self.rank, self.num_workers, self._exchange_now)
+        return WorkerGroup(self.rank, self.num_workers, self._exchange_now, self._scheduler.is_recorded)
+
+    @property
+    def group(self) -> WorkerGroup:  # noqa: D102  inherited
+        return WorkerGroup(self.rank, self.num_workers, self._exchange, self._scheduler.is_recorded)
+
+    # Restarts
+
+    @property
+    def is_restarted(self) -> bool:  # noqa: D102  inherited
+        return self._scheduler.is_restarted
+
+    @property
+    def first_step(self) -> int:  # noqa: D102  inherited
+        self._check_open()
+        return self._continuation.first_step()
+
+    def check_not_restarted(self, what: str) -> None:  # noqa: D102  inherited
+        self._continuation.refuse(what)
 
     def _refuse(self, call: str, error: Exception, keys: object = None) -> None:
         self._calls_begun += 1
@@ -172,6 +195,7 @@ class DistStore(KVStore):
         if call in _PUSHES:
             known = keys.keys if isinstance(keys, Bucket) else keys if isinstance(keys, (list, tuple)) else [keys]
             known = [key for key in known if isinstance(key, (str, int)) and key in self._rounds]
+            self._continuation.count(dict.fromkeys(known))
             self._queue.run(lambda: self._refuse_rounds(known, error), Work(call), known, 0)
         elif not self._closed:
             self._scheduler.refuse(call, refusal(call, error))
@@ -197,6 +221,7 @@ class DistStore(KVStore):
         for packed in result.data:
             for key, number in msgpack.unpackb(packed) if packed else ():
                 self._rounds[key] = max(self._rounds.get(key, 0), number)
+        self._continuation.set_counts(self._rounds)
         self._failed.clear()
         command(self._servers, "resume")
         self.barrier()
@@ -217,6 +242,7 @@ class DistStore(KVStore):
         placed = self._sharding.place(new, whole=whole)
         self._shards.update(placed)
         self._rounds.update(dict.fromkeys(placed, 0))
+        self._continuation.set_counts(dict.fromkeys(placed, 0))
         self._workers.run_on_rank(lambda: self._define(pairs), "init")
         return Work.finished("init")
 
@@ -272,6 +298,7 @@ class DistStore(KVStore):
         on_host: Callable[[], Pushed] | None = None,
     ) -> Work:
         pairs = merged(pairs)
+        self._continuation.count([key for key, _ in pairs])
         merged_outs = None if outs is None else _merged_outs(outs)
 
         def push(work: PendingRequests) -> None:
@@ -303,6 +330,8 @@ class DistStore(KVStore):
         with self._failed_lock:
             rounds = {key: min(self._failed.get(key, ()), default=self._rounds[key] + 1) for key in keys}
             for key, number in rounds.items():
+                if number <= self._rounds[key]:
+                    self._continuation.repeat(key)
                 self._rounds[key] = max(self._rounds[key], number)
                 self._failed.get(key, set()).discard(number)
         return rounds
@@ -419,6 +448,8 @@ class DistStore(KVStore):
     # Optimizer
 
     def _set_optimizer(self, spec: OptimizerSpec) -> None:
+        if spec.clip_global_norm is not None:
+            self.check_not_restarted("an optimizer with clip_global_norm")
         packed = optimizer_shards.pack_spec(spec)
         for key, shards in self._shards.items():
             KeyedOptimizer(spec).check(key, shards[0].layout.empty())
@@ -446,6 +477,7 @@ class DistStore(KVStore):
             self._sharding.remove(shards)
         self._shards.update(self._sharding.place([shards[0].layout for shards in old.values()], whole=True))
         self._rounds.update(dict.fromkeys(split, 0))
+        self._continuation.set_counts(dict.fromkeys(split, 0))
 
         def define() -> None:
             self._define([(key, [value]) for key, value in values.items()])
@@ -564,6 +596,8 @@ class DistStore(KVStore):
         if not self._closed:
             super().close()
             is_failing = sys.exc_info()[0] is not None  # its error must not be replaced or delayed
+            if is_failing:
+                self._scheduler.abandon()
             detached = self._finish.detach()
             assert detached is not None
             _, _, resources, _ = detached
@@ -655,6 +689,8 @@ def _finish(
 
 def _finish_unclosed(*resources: Any) -> None:
     """Close the resources of a dropped store; in a new thread if one of their own threads dropped it."""
+    if getattr(sys, "last_value", None) is not None:  # an error ends this process
+        resources[2].abandon()
 
     def close_all() -> None:
         error = _finish(*resources)

@@ -73,6 +73,10 @@ class Segment:
         weakref.finalize(memory, dead.append, number).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
 
+    def bytes(self, offset: int, nbytes: int) -> memoryview:
+        """Return bytes as a view."""
+        return self._view[offset : offset + nbytes]
+
     def words(self, offset: int, count: int) -> memoryview:
         """Return ``count`` 64-bit integers from byte ``offset``; a load or store of one is a single instruction."""
         return self._view[offset : offset + 8 * count].cast("q")
@@ -118,18 +122,31 @@ class Offer:
 
     Untouched pages take no memory: a segment may be larger than the part that is used.
 
+    Args:
+        nbytes: size of a new segment.
+        descriptor: memfd of a process that outlives this one, empty or filled by a predecessor of this process; it is
+            closed with the offer.
+
     Raises:
         OSError: if the system provides no such memory.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        token = secrets.token_bytes(_TOKEN_BYTES)
-        self._descriptor = os.memfd_create("gangline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    def __init__(self, nbytes: int, descriptor: int | None = None) -> None:
+        if descriptor is None:
+            descriptor = os.memfd_create("gangline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._descriptor = descriptor
         try:
-            os.ftruncate(self._descriptor, nbytes + _TOKEN_BYTES)
-            fcntl.fcntl(self._descriptor, _F_ADD_SEALS, _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW)
-            mapping = _Mapping(self._descriptor, nbytes + _TOKEN_BYTES, mmap.PROT_READ | mmap.PROT_WRITE)
-            ctypes.memmove(mapping.address + nbytes, token, _TOKEN_BYTES)
+            os.set_inheritable(descriptor, False)
+            if not os.fstat(descriptor).st_size:
+                os.ftruncate(descriptor, nbytes + _TOKEN_BYTES)
+            nbytes = os.fstat(descriptor).st_size - _TOKEN_BYTES
+            if not fcntl.fcntl(descriptor, _F_GET_SEALS):
+                fcntl.fcntl(descriptor, _F_ADD_SEALS, _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW)
+            mapping = _Mapping(descriptor, nbytes + _TOKEN_BYTES, mmap.PROT_READ | mmap.PROT_WRITE)
+            token = ctypes.string_at(mapping.address + nbytes, _TOKEN_BYTES)
+            if not any(token):
+                token = secrets.token_bytes(_TOKEN_BYTES)
+                ctypes.memmove(mapping.address + nbytes, token, _TOKEN_BYTES)
         except BaseException:
             self.close()
             raise

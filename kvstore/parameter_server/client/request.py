@@ -55,6 +55,8 @@ class Request:
     on_error: Callable[[Exception], None] = lambda _: None
     on_release: Callable[[], None] | None = None
     """Called when the message's shared-memory region may be overwritten; None: it has none."""
+    is_held: bool = False
+    """True until the server has released the message: it is repeated after a lost connection, though answered."""
     priority: int = 0
     shards: Sequence[int] = ()
     """Shards of a push; empty for other requests."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import zmq
 
+from gangline.collectives.environments.restart import incarnation
 from gangline.collectives.errors import (
     DeadNodeError,
     GanglineError,
@@ -29,6 +30,7 @@ from gangline.collectives.liveness.process_state import this_process
 from gangline.collectives.transports.zmq.context import end
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import (
+    ROUND,
     Collective,
     CollectiveFailed,
     CollectiveResult,
@@ -37,8 +39,12 @@ from gangline.kvstore.parameter_server.protocol import (
     Join,
     JoinResult,
     Leave,
+    MemberAway,
+    MemberBack,
     MemberGone,
     Message,
+    Recall,
+    Recalled,
     Register,
     Registered,
     Rejected,
@@ -64,6 +70,8 @@ _WITHDRAW_SECONDS = 1.0
 _CHUNK = 16 << 20
 """Bytes per worker and collective, all of which the scheduler holds in memory."""
 _LENGTH = 8
+_SET_UP = ("init", "set_optimizer", "set_gradient_compression", "order of buckets")
+"""Collectives that set up the store: a restarted worker repeats them whenever it calls them, not by the round."""
 
 
 class SchedulerClient:
@@ -91,6 +99,18 @@ class SchedulerClient:
         """Identifies this incarnation of the process to ZeroMQ and servers."""
         self.gone: dict[tuple[str, int], str] = {}
         """(role, rank) -> reason; "" if the process has left."""
+        self.view = 0
+        """Number of the membership, which rises when a restarted process takes the place of another."""
+        self.servers: list[str] = []
+        """Addresses of the servers."""
+        self.allows_restarts = False
+        """True if the others wait for the restart of a process that dies."""
+        self.is_restarted = False
+        """True if this process has taken the place of one that died after the start."""
+        self.away: dict[tuple[str, int], str] = {}
+        """(role, rank) -> why it has died, of processes whose restart the others wait for."""
+        self.fenced: set[bytes] = set()
+        """Identities of processes that have died, from which nothing is accepted if they go on."""
         self.rank = -1  # the thread reads it before it is assigned
         self.lost = ""
         """Reason why the scheduler counts as dead; "" while it is alive."""
@@ -101,14 +121,19 @@ class SchedulerClient:
         """True once the scheduler has ended the job."""
         self.on_change: Callable[[], None] = lambda: None
         """Called in the thread when ``gone``, ``lost`` or ``is_over`` has changed."""
+        self.position: Callable[[], int] = lambda: 0
+        """Returns the number of rounds that this worker has pushed, by which a restarted one finds its collectives."""
         self.faults = script_of(role, rank)
         """Scripted faults of this process, for tests; None: none."""
         bounds = limits()
         self._timeout = bounds.timeout if timeout is None else timeout
-        self._number = 0
+        self._number = 0  # of the last collective before the first push, or of the set-up
+        self._number_in_round = 0  # of the last other one, where workers may be restarted
+        self._recorded: set[int] = set()  # collectives that were over before this worker was restarted
         self._heartbeat, self._limit = bounds.heartbeat, bounds.heartbeat_limit
         self._pending: dict[object, tuple[Future[Any], Message]] = {}  # by key of the expected answer
         self._lock = threading.Lock()
+        self._numbering = threading.Lock()  # collectives are sent in order of their numbers
         self._outbox: list[Message] = []
         self._ending = threading.Event()
         self._address = scheduler
@@ -126,7 +151,8 @@ class SchedulerClient:
         self._is_registered = False
         self._has_left = False
         registering: Future[Registered] = Future()
-        self._registration = Register(role, rank, this_process(), address, os.environ.get("GANGLINE_JOB_ID", ""))
+        job = os.environ.get("GANGLINE_JOB_ID", "")
+        self._registration = Register(role, rank, this_process(), address, job, incarnation())
         self._pending["registered"] = registering, self._registration
         self._outbox.append(self._registration)
         self._thread = threading.Thread(target=self._serve, name="gangline-scheduler-client", daemon=True)
@@ -136,14 +162,10 @@ class SchedulerClient:
         except BaseException:
             self.close()
             raise
+        self.num_workers: int = registered.workers
         self.rank = registered.rank
         if self.faults is not None:
             self.faults.rank = self.rank
-        self.view: int = registered.view
-        self.num_workers: int = registered.workers
-        self.servers: list[str] = registered.servers
-        self._limit = registered.limit
-        self._heartbeat = registered.heartbeat
 
     def _wait_for_start(self, registering: Future[Registered]) -> Registered:
         """Wait until the job begins; log what is missing after some seconds."""
@@ -189,21 +211,51 @@ class SchedulerClient:
 
         With a ``number``, only if the next collective has this number; return whether it was failed.
         """
-        with self._lock:
-            if number not in (None, self._number + 1):
+        with self._numbering:
+            following = self._following(name)
+            if number is not None and number not in (following, self._number + 1):
                 return False
-            self._number += 1
-            message = Collective(self._number, name, -1, b"", text)
-            self._pending[message.number] = Future(), message
-        self._send(message)
+            following = number or following
+            self._count(following)
+            message = Collective(following, name, -1, b"", text)
+            with self._lock:
+                self._pending[following] = Future(), message
+            self._send(message)
         return True
 
+    def _following(self, name: str) -> int:
+        """Return the number of the next collective."""
+        position = self.position() if self.allows_restarts and not name.startswith(_SET_UP) else 0
+        return max(self._number_in_round, ROUND * position) + 1 if position else self._number + 1
+
+    def _count(self, number: int, step: int = 0) -> None:
+        """Set the number of the last collective to ``number + step``."""
+        if self.allows_restarts and number >= ROUND:
+            self._number_in_round = number + step
+        else:
+            self._number = number + step
+
+    def is_recorded(self, name: str) -> bool:
+        """Return whether this worker was restarted, and the next collective was over before."""
+        return self.is_restarted and self._recall(self._following(name), skips=False)
+
+    def skip_collectives(self) -> None:
+        """Let the others end collectives of earlier rounds without this restarted worker, which never calls them."""
+        self._recall(ROUND * self.position(), skips=True)
+
+    def _recall(self, number: int, *, skips: bool) -> bool:
+        what = f"question of worker {self.rank} about earlier collectives"
+        result: Recalled = self._wait(self._ask(Recall(number, skips), ("recall", number), what), what)
+        return result.is_over
+
     def _collective(self, data: bytes, name: str, root: int | None = None) -> list[bytes]:
-        with self._lock:
-            self._number += 1
-            number = self._number
-        message = Collective(number, name, -1 if root is None else root, data, "")
-        answer = self._ask(message, number, f"{name} of worker {self.rank}")
+        with self._numbering:
+            number = self._following(name)
+            self._count(number)
+            if self.is_restarted and self._recall(number, skips=False):
+                self._recorded.add(number)
+            message = Collective(number, name, -1 if root is None else root, data, "")
+            answer = self._ask(message, number, f"{name} of worker {self.rank}")
         try:
             result: CollectiveResult = self._wait(answer, f"{name} of worker {self.rank}")
         except StallError as error:
@@ -225,7 +277,9 @@ class SchedulerClient:
         except (StallError, TimeoutError) as missing:
             with self._lock:
                 self._pending.pop(number, None)
-                self._number -= self._number == number
+            with self._numbering:
+                if number in (self._number, self._number_in_round):
+                    self._count(number, -1)
             if isinstance(error, StallError) and isinstance(missing, StallError):
                 raise StallError(f"{error} for {missing}") from None
             raise error from None
@@ -253,8 +307,9 @@ class SchedulerClient:
             StallError: if a worker does not call it within the timeout.
         """
         call = f"join() of worker {self.rank}"
-        result: JoinResult = self._wait(self._ask(Join(self._number, data), "join", call), call)
-        self._number = result.number
+        last = max(self._number, self._number_in_round)
+        result: JoinResult = self._wait(self._ask(Join(last, data), "join", call), call)
+        self._count(result.number)
         return result
 
     def leave(self, why: str = "") -> None:
@@ -273,6 +328,10 @@ class SchedulerClient:
             leaving.result(_LEAVE_SECONDS)
         except (TimeoutError, GanglineError):
             _log.debug("the scheduler did not acknowledge that %s %d leaves", self.role, self.rank)
+
+    def abandon(self) -> None:
+        """Do not leave: this process ends with an error, and the others wait for its restart, if there is one."""
+        self._has_left |= self.allows_restarts
 
     @property
     def is_job_over(self) -> bool:
@@ -295,7 +354,7 @@ class SchedulerClient:
         answer: Future[Any] = Future()
         with self._lock:
             self._pending[key] = answer, message
-            problem = self._problem()
+            problem = self._problem(key)
         if problem:
             raise self._dead(f"{problem} (worker {self.rank} waited in {what})")
         self._send(message)
@@ -311,10 +370,12 @@ class SchedulerClient:
         except DeadNodeError as error:
             raise DeadNodeError(f"{error} ({what})") from error.__cause__
 
-    def _problem(self) -> str:
-        """Return why collectives can no longer complete; "" if they can."""
+    def _problem(self, key: object) -> str:
+        """Return why a collective, join or question can no longer be answered; "" if it can."""
         if self.lost:
             return f"the scheduler {self.lost}"
+        if isinstance(key, tuple) or key in self._recorded:  # the scheduler knows the answer
+            return ""
         for (role, rank), why in self.gone.items():
             if role == "worker":
                 causes = [f"; {other} {one} {text}" for (other, one), text in self.gone.items() if text and not why]
@@ -407,8 +468,10 @@ class SchedulerClient:
 
     def _handle(self, message: Message) -> None:
         match message:
-            case Registered(_, _, _, _, heartbeat, limit):
-                self._heartbeat, self._limit, self._is_registered = heartbeat, limit, True
+            case Registered():
+                self._heartbeat, self._limit, self._is_registered = message.heartbeat, message.limit, True
+                self.view, self.servers = message.view, message.servers
+                self.allows_restarts, self.is_restarted = message.restarts, message.is_restarted
                 self._settle("registered", message)
             case Rejected(kind, text):
                 self._settle("registered", error=StallError(text) if kind == StallError.__name__ else ValueError(text))
@@ -418,6 +481,8 @@ class SchedulerClient:
                 self._settle(number, error=MismatchError(text))
             case Withdrawn(number, missing):
                 self._settle(number, error=StallError(name_ranks(missing)))
+            case Recalled(number, _):
+                self._settle(("recall", number), message)
             case SilenceResult():
                 self._settle("silence", message)
             case Waiting(ranks, calls, numbers):
@@ -427,9 +492,22 @@ class SchedulerClient:
                 self._settle("join", message)
             case MemberGone(role, rank, why) if self._is_registered and (role, rank) == (self.role, self.rank):
                 self._lose(f"counts this process as dead: it {why}")
+            case MemberAway(role, rank, why, identity):
+                self.away[role, rank] = why
+                self.fenced.add(identity)
+                _log.info("%s %d %s; waiting for its restart", role, rank, why)
+                self.on_change()
+            case MemberBack(role, rank, view, address):
+                self.view = view
+                if role == "server":
+                    self.servers[rank] = address
+                self.away.pop((role, rank), None)
+                _log.info("%s %d is back", role, rank)
+                self.on_change()
             case MemberGone(role, rank, why):
                 with self._lock:
                     self.gone[role, rank] = why
+                    self.away.pop((role, rank), None)
                 self._fail_collectives()
                 self.on_change()
             case JobOver():
@@ -454,10 +532,11 @@ class SchedulerClient:
 
     def _fail_collectives(self) -> None:
         with self._lock:
-            problem = self._problem()
-            keys = [key for key in self._pending if isinstance(key, int) or key == "join"]
-        for key in keys if problem else ():
-            self._settle(key, error=self._dead(problem))
+            keys = [key for key in self._pending if isinstance(key, (int, tuple)) or key == "join"]
+            problems = {key: self._problem(key) for key in keys}
+        for key, problem in problems.items():
+            if problem:
+                self._settle(key, error=self._dead(problem))
 
     def _settle(self, key: object, value: Any = None, error: Exception | None = None) -> None:
         with self._lock:

@@ -10,25 +10,21 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Set
 from dataclasses import replace
 from functools import partial
 
 import zmq
 from torch import Tensor
 
-from gangline.collectives.compression import Codec
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.limits import limits
 from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.collectives.transports.zmq.context import end
-from gangline.collectives.work import Work
 from gangline.kvstore.group.remote_errors import hint, make_error
-from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server import protocol
-from gangline.kvstore.parameter_server.client.request import PushFates, Request, describe_fates
+from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.protocol import (
     Ack,
@@ -38,6 +34,7 @@ from gangline.kvstore.parameter_server.protocol import (
     Hello,
     Message,
     Release,
+    Repeated,
     Values,
     ValuesRead,
     Welcome,
@@ -63,135 +60,13 @@ CLOSE_SECONDS = 10.0
 """Time to deliver what was sent if the caller has failed already, or ends without closing its store."""
 
 
-class RequestWork(Work):
-    """Work of requests that knows whether a thread waits for it."""
-
-    is_awaited = False
-
-    def wait(self, timeout: float | None = None) -> None:  # noqa: D102  inherited
-        self.is_awaited = timeout is None
-        try:
-            super().wait(timeout)
-        finally:
-            self.is_awaited = False
-
-
-class PendingRequests:
-    """A Work that completes when all its requests have completed, with the first error among them.
-
-    A context manager: the Work does not complete before the block ends, and an exception in the block becomes its
-    error.
-    """
-
-    def __init__(
-        self,
-        work: Work,
-        name: str,
-        codec: Codec | None = None,
-        on_late_error: Callable[[Exception], None] = lambda _: None,
-        on_streams: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> None:
-        """Start without requests.
-
-        Args:
-            work: completed when the requests are.
-            name: for errors.
-            codec: compression of pulled values.
-            on_late_error: called with errors of requests that completed when they were sent.
-            on_streams: makes a context in which answers are handled: the GPU streams that pulled values are written on.
-        """
-        self.name = name
-        self.codec = codec
-        self._on_late_error = on_late_error
-        self.on_success: Callable[[], None] = lambda: None
-        """Called when all requests have succeeded."""
-        self.on_push_error: Callable[[BaseException, Mapping[Key, str]], None] = lambda *_: None
-        """Called with the first error of a push and the fate of the push for each key."""
-        self._fates: PushFates | None = None
-        self._on_streams = on_streams
-        self._work = work
-        self._open = 1
-        self._ended = False
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-
-    def submit(self, requests: Sequence[Request], servers: ServerClient) -> None:
-        """Send requests and add them to those that the Work waits for."""
-        with self._lock:
-            self._open += len(requests)
-        for request in requests:
-            self._fates = self._fates or request.fates
-            request.is_awaited = self._is_awaited
-            if request.completes_when_sent:
-                request.on_sent = partial(self._end, None)
-                request.on_error = partial(self._fail, request)
-            else:
-                request.on_answer = self._ending_with(request.on_answer)
-                request.on_error = self._end
-        for request in requests:
-            try:
-                servers.submit(request)
-            except Exception as error:  # noqa: BLE001  the Work raises it
-                self._end(error)
-
-    def _is_awaited(self) -> bool:
-        return isinstance(self._work, RequestWork) and self._work.is_awaited
-
-    def __enter__(self) -> PendingRequests:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        self._end(error)
-        return True  # the Work raises it
-
-    def _ending_with(self, take: Callable[[Message, list[Tensor]], bool]) -> Callable[[Message, list[Tensor]], bool]:
-        def on_answer(message: Message, datas: list[Tensor]) -> bool:
-            with self._on_streams():
-                is_complete = take(message, datas)
-            if is_complete:
-                self._end(None)
-            return is_complete
-
-        return on_answer
-
-    def _fail(self, request: Request, error: Exception) -> None:
-        if request.sequence:  # it was sent, so it has completed already
-            self._explain(error)
-            self._on_late_error(error)
-        else:
-            self._end(error)
-
-    def _end(self, error: BaseException | None) -> None:
-        with self._lock:
-            self._open -= 1
-            self._error = self._error or error
-            # after a death or a stall, the other requests may never be answered
-            ends = not self._ended and (not self._open or isinstance(error, (DeadNodeError, StallError)))
-            self._ended |= ends
-        if ends:
-            if self._error is not None:
-                self._explain(self._error)
-            else:
-                self.on_success()
-            self._work.complete(self._error)
-
-    def _explain(self, error: BaseException) -> None:
-        """Add to the first error of a push what has become of the push."""
-        pushed, self._fates = self._fates, None
-        if pushed is None:
-            return
-        fates = pushed.of_keys()
-        if isinstance(error, GanglineError):
-            error.fates = fates
-            error.args = (f"{error.args[0]}; {describe_fates(fates)}", *error.args[1:])
-        self.on_push_error(error, fates)
-
-
 class _ServerConnection:
     """State of the connection to one server."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, address: str, channel: Channel) -> None:
+        self.address = address
         self.channel = channel
+        self.has_hello = False  # sent on this channel, so that other messages may follow
         self.memory: Segment | None = None
         self.shares_memory = False
         self.greeted = False
@@ -249,11 +124,8 @@ class ServerClient:
         self._warned = False
         self._poller = Poller()
         self._poller.add(self._event_fd)
-        self._connections = [
-            _ServerConnection(open_scripted(address, self._context, scheduler.identity, self._poller, scheduler.faults))
-            for address in scheduler.servers
-        ]
-        scheduler.on_change = self._notify
+        self._connections = [_ServerConnection(address, self._open(address)) for address in scheduler.servers]
+        scheduler.on_change = self._on_change
         self._refusal: Exception | None = None  # of a Hello
         self._undelivered: list[str] | None = None  # requests that were lost during close()
         try:
@@ -356,6 +228,9 @@ class ServerClient:
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Close the sockets once servers have received all requests; fail what is still pending. Idempotent.
 
+        If servers may be restarted, wait besides until the rounds of all pushes are final, but at most CLOSE_SECONDS:
+        a restarted server could not get these pushes again.
+
         Args:
             seconds: time for servers to receive them.
 
@@ -367,6 +242,8 @@ class ServerClient:
             in_flight = [request for one in self._connections for request in one.pending.values()]
             waiting = [*in_flight, *(request for _, _, request in self._outbox)]
             self._undelivered += [request.what for request in waiting if not request.received]
+        if self._scheduler.allows_restarts and not self._closed and self._failure is None:
+            self._wait_for_releases(min(seconds, CLOSE_SECONDS))
         with self._lock:
             if self._closed:
                 return
@@ -392,7 +269,39 @@ class ServerClient:
                 f"{seconds:g} s"
             )
 
+    def _wait_for_releases(self, seconds: float) -> None:
+        """Wait until servers have released all pushes; not after another worker has left, without which none closes."""
+        ends = time.monotonic() + seconds
+
+        def is_over() -> bool:
+            is_late = time.monotonic() > ends or self._failure is not None
+            return is_late or bool(self._scheduler.gone) or not any(one.unreleased for one in self._connections)
+
+        self.wait(is_over)
+
     # Sending
+
+    def _open(self, address: str) -> Channel:
+        scheduler = self._scheduler
+        return open_scripted(address, self._context, scheduler.identity, self._poller, scheduler.faults)
+
+    def _on_change(self) -> None:
+        """Look after connections at once: a restarted server waits for a Hello of each worker, busy or not."""
+        self._notify()
+        if self._is_replaced() and not self._closed:
+            self._wake_thread(drives=True)
+
+    def _is_replaced(self) -> bool:
+        """Return whether a server was restarted and has not welcomed this worker yet."""
+        servers = self._scheduler.servers
+        return any(not one.greeted or one.address != servers[i] for i, one in enumerate(self._connections))
+
+    def _replace(self, connection: _ServerConnection, address: str) -> None:
+        """Connect to the restarted process of a server; nothing of the former one is read any more."""
+        connection.channel.close()
+        connection.address, connection.channel = address, self._open(address)
+        connection.greeted = connection.has_hello = False
+        connection.last_read, connection.read_at = 0, -math.inf
 
     def _greet_all(self) -> None:
         ends = time.monotonic() + self._timeout
@@ -455,7 +364,8 @@ class ServerClient:
         connection.pending[request.sequence] = request
         connection.in_flight += request.nbytes
         connection.undelivered += request.completes_when_sent
-        connection.channel.send([request.packed, *request.frames])
+        if connection.has_hello:  # else it follows the Hello
+            connection.channel.send([request.packed, *request.frames])
         request.on_sent()
 
     def _notify(self) -> None:
@@ -501,7 +411,7 @@ class ServerClient:
             raise self._failure
 
     def _is_busy(self) -> bool:
-        return bool(self._outbox) or any(one.pending or one.unreleased for one in self._connections)
+        return bool(self._outbox) or self._is_replaced() or any(c.pending or c.unreleased for c in self._connections)
 
     def _may_lose_reads(self) -> bool:
         begin = time.monotonic() - self._limit
@@ -515,6 +425,8 @@ class ServerClient:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._event_fd)
         for server, connection in enumerate(self._connections):
+            if connection.address != self._scheduler.servers[server]:
+                self._replace(connection, self._scheduler.servers[server])
             if connection.channel.reconnected(events):
                 self._greet(connection)
             self._receive(server, connection, events)
@@ -526,7 +438,8 @@ class ServerClient:
         """Send Hello on a new connection, then repeat unanswered requests, which may be lost, under their numbers."""
         hello = connection.hello or self._hello
         connection.channel.send([protocol.pack(replace(hello, last_read=connection.last_read))])
-        for request in [*connection.unreleased.values(), *connection.pending.values()]:
+        connection.has_hello = True
+        for _, request in sorted({**connection.unreleased, **connection.pending}.items()):
             connection.channel.send([request.packed, *request.frames])
 
     def _receive(self, server: int, connection: _ServerConnection, events: Set[Source]) -> None:
@@ -549,13 +462,18 @@ class ServerClient:
                         return
                 connection.greeted = True
                 connection.shares_memory = shared and connection.memory is not None
+                if self._scheduler.allows_restarts:
+                    connection.channel.send([protocol.pack(Repeated())])
             case Ack(sequences):
                 for sequence in sequences:
                     self._acknowledge(connection, sequence)
             case Release(sequences):
                 for sequence in sequences:
                     request = connection.unreleased.pop(sequence, None) or connection.pending.get(sequence)
-                    if request is not None and request.on_release is not None:
+                    if request is None:
+                        continue
+                    request.is_held = False
+                    if request.on_release is not None:
                         request.on_release()
                         request.on_release = None
             case Values(sequence, number, entries, _):
@@ -586,7 +504,8 @@ class ServerClient:
         if number:
             connection.last_read = max(connection.last_read, number)
             connection.read_at = time.monotonic()
-            connection.channel.send([protocol.pack(ValuesRead([number]))])
+            if connection.has_hello:
+                connection.channel.send([protocol.pack(ValuesRead([number]))])
 
     def _settle(self, connection: _ServerConnection, sequence: int, message: Message, datas: list[Tensor]) -> None:
         request = connection.pending.get(sequence)
@@ -600,7 +519,7 @@ class ServerClient:
             return
         if is_complete:
             del connection.pending[sequence]
-            if request.on_release is not None:
+            if request.is_held:
                 connection.unreleased[sequence] = request
 
     def _acknowledge(self, connection: _ServerConnection, sequence: int) -> None:
@@ -623,7 +542,7 @@ class ServerClient:
         if request is None:
             return
         self._mark_received(connection, request)
-        if request.on_release is not None:
+        if request.is_held:
             connection.unreleased[sequence] = request
         request.on_error(error)
 
@@ -673,6 +592,8 @@ class ServerClient:
     def _cut(self, server: int) -> str:
         """Return why a server cannot be reached though it lives, and leave the job then; "" if it can be reached."""
         channel = self._connections[server].channel
+        if ("server", server) in self._scheduler.away:
+            return ""
         if not channel.disconnected_at or time.monotonic() - channel.disconnected_at <= self._limit:
             return ""
         why = f"has had no connection to server {server} for {self._limit:g} s, though both reach the scheduler"

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from gangline.kvstore.parameter_server.client.pending import PendingRequests, RequestWork
 from gangline.kvstore.parameter_server.client.request import Request
-from gangline.kvstore.parameter_server.client.server_client import PendingRequests, RequestWork, ServerClient
+from gangline.kvstore.parameter_server.client.server_client import ServerClient
 from gangline.kvstore.parameter_server.protocol import Command, CommandResult
 from gangline.kvstore.parameter_server.transport.frames import frame_of
 

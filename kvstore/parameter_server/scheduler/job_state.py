@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from gangline.collectives.errors import ProtocolError, name_ranks
 from gangline.kvstore.group.remote_errors import differing, refused
 from gangline.kvstore.parameter_server.protocol import (
+    ROUND,
     Collective,
     CollectiveFailed,
     CollectiveResult,
@@ -20,6 +21,11 @@ from gangline.kvstore.parameter_server.protocol import (
 
 _KEPT = 4
 """Number of results kept for workers that lost them with their connection."""
+
+_RECORDED = 1024
+"""Number of collectives before the first push, and after the last one, whose results are kept for restarted workers."""
+_RECORDED_BYTES = 256 << 20
+"""Bytes of results that are kept for them; without its results a restarted worker fails."""
 
 _MAX_OPEN = 64
 """Number of collectives that a worker may be in at once."""
@@ -40,8 +46,20 @@ class Member:
     """`time.monotonic` seconds when its connection was lost; 0: connected."""
     gone: str | None = None
     """Why it is gone; "" if it has left, None while it takes part."""
+    away: str = ""
+    """Why it has died while a restarted process may take its place, or has; "" while it lives."""
+    away_since: float = 0.0
+    is_restarted: bool = False
+    """True if it has taken the place of a member that died after the start."""
+    first_number: int = 0
+    """Collectives of smaller numbers, but from `ROUND` on, go on without it: it was restarted behind them."""
     join_data: bytes | None = None
     """Data of its `Join` while it is inside join()."""
+
+    @property
+    def is_present(self) -> bool:
+        """True while it takes part and is not known to be dead."""
+        return self.gone is None and not self.away
 
     @property
     def name(self) -> str:
@@ -89,6 +107,17 @@ class JobState:
     """Highest number of a collective so far."""
     started: bool = False
     """True once ranks are assigned."""
+    restarts: int = 0
+    """Number of members that may still die and be replaced."""
+    allows_restarts: bool = False
+    """True if there were any."""
+    view: int = 1
+    """Number of the membership; it rises with each member that takes the place of another."""
+    replaced: dict[bytes, Member] = field(default_factory=dict)
+    """Members whose place another one has taken, by identity."""
+
+    def __post_init__(self) -> None:
+        self.allows_restarts = self.restarts > 0
 
     def of_role(self, role: str) -> list[Member]:
         """Return the members of a role, by rank."""
@@ -111,6 +140,11 @@ class JobState:
             return f"role is {role!r}; expected worker or server"
         count = self.expected(role)
         members = self.of_role(role)
+        if registration.incarnation and self.started and self.allows_restarts:
+            predecessor = self.predecessor(registration)
+            if predecessor is None or predecessor.gone is None:
+                return "" if predecessor is not None else f"{role} {rank} is not one of this job's {count} {role}s"
+            return f"{predecessor.name} cannot be started again: it {predecessor.gone or 'has left the job'}"
         if len(members) >= count:
             return f"the job has its {count} {role}s already"
         if rank >= count:
@@ -118,6 +152,20 @@ class JobState:
         if rank >= 0 and any(member.registration.rank == rank for member in members):
             return f"{role} {rank} takes part already; each needs a rank of its own (DMLC_WORKER_ID)"
         return ""
+
+    def predecessor(self, registration: Register) -> Member | None:
+        """Return the member whose place a restarted process takes."""
+        for member in self.of_role(registration.role):
+            if member.rank == registration.rank and member.registration.incarnation < registration.incarnation:
+                return member
+        return None
+
+    def replace(self, old: Member, new: Member) -> None:
+        """Let a restarted process take the place of a member that is away."""
+        self.replaced[old.identity] = self.members.pop(old.identity)
+        self.members[new.identity] = new
+        self.view += 1
+        new.rank, new.is_restarted = old.rank, True
 
     def is_full(self) -> bool:
         """Return whether all workers and servers have registered."""
@@ -151,7 +199,8 @@ class JobState:
             others = next(iter({0, 1} - {rank}))  # they have returned from the call that this worker had given up
             return CollectiveFailed(number, differing({rank: call, others: outcome.name}, self.workers))
         if number not in self.collectives:
-            if number <= max(self.outcomes, default=0) - _KEPT:
+            last = max((one for one in self.outcomes if (one < ROUND) == (number < ROUND)), default=0)
+            if number <= last - (0 if self.allows_restarts else _KEPT):
                 text = f"rank {rank} called {call} as its collective {number}, which is over"
                 return CollectiveFailed(number, text)
             if sum(rank in present for present in self.collectives.values()) >= _MAX_OPEN:
@@ -169,28 +218,47 @@ class JobState:
         present = self.collectives.get(number, {})
         if present.pop(rank, None) is None:
             return None
-        missing = sorted(self.active() - present.keys() - {rank})
+        missing = sorted(self.active(number) - present.keys() - {rank})
         if not present:
             self._forget(number)
         return Withdrawn(number, missing)
 
     def complete(self) -> list[int]:
         """End the collectives that all active workers have called, or that fail; return their numbers."""
-        active = self.active()
         ended = []
         for number, present in list(self.collectives.items()):
             first = next(iter(present.values()))
-            error = self._error(present)
-            if error or present.keys() >= active:
+            error = self._error(present) or self._passed_by(number, present)
+            if error or present.keys() >= self.active(number):
                 data = [present[rank].data if rank in present else b"" for rank in range(self.workers)]
                 self.outcomes[number] = Outcome(first.name, first.root, [] if error else data, error)
                 self._forget(number)
                 ended.append(number)
-        last = max(self.outcomes, default=0)
-        for number, outcome in list(self.outcomes.items()):
-            if number <= last - (_MAX_OPEN if outcome.error else _KEPT):
-                del self.outcomes[number]
+        self._forget_outcomes()
         return [number for number in ended if number in self.outcomes]
+
+    def _forget_outcomes(self) -> None:
+        """Forget outcomes that no worker can ask for any more: connections break, and processes are restarted."""
+        last = max(self.outcomes, default=0)
+        nbytes = 0
+        for number, outcome in sorted(self.outcomes.items()):
+            nbytes += sum(map(len, outcome.data))
+            is_recorded = self.allows_restarts and number // ROUND in (0, last // ROUND) and number % ROUND <= _RECORDED
+            if number <= last - (_MAX_OPEN if outcome.error else _KEPT) and not (
+                is_recorded and nbytes <= _RECORDED_BYTES
+            ):
+                del self.outcomes[number]
+
+    def _passed_by(self, number: int, present: Mapping[int, Collective]) -> str:
+        """Return the error of a collective that a worker has not called and never will, as it is in a later round."""
+        if not self.allows_restarts:
+            return ""
+        for later, others in self.collectives.items():
+            if later // ROUND > number // ROUND:
+                for rank in others.keys() & self.active(number) - present.keys():
+                    calls = {one: message.name for one, message in present.items()}
+                    return differing({**calls, rank: f"{others[rank].name}, after another push"}, self.workers)
+        return ""
 
     def _error(self, present: Mapping[int, Collective]) -> str:
         """Return the error of a collective if a worker refuses its call or the calls differ; "" if not."""
@@ -214,7 +282,7 @@ class JobState:
                 self.warned.add(number)
                 present = self.collectives[number]
                 name = next(iter(present.values())).name
-                missing = name_ranks(self.active() - present.keys())
+                missing = name_ranks(self.active(number) - present.keys())
                 warnings.append(f"{name} waits for {missing}; present: {name_ranks(present.keys())}")
         return warnings
 
@@ -227,6 +295,12 @@ class JobState:
             for rank, one in self.collectives[number].items()
         }
 
-    def active(self) -> set[int]:
-        """Return the workers that collectives wait for."""
-        return {member.rank for member in self.of_role("worker") if member.join_data is None and member.gone is None}
+    def active(self, number: int | None = None) -> set[int]:
+        """Return the workers that collectives wait for: all, or the one of this number."""
+        return {
+            member.rank
+            for member in self.of_role("worker")
+            if member.join_data is None
+            and member.gone is None
+            and (number is None or number < ROUND or number >= member.first_number)
+        }

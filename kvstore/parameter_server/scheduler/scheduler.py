@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from gangline.collectives.environments.restart import LAUNCHER_FD, PROCESS_RESTARTS
 from gangline.collectives.errors import ProtocolError, StallError
 from gangline.collectives.faults import Script, script_of
 from gangline.collectives.limits import limits
@@ -21,8 +22,12 @@ from gangline.kvstore.parameter_server.protocol import (
     Join,
     JoinResult,
     Leave,
+    MemberAway,
+    MemberBack,
     MemberGone,
     Message,
+    Recall,
+    Recalled,
     Register,
     Registered,
     Rejected,
@@ -71,10 +76,12 @@ class Scheduler:
     ) -> None:
         self._is_supervised = is_supervised
         self._faults = script_of("scheduler", 0)
-        self._state = JobState(workers, servers, os.environ.get("GANGLINE_JOB_ID", ""))
+        restarts = int(os.environ.get(PROCESS_RESTARTS) or 0)
+        self._state = JobState(workers, servers, os.environ.get("GANGLINE_JOB_ID", ""), restarts=restarts)
+        self._launcher_fd = os.environ.pop(LAUNCHER_FD, "")
         bounds = limits()
         self._heartbeat, self._limit, self._timeout = bounds.heartbeat, bounds.heartbeat_limit, bounds.timeout
-        self._stall_warn = bounds.stall_warn
+        self._stall_warn, self._restart_limit = bounds.stall_warn, bounds.restart_limit
         self._listener = Listener(resolved(host), port=port)
         self._refusals = RefusalLog()
         self.rejected = 0
@@ -119,7 +126,7 @@ class Scheduler:
         try:
             if len(frames) != 1:
                 raise ProtocolError(f"received a message of {len(frames)} frames; expected 1")
-            member = self._state.members.get(identity)
+            member = self._state.members.get(identity) or self._state.replaced.get(identity)
             if member is None and len(frames[0]) > protocol.MAX_STRANGER:
                 raise ProtocolError(f"received {len(frames[0])} bytes from a process that has not registered")
             message = protocol.unpack(frames[0])
@@ -148,8 +155,9 @@ class Scheduler:
             self._refusals.warn("the scheduler drops a message of %d frames", len(frames), exc_info=True)
 
     def _handle(self, member: Member, message: Message) -> None:
-        if member.gone and not isinstance(message, Leave):  # counted as dead, for example after it was stopped
-            self._send(member, MemberGone(member.registration.role, member.rank, member.gone))
+        why = member.gone or member.away
+        if why and not isinstance(message, Leave):  # counted as dead, for example after it was stopped
+            self._send(member, MemberGone(member.registration.role, member.rank, why))
             return
         is_active_worker = member.registration.role == "worker" and self._state.started
         match message:
@@ -175,13 +183,18 @@ class Scheduler:
                 self._last_joined = member.rank
                 self._complete_collectives()
                 self._complete_join()
+            case Recall(number, skips) if is_active_worker:
+                self._send(member, Recalled(number, number in self._state.outcomes))
+                if skips:
+                    member.first_number = number
+                    self._complete_collectives()
             case SilenceQuery(seconds):
                 since = time.monotonic() - seconds
                 silent = [one.name for one in self._state.members.values() if one.gone is None and one.heard_at < since]
                 self._send(member, SilenceResult(silent))
             case Leave(why):
                 self._send(member, JobOver())
-                if member.gone is None:
+                if member.is_present:
                     self._remove(member, why)
             case _:
                 raise ProtocolError(f"received an unexpected {type(message).__name__} from {member.name}")
@@ -192,8 +205,32 @@ class Scheduler:
         if rejection:
             self._send(member, Rejected(ValueError.__name__, rejection))
             return None
-        self._state.members[identity] = member
+        predecessor = self._state.predecessor(registration) if self._state.started else None
+        if predecessor is None:
+            self._state.members[identity] = member
+        else:
+            self._replace(predecessor, member)
         return member
+
+    def _replace(self, old: Member, new: Member) -> None:
+        """Let a restarted process take the place of a member, and tell all others."""
+        if not old.away:  # its death has not been noticed yet
+            self._set_away(old, "was killed or left: it was started again")
+        self._state.replace(old, new)
+        _log.warning("%s is back: restart %d", new.name, new.registration.incarnation)
+        self._send_to_others(new, self._back(new))
+
+    def _back(self, member: Member) -> MemberBack:
+        registration = member.registration
+        return MemberBack(registration.role, member.rank, self._state.view, registration.address)
+
+    def _set_away(self, member: Member, why: str) -> None:
+        """Wait for the restart of a member that has died, instead of failing the others."""
+        self._state.restarts -= 1
+        member.away, member.away_since = why, time.monotonic()
+        _log.warning("%s %s; the others wait up to %g s for its restart", member.name, why, self._restart_limit)
+        self._send_to_others(member, MemberAway(member.registration.role, member.rank, why, member.identity))
+        self._send(member, MemberGone(member.registration.role, member.rank, why))  # which it reads if it goes on
 
     def _start_if_full(self) -> None:
         """Assign ranks and start the job once all processes have registered."""
@@ -206,7 +243,11 @@ class Scheduler:
 
     def _registered(self, member: Member) -> Registered:
         addresses = [server.registration.address for server in self._state.of_role("server")]
-        return Registered(member.rank, 1, self._state.workers, addresses, self._heartbeat, self._limit)
+        state = self._state
+        return Registered(
+            *(member.rank, state.view, state.workers, addresses, self._heartbeat, self._limit),
+            *(state.allows_restarts, member.is_restarted),
+        )
 
     def _waiting_message(self) -> Waiting:
         calls = self._waiting.values()
@@ -215,9 +256,15 @@ class Scheduler:
     def _send_again(self, member: Member) -> None:
         """Send what a reconnected member may have missed, except answers that it requests again itself."""
         self._send(member, self._registered(member))
+        for one in self._state.replaced.values():
+            self._send(member, MemberAway(one.registration.role, one.rank, one.away, one.identity))
         for other in self._state.members.values():
+            if other.is_restarted:
+                self._send(member, self._back(other))
             if other.gone is not None:
                 self._send(member, MemberGone(other.registration.role, other.rank, other.gone))
+            elif other.away:
+                self._send(member, MemberAway(other.registration.role, other.rank, other.away, other.identity))
         if member.registration.role == "server":
             self._send(member, self._waiting_message())
             if self._over_since:
@@ -227,7 +274,7 @@ class Scheduler:
         """Send the outcomes of collectives that have ended."""
         for number in self._state.complete():
             for member in self._state.of_role("worker"):
-                if member.gone is None:
+                if member.is_present:
                     self._send(member, self._state.outcomes[number].message(number, member.rank))
 
     def _complete_join(self) -> None:
@@ -247,7 +294,7 @@ class Scheduler:
         """Record which members have lost their connection."""
         for identity in self._listener.take_lost():
             member = self._state.members.get(identity)
-            if member is not None and member.gone is None:
+            if member is not None and member.is_present:
                 member.disconnected_at = time.monotonic()
 
     def _check_liveness(self) -> None:
@@ -264,11 +311,17 @@ class Scheduler:
         for member in self._state.members.values():
             if member.gone is not None:
                 continue
+            if member.away:
+                if now - member.away_since > self._restart_limit:
+                    self._remove(member, f"{member.away} and was not started again within {self._restart_limit:g} s")
+                continue
             # a process may die with its last messages unread: sending shows whether the connection is lost
             if not member.disconnected_at and now - member.heard_at > _CONFIRM_SECONDS:
                 self._send(member, Heartbeat())
             why = self._death_of(member, now, looks=looks)
-            if why:
+            if why and self._state.started and self._state.restarts > 0 and member.join_data is None:
+                self._set_away(member, why)
+            elif why:
                 self._remove(member, why)
         if not self._state.started:  # a process that dies before the start may be replaced
             for identity in [key for key, member in self._state.members.items() if member.gone is not None]:
@@ -300,9 +353,11 @@ class Scheduler:
         if why:
             _log.warning("%s %s", member.name, why)
         if self._state.started:
-            for other in self._state.members.values():
-                if other is not member:
-                    self._send(other, MemberGone(member.registration.role, member.rank, why))
+            if why:  # the others end with an error, and their restart would be of no use
+                self._state.restarts = 0
+            if why and self._launcher_fd:  # before the others learn of it
+                os.write(int(self._launcher_fd), b"!")
+            self._send_to_others(member, MemberGone(member.registration.role, member.rank, why))
             self._complete_collectives()
             self._complete_join()
 
@@ -330,8 +385,13 @@ class Scheduler:
 
     def _send_to_role(self, role: str, message: Message) -> None:
         for member in self._state.of_role(role):
-            if member.gone is None:
+            if member.is_present:
                 self._send(member, message)
+
+    def _send_to_others(self, member: Member, message: Message) -> None:
+        for other in self._state.members.values():
+            if other is not member:
+                self._send(other, message)
 
     def _pass_on(self, member: Member, message: Message, way: str, act: Callable[[], object], faults: Script) -> None:
         faults.pass_on(points_of(message), (member.identity, way), act, partial(self._listener.cut, member.identity))

@@ -115,7 +115,15 @@ class ShardOptimizers:
             self._update(shard, total, learning_rate)
             return
         self._optimizer_of(shard).check_kind(shard.number, rows=isinstance(total, RowSparse))
+        self.keep_sum(shard, total)
+
+    def keep_sum(self, shard: Shard, total: Tensor | RowSparse) -> None:
+        """Keep a sum for `update_kept`."""
         self._kept[shard.number] = shard, total, float(norm([_elements(total)]))
+
+    def sum_of(self, shard: Shard) -> Tensor | RowSparse | None:
+        """Return the kept sum of a shard; None if there is none."""
+        return self._kept[shard.number][1] if shard.number in self._kept else None
 
     def norms(self) -> list[float]:
         """Return the L2 norms of the kept sums in order of shard numbers."""
@@ -146,6 +154,22 @@ class ShardOptimizers:
             optimizer.update([(shard.number, RowSparse(gradient.indices, rows, weight.shape))])
         else:
             optimizer.update([(shard.number, gradient.view(weight.shape))])
+
+    def state_of(self, shard: Shard) -> dict[str, Any]:
+        """Return the state of a shard, which updates change: tensors and plain values by name."""
+        return self._optimizer_of(shard).state_of(shard.number)
+
+    def restore(self, shard: Shard, state: Mapping[str, Any]) -> None:
+        """Set the state of a shard; tensors are not copied."""
+        self.state_of(shard).update(state)
+
+    def learning_rate_of(self, shard: Shard) -> float:
+        """Return the learning rate of a shard's last update, before lr_mult."""
+        return self._of_threads[shard.thread].learning_rate
+
+    def set_learning_rate(self, thread: int, learning_rate: float) -> None:
+        """Set the learning rate of the shards of a thread, as of their last update."""
+        self._of_threads[thread].learning_rate = learning_rate
 
     def state(self, shards: Iterable[Shard]) -> tuple[bytes, list[Tensor]]:
         """Return the state of all shards: description and tensors."""

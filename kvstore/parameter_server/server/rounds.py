@@ -13,6 +13,7 @@ from torch import Tensor
 from gangline.collectives.errors import DeadNodeError, MismatchError
 from gangline.collectives.faults import Script
 from gangline.collectives.limits import limits
+from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory
 from gangline.kvstore.parameter_server.server.optimizer_shards import ShardOptimizers
 from gangline.kvstore.parameter_server.server.shards import PushedValue, Round, Shard, Waiter
 from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
@@ -45,6 +46,10 @@ class ShardRounds:
         """True if a round needs all workers; otherwise each push is a round."""
         self.staleness = -1
         """Staleness bound in rounds, as in `protocol.Hello`; -1 for none."""
+        self.kept: KeptMemory | None = None
+        """Memory that outlives this process, where rounds become final; None: there is none."""
+        self.is_held = False
+        """True in a restarted server until all workers have repeated their requests: no round is closed."""
         self.faults: Script | None = None
         """Scripted faults of this server, for tests."""
         self.joined: set[int] = set()
@@ -82,7 +87,7 @@ class ShardRounds:
             this = shard.open.setdefault(number, Round())
             this.pushes[rank] = value
         else:  # every push is a round of its own
-            this = shard.open[shard.closed + len(shard.open) + 1] = Round({rank: value})
+            this = shard.open[shard.closed + len(shard.open) + 1] = Round({rank: value}, number=number)
         if rank == 0 and learning_rate is not None:
             this.learning_rate = learning_rate
         self._changed.add(shard)
@@ -101,6 +106,17 @@ class ShardRounds:
         return any(other != rank for other in self.in_collectives) or any(
             waiter.round > shard.pushed.get(rank, 0) for shard in self.shards.values() for waiter in shard.waiters
         )
+
+    def rounds_of(self, rank: int) -> list[tuple[int, int, int]]:
+        """Return of each shard its number, the rounds that this worker has pushed, and the most that any has."""
+        return [
+            (
+                shard.number,
+                max(shard.pushed.get(rank, 0), shard.closed if self.is_sync else 0),
+                max(shard.pushed.values(), default=0),
+            )
+            for shard in self.shards.values()
+        ]
 
     def are_settled(self) -> bool:
         """Return whether all complete rounds are closed."""
@@ -122,7 +138,7 @@ class ShardRounds:
             shard = self._changed.pop()
             self._answer_waiters(shard)
             following = shard.complete_round(self._needed())
-            if following is not None:
+            if following is not None and not self.is_held:
                 self._close(shard, following)
 
     def _close(self, shard: Shard, this: Round) -> None:
@@ -133,11 +149,15 @@ class ShardRounds:
             problems = []
         weight = sum(one.weight for one in pushes if one.weight is not None and one.value is None)
         pushes = [one for one in pushes if one.value is not None]
-        ranks = list(this.pushes)
+        optimizers, kept = self.optimizers, self.kept
+        if kept is not None and not self.is_sync:
+            kept.count(shard, next(iter(this.pushes)), this.number)
         if problems or not pushes:
-            self._closed(shard, ranks, pushes, "; ".join(problems))
+            self._note_problem(shard, this, "; ".join(problems))
+            if kept is not None:
+                kept.save(shard, shard.closed + 1, optimizers)
+            self._closed(shard, this)
             return
-        optimizers = self.optimizers
         into_stored = optimizers is None and self.is_sync
 
         def allocate(nbytes: int) -> Tensor:
@@ -147,7 +167,7 @@ class ShardRounds:
                 return torch.empty(nbytes, dtype=torch.uint8)
             return self._thread_pool.scratch(shard.thread, nbytes)
 
-        def work() -> None:
+        def update() -> None:
             total = shard.total(pushes, allocate, weight)
             if optimizers is not None:
                 optimizers.apply(shard, total, this.learning_rate)
@@ -161,9 +181,22 @@ class ShardRounds:
             if self.faults is not None:
                 self.faults.reach("update")
 
-        def then(problem: str) -> None:
-            self._closed(shard, ranks, pushes, problem)
+        def final_update() -> None:
+            assert kept is not None
+            kept.begin(shard)
+            try:
+                update()
+            except Exception as error:
+                self._note_problem(shard, this, f"{type(error).__name__}: {error}")
+                raise
+            finally:
+                kept.commit(shard, shard.closed + 1, optimizers)
 
+        def then(problem: str) -> None:
+            self._note_problem(shard, this, problem)
+            self._closed(shard, this)
+
+        work = update if kept is None else final_update
         self._thread_pool.run(shard.thread, shard.flat.nbytes, work, then)
 
     def can_update(self) -> bool:
@@ -179,23 +212,39 @@ class ShardRounds:
         optimizers = self.optimizers
         assert optimizers is not None
         problems: list[str] = []
+        kept = self.kept
+
+        def update(shard: Shard) -> None:
+            if kept is not None:
+                kept.begin(shard)
+            try:
+                optimizers.update_kept(shard, factor, learning_rate)
+                if self.faults is not None:
+                    self.faults.reach("update")
+            finally:
+                if kept is not None:
+                    kept.commit(shard, shard.closed, optimizers)
+
         for shard in optimizers.kept:
-            work = partial(optimizers.update_kept, shard, factor, learning_rate)
+            work = partial(update, shard)
             self._thread_pool.run(shard.thread, shard.flat.nbytes, work, problems.append)
         self._thread_pool.drain()
         if any(problems):
             raise ValueError("; ".join(filter(None, problems)))
 
-    def _closed(self, shard: Shard, ranks: Iterable[int], pushes: Iterable[PushedValue], problem: str) -> None:
+    def _note_problem(self, shard: Shard, this: Round, problem: str) -> None:
+        """Note why the round that closes next has no effect; "": it has."""
+        if problem and not self.is_sync:  # the round is of one worker, and only that worker gets the error
+            shard.rejected.update(dict.fromkeys(this.pushes, problem))
+        elif problem:
+            shard.problems[shard.closed + 1] = problem
+            shard.problems.pop(shard.closed - 63, None)
+
+    def _closed(self, shard: Shard, this: Round) -> None:
         shard.closed += 1
         shard.open.pop(shard.closed)
-        if problem and not self.is_sync:  # the round is of one worker, and only that worker gets the error
-            shard.rejected.update(dict.fromkeys(ranks, problem))
-        elif problem:
-            shard.problems[shard.closed] = problem
-            shard.problems.pop(shard.closed - 64, None)
         shard.busy = False
-        for one in pushes:
+        for one in this.pushes.values():
             one.release()
         self._changed.add(shard)
         if self.faults is not None:
@@ -271,6 +320,12 @@ class ShardRounds:
         if self._gone and self.is_sync:
             self._fail_waiters()
         return new
+
+    def drop_waiters(self, rank: int) -> None:
+        """Forget the requests of a worker that has died and may be started again; what it has pushed counts."""
+        for shard in self.shards.values():
+            shard.waiters = [waiter for waiter in shard.waiters if waiter.rank != rank]
+        self._changed.update(self.shards.values())
 
     def _fail_waiters(self) -> None:
         lost: dict[tuple[int, int], tuple[Waiter, str, list[int]]] = {}  # by rank and sequence of a request

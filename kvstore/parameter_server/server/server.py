@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -34,11 +34,13 @@ from gangline.kvstore.parameter_server.protocol import (
     Message,
     Pull,
     Push,
+    Repeated,
     ValuesRead,
     Welcome,
 )
 from gangline.kvstore.parameter_server.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server.server import optimizer_shards
+from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory, open_kept_memory
 from gangline.kvstore.parameter_server.server.rounds import ShardRounds
 from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSession
 from gangline.kvstore.parameter_server.server.shards import PushedValue, Shard, Waiter
@@ -50,6 +52,8 @@ from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemo
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 200
+_EARLY = 64
+"""Number of workers that may greet before the scheduler has told of them."""
 _SMALL_MESSAGES = 64 << 20
 _PER_MESSAGE = 8
 """A message has at most this many times the bytes of all shards, as an optimizer's state has, and those above."""
@@ -75,9 +79,12 @@ class Server:
         scheduler: membership in the job.
         listener: sockets that workers connect to.
         thread_pool: threads that sum and update.
+        kept: memory that outlives this process; None: there is none.
     """
 
-    def __init__(self, scheduler: SchedulerClient, listener: Listener, thread_pool: ThreadPool) -> None:
+    def __init__(
+        self, scheduler: SchedulerClient, listener: Listener, thread_pool: ThreadPool, kept: KeptMemory | None = None
+    ) -> None:
         self._scheduler = scheduler
         self._listener = listener
         self._thread_pool = thread_pool
@@ -90,15 +97,40 @@ class Server:
         self._rounds.faults = scheduler.faults
         self._compression: Compression | None = None
         self._commands: list[tuple[WorkerSession, Command, list[memoryview]]] = []
+        self._early: dict[bytes, Hello] = {}  # of processes that the scheduler has not told of yet
+        self._fenced: set[bytes] = set()
         self._refusals = RefusalLog()
         self.rejected = 0
         """Number of invalid messages."""
+        self._kept = self._rounds.kept = kept
+        self._repeated: set[bytes] = set()  # identities of workers that have repeated their requests
         try:
-            self._pool: SharedMemoryPool | None = SharedMemoryPool()
+            self._pool: SharedMemoryPool | None = SharedMemoryPool() if kept is None else kept.pool
         except OSError as error:
             _log.warning("server %d shares no memory with workers: %s", scheduler.rank, error)
             self._pool = None
+        if kept is not None:
+            self._restore(kept)
         scheduler.on_change = self._thread_pool.notify
+
+    def _restore(self, kept: KeptMemory) -> None:
+        """Take over the state that the former process of this server has left."""
+        settings, rounds = kept.settings, self._rounds
+        if settings.optimizer is not None:
+            self._set_optimizer(settings.optimizer)
+        if settings.compression is not None:
+            self._set_compression(settings.compression)
+        rounds.joined.update(settings.joined)
+        for shard in kept.restore(rounds.optimizers, self._thread_pool.size):
+            self._thread_pool.assign(shard.flat.nbytes, shard.thread)
+            rounds.shards[shard.number] = shard
+            if not shard.pushed:  # sync mode: pushes of all workers are in the closed rounds, or come again
+                shard.pushed = dict.fromkeys(range(self._scheduler.num_workers), shard.closed)
+        rounds.is_held = kept.was_used
+        if kept.was_used:
+            closed = max((shard.closed for shard in rounds.shards.values()), default=0)
+            text = "server %d goes on with %d shards at round %d; %d interrupted updates were undone"
+            _log.warning(text, self._scheduler.rank, len(rounds.shards), closed, kept.undone)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -109,7 +141,10 @@ class Server:
                     self._thread_pool.run_callbacks()
                 for identity, frames in self._listener.receive():
                     self._receive(identity, frames)
+                self._fence_dead_workers()
+                self._greet_early_workers()
                 self._remove_gone_workers()
+                self._end_hold()
                 self._rounds.set_in_collectives(self._scheduler.waiting)
                 for waiter, number, text in self._rounds.blocked():
                     self._sessions.send_to_rank(waiter.rank, Blocked(waiter.sequence, number, text))
@@ -126,11 +161,24 @@ class Server:
             self._sessions.flush()
             if self._rounds.has_changes:  # by what was sent
                 continue
-            if self._commands and self._rounds.are_settled():
+            if self._commands and not self._rounds.is_held and self._rounds.are_settled():
                 self._run_commands()
                 self._sessions.flush()
             if not self._rounds.has_changes:
                 return
+
+    def _end_hold(self) -> None:
+        """Close rounds and run commands again once no request of the former process's time can be missing.
+
+        Workers read values in place until they greet this process, so values must not change before either.
+        """
+        if not self._rounds.is_held:
+            return
+        out = [rank for role, rank in [*self._scheduler.gone, *self._scheduler.away] if role == "worker"]
+        present = {worker.rank for worker in self._sessions.workers.values() if worker.identity in self._repeated}
+        if present.union(out) >= set(range(self._scheduler.num_workers)):
+            self._rounds.is_held = False
+            self._rounds.mark_changed(self._rounds.shards.values())
 
     # Messages
 
@@ -147,6 +195,8 @@ class Server:
             if isinstance(message, Hello):
                 self._greet(identity, message)
                 return
+            if identity in self._fenced:
+                raise DeadNodeError("this process counts as dead, and another may have taken its place; it must end")
             if worker is None:
                 raise ProtocolError(f"received {type(message).__name__} before a Hello")
             self._handle(worker, message, frames[1:])
@@ -157,7 +207,7 @@ class Server:
         if not isinstance(error, MismatchError):
             self.rejected += 1
         text = str(error.args[0]) if error.args else type(error).__name__  # str() of a KeyError adds quotes
-        is_expected = isinstance(error, (ProtocolError, MismatchError))
+        is_expected = isinstance(error, (ProtocolError, MismatchError, DeadNodeError))
         self._refusals.warn(
             "server %d rejects a message: %s", self._scheduler.rank, text, exc_info=None if is_expected else error
         )
@@ -165,10 +215,19 @@ class Server:
         self._sessions.send(identity, Failed(sequence, error_name(error), text))
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
-        if not 0 <= hello.rank < self._scheduler.num_workers or hello.view != self._scheduler.view:
-            raise ProtocolError(
-                f"received Hello of worker {hello.rank} of view {hello.view}; expected view {self._scheduler.view}"
+        view = self._scheduler.view
+        self._fence_dead_workers()
+        if identity in self._fenced:
+            raise DeadNodeError(
+                f"worker {hello.rank} counts as dead, and another may have taken its place; it must end"
             )
+        is_early = self._scheduler.allows_restarts and view < hello.view and len(self._early) < _EARLY
+        is_known = 0 < hello.view <= view if self._scheduler.allows_restarts else hello.view == view
+        if not 0 <= hello.rank < self._scheduler.num_workers or not (is_known or is_early):
+            raise ProtocolError(f"received Hello of worker {hello.rank} of view {hello.view}; expected view {view}")
+        if is_early:
+            self._early[identity] = hello
+            return
         if hello.mode not in ("sync", "async"):
             raise ProtocolError(f"mode is {hello.mode!r}; expected sync or async")
         mode = hello.mode == "sync", hello.staleness
@@ -185,6 +244,8 @@ class Server:
             memory = self._memory_of(hello)
             shares_memory = memory is not None and self._pool is not None
             worker = self._sessions.workers[identity] = WorkerSession(identity, hello.rank, memory, shares_memory)
+            if self._kept is not None:
+                worker.handled.extend(self._kept.settings.handled.get(identity, ()))
         elif not hello.memory:  # it could not open this server's memory
             worker.memory, worker.shares_memory = None, False
         self._listener.admit(identity, self._max_message(hello.rank))
@@ -216,10 +277,12 @@ class Server:
             case Define(sequence, definitions, region):
                 if sequence not in worker.handled:
                     self._define(worker, definitions, region, frames)
-                    worker.handled.append(sequence)
+                    self._mark_handled(worker, sequence)
                 self._sessions.acknowledge(worker, [sequence])
             case Command():
                 self._commands.append((worker, message, frames))
+            case Repeated():
+                self._repeated.add(worker.identity)
             case _:
                 raise ProtocolError(f"received an unexpected {type(message).__name__} from worker {worker.rank}")
 
@@ -269,6 +332,7 @@ class Server:
         self._thread_pool.drain()
         definitions = [optimizer_shards.Definition.read(one) for one in packed]
         datas = self._data(worker, [[one.number, 0, DENSE, one.nbytes] for one in definitions], region, frames)
+        new = []
         for one, data in zip(definitions, datas, strict=True):
             shard = self._rounds.shards.get(one.number)
             if shard is None:
@@ -276,10 +340,21 @@ class Server:
                 thread = self._thread_pool.assign(one.nbytes)
                 shard = Shard(one.number, one.key, one.begin, one.width, stored, one.is_whole, offset, thread)
                 self._rounds.shards[one.number] = shard
+                new.append(shard)
             elif shard.flat.nbytes != one.nbytes or shard.flat.dtype is not one.dtype or shard.key != one.key:
                 raise MismatchError(f"shard {one.number} is of key {shard.key!r}, but was defined for key {one.key!r}")
             shard.flat.view(torch.uint8).copy_(data)
+        if self._kept is not None:
+            self._kept.add(new)
         self._bound_backlogs()
+
+    def _mark_handled(self, worker: WorkerSession, sequence: int) -> None:
+        """Note that a message must not be handled again; with that, its effects are final."""
+        worker.handled.append(sequence)
+        if self._kept is not None:
+            self._kept.settings.joined = list(self._rounds.joined)
+            self._kept.settings.handled[worker.identity] = list(worker.handled)
+            self._kept.save_settings()
 
     def _allocate(self, one: optimizer_shards.Definition) -> tuple[Tensor, int]:
         if self._pool is None:
@@ -297,7 +372,8 @@ class Server:
         datas = self._data(worker, push.entries, push.region, frames)
         shards = [self._shard(entry[0]) for entry in push.entries]
         release = _do_nothing
-        if push.region and push.sequence not in worker.in_use:  # a repeated message is released with its first copy
+        # A repeated message is released with its first copy.
+        if (push.region or self._kept is not None) and push.sequence not in worker.in_use:
             worker.in_use.add(push.sequence)
             release = partial(worker.release, push.sequence)
         use = _RegionUse(len(shards), release)
@@ -329,20 +405,43 @@ class Server:
         try:
             value = shard.read(kind, data, decode)
         except Exception as error:  # noqa: BLE001  the round closes with this error for all its workers
-            use.release()
             text = f"the push of worker {worker.rank} for key {shard.key!r} {error}"
-            return PushedValue(None, push.weight, _do_nothing, text, kind == REFUSED)
+            return PushedValue(None, push.weight, self._release_early(use), text, kind == REFUSED)
         if value is None:
-            use.release()
-            return PushedValue(value, push.weight, _do_nothing)
-        release = use.release
+            return PushedValue(value, push.weight, self._release_early(use))
         if kind == CODED and push.weight is not None and isinstance(value, Tensor):  # the worker has divided it
             value.mul_(self._scheduler.num_workers)
-        if kind == CODED:  # decoded into memory of the server
-            use.release()
-            release = _do_nothing
+        release = self._release_early(use) if kind == CODED else use.release  # it is decoded into memory of the server
         nbytes = shard.flat.nbytes if kind == CODED else data.nbytes
         return PushedValue(value, push.weight, worker.add_to_backlog(nbytes, release))
+
+    def _release_early(self, use: _RegionUse) -> Callable[[], None]:
+        """Release a region that is not read any more, unless it must last until the round is final."""
+        if self._kept is not None:
+            return use.release
+        use.release()
+        return _do_nothing
+
+    def _fence_dead_workers(self) -> None:
+        """End the sessions of workers that have died and may be started again."""
+        for identity in self._scheduler.fenced - self._fenced:
+            self._fenced.add(identity)
+            worker = self._sessions.drop(identity)
+            if self._kept is not None:
+                self._kept.settings.handled.pop(identity, None)
+            if worker is not None:
+                self._commands = [one for one in self._commands if one[0] is not worker]
+                self._rounds.drop_waiters(worker.rank)
+
+    def _greet_early_workers(self) -> None:
+        """Greet restarted workers that the scheduler has told of by now."""
+        for identity, hello in list(self._early.items()):
+            if hello.view <= self._scheduler.view:
+                del self._early[identity]
+                try:
+                    self._greet(identity, hello)
+                except Exception as error:  # noqa: BLE001  as in `_receive`
+                    self._reject(identity, 0, error)
 
     def _remove_gone_workers(self) -> None:
         """Handle workers that have died or left."""
@@ -368,7 +467,8 @@ class Server:
             try:
                 if command.sequence not in worker.handled:
                     payload, datas = self._run_command(worker, command.name, command.payload, frames)
-                    worker.handled.extend([command.sequence] if command.name not in ("state", "norms") else [])
+                    if command.name not in ("state", "norms", "rounds"):
+                        self._mark_handled(worker, command.sequence)
             except Exception as error:  # noqa: BLE001  as in `_receive`
                 self._reject(worker.identity, command.sequence, error)
             else:
@@ -380,12 +480,13 @@ class Server:
         rounds = self._rounds
         match name:
             case "optimizer":
-                spec = optimizer_shards.read_spec(payload)
-                rounds.optimizers = optimizer_shards.ShardOptimizers(spec, self._thread_pool.size)
+                self._set_optimizer(payload)
+                if self._kept is not None:
+                    self._kept.set_optimizer(payload)
             case "compression":
-                params = msgpack.unpackb(payload)
-                self._compression = None if params is None else parse(params)
-                self._sessions.pull_codec = None if self._compression is None else self._compression.pull_codec
+                self._set_compression(payload)
+                if self._kept is not None:
+                    self._kept.settings.compression = payload
             case "state":
                 if rounds.optimizers is None:
                     raise RuntimeError("there is no optimizer, so there is no state")
@@ -394,6 +495,7 @@ class Server:
                 if rounds.optimizers is None:
                     raise ValueError("there is no optimizer to load a state into")
                 rounds.optimizers.load_state(payload, [tensor_of(frame) for frame in frames], rounds.shards)
+                self._save(rounds.shards.values())
             case "norms" | "update" | "drop":
                 if rounds.optimizers is None:
                     raise RuntimeError("there is no optimizer, so there are no kept sums")
@@ -401,7 +503,11 @@ class Server:
                     return msgpack.packb(rounds.optimizers.norms()), []
                 if name == "update":
                     rounds.update(*msgpack.unpackb(payload))
+                dropped = rounds.optimizers.kept
                 rounds.optimizers.drop_kept()
+                self._save(dropped)
+            case "rounds":
+                return msgpack.packb(rounds.rounds_of(worker.rank)), []
             case "join":
                 rounds.joined.add(worker.rank)
                 rounds.mark_changed(rounds.shards.values())
@@ -415,12 +521,27 @@ class Server:
                 raise ProtocolError(f"command {name!r} is unknown")
         return b"", []
 
+    def _set_optimizer(self, payload: bytes) -> None:
+        spec = optimizer_shards.read_spec(payload)
+        self._rounds.optimizers = optimizer_shards.ShardOptimizers(spec, self._thread_pool.size)
+
+    def _set_compression(self, payload: bytes) -> None:
+        params = msgpack.unpackb(payload)
+        self._compression = None if params is None else parse(params)
+        self._sessions.pull_codec = None if self._compression is None else self._compression.pull_codec
+
+    def _save(self, shards: Iterable[Shard]) -> None:
+        """Make changes of the state of shards final, beside those by rounds."""
+        if self._kept is not None:
+            for shard in shards:
+                self._kept.save(shard, shard.closed, self._rounds.optimizers)
+
     def _remove(self, numbers: Sequence[int]) -> None:
         """Remove shards whose keys have moved to another server."""
-        for number in numbers:
-            shard = self._rounds.shards.pop(number, None)
-            if shard is None:
-                continue
+        removed = [self._rounds.shards.pop(number) for number in numbers if number in self._rounds.shards]
+        if self._kept is not None:
+            self._kept.remove(removed)
+        for shard in removed:
             self._thread_pool.unassign(shard.thread, shard.flat.nbytes)
             if self._pool is not None:
                 self._pool.free(shard.offset)
@@ -469,15 +590,18 @@ def serve(job: environment.ServerJob) -> None:
 def open_server(job: environment.ServerJob) -> Iterator[Server]:
     """Join a job as a server; leave it at the end of the block, with the reason if it fails."""
     keep_freed_memory()  # messages from sockets allocate up to 4 MiB each
+    kept = open_kept_memory()
     thread_pool = ThreadPool()
     listener = (ScriptedListener if VARIABLE in os.environ else Listener)(job.interface, thread_pool.event_fd)
     try:
         timeout = math.inf if job.is_supervised else None
-        scheduler = SchedulerClient("server", job.scheduler, address=listener.address, timeout=timeout)
+        scheduler = SchedulerClient("server", job.scheduler, rank=job.rank, address=listener.address, timeout=timeout)
         if isinstance(listener, ScriptedListener):
             listener.script = scheduler.faults
         try:
-            yield Server(scheduler, listener, thread_pool)
+            if scheduler.is_restarted and kept is None:
+                scheduler.leave("was started again, but the values that it held are lost")
+            yield Server(scheduler, listener, thread_pool, kept)
         except Exception as error:
             scheduler.leave(f"ended with an error: {type(error).__name__}: {error}")
             raise

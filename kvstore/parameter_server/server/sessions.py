@@ -108,6 +108,16 @@ class Sessions:
         self._refusals: dict[int, tuple[int, Failed]] = {}  # number -> rank and an error that it has not confirmed
         self._number = 0
 
+    def drop(self, identity: bytes) -> WorkerSession | None:
+        """End the session of a worker that has died; return it if there was one."""
+        worker = self.workers.pop(identity, None)
+        if worker is not None:
+            for _, shard in worker.ready:
+                shard.unsent -= 1
+            self._mark_changed(shard for _, shard in worker.ready)
+            self.end_reads(worker.rank)
+        return worker
+
     def bound_backlogs(self, stored: int) -> None:
         """Allow each worker a backlog of about two rounds of the ``stored`` bytes."""
         self.max_backlog = 2 * stored + _BACKLOG_BYTES

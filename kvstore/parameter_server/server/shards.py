@@ -37,6 +37,8 @@ class Round:
 
     pushes: dict[int, PushedValue] = field(default_factory=dict)
     learning_rate: float | None = None
+    number: int = 0
+    """Async mode: number that the worker has given to its push."""
 
 
 @dataclass(slots=True)
@@ -139,15 +141,7 @@ class Shard:
 
     def record_push(self, rank: int, number: int) -> bool:
         """Record a worker's push for a round; return False if it had been recorded before."""
-        last, ahead = self.pushed.get(rank, 0), self.ahead.setdefault(rank, set())
-        if number <= last or number in ahead:
-            return False
-        ahead.add(number)
-        while last + 1 in ahead:
-            last += 1
-            ahead.discard(last)
-        self.pushed[rank] = last
-        return True
+        return add_push(self.pushed, self.ahead, rank, number)
 
     def resume(self, rank: int) -> None:
         """Set the last round of a worker that returns from join() to that of the others."""
@@ -198,6 +192,19 @@ class Shard:
         out = allocate(self.flat.nbytes).view(self.flat.dtype)
         add_up([value for value in dense if value is not None], out, weights if is_weighted else None, absent)
         return out
+
+
+def add_push(pushed: dict[int, int], ahead: dict[int, set[int]], rank: int, number: int) -> bool:
+    """Add a push to `Shard.pushed` and `Shard.ahead`; return False if it is among them."""
+    last, later = pushed.get(rank, 0), ahead.setdefault(rank, set())
+    if number <= last or number in later:
+        return False
+    later.add(number)
+    while last + 1 in later:
+        last += 1
+        later.discard(last)
+    pushed[rank] = last
+    return True
 
 
 def mean_of_rows(values: Sequence[RowSparse], weights: Sequence[float | None], absent: float = 0.0) -> RowSparse:

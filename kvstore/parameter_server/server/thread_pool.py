@@ -35,9 +35,10 @@ class ThreadPool:
         self._scratch = [torch.empty(0, dtype=torch.uint8)] * self.size
         self._loads = [0] * self.size  # bytes of the shards of each thread
 
-    def assign(self, nbytes: int) -> int:
-        """Assign a new shard of this many bytes to the thread with the fewest bytes, and return the thread."""
-        thread = min(range(self.size), key=self._loads.__getitem__)
+    def assign(self, nbytes: int, thread: int | None = None) -> int:
+        """Assign a new shard of this many bytes to a thread, by default that with the fewest; return the thread."""
+        if thread is None:
+            thread = min(range(self.size), key=self._loads.__getitem__)
         self._loads[thread] += nbytes
         return thread
 

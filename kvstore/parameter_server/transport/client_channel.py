@@ -96,6 +96,7 @@ class SocketChannel:
         self._host = host.strip("[]")
         key = required_key(host)
         self._handshakes = Handshakes(endpoint, key)
+        self._poller = poller
         self._socket = context.socket(zmq.DEALER)
         for option, value in (
             (zmq.SNDHWM, 0),
@@ -158,6 +159,8 @@ class SocketChannel:
         shut_down_connections(int(self._port))
 
     def close(self) -> None:  # noqa: D102
+        for source in (self._socket, self._monitor):
+            self._poller.remove(source)
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(1000)

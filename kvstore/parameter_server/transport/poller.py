@@ -35,8 +35,10 @@ class Poller:
         """Start or stop reporting a descriptor when it is writable, in addition to readable."""
         self._epoll.modify(descriptor, select.EPOLLIN | (select.EPOLLOUT if writable else 0))
 
-    def remove(self, descriptor: int) -> None:
-        """Stop reporting a descriptor; call it before the descriptor is closed."""
+    def remove(self, source: Source) -> None:
+        """Stop reporting a source; call it before the source is closed."""
+        descriptor = source if isinstance(source, int) else int(source.getsockopt(zmq.FD))
+        self._sockets.pop(descriptor, None)
         self._epoll.unregister(descriptor)
 
     def wait(

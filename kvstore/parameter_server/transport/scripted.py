@@ -14,6 +14,7 @@ from gangline.kvstore.parameter_server.protocol import (
     Collective,
     CollectiveResult,
     Command,
+    CommandResult,
     Define,
     Hello,
     Leave,
@@ -40,6 +41,7 @@ _POINTS = {
     Values.kind: "values",
     ValuesRead.kind: "done",
     Command.kind: "command",
+    CommandResult.kind: "result",
 }
 
 

@@ -8,6 +8,7 @@ import logging
 import mmap
 import os
 import threading
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -32,19 +33,27 @@ class SharedMemoryPool:
     Allocations take the lowest free offset, so that committed pages are reused first. Pages that were not needed for a
     while are returned to the system.
 
+    Args:
+        descriptor: memfd to use, as of `segments.Offer`; None: a new one.
+
     Raises:
         OSError: if the system cannot create the segment.
     """
 
-    def __init__(self) -> None:
-        self._nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        self._offer = Offer(self._nbytes)
+    def __init__(self, descriptor: int | None = None) -> None:
+        self._offer = Offer(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), descriptor)
+        self._nbytes = self._offer.segment.nbytes
         self._free: list[tuple[int, int]] = [(0, self._nbytes)]  # (begin, end), ascending
         self._allocated: dict[int, int] = {}
         self._lock = threading.Lock()  # allocate and free run in different threads
         self._frees = 0
         self._committed = 0  # end of the pages that may be committed
         self._needed = 0  # highest end of an allocation in this period
+
+    @property
+    def segment(self) -> Segment:
+        """The memory."""
+        return self._offer.segment
 
     @property
     def handle(self) -> bytes:
@@ -73,6 +82,17 @@ class SharedMemoryPool:
                     self._committed = max(self._committed, begin + needed)
                     return begin
         raise MemoryError(f"{nbytes} bytes do not fit in {self._nbytes} bytes of shared memory")
+
+    def reserve(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Make ranges, (offset, bytes) each, the only allocations, and return all other pages to the system."""
+        with self._lock:
+            self._allocated = {begin: begin + aligned(max(1, nbytes)) for begin, nbytes in ranges}
+            ends = [0, *(self._allocated[begin] for begin in sorted(self._allocated))]
+            begins = [*sorted(self._allocated), self._nbytes]
+            self._free = [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
+            self._committed = self._nbytes
+            self._return_pages(0)
+            self._committed = ends[-1]
 
     def free(self, offset: int) -> None:
         """Free the allocation at an offset; KeyError if there is none."""

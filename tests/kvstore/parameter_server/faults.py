@@ -34,6 +34,8 @@ class DistStage(Audience):
     """Job whose workers run ``play(path, *arguments)`` and connect to the stage once the job has started."""
 
     opener: type[RoleProcess] = RoleProcess
+    successors = 0
+    """Number of processes that wait until a worker has died, and then take its place."""
 
     def __init__(self, play: Callable[..., Any], workers: int, servers: int, *arguments: Any, **more: str) -> None:
         super().__init__()
@@ -42,9 +44,12 @@ class DistStage(Audience):
             with patch.dict(
                 os.environ, {**self.environment, "XDG_CACHE_HOME": cache, "XDG_CONFIG_HOME": cache, **more}
             ):
-                job = DistJob(play, workers, servers, self.path, *arguments, opener=self.opener)
+                job = DistJob(
+                    play, workers, servers, self.path, *arguments, opener=self.opener, successors=self.successors
+                )
                 self._job = self._stack.enter_context(job)
             self._ending = self._stack.enter_context(ThreadPoolExecutor(1)).submit(self._job.outcomes)
+            workers += self.successors
             places = [("worker", rank, rank) for rank in range(workers)]
             places += [("server", rank, _SERVER + rank) for rank in range(servers)]
             for role, rank, number in [*places, ("scheduler", 0, _SCHEDULER)]:
@@ -190,8 +195,10 @@ class BreakingProxy:
 def break_connections(breaks: Sequence[int]) -> None:
     """Make this process announce a proxy that breaks connections if it becomes a server."""
 
-    def scheduler_client(role: str, scheduler: str, *, address: str, timeout: float | None) -> SchedulerClient:
-        return SchedulerClient(role, scheduler, address=proxied(address, breaks), timeout=timeout)
+    def scheduler_client(
+        role: str, scheduler: str, *, rank: int, address: str, timeout: float | None
+    ) -> SchedulerClient:
+        return SchedulerClient(role, scheduler, rank=rank, address=proxied(address, breaks), timeout=timeout)
 
     assert server.SchedulerClient is SchedulerClient
     server.SchedulerClient = scheduler_client  # type: ignore[assignment,misc]
@@ -205,8 +212,10 @@ def proxied_streams(monkeypatch: pytest.MonkeyPatch) -> list[BreakingProxy]:
     """
     proxies: list[BreakingProxy] = []
 
-    def scheduler_client(role: str, scheduler: str, *, address: str, timeout: float | None) -> SchedulerClient:
-        return SchedulerClient(role, scheduler, address=proxied(address, [], proxies), timeout=timeout)
+    def scheduler_client(
+        role: str, scheduler: str, *, rank: int, address: str, timeout: float | None
+    ) -> SchedulerClient:
+        return SchedulerClient(role, scheduler, rank=rank, address=proxied(address, [], proxies), timeout=timeout)
 
     monkeypatch.setattr(server, "SchedulerClient", scheduler_client)
     monkeypatch.setenv("GANGLINE_TRANSPORT", "ipc")

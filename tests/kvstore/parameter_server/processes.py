@@ -28,7 +28,10 @@ class RoleProcess:
 
 
 def _play(place: RoleProcess, workers: int, servers: int, play: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Run the role of a rank: 0 is the scheduler, then servers, then workers, which call ``play(*args)``."""
+    """Run the role of a rank: 0 is the scheduler, then servers, then workers, which call ``play(*args)``.
+
+    Further ranks have the numbers of further workers, and ``play`` gives them the rank of a worker that has died.
+    """
     torch.set_num_threads(1)
     host = os.environ.get("GANGLINE_TEST_SCHEDULER", "127.0.0.1")
     own = scheduler.Scheduler(workers, servers, host) if place.rank == 0 else None
@@ -51,10 +54,16 @@ class DistJob:
     """Job whose workers run ``play(*args)``; a context manager."""
 
     def __init__(
-        self, play: Callable[..., Any], workers: int, servers: int, *args: Any, opener: type[RoleProcess] = RoleProcess
+        self,
+        play: Callable[..., Any],
+        workers: int,
+        servers: int,
+        *args: Any,
+        opener: type[RoleProcess] = RoleProcess,
+        successors: int = 0,
     ) -> None:
         self._first = 1 + servers
-        size = 1 + servers + workers
+        size = 1 + servers + workers + successors
         self._ranks = Ranks(_play, size, (workers, servers, play, args), opener=opener)
 
     def results(self) -> list[Any]:

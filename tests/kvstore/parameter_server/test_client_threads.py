@@ -13,8 +13,8 @@ import zmq
 from gangline.collectives.errors import DeadNodeError, GanglineError
 from gangline.collectives.work import Work
 from gangline.kvstore.parameter_server.client import server_client
+from gangline.kvstore.parameter_server.client.pending import PendingRequests
 from gangline.kvstore.parameter_server.client.request import Request
-from gangline.kvstore.parameter_server.client.server_client import PendingRequests
 from gangline.kvstore.parameter_server.protocol import Command
 from tests.kvstore.parameter_server.in_process import LIMIT, Job, stores
 

@@ -13,8 +13,9 @@ import zmq
 from gangline.collectives.errors import DeadNodeError, MismatchError, StallError
 from gangline.collectives.work import Work
 from gangline.kvstore.parameter_server import protocol
+from gangline.kvstore.parameter_server.client.pending import PendingRequests
 from gangline.kvstore.parameter_server.client.request import Request
-from gangline.kvstore.parameter_server.client.server_client import PendingRequests, ServerClient
+from gangline.kvstore.parameter_server.client.server_client import ServerClient
 from gangline.kvstore.parameter_server.protocol import Ack, Failed, Hello, Message, Push, Welcome
 from gangline.kvstore.parameter_server.transport.unix_stream import UnixListener, UnixStream
 
@@ -70,9 +71,11 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 def scheduler(server: Server) -> SimpleNamespace:
     place = SimpleNamespace(
-        rank=0, view=1, identity=b"i" * 16, servers=[server.address], gone={}, lost="", on_change=lambda: None
+        rank=0, view=1, identity=b"i" * 16, servers=[server.address], gone={}, away={}, lost="", on_change=lambda: None
     )
     place.faults = None
+    place.allows_restarts = False
+    place.away = {}
     place.reasons = []
     place.leave = place.reasons.append
     return place

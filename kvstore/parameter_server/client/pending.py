@@ -1,0 +1,150 @@
+"""Work of several requests to servers, with the first error among them and the fate of a push."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+from gangline.collectives.compression import Codec
+from gangline.collectives.errors import DeadNodeError, GanglineError, StallError
+from gangline.collectives.work import Work
+from gangline.kvstore.optimizer.spec import Key
+from gangline.kvstore.parameter_server.client.request import PushFates, Request, describe_fates
+from gangline.kvstore.parameter_server.protocol import Message
+
+
+class Submitter(Protocol):
+    """Sends requests: a `ServerClient`."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+
+
+class RequestWork(Work):
+    """Work of requests that knows whether a thread waits for it."""
+
+    is_awaited = False
+
+    def wait(self, timeout: float | None = None) -> None:  # noqa: D102  inherited
+        self.is_awaited = timeout is None
+        try:
+            super().wait(timeout)
+        finally:
+            self.is_awaited = False
+
+
+class PendingRequests:
+    """A Work that completes when all its requests have completed, with the first error among them.
+
+    A context manager: the Work does not complete before the block ends, and an exception in the block becomes its
+    error.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        name: str,
+        codec: Codec | None = None,
+        on_late_error: Callable[[Exception], None] = lambda _: None,
+        on_streams: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        """Start without requests.
+
+        Args:
+            work: completed when the requests are.
+            name: for errors.
+            codec: compression of pulled values.
+            on_late_error: called with errors of requests that completed when they were sent.
+            on_streams: makes a context in which answers are handled: the GPU streams that pulled values are written on.
+        """
+        self.name = name
+        self.codec = codec
+        self._on_late_error = on_late_error
+        self.on_success: Callable[[], None] = lambda: None
+        """Called when all requests have succeeded."""
+        self.on_push_error: Callable[[BaseException, Mapping[Key, str]], None] = lambda *_: None
+        """Called with the first error of a push and the fate of the push for each key."""
+        self._fates: PushFates | None = None
+        self._on_streams = on_streams
+        self._work = work
+        self._open = 1
+        self._ended = False
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def submit(self, requests: Sequence[Request], servers: Submitter) -> None:
+        """Send requests and add them to those that the Work waits for."""
+        with self._lock:
+            self._open += len(requests)
+        for request in requests:
+            self._fates = self._fates or request.fates
+            request.is_awaited = self._is_awaited
+            if request.completes_when_sent:
+                request.on_sent = partial(self._end, None)
+                request.on_error = partial(self._fail, request)
+            else:
+                request.on_answer = self._ending_with(request.on_answer)
+                request.on_error = self._end
+        for request in requests:
+            try:
+                servers.submit(request)
+            except Exception as error:  # noqa: BLE001  the Work raises it
+                self._end(error)
+
+    def _is_awaited(self) -> bool:
+        return isinstance(self._work, RequestWork) and self._work.is_awaited
+
+    def __enter__(self) -> PendingRequests:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self._end(error)
+        return True  # the Work raises it
+
+    def _ending_with(self, take: Callable[[Message, list[Tensor]], bool]) -> Callable[[Message, list[Tensor]], bool]:
+        def on_answer(message: Message, datas: list[Tensor]) -> bool:
+            with self._on_streams():
+                is_complete = take(message, datas)
+            if is_complete:
+                self._end(None)
+            return is_complete
+
+        return on_answer
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        if request.sequence:  # it was sent, so it has completed already
+            self._explain(error)
+            self._on_late_error(error)
+        else:
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._lock:
+            self._open -= 1
+            self._error = self._error or error
+            # after a death or a stall, the other requests may never be answered
+            ends = not self._ended and (not self._open or isinstance(error, (DeadNodeError, StallError)))
+            self._ended |= ends
+        if ends:
+            if self._error is not None:
+                self._explain(self._error)
+            else:
+                self.on_success()
+            self._work.complete(self._error)
+
+    def _explain(self, error: BaseException) -> None:
+        """Add to the first error of a push what has become of the push."""
+        pushed, self._fates = self._fates, None
+        if pushed is None:
+            return
+        fates = pushed.of_keys()
+        if isinstance(error, GanglineError):
+            error.fates = fates
+            error.args = (f"{error.args[0]}; {describe_fates(fates)}", *error.args[1:])
+        self.on_push_error(error, fates)

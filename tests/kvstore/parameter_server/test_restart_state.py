@@ -1,0 +1,92 @@
+"""State of the scheduler where processes are started again: places, record of collectives, those of earlier rounds."""
+
+from __future__ import annotations
+
+import pytest
+
+from gangline.kvstore.parameter_server.protocol import (
+    ROUND,
+    Collective,
+    CollectiveFailed,
+    CollectiveResult,
+    Register,
+)
+from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member
+
+
+def register(rank: int, incarnation: int = 0) -> Register:
+    return Register("worker", rank, ["elsewhere", 1, 1], "", "", incarnation)
+
+
+@pytest.fixture
+def state() -> JobState:
+    """Return the state of a started job of two workers."""
+    state = JobState(2, 0, restarts=1)
+    for rank in range(2):
+        identity = bytes([rank + 1]) * 16
+        state.members[identity] = Member(identity, register(rank))
+    assert state.assign_ranks()
+    return state
+
+
+def call(state: JobState, number: int, name: str = "barrier", ranks: tuple[int, ...] = (0, 1)) -> list[int]:
+    """Let workers call a collective; return the numbers of those that have ended."""
+    for rank in ranks:
+        state.add(rank, Collective(number, name, -1, b"%d" % rank, ""))
+    return state.complete()
+
+
+def test_a_restarted_worker_takes_a_place_only_with_a_higher_number(state: JobState) -> None:
+    assert state.rejection(register(1)) == "the job has its 2 workers already"
+    assert state.rejection(register(1, 1)) == ""
+    assert state.rejection(register(2, 1)) == "worker 2 is not one of this job's 2 workers"
+    old = state.predecessor(register(1, 1))
+    assert old is not None
+    state.replace(old, Member(b"new", register(1, 1)))
+    assert (state.view, state.members[b"new"].rank, state.members[b"new"].is_restarted) == (2, 1, True)
+    assert state.rejection(register(1, 1)) == "worker 1 is not one of this job's 2 workers"
+    state.members[b"new"].gone = "was killed"
+    assert state.rejection(register(1, 2)) == "worker 1 cannot be started again: it was killed"
+
+
+def test_without_restarts_every_process_keeps_its_place(state: JobState) -> None:
+    state.allows_restarts = False
+    assert state.rejection(register(1, 1)) == "the job has its 2 workers already"
+
+
+def test_the_outcomes_of_the_start_and_of_the_last_round_are_kept(state: JobState) -> None:
+    start, last = range(1, 21), range(9 * ROUND + 1, 9 * ROUND + 21)
+    for number in [*start, *(step * ROUND + 1 for step in range(1, 9)), *last]:
+        assert call(state, number) == [number]
+    assert sorted(state.outcomes) == [*start, *last]
+    again = state.add(1, Collective(3, "barrier", -1, b"", ""))
+    assert again == CollectiveResult(3, [b"0", b"1"])
+    over = state.add(1, Collective(5 * ROUND + 1, "barrier", -1, b"", ""))
+    assert over == CollectiveFailed(
+        5 * ROUND + 1, f"rank 1 called barrier as its collective {5 * ROUND + 1}, which is over"
+    )
+
+
+def test_another_call_than_that_of_the_record_is_an_error(state: JobState) -> None:
+    call(state, 1, "init")
+    answer = state.add(1, Collective(1, "barrier", -1, b"", ""))
+    assert isinstance(answer, CollectiveFailed)
+    assert "barrier" in answer.text
+    assert "init" in answer.text
+
+
+def test_collectives_behind_which_a_worker_was_restarted_go_on_without_it(state: JobState) -> None:
+    assert call(state, 3 * ROUND + 1, ranks=(0,)) == []
+    state.of_role("worker")[1].first_number = 4 * ROUND
+    assert state.complete() == [3 * ROUND + 1]
+    assert state.outcomes[3 * ROUND + 1].data == [b"0", b""]
+    assert call(state, 1, "init", ranks=(0,)) == []  # all set up the store together
+    assert call(state, 4 * ROUND + 1, ranks=(0,)) == []
+
+
+def test_workers_that_wait_in_different_rounds_get_an_error(state: JobState) -> None:
+    assert call(state, 2 * ROUND + 1, "evaluation", ranks=(0,)) == []
+    assert call(state, 3 * ROUND + 1, "barrier", ranks=(1,)) == [2 * ROUND + 1]
+    error = state.outcomes[2 * ROUND + 1].error
+    assert "evaluation" in error
+    assert "barrier, after another push" in error

@@ -1,0 +1,175 @@
+"""Restart of single processes by the launcher: which ones, how often, and when the whole job fails instead."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from tests.kvstore.test_launch import PYTHON, Launch, launch
+
+pytestmark = pytest.mark.timeout(110)
+
+HEAD = """\
+import os, sys
+rank, k = int(os.environ["RANK"]), int(os.environ.get("GANGLINE_INCARNATION", 0))
+"""
+LOOP = """\
+import torch, gangline
+kv = gangline.create("dist_sync")
+kv.init("w", torch.zeros(4))
+out = torch.zeros(4)
+"""
+
+
+def workers(code: str, *words: str) -> Launch:
+    python = (sys.executable, "-c") if "gangline" in code else PYTHON
+    return launch("-n", "2", "-s", "1", *words, "--", *python, HEAD + code)
+
+
+def test_a_worker_that_is_killed_or_fails_starts_again_with_its_number() -> None:
+    code = "print(f'{rank} {k}', flush=True)\nif rank == 1 and k < 2: os.kill(os.getpid(), 9) if k else sys.exit(3)\n"
+    with workers(code, "--restart-processes", "3") as run:
+        status, out, errors = run.end()
+    assert sorted(out) == ["[worker 0] 0 0", "[worker 1] 1 0", "[worker 1] 1 1", "[worker 1] 1 2"]
+    own = [re.sub(r"pid \d+", "pid", line) for line in errors if line.startswith("gangline: worker")]
+    assert own == [
+        "gangline: worker 1 (pid) exited with code 3; it starts again (restart 1 of 3 of single processes)",
+        "gangline: worker 1 (pid) was killed by SIGKILL; it starts again (restart 2 of 3 of single processes)",
+    ]
+    assert status == 0
+
+
+@pytest.mark.parametrize("code", [2, 75, 127])
+def test_an_end_that_would_come_again_starts_no_process_again(code: int) -> None:
+    with workers(f"sys.exit({code} * rank)", "--restart-processes", "3") as run:
+        status, _, errors = run.end()
+    assert status == code
+    assert not any("starts again" in line for line in errors)
+
+
+def test_restarts_of_single_processes_need_servers() -> None:
+    with launch("-n", "2", "-s", "0", "--restart-processes", "1", "--", "train") as run:
+        status, _, errors = run.end()
+    assert (status, len(errors)) == (2, 1)
+    assert "--restart-processes needs servers" in errors[0]
+
+
+@pytest.mark.slow
+def test_when_the_restarts_are_used_up_the_job_fails_with_the_worker() -> None:
+    code = LOOP + "kv.pushpull('w', out, out) if rank == 0 else os.kill(os.getpid(), 9)"
+    with workers(code, "--restart-processes", "1") as run:
+        status, _, errors = run.end()
+    assert status == 128 + 9
+    assert any("worker 1 was killed or left: its process has ended; the others wait" in line for line in errors)
+    assert any(re.search(r"worker 1 \(pid \d+\) was killed by SIGKILL; stopping the other", line) for line in errors)
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_come_back_in_time_fails_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GANGLINE_RESTART_LIMIT", "1")
+    code = (
+        "import time; k and time.sleep(100)\n"
+        + LOOP
+        + "kv.pushpull('w', out, out) if not rank else os.kill(os.getpid(), 9)"
+    )
+    with workers(code, "--restart-processes", "2") as run:
+        status, out, errors = run.end()
+    text = "worker 1 was killed or left: its process has ended and was not started again within 1 s"
+    assert any(f"DeadNodeError: {text}" in line for line in [*out, *errors])
+    assert status == 1
+    assert sum("starts again" in line for line in errors) == 1
+
+
+TRAIN = """\
+import torch, gangline, signal
+torch.set_num_threads(1)
+with gangline.create("dist_sync") as kv:
+    kv.init("w", torch.zeros(4, dtype=torch.float64))
+    kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
+    out = torch.zeros(4, dtype=torch.float64)
+    for step in range(kv.first_step, 6):
+        kv.push("w", torch.full_like(out, 10.0 ** (2 * step + rank)))
+        fail(step)
+        kv.pull("w", out)
+    kv.barrier()
+    kv.pull("w", out)
+    print(f"rank {rank}, start {k}: {int(-out[0])}", flush=True)
+"""
+FAILURES = {
+    "both are killed": "if not k and step == 2 + rank: os.kill(os.getpid(), 9)",
+    "worker 0 raises": "if step == 2 and not rank and not k: raise ValueError('a bug')",
+    "worker 1 exits": "if step == 3 and rank and not k: sys.exit(9)",
+    "worker 1 is killed twice": "if step == 2 + k and rank and k < 2: os.kill(os.getpid(), 9)",
+    "worker 1 is stopped for 8 s": "if step == 3 and rank and not k:\n"
+    "  import subprocess; subprocess.Popen(['sh', '-c', f'sleep 8; kill -CONT {os.getpid()}'])\n"
+    "  os.kill(os.getpid(), signal.SIGSTOP)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_loop_goes_on_in_the_restarted_worker(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GANGLINE_HEARTBEAT_LIMIT", "4")
+    body = "\n".join(f" {line}" for line in FAILURES[failure].splitlines())
+    with workers(f"def fail(step):\n{body}\n" + TRAIN, "--restart-processes", "2") as run:
+        status, out, errors = run.end(60)
+    assert (status, len(out)) == (0, 2), errors
+    assert {line.rpartition(" ")[2] for line in out} == {"1" * 12}
+    assert sum("it starts again (restart" in line for line in errors) == (
+        2 if "both" in failure or "twice" in failure else 1
+    )
+
+
+TRAINER = """\
+import torch, gangline
+torch.set_num_threads(1)
+torch.manual_seed(0)
+network = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+data = torch.randn(8, 2, 16, 3)
+trainer = gangline.Trainer(network, "sgd", {"learning_rate": 0.1, "momentum": 0.9}, kvstore="dist_sync")
+for step in range(trainer.kvstore.first_step, 8):
+    if DIES and rank == step - 3 and k == 0: os.kill(os.getpid(), 9)
+    trainer.zero_grad()
+    network(data[step, rank]).square().mean().backward()
+    trainer.step(16)
+print(rank, [one.double().sum().item() for one in network.parameters()], flush=True)
+trainer.kvstore.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_trainer_goes_on_with_equal_weights() -> None:
+    found = []
+    for dies in (False, True):
+        with workers(TRAINER.replace("DIES", str(dies)), "--restart-processes", "2") as run:
+            status, out, errors = run.end(60)
+        assert status == 0, errors
+        assert sum("it starts again (restart" in line for line in errors) == 2 * dies
+        found.append({line.partition("] ")[2] for line in out})
+    assert found[0] == found[1]
+
+
+FIT = """\
+import torch, gangline
+torch.set_num_threads(1)
+torch.manual_seed(0)
+data, labels = torch.randn(64, 3), torch.randint(0, 2, (64,))
+module = gangline.Module(torch.nn.Linear(3, 2), loss=torch.nn.CrossEntropyLoss(), context=gangline.cpu())
+die = lambda param: rank == 1 and param.nbatch == 2 and restart == 0 and os.kill(os.getpid(), 9)
+module.fit((data, labels), num_epoch=2, batch_size=8, kvstore="dist_sync", batch_end_callback=die)
+print(f"rank {rank}, start {restart} {k}", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_fit_refuses_to_go_on_alone_and_is_restarted_as_a_whole() -> None:
+    head = "restart = int(os.environ['GANGLINE_RESTART'])\n"
+    with workers(head + FIT, "--restart-processes", "3", "--max-restarts", "1") as run:
+        status, out, errors = run.end(90)
+    text = "worker 1 was started again alone, and training by a Module cannot be continued by one worker"
+    assert any(f"RuntimeError: {text}; use gangline launch --max-restarts" in line for line in errors)
+    assert sum("it starts again (restart" in line for line in errors) == 1
+    assert "gangline: restart 1 of 1: all processes of the job start again" in errors
+    assert (status, sorted(line.partition("] ")[2] for line in out)) == (0, ["rank 0, start 1 0", "rank 1, start 1 0"])
