@@ -3,7 +3,7 @@ VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all fuzz lint format wheel docs peers engines clean
+.PHONY: train test test-all fuzz soak lint format wheel docs peers engines clean
 
 train: $(VENV)/.installed
 	$(BIN)/gangline train --network lenet --dataset digits --cpus 2 --kv-store device
@@ -19,6 +19,11 @@ test-all: lint
 MESSAGES ?= 1000000
 fuzz: $(VENV)/.installed
 	$(BIN)/python -m tests.kvstore.parameter_server.fuzz --messages $(MESSAGES)
+
+# Half an hour of training with a scripted fault every 10 s: `make soak MINUTES=5`.
+MINUTES ?= 30
+soak: $(VENV)/.installed
+	$(BIN)/python -m tests.kvstore.parameter_server.soak --minutes $(MINUTES)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
