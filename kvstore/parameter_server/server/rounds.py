@@ -286,7 +286,7 @@ class ShardRounds:
 
         With the number of the collective, and a text that names both calls. Each waiter is yielded once a collective.
         """
-        if not self.is_sync or not self.in_collectives:
+        if not self.is_sync or not self.in_collectives or self.is_held:  # a push may have to be repeated yet
             return
         for shard in self.shards.values():
             for waiter in shard.waiters:

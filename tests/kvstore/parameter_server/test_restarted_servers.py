@@ -232,6 +232,25 @@ def test_a_server_killed_at_any_command_changes_no_bit(tmp_path: Path) -> None:
         check_equal(tmp_path, points[at : at + 5], commands, 7)
 
 
+def one_pulls(steps: int) -> tuple[dict[str, Tensor], float]:
+    """Pull on rank 0 only, while rank 1 waits in a barrier behind its push."""
+    with kvstore.create("dist_sync") as kv:
+        outs = sync_with(kv)
+        kv.set_optimizer(SGD)
+        for step in range(steps):
+            own = gradients(kv.rank, step)
+            kv.push(list(own), list(own.values()))
+            if kv.rank == 0:
+                kv.pull(list(outs), list(outs.values()))
+            kv.barrier()
+        kv.pull(list(outs), list(outs.values()))
+        return outs, 0.0
+
+
+def test_a_push_that_is_yet_to_be_repeated_is_not_taken_for_a_forgotten_one(tmp_path: Path) -> None:
+    check_equal(tmp_path, ["update 4", "pull 2", "push-taken 3", "update 5"], one_pulls, 6)
+
+
 ROWS, PUSHES = 20, 20
 """Pushes of a row of the table add base-4 digits to it: one each, or the row shows which is lost or counted twice."""
 
