@@ -87,7 +87,7 @@ def packed(codes: list[int]) -> bytes:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("numel", "threshold"), [(97, 0.5), (131, 0.03)])
+@pytest.mark.parametrize(("numel", "threshold"), [pytest.param(97, 0.5, marks=pytest.mark.slow), (131, 0.03)])
 @pytest.mark.usefixtures("small_pieces")
 def test_two_bit_is_the_scalar_rule_bit_for_bit_over_200_steps(
     dtype: torch.dtype, numel: int, threshold: float

@@ -74,7 +74,7 @@ def leave_two_behind(comm: Communicator, path: str) -> None:
     expect(came, ramp(1 << 19, other))
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp"])
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("ipc", marks=pytest.mark.slow), "tcp"])
 def test_a_rank_that_closes_does_not_disturb_ranks_that_do_not_need_it(transport: str) -> None:
     with Stage(leave_two_behind, 3, transport=transport) as stage:
         stage.wait_for_end(2)

@@ -443,7 +443,7 @@ def _open_and_close(comm: Communicator, transport: str, folder: str) -> None:
     comm.barrier()
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp"])
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("ipc", marks=pytest.mark.slow), "tcp"])
 def test_closed_communicators_leave_no_resources(transport: str, tmp_path: Path) -> None:
     spawn(_open_and_close, 2, transport, str(tmp_path), transport="shared_memory", timeout=60)
 

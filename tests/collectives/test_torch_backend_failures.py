@@ -66,7 +66,7 @@ def lose_the_last(rank: Rank, path: str) -> None:
         rank.tell([thread.name for thread in threading.enumerate() if "gangline" in thread.name])
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_killed_rank_is_an_error_that_names_it(size: int, tmp_path: Path) -> None:
     with Processes(lose_the_last, size, f"{tmp_path}/store") as processes:
         processes.all_heard()

@@ -133,7 +133,7 @@ def random_steps(count: int) -> tuple[list[list[list[torch.Tensor]]], list[dict[
     return pushed, sums, senders
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_two_hundred_random_steps_are_the_scalar_algorithm_bit_for_bit(kv: KVStore, count: int) -> None:
     pushed, sums, senders = random_steps(count)
     kv.set_gradient_compression(TWO_BIT)

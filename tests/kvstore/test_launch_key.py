@@ -75,6 +75,7 @@ def test_all_processes_of_a_job_have_its_key_and_it_shows_nowhere(tmp_path: Path
     assert not any(key.hex()[begin : begin + 8] in text for begin in range(56))
 
 
+@pytest.mark.slow
 def test_each_job_has_a_key_of_its_own() -> None:
     code = "from gangline.collectives.environments.job_key import job_key; print(job_key().job_id())"
     lines = set()

@@ -220,6 +220,7 @@ def in_a_job(comm: Communicator, folder: Path) -> tuple[dict[str, torch.Tensor],
         return trained_with_empty_parts(folder, store)
 
 
+@pytest.mark.slow
 def test_workers_without_a_readable_image_in_a_batch_train_as_one_process_does(folder: Path) -> None:
     of_the_second = [f"eight/{number}.png" for number in range(4, 8)]
     of_both = [f"one/{number}.png" for number in range(8)]

@@ -201,6 +201,7 @@ def test_a_residual_network_trains_on_a_folder_of_images(
     assert saved["bn1.running_mean"].any()
 
 
+@pytest.mark.slow
 def test_benchmark_trains_on_random_images(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = train(monkeypatch, capsys, "--network", "mlp", "--benchmark", "--num-epochs", "1")
     assert code == 0
