@@ -804,13 +804,14 @@ def test_all_raise_when_one_is_killed() -> None:
 
 
 def test_limits_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("GANGLINE_HEARTBEAT", "GANGLINE_HEARTBEAT_LIMIT", "GANGLINE_STALL_WARN", "GANGLINE_TIMEOUT")
+    words = ("HEARTBEAT", "HEARTBEAT_LIMIT", "STALL_WARN", "TIMEOUT", "RESTART_LIMIT")
+    names = [f"GANGLINE_{word}" for word in words]
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    assert limits() == (1, 10, 60, 1800)
+    assert limits() == (1, 10, 60, 1800, 120)
     for seconds, name in enumerate(names, 2):
         monkeypatch.setenv(name, f"{seconds}.5")
-    assert limits() == (2.5, 3.5, 4.5, 5.5)
+    assert limits() == (2.5, 3.5, 4.5, 5.5, 6.5)
     for name in names:
         for word in ("0", "-1", "nan", "inf", "ten", ""):
             with monkeypatch.context() as patch:

@@ -94,7 +94,7 @@ def work(rounds: int) -> None:
 
 
 def memory(mark: bytes) -> dict[str, int]:
-    """Return the proportional resident bytes of the processes with this word in their environment, by role."""
+    """Return the resident bytes of the processes with this word in their environment, by role, without mapped files."""
     found: Counter[str] = Counter()
     for child in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError, ValueError, IndexError):
@@ -104,8 +104,10 @@ def memory(mark: bytes) -> dict[str, int]:
             role = words[2].rpartition(".")[2] if words[1] == "-m" else ""
             role = "worker" if role == "soak" else role
             if role in ("scheduler", "server", "worker"):
-                pss = re.search(r"^Pss:\s+(\d+)", Path(f"/proc/{child}/smaps_rollup").read_text(), re.MULTILINE)
-                found[role] += int(pss[1]) << 10 if pss else 0
+                rollup = Path(f"/proc/{child}/smaps_rollup").read_text()
+                found[role] += sum(
+                    int(size) << 10 for size in re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+)", rollup, re.M)
+                )
     return found
 
 
