@@ -223,7 +223,7 @@ class _Run:
             found = {one.weights for one in told.values()}
             weights = found.pop() if len(found) == 1 else "different"
         ends = [self._end(one) for one in told.values()]
-        seconds = f"{max(ends) - self._began:.1f}" if ends and self._began else ""
+        seconds = f"{max(0.0, max(ends) - self._began):.1f}" if ends and self._began else ""
         return {
             "where": case.where,
             "fault": case.what,
