@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 import tempfile
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +39,21 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # shells make backgrou
 settings.register_profile("repeatable", max_examples=50, deadline=None, derandomize=True)
 settings.register_profile("explore", max_examples=600, deadline=None)  # what `make test-all` uses
 settings.load_profile("repeatable")
+
+
+_LARGE_TABLE = 24  # rows of a parametrized test
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark two of three rows of large tables slow, chosen by their names: `make test-all` runs them."""
+    tables: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        tables[item.nodeid.partition("[")[0]].append(item)
+    for rows in tables.values():
+        for item in rows if len(rows) > _LARGE_TABLE else ():
+            if zlib.crc32(item.nodeid.encode()) % 3:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -28,6 +28,7 @@ def workers(code: str, *words: str) -> Launch:
     return launch("-n", "2", "-s", "1", *words, "--", *python, HEAD + code)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_or_fails_starts_again_with_its_number() -> None:
     code = "print(f'{rank} {k}', flush=True)\nif rank == 1 and k < 2: os.kill(os.getpid(), 9) if k else sys.exit(3)\n"
     with workers(code, "--restart-processes", "3") as run:

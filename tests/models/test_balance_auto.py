@@ -308,6 +308,7 @@ def given_limits(comm: Communicator, path: str, memory: list[int]) -> str | list
         ([10], "memory is [10]; expected a maximum number of samples for each of 2 ranks, 1 or more"),
     ],
 )
+@pytest.mark.slow
 def test_limits_that_are_given_hold(memory: list[int], found: str | list[int], tmp_path: Path) -> None:
     for answer in spawn(given_limits, 2, str(tmp_path / "store"), memory, threads=1):
         assert answer == found or (isinstance(found, str) and isinstance(answer, str) and answer.startswith(found))

@@ -30,6 +30,7 @@ def count_faults(connection: Connection) -> None:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators than glibc's keep memory or not")
+@pytest.mark.slow
 def test_a_step_has_no_memory_cleared_by_the_kernel() -> None:
     with ProcessPool(count_faults, 1) as family:
         faults = family.connections[0].recv()

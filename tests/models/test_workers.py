@@ -113,7 +113,7 @@ def trained_alone(case: str) -> Params:
     [
         (2, "3,1", [], list(CASES)),
         (3, None, [], ["ignored-labels", "elements", "tiny-batches", "accumulated"]),
-        (2, "1,2.5", [2, 1, 0], ["class-weights", "dataset", "tiny-batches"]),
+        pytest.param(2, "1,2.5", [2, 1, 0], ["class-weights", "dataset", "tiny-batches"], marks=pytest.mark.slow),
         (3, "0,1,2", [], ["arrays"]),
     ],
     ids=["3,1", "three", "contexts", "idle-rank-0"],

@@ -146,7 +146,7 @@ def test_a_killed_worker_is_noticed_though_its_forked_children_hold_its_connecti
         ended_by_themselves(stage.outcomes(), but=3)
 
 
-@pytest.mark.parametrize("how", ["raise", "exit"])
+@pytest.mark.parametrize("how", ["raise", pytest.param("exit", marks=pytest.mark.slow)])
 def test_a_worker_that_leaves_is_named(how: str) -> None:
     with DistStage(play, 3, 1, [0, 1], {}) as stage:
         for rank, call in enumerate(("pull", "barrier")):

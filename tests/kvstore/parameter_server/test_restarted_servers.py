@@ -163,7 +163,7 @@ def check_equal(tmp_path: Path, kills: Sequence[str], body: Callable[..., Any], 
     return max(one[-1] for one in found)
 
 
-@pytest.mark.parametrize("spec", [SGD, ADAM], ids=["sgd", "adam"])
+@pytest.mark.parametrize("spec", [pytest.param(SGD, marks=pytest.mark.slow), ADAM], ids=["sgd", "adam"])
 def test_a_server_that_is_killed_inside_an_update_goes_on(tmp_path: Path, spec: Any) -> None:
     check_equal(tmp_path, ["update 9", "close 7"], train, spec, 8)
 

@@ -111,6 +111,7 @@ def check(
     return int(first)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_goes_on_where_it_was() -> None:
     assert check("push-sent 5") == 2
 
