@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import zlib
+from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple
 
 VARIABLE = "GANGLINE_TIMELINE"
 _JOB = "GANGLINE_TIMELINE_JOB"
+_STARTED_BY_ONE = ("TORCHELASTIC_RUN_ID", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+"""Variables of launchers whose processes on a host have one parent."""
 _WRITE_SECONDS = 1.0
 _MOST_PENDING = 1 << 20
 """Events kept in memory; further ones are counted and dropped until the next write."""
@@ -140,12 +143,14 @@ class Timeline:
                 add("M", "process_name", 0, args={"name": f"{self._process_name} ({label})"})
             else:
                 add("M", "process_name", 0, args={"name": label})
-            clock = {"name": self._process_name, "offset_us": offset / 1e3, "error_us": self._error / 1e3}
-            add("M", "gangline_process", 0, args=clock)
+            own: dict[str, Any] = {"name": self._process_name, "host": os.uname().nodename}
+            own |= {"offset_us": offset / 1e3, "error_us": self._error / 1e3, "cores": len(os.sched_getaffinity(0))}
+            add("M", "gangline_process", 0, args=own)
         for thread, name in list(self._names.items()):
             if name:
                 add("M", "thread_name", thread, args={"name": name})
                 self._names[thread] = ""
+        add("C", "cores", 0, ts=(time.monotonic_ns() + offset) / 1e3, args=_core_use())
         for event in events:
             begin, duration = (event.begin + offset) / 1e3, (event.end - event.begin) / 1e3
             if event.phase == "b":
@@ -193,13 +198,26 @@ def _job() -> str:
 
 def _name_job() -> None:
     """Name the job for this process and those that it starts, if its launcher has not: by what started it."""
-    if "RANK" in os.environ or "PMI_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
-        name = f"of process {os.getppid()} at {os.environ.get('MASTER_PORT', '')}"
-    elif "DMLC_PS_ROOT_PORT" in os.environ:
-        name = f"{os.environ.get('DMLC_PS_ROOT_URI')}:{os.environ['DMLC_PS_ROOT_PORT']}"
+    variables = os.environ
+    if any(name in variables for name in _STARTED_BY_ONE):
+        name = f"of process {os.getppid()} at {variables.get('MASTER_PORT', '')}"
+    elif "DMLC_PS_ROOT_PORT" in variables:
+        name = f"at {variables.get('DMLC_PS_ROOT_URI')}:{variables['DMLC_PS_ROOT_PORT']}"
+    elif "MASTER_PORT" in variables:
+        name = f"at {variables.get('MASTER_ADDR')}:{variables['MASTER_PORT']}"
     else:
         name = f"process {os.getpid()} since {time.time():.3f}"
     os.environ.setdefault(_JOB, name)
+
+
+def _core_use() -> dict[str, float]:
+    """Return the seconds that all threads of this process have run, and those that they have waited for a core."""
+    ran = waited = 0
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended
+            own, delay, _ = (task / "schedstat").read_text().split()
+            ran, waited = ran + int(own), waited + int(delay)
+    return {"run_s": ran / 1e9, "wait_s": waited / 1e9}
 
 
 current: Timeline | None = None

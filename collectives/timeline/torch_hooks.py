@@ -23,6 +23,8 @@ class _Running(threading.local):
     modules: int = 0
     """Depth of nested modules in forward."""
     forward_began: int = 0
+    samples: int = 0
+    """Length of the first input of this forward."""
     step_began: int = 0
 
 
@@ -41,15 +43,18 @@ def watch_torch() -> None:
         return
     _is_watching.append(True)
 
-    def before_forward(_module: nn.Module, _inputs: Any) -> None:
+    def before_forward(_module: nn.Module, inputs: Any) -> None:
         _running.modules += 1
         if _running.modules == 1:
+            first = inputs[0] if inputs else None
+            _running.samples = len(first) if isinstance(first, torch.Tensor) and first.dim() else 0
             _running.forward_began = time.monotonic_ns()
 
     def after_forward(_module: nn.Module, _inputs: Any, _output: Any) -> None:
         _running.modules -= 1
         if not _running.modules:
-            timeline.add("forward" if torch.is_grad_enabled() else "evaluation", _running.forward_began)
+            name = "forward" if torch.is_grad_enabled() else "evaluation"
+            timeline.add(name, _running.forward_began, samples=_running.samples)
 
     def before_step(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         _running.step_began = time.monotonic_ns()
