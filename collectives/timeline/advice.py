@@ -71,8 +71,7 @@ class Advice:
         lines = [f"Step: {self.step_seconds * 1e3:.1f} ms{rate} (medians)", ""]
         columns = [*PHASES, "late", "transfer"]
         lines.append(f"{'ms in a step':<14}" + "".join(f"{name:>10}" for name in columns))
-        for row in self.table:
-            lines.append(f"{row['process']:<14}" + "".join(f"{row[name]:>10.1f}" for name in columns))
+        lines += [f"{row['process']:<14}" + "".join(f"{row[name]:>10.1f}" for name in columns) for row in self.table]
         lines += ["", f"Verdict: {self.verdict}"]
         for finding in self.findings:
             if finding is not self.findings[0]:

@@ -1,4 +1,4 @@
-"""Read a timeline: how long each phase of a training step took on each process, and which process the others waited for."""
+"""Read a timeline: how long each phase of a training step took on each process, and how long it waited for others."""
 
 from __future__ import annotations
 
@@ -161,7 +161,8 @@ class _Arrivals:
         """Return the last arrival in these collectives, or in rounds between two times; ``begin`` if there is none."""
         number = bisect.bisect_right(self._closed, end)
         rounds = self._closed[number - 1 : number]
-        return max([begin, *rounds, *(self._calls[self._call_of(event)] for event in calls)])
+        times: list[float] = [begin, *rounds, *(self._calls[self._call_of(event)] for event in calls)]
+        return max(times)
 
 
 def _steps(events: Sequence[Event], arrivals: _Arrivals) -> list[Step]:

@@ -39,7 +39,7 @@ def advise(
         with tempfile.TemporaryDirectory(prefix="gangline-advise-") as folder:
             path = (timeline or Path(folder) / "timeline.json").absolute()
             path.unlink(missing_ok=True)
-            code = subprocess.run(arguments, env={**os.environ, VARIABLE: str(path)}, check=False).returncode
+            code = subprocess.run(arguments, env={**os.environ, VARIABLE: str(path)}, check=False).returncode  # noqa: S603  the user's own
             if not path.exists():
                 raise UsageError(
                     f"{arguments[0]} wrote no timeline (exit code {code}): it must train by gangline, or by "
