@@ -15,6 +15,8 @@ _LEAST_LATE = 0.5
 """Share of the steps in which a process must be the last, to be called slow."""
 _PAUSE = 5.0
 """A step this many times as long as the median, in which all others wait for one process, is a pause."""
+_LEAST_WAIT = 0.25
+"""Share of its threads' time in which a process waits for cores that are oversubscribed."""
 _FAST_BYTES = 0.5e9
 """Bytes per second below which a link, not the cores, limits an exchange."""
 _SMALL_SECONDS = 0.005
@@ -135,17 +137,17 @@ def _pauses(job: JobSteps) -> list[Finding]:
 def _busy_cores(job: JobSteps) -> list[Finding]:
     """Find processes whose threads wait for cores."""
     worst = max(job.processes, key=lambda process: process.waited_for_cores)
-    share = worst.waited_for_cores
+    share = worst.waited_for_cores * median(_work(step.phases) for step in worst.steps) / job.step_seconds
     hosts = [process for process in job.processes if process.host == worst.host]
     text = (
         f"the cores of {worst.host} are oversubscribed: threads of {worst.name} were ready to run, but without a core, "
-        f"for {share:.0%} of their time ({len(hosts)} training processes, {worst.cores} cores)"
+        f"for {worst.waited_for_cores:.0%} of their time ({len(hosts)} training processes, {worst.cores} cores)"
     )
     remedies = (
         Remedy("fewer threads in each process", "OMP_NUM_THREADS=1, or torch.set_num_threads(1)", share),
         Remedy("fewer processes on this host, or other programs off it", "gangline launch -n N", share),
     )
-    return [Finding("cores", "", share, text, remedies)] if share > 0.25 else []
+    return [Finding("cores", "", share, text, remedies)] if worst.waited_for_cores > _LEAST_WAIT else []
 
 
 def _slow_processes(job: JobSteps) -> list[Finding]:

@@ -7,6 +7,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -254,7 +255,9 @@ def _total(spans: Sequence[tuple[float, float, Event]], begin: float, end: float
 def _waited_for_cores(events: Sequence[Event]) -> float:
     """Return the share of its threads' time in which they were ready to run and had no core."""
     use = [event["args"] for event in events if event["ph"] == "C" and event["name"] == "cores"]
-    if len(use) < 2:
-        return 0.0
-    ran, waited = (use[-1][name] - use[0][name] for name in ("run_s", "wait_s"))
-    return waited / (ran + waited) if ran + waited > 0 else 0.0
+    shares = []
+    for one, following in pairwise(use):
+        ran, waited = (following[name] - one[name] for name in ("run_s", "wait_s"))
+        if ran > 0 and waited >= 0:  # else threads have ended, with their times
+            shares.append(waited / (ran + waited))
+    return median(shares) if shares else 0.0
