@@ -63,6 +63,9 @@ def launch(path: Path, *arguments: str, servers: int = 0, **variables: object) -
     )
 
 
+SHIFTED = ("unshare", "--time", "--monotonic", "1000", "--fork")
+
+
 class Trace:
     """Events of a trace file, read as its viewers do: the closing bracket may be missing."""
 
@@ -146,7 +149,20 @@ def finish(processes: list[subprocess.Popen[str]]) -> None:
         assert process.returncode == 0, errors
 
 
-SHIFTED = ("unshare", "--time", "--monotonic", "1000", "--fork")
+@pytest.mark.skipif(os.geteuid() != 0, reason="a time namespace needs root")
+def test_the_clock_of_a_worker_with_another_clock_than_its_scheduler_agrees(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    shifted = tmp_path / "worker"
+    shifted.write_text(f'[ "$RANK" = 1 ] && exec {" ".join(SHIFTED)} "$@"\nexec "$@"\n')
+    command = [sys.executable, "-m", "gangline", "launch", "-n", "2", "-s", "1", "--timeline", str(path), "--", "sh"]
+    own = environment(path, GANGLINE_TRANSPORT="tcp", GANGLINE_HEARTBEAT=0.1, REST=2.5)
+    worker = [str(shifted), sys.executable, "-c", WORKER]
+    done = subprocess.run([*command, *worker], env=own, capture_output=True, text=True, timeout=80, check=False)
+    assert done.returncode == 0, done.stderr
+    trace = Trace(path)
+    clock = trace.clocks["worker 1"]
+    assert abs(clock["offset_us"] + 1000e6) <= clock["error_us"]
+    assert abs(trace.clocks["server 0"]["offset_us"]) <= trace.clocks["server 0"]["error_us"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a time namespace needs root")
