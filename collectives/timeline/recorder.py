@@ -97,6 +97,7 @@ class Timeline:
         self._append("i", name, now, now, arguments)
 
     def _append(self, phase: str, name: str, begin: int, end: int | None, arguments: dict[str, Any]) -> None:
+        name = name.replace("\\", "\\\\").replace('"', '\\"')
         if len(self._events) >= _MOST_PENDING:
             self._dropped += 1
             return
@@ -151,20 +152,25 @@ class Timeline:
                 add("M", "thread_name", thread, args={"name": name})
                 self._names[thread] = ""
         add("C", "cores", 0, ts=(time.monotonic_ns() + offset) / 1e3, args=_core_use())
-        for event in events:
-            begin, duration = (event.begin + offset) / 1e3, (event.end - event.begin) / 1e3
-            if event.phase == "b":
+        for phase, name, begin, end, thread, arguments in events:  # json.dumps of whole events takes 5 times as long
+            where = f'"name": "{name}", "pid": {process}, "tid": {thread}, "ts": {(begin + offset) / 1e3:.3f}'
+            args = (
+                ', "args": {' + ", ".join([f'"{k}": {_json(v)}' for k, v in arguments.items()]) + "}"
+                if arguments
+                else ""
+            )
+            if phase == "b":
                 self._asyncs += 1
-                number = f"{process}.{self._asyncs}"
-                common = {"cat": "gangline", "id": number}
-                add("b", event.name, event.thread, ts=begin, args=event.arguments, **common)
-                add("e", event.name, event.thread, ts=begin + duration, **common)
-            elif event.phase == "i":
-                add("i", event.name, event.thread, ts=begin, s="t", args=event.arguments)
+                number = f'"cat": "gangline", "id": "{process}.{self._asyncs}"'
+                ended = f'"name": "{name}", "pid": {process}, "tid": {thread}, "ts": {(end + offset) / 1e3:.3f}'
+                lines.append(f'{{"ph": "b", {where}, {number}{args}}}')
+                lines.append(f'{{"ph": "e", {ended}, {number}}}')
+            elif phase == "i":
+                lines.append(f'{{"ph": "i", {where}, "s": "t"{args}}}')
             else:
-                add("X", event.name, event.thread, ts=begin, dur=duration, args=event.arguments)
+                lines.append(f'{{"ph": "X", {where}, "dur": {(end - begin) / 1e3:.3f}{args}}}')
         if self._dropped:
-            add("i", f"{self._dropped} events were dropped", 0, ts=begin, s="p", args={})
+            add("i", f"{self._dropped} events were dropped", 0, ts=(time.monotonic_ns() + offset) / 1e3, s="p")
             self._dropped = 0
         return "".join(f"{line},\n" for line in lines)
 
@@ -208,6 +214,10 @@ def _name_job() -> None:
     else:
         name = f"process {os.getpid()} since {time.time():.3f}"
     os.environ.setdefault(_JOB, name)
+
+
+def _json(value: object) -> str:
+    return str(value) if type(value) is int else json.dumps(value)
 
 
 def _core_use() -> dict[str, float]:

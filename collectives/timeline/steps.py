@@ -88,6 +88,8 @@ def read_events(path: Path) -> list[Event]:
         raise ValueError(f"{path} is no timeline: {error}") from error
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         raise ValueError(f"{path} is no timeline: expected a list of events")
+    for event in events:
+        event.setdefault("args", {})
     return events
 
 
