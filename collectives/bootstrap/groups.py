@@ -12,6 +12,7 @@ from gangline.collectives.bootstrap import rendezvous
 from gangline.collectives.engine.engine import GroupResources
 from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.limits import limits
+from gangline.collectives.liveness.clock import clock_identity, measure_offsets
 from gangline.collectives.liveness.membership import (
     GroupMembership,
     Membership,
@@ -20,7 +21,6 @@ from gangline.collectives.liveness.membership import (
 )
 from gangline.collectives.liveness.watchdog import Watchdog
 from gangline.collectives.timeline import recorder
-from gangline.collectives.timeline.clock import clock_identity, measure_offsets
 from gangline.collectives.transports.base import BootstrapAllGather, Transport
 from gangline.collectives.transports.hybrid import HybridTransport
 from gangline.collectives.transports.in_process import InProcessTransport, ThreadGroup, ThreadSlotExchange

@@ -26,9 +26,9 @@ from gangline.collectives.errors import (
 )
 from gangline.collectives.faults import Script, script_of
 from gangline.collectives.limits import limits
+from gangline.collectives.liveness.clock import ClockOffset
 from gangline.collectives.liveness.process_state import this_process
 from gangline.collectives.timeline import recorder
-from gangline.collectives.timeline.clock import ClockOffset
 from gangline.collectives.transports.zmq.context import end
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import (
