@@ -32,6 +32,7 @@ from gangline.collectives.engine.point_to_point import PointToPoint
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.liveness.membership import CLOSED
 from gangline.collectives.streams import SideStreams
+from gangline.collectives.timeline.torch_hooks import watch_torch
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.work import Work
 
@@ -138,6 +139,7 @@ class Communicator:
         """Host of each rank, numbered from 0."""
         self.transport = resources.medium
         """Transport between the ranks: "shared_memory", "ipc", "tcp" or "in_process"."""
+        watch_torch()
         self._resources = resources
         self._engine = make_engine(resources)
         self._host = HostCollectives(self._engine)

@@ -6,10 +6,13 @@ import heapq
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+
+from gangline.collectives.timeline import recorder
 
 _log = logging.getLogger("gangline")
 
@@ -52,12 +55,17 @@ class Work:
             Exception: the error that the operation raised.
         """
         if not self._is_over:
-            if not self._running.acquire(timeout=-1 if timeout is None else max(timeout, 0)):
-                raise TimeoutError(f"{self._name} is still running after {timeout} s")
-            self._running.release()
+            waiting = recorder.current.span(f"wait for {self._name}") if recorder.current is not None else nullcontext()
+            with waiting:
+                self._wait_until_over(timeout)
         self._join()
         if self._error is not None:
             raise self._error
+
+    def _wait_until_over(self, timeout: float | None) -> None:
+        if not self._running.acquire(timeout=-1 if timeout is None else max(timeout, 0)):
+            raise TimeoutError(f"{self._name} is still running after {timeout} s")
+        self._running.release()
 
     def is_completed(self) -> bool:
         """Return whether the operation is over, with or without an error."""
@@ -155,6 +163,8 @@ class WorkQueue:
         if self._is_inside():
             self._execute(operation, work)
             return
+        if recorder.current is not None:
+            operation = _recorded(operation, work)
         if self._in_order:
             keys, priority = (self,), 0
         with self._changed:
@@ -238,6 +248,18 @@ class WorkQueue:
                 follower.blockers -= 1
                 if not follower.blockers:
                     heapq.heappush(self._ready, follower)
+
+
+def _recorded(operation: Callable[[], None], work: Work) -> Callable[[], None]:
+    """Return an operation that records how long it was queued."""
+    timeline, submitted = recorder.current, time.monotonic_ns()
+    assert timeline is not None
+
+    def recorded() -> None:
+        timeline.add_overlapping(f"queue {work._name}", submitted)
+        operation()
+
+    return recorded
 
 
 def _closed_text(name: str) -> str:

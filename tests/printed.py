@@ -65,7 +65,8 @@ def commands(block: Block) -> list[list[str]]:
 def is_launch(words: list[str]) -> bool:
     """Return True if a command starts other programs, which takes seconds for each."""
     _, rest = _settings(words)
-    return rest[0] == "torchrun" or (rest[:2] == ["gangline", "launch"] and "--dry-run" not in rest)
+    starts = rest[:2] in (["gangline", "launch"], ["gangline", "advise"])
+    return rest[0] == "torchrun" or (starts and "--dry-run" not in rest)
 
 
 def links(page: str) -> list[str]:

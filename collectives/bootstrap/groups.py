@@ -12,6 +12,7 @@ from gangline.collectives.bootstrap import rendezvous
 from gangline.collectives.engine.engine import GroupResources
 from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.limits import limits
+from gangline.collectives.liveness.clock import clock_identity, measure_offsets
 from gangline.collectives.liveness.membership import (
     GroupMembership,
     Membership,
@@ -19,6 +20,7 @@ from gangline.collectives.liveness.membership import (
     ThreadMembership,
 )
 from gangline.collectives.liveness.watchdog import Watchdog
+from gangline.collectives.timeline import recorder
 from gangline.collectives.transports.base import BootstrapAllGather, Transport
 from gangline.collectives.transports.hybrid import HybridTransport
 from gangline.collectives.transports.in_process import InProcessTransport, ThreadGroup, ThreadSlotExchange
@@ -67,10 +69,16 @@ def open_group(
         raise ValueError(f"transport is {requested!r}; expected one of {', '.join(_REQUESTS)}")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout is {timeout!r}; expected seconds above 0")
-    settings = json.dumps([rendezvous.host_identity(), requested, Table.from_environment().to_json()])
+    timeline = recorder.current
+    clock = "" if timeline is None else clock_identity()
+    settings = json.dumps([rendezvous.host_identity(), requested, Table.from_environment().to_json(), clock])
     every_rank = [json.loads(packed) for packed in exchange(settings.encode())]
-    hosts = rendezvous.number_hosts([identity for identity, _, _ in every_rank])
-    _, requested, table = every_rank[0]
+    hosts = rendezvous.number_hosts([identity for identity, *_ in every_rank])
+    _, requested, table, clock = every_rank[0]
+    if len({one for *_, one in every_rank if one} | {clock}) > 1:
+        measure_offsets(rank, exchange, timeline)
+    if timeline is not None:
+        timeline.set_process(f"rank {rank}")
     has_several_hosts = len(set(hosts)) > 1
     if has_several_hosts and requested in ("shared_memory", "ipc"):
         raise ValueError(f"transport is {requested!r}, but the ranks are on hosts {hosts}; expected auto or tcp")

@@ -19,6 +19,8 @@ from gangline.collectives.faults import Script, script_of
 from gangline.collectives.liveness.membership import Membership
 from gangline.collectives.liveness.watchdog import Watchdog, mismatch
 from gangline.collectives.schedule import Step
+from gangline.collectives.timeline import recorder
+from gangline.collectives.timeline.recorder import Timeline
 from gangline.collectives.transports.base import MessageTag, Transport
 from gangline.collectives.transports.shm.slots import SlotExchange
 from gangline.collectives.tuner import SHARED, Table
@@ -75,7 +77,7 @@ class Engine:
     def __init__(self, resources: GroupResources) -> None:
         self.resources = resources
         self.error: GanglineError | None = None
-        self.lock = threading.Lock()
+        self.lock = threading.Lock() if recorder.current is None else _RecordedLock(self, recorder.current)
         """Held by the thread that runs a collective."""
         self.queue = WorkQueue()
         self.is_inherited = False
@@ -240,6 +242,35 @@ class Engine:
                 return error
             time.sleep(0.01)
         return mismatch({misplaced.source: misplaced.message_tag, self.resources.rank: (self._sequence, code)})
+
+
+class _RecordedLock:
+    """Lock of an engine that records each collective as a span of the timeline."""
+
+    def __init__(self, engine: Engine, timeline: Timeline) -> None:
+        self._engine, self._timeline = engine, timeline
+        self._lock = threading.Lock()
+        self._began = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._began = time.monotonic_ns()
+
+    def __exit__(self, *error: object) -> None:
+        engine, resources = self._engine, self._engine.resources
+        call = CallSignature.from_code(resources.watchdog.code)
+        self._timeline.add(
+            call.collective,
+            self._began,
+            bytes=call.count * call.dtype.itemsize,
+            number=engine.next_number - 1,
+            group=resources.membership.label,
+            ranks=resources.size,
+        )
+        self._lock.release()
+
+    def locked(self) -> bool:
+        return self._lock.locked()
 
 
 class ScriptedEngine(Engine):

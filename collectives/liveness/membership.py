@@ -55,6 +55,8 @@ class Membership(ABC):
     at: dict[int, tuple[int, int]]
     """Rank -> (sequence, code) of the last call that it announced, this rank included. Ranks announce a call only if
     they have to wait in it."""
+    label: str = ""
+    """Name of the group within the job; "" for the group of all processes."""
     failure: GanglineError | None
     """The first error that another rank reported, or the error that this rank aborted with."""
 

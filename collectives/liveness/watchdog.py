@@ -42,7 +42,7 @@ class Watchdog:
         if sequence and not sequence % _CALLS_PER_POLL:
             self._membership.poll(0, code)
         self._sequence = sequence
-        self._code = code
+        self.code = code
         self._since = 0.0  # time at which the call first had to wait; 0: not yet
 
     def check(self, missing: Iterable[int]) -> None:
@@ -63,9 +63,9 @@ class Watchdog:
             self._closed_since = 0.0
         membership = self._membership
         if self._sequence:
-            membership.poll(self._sequence, self._code)
+            membership.poll(self._sequence, self.code)
         else:  # the collective that this rank's other watchdog may wait in stays announced
-            membership.poll(*membership.at.get(membership.rank, (0, self._code)))
+            membership.poll(*membership.at.get(membership.rank, (0, self.code)))
         if membership.failure is not None:
             raise type(membership.failure)(*membership.failure.args)
         if membership.gone:
@@ -85,18 +85,18 @@ class Watchdog:
         if dead:
             reasons = {why: [rank for rank in dead if dead[rank] == why] for why in dead.values()}
             text = "; ".join(f"{name_ranks(ranks)} {why}" for why, ranks in reasons.items())
-            self._raise(DeadNodeError(f"{text} (rank {self._membership.rank} waited in {_text(self._code)})"))
+            self._raise(DeadNodeError(f"{text} (rank {self._membership.rank} waited in {_text(self.code)})"))
 
     def _check_calls(self, now: float) -> None:
         at = self._membership.at
         same_number = {rank: (number, code) for rank, (number, code) in list(at.items()) if number == self._sequence}
-        if all(code == self._code for _, code in same_number.values()):
+        if all(code == self.code for _, code in same_number.values()):
             return
         self._mismatch_since = self._mismatch_since or now
         elsewhere = len(at) - len(same_number) + len(self._membership.gone.keys() - at.keys())
         all_known = len(same_number) + elsewhere >= self._membership.size
         if all_known or now - self._mismatch_since >= MISMATCH_REPORT_SECONDS:
-            self._raise(mismatch({**same_number, self._membership.rank: (self._sequence, self._code)}))
+            self._raise(mismatch({**same_number, self._membership.rank: (self._sequence, self.code)}))
 
     def _check_clock(self, missing: set[int], now: float) -> None:
         waited = now - self._since
@@ -107,7 +107,7 @@ class Watchdog:
             _log.warning("%s", self._stall_text(missing, waited))
 
     def _stall_text(self, missing: set[int], waited: float) -> str:
-        call = _text(self._code)
+        call = _text(self.code)
         if not self._sequence:
             peers = f" for {name_ranks(missing)}" if missing else ""
             return f"{call} on rank {self._membership.rank} has waited {waited:.3g} s{peers}"

@@ -224,6 +224,12 @@ VARIABLES = (
         "every process, if two jobs share a key.",
     ),
     Variable(
+        "GANGLINE_TIMELINE",
+        "",
+        "File to which every process of the job appends a trace of what it does; see [timeline.md](timeline.md).",
+    ),
+    Variable("GANGLINE_TIMELINE_JOB", "", "Set with it for child processes: name of the job whose trace it is."),
+    Variable(
         "GANGLINE_WORK_LOAD_LIST",
         "",
         "Relative speed of each worker, such as 3,1; auto measures it. Set by `gangline launch --work-load-list`.",

@@ -17,6 +17,7 @@ import typer
 
 from gangline.cli.options import loads_of, numbers, signals_of
 from gangline.collectives.errors import UsageError
+from gangline.collectives.timeline import recorder
 from gangline.collectives.workload import check_work_load_list
 from gangline.kvstore.launch.binding import Host
 from gangline.kvstore.launch.engines.hostfile import HostEntry, loads_of_workers, parse_hosts, read_hostfile
@@ -144,6 +145,10 @@ def launch(
         Path | None,
         typer.Option(help="Folder for the output of each process, in a file such as worker-0.log on its host."),
     ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(help="File for a trace of all processes, to open in ui.perfetto.dev. Each host writes its own."),
+    ] = None,
     hostfile: Annotated[
         Path | None,
         typer.Option(help="File with lines such as `node1 slots=4 gpus=0,2 load=3`.", rich_help_panel="Hosts"),
@@ -197,6 +202,8 @@ def launch(
         raise UsageError(
             "--restart-processes needs servers, -s 1 or more: only the workers of their jobs can wait for a restart"
         )
+    if timeline is not None:
+        os.environ[recorder.VARIABLE] = str(timeline.absolute())
     stops = signals_of(stop_signals)
     if gpus is not None and launcher not in (Launcher.LOCAL, Launcher.K8S):
         raise UsageError(

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from gangline.cli import logs
+from gangline.cli.advise import advise
 from gangline.cli.balance import balance
 from gangline.cli.bench import bench
 from gangline.cli.check import check
@@ -58,6 +59,7 @@ def _options(
 app.command()(command(train, TrainOptions))
 app.command()(command(score, ScoreOptions))
 app.command()(command(predict, PredictOptions))
+app.command(context_settings={"allow_interspersed_args": False})(advise)
 app.command(context_settings={"allow_interspersed_args": False})(launch)  # options after CMD belong to CMD
 for subcommand in (check, devices, env, server, scheduler):
     app.command()(subcommand)

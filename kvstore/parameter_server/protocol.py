@@ -199,6 +199,11 @@ class Rejected(Message):
 class Heartbeat(Message):
     """Heartbeat, in either direction."""
 
+    sent: Count = 0
+    """Clock of a process that records a timeline, in nanoseconds; the scheduler repeats it in its answer."""
+    answered: Count = 0
+    """Clock of the scheduler, in such an answer."""
+
 
 @message(5)
 @dataclass

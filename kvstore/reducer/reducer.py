@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gangline.collectives.timeline import recorder
+from gangline.collectives.timeline.torch_hooks import watch_torch
 from gangline.collectives.work import Work
 from gangline.kvstore.buckets import BUCKET_BYTES, Bucket, BucketValue, plan
 from gangline.kvstore.interface import KVStore
@@ -88,6 +91,7 @@ class Reducer:
             in_place: let the store update the parameters of a single replica in place, which it must not do during
                 backward.
         """
+        watch_torch()
         self._parameters: list[dict[Key, torch.Tensor]] = [dict(of_replica) for of_replica in parameters]
         self._store = store
         self._in_step = store.num_workers > 1 and not store.is_async
@@ -174,6 +178,8 @@ class Reducer:
 
     def _push(self, state: BucketState, indices: Iterable[int], keys: Sequence[Key], *, async_op: bool = False) -> None:
         """Push a bucket's gradients of these replicas; ``keys`` have a gradient on some of them."""
+        if recorder.current is not None:
+            recorder.current.add_instant(f"bucket {state.priority} ready", bytes=state.bucket.nbytes)
         for event in state.events:
             torch.cuda.current_stream(event.device).wait_event(event)
         if self._store.compresses and keys:  # every replica pushes, or residuals would be applied to other replicas
@@ -210,6 +216,10 @@ class Reducer:
                 this weight, and the update uses the weighted mean over the workers. With weight 0 the gradients are
                 ignored; if all workers have weight 0, nothing is updated.
         """
+        with recorder.current.span("exchange") if recorder.current is not None else nullcontext():
+            self._finish(weight)
+
+    def _finish(self, weight: float | None) -> None:
         self._active = []
         self._weight = weight
         if self._in_step or weight != 0:

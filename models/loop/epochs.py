@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from gangline.collectives.timeline import recorder
 from gangline.models.checkpoint import checkpoint
 from gangline.models.data.sources import Source
 from gangline.models.loop.callbacks import BatchCallback, Checkpoint, EpochCallback
@@ -127,7 +128,7 @@ class Epochs:
     def _train(self, parts: Iterable[tuple[int, Any]], epoch: int) -> bool:
         """Run the batches of an epoch; return True if all workers stop before its end."""
         module, accumulated = self.module, 0
-        for nbatch, part in parts:
+        for nbatch, part in _recorded(parts):
             if part is None and module.workers.count == 1:
                 continue  # no sample of this batch could be read, so there is nothing to update from
             data, label = part if part is not None else (None, None)
@@ -269,6 +270,20 @@ class Epochs:
         rate = self.rates.rate(epoch, nbatch)
         if rate is not None and rate != self.module.learning_rate:
             self.module.set_learning_rate(rate)
+
+
+def _recorded(parts: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    """Yield the parts, and record the waits for them as "data" in the timeline, if there is one."""
+    if recorder.current is None:
+        yield from parts
+        return
+    iterator = iter(parts)
+    while True:
+        with recorder.current.span("data"):
+            part = next(iterator, None)
+        if part is None:
+            return
+        yield part
 
 
 def _split_savers(callbacks: Sequence[Any]) -> tuple[list[Any], list[Checkpoint]]:

@@ -271,6 +271,10 @@ class TrainOptions(DeviceOptions):
             rich_help_panel=_SHOW,
         ),
     ] = Plots.NONE
+    timeline: Annotated[
+        Path | None,
+        typer.Option(help="File for a trace of all processes, to open in ui.perfetto.dev.", rich_help_panel=_SHOW),
+    ] = None
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard files.", rich_help_panel=_SHOW)] = (
         None
     )

@@ -7,10 +7,13 @@ import typer
 from gangline.cli.logs import logging_to_stderr
 from gangline.cli.options import write_json
 from gangline.cli.training.options import TrainOptions
+from gangline.collectives.timeline import recorder
 
 
 def train(options: TrainOptions) -> None:
     """Train a network. The last line of stdout is Validation-accuracy=<float>."""
+    if options.timeline is not None:
+        recorder.start(options.timeline)
     from gangline.cli.training.run import run
 
     with logging_to_stderr():

@@ -26,7 +26,9 @@ from gangline.collectives.errors import (
 )
 from gangline.collectives.faults import Script, script_of
 from gangline.collectives.limits import limits
+from gangline.collectives.liveness.clock import ClockOffset
 from gangline.collectives.liveness.process_state import this_process
+from gangline.collectives.timeline import recorder
 from gangline.collectives.transports.zmq.context import end
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import (
@@ -148,6 +150,8 @@ class SchedulerClient:
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.add(self._event_fd)
         self._connections = 0
+        is_here = scheduler_address(scheduler).startswith("unix:")
+        self._clock = None if recorder.current is None or is_here else ClockOffset(recorder.current)
         self._is_registered = False
         self._has_left = False
         registering: Future[Registered] = Future()
@@ -164,6 +168,8 @@ class SchedulerClient:
             raise
         self.num_workers: int = registered.workers
         self.rank = registered.rank
+        if recorder.current is not None:
+            recorder.current.set_process(f"{role} {self.rank}")
         if self.faults is not None:
             self.faults.rank = self.rank
 
@@ -423,7 +429,7 @@ class SchedulerClient:
                     outgoing, self._outbox = self._outbox, []
             # heartbeats are also due while other processes have yet to register
             if time.monotonic() >= heartbeat_at and is_connected:
-                outgoing.append(Heartbeat())
+                outgoing.append(Heartbeat() if self._clock is None else Heartbeat(time.monotonic_ns()))
                 heartbeat_at = time.monotonic() + self._heartbeat
             for message in outgoing:
                 act = partial(self._channel.send, [protocol.pack(message)])
@@ -473,6 +479,8 @@ class SchedulerClient:
                 self.view, self.servers = message.view, message.servers
                 self.allows_restarts, self.is_restarted = message.restarts, message.is_restarted
                 self._settle("registered", message)
+            case Heartbeat(sent, answered) if sent and self._clock is not None:
+                self._clock.add(sent, answered, time.monotonic_ns())
             case Rejected(kind, text):
                 self._settle("registered", error=StallError(text) if kind == StallError.__name__ else ValueError(text))
             case CollectiveResult(number, _):

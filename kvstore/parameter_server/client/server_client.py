@@ -20,6 +20,7 @@ from torch import Tensor
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.limits import limits
+from gangline.collectives.timeline import recorder
 from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.collectives.transports.zmq.context import end
 from gangline.kvstore.group.remote_errors import hint, make_error
@@ -518,6 +519,10 @@ class ServerClient:
             self._fail(connection, sequence, error)
             return
         if is_complete:
+            if recorder.current is not None:
+                begin = time.monotonic_ns() - round((time.monotonic() - request.sent_at) * 1e9)
+                server = self._connections.index(connection)
+                recorder.current.add_overlapping(request.what, begin, server=server, bytes=request.nbytes)
             del connection.pending[sequence]
             if request.is_held:
                 connection.unreleased[sequence] = request

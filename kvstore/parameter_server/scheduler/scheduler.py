@@ -161,8 +161,8 @@ class Scheduler:
             return
         is_active_worker = member.registration.role == "worker" and self._state.started
         match message:
-            case Heartbeat():
-                self._send(member, Heartbeat())
+            case Heartbeat(sent, _):
+                self._send(member, Heartbeat(sent, time.monotonic_ns()) if sent else Heartbeat())
             case Register():
                 if self._state.started:  # it has reconnected
                     self._send_again(member)

@@ -13,6 +13,8 @@ from torch import Tensor
 from gangline.collectives.errors import DeadNodeError, MismatchError
 from gangline.collectives.faults import Script
 from gangline.collectives.limits import limits
+from gangline.collectives.timeline import recorder
+from gangline.collectives.timeline.recorder import Timeline
 from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory
 from gangline.kvstore.parameter_server.server.optimizer_shards import ShardOptimizers
 from gangline.kvstore.parameter_server.server.shards import PushedValue, Round, Shard, Waiter
@@ -143,6 +145,14 @@ class ShardRounds:
 
     def _close(self, shard: Shard, this: Round) -> None:
         shard.busy = True
+        if recorder.current is not None:
+            recorder.current.add_overlapping(
+                f"wait for pushes of {shard.key!r}",
+                this.began,
+                round=this.number or shard.closed + 1,
+                last=f"worker {next(reversed(this.pushes))}",
+                bytes=shard.flat.nbytes,
+            )
         pushes = [this.pushes[rank] for rank in sorted(this.pushes)]
         problems = [one.problem for one in pushes if one.problem]
         if all(one.is_refused for one in pushes):  # then every worker has raised its own error
@@ -197,6 +207,8 @@ class ShardRounds:
             self._closed(shard, this)
 
         work = update if kept is None else final_update
+        if recorder.current is not None:
+            work = _recorded(work, f"update of {shard.key!r}", recorder.current)
         self._thread_pool.run(shard.thread, shard.flat.nbytes, work, then)
 
     def can_update(self) -> bool:
@@ -361,3 +373,13 @@ class ShardRounds:
                 if rank not in pushes and rank not in self.joined:
                     return f"worker {rank} {why or 'has left the job'}"
         return ""
+
+
+def _recorded(work: Callable[[], None], name: str, timeline: Timeline) -> Callable[[], None]:
+    """Return work that records itself as a span."""
+
+    def recorded() -> None:
+        with timeline.span(name):
+            work()
+
+    return recorded

@@ -39,6 +39,8 @@ class Round:
     learning_rate: float | None = None
     number: int = 0
     """Async mode: number that the worker has given to its push."""
+    began: int = field(default_factory=time.monotonic_ns)
+    """Time of the first push."""
 
 
 @dataclass(slots=True)

@@ -1,0 +1,59 @@
+"""Clock offsets: the difference between this host's clock and that of rank 0 or of the scheduler.
+
+Method: F. Cristian, Probabilistic clock synchronization, Distributed Computing 3, 1989. A time that another process has
+read between two of ours is that of their mean, give or take half of the time between them.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections import deque
+
+from gangline.collectives.liveness.process_state import boot_id
+from gangline.collectives.timeline.recorder import Timeline
+from gangline.collectives.transports.base import BootstrapAllGather
+
+_SAMPLES = 16
+_TIME = struct.Struct("<q")
+
+
+class ClockOffset:
+    """Offset of a timeline's clock, from the most precise of the latest samples.
+
+    Args:
+        timeline: recorder whose offset is set.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._samples: deque[tuple[int, int]] = deque(maxlen=_SAMPLES)  # (error, offset)
+
+    def add(self, before: int, theirs: int, after: int) -> None:
+        """Add a sample: the other process has read its clock after ``before`` and before ``after``, all in ns."""
+        self._samples.append(((after - before + 1) // 2, theirs - (before + after) // 2))
+        error, offset = min(self._samples)
+        self._timeline.set_offset(offset, error)
+
+
+def clock_identity() -> str:
+    """Return a text that processes have in common if `time.monotonic_ns` is the same clock for them."""
+    return f"{boot_id()} {os.readlink('/proc/self/ns/time')}"
+
+
+def measure_offsets(rank: int, exchange: BootstrapAllGather, timeline: Timeline | None) -> None:
+    """Measure the offset to rank 0's clock. Collective.
+
+    Between two of its exchanges a rank knows that rank 0 has read its clock: after the first had begun, as that needs
+    all ranks, and before the second ended.
+    """
+    clock = ClockOffset(timeline) if timeline is not None and rank else None
+    before = time.monotonic_ns()
+    exchange(b"")
+    for _ in range(_SAMPLES):
+        following = time.monotonic_ns()
+        theirs = _TIME.unpack(exchange(_TIME.pack(time.monotonic_ns()))[0])[0]
+        if clock is not None:
+            clock.add(before, theirs, time.monotonic_ns())
+        before = following

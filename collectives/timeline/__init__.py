@@ -1,0 +1,1 @@
+"""Timeline: a Chrome trace of all processes of a job, on one clock."""

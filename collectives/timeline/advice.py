@@ -1,0 +1,239 @@
+"""Say what bounds a training job, which process and phase, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from gangline.collectives.timeline.steps import PHASES, JobSteps
+
+_LEAST_GAIN = 0.1
+"""Share of a step that a remedy must be able to save."""
+_LEAST_LATE = 0.5
+"""Share of the steps in which a process must be the last, to be called slow."""
+_PAUSE = 5.0
+"""A step this many times as long as the median, in which all others wait for one process, is a pause."""
+_LEAST_WAIT = 0.25
+"""Share of its threads' time in which a process waits for cores that are oversubscribed."""
+_FAST_BYTES = 0.5e9
+"""Bytes per second below which a link, not the cores, limits an exchange."""
+_SMALL_SECONDS = 0.005
+"""Seconds of a step's work below which the fixed costs of its many small operations dominate."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Something to do."""
+
+    text: str
+    command: str
+    gain: float
+    """Share of the step time that it can save at most."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cause that makes steps longer."""
+
+    cause: str
+    """"input", "forward", "backward", "compute", "update", "communication", "small steps", "cores" or "pause"."""
+    process: str
+    """Name of the process at fault; "" if it is all of them."""
+    gain: float
+    """Share of the step time that would be saved without it."""
+    text: str
+    remedies: tuple[Remedy, ...]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The findings of a job, the largest gain first; none: there is nothing to gain."""
+
+    step_seconds: float
+    samples: int
+    findings: tuple[Finding, ...]
+    table: tuple[dict[str, Any], ...]
+    """Milliseconds of each phase of each process."""
+
+    @property
+    def verdict(self) -> str:
+        """The verdict in one line."""
+        if not self.findings:
+            return "nothing to gain: every process computes nearly all the time"
+        return self.findings[0].text
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for json.dumps."""
+        return {**asdict(self), "verdict": self.verdict}
+
+    def __str__(self) -> str:
+        rate = f", {self.samples / self.step_seconds:.0f} samples/s" if self.samples else ""
+        lines = [f"Step: {self.step_seconds * 1e3:.1f} ms{rate} (medians)", ""]
+        columns = [*PHASES, "late", "transfer"]
+        lines.append(f"{'ms in a step':<14}" + "".join(f"{name:>10}" for name in columns))
+        lines += [f"{row['process']:<14}" + "".join(f"{row[name]:>10.1f}" for name in columns) for row in self.table]
+        lines += ["", f"Verdict: {self.verdict}"]
+        for finding in self.findings:
+            if finding is not self.findings[0]:
+                lines.append(f"Also: {finding.text}")
+            for remedy in finding.remedies:
+                gain = f" (up to {remedy.gain:.0%} of the step)" if remedy.gain else ""
+                lines.append(f"  - {remedy.text}{gain}: {remedy.command}")
+        return "\n".join(lines)
+
+
+def advise(job: JobSteps) -> Advice:
+    """Return what bounds the steps of a job."""
+    checks: tuple[Callable[[JobSteps], list[Finding]], ...] = (
+        _pauses,
+        _busy_cores,
+        _slow_processes,
+        _input,
+        _communication,
+        _small_steps,
+    )
+    findings = [finding for check in checks for finding in check(job) if finding.gain >= _LEAST_GAIN]
+    table = tuple(
+        {
+            "process": process.name,
+            **{phase: process.median(phase) * 1e3 for phase in PHASES},
+            "late": median(step.late for step in process.steps) * 1e3,
+            "transfer": median(step.transfer for step in process.steps) * 1e3,
+        }
+        for process in job.processes
+    )
+    ordered = sorted(findings, key=lambda finding: -finding.gain)
+    return Advice(job.step_seconds, job.samples, tuple(ordered), table)
+
+
+def _pauses(job: JobSteps) -> list[Finding]:
+    """Find steps in which all others waited long for one process, though it is usually not slow."""
+    if len(job.processes) < 2:
+        return []
+    usual, found = job.step_seconds, []
+    for process in job.processes:
+        own = [_work(step.phases) for step in process.steps]
+        typical = median(own)
+        paused = [seconds - typical for seconds in own if seconds > typical + max(_PAUSE * usual, 0.2)]
+        total = sum(step.end - step.begin for step in process.steps)
+        others = [one for one in job.processes if one is not process]
+        waited = all(max(step.late for step in one.steps) > max(paused, default=0) / 2 for one in others)
+        if paused and waited:
+            found.append(
+                Finding(
+                    "pause",
+                    process.name,
+                    max(sum(paused) / total, _LEAST_GAIN),
+                    f"{process.name} on {process.host} stood still {_times(len(paused))}, up to {max(paused):.1f} s; "
+                    "all others waited for it",
+                    (Remedy("find what stops it: another job, swapping, a full disk", "gangline check", 0.0),),
+                )
+            )
+    return found
+
+
+def _busy_cores(job: JobSteps) -> list[Finding]:
+    """Find processes whose threads wait for cores."""
+    worst = max(job.processes, key=lambda process: process.waited_for_cores)
+    share = worst.waited_for_cores * median(_work(step.phases) for step in worst.steps) / job.step_seconds
+    hosts = [process for process in job.processes if process.host == worst.host]
+    text = (
+        f"the cores of {worst.host} are oversubscribed: threads of {worst.name} were ready to run, but without a core, "
+        f"for {worst.waited_for_cores:.0%} of their time ({len(hosts)} training processes, {worst.cores} cores)"
+    )
+    remedies = (
+        Remedy("fewer threads in each process", "OMP_NUM_THREADS=1, or torch.set_num_threads(1)", share),
+        Remedy("fewer processes on this host, or other programs off it", "gangline launch -n N", share),
+    )
+    return [Finding("cores", "", share, text, remedies)] if worst.waited_for_cores > _LEAST_WAIT else []
+
+
+def _slow_processes(job: JobSteps) -> list[Finding]:
+    """Find the process that the others wait for, and the phases in which it is slower than they are."""
+    if len(job.processes) < 2:
+        return []
+    late = {id(process): median(step.late for step in process.steps) for process in job.processes}
+    slowest = min(job.processes, key=lambda process: late[id(process)])
+    others = [process for process in job.processes if process is not slowest]
+    lost = median(late[id(process)] for process in others) - late[id(slowest)]
+    gain = lost / job.step_seconds
+    if gain < _LEAST_GAIN:
+        return []
+    excess = {phase: slowest.median(phase) - median(process.median(phase) for process in others) for phase in PHASES}
+    samples = median(step.samples for step in slowest.steps)
+    of_others = median(median(step.samples for step in process.steps) for process in others)
+    computes = excess["forward"] > 0.2 * lost and excess["backward"] > 0.2 * lost
+    phase = "compute" if computes else max(excess, key=lambda name: excess[name])
+    more = excess["forward"] + excess["backward"] if computes else excess[phase]
+    where = "forward and backward" if computes else phase
+    text = (
+        f"{slowest.name} on {slowest.host} is slow in {where}: {more * 1e3:.0f} ms more than the others in a step of "
+        f"{job.step_seconds * 1e3:.0f} ms, for which they wait"
+    )
+    balance = Remedy("give each process samples by its speed", "gangline.balance(model, loader)", gain)
+    if computes and of_others and samples > 1.1 * of_others:
+        text += f"; it has {samples:.0f} samples, the others {of_others:.0f}"
+        even = Remedy("divide the samples evenly", "DistributedSampler(dataset)", gain)
+        remedies: tuple[Remedy, ...] = (even, balance)
+    elif phase == "input":
+        remedies = (Remedy("read in parallel", "DataLoader(..., num_workers=2, persistent_workers=True)", gain),)
+    else:
+        remedies = (balance, Remedy("look for other programs on its host", "gangline check", gain))
+    return [Finding(phase, slowest.name, gain, text, remedies)]
+
+
+def _input(job: JobSteps) -> list[Finding]:
+    least = min(process.median("input") for process in job.processes)
+    share = least / job.step_seconds
+    text = f"all processes wait for input: {least * 1e3:.0f} ms of a step of {job.step_seconds * 1e3:.0f} ms"
+    remedies = (
+        Remedy("read in parallel", "DataLoader(..., num_workers=2, persistent_workers=True)", share),
+        Remedy("copy to GPUs while they compute", "DataLoader(..., pin_memory=True)", share),
+    )
+    return [Finding("input", "", share, text, remedies)]
+
+
+def _communication(job: JobSteps) -> list[Finding]:
+    """Find exchanges that take long though nobody is late."""
+    seconds = job.seconds_alone
+    share = seconds / job.step_seconds
+    if len(job.processes) < 2 or not seconds:
+        return []
+    rate = job.bytes_per_step / seconds
+    text = (
+        f"communication: the exchange of {job.bytes_per_step / 1e6:.1f} MB takes {seconds * 1e3:.0f} ms of a step of "
+        f"{job.step_seconds * 1e3:.0f} ms"
+    )
+    larger = Remedy("larger batches, so that a step has more work for the same bytes", "twice --batch-size", share / 2)
+    fewer = Remedy("fewer processes", "gangline launch -n 1", share)
+    if rate < _FAST_BYTES and job.bytes_per_step > 1e5:
+        text += f", {rate / 1e6:.0f} MB/s"
+        compress = Remedy("compress gradients", "--gc-type fp16, or 2bit", share * 0.5)
+        return [Finding("communication", "", share, text, (compress, larger, fewer))]
+    return [Finding("communication", "", share, text, (larger, fewer))]
+
+
+def _small_steps(job: JobSteps) -> list[Finding]:
+    work = median(_work(step.phases) for process in job.processes for step in process.steps)
+    if work > _SMALL_SECONDS or len(job.processes) < 2:
+        return []
+    share = 1 - work / job.step_seconds
+    text = (
+        f"a step has only {work * 1e3:.1f} ms of work in each process, beside {job.step_seconds * 1e3 * share:.1f} ms "
+        "to exchange its result"
+    )
+    remedies = (
+        Remedy("larger batches", "four times --batch-size", share / 2),
+        Remedy("fewer processes: one has no exchange", "gangline launch -n 1", share),
+    )
+    return [Finding("small steps", "", share, text, remedies)]
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _work(phases: dict[str, float]) -> float:
+    return sum(phases.values())

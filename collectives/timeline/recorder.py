@@ -1,0 +1,260 @@
+"""Record what this process does, and write it to a Chrome trace that all processes of a job append to."""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import json
+import os
+import sys
+import threading
+import time
+import zlib
+from contextlib import suppress
+from multiprocessing import util
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+VARIABLE = "GANGLINE_TIMELINE"
+_JOB = "GANGLINE_TIMELINE_JOB"
+_STARTED_BY_ONE = ("TORCHELASTIC_RUN_ID", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+"""Variables of launchers whose processes on a host have one parent."""
+_WRITE_SECONDS = 1.0
+_MOST_PENDING = 1 << 20
+"""Events kept in memory; further ones are counted and dropped until the next write."""
+_PROCESSES = 1 << 23
+"""More than any process id, so that processes of several hosts get different numbers."""
+
+
+class _Event(NamedTuple):
+    phase: str
+    """"X": a span of a thread; "b": a span of its own, which may overlap others; "i": an instant."""
+    name: str
+    begin: int
+    end: int
+    thread: int
+    arguments: dict[str, Any]
+
+
+class Span:
+    """Context manager that records its block as a span of the thread; ``arguments`` may be extended inside."""
+
+    __slots__ = ("_begin", "_name", "_timeline", "arguments")
+
+    def __init__(self, timeline: Timeline, name: str, arguments: dict[str, Any]) -> None:
+        self._timeline, self._name, self.arguments = timeline, name, arguments
+
+    def __enter__(self) -> Span:
+        self._begin = time.monotonic_ns()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._timeline.add(self._name, self._begin, **self.arguments)
+
+
+class Timeline:
+    """Recorder of one process. Its methods are thread-safe and do not block.
+
+    Times are nanoseconds of `time.monotonic_ns`; the file has microseconds of the clock of rank 0's or the scheduler's
+    host. Every process appends its events to the file each second and when it ends, so a killed job leaves a file too.
+
+    Args:
+        path: file of the trace. One that another job has written is replaced.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._events: list[_Event] = []
+        self._names: dict[int, str] = {}  # of threads
+        self._process_name = f"process {os.getpid()}"
+        self._offset = self._error = 0  # nanoseconds to add to this process's clock
+        self._host = 0  # number of this host if it is another one than that of the job's clock
+        self._described: tuple[str, int, int] | None = None  # what the file says of this process
+        self._dropped = 0
+        self._asyncs = 0
+        self._writing = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._problem = ""
+
+    def span(self, name: str, **arguments: Any) -> Span:
+        """Return a context manager that records its block."""
+        return Span(self, name, arguments)
+
+    def add(self, name: str, begin: int, end: int | None = None, **arguments: Any) -> None:
+        """Record a span of the current thread; without ``end`` it ends now."""
+        self._append("X", name, begin, end, arguments)
+
+    def add_overlapping(self, name: str, begin: int, end: int | None = None, **arguments: Any) -> None:
+        """Record a span that may overlap others of its thread, such as a request; without ``end`` it ends now."""
+        self._append("b", name, begin, end, arguments)
+
+    def add_instant(self, name: str, **arguments: Any) -> None:
+        """Record an instant: now."""
+        now = time.monotonic_ns()
+        self._append("i", name, now, now, arguments)
+
+    def _append(self, phase: str, name: str, begin: int, end: int | None, arguments: dict[str, Any]) -> None:
+        name = name.replace("\\", "\\\\").replace('"', '\\"')
+        if len(self._events) >= _MOST_PENDING:
+            self._dropped += 1
+            return
+        thread = threading.get_native_id()
+        if thread not in self._names:
+            self._names[thread] = threading.current_thread().name
+            self._start()
+        self._events.append(_Event(phase, name, begin, time.monotonic_ns() if end is None else end, thread, arguments))
+
+    def set_process(self, name: str) -> None:
+        """Set the name of this process in the trace, such as "worker 0"."""
+        self._process_name = name
+
+    def set_offset(self, offset: int, error: int) -> None:
+        """Set what must be added to this clock to get another host's, and how wrong that may be, in nanoseconds."""
+        self._offset, self._error = offset, error
+        self._host = 1 + zlib.crc32(os.uname().nodename.encode()) % 255
+
+    def write(self) -> None:
+        """Append the events to the file. An error of the file system is reported once, and recording ends."""
+        with self._writing:
+            events, self._events = self._events, []
+            if not events or self._problem:
+                return
+            try:
+                self._append_to_file(self._lines(events))
+            except OSError as error:
+                self._problem = str(error)
+                print(f"gangline: no more timeline is written: {error}", file=sys.stderr)
+
+    def _lines(self, events: list[_Event]) -> str:
+        process = os.getpid() + self._host * _PROCESSES
+        offset = self._offset
+        lines: list[str] = []
+
+        def add(phase: str, name: str, thread: int, **members: Any) -> None:
+            lines.append(json.dumps({"ph": phase, "name": name, "pid": process, "tid": thread, **members}))
+
+        described = self._process_name, offset, self._error
+        if described != self._described:
+            self._described = described
+            label = f"{os.uname().nodename}, process {os.getpid()}"
+            if self._process_name != f"process {os.getpid()}":
+                add("M", "process_name", 0, args={"name": f"{self._process_name} ({label})"})
+            else:
+                add("M", "process_name", 0, args={"name": label})
+            own: dict[str, Any] = {"name": self._process_name, "host": os.uname().nodename}
+            own |= {"offset_us": offset / 1e3, "error_us": self._error / 1e3, "cores": len(os.sched_getaffinity(0))}
+            add("M", "gangline_process", 0, args=own)
+        for thread, name in list(self._names.items()):
+            if name:
+                add("M", "thread_name", thread, args={"name": name})
+                self._names[thread] = ""
+        add("C", "cores", 0, ts=(time.monotonic_ns() + offset) / 1e3, args=_core_use())
+        for phase, name, begin, end, thread, arguments in events:  # json.dumps of whole events takes 5 times as long
+            where = f'"name": "{name}", "pid": {process}, "tid": {thread}, "ts": {(begin + offset) / 1e3:.3f}'
+            args = (
+                ', "args": {' + ", ".join([f'"{k}": {_json(v)}' for k, v in arguments.items()]) + "}"
+                if arguments
+                else ""
+            )
+            if phase == "b":
+                self._asyncs += 1
+                number = f'"cat": "gangline", "id": "{process}.{self._asyncs}"'
+                ended = f'"name": "{name}", "pid": {process}, "tid": {thread}, "ts": {(end + offset) / 1e3:.3f}'
+                lines.append(f'{{"ph": "b", {where}, {number}{args}}}')
+                lines.append(f'{{"ph": "e", {ended}, {number}}}')
+            elif phase == "i":
+                lines.append(f'{{"ph": "i", {where}, "s": "t"{args}}}')
+            else:
+                lines.append(f'{{"ph": "X", {where}, "dur": {(end - begin) / 1e3:.3f}{args}}}')
+        if self._dropped:
+            add("i", f"{self._dropped} events were dropped", 0, ts=(time.monotonic_ns() + offset) / 1e3, s="p")
+            self._dropped = 0
+        return "".join(f"{line},\n" for line in lines)
+
+    def _append_to_file(self, text: str) -> None:
+        """Append to the file, whose closing bracket is left out: the format allows that, and readers expect it."""
+        header = json.dumps({"ph": "M", "name": "gangline_job", "pid": 0, "args": {"job": _job()}})
+        expected = f"[\n{header},\n".encode()
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        with os.fdopen(descriptor, "r+b", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if os.pread(file.fileno(), len(expected), 0) != expected:
+                file.truncate(0)
+                file.write(expected)
+            file.write(text.encode())
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="gangline-timeline", daemon=True)
+            self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            time.sleep(_WRITE_SECONDS)
+            self.write()
+
+
+def _job() -> str:
+    """Return a text that the processes of a job have in common, and two jobs do not."""
+    return os.environ.get("GANGLINE_RUN_ID") or os.environ[_JOB]
+
+
+def _name_job() -> None:
+    """Name the job for this process and those that it starts, if its launcher has not: by what started it."""
+    variables = os.environ
+    if any(name in variables for name in _STARTED_BY_ONE):
+        name = f"of process {os.getppid()} at {variables.get('MASTER_PORT', '')}"
+    elif "DMLC_PS_ROOT_PORT" in variables:
+        name = f"at {variables.get('DMLC_PS_ROOT_URI')}:{variables['DMLC_PS_ROOT_PORT']}"
+    elif "MASTER_PORT" in variables:
+        name = f"at {variables.get('MASTER_ADDR')}:{variables['MASTER_PORT']}"
+    else:
+        name = f"process {os.getpid()} since {time.time():.3f}"
+    os.environ.setdefault(_JOB, name)
+
+
+def _json(value: object) -> str:
+    return str(value) if type(value) is int else json.dumps(value)
+
+
+def _core_use() -> dict[str, float]:
+    """Return the seconds that all threads of this process have run, and those that they have waited for a core."""
+    ran = waited = 0
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended
+            own, delay, _ = (task / "schedstat").read_text().split()
+            ran, waited = ran + int(own), waited + int(delay)
+    return {"run_s": ran / 1e9, "wait_s": waited / 1e9}
+
+
+current: Timeline | None = None
+"""The recorder of this process; None: nothing is recorded."""
+
+
+def start(path: Path) -> None:
+    """Record from now on, in this process and in those that it starts."""
+    global current
+    os.environ[VARIABLE] = str(path.absolute())
+    _name_job()
+    current = Timeline(path.absolute())
+
+
+def write() -> None:
+    """Write what was recorded, at the end of the process."""
+    if current is not None:
+        current.write()
+
+
+def _start_in_child() -> None:
+    if current is not None:
+        start(current.path)
+
+
+if path := os.environ.get(VARIABLE):
+    start(Path(path))
+atexit.register(write)
+util.Finalize(None, write, exitpriority=0)  # processes of multiprocessing end without atexit
+os.register_at_fork(after_in_child=_start_in_child)

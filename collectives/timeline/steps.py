@@ -1,0 +1,265 @@
+"""Read a timeline: how long each phase of a training step took on each process, and how long it waited for others."""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+PHASES = ("input", "forward", "backward", "update", "other")
+"""Phases of a process's own work in a step."""
+_FIRST_STEPS = 3
+"""Steps at the beginning that are left out: they set up buckets, connections and memory."""
+_QUEUED = ("queue all_reduce", "queue reduce_scatter")
+Event = dict[str, Any]
+
+
+@dataclass
+class Step:
+    """One step of one process; all times in seconds on the job's clock."""
+
+    begin: float
+    """End of the previous step."""
+    end: float
+    ready: float
+    """Time at which the process had computed its gradients and had nothing left but to exchange them."""
+    phases: dict[str, float]
+    """Seconds of `PHASES`."""
+    late: float = 0.0
+    """Seconds for which it waited for the gradients of slower processes."""
+    transfer: float = 0.0
+    """Seconds of the exchange beyond that."""
+    samples: int = 0
+
+
+@dataclass
+class ProcessSteps:
+    """The steps of a process that trains."""
+
+    name: str
+    host: str
+    cores: int
+    steps: list[Step] = field(default_factory=list)
+    waited_for_cores: float = 0.0
+    """Share of the time of its threads in which they were ready to run, but had no core."""
+
+    def median(self, phase: str) -> float:
+        """Return the median seconds of a phase."""
+        return median(step.phases[phase] for step in self.steps)
+
+
+@dataclass
+class JobSteps:
+    """What a timeline tells of a training job."""
+
+    processes: list[ProcessSteps]
+    bytes_per_step: float
+    """Bytes that one process gives to collectives or servers in a step."""
+    seconds_alone: float
+    """Median time in a step in which collectives or servers were at work on what all processes had given."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Median time of a step."""
+        return median(step.end - step.begin for process in self.processes for step in process.steps)
+
+    @property
+    def samples(self) -> int:
+        """Median number of samples of all processes in a step; 0 if it is unknown."""
+        return sum(int(median(step.samples for step in process.steps)) for process in self.processes)
+
+
+def read_events(path: Path) -> list[Event]:
+    """Return the events of a trace file.
+
+    Raises:
+        ValueError: if it is no such file.
+    """
+    text = path.read_text().rstrip().removesuffix(",")
+    try:
+        events = json.loads(text if text.endswith("]") else text + "]")
+    except ValueError as error:
+        raise ValueError(f"{path} is no timeline: {error}") from error
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise ValueError(f"{path} is no timeline: expected a list of events")
+    for event in events:
+        event.setdefault("args", {})
+    return events
+
+
+def steps_of(events: Iterable[Event]) -> JobSteps:
+    """Return the steps of all processes that train.
+
+    A step ends where the exchange of gradients of one backward and the update have ended: at the last of these spans
+    before the next backward.
+
+    Raises:
+        ValueError: if no process has trained for enough steps.
+    """
+    of_process: dict[int, list[Event]] = defaultdict(list)
+    described: dict[int, Event] = {}
+    for event in events:
+        if event["name"] == "gangline_process":
+            described[event["pid"]] = event["args"]
+        else:
+            of_process[event["pid"]].append(event)
+    arrivals = _Arrivals(event for own in of_process.values() for event in own)
+    processes, volumes, transfers = [], [], []
+    for pid, own in of_process.items():
+        if pid not in described:
+            continue
+        process = ProcessSteps(described[pid]["name"], described[pid]["host"], described[pid]["cores"])
+        process.steps = _steps(own, arrivals)[_FIRST_STEPS:]
+        process.waited_for_cores = _waited_for_cores(own)
+        if process.steps:
+            processes.append(process)
+            begin, end = process.steps[0].begin, process.steps[-1].end
+            given = [e["args"].get("bytes", 0) for e in own if _is_gradient(e) and begin <= e["ts"] / 1e6 < end]
+            volumes.append(sum(given) / len(process.steps))
+            transfers.append(median(step.transfer for step in process.steps))
+    if not processes:
+        raise ValueError(
+            f"the timeline holds no process with more than {_FIRST_STEPS} training steps; record a longer run"
+        )
+    processes.sort(key=lambda process: (process.name.rstrip("0123456789"), len(process.name), process.name))
+    return JobSteps(processes, median(volumes), median(transfers))
+
+
+def _is_gradient(event: Event) -> bool:
+    """Return whether an event is the exchange of gradients."""
+    return (event["ph"] == "X" and event["name"] in ("all_reduce", "reduce_scatter")) or (
+        event["ph"] == "b" and event["name"].startswith("push")
+    )
+
+
+class _Arrivals:
+    """When the last process had given its gradients, for each collective and each round of a server."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self._calls: dict[tuple[str, int, int], float] = defaultdict(float)
+        rounds = set()
+        closed = []
+        for event in events:
+            if event["ph"] == "X" and "number" in event["args"]:
+                call = self._call_of(event)
+                self._calls[call] = max(self._calls[call], event["ts"] / 1e6)
+            elif event["ph"] == "b" and event["name"].startswith("wait for pushes"):
+                rounds.add(event["id"])
+            elif event["ph"] == "e" and event["id"] in rounds:
+                closed.append(event["ts"] / 1e6)
+        self._closed = sorted(closed)
+
+    @staticmethod
+    def _call_of(event: Event) -> tuple[str, int, int]:
+        arguments = event["args"]
+        return arguments["group"], arguments["ranks"], arguments["number"]
+
+    def last(self, calls: Iterable[Event], begin: float, end: float) -> float:
+        """Return the last arrival in these collectives, or in rounds between two times; ``begin`` if there is none."""
+        number = bisect.bisect_right(self._closed, end)
+        rounds = self._closed[number - 1 : number]
+        times: list[float] = [begin, *rounds, *(self._calls[self._call_of(event)] for event in calls)]
+        return max(times)
+
+
+def _steps(events: Sequence[Event], arrivals: _Arrivals) -> list[Step]:
+    spans: dict[str, list[tuple[float, float, Event]]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            begin = event["ts"] / 1e6
+            spans[event["name"]].append((begin, begin + event["dur"] / 1e6, event))
+    for own in spans.values():
+        own.sort(key=lambda span: span[0])
+    backwards = _merged(spans["backward"])
+    exchange_ends = sorted(end for name in ("exchange", "update") for _, end, _ in spans[name])
+    gradients = [span for name in ("all_reduce", "reduce_scatter") for span in spans[name]]
+    queued = sorted(e["ts"] / 1e6 for e in events if e["ph"] == "b" and e["name"] in _QUEUED)
+    steps: list[Step] = []
+    previous = None
+    for index, (begin, end) in enumerate(backwards):
+        following = backwards[index + 1][0] if index + 1 < len(backwards) else float("inf")
+        number = bisect.bisect_left(exchange_ends, following)
+        last = exchange_ends[number - 1] if number and exchange_ends[number - 1] >= begin else end
+        if last <= begin or last < end:
+            last = end
+        if previous is not None:
+            steps.append(_step(previous, begin, end, last, spans, gradients, queued, arrivals))
+        previous = last
+    return steps
+
+
+def _step(
+    began: float,
+    backward: float,
+    backward_end: float,
+    end: float,
+    spans: dict[str, list[tuple[float, float, Event]]],
+    gradients: Sequence[tuple[float, float, Event]],
+    queued: Sequence[float],
+    arrivals: _Arrivals,
+) -> Step:
+    """Return a step from ``began`` to ``end`` whose backward ran in between."""
+    own = [span for span in gradients if backward <= span[0] < end]
+    exchanges = [span for span in spans["exchange"] if backward_end <= span[1] <= end + 1e-9]
+    ready = backward_end
+    if own and not exchanges:  # DDP waits for its all-reduces at the end of backward: the last bucket ends the work
+        number = bisect.bisect_left(queued, backward_end)
+        given = [time for time in queued[number - 1 : number] if time >= backward]
+        ready = min(max(given or [span[0] for span in own]), backward_end)
+    finish = max([exchange[1] for exchange in exchanges], default=backward_end)
+    arrived = arrivals.last((event for _, _, event in own), ready, finish)
+    update = _total(spans["update"], finish, end) if not exchanges else _total(spans["update"], ready, finish)
+    phases = {
+        "input": _total(spans["data"], began, backward),
+        "forward": _total(_outer(spans["forward"]), began, backward),
+        "backward": ready - backward,
+        "update": update,
+    }
+    late = min(max(arrived - ready, 0.0), max(finish - ready, 0.0))
+    transfer = max(finish - ready - late - (update if exchanges else 0.0), 0.0)
+    phases["other"] = max(end - began - sum(phases.values()) - late - transfer, 0.0)
+    samples = max((e["args"].get("samples", 0) for b, _, e in spans["forward"] if began <= b < backward), default=0)
+    return Step(began, end, ready, phases, late, transfer, samples)
+
+
+def _merged(spans: Sequence[tuple[float, float, Event]]) -> list[tuple[float, float]]:
+    """Return spans of several threads as (begin, end); those that overlap become one."""
+    merged: list[tuple[float, float]] = []
+    for begin, end, _ in spans:
+        if merged and begin < merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _outer(spans: Sequence[tuple[float, float, Event]]) -> list[tuple[float, float, Event]]:
+    return [(begin, end, {}) for begin, end in _merged(spans)]
+
+
+def _total(spans: Sequence[tuple[float, float, Event]], begin: float, end: float) -> float:
+    """Return the seconds of spans that lie between two times."""
+    first = bisect.bisect_left(spans, begin, key=lambda span: span[0])
+    total = 0.0
+    for one, other, _ in spans[first:]:
+        if one >= end:
+            break
+        total += min(other, end) - one
+    return total
+
+
+def _waited_for_cores(events: Sequence[Event]) -> float:
+    """Return the share of its threads' time in which they were ready to run and had no core."""
+    use = [event["args"] for event in events if event["ph"] == "C" and event["name"] == "cores"]
+    shares = []
+    for one, following in pairwise(use):
+        ran, waited = (following[name] - one[name] for name in ("run_s", "wait_s"))
+        if ran > 0 and waited >= 0:  # else threads have ended, with their times
+            shares.append(waited / (ran + waited))
+    return median(shares) if shares else 0.0

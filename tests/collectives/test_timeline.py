@@ -1,0 +1,192 @@
+"""The timeline: spans of all processes of a job in one file, nested, on one clock."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gangline.kvstore.launch.job import free_ports
+from tests.kvstore.test_launch import ROOT
+
+pytestmark = pytest.mark.timeout(90)
+
+TRAIN = ("-m", "gangline", "train", "--network", "mlp", "--dataset", "digits", "--cpus", "1", "--num-epochs", "1")
+RANK = """
+import gangline, os, sys, torch
+from gangline.collectives.timeline import recorder
+torch.set_num_threads(1)
+comm = gangline.connect()
+for _ in range(5):
+    comm.all_reduce(torch.ones(10))
+comm.barrier()
+comm.close()
+"""
+WORKER = """
+import gangline, os, time, torch
+with gangline.create("dist_sync") as kv:
+    kv.init("w", torch.zeros(4))
+    for _ in range(4):
+        kv.pushpull("w", torch.ones(4), torch.zeros(4))
+    time.sleep(float(os.environ.get("REST", 0)))
+    if kv.rank == 0 and "END" in os.environ:
+        os.kill(os.getpid(), 9)
+"""
+
+
+def environment(path: Path, **variables: object) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "GANGLINE_TIMELINE": str(path),
+        **{name: str(value) for name, value in variables.items()},
+    }
+
+
+def launch(path: Path, *arguments: str, servers: int = 0, **variables: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gangline", "launch", "-n", "2", "-s", str(servers), "--timeline", str(path)]
+    return subprocess.run(
+        [*command, "--", sys.executable, *arguments],
+        env=environment(path, **variables),
+        capture_output=True,
+        text=True,
+        timeout=80,
+        check=False,
+    )
+
+
+SHIFTED = ("unshare", "--time", "--monotonic", "1000", "--fork")
+
+
+class Trace:
+    """Events of a trace file, read as its viewers do: the closing bracket may be missing."""
+
+    def __init__(self, path: Path) -> None:
+        self.events: list[dict[str, Any]] = json.loads(path.read_text().rstrip().removesuffix(",") + "]")
+        self.names = {e["pid"]: e["args"]["name"] for e in self.events if e["name"] == "gangline_process"}
+        self.clocks = {e["args"]["name"]: e["args"] for e in self.events if e["name"] == "gangline_process"}
+
+    def spans(self, process: str, name: str) -> list[dict[str, Any]]:
+        chosen = [e for e in self.events if e["ph"] in "Xb" and e["name"].startswith(name)]
+        return [e for e in chosen if self.names[e["pid"]] == process]
+
+    def check_nesting(self) -> None:
+        """Check that spans of one thread are nested or disjoint, and that each overlapping span ends once."""
+        threads = defaultdict(list)
+        for event in self.events:
+            if event["ph"] == "X":
+                threads[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+        for spans in threads.values():
+            opened: list[float] = []
+            for begin, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+                while opened and opened[-1] <= begin:
+                    opened.pop()
+                assert not opened or end <= opened[-1] + 0.01
+                opened.append(end)
+        ends = [event["id"] for event in self.events if event["ph"] == "e"]
+        assert sorted(ends) == sorted(event["id"] for event in self.events if event["ph"] == "b")
+        assert len(set(ends)) == len(ends)
+
+
+def test_workers_and_server_of_a_training_job_are_in_one_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    done = launch(path, *TRAIN, "--batch-size", "256", "--kv-store", "dist_sync", servers=1)
+    assert done.returncode == 0, done.stderr
+    trace = Trace(path)
+    trace.check_nesting()
+    assert set(trace.clocks) == {"worker 0", "worker 1", "server 0"}
+    updates = trace.spans("server 0", "update of")
+    for worker in ("worker 0", "worker 1"):
+        steps = trace.spans(worker, "exchange")
+        assert len(steps) > 1
+        for name in ("data", "forward", "backward", "push of", "pull of"):
+            assert len(trace.spans(worker, name)) >= len(steps), name
+        # each step's updates lie between the beginning and the end of the worker's exchange
+        first, last = steps[0]["ts"], steps[-1]["ts"] + steps[-1]["dur"]
+        assert all(first < update["ts"] < last for update in updates)
+    waits = trace.spans("server 0", "wait for pushes")
+    assert len(waits) == len(updates)
+    assert {wait["args"]["last"] for wait in waits} <= {"worker 0", "worker 1"}
+
+
+def test_collectives_of_ranks_overlap_and_are_numbered(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    done = launch(path, "-c", RANK)
+    assert done.returncode == 0, done.stderr
+    trace = Trace(path)
+    trace.check_nesting()
+    own, other = trace.spans("rank 0", "all_reduce"), trace.spans("rank 1", "all_reduce")
+    assert [e["args"] for e in own] == [e["args"] for e in other]
+    assert [e["args"]["bytes"] for e in own] == [40] * 5
+    for a, b in zip(own, other, strict=True):  # no rank leaves before the other has entered
+        assert max(a["ts"], b["ts"]) <= min(a["ts"] + a["dur"], b["ts"] + b["dur"])
+
+
+def start_ranks(path: Path, program: str, *shifted: str, **variables: object) -> list[subprocess.Popen[str]]:
+    """Start two processes, the second by the command ``shifted``: with another clock."""
+    return [
+        subprocess.Popen(
+            [*(shifted if rank else ()), sys.executable, "-c", program],
+            env=environment(path, RANK=rank, DMLC_WORKER_ID=rank, WORLD_SIZE=2, **variables),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def finish(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a time namespace needs root")
+def test_the_clock_of_a_worker_with_another_clock_than_its_scheduler_agrees(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    shifted = tmp_path / "worker"
+    shifted.write_text(f'[ "$RANK" = 1 ] && exec {" ".join(SHIFTED)} "$@"\nexec "$@"\n')
+    command = [sys.executable, "-m", "gangline", "launch", "-n", "2", "-s", "1", "--timeline", str(path), "--", "sh"]
+    own = environment(path, GANGLINE_TRANSPORT="tcp", GANGLINE_HEARTBEAT=0.1, REST=2.5)
+    worker = [str(shifted), sys.executable, "-c", WORKER]
+    done = subprocess.run([*command, *worker], env=own, capture_output=True, text=True, timeout=80, check=False)
+    assert done.returncode == 0, done.stderr
+    trace = Trace(path)
+    clock = trace.clocks["worker 1"]
+    assert abs(clock["offset_us"] + 1000e6) <= clock["error_us"]
+    assert abs(trace.clocks["server 0"]["offset_us"]) <= trace.clocks["server 0"]["error_us"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a time namespace needs root")
+def test_clocks_of_ranks_with_another_clock_agree(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    finish(start_ranks(path, RANK, *SHIFTED, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_ports(1)[0]))
+    trace = Trace(path)
+    clock = trace.clocks["rank 1"]
+    assert abs(clock["offset_us"] + 1000e6) <= clock["error_us"]
+    assert trace.clocks["rank 0"]["error_us"] == 0
+
+
+def test_another_job_replaces_the_file_and_a_killed_one_leaves_its_spans(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("of something else")
+    for _ in range(2):
+        done = launch(path, "-c", WORKER, servers=1, REST=2.5, END=1)
+        assert done.returncode == 128 + signal.SIGKILL, done.stderr
+        trace = Trace(path)
+        assert set(trace.clocks) == {"worker 0", "worker 1", "server 0"}
+        assert len(trace.spans("worker 0", "pushpull")) == 4
+
+
+def test_an_error_of_the_file_is_reported_once_and_the_job_goes_on(tmp_path: Path) -> None:
+    done = launch(tmp_path / "missing" / "trace.json", "-c", RANK)
+    assert done.returncode == 0
+    assert done.stderr.count("no more timeline is written") == 2  # once for each rank
