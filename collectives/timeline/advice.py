@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from gangline.collectives.timeline.steps import PHASES, JobSteps
@@ -90,6 +90,7 @@ def advise(job: JobSteps) -> Advice:
         _pauses,
         _busy_cores,
         _slow_processes,
+        _slow_contexts,
         _input,
         _communication,
         _small_steps,
@@ -184,6 +185,22 @@ def _slow_processes(job: JobSteps) -> list[Finding]:
     return [Finding(phase, slowest.name, gain, text, remedies)]
 
 
+def _slow_contexts(job: JobSteps) -> list[Finding]:
+    """Find contexts of one process that compute longer than its others."""
+    found = []
+    for process in job.processes:
+        contexts = process.contexts
+        if not contexts:
+            continue
+        slowest = max(contexts, key=contexts.__getitem__)
+        gain = (contexts[slowest] - fmean(contexts.values())) / job.step_seconds
+        words = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in contexts.items())
+        text = f"{slowest} of {process.name} is slow in forward and backward, and the other contexts wait: {words}"
+        remedy = Remedy("divide batches by the measured speed of the contexts", "--work-load-list auto", gain)
+        found.append(Finding("compute", slowest, gain, text, (remedy,)))
+    return found
+
+
 def _input(job: JobSteps) -> list[Finding]:
     least = min(process.median("input") for process in job.processes)
     share = least / job.step_seconds
@@ -216,17 +233,19 @@ def _communication(job: JobSteps) -> list[Finding]:
 
 
 def _small_steps(job: JobSteps) -> list[Finding]:
-    work = median(_work(step.phases) for process in job.processes for step in process.steps)
-    if work > _SMALL_SECONDS or len(job.processes) < 2:
+    of_contexts = [seconds for process in job.processes for seconds in process.contexts.values()]
+    work = median(of_contexts or [_work(step.phases) for process in job.processes for step in process.steps])
+    if work > _SMALL_SECONDS or len(job.processes) + len(of_contexts) < 2:
         return []
     share = 1 - work / job.step_seconds
+    unit, fewer = ("context", "gangline train --cpus 1") if of_contexts else ("process", "gangline launch -n 1")
     text = (
-        f"a step has only {work * 1e3:.1f} ms of work in each process, beside {job.step_seconds * 1e3 * share:.1f} ms "
-        "to exchange its result"
+        f"a step has only {work * 1e3:.1f} ms of work in each {unit}, beside {job.step_seconds * 1e3 * share:.1f} ms "
+        "to start it, to wait for the others and to add up its result"
     )
     remedies = (
         Remedy("larger batches", "four times --batch-size", share / 2),
-        Remedy("fewer processes: one has no exchange", "gangline launch -n 1", share),
+        Remedy(f"one {unit}, which has nobody to wait for", fewer, share),
     )
     return [Finding("small steps", "", share, text, remedies)]
 

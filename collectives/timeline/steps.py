@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -36,6 +36,8 @@ class Step:
     transfer: float = 0.0
     """Seconds of the exchange beyond that."""
     samples: int = 0
+    contexts: dict[str, float] = field(default_factory=dict)
+    """Seconds of forward and backward of each thread that computes."""
 
 
 @dataclass
@@ -52,6 +54,14 @@ class ProcessSteps:
     def median(self, phase: str) -> float:
         """Return the median seconds of a phase."""
         return median(step.phases[phase] for step in self.steps)
+
+    @property
+    def contexts(self) -> dict[str, float]:
+        """Median seconds of forward and backward of each context; empty for a process with one."""
+        names = {name for step in self.steps for name in step.contexts}
+        if len(names) < 2:
+            return {}
+        return {name: median(step.contexts.get(name, 0.0) for step in self.steps) for name in sorted(names)}
 
 
 @dataclass
@@ -115,7 +125,8 @@ def steps_of(events: Iterable[Event]) -> JobSteps:
         if pid not in described:
             continue
         process = ProcessSteps(described[pid]["name"], described[pid]["host"], described[pid]["cores"])
-        process.steps = _steps(own, arrivals)[_FIRST_STEPS:]
+        threads = {e["tid"]: e["args"]["name"] for e in own if e["name"] == "thread_name"}
+        process.steps = _steps(own, arrivals, threads)[_FIRST_STEPS:]
         process.waited_for_cores = _waited_for_cores(own)
         if process.steps:
             processes.append(process)
@@ -168,7 +179,7 @@ class _Arrivals:
         return max(times)
 
 
-def _steps(events: Sequence[Event], arrivals: _Arrivals) -> list[Step]:
+def _steps(events: Sequence[Event], arrivals: _Arrivals, threads: Mapping[int, str]) -> list[Step]:
     spans: dict[str, list[tuple[float, float, Event]]] = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
@@ -190,6 +201,7 @@ def _steps(events: Sequence[Event], arrivals: _Arrivals) -> list[Step]:
             last = end
         if previous is not None:
             steps.append(_step(previous, begin, end, last, spans, gradients, queued, arrivals))
+            steps[-1].contexts = _contexts(spans, previous, last, threads)
         previous = last
     return steps
 
@@ -226,6 +238,21 @@ def _step(
     phases["other"] = max(end - began - sum(phases.values()) - late - transfer, 0.0)
     samples = max((e["args"].get("samples", 0) for b, _, e in spans["forward"] if began <= b < backward), default=0)
     return Step(began, end, ready, phases, late, transfer, samples)
+
+
+def _contexts(
+    spans: Mapping[str, Sequence[tuple[float, float, Event]]], begin: float, end: float, threads: Mapping[int, str]
+) -> dict[str, float]:
+    """Return the seconds of forward and backward of each thread between two times."""
+    seconds: dict[str, float] = defaultdict(float)
+    for name in ("forward", "backward"):
+        first = bisect.bisect_left(spans.get(name, ()), begin, key=lambda span: span[0])
+        for one, other, event in spans.get(name, ())[first:]:
+            if one >= end:
+                break
+            thread = threads.get(event["tid"], "").removeprefix("gangline-").removesuffix("_0")
+            seconds[thread] += other - one
+    return dict(seconds)
 
 
 def _merged(spans: Sequence[tuple[float, float, Event]]) -> list[tuple[float, float]]:

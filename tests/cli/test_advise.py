@@ -69,6 +69,18 @@ def test_a_tiny_batch_is_named() -> None:
 
 
 @pytest.mark.slow
+def test_contexts_of_one_process_with_too_little_work_are_named(tmp_path: Path) -> None:
+    job = ["--network", "mlp", "--batch-size", "32", "--cpus", "2", "--num-epochs", "2"]
+    assert first(advise("--", sys.executable, "-m", "gangline", "train", *job)) == ("small steps", "")
+
+
+@pytest.mark.slow
+def test_a_slow_context_is_named() -> None:
+    job = ["--network", "lenet", "--batch-size", "256", "--cpus", "2", "--num-epochs", "4", "--work-load-list", "5,1"]
+    assert first(advise("--", sys.executable, "-m", "gangline", "train", *job)) == ("compute", "cpu(0)")
+
+
+@pytest.mark.slow
 def test_oversubscribed_cores_are_named() -> None:
     burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
     try:
