@@ -23,6 +23,7 @@ from gangline.collectives.errors import DeadNodeError, MismatchError, StallError
 from gangline.collectives.limits import limits
 from gangline.collectives.streams import SideStreams
 from gangline.collectives.work import Work, WorkQueue
+from gangline.collectives.workload import split_batch
 from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, by_key, merged, tensors_of
 from gangline.kvstore.buckets import Bucket, BucketValue
 from gangline.kvstore.group.remote_errors import error_text, refusal
@@ -32,6 +33,7 @@ from gangline.kvstore.optimizer import clipping
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_rate
 from gangline.kvstore.parameter_server import environment
+from gangline.kvstore.parameter_server.client.leave_signal import leave_on_sigterm
 from gangline.kvstore.parameter_server.client.pending import PendingRequests, RequestWork
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
@@ -139,6 +141,8 @@ class DistStore(KVStore):
             workers=self.num_workers,
             allows_restarts=self._scheduler.allows_restarts,
         )
+        if self._scheduler.views:
+            leave_on_sigterm(self._scheduler)
 
     @property
     def rank(self) -> int:  # noqa: D102  inherited
@@ -188,6 +192,26 @@ class DistStore(KVStore):
     def check_not_restarted(self, what: str) -> None:  # noqa: D102  inherited
         self._continuation.refuse(what)
 
+    # Elastic jobs
+
+    def share(self, samples: int, step: int | None = None) -> slice | None:  # noqa: D102  inherited
+        if not self._scheduler.views:
+            return super().share(samples, step)
+        self._check_open()
+        ranks = self._continuation.begin(step)
+        if self.rank not in ranks:
+            return None
+        return split_batch(samples, [environment.load_of(rank) for rank in ranks])[ranks.index(self.rank)]
+
+    def leave(self) -> None:  # noqa: D102  inherited
+        self._check_open()
+        if not self._scheduler.views:
+            super().leave()
+        if self._scheduler.is_joining:
+            raise RuntimeError(f"worker {self.rank} does not take part yet; expected leave() after a pull or share()")
+        if text := self._scheduler.ask_to_leave():
+            raise RuntimeError(text)
+
     def _refuse(self, call: str, error: Exception, keys: object = None) -> None:
         self._calls_begun += 1
         if error is self._servers.told_error:  # the other workers know of it
@@ -215,6 +239,8 @@ class DistStore(KVStore):
             Rank of the worker that called it last.
         """
         self._check_open()
+        if self._scheduler.views:
+            self._continuation.refuse("join()")
         self._settle()
         command(self._servers, "join")
         result = self._scheduler.join(msgpack.packb(list(self._rounds.items())))
@@ -232,7 +258,11 @@ class DistStore(KVStore):
     def _init(self, pairs: Pairs, async_op: bool) -> Work:  # noqa: ARG002  always complete on return
         layouts = [KeyLayout.of(key, value) for key, (value,) in pairs]
         try:
-            new = agree_on_keys(self._workers.all_gather(pack_layouts(layouts), "init"), self._shards)
+            self._continuation.check_setting_up("init")
+            packed = self._workers.all_gather(pack_layouts(layouts), "init")
+            if self._scheduler.views:  # only workers of the start take part
+                packed = [one for one in packed if one is not None]
+            new = agree_on_keys(packed, self._shards)
         except BaseException:
             with self._layout_lock:
                 for key, _ in pairs:
@@ -361,6 +391,7 @@ class DistStore(KVStore):
                 self._failed[key] = {number for number in self._failed[key] if number > pulled[key]}
 
     def _pull(self, pairs: Pairs, priority: int, async_op: bool) -> Work:
+        self._continuation.enter()
         merged_outs = _merged_outs(pairs)
 
         def pull(work: PendingRequests) -> None:
@@ -370,6 +401,8 @@ class DistStore(KVStore):
         return self._start("pull", pull, pairs, priority, async_op)
 
     def _row_sparse_pull(self, pulls: RowPulls, priority: int, async_op: bool) -> Work:
+        self._continuation.enter()
+
         def pull(work: PendingRequests) -> None:
             for key, targets in pulls:
                 rows = RowPull(self._shards[key], targets)
@@ -448,6 +481,7 @@ class DistStore(KVStore):
     # Optimizer
 
     def _set_optimizer(self, spec: OptimizerSpec) -> None:
+        self._continuation.check_setting_up("set_optimizer")
         if spec.clip_global_norm is not None:
             self.check_not_restarted("an optimizer with clip_global_norm")
         packed = optimizer_shards.pack_spec(spec)
@@ -568,6 +602,8 @@ class DistStore(KVStore):
     # Compression
 
     def _set_compression(self, compression: Compression | None) -> None:
+        if self._scheduler.views:
+            self._continuation.refuse("compression")
         params = None if compression is None else compression.params
         self._settle()
         self._workers.check_same(params or {"compression": "none"}, "set_gradient_compression")
