@@ -23,7 +23,7 @@ NUMEL = {"small": 4, "large": 200_003}
 LIMITS = {"GANGLINE_TIMEOUT": "30", "GANGLINE_HEARTBEAT": "0.2", "GANGLINE_HEARTBEAT_LIMIT": "5"}
 BATCH = 24
 Plan = dict[tuple[int, int], str]
-"""What a worker does before a step, by rank and step: "leave", "start RANK", "views COUNT", "slow"."""
+"""What a worker does before a step, by rank and step: "leave", "start RANK", "until RANK+RANK"."""
 
 
 def wait_for(path: Path) -> None:
@@ -74,13 +74,11 @@ def act(kv: DistStore, folder: Path, words: str) -> None:
         kv.leave()
     elif verb == "start":
         Path(folder, f"start-{number}").touch()
-    elif verb == "views":
-        ends = time.monotonic() + 30
-        while len(kv._scheduler.views) < int(number):
-            assert time.monotonic() < ends
+    elif verb == "until":
+        ends = time.monotonic() + 20
+        while "+".join(map(str, sorted(kv._scheduler.views[-1][1]))) != number:
+            assert time.monotonic() < ends, (number, kv._scheduler.views)
             time.sleep(0.005)
-    elif verb == "slow":
-        time.sleep(0.3)
 
 
 def run(
@@ -121,7 +119,7 @@ def test_a_worker_leaves_and_the_others_go_on(tmp_path: Path) -> None:
 
 
 def test_a_new_worker_takes_part_from_the_round_that_all_know(tmp_path: Path) -> None:
-    ranks = check(run(tmp_path, 2, 1, {(0, 3): "start 2, views 2"}), 8)
+    ranks = check(run(tmp_path, 2, 1, {(0, 3): "start 2, until 0+1+2"}), 8)
     assert ranks[:3] == [[0, 1]] * 3
     assert ranks[5:] == [[0, 1, 2]] * 3
 
@@ -129,22 +127,22 @@ def test_a_new_worker_takes_part_from_the_round_that_all_know(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("servers", [1, 2])
 def test_workers_leave_and_join_in_one_change(tmp_path: Path, servers: int) -> None:
-    plan = {(0, 2): "start 2, start 3, views 2", (1, 3): "leave", (2, 6): "leave", (3, 6): "leave"}
-    ranks = check(run(tmp_path, 2, 2, plan, 12, servers), 12)
-    assert ranks[0] == [0, 1]
-    assert ranks[11] == [0]
-    assert {rank for one in ranks for rank in one} == {0, 1, 2, 3}
+    plan = {(0, 2): "start 2, start 3, until 0+2+3", (1, 2): "leave", (2, 6): "leave", (3, 6): "leave"}
+    plan[0, 11] = "until 0"
+    ranks = check(run(tmp_path, 2, 2, plan, 14, servers), 14)
+    assert (ranks[1], ranks[5], ranks[13]) == ([0, 1], [0, 2, 3], [0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", "ipc", "tcp"])
 def test_one_worker_then_three_then_two(tmp_path: Path, transport: str) -> None:
-    plan = {(0, 3): "start 1, start 2, views 3", (1, 8): "leave", (0, 10): "views 4"}
+    plan = {(0, 3): "start 1, start 2, until 0+1+2", (1, 8): "leave", (0, 10): "until 0+2"}
     ranks = check(run(tmp_path, 1, 2, plan, 14, 2, GANGLINE_TRANSPORT=transport), 14)
     assert (ranks[2], ranks[6], ranks[13]) == ([0], [0, 1, 2], [0, 2])
 
 
-_CHANGES: list[Plan] = [{(1, 3): "leave"}, {(0, 3): "start 2, views 2"}, {(0, 3): "start 2, views 2", (1, 3): "leave"}]
+_JOIN = {(0, 3): "start 2, until 0+1+2"}
+_CHANGES: list[Plan] = [{(1, 3): "leave"}, _JOIN, {(0, 3): "start 2, until 0+2", (1, 3): "leave"}]
 
 
 @pytest.mark.slow
