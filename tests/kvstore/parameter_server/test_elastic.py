@@ -12,9 +12,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gangline import kvstore
+from gangline import Module, kvstore
 from gangline.kvstore.parameter_server.store import DistStore
-from tests.kvstore.parameter_server.processes import DistJob
+from tests.kvstore.parameter_server.processes import DistJob, run_job
 from tests.kvstore.parameter_server.test_failures import digits_of
 
 pytestmark = pytest.mark.timeout(110)
@@ -151,3 +151,107 @@ _CHANGES: list[Plan] = [{(1, 3): "leave"}, _JOIN, {(0, 3): "start 2, until 0+2",
 def test_a_slow_server_delays_the_change_for_all(tmp_path: Path, point: str, plan: Plan) -> None:
     late = int((0, 3) in plan)
     check(run(tmp_path, 2, late, plan, 10, 2, GANGLINE_FAULT=f"server 1 stop for 1.5 s at {point}"), 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["break", "repeat"])
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_the_last_push_of_a_leaving_worker_counts_once(tmp_path: Path, action: str, transport: str) -> None:
+    for number in range(7, 13):  # two or three messages a step on two servers, around the last one of worker 1
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        more = {"GANGLINE_FAULT": f"worker 1 {action} at push-sent {number}", "GANGLINE_TRANSPORT": transport}
+        ranks = check(run(folder, 2, 0, {(1, 3): "leave", (0, 6): "until 0"}, 9, 2, **more), 9)
+        assert (ranks[2], ranks[8]) == ([0, 1], [0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["worker 0", "worker 1", "worker 2", "scheduler", "server 0"])
+def test_connections_that_break_at_a_change_lose_nothing(tmp_path: Path, role: str) -> None:
+    points = {"worker 0": "hello 2", "scheduler": "meet 2", "server 0": "pull 5"}
+    plan = {(0, 3): "start 2, until 0+1+2", (1, 5): "leave", (0, 8): "until 0+2"}
+    more = {"GANGLINE_FAULT": f"{role} break at {points.get(role, 'push-sent 5')}"}
+    assert check(run(tmp_path, 2, 1, plan, 11, 2, **more), 11)[10] == [0, 2]
+
+
+def one_key(kv: DistStore, *_: object) -> None:
+    kv.init("w", torch.zeros(4))
+
+
+def forget_a_key(kv: DistStore) -> None:
+    kv.init(["v", "w"], [torch.zeros(4), torch.zeros(4)])
+    kv.push("v", torch.ones(4))
+    kv.push("w", torch.ones(4))
+    kv.push("v", torch.ones(4))
+    kv.push("v", torch.ones(4))
+
+
+def push_none(kv: DistStore) -> None:
+    one_key(kv)
+    kv.share(BATCH, 0)
+    kv.share(BATCH, 1)
+
+
+def init_late(kv: DistStore) -> None:
+    one_key(kv)
+    kv.push("w", torch.ones(4))
+    kv.init("v", torch.zeros(4))
+
+
+def leave(kv: DistStore) -> None:
+    one_key(kv)
+    kv.leave()
+
+
+def clip(kv: DistStore) -> None:
+    kv.set_optimizer(("sgd", {"learning_rate": 0.1, "clip_global_norm": 1.0}))
+
+
+def compress(kv: DistStore) -> None:
+    kv.set_gradient_compression({"type": "fp16"})
+
+
+def fit(kv: DistStore) -> None:
+    data = torch.zeros(8, 2), torch.zeros(8, dtype=torch.int64)
+    Module(torch.nn.Linear(2, 2), torch.nn.CrossEntropyLoss()).fit(data, num_epoch=1, batch_size=4, kvstore=kv)
+
+
+REFUSED = {
+    forget_a_key: "RuntimeError: key 'w' was pushed 1 times before step 2; expected one push of each key in each step",
+    push_none: "RuntimeError: worker RANK begins step 1, but has pushed 0 rounds; expected one push of each key",
+    init_late: "RuntimeError: init() comes after the first push or pull; expected it before, in an elastic job",
+    DistStore.join: "RuntimeError: join() is not possible in an elastic job; use gangline launch --max-restarts",
+    clip: "RuntimeError: an optimizer with clip_global_norm is not possible in an elastic job",
+    compress: "RuntimeError: compression is not possible in an elastic job",
+    fit: "RuntimeError: training by a Module is not possible in an elastic job; use gangline launch --max-restarts",
+}
+
+
+def refuse(name: str, body: Any, workers: int) -> str:
+    del workers
+    with kvstore.create(name) as kv:
+        try:
+            body(kv)
+        except (RuntimeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("body", REFUSED, ids=lambda body: body.__name__)
+def test_calls_that_need_the_same_workers_are_refused_on_all(body: Any) -> None:
+    with patch.dict(os.environ, {**LIMITS, "GANGLINE_ELASTIC": "2:3"}):
+        told = run_job(refuse, 2, 1, "dist_sync", body, 2)
+    for rank, text in enumerate(told):
+        assert text.startswith(REFUSED[body].replace("RANK", str(rank))), told
+
+
+def test_who_may_leave() -> None:
+    with patch.dict(os.environ, {**LIMITS, "GANGLINE_ELASTIC": "2:3"}):
+        told = run_job(refuse, 2, 1, "dist_sync", leave, 2)
+    assert told == [
+        "RuntimeError: worker 0 cannot leave: it defines the values and sets the learning rate",
+        "RuntimeError: worker 1 cannot leave: the job needs 2 workers or more, and has 2",
+    ]
+    with patch.dict(os.environ, LIMITS):
+        (text, _) = run_job(refuse, 2, 1, "dist_sync", leave, 2)
+    assert text.startswith("RuntimeError: a worker cannot leave this 'dist_sync' store; expected a dist_* store, and")
