@@ -322,7 +322,7 @@ class KeptMemory:
         ranges += [(offset, tensor.nbytes) for tensor, offset in kept.state.values()]
         self._undo_areas[shard.thread].save(kept.record, ranges)
 
-    def count(self, shard: Shard, rank: int, number: int, before: int) -> None:
+    def count(self, shard: Shard, rank: int, number: int, before: int = 0) -> None:
         """Async mode: count a push as applied from the next `save` on; see `Shard.record_push`."""
         kept = self._shards[shard.number]
         add_push(kept.applied, kept.applied_ahead, rank, number, before)

@@ -181,6 +181,7 @@ EXAMPLES: dict[str, Any] = {
     "Region": [64, 128],
     "Entries": [[1, 2, DENSE, 8]],
     "Definitions": [[1, "float32", [2, 3], 3, b"\xa1k", 0, True]],
+    "Views": [[1, [0, 1]], [7, [0, 2]]],
 }
 
 
