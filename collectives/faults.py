@@ -24,7 +24,7 @@ from gangline.collectives.environments.restart import incarnation
 VARIABLE = "GANGLINE_FAULT"
 _log = logging.getLogger("gangline")
 
-_COMMON = ("join", "leave")
+_COMMON = ("join", "leave", "view")
 _DATA = ("hello", "define", "pull", "ack", "values", "done", "command", "result")
 _CALLS = ("meet", "barrier", "met")
 POINTS: Mapping[str, tuple[str, ...]] = {

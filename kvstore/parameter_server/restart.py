@@ -58,9 +58,14 @@ class Continuation:
             scheduler.position = lambda: max(self._pushes.values(), default=0)
 
     def first_step(self) -> int:
-        """Return the number of pushes of each key that servers have of this worker, and continue after them."""
-        if self._step is None:
-            self.enter()
+        """Return the number of pushes of each key that servers have of this worker, and continue after them.
+
+        Raises:
+            SystemExit: with code 0, if a new worker of an elastic job came when the others had ended.
+        """
+        self._is_set_up = True
+        if self._step is None and self._scheduler.is_joining:
+            self._enter()
         if self._step is None:
             pushed = self._pushed_by_servers()
             self._step = min((own for own, _ in pushed.values()), default=0)
@@ -70,17 +75,19 @@ class Continuation:
             if self._is_elastic:
                 self._scheduler.continue_after(self._step, may_have_begun_next=True)
             _log.warning("worker %d was restarted and continues after round %d", self._scheduler.rank, self._step)
-        self._is_set_up = True
         return self._step
 
-    def enter(self) -> None:
-        """Take part in an elastic job, if this worker has come to it and does not yet; wait for the values of before.
+    def before_pull(self) -> None:
+        """Let the first pull of a worker that comes late to an elastic job wait for the values before its first step.
 
         Raises:
-            SystemExit: if the job ends before; with code 0.
+            SystemExit: as `first_step`.
         """
-        if not self._scheduler.is_joining:
-            return
+        if self._is_elastic and self._step is None:
+            self.first_step()
+            self._is_set_up = False  # calls before the loop are those of the others before theirs
+
+    def _enter(self) -> None:
         first = self._scheduler.enter()
         if first is None:
             _log.warning("worker %d ends: it came when the job was over", self._scheduler.rank)

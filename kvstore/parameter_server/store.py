@@ -391,7 +391,7 @@ class DistStore(KVStore):
                 self._failed[key] = {number for number in self._failed[key] if number > pulled[key]}
 
     def _pull(self, pairs: Pairs, priority: int, async_op: bool) -> Work:
-        self._continuation.enter()
+        self._continuation.before_pull()
         merged_outs = _merged_outs(pairs)
 
         def pull(work: PendingRequests) -> None:
@@ -401,7 +401,7 @@ class DistStore(KVStore):
         return self._start("pull", pull, pairs, priority, async_op)
 
     def _row_sparse_pull(self, pulls: RowPulls, priority: int, async_op: bool) -> Work:
-        self._continuation.enter()
+        self._continuation.before_pull()
 
         def pull(work: PendingRequests) -> None:
             for key, targets in pulls:

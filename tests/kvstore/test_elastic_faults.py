@@ -69,6 +69,13 @@ def check(out: list[str], errors: list[str]) -> None:
         "server 1 kill at values 13; server 1.1 kill at update 3",
         "worker 1 kill at push-sent 11",
         "worker 1 kill at push-sent 13; server 0 kill at close 15",
+        "server 0 kill at view 1; server 1 kill at view 2",
+        "server 0 kill at view 4",
+        "worker 1 kill at view 1; worker 1.1 kill at view 2",
+        "worker 1 kill at view 3; server 1 kill at view 3",
+        "worker 2 kill at view 1; worker 2.1 kill at push-sent 3",
+        "worker 2 kill at view 2",
+        "worker 2 kill at view 4",
     ],
 )
 def test_weights_are_those_of_one_process_though_workers_change(script: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,6 +174,21 @@ def test_connections_that_break_at_a_change_lose_nothing(tmp_path: Path, role: s
     assert check(run(tmp_path, 2, 1, plan, 11, 2, **more), 11)[10] == [0, 2]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["break", "repeat", "stop for 0.5 s"])
+@pytest.mark.parametrize("role", ["worker 0", "worker 1", "worker 2", "scheduler", "server 0"])
+def test_a_message_about_views_that_is_lost_late_or_doubled_changes_nothing(
+    tmp_path: Path, role: str, action: str
+) -> None:
+    plan = {(0, 3): "start 2, until 0+1+2", (1, 5): "leave", (0, 8): "until 0+2", (2, 9): "leave", (0, 13): "until 0"}
+    for number in range(1, 19 if role == "scheduler" else 7):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        script = f"{role} {action} at view {number}"
+        ranks = check(run(folder, 2, 1, plan, 16, 2, GANGLINE_FAULT=script), 16)
+        assert (ranks[2], ranks[15]) == ([0, 1], [0]), script
+
+
 def one_key(kv: DistStore, *_: object) -> None:
     kv.init("w", torch.zeros(4))
 
