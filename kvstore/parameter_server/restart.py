@@ -10,10 +10,12 @@ import msgpack
 
 from gangline.collectives.errors import StallError
 from gangline.collectives.limits import limits
+from gangline.collectives.workload import split_batch
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import ServerClient
 from gangline.kvstore.parameter_server.client.server_commands import command
+from gangline.kvstore.parameter_server.environment import load_of
 from gangline.kvstore.parameter_server.sharding import ShardPlacement
 
 _log = logging.getLogger("gangline")
@@ -144,21 +146,19 @@ class Continuation:
             if not self._is_async:
                 self._scheduler.skip_collectives()
 
-    def begin(self, step: int | None) -> tuple[int, ...]:
-        """Begin the next step of an elastic job; return the ranks that take part in it.
-
-        Args:
-            step: number of the step from 0, as the caller counts; None: it does not.
-        """
-        number = max(self._pushes.values(), default=0) + 1
-        number = max(number, self.first_step() + 1)
+    def share(self, samples: int, step: int | None) -> slice | None:
+        """Begin the next step of an elastic job, and return this worker's share, as `KVStore.share`."""
+        number = max([self.first_step(), *self._pushes.values()]) + 1
         if step not in (None, number - 1):
             raise RuntimeError(
                 f"worker {self._scheduler.rank} begins step {step}, but has pushed {number - 1} rounds; expected one "
                 "push of each key in each step"
             )
         self._check_step(number)
-        return tuple(sorted(self._scheduler.begin(number)))
+        ranks = sorted(self._scheduler.begin(number))
+        if self._scheduler.rank not in ranks:
+            return None
+        return split_batch(samples, [load_of(rank) for rank in ranks])[ranks.index(self._scheduler.rank)]
 
     def _check_step(self, number: int) -> None:
         """Check that all keys that are pushed were pushed in each step, so that rounds are steps.

@@ -23,7 +23,6 @@ from gangline.collectives.errors import DeadNodeError, MismatchError, StallError
 from gangline.collectives.limits import limits
 from gangline.collectives.streams import SideStreams
 from gangline.collectives.work import Work, WorkQueue
-from gangline.collectives.workload import split_batch
 from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, by_key, merged, tensors_of
 from gangline.kvstore.buckets import Bucket, BucketValue
 from gangline.kvstore.group.remote_errors import error_text, refusal
@@ -35,16 +34,14 @@ from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_r
 from gangline.kvstore.parameter_server import environment
 from gangline.kvstore.parameter_server.client.leave_signal import leave_on_sigterm
 from gangline.kvstore.parameter_server.client.pending import PendingRequests, RequestWork
-from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import (
     CLOSE_SECONDS,
     ServerClient,
 )
 from gangline.kvstore.parameter_server.client.server_commands import command, request_all
-from gangline.kvstore.parameter_server.protocol import Define
 from gangline.kvstore.parameter_server.pull import PullTargets, RowPull, ShardTarget, wait_requests
-from gangline.kvstore.parameter_server.push import PushEncoder
+from gangline.kvstore.parameter_server.push import PushEncoder, definition_request
 from gangline.kvstore.parameter_server.restart import Continuation
 from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.kvstore.parameter_server.server import optimizer_shards
@@ -57,7 +54,6 @@ from gangline.kvstore.parameter_server.sharding import (
     pack_layouts,
 )
 from gangline.kvstore.parameter_server.torchrun import ChildServers, start_child_servers
-from gangline.kvstore.parameter_server.transport.frames import frame_of
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool
 
 _log = logging.getLogger("gangline")
@@ -198,17 +194,12 @@ class DistStore(KVStore):
         if not self._scheduler.views:
             return super().share(samples, step)
         self._check_open()
-        ranks = self._continuation.begin(step)
-        if self.rank not in ranks:
-            return None
-        return split_batch(samples, [environment.load_of(rank) for rank in ranks])[ranks.index(self.rank)]
+        return self._continuation.share(samples, step)
 
     def leave(self) -> None:  # noqa: D102  inherited
         self._check_open()
         if not self._scheduler.views:
             super().leave()
-        if self._scheduler.is_joining:
-            raise RuntimeError(f"worker {self.rank} does not take part yet; expected leave() after a pull or share()")
         if text := self._scheduler.ask_to_leave():
             raise RuntimeError(text)
 
@@ -282,7 +273,7 @@ class DistStore(KVStore):
         shards = [shard for key in flats for shard in self._shards[key]]
         ranges = [flats[shard.layout.key][shard.begin : shard.begin + shard.numel] for shard in shards]
         parts = (((shard, values), shard, shard.nbytes) for shard, values in zip(shards, ranges, strict=True))
-        requests = [_definition(server, group) for server, group in grouped_by_server(parts, _DEFINE_BYTES)]
+        requests = [definition_request(server, group) for server, group in grouped_by_server(parts, _DEFINE_BYTES)]
         request_all(self._servers, requests, "init")
 
     # Push and pull
@@ -657,28 +648,6 @@ def _merged_outs(pairs: Pairs) -> Pairs:
     for key, targets in pairs:
         outs[key] = outs.get(key, []) + targets
     return list(outs.items())
-
-
-def _definition(server: int, group: Sequence[tuple[ShardPlacement, Tensor]]) -> Request:
-    definitions = [
-        [
-            shard.number,
-            shard.layout.dtype,
-            list(shard.shape),
-            shard.width,
-            msgpack.packb(shard.layout.key),
-            shard.begin,
-            shard.is_whole,
-        ]
-        for shard, _ in group
-    ]
-    return Request(
-        server,
-        lambda sequence: Define(sequence, definitions, None),
-        "init",
-        nbytes=sum(shard.nbytes for shard, _ in group),
-        frames=[frame_of(value) for _, value in group],
-    )
 
 
 def _make_pool() -> SharedMemoryPool | None:

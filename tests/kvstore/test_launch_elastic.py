@@ -74,6 +74,7 @@ def test_resize_adds_and_removes_workers() -> None:
     check(out, errors, {0, 1, 2})
 
 
+@pytest.mark.slow
 def test_a_worker_that_gets_sigterm_leaves_after_its_step() -> None:
     with job({5: (0,)}, "--elastic", "1:2") as run:
         run.hear("at 5")
@@ -95,6 +96,7 @@ def workers_of(run: Launch) -> list[tuple[int, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_number_out_of_bounds_is_refused_and_changes_nothing() -> None:
     with launch("-n", "1", "-s", "1", "--elastic", "1:2", "--", sys.executable, "-c", f"print('here')\n{HELD}") as run:
         run.hear("here")
@@ -103,6 +105,7 @@ def test_a_number_out_of_bounds_is_refused_and_changes_nothing() -> None:
         assert run.end()[0] == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_worker_that_comes_when_the_job_is_over_does_not_fail_it() -> None:
     late = "import os, time\nif os.environ['RANK'] == '2': time.sleep(4)\n"
     with launch(
@@ -116,6 +119,7 @@ def test_a_worker_that_comes_when_the_job_is_over_does_not_fail_it() -> None:
     check(out, errors, {0, 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "text"),
     [

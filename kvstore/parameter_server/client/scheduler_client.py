@@ -310,6 +310,8 @@ class SchedulerClient:
 
     def ask_to_leave(self) -> str:
         """Leave an elastic job with the next view; return why this worker cannot, "" if it can."""
+        if self.is_joining:
+            return f"worker {self.rank} does not take part yet; expected leave() after a pull or share()"
         return self._request_view(enters=False)
 
     def _leave_by_signal(self) -> None:

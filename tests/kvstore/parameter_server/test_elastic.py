@@ -181,7 +181,7 @@ def test_a_message_about_views_that_is_lost_late_or_doubled_changes_nothing(
     tmp_path: Path, role: str, action: str
 ) -> None:
     plan = {(0, 3): "start 2, until 0+1+2", (1, 5): "leave", (0, 8): "until 0+2", (2, 9): "leave", (0, 13): "until 0"}
-    for number in range(1, 19 if role == "scheduler" else 7):
+    for number in range(1, 19 if role == "scheduler" else 7, 1 if action == "break" else 3):
         folder = tmp_path / str(number)
         folder.mkdir()
         script = f"{role} {action} at view {number}"
@@ -252,7 +252,9 @@ def refuse(name: str, body: Any, workers: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("body", REFUSED, ids=lambda body: body.__name__)
+@pytest.mark.parametrize(
+    "body", [pytest.param(one, marks=pytest.mark.slow) if one is not fit else one for one in REFUSED]
+)
 def test_calls_that_need_the_same_workers_are_refused_on_all(body: Any) -> None:
     with patch.dict(os.environ, {**LIMITS, "GANGLINE_ELASTIC": "2:3"}):
         told = run_job(refuse, 2, 1, "dist_sync", body, 2)
@@ -260,6 +262,22 @@ def test_calls_that_need_the_same_workers_are_refused_on_all(body: Any) -> None:
         assert text.startswith(REFUSED[body].replace("RANK", str(rank))), told
 
 
+def die(kv: DistStore) -> None:
+    one_key(kv)
+    for _ in range(3):
+        kv.pushpull("w", torch.ones(4), torch.empty(4))
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_without_having_left_fails_the_others_by_name() -> None:
+    more = {"GANGLINE_ELASTIC": "1:3", "GANGLINE_FAULT": "worker 1 kill at push-sent 2"}
+    with patch.dict(os.environ, {**LIMITS, **more}), DistJob(refuse, 2, 1, "dist_sync", die, 2) as job:
+        _, _, first, second = job.outcomes()
+    assert "worker 1 was killed or left: its process has ended" in str(first.value or first.error)
+    assert "was killed by SIGKILL" in str(second.error)
+
+
+@pytest.mark.slow
 def test_who_may_leave() -> None:
     with patch.dict(os.environ, {**LIMITS, "GANGLINE_ELASTIC": "2:3"}):
         told = run_job(refuse, 2, 1, "dist_sync", leave, 2)
