@@ -390,6 +390,7 @@ class ViewRequest(Message):
 class ViewRequested(Message):
     """Answer to `ViewRequest`; `ViewChange` follows if it is granted."""
 
+    enters: Flag
     text: Text
     """Reason why the worker cannot leave; "": granted."""
 

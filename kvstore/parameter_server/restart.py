@@ -54,7 +54,7 @@ class Continuation:
         self._step: int | None = None if scheduler.is_restarted else 0
         self._is_set_up = not scheduler.is_restarted  # and collectives belong to steps
         self._has_pushed = not scheduler.is_restarted
-        if self._is_elastic:
+        if self._is_elastic and not is_async:
             scheduler.position = lambda: (scheduler.begun or 0) if self._is_set_up else 0
         elif not is_async:
             scheduler.position = lambda: max(self._pushes.values(), default=0)
@@ -128,10 +128,10 @@ class Continuation:
         if not self._scheduler.keeps_positions:
             return
         step = self.first_step()
-        if self._is_elastic:
-            keys = list(keys)
+        keys = list(keys)
+        if self._is_elastic and keys:
             self._continue(key for key in keys if self._pushes[key] < step)  # that nobody had pushed before
-            number = max((self._pushes[key] + 1 for key in keys), default=0)
+            number = max(self._pushes[key] + 1 for key in keys)
             if number > (self._scheduler.begun or 0):
                 self._check_step(number)
             if self._scheduler.rank not in self._scheduler.begin(number):

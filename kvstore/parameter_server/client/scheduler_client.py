@@ -316,11 +316,12 @@ class SchedulerClient:
 
     def _leave_by_signal(self) -> None:
         """Ask to leave because of a signal, without waiting for the answer."""
-        self._leave_request = Future()
-        self._leave_request.add_done_callback(self._end_if_refused)
         with self._lock:
-            self._pending["view", False] = self._leave_request, ViewRequest(enters=False)
-        self._send(ViewRequest(enters=False))
+            self._leave_request, message = self._pending.setdefault(
+                ("view", False), (Future(), ViewRequest(enters=False))
+            )
+        self._leave_request.add_done_callback(self._end_if_refused)
+        self._send(message)
 
     def _end_if_refused(self, answer: Future[Any]) -> None:
         text = str(answer.exception()) if answer.exception() else answer.result().text
@@ -358,6 +359,15 @@ class SchedulerClient:
             self.confirmed = 0
             self._view_known.notify_all()
 
+    def _check_takes_part(self, name: str) -> None:
+        """Check that this worker has not left an elastic job: the others never come to its collectives."""
+        first, begun = self.in_view(), self.begun
+        if first and begun and begun >= first and self.rank not in self.begin(begun):
+            raise RuntimeError(
+                f"{name} of worker {self.rank} comes after it has left the job, before step {begun - 1}; expected "
+                "close()"
+            )
+
     def is_needed(self, rank: int) -> bool:
         """Return whether the others still need a worker that leaves: it is in the newest view."""
         return not self.views or rank in self.views[-1][1]
@@ -376,6 +386,7 @@ class SchedulerClient:
         return result.is_over
 
     def _collective(self, data: bytes, name: str, root: int | None = None) -> list[bytes]:
+        self._check_takes_part(name)
         with self._numbering:
             number = self._following(name)
             self._count(number)
@@ -631,9 +642,8 @@ class SchedulerClient:
                 if number == len(self.views):
                     self._set_views([*self.views, (first, ranks)])
                 self.on_change()
-            case ViewRequested():
-                for enters in (True, False):
-                    self._settle(("view", enters), message)
+            case ViewRequested(enters, _):
+                self._settle(("view", enters), message)
             case Waiting(ranks, calls, numbers):
                 self.waiting = dict(zip(ranks, zip(calls, numbers, strict=False), strict=False))
                 self.on_change()

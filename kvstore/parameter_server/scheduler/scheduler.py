@@ -203,7 +203,7 @@ class Scheduler:
                     self._state.views.enter(member.rank)
                 else:
                     text = self._state.views.refusal(member.rank)
-                self._send(member, ViewRequested(text))
+                self._send(member, ViewRequested(enters, text))
                 self._advance_views()
             case ViewAnswer(number, begun) if self._state.started and self._state.views is not None:
                 self._state.views.answer(member.registration.role, member.rank, number, begun)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -57,7 +58,14 @@ def train(kv: DistStore, folder: Path, steps: int, plan: Plan) -> list[tuple[int
             act(kv, folder, words)
         share = kv.share(BATCH, step)
         if share is None:
+            with suppress(RuntimeError):
+                kv.barrier()  # for which nobody would come
+                raise AssertionError("it took part in a barrier")
             break
+        if "barrier" in os.environ:
+            kv.barrier()
+            sizes = kv.group.all_gather(share.stop - share.start, "shares")
+            assert sum(size or 0 for size in sizes) == BATCH
         for key, out in outs.items():
             kv.push(key, torch.full_like(out, (step + 1) * 4.0**kv.rank))
         kv.pull(list(outs), list(outs.values()))
@@ -65,6 +73,10 @@ def train(kv: DistStore, folder: Path, steps: int, plan: Plan) -> list[tuple[int
         sums, rest = divmod(value, step + 1)
         assert rest == 0
         done.append((step, share, digits_of(sums)))
+        if "barrier" in os.environ:
+            kv.barrier()
+    else:
+        kv.barrier()
     return done
 
 
@@ -139,6 +151,60 @@ def test_one_worker_then_three_then_two(tmp_path: Path, transport: str) -> None:
     plan = {(0, 3): "start 1, start 2, until 0+1+2", (1, 8): "leave", (0, 10): "until 0+2"}
     ranks = check(run(tmp_path, 1, 2, plan, 14, 2, GANGLINE_TRANSPORT=transport), 14)
     assert (ranks[2], ranks[6], ranks[13]) == ([0], [0, 1, 2], [0, 2])
+
+
+@pytest.mark.slow
+def test_collectives_in_a_step_are_of_its_workers(tmp_path: Path) -> None:
+    plan = {(0, 0): "start 2", (0, 3): "until 0+1+2", (1, 5): "leave", (0, 8): "start 3", (2, 9): "leave"}
+    plan |= {(0, 10): "until 0+3"}
+    for number in range(3):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        ranks = check(run(folder, 2, 2, plan, 14, 2, barrier=""), 14)
+        assert ranks[13] == [0, 3]
+
+
+def count(folder: str, workers: int, name: str, steps: int, plan: Plan) -> Any:
+    """Push digits in a store without rounds; return the steps, the shares and the digits of all pushes."""
+    rank = int(os.environ["DMLC_WORKER_ID"])
+    if rank >= workers:
+        wait_for(Path(folder, f"start-{rank}"))
+    done = []
+    with kvstore.create(name) as kv:
+        assert isinstance(kv, DistStore)
+        out = torch.zeros(100_003, dtype=torch.float64)
+        kv.init("w", out)
+        for step in range(kv.first_step, steps):
+            for words in plan.get((kv.rank, step), "").split(", "):
+                act(kv, Path(folder), words)
+            share = kv.share(BATCH, step)
+            if share is None:
+                Path(folder, f"left-{rank}").touch()
+                return done, []
+            kv.pushpull("w", torch.full_like(out, 64.0**rank), out)
+            done.append((step, share))
+        Path(folder, f"left-{rank}").touch()
+        if rank == 0:
+            for other in range(1, workers + 1):
+                wait_for(Path(folder, f"left-{other}"))
+        kv.pull("w", out)
+        (value,) = out.unique().tolist()
+        return done, [int(value) // 64**one % 64 for one in range(workers + 1)]
+
+
+@pytest.mark.slow
+def test_async_pushes_count_once_and_every_sample_is_read_once(tmp_path: Path) -> None:
+    plan = {(0, 3): "start 2", (1, 4): "leave", (0, 12): "until 0+2"}
+    with (
+        patch.dict(os.environ, {**LIMITS, "GANGLINE_ELASTIC": "1:3"}),
+        DistJob(count, 2, 2, str(tmp_path), 2, "dist_async", 30, plan, successors=1) as job,
+    ):
+        told = job.results()
+    for step in range(30):
+        shares = [share for done, _ in told for number, share in done if number == step]
+        assert sorted(index for share in shares for index in range(share.start, share.stop)) == list(range(BATCH))
+    assert told[0][1] == [len(done) for done, _ in told]
+    assert 0 < len(told[1][0]) < 30
 
 
 _JOIN = {(0, 3): "start 2, until 0+1+2"}
