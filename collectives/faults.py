@@ -28,9 +28,9 @@ _COMMON = ("join", "leave")
 _DATA = ("hello", "define", "pull", "ack", "values", "done", "command", "result")
 _CALLS = ("meet", "barrier", "met")
 POINTS: Mapping[str, tuple[str, ...]] = {
-    "worker": (*_COMMON, *_CALLS, *_DATA, "push-sent"),
-    "server": (*_COMMON, *_DATA, "push-taken", "update", "close"),
-    "scheduler": (*_COMMON, *_CALLS),
+    "worker": (*_COMMON, *_CALLS, *_DATA, "push-sent", "view"),
+    "server": (*_COMMON, *_DATA, "push-taken", "update", "close", "view"),
+    "scheduler": (*_COMMON, *_CALLS, "view"),
     "rank": ("collective",),
 }
 """Points of each role. All but update, close and collective are messages that the process sends or receives."""

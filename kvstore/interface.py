@@ -15,6 +15,7 @@ import torch
 
 from gangline.collectives.compression import Compression, parse
 from gangline.collectives.work import Work
+from gangline.collectives.workload import split_batch
 from gangline.kvstore.arguments import (
     Pairs,
     Pushed,
@@ -154,6 +155,35 @@ class KVStore(abc.ABC):
         Raises:
             RuntimeError: if it was; the other workers get a DeadNodeError.
         """
+
+    def share(self, samples: int, step: int | None = None) -> slice | None:  # noqa: ARG002
+        """Begin the next step, and return this worker's share of its global batch.
+
+        In an elastic job (`gangline launch --elastic`) call it once in each step, before the pushes, and push each key
+        once in each step. The shares of the workers that take part make up the whole batch.
+
+        Args:
+            samples: number of samples in the global batch, the same on all workers.
+            step: number of the step from 0, which is then checked; None: not.
+
+        Returns:
+            Slice of the batch, maybe empty; None if this worker has left the job before this step.
+
+        Raises:
+            RuntimeError: in an elastic job, if this worker has not pushed each key once in each step before.
+        """
+        self._check_open()
+        return split_batch(samples, [1.0] * self.num_workers)[self.rank]
+
+    def leave(self) -> None:
+        """Ask to leave an elastic job; go on until `share` returns None, then close the store.
+
+        Raises:
+            RuntimeError: if the job is not elastic, would have too few workers, or this is worker 0.
+        """
+        raise RuntimeError(
+            f"a worker cannot leave this {self.type!r} store; expected a dist_* store, and gangline launch --elastic"
+        )
 
     def barrier(self) -> None:
         """Wait until every worker has called it; workers in `join` count as present."""

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from gangline.models.batchnorm.distributed_batchnorm import convert_sync_batchnorm
     from gangline.models.checkpoint.checkpoint import load_weights
     from gangline.models.data.datasets import digits, image_folder, raw_digits, synthetic
+    from gangline.models.data.elastic import ElasticBatches
     from gangline.models.data.images.augmentation import Augmentation
     from gangline.models.data.images.folder import ImageFolder
     from gangline.models.data.images.splitting import split_each_label
@@ -35,6 +36,7 @@ _HOMES = {
     "BalancedLoader": "unequal_ranks.balanced_loader",
     "Checkpoint": "loop.callbacks",
     "EarlyStopping": "loop.stopping",
+    "ElasticBatches": "data.elastic",
     "ImageFolder": "data.images.folder",
     "Module": "module",
     "Monitor": "loop.monitor",
@@ -70,6 +72,7 @@ __all__ = [
     "BalancedLoader",
     "Checkpoint",
     "EarlyStopping",
+    "ElasticBatches",
     "ImageFolder",
     "Module",
     "Monitor",

@@ -15,6 +15,9 @@ INCARNATION = "GANGLINE_INCARNATION"
 PROCESS_RESTARTS = "GANGLINE_RESTART_PROCESSES"
 """Variable of the scheduler: how many processes the launcher starts again while the job runs."""
 
+ELASTIC = "GANGLINE_ELASTIC"
+"""Variable with the least and the most workers of an elastic job, such as 1:4."""
+
 LAUNCHER_FD = "GANGLINE_LAUNCHER_FD"
 """Variable of the scheduler: a pipe to which it writes when no process can take its place again any more."""
 
@@ -29,6 +32,28 @@ def incarnation() -> int:
         ValueError: if the variable is not a number.
     """
     return _number(INCARNATION)
+
+
+def elastic_bounds() -> tuple[int, int] | None:
+    """Return the least and the most workers of an elastic job; None if the job has always the same workers.
+
+    Raises:
+        ValueError: if the variable is malformed.
+    """
+    words = os.environ.get(ELASTIC)
+    return parse_bounds(words, ELASTIC) if words else None
+
+
+def parse_bounds(words: str, what: str) -> tuple[int, int]:
+    """Return the least and the most workers in words such as 1:4.
+
+    Raises:
+        ValueError: if they are no such numbers; ``what`` names them.
+    """
+    least, _, most = words.partition(":")
+    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        raise ValueError(f"{what} is {words!r}; expected the least and the most workers, such as 1:4")
+    return int(least), int(most)
 
 
 def restart_number() -> int:

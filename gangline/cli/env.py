@@ -251,6 +251,11 @@ VARIABLES = (
         "Set by `gangline launch --restart-processes` for the scheduler: number of processes that it waits for.",
     ),
     Variable(
+        "GANGLINE_ELASTIC",
+        "",
+        "Set by `gangline launch --elastic`: least and most workers of the job, such as 1:4.",
+    ),
+    Variable(
         "GANGLINE_RESTART_LIMIT",
         "120",
         "Seconds for a restarted process to take its place in the job before the job fails.",

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import typer
 
 from gangline.cli.options import loads_of, numbers, signals_of
+from gangline.collectives.environments.restart import parse_bounds
 from gangline.collectives.errors import UsageError
 from gangline.collectives.timeline import recorder
 from gangline.collectives.workload import check_work_load_list
@@ -55,6 +56,7 @@ _OF_LAUNCHERS = {
     "bind": (Launcher.LOCAL, Launcher.SSH),
     "max_restarts": (Launcher.LOCAL, Launcher.SSH, Launcher.RAY),
     "restart_processes": (Launcher.LOCAL,),
+    "elastic": (Launcher.LOCAL,),
 }
 """Launchers that use an option; an option that is not here is for all."""
 _RESTARTS = {
@@ -134,6 +136,14 @@ def launch(
             "them. Beyond it the job fails.",
         ),
     ] = 0,
+    elastic: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MIN:MAX",
+            help="Least and most workers of a dist_* store, which may change while the job runs: by `gangline resize`, "
+            "or by a SIGTERM to a worker.",
+        ),
+    ] = None,
     stop_signals: Annotated[
         str | None,
         typer.Option(
@@ -204,6 +214,7 @@ def launch(
         )
     if timeline is not None:
         os.environ[recorder.VARIABLE] = str(timeline.absolute())
+    bounds = _bounds(elastic, workers, servers, work_load_list)
     stops = signals_of(stop_signals)
     if gpus is not None and launcher not in (Launcher.LOCAL, Launcher.K8S):
         raise UsageError(
@@ -219,6 +230,7 @@ def launch(
         binds_cores=bind,
         idle_surplus=idle_surplus,
         restart_processes=restart_processes,
+        elastic=bounds,
     )
     if launcher is Launcher.K8S:
         if image is None:
@@ -264,6 +276,7 @@ def launch(
             stop_signals=stops,
             reports=Reports(log_dir),
             restart_processes=restart_processes,
+            elastic=bounds,
         )
 
     raise typer.Exit(run_with_restarts(attempt, max_restarts))
@@ -405,12 +418,53 @@ def _hosts(hostfile: Path | None, words: str | None, launcher: Launcher) -> list
     return entries
 
 
+def _bounds(elastic: str | None, workers: int, servers: int, work_load_list: str | None) -> tuple[int, int] | None:
+    """Return the least and the most workers of --elastic."""
+    if elastic is None:
+        return None
+    try:
+        least, most = parse_bounds(elastic, "--elastic")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if not least <= workers <= most:
+        raise UsageError(f"-n is {workers}; expected {least} to {most} workers, by --elastic")
+    if not servers:
+        raise UsageError("--elastic needs servers, -s 1 or more: only the workers of their jobs can change")
+    if work_load_list == "auto":
+        raise UsageError("--work-load-list auto measures workers that stay; with --elastic give one number per worker")
+    return least, most
+
+
+def resize(
+    launcher: Annotated[int, typer.Argument(metavar="PID", help="Process id of the `gangline launch`.")],
+    workers: Annotated[int, typer.Argument(metavar="N", min=1, help="Number of workers from now on.")],
+) -> None:
+    """Change the number of workers of a job on this host that was started with --elastic.
+
+    New workers take part from the next round that all know. Surplus ones, those of the highest ranks, leave after a
+    round.
+    """
+    from gangline.collectives.transports.unix_sockets import connect
+    from gangline.kvstore.launch.local import control_socket
+    from gangline.kvstore.launch.supervisor import ERROR
+
+    try:
+        with connect(control_socket(launcher)) as connection:
+            connection.sendall(f"{workers}\n".encode())
+            answer = connection.recv(1 << 16).decode()
+    except ConnectionRefusedError:
+        raise UsageError(f"no elastic job of yours has the launcher {launcher}; expected its process id") from None
+    if not answer or answer.startswith(ERROR):
+        raise RuntimeError(answer.removeprefix(ERROR) or "the job has ended")
+    print(answer)
+
+
 def _print_table(table: Sequence[Process]) -> None:
-    print(*(process.shell_line() for process in table), sep="\n")
+    print(*(process.shell_line() for process in table if not process.is_spare), sep="\n")
 
 
 def _report_surplus(table: Sequence[Process], workers: int) -> None:
-    started = sum(process.role == "worker" for process in table)
+    started = sum(process.role == "worker" and not process.is_spare for process in table)
     if started < workers:
         surplus = f"workers {started} to {workers - 1} are" if workers - started > 1 else f"worker {started} is"
         print(f"gangline: {surplus} not started: there is a GPU for {started} of {workers} workers", file=sys.stderr)

@@ -19,7 +19,7 @@ from gangline.cli.check import check
 from gangline.cli.devices import devices
 from gangline.cli.env import env
 from gangline.cli.key import key
-from gangline.cli.launch import launch, scheduler, server
+from gangline.cli.launch import launch, resize, scheduler, server
 from gangline.cli.options import command
 from gangline.cli.training.options import TrainOptions
 from gangline.cli.training.predict import PredictOptions, ScoreOptions, predict, score
@@ -61,7 +61,7 @@ app.command()(command(score, ScoreOptions))
 app.command()(command(predict, PredictOptions))
 app.command(context_settings={"allow_interspersed_args": False})(advise)
 app.command(context_settings={"allow_interspersed_args": False})(launch)  # options after CMD belong to CMD
-for subcommand in (check, devices, env, server, scheduler):
+for subcommand in (check, devices, env, resize, server, scheduler):
     app.command()(subcommand)
 app.add_typer(balance, name="balance")
 app.add_typer(bench, name="bench")

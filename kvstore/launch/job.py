@@ -13,12 +13,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gangline.collectives.environments.restart import INCARNATION, PROCESS_RESTARTS, RESTART, RUN_ID
+from gangline.collectives.environments.restart import ELASTIC, INCARNATION, PROCESS_RESTARTS, RESTART, RUN_ID
 from gangline.collectives.transports import unix_sockets
 from gangline.kvstore.launch.binding import LOCALHOST, Binding, Host, bind
 
 _SUPERVISED = {"GANGLINE_SUPERVISED": "1"}  # wait for workers without limit: the launcher notices if none start
-_NOT_INHERITED = ("DMLC_WORKER_ID", "DMLC_SERVER_ID", INCARNATION, PROCESS_RESTARTS, "GANGLINE_WORK_LOAD_LIST")
+_NOT_INHERITED = ("DMLC_WORKER_ID", "DMLC_SERVER_ID", INCARNATION, PROCESS_RESTARTS, ELASTIC, "GANGLINE_WORK_LOAD_LIST")
 """Variables of an outer job, removed if the launcher itself runs in a worker."""
 
 
@@ -42,6 +42,8 @@ class JobSpec:
     """Number of times that the job was started again."""
     restart_processes: int = 0
     """Number of workers and servers that are started again, each alone, while the job runs."""
+    elastic: tuple[int, int] | None = None
+    """Least and most workers of a job whose workers may change; None: they do not."""
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))
     """Name of the job that is the same in all its starts."""
 
@@ -66,6 +68,8 @@ class Process:
 
     stop_signal: int = signal.SIGTERM
     """Signal that asks the process to end."""
+    is_spare: bool = False
+    """True for a place of an elastic job where a worker may be started later."""
 
     @property
     def is_worker(self) -> bool:
@@ -108,7 +112,9 @@ def process_table(
     Raises:
         ValueError: if a variable to pass on is not set, or the hosts have fewer GPUs or slots than workers.
     """
-    bindings = bind(hosts, job.workers, idle_surplus=job.idle_surplus)
+    places = job.workers if job.elastic is None else job.elastic[1]
+    bindings = bind(hosts, places, idle_surplus=job.idle_surplus)
+    workers = len(bindings) if job.elastic is None else job.workers
     used = sorted({binding.node_rank for binding in bindings})
     root = bindings[0].host.address
     common = {
@@ -119,11 +125,13 @@ def process_table(
         "PYTHONUNBUFFERED": inherited.get("PYTHONUNBUFFERED") or "1",  # output is relayed at once
         "DMLC_PS_ROOT_URI": root,
         "DMLC_PS_ROOT_PORT": str(root_port),
-        "DMLC_NUM_WORKER": str(len(bindings)),
+        "DMLC_NUM_WORKER": str(workers),
         "DMLC_NUM_SERVER": str(job.servers),
         RESTART: str(job.restart),
         RUN_ID: job.run_id,
     }
+    if job.elastic is not None:
+        common[ELASTIC] = "{}:{}".format(*job.elastic)
     supervised: list[tuple[str, int | None]] = []
     if job.servers:
         supervised = [("scheduler", None), *(("server", rank) for rank in range(job.servers))]
@@ -138,11 +146,13 @@ def process_table(
         for role, rank in supervised
     ]
     for binding in bindings:
-        own = _worker(job, binding, len(bindings), root, master_port)
+        own = _worker(job, binding, workers, root, master_port)
         threads = {"OMP_NUM_THREADS": inherited["OMP_NUM_THREADS"]} if inherited.get("OMP_NUM_THREADS") else {}
         environment = {**common, **own, **binding.environment(), **threads}
         cpus = binding.cpus if job.binds_cores else ()
-        processes.append(Process("worker", binding.rank, job.command, environment, binding.node_rank, cpus))
+        is_spare = binding.rank >= workers
+        node = binding.node_rank
+        processes.append(Process("worker", binding.rank, job.command, environment, node, cpus, is_spare=is_spare))
     return processes
 
 

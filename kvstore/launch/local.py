@@ -18,10 +18,11 @@ from typing import NoReturn
 
 from gangline.collectives.environments.job_key import JobKey
 from gangline.collectives.processes.parent_death import die_with_parent
+from gangline.collectives.transports import unix_sockets
 from gangline.kvstore.launch.job import Process
 from gangline.kvstore.launch.process_tree import adopt_orphans, descendants, kill_descendants, send
 from gangline.kvstore.launch.restarts import Outcome
-from gangline.kvstore.launch.supervisor import Reports, StopTimeouts, Supervisor
+from gangline.kvstore.launch.supervisor import ElasticWorkers, Reports, StopTimeouts, Supervisor
 
 
 def run(
@@ -32,6 +33,7 @@ def run(
     stop_signals: Collection[signal.Signals] = (),
     reports: Reports = Reports(),  # noqa: B008 - it is frozen
     restart_processes: int = 0,
+    elastic: tuple[int, int] | None = None,
 ) -> Outcome:
     """Run the processes of a job until all have ended; call it from the main thread of a program without other threads.
 
@@ -46,6 +48,7 @@ def run(
         stop_signals: further signals that stop all processes.
         reports: where the output goes, beside standard output and error.
         restart_processes: number of workers and servers that are started again, each alone, instead of ending the job.
+        elastic: least and most workers, if their number may change (`control_socket`).
 
     Returns:
         The exit code, and whether a signal stopped the job. The code is 0 if all workers succeeded, else that of the
@@ -64,11 +67,17 @@ def run(
         parent = os.getpid()
         child = os.fork()
         if child == 0:
-            _supervise(parent, processes, timeouts, key, stops, mask, reports, restart_processes)
+            bounds = None if elastic is None else ElasticWorkers(*elastic, control_socket(parent))
+            _supervise(parent, processes, timeouts, key, stops, mask, reports, restart_processes, bounds)
         return _forward_signals(child, stops, timeouts)
     finally:
         kill_descendants(spared=before)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def control_socket(launcher: int) -> str:
+    """Return the name of the Unix socket at which the launcher with this process id takes a number of workers."""
+    return unix_sockets.name_of("launcher", launcher)
 
 
 def _forward_signals(supervisor: int, stops: Collection[int], timeouts: StopTimeouts) -> Outcome:
@@ -109,6 +118,7 @@ def _supervise(
     mask: Collection[int],
     reports: Reports,
     restart_processes: int,
+    elastic: ElasticWorkers | None,
 ) -> NoReturn:
     """Run the supervisor and exit; ``mask`` becomes the signal mask once its handlers are installed."""
     code = 1
@@ -117,7 +127,7 @@ def _supervise(
         adopt_orphans()
         die_with_parent(parent, signal.SIGTERM)
         supervisor = Supervisor(timeouts, stops, mask, reports)
-        code = supervisor.run(processes, key, restart_processes)
+        code = supervisor.run(processes, key, restart_processes, elastic)
     except BaseException:  # noqa: BLE001 - the child must never return into the caller's program
         traceback.print_exc()
     finally:

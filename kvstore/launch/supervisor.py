@@ -25,6 +25,7 @@ from typing import IO
 from gangline.collectives.environments.job_key import JobKey, inherited_key
 from gangline.collectives.environments.restart import INCARNATION, KEPT_MEMORY, LAUNCHER_FD, RESTART
 from gangline.collectives.processes.parent_death import die_with_parent
+from gangline.collectives.transports import unix_sockets
 from gangline.kvstore.launch.job import Process
 from gangline.kvstore.launch.output import Output, Stream, write_what_fits
 from gangline.kvstore.launch.process_tree import descendants, send, send_group, send_program
@@ -41,6 +42,10 @@ _HOST_DELAY = 5.0
 _STOP = "stop"
 _WORKERS_ENDED = "workers ended"
 _FAILED = "failed"
+_REQUEST = 64
+"""Maximum bytes of a request for another number of workers."""
+ERROR = "error: "
+"""Beginning of the answer to a request that is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,16 @@ class StopTimeouts:
     """Time between SIGTERM and SIGKILL."""
 
 
+@dataclass(frozen=True, slots=True)
+class ElasticWorkers:
+    """Bounds of the workers of an elastic job, and where their number is changed."""
+
+    least: int
+    most: int
+    control: str
+    """Name of the Unix socket to which `gangline resize` sends a number."""
+
+
 @dataclass(eq=False, slots=True)
 class _Child:
     """A started process and the pipes that it writes to."""
@@ -77,6 +92,8 @@ class _Child:
     """True for a supervisor on another host that has begun to stop its processes."""
     have_workers_ended: bool = False
     """True for a supervisor on another host whose workers have ended."""
+    is_leaving: bool = False
+    """True for a worker of an elastic job that was asked to leave."""
 
     def __str__(self) -> str:
         return f"{self.process.label} (pid {self.popen.pid})"
@@ -108,6 +125,13 @@ class Supervisor:
         """Exit code of the job; None until it fails or is stopped."""
         self._is_interrupted = False
         self._key: JobKey | None = None
+        self._elastic: ElasticWorkers | None = None
+        self._places: list[Process] = []
+        """Workers of an elastic job as `process_table` describes them, one for each place."""
+        self._next_rank = 0
+        """Rank of the next worker that is added."""
+        self._is_job_over = False
+        """True once the scheduler of an elastic job has ended well: workers that came late have no job."""
         self._restarts_left = 0
         """Number of processes that may still be started again."""
         self._restarts = 0
@@ -141,16 +165,29 @@ class Supervisor:
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def run(self, processes: Sequence[Process], key: JobKey | None = None, restart_processes: int = 0) -> int:
+    def run(
+        self,
+        processes: Sequence[Process],
+        key: JobKey | None = None,
+        restart_processes: int = 0,
+        elastic: ElasticWorkers | None = None,
+    ) -> int:
         """Run the processes until they and all their descendants have ended; return the job's exit code.
 
         Args:
             processes: processes of the job.
             key: key of the job, for all processes.
             restart_processes: number of workers and servers to start again alone.
+            elastic: bounds of the workers, if they may change; None: they do not.
         """
         self._key, self._restarts_left = key, restart_processes
-        self._start_all(processes)
+        if elastic is not None:
+            self._elastic = elastic
+            self._places = [process for process in processes if process.role == "worker"]
+            self._next_rank = sum(not process.is_spare for process in self._places)
+            listener = unix_sockets.listen(elastic.control)
+            self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
+        self._start_all([process for process in processes if not process.is_spare])
         while self._children or self._has_orphans():
             self._wait()
         for child in self._started:
@@ -165,6 +202,56 @@ class Supervisor:
         if self._is_interrupted and CHECKPOINTED in self._worker_codes and self._worker_codes <= {0, CHECKPOINTED}:
             return CHECKPOINTED
         return self._code or 0
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Take the connection of a `gangline resize`."""
+        with suppress(OSError):
+            connection, _ = listener.accept()
+            try:
+                unix_sockets.check_user(connection)
+            except PermissionError:
+                connection.close()
+                return
+            connection.setblocking(False)
+            self._selector.register(connection, selectors.EVENT_READ, partial(self._answer, connection))
+
+    def _answer(self, connection: socket.socket) -> None:
+        """Carry out the request of a `gangline resize`, a number of workers, and say what was done."""
+        self._selector.unregister(connection)
+        with connection, suppress(OSError):
+            words = connection.recv(_REQUEST).decode(errors="replace").strip()
+            connection.send(self._resize(words).encode())
+
+    def _resize(self, words: str) -> str:
+        """Start workers, or ask some to leave, until there are so many; return what was done, or the error."""
+        assert self._elastic is not None
+        least, most = self._elastic.least, self._elastic.most
+        running = sorted(self._workers(), key=lambda child: child.process.rank or 0)
+        staying = [child for child in running if not child.is_leaving]
+        if not words.isdecimal() or not least <= int(words) <= most:
+            return f"{ERROR}{words!r} workers; expected {least} to {most}"
+        if self._code is not None or not running:
+            return f"{ERROR}the job ends"
+        count = int(words)
+        used = {child.process.environment["LOCAL_RANK"] for child in running}
+        free = [process for process in self._places if process.environment["LOCAL_RANK"] not in used]
+        if count - len(staying) > len(free):
+            return f"{ERROR}{len(running) - len(staying)} workers are leaving; add others when they have ended"
+        for child in staying[count:]:
+            child.is_leaving = True
+            send_program(child.popen.pid, signal.SIGTERM)
+        added = []
+        for process in free[: max(count - len(staying), 0)]:
+            rank = str(self._next_rank)
+            environment = {**process.environment, "DMLC_WORKER_ID": rank, "RANK": rank}
+            added.append(replace(process, rank=self._next_rank, environment=environment))
+            self._next_rank += 1
+        self._start_all(added)
+        changes = [f"{process.label} starts" for process in added]
+        changes += [f"{child.process.label} is asked to leave" for child in staying[count:]]
+        done = f"{len(staying)} to {count} workers: {', '.join(changes) or 'nothing changes'}"
+        self._report(done)
+        return done
 
     def _start_all(self, processes: Sequence[Process]) -> None:
         with inherited_key(self._key) as (environment, descriptors):
@@ -334,6 +421,9 @@ class Supervisor:
 
     def _ended(self, child: _Child, code: int) -> None:
         self._drain(child)  # its last output comes before the report
+        if child.is_leaving and code == -signal.SIGTERM:  # it had not joined, or the scheduler tells the others
+            code = 0
+        self._is_job_over |= self._elastic is not None and child.process.role == "scheduler" and not code
         if code and self._code is None and self._may_restart(child, code):
             self._restart(child, code)
             return
@@ -349,7 +439,7 @@ class Supervisor:
 
     def _end_servers(self) -> None:
         """If no worker is left on any host, stop the servers, or set the time by which they should have ended."""
-        if self._has_workers() or not self._children:
+        if (self._has_workers() and not self._is_job_over) or not self._children:
             return
         if self._servers_stop_last:
             self._servers_stop_last = False

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from gangline.collectives.environments.environment import number
+from gangline.collectives.environments.restart import ELASTIC
 from gangline.collectives.transports.addresses import local_address
 
 __all__ = ["ServerJob", "announce", "from_environment"]
@@ -58,11 +59,22 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> ServerJob:
     workers = _number(environment, "DMLC_NUM_WORKER", 1, 1 << 16)
     servers = _number(environment, "DMLC_NUM_SERVER", 1, 1 << 16)
     name, count = ("DMLC_SERVER_ID", servers) if role == "server" else ("DMLC_WORKER_ID", workers)
-    rank = _number(environment, name, 0, count - 1) if name in environment else -1
+    most = (1 << 16) - 1 if role == "worker" and environment.get(ELASTIC) else count - 1  # new workers get new ranks
+    rank = _number(environment, name, 0, most) if name in environment else -1
     interface = local_address(host, environment.get("DMLC_INTERFACE"))
     descriptor = int(announce) if announce else None
     is_supervised = environment.get("GANGLINE_SUPERVISED") == "1"
     return ServerJob(role, host, port, workers, servers, rank, interface, descriptor, is_supervised)
+
+
+def load_of(rank: int) -> float:
+    """Return the load of a worker of an elastic job, by GANGLINE_WORK_LOAD_LIST; workers beyond its end have 1.
+
+    Raises:
+        ValueError: if the variable is malformed.
+    """
+    words = os.environ.get("GANGLINE_WORK_LOAD_LIST", "").split(",")
+    return float(words[rank]) if rank < len(words) and words[rank] else 1.0
 
 
 def announce(descriptor: int, port: int) -> None:

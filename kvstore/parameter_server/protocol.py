@@ -54,6 +54,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     ),
     "Entries": lambda v: isinstance(v, list) and all(map(_is_entry, v)),
     "Definitions": lambda v: isinstance(v, list) and all(_is_definition(one) for one in v),
+    "Views": lambda v: isinstance(v, list) and all(map(_is_view, v)),
 }
 Rank = int
 Count = int
@@ -75,6 +76,9 @@ Entries = list[list[Any]]
 """``[shard, round, kind, bytes]`` each; kind is DENSE, ROWS, CODED, ABSENT or REFUSED."""
 Definitions = list[list[Any]]
 """``[shard, dtype, shape, row width, key as msgpack, begin, is whole key]`` each; width and begin in elements."""
+
+Views = list[list[Any]]
+"""``[first round, ranks]`` each, in ascending order: the workers of an elastic job from that round on."""
 
 
 class Message:
@@ -181,7 +185,9 @@ class Registered(Message):
     restarts: Flag = False
     """True if processes that die may be started again."""
     is_restarted: Flag = False
-    """True if the process has taken the place of one that died after the start."""
+    """True if the process came after the start: it has taken the place of one that died, or joins an elastic job."""
+    views: Views = field(default_factory=list)
+    """Views of an elastic job; empty: the workers are always the same."""
 
 
 @message(3)
@@ -347,7 +353,7 @@ class MemberAway(Message):
 @message(19)
 @dataclass
 class MemberBack(Message):
-    """Notice that a restarted process has taken the place of one that has died."""
+    """Notice that a restarted process has taken the place of one that has died, or that a new worker has come."""
 
     role: String
     rank: Rank
@@ -374,6 +380,54 @@ class Recalled(Message):
 
     number: Count
     is_over: Flag
+
+
+@message(40)
+@dataclass
+class ViewRequest(Message):
+    """Request of a worker of an elastic job to take part, or to leave."""
+
+    enters: Flag
+
+
+@message(41)
+@dataclass
+class ViewRequested(Message):
+    """Answer to `ViewRequest`; `ViewChange` follows if it is granted."""
+
+    enters: Flag
+    text: Text
+    """Reason why the worker cannot leave; "": granted."""
+
+
+@message(42)
+@dataclass
+class ViewQuery(Message):
+    """Question which step a worker has begun; it begins no further one until it knows the view of this number."""
+
+    number: Count
+
+
+@message(43)
+@dataclass
+class ViewAnswer(Message):
+    """Answer of a worker to `ViewQuery`; of a server, notice that it follows the views up to this number."""
+
+    number: Count
+    round: Count
+    """Last step that the worker has begun; 0 of servers."""
+
+
+@message(44)
+@dataclass
+class ViewChange(Message):
+    """The next view of an elastic job."""
+
+    number: Count
+    first: Count
+    """First round of the view."""
+    ranks: Counts
+    """Workers that take part from then on."""
 
 
 # Server messages
@@ -581,6 +635,15 @@ def _is_definition(value: Any) -> bool:
         and math.prod(value[2]) <= MAX_SHARD
         and value[3] > 0
         and value[5] >= 0
+    )
+
+
+def _is_view(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and [type(one) for one in value] == [int, list]
+        and value[0] > 0
+        and all(type(rank) is int and 0 <= rank < MAX_RANKS for rank in value[1])
     )
 
 

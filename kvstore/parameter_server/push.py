@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgpack
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from gangline.kvstore.arguments import Value, check_like
 from gangline.kvstore.gradient_compression import Layout, parsed_place
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.client.request import PushFates, Request
-from gangline.kvstore.parameter_server.protocol import ABSENT, CODED, DENSE, REFUSED, ROWS, Message, Push
+from gangline.kvstore.parameter_server.protocol import ABSENT, CODED, DENSE, REFUSED, ROWS, Define, Message, Push
 from gangline.kvstore.parameter_server.pull import PullTargets
 from gangline.kvstore.parameter_server.sharding import ShardPlacement, grouped_by_server
 from gangline.kvstore.parameter_server.transport.frames import INLINE, frame_of
@@ -268,6 +269,29 @@ class PushEncoder:
             reduce(dense, out=total)
             dense = [total]
         return [value if value.is_cpu else torch.empty(value.shape, dtype=value.dtype).copy_(value) for value in dense]
+
+
+def definition_request(server: int, group: Sequence[tuple[ShardPlacement, Tensor]]) -> Request:
+    """Return the request that defines shards with their initial values on a server."""
+    definitions = [
+        [
+            shard.number,
+            shard.layout.dtype,
+            list(shard.shape),
+            shard.width,
+            msgpack.packb(shard.layout.key),
+            shard.begin,
+            shard.is_whole,
+        ]
+        for shard, _ in group
+    ]
+    return Request(
+        server,
+        lambda sequence: Define(sequence, definitions, None),
+        "init",
+        nbytes=sum(shard.nbytes for shard, _ in group),
+        frames=[frame_of(value) for _, value in group],
+    )
 
 
 def _message(

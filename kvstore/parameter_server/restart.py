@@ -1,29 +1,37 @@
-"""Continuation of a worker that was started again alone: its next push, and the collectives that it takes part in."""
+"""Continuation of a worker that came after the start: its next push, and the collectives that it takes part in."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgpack
 
+from gangline.collectives.errors import StallError
+from gangline.collectives.limits import limits
+from gangline.collectives.workload import split_batch
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import ServerClient
 from gangline.kvstore.parameter_server.client.server_commands import command
+from gangline.kvstore.parameter_server.environment import load_of
 from gangline.kvstore.parameter_server.sharding import ShardPlacement
 
 _log = logging.getLogger("gangline")
+_POLL_SECONDS = 0.02
 
 
 class Continuation:
-    """Counts the pushes of a worker, by which its collectives are numbered, and continues those of a restarted one.
+    """Counts the pushes of a worker, by which its collectives are numbered, and continues those of a late one.
+
+    A late worker was started again, or joins an elastic job. In an elastic job a round is a step of all keys.
 
     Args:
         scheduler: this worker's membership.
         servers: client of the servers.
         shards: shards of the store's keys.
-        rounds: last round of each key, which is set once a restarted worker continues.
+        rounds: last round of each key, which is set once a late worker continues.
         is_async: True if every push is a round of its own; collectives are then not numbered by pushes.
     """
 
@@ -41,33 +49,96 @@ class Continuation:
         self._shards = shards
         self._rounds = rounds
         self._is_async = is_async
+        self._is_elastic = bool(scheduler.views)
         self._pushes: dict[Key, int] = {}  # calls that push a key, which may not have a round yet
         self._step: int | None = None if scheduler.is_restarted else 0
+        self._is_set_up = not scheduler.is_restarted  # and collectives belong to steps
         self._has_pushed = not scheduler.is_restarted
-        if not is_async:
+        if self._is_elastic and not is_async:
+            scheduler.position = lambda: (scheduler.begun or 0) if self._is_set_up else 0
+        elif not is_async:
             scheduler.position = lambda: max(self._pushes.values(), default=0)
 
     def first_step(self) -> int:
-        """Return the number of pushes of each key that servers have of this worker, and continue after them."""
+        """Return the number of pushes of each key that servers have of this worker, and continue after them.
+
+        Raises:
+            SystemExit: with code 0, if a new worker of an elastic job came when the others had ended.
+        """
+        self._is_set_up = True
+        if self._step is None and self._scheduler.is_joining:
+            self._enter()
         if self._step is None:
-            done: dict[int, tuple[int, int]] = {}
-            for packed, _ in command(self._servers, "rounds"):
-                done.update({shard: (own, most) for shard, own, most in msgpack.unpackb(packed)})
-            of_key = {key: [done[shard.number] for shard in shards] for key, shards in self._shards.items()}
-            pushed = {key: min(own for own, _ in of) for key, of in of_key.items() if any(most for _, most in of)}
-            self._step = min(pushed.values(), default=0)
-            if self._step == 1 and len(pushed) < len(of_key):  # other keys may be pushed in the first step, too
+            pushed = self._pushed_by_servers()
+            self._step = min((own for own, _ in pushed.values()), default=0)
+            if self._step == 1 and len(pushed) < len(self._shards):  # others may be pushed in the first step, too
                 self._step = 0
-            self._rounds.update(dict.fromkeys(pushed, self._step))
-            self.set_counts(dict.fromkeys(pushed, self._step))
+            self._continue(pushed)
+            if self._is_elastic:
+                self._scheduler.continue_after(self._step, may_have_begun_next=True)
             _log.warning("worker %d was restarted and continues after round %d", self._scheduler.rank, self._step)
         return self._step
 
+    def before_pull(self) -> None:
+        """Let the first pull of a worker that comes late to an elastic job wait for the values before its first step.
+
+        Raises:
+            SystemExit: as `first_step`.
+        """
+        if self._is_elastic and self._step is None:
+            self.first_step()
+            self._is_set_up = False  # calls before the loop are those of the others before theirs
+
+    def _enter(self) -> None:
+        first = self._scheduler.enter()
+        if first is None:
+            _log.warning("worker %d ends: it came when the job was over", self._scheduler.rank)
+            raise SystemExit(0)
+        self._step = first - 1
+        pushed = self._pushed_by_servers()
+        ends = time.monotonic() + limits().timeout
+        while self._step and max((most for _, most in pushed.values()), default=0) < self._step:
+            if time.monotonic() > ends:
+                raise StallError(f"worker {self._scheduler.rank} has waited too long for round {self._step}")
+            self._scheduler.check_members()
+            time.sleep(_POLL_SECONDS)
+            pushed = self._pushed_by_servers()  # a worker in its second step has pushed all keys that it pushes
+        self._continue(pushed)
+        _log.warning("worker %d takes part from round %d on", self._scheduler.rank, first)
+
+    def _pushed_by_servers(self) -> dict[Key, tuple[int, int]]:
+        """Return of keys that were pushed the least rounds of this worker on a shard, and the most of any worker."""
+        done: dict[int, tuple[int, int]] = {}
+        for packed, _ in command(self._servers, "rounds"):
+            done.update({shard: (own, most) for shard, own, most in msgpack.unpackb(packed)})
+        of_key = {key: [done[shard.number] for shard in shards] for key, shards in self._shards.items()}
+        return {
+            key: (min(own for own, _ in of), max(most for _, most in of))
+            for key, of in of_key.items()
+            if any(most for _, most in of)
+        }
+
+    def _continue(self, keys: Iterable[Key]) -> None:
+        assert self._step is not None
+        self._rounds.update(dict.fromkeys(keys, self._step))
+        self.set_counts(dict.fromkeys(keys, self._step))
+
     def count(self, keys: Iterable[Key]) -> None:
-        """Count a call that pushes keys; the first one of a restarted worker leaves earlier collectives behind."""
-        if not self._scheduler.allows_restarts:
+        """Count a call that pushes keys; the first one of a late worker leaves earlier collectives behind."""
+        if not self._scheduler.keeps_positions:
             return
-        self.first_step()
+        step = self.first_step()
+        keys = list(keys)
+        if self._is_elastic and keys:
+            self._continue(key for key in keys if self._pushes[key] < step)  # that nobody had pushed before
+            number = max(self._pushes[key] + 1 for key in keys)
+            if number > (self._scheduler.begun or 0):
+                self._check_step(number)
+            if self._scheduler.rank not in self._scheduler.begin(number):
+                raise RuntimeError(
+                    f"worker {self._scheduler.rank} has left the job before step {number - 1}; expected no push after "
+                    "kv.share() has returned None"
+                )
         for key in keys:
             self._pushes[key] += 1
         if not self._has_pushed:
@@ -75,17 +146,58 @@ class Continuation:
             if not self._is_async:
                 self._scheduler.skip_collectives()
 
+    def share(self, samples: int, step: int | None) -> slice | None:
+        """Begin the next step of an elastic job, and return this worker's share, as `KVStore.share`."""
+        number = max([self.first_step(), *self._pushes.values()]) + 1
+        if step not in (None, number - 1):
+            raise RuntimeError(
+                f"worker {self._scheduler.rank} begins step {step}, but has pushed {number - 1} rounds; expected one "
+                "push of each key in each step"
+            )
+        self._check_step(number)
+        ranks = sorted(self._scheduler.begin(number))
+        if self._scheduler.rank not in ranks:
+            return None
+        return split_batch(samples, [load_of(rank) for rank in ranks])[ranks.index(self._scheduler.rank)]
+
+    def _check_step(self, number: int) -> None:
+        """Check that all keys that are pushed were pushed in each step, so that rounds are steps.
+
+        Raises:
+            RuntimeError: if one was not.
+        """
+        for key, count in self._pushes.items():
+            if count not in (0, number - 1):
+                raise RuntimeError(
+                    f"key {key!r} was pushed {count} times before step {number - 1}; expected one push of each key in "
+                    "each step of an elastic job"
+                )
+
     def repeat(self, key: Key) -> None:
         """Correct the count of a key whose push repeats one that has failed."""
-        if self._scheduler.allows_restarts:
+        if self._scheduler.keeps_positions:
             self._pushes[key] -= 1
 
     def set_counts(self, rounds: Mapping[Key, int]) -> None:
         """Set the counts of keys to their rounds."""
         self._pushes.update(rounds)
 
+    def check_setting_up(self, call: str) -> None:
+        """Check that a call which new workers repeat from the record comes before the first push.
+
+        Raises:
+            RuntimeError: if it does not, in an elastic job.
+        """
+        if self._is_elastic and (any(self._pushes.values()) or (self._scheduler.is_restarted and self._step)):
+            raise RuntimeError(f"{call}() comes after the first push or pull; expected it before, in an elastic job")
+
     def refuse(self, what: str) -> None:
-        """Raise an error, also on the other workers, if this worker was restarted and ``what`` cannot go on."""
+        """Raise an error, also on the other workers, if workers may come late and ``what`` cannot go on then."""
+        if self._is_elastic:
+            raise RuntimeError(
+                f"{what} is not possible in an elastic job; use gangline launch --max-restarts without --elastic, "
+                "which starts the whole job again with the same workers"
+            )
         if self._scheduler.is_restarted:
             text = f"was started again alone, and {what} cannot be continued by one worker"
             self._scheduler.leave(text)

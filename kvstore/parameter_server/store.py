@@ -32,17 +32,16 @@ from gangline.kvstore.optimizer import clipping
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_rate
 from gangline.kvstore.parameter_server import environment
+from gangline.kvstore.parameter_server.client.leave_signal import leave_on_sigterm
 from gangline.kvstore.parameter_server.client.pending import PendingRequests, RequestWork
-from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import (
     CLOSE_SECONDS,
     ServerClient,
 )
 from gangline.kvstore.parameter_server.client.server_commands import command, request_all
-from gangline.kvstore.parameter_server.protocol import Define
 from gangline.kvstore.parameter_server.pull import PullTargets, RowPull, ShardTarget, wait_requests
-from gangline.kvstore.parameter_server.push import PushEncoder
+from gangline.kvstore.parameter_server.push import PushEncoder, definition_request
 from gangline.kvstore.parameter_server.restart import Continuation
 from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.kvstore.parameter_server.server import optimizer_shards
@@ -55,7 +54,6 @@ from gangline.kvstore.parameter_server.sharding import (
     pack_layouts,
 )
 from gangline.kvstore.parameter_server.torchrun import ChildServers, start_child_servers
-from gangline.kvstore.parameter_server.transport.frames import frame_of
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool
 
 _log = logging.getLogger("gangline")
@@ -139,6 +137,8 @@ class DistStore(KVStore):
             workers=self.num_workers,
             allows_restarts=self._scheduler.allows_restarts,
         )
+        if self._scheduler.views:
+            leave_on_sigterm(self._scheduler)
 
     @property
     def rank(self) -> int:  # noqa: D102  inherited
@@ -188,6 +188,21 @@ class DistStore(KVStore):
     def check_not_restarted(self, what: str) -> None:  # noqa: D102  inherited
         self._continuation.refuse(what)
 
+    # Elastic jobs
+
+    def share(self, samples: int, step: int | None = None) -> slice | None:  # noqa: D102  inherited
+        if not self._scheduler.views:
+            return super().share(samples, step)
+        self._check_open()
+        return self._continuation.share(samples, step)
+
+    def leave(self) -> None:  # noqa: D102  inherited
+        self._check_open()
+        if not self._scheduler.views:
+            super().leave()
+        if text := self._scheduler.ask_to_leave():
+            raise RuntimeError(text)
+
     def _refuse(self, call: str, error: Exception, keys: object = None) -> None:
         self._calls_begun += 1
         if error is self._servers.told_error:  # the other workers know of it
@@ -215,6 +230,8 @@ class DistStore(KVStore):
             Rank of the worker that called it last.
         """
         self._check_open()
+        if self._scheduler.views:
+            self._continuation.refuse("join()")
         self._settle()
         command(self._servers, "join")
         result = self._scheduler.join(msgpack.packb(list(self._rounds.items())))
@@ -232,7 +249,11 @@ class DistStore(KVStore):
     def _init(self, pairs: Pairs, async_op: bool) -> Work:  # noqa: ARG002  always complete on return
         layouts = [KeyLayout.of(key, value) for key, (value,) in pairs]
         try:
-            new = agree_on_keys(self._workers.all_gather(pack_layouts(layouts), "init"), self._shards)
+            self._continuation.check_setting_up("init")
+            packed = self._workers.all_gather(pack_layouts(layouts), "init")
+            if self._scheduler.views:  # only workers of the start take part
+                packed = [one for one in packed if one is not None]
+            new = agree_on_keys(packed, self._shards)
         except BaseException:
             with self._layout_lock:
                 for key, _ in pairs:
@@ -252,7 +273,7 @@ class DistStore(KVStore):
         shards = [shard for key in flats for shard in self._shards[key]]
         ranges = [flats[shard.layout.key][shard.begin : shard.begin + shard.numel] for shard in shards]
         parts = (((shard, values), shard, shard.nbytes) for shard, values in zip(shards, ranges, strict=True))
-        requests = [_definition(server, group) for server, group in grouped_by_server(parts, _DEFINE_BYTES)]
+        requests = [definition_request(server, group) for server, group in grouped_by_server(parts, _DEFINE_BYTES)]
         request_all(self._servers, requests, "init")
 
     # Push and pull
@@ -361,6 +382,7 @@ class DistStore(KVStore):
                 self._failed[key] = {number for number in self._failed[key] if number > pulled[key]}
 
     def _pull(self, pairs: Pairs, priority: int, async_op: bool) -> Work:
+        self._continuation.before_pull()
         merged_outs = _merged_outs(pairs)
 
         def pull(work: PendingRequests) -> None:
@@ -370,6 +392,8 @@ class DistStore(KVStore):
         return self._start("pull", pull, pairs, priority, async_op)
 
     def _row_sparse_pull(self, pulls: RowPulls, priority: int, async_op: bool) -> Work:
+        self._continuation.before_pull()
+
         def pull(work: PendingRequests) -> None:
             for key, targets in pulls:
                 rows = RowPull(self._shards[key], targets)
@@ -448,6 +472,7 @@ class DistStore(KVStore):
     # Optimizer
 
     def _set_optimizer(self, spec: OptimizerSpec) -> None:
+        self._continuation.check_setting_up("set_optimizer")
         if spec.clip_global_norm is not None:
             self.check_not_restarted("an optimizer with clip_global_norm")
         packed = optimizer_shards.pack_spec(spec)
@@ -568,6 +593,8 @@ class DistStore(KVStore):
     # Compression
 
     def _set_compression(self, compression: Compression | None) -> None:
+        if self._scheduler.views:
+            self._continuation.refuse("compression")
         params = None if compression is None else compression.params
         self._settle()
         self._workers.check_same(params or {"compression": "none"}, "set_gradient_compression")
@@ -621,28 +648,6 @@ def _merged_outs(pairs: Pairs) -> Pairs:
     for key, targets in pairs:
         outs[key] = outs.get(key, []) + targets
     return list(outs.items())
-
-
-def _definition(server: int, group: Sequence[tuple[ShardPlacement, Tensor]]) -> Request:
-    definitions = [
-        [
-            shard.number,
-            shard.layout.dtype,
-            list(shard.shape),
-            shard.width,
-            msgpack.packb(shard.layout.key),
-            shard.begin,
-            shard.is_whole,
-        ]
-        for shard, _ in group
-    ]
-    return Request(
-        server,
-        lambda sequence: Define(sequence, definitions, None),
-        "init",
-        nbytes=sum(shard.nbytes for shard, _ in group),
-        frames=[frame_of(value) for _, value in group],
-    )
 
 
 def _make_pool() -> SharedMemoryPool | None:

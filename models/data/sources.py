@@ -145,8 +145,8 @@ def _checked_batch_size(batch_size: int | None, what: str) -> int:
 
 
 @dataclass
-class _BatchOrder:
-    """Sample indices of each batch of an epoch."""
+class BatchOrder:
+    """Sample indices of each batch of an epoch, a permutation by (seed, epoch) unless ``shuffle`` is False."""
 
     samples: int
     batch_size: int
@@ -154,6 +154,7 @@ class _BatchOrder:
     seed: int
 
     def __call__(self, epoch: int) -> list[torch.Tensor]:
+        """Return the batches of an epoch."""
         if self.shuffle:
             generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
             order = torch.randperm(self.samples, generator=generator)
@@ -162,6 +163,7 @@ class _BatchOrder:
         return list(torch.split(order, self.batch_size))
 
     def plan(self) -> dict[str, Any]:
+        """Return the settings that must be equal to resume a run in mid-epoch."""
         return {
             "samples": self.samples,
             "batch_size": self.batch_size,
@@ -186,7 +188,7 @@ class _Arrays(Source):
         if label is not None and num_samples(label, f"{what}[1]") != samples:
             raise ValueError(f"{what} has {samples} samples, but {num_samples(label, f'{what}[1]')} labels")
         self._data, self._label = data, label
-        self._order = _BatchOrder(samples, batch_size, shuffle, seed)
+        self._order = BatchOrder(samples, batch_size, shuffle, seed)
 
     def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing) -> Iterator[Item]:
         skipped()
@@ -220,7 +222,7 @@ class _Samples(Source):
             raise ValueError("the dataset has no samples; expected at least one")
         self._reader = Reader(dataset)
         self.reads_ahead = self._reader.reads_ahead
-        self._order = _BatchOrder(len(dataset), batch_size, shuffle, seed)
+        self._order = BatchOrder(len(dataset), batch_size, shuffle, seed)
 
     def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing) -> Iterator[Item]:
         batches = [indices.tolist() for indices in self._order(epoch)]

@@ -6,9 +6,10 @@ import logging
 import math
 import os
 import secrets
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -52,6 +53,11 @@ from gangline.kvstore.parameter_server.protocol import (
     Rejected,
     SilenceQuery,
     SilenceResult,
+    ViewAnswer,
+    ViewChange,
+    ViewQuery,
+    ViewRequest,
+    ViewRequested,
     Waiting,
     Withdraw,
     Withdrawn,
@@ -108,7 +114,19 @@ class SchedulerClient:
         self.allows_restarts = False
         """True if the others wait for the restart of a process that dies."""
         self.is_restarted = False
-        """True if this process has taken the place of one that died after the start."""
+        """True if this process has taken the place of one that died after the start, or has joined an elastic job."""
+        self.views: list[tuple[int, frozenset[int]]] = []
+        """First round and ranks of each view of an elastic job; empty: the workers are always the same."""
+        self.confirmed = 0
+        """Of a server: number of views that it has confirmed to follow."""
+        self.begun: int | None = 0
+        """Of a worker: last step that it has begun; None in a restarted one that does not know it yet."""
+        self._floor = 0  # step that its former process may have begun
+        self._asked = 0  # number of the view without which no further step begins
+        self._view_known = threading.Condition()  # protects views, begun and the last two; its lock is reentrant
+        self.wants_to_leave = False
+        """Set by a signal handler: ask to leave an elastic job, and end by SIGTERM if that is refused."""
+        self._leave_request: Future[Any] | None = None
         self.away: dict[tuple[str, int], str] = {}
         """(role, rank) -> why it has died, of processes whose restart the others wait for."""
         self.fenced: set[bytes] = set()
@@ -172,6 +190,8 @@ class SchedulerClient:
             recorder.current.set_process(f"{role} {self.rank}")
         if self.faults is not None:
             self.faults.rank = self.rank
+        self.is_joining = bool(self.views) and self.is_restarted and self.in_view() is None
+        """True if this worker came to an elastic job after its start, and has not asked to take part yet."""
 
     def _wait_for_start(self, registering: Future[Registered]) -> Registered:
         """Wait until the job begins; log what is missing after some seconds."""
@@ -231,15 +251,132 @@ class SchedulerClient:
 
     def _following(self, name: str) -> int:
         """Return the number of the next collective."""
-        position = self.position() if self.allows_restarts and not name.startswith(_SET_UP) else 0
+        position = self.position() if self.keeps_positions and not name.startswith(_SET_UP) else 0
         return max(self._number_in_round, ROUND * position) + 1 if position else self._number + 1
 
     def _count(self, number: int, step: int = 0) -> None:
         """Set the number of the last collective to ``number + step``."""
-        if self.allows_restarts and number >= ROUND:
+        if self.keeps_positions and number >= ROUND:
             self._number_in_round = number + step
         else:
             self._number = number + step
+
+    # Views of an elastic job
+
+    @property
+    def keeps_positions(self) -> bool:
+        """True if collectives are numbered by rounds: a worker may come to them late."""
+        return self.allows_restarts or bool(self.views)
+
+    def in_view(self) -> int | None:
+        """Return the first round in which this worker takes part; None if there is none yet."""
+        return next((first for first, ranks in self.views if self.rank in ranks), None)
+
+    def begin(self, step: int) -> frozenset[int]:
+        """Begin a step, unless it has begun; return the ranks that take part in it.
+
+        Raises:
+            DeadNodeError: if a worker or the scheduler has died, so that the next view is never known.
+        """
+        with self._view_known:
+            if step > (self.begun or 0):
+                self._wait_for_view(lambda: self._asked < len(self.views), f"step {step}")
+                self.begun = step
+            return next(ranks for first, ranks in reversed(self.views) if first <= step)
+
+    def continue_after(self, step: int, *, may_have_begun_next: bool) -> None:
+        """Set the last step of a worker that came late; its former process may have begun the next one."""
+        with self._view_known:
+            self.begun, self._floor = step, step + may_have_begun_next
+            self._answer_query()
+
+    def enter(self) -> int | None:
+        """Take part in an elastic job from the next view on; return its first round, None if the job ends before.
+
+        Raises:
+            DeadNodeError: if a worker or the scheduler has died.
+        """
+        self._request_view(enters=True)
+        self.is_joining = False
+        with self._view_known:
+            self._wait_for_view(lambda: self.in_view() or any(not why for why in self.gone.values()), "the next view")
+            first = self.in_view()
+            if first is not None:
+                self.continue_after(first - 1, may_have_begun_next=False)
+        return first
+
+    def check_members(self) -> None:
+        """Check that no worker has died or left.
+
+        Raises:
+            DeadNodeError: if one has; collectives and rounds may wait for it for ever.
+        """
+        if problem := self._problem("view"):
+            raise self._dead(f"{problem} (worker {self.rank} waited for values)")
+
+    def ask_to_leave(self) -> str:
+        """Leave an elastic job with the next view; return why this worker cannot, "" if it can."""
+        if self.is_joining:
+            return f"worker {self.rank} does not take part yet; expected leave() after a pull or share()"
+        return self._request_view(enters=False)
+
+    def _leave_by_signal(self) -> None:
+        """Ask to leave because of a signal, without waiting for the answer."""
+        with self._lock:
+            self._leave_request, message = self._pending.setdefault(
+                ("view", False), (Future(), ViewRequest(enters=False))
+            )
+        self._leave_request.add_done_callback(self._end_if_refused)
+        self._send(message)
+
+    def _end_if_refused(self, answer: Future[Any]) -> None:
+        text = str(answer.exception()) if answer.exception() else answer.result().text
+        if text:
+            _log.error("%s; it ends by SIGTERM", text)
+            os.kill(os.getpid(), signal.SIGTERM)  # whose handler takes the second one for the end
+
+    def _request_view(self, *, enters: bool) -> str:
+        what = f"request of worker {self.rank} to {'take part' if enters else 'leave'}"
+        answer: ViewRequested = self._wait(self._ask(ViewRequest(enters), ("view", enters), what), what)
+        return answer.text
+
+    def _wait_for_view(self, is_known: Callable[[], object], what: str) -> None:
+        ends = time.monotonic() + self._timeout
+        while not is_known():
+            if problem := self._problem("view"):
+                raise self._dead(f"{problem} (worker {self.rank} waited for {what})")
+            if time.monotonic() > ends:
+                raise StallError(f"worker {self.rank} has waited {self._timeout:g} s for {what}")
+            self._view_known.wait(0.1)
+
+    def _answer_query(self) -> None:
+        if self._asked >= len(self.views) and self.begun is not None:
+            self._send(ViewAnswer(self._asked, max(self.begun, self._floor)))
+
+    def confirm_views(self, count: int) -> None:
+        """Tell the scheduler that this server follows so many views."""
+        with self._view_known:
+            self.confirmed = count
+            self._send(ViewAnswer(self.confirmed - 1, 0))
+
+    def _set_views(self, views: Iterable[tuple[int, Iterable[int]]]) -> None:
+        with self._view_known:
+            self.views = [(first, frozenset(ranks)) for first, ranks in views]
+            self.confirmed = 0
+            self._view_known.notify_all()
+
+    def _check_takes_part(self, name: str) -> None:
+        """Check that this worker has not left an elastic job: the others never come to its collectives."""
+        first, begun = self.in_view(), self.begun
+        if first and begun and begun >= first and self.rank not in self.begin(begun):
+            raise RuntimeError(
+                f"{name} of worker {self.rank} comes after it has left the job, before step {begun - 1}; expected "
+                "close()"
+            )
+
+    def is_needed(self, rank: int) -> bool:
+        """Return whether the others still need a worker that leaves: it is in the newest view."""
+        return not self.views or rank in self.views[-1][1]
 
     def is_recorded(self, name: str) -> bool:
         """Return whether this worker was restarted, and the next collective was over before."""
@@ -255,6 +392,7 @@ class SchedulerClient:
         return result.is_over
 
     def _collective(self, data: bytes, name: str, root: int | None = None) -> list[bytes]:
+        self._check_takes_part(name)
         with self._numbering:
             number = self._following(name)
             self._count(number)
@@ -340,6 +478,11 @@ class SchedulerClient:
         self._has_left |= self.allows_restarts
 
     @property
+    def has_left(self) -> bool:
+        """True if this process leaves the job, or has left it."""
+        return self._has_left
+
+    @property
     def is_job_over(self) -> bool:
         """True if all other workers have left or died, or the scheduler has."""
         others = {("worker", rank) for rank in range(self.num_workers)} - {(self.role, self.rank)}
@@ -414,6 +557,8 @@ class SchedulerClient:
         heard_at = time.monotonic()
         heartbeat_at = 0.0
         while not self._ending.is_set():
+            if self.wants_to_leave and self._leave_request is None:
+                self._leave_by_signal()
             events = self._poller.wait(_TICK_MS)
             if self._event_fd in events:
                 os.eventfd_read(self._event_fd)
@@ -475,9 +620,13 @@ class SchedulerClient:
     def _handle(self, message: Message) -> None:
         match message:
             case Registered():
+                if message.is_restarted and not self._is_registered:
+                    self.begun = None
                 self._heartbeat, self._limit, self._is_registered = message.heartbeat, message.limit, True
                 self.view, self.servers = message.view, message.servers
                 self.allows_restarts, self.is_restarted = message.restarts, message.is_restarted
+                self._set_views([(first, ranks) for first, ranks in message.views])
+                self.on_change()
                 self._settle("registered", message)
             case Heartbeat(sent, answered) if sent and self._clock is not None:
                 self._clock.add(sent, answered, time.monotonic_ns())
@@ -493,6 +642,16 @@ class SchedulerClient:
                 self._settle(("recall", number), message)
             case SilenceResult():
                 self._settle("silence", message)
+            case ViewQuery(number):
+                with self._view_known:
+                    self._asked = number
+                    self._answer_query()
+            case ViewChange(number, first, ranks):
+                if number == len(self.views):
+                    self._set_views([*self.views, (first, ranks)])
+                self.on_change()
+            case ViewRequested(enters, _):
+                self._settle(("view", enters), message)
             case Waiting(ranks, calls, numbers):
                 self.waiting = dict(zip(ranks, zip(calls, numbers, strict=False), strict=False))
                 self.on_change()
@@ -514,8 +673,9 @@ class SchedulerClient:
                 self.on_change()
             case MemberGone(role, rank, why):
                 with self._lock:
-                    self.gone[role, rank] = why
                     self.away.pop((role, rank), None)
+                    if why or role == "server" or self.role == "server" or self.is_needed(rank):
+                        self.gone[role, rank] = why
                 self._fail_collectives()
                 self.on_change()
             case JobOver():

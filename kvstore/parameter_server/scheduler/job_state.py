@@ -18,6 +18,7 @@ from gangline.kvstore.parameter_server.protocol import (
     Register,
     Withdrawn,
 )
+from gangline.kvstore.parameter_server.scheduler.views import Views
 
 _KEPT = 4
 """Number of results kept for workers that lost them with their connection."""
@@ -50,7 +51,7 @@ class Member:
     """Why it has died while a restarted process may take its place, or has; "" while it lives."""
     away_since: float = 0.0
     is_restarted: bool = False
-    """True if it has taken the place of a member that died after the start."""
+    """True if it has taken the place of a member that died after the start, or has joined an elastic job."""
     first_number: int = 0
     """Collectives of smaller numbers, but from `ROUND` on, go on without it: it was restarted behind them."""
     join_data: bytes | None = None
@@ -115,9 +116,12 @@ class JobState:
     """Number of the membership; it rises with each member that takes the place of another."""
     replaced: dict[bytes, Member] = field(default_factory=dict)
     """Members whose place another one has taken, by identity."""
+    views: Views | None = None
+    """Views of an elastic job; None: the workers are always the same."""
 
     def __post_init__(self) -> None:
         self.allows_restarts = self.restarts > 0
+        self._keeps_records = self.allows_restarts or self.views is not None
 
     def of_role(self, role: str) -> list[Member]:
         """Return the members of a role, by rank."""
@@ -140,11 +144,15 @@ class JobState:
             return f"role is {role!r}; expected worker or server"
         count = self.expected(role)
         members = self.of_role(role)
-        if registration.incarnation and self.started and self.allows_restarts:
-            predecessor = self.predecessor(registration)
+        predecessor = self.predecessor(registration)
+        if registration.incarnation and self.started and self.allows_restarts and (predecessor or self.views is None):
             if predecessor is None or predecessor.gone is None:
                 return "" if predecessor is not None else f"{role} {rank} is not one of this job's {count} {role}s"
             return f"{predecessor.name} cannot be started again: it {predecessor.gone or 'has left the job'}"
+        if self.views is not None and role == "worker" and (self.started or count <= rank < self.views.most):
+            present = sum(member.gone is None for member in members)
+            known = {number for member in members for number in (member.rank, member.registration.rank)} - {-1}
+            return self.views.rejection(rank, known, present)
         if len(members) >= count:
             return f"the job has its {count} {role}s already"
         if rank >= count:
@@ -159,6 +167,25 @@ class JobState:
             if member.rank == registration.rank and member.registration.incarnation < registration.incarnation:
                 return member
         return None
+
+    def add_worker(self, new: Member) -> None:
+        """Add a worker to an elastic job, in which it takes part once it asks to."""
+        assert self.views is not None
+        rank = new.registration.rank
+        if not self.started:
+            self.workers = max(self.workers, rank + 1)
+            self.views.add_at_start(self.workers - 1)
+        else:
+            new.rank = rank if rank >= 0 else self.workers
+            self.workers = max(self.workers, new.rank + 1)
+            self.view += 1
+            new.is_restarted = True
+        self.members[new.identity] = new
+
+    def is_new_worker(self, registration: Register) -> bool:
+        """Return whether a process that may register is a worker that an elastic job gets beside those of its start."""
+        is_added = self.started or registration.rank >= self.workers
+        return self.views is not None and registration.role == "worker" and is_added
 
     def replace(self, old: Member, new: Member) -> None:
         """Let a restarted process take the place of a member that is away."""
@@ -200,7 +227,7 @@ class JobState:
             return CollectiveFailed(number, differing({rank: call, others: outcome.name}, self.workers))
         if number not in self.collectives:
             last = max((one for one in self.outcomes if (one < ROUND) == (number < ROUND)), default=0)
-            if number <= last - (0 if self.allows_restarts else _KEPT):
+            if number <= last - (0 if self._keeps_records else _KEPT):
                 text = f"rank {rank} called {call} as its collective {number}, which is over"
                 return CollectiveFailed(number, text)
             if sum(rank in present for present in self.collectives.values()) >= _MAX_OPEN:
@@ -243,7 +270,7 @@ class JobState:
         nbytes = 0
         for number, outcome in sorted(self.outcomes.items()):
             nbytes += sum(map(len, outcome.data))
-            is_recorded = self.allows_restarts and number // ROUND in (0, last // ROUND) and number % ROUND <= _RECORDED
+            is_recorded = self._keeps_records and number // ROUND in (0, last // ROUND) and number % ROUND <= _RECORDED
             if number <= last - (_MAX_OPEN if outcome.error else _KEPT) and not (
                 is_recorded and nbytes <= _RECORDED_BYTES
             ):
@@ -251,7 +278,7 @@ class JobState:
 
     def _passed_by(self, number: int, present: Mapping[int, Collective]) -> str:
         """Return the error of a collective that a worker has not called and never will, as it is in a later round."""
-        if not self.allows_restarts:
+        if not self._keeps_records:
             return ""
         for later, others in self.collectives.items():
             if later // ROUND > number // ROUND:
@@ -297,10 +324,12 @@ class JobState:
 
     def active(self, number: int | None = None) -> set[int]:
         """Return the workers that collectives wait for: all, or the one of this number."""
+        view = None if self.views is None or number is None else self.views.of_round(number // ROUND)
         return {
             member.rank
             for member in self.of_role("worker")
             if member.join_data is None
             and member.gone is None
+            and (view is None or member.rank in view)
             and (number is None or number < ROUND or number >= member.first_number)
         }

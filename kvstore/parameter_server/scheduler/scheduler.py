@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from gangline.collectives.environments.restart import LAUNCHER_FD, PROCESS_RESTARTS
+from gangline.collectives.environments.restart import LAUNCHER_FD, PROCESS_RESTARTS, elastic_bounds
 from gangline.collectives.errors import ProtocolError, StallError
 from gangline.collectives.faults import Script, script_of
 from gangline.collectives.limits import limits
@@ -33,11 +33,17 @@ from gangline.kvstore.parameter_server.protocol import (
     Rejected,
     SilenceQuery,
     SilenceResult,
+    ViewAnswer,
+    ViewChange,
+    ViewQuery,
+    ViewRequest,
+    ViewRequested,
     Waiting,
     Withdraw,
 )
 from gangline.kvstore.parameter_server.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member
+from gangline.kvstore.parameter_server.scheduler.views import Views
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from gangline.kvstore.parameter_server.transport.scripted import points_of
 from gangline.kvstore.parameter_server.transport.socket_buffers import cut_seconds
@@ -77,7 +83,10 @@ class Scheduler:
         self._is_supervised = is_supervised
         self._faults = script_of("scheduler", 0)
         restarts = int(os.environ.get(PROCESS_RESTARTS) or 0)
-        self._state = JobState(workers, servers, os.environ.get("GANGLINE_JOB_ID", ""), restarts=restarts)
+        bounds_of_workers = elastic_bounds()
+        views = None if bounds_of_workers is None else Views(*bounds_of_workers, workers)
+        job = os.environ.get("GANGLINE_JOB_ID", "")
+        self._state = JobState(workers, servers, job, restarts=restarts, views=views)
         self._launcher_fd = os.environ.pop(LAUNCHER_FD, "")
         bounds = limits()
         self._heartbeat, self._limit, self._timeout = bounds.heartbeat, bounds.heartbeat_limit, bounds.timeout
@@ -188,6 +197,17 @@ class Scheduler:
                 if skips:
                     member.first_number = number
                     self._complete_collectives()
+            case ViewRequest(enters) if is_active_worker and self._state.views is not None:
+                text = ""
+                if enters:
+                    self._state.views.enter(member.rank)
+                else:
+                    text = self._state.views.refusal(member.rank)
+                self._send(member, ViewRequested(enters, text))
+                self._advance_views()
+            case ViewAnswer(number, begun) if self._state.started and self._state.views is not None:
+                self._state.views.answer(member.registration.role, member.rank, number, begun)
+                self._advance_views()
             case SilenceQuery(seconds):
                 since = time.monotonic() - seconds
                 silent = [one.name for one in self._state.members.values() if one.gone is None and one.heard_at < since]
@@ -206,7 +226,12 @@ class Scheduler:
             self._send(member, Rejected(ValueError.__name__, rejection))
             return None
         predecessor = self._state.predecessor(registration) if self._state.started else None
-        if predecessor is None:
+        if self._state.is_new_worker(registration) and predecessor is None:
+            self._state.add_worker(member)
+            if self._state.started:
+                _log.warning("%s has come", member.name)
+                self._send_to_others(member, self._back(member))
+        elif predecessor is None:
             self._state.members[identity] = member
         else:
             self._replace(predecessor, member)
@@ -244,9 +269,11 @@ class Scheduler:
     def _registered(self, member: Member) -> Registered:
         addresses = [server.registration.address for server in self._state.of_role("server")]
         state = self._state
+        views = [] if state.views is None else state.views.known_to(member.registration.role)
+        workers = state.workers if state.views is None else state.views.most
         return Registered(
-            *(member.rank, state.view, state.workers, addresses, self._heartbeat, self._limit),
-            *(state.allows_restarts, member.is_restarted),
+            *(member.rank, state.view, workers, addresses, self._heartbeat, self._limit),
+            *(state.allows_restarts, member.is_restarted, views),
         )
 
     def _waiting_message(self) -> Waiting:
@@ -256,6 +283,8 @@ class Scheduler:
     def _send_again(self, member: Member) -> None:
         """Send what a reconnected member may have missed, except answers that it requests again itself."""
         self._send(member, self._registered(member))
+        if self._state.views is not None and self._state.views.asked and member.registration.role == "worker":
+            self._send(member, ViewQuery(self._state.views.asked))
         for one in self._state.replaced.values():
             self._send(member, MemberAway(one.registration.role, one.rank, one.away, one.identity))
         for other in self._state.members.values():
@@ -269,6 +298,24 @@ class Scheduler:
             self._send(member, self._waiting_message())
             if self._over_since:
                 self._send(member, JobOver())
+
+    def _advance_views(self) -> None:
+        """Agree on the next view of an elastic job, as far as the answers that have come allow."""
+        views, state = self._state.views, self._state
+        if views is None or not state.started:
+            return
+        if any(member.gone is not None for member in state.of_role("worker") if member.rank in views.newest):
+            return  # the job ends
+        if views.ask():
+            self._send_to_role("worker", ViewQuery(views.asked))
+        if views.make():
+            first, ranks = views.table[-1]
+            _log.warning("from round %d on the workers are %s", first, ", ".join(map(str, ranks)))
+            self._send_to_role("server", ViewChange(views.asked, first, ranks))
+        if views.confirm(member.rank for member in state.of_role("server") if member.gone is None):
+            self._send_to_role("worker", ViewChange(len(views.table) - 1, *views.table[-1]))
+            self._complete_collectives()
+            self._advance_views()  # to the view of requests that have come meanwhile
 
     def _complete_collectives(self) -> None:
         """Send the outcomes of collectives that have ended."""
@@ -349,6 +396,11 @@ class Scheduler:
         return f"{what} for {self._limit:g} s"
 
     def _remove(self, member: Member, why: str) -> None:
+        if self._state.views is not None and member.registration.role == "worker":
+            self._state.views.forget(member.rank)
+            if why and self._state.started and not self._state.views.has_part(member.rank):
+                _log.warning("%s %s; the others go on without it", member.name, why)
+                why = ""  # nobody needs it
         member.gone = why
         if why:
             _log.warning("%s %s", member.name, why)
@@ -360,6 +412,7 @@ class Scheduler:
             self._send_to_others(member, MemberGone(member.registration.role, member.rank, why))
             self._complete_collectives()
             self._complete_join()
+            self._advance_views()
 
     def _is_over(self) -> bool:
         if not self._state.started or any(member.gone is None for member in self._state.of_role("worker")):

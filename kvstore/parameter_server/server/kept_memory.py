@@ -322,10 +322,10 @@ class KeptMemory:
         ranges += [(offset, tensor.nbytes) for tensor, offset in kept.state.values()]
         self._undo_areas[shard.thread].save(kept.record, ranges)
 
-    def count(self, shard: Shard, rank: int, number: int) -> None:
-        """Async mode: count a push as applied from the next `save` on."""
+    def count(self, shard: Shard, rank: int, number: int, before: int = 0) -> None:
+        """Async mode: count a push as applied from the next `save` on; see `Shard.record_push`."""
         kept = self._shards[shard.number]
-        add_push(kept.applied, kept.applied_ahead, rank, number)
+        add_push(kept.applied, kept.applied_ahead, rank, number, before)
 
     def commit(self, shard: Shard, closed: int, optimizers: ShardOptimizers | None) -> None:
         """Make the update since `begin` final; runs in the shard's thread."""

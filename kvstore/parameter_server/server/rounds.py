@@ -59,12 +59,13 @@ class ShardRounds:
         self.in_collectives: dict[int, tuple[str, int]] = {}
         """Workers that wait in a collective for other workers, with the call's name and number; no round or
         acknowledgement may hold the others up then."""
-        self._workers = workers
-        self._all_ranks = frozenset(range(workers))
+        self._views = [(1, frozenset(range(workers)))]  # first round and the ranks that it needs
+        self._before: dict[int, int] = {}  # last round before the first one of a worker that came later
         self._thread_pool = thread_pool
         self._send_value = send_value
         self._fail = fail
         self._gone: dict[int, str] = {}
+        self._lost: dict[int, str] = {}  # those of them that rounds may need
         self._changed: set[Shard] = set()
         self._stall_warn = limits().stall_warn
         self._warned_at = 0.0
@@ -77,7 +78,28 @@ class ShardRounds:
     @property
     def is_broken(self) -> bool:
         """True if a worker that rounds need has died or left."""
-        return self.is_sync and bool(self._gone.keys() - self.joined)
+        return self.is_sync and bool(self._lost.keys() - self.joined)
+
+    def set_views(self, views: Sequence[tuple[int, frozenset[int]]]) -> None:
+        """Set from which round on which workers take part."""
+        self._views = list(views)
+        self._before = {}
+        for first, ranks in views:
+            for rank in ranks:
+                self._before.setdefault(rank, first - 1)
+        self._changed.update(self.shards.values())
+
+    def ranks(self) -> frozenset[int]:
+        """Return all workers that take part, or have."""
+        return frozenset().union(*(ranks for _, ranks in self._views))
+
+    def before(self, rank: int) -> int:
+        """Return the last round before the first one of a worker."""
+        return self._before.get(rank, 0)
+
+    def last_push(self, shard: Shard, rank: int) -> int:
+        """Return the last round up to which all pushes of a worker have arrived."""
+        return shard.pushed.get(rank, self.before(rank))
 
     def mark_changed(self, shards: Iterable[Shard]) -> None:
         """Mark shards that `advance` must examine."""
@@ -106,7 +128,7 @@ class ShardRounds:
     def is_awaited(self, rank: int) -> bool:
         """Return whether others wait for this worker: in a collective, or for a round that it has not pushed."""
         return any(other != rank for other in self.in_collectives) or any(
-            waiter.round > shard.pushed.get(rank, 0) for shard in self.shards.values() for waiter in shard.waiters
+            waiter.round > self.last_push(shard, rank) for shard in self.shards.values() for waiter in shard.waiters
         )
 
     def rounds_of(self, rank: int) -> list[tuple[int, int, int]]:
@@ -114,7 +136,7 @@ class ShardRounds:
         return [
             (
                 shard.number,
-                max(shard.pushed.get(rank, 0), shard.closed if self.is_sync else 0),
+                max(self.last_push(shard, rank), shard.closed if self.is_sync else 0),
                 max(shard.pushed.values(), default=0),
             )
             for shard in self.shards.values()
@@ -126,20 +148,21 @@ class ShardRounds:
 
     def _is_complete(self, shard: Shard) -> bool:
         following = shard.open.get(shard.closed + 1)
-        return following is not None and following.pushes.keys() >= self._needed()
+        return following is not None and following.pushes.keys() >= self._needed(shard.closed + 1)
 
-    def _needed(self) -> frozenset[int]:
+    def _needed(self, number: int) -> frozenset[int]:
         """Return the ranks that must push before a round closes."""
         if not self.is_sync:
             return frozenset()
-        return self._all_ranks - self.joined if self.joined else self._all_ranks
+        ranks = next(ranks for first, ranks in reversed(self._views) if first <= number)
+        return ranks - self.joined if self.joined else ranks
 
     def advance(self) -> None:
         """Close the rounds that are complete and answer waiters, for all changed shards."""
         while self._changed:
             shard = self._changed.pop()
             self._answer_waiters(shard)
-            following = shard.complete_round(self._needed())
+            following = shard.complete_round(self._needed(shard.closed + 1))
             if following is not None and not self.is_held:
                 self._close(shard, following)
 
@@ -161,7 +184,8 @@ class ShardRounds:
         pushes = [one for one in pushes if one.value is not None]
         optimizers, kept = self.optimizers, self.kept
         if kept is not None and not self.is_sync:
-            kept.count(shard, next(iter(this.pushes)), this.number)
+            rank = next(iter(this.pushes))
+            kept.count(shard, rank, this.number, self.before(rank))
         if problems or not pushes:
             self._note_problem(shard, this, "; ".join(problems))
             if kept is not None:
@@ -281,13 +305,13 @@ class ShardRounds:
             return waiter.round > shard.closed
         if waiter.was_answered:  # no push is applied until it has read that value, so it gets the same one again
             return False
-        if shard.pushed.get(waiter.rank, 0) < waiter.round:  # its own earlier pushes come first
+        if self.last_push(shard, waiter.rank) < waiter.round:  # its own earlier pushes come first
             return True
         if self.staleness >= 0:
             idle = self._gone.keys() | self.joined | self.in_collectives.keys() - {waiter.rank}
-            active = [rank for rank in range(self._workers) if rank not in idle]
-            slowest = min((shard.pushed.get(rank, 0) for rank in active), default=0)
-            if shard.pushed.get(waiter.rank, 0) - slowest > self.staleness:
+            active = [rank for rank in self._views[-1][1] if rank not in idle]
+            slowest = min((self.last_push(shard, rank) for rank in active), default=0)
+            if self.last_push(shard, waiter.rank) - slowest > self.staleness:
                 return True
         if waiter.until is None:  # all pushes that have arrived by now are applied first
             waiter.until = shard.closed + len(shard.open)
@@ -305,7 +329,7 @@ class ShardRounds:
                 if waiter.rank in self.in_collectives or waiter.round <= shard.closed:
                     continue
                 this = shard.open.get(shard.closed + 1, Round())
-                for rank in sorted(self.in_collectives.keys() & self._needed() - this.pushes.keys()):
+                for rank in sorted(self.in_collectives.keys() & self._needed(shard.closed + 1) - this.pushes.keys()):
                     name, number = self.in_collectives[rank]
                     if waiter.blocked_by != number:
                         waiter.blocked_by = number
@@ -326,10 +350,11 @@ class ShardRounds:
         """Mark ranks as gone, fail waiters whose round can no longer close, and return the newly gone ranks."""
         new = [rank for rank in gone if rank not in self._gone]
         self._gone.update(gone)
+        self._lost.update({rank: gone[rank] for rank in new if gone[rank] or rank in self._views[-1][1]})
         for shard in self.shards.values() if new else ():
             shard.waiters = [waiter for waiter in shard.waiters if waiter.rank not in self._gone]
             self._changed.add(shard)
-        if self._gone and self.is_sync:
+        if self._lost and self.is_sync:
             self._fail_waiters()
         return new
 
@@ -357,9 +382,9 @@ class ShardRounds:
         if not self.is_sync or now - self._warned_at < min(1.0, self._stall_warn / 4):
             return
         self._warned_at = now
-        needed = [rank for rank in range(self._workers) if rank not in self.joined]
         before = now - self._stall_warn
-        warnings = {shard.stall_warning(needed, before) for shard in self.shards.values() if shard.waiters}
+        waited = [shard for shard in self.shards.values() if shard.waiters]
+        warnings = {shard.stall_warning(self._needed(shard.closed + 1), before) for shard in waited}
         for text in warnings - {""}:  # shards of one key give the same text
             _log.warning("%s", text)
 
@@ -369,8 +394,9 @@ class ShardRounds:
             return ""
         for following in range(shard.closed + 1, number + 1):
             pushes = shard.open[following].pushes if following in shard.open else {}
-            for rank, why in self._gone.items():
-                if rank not in pushes and rank not in self.joined:
+            for rank in self._lost.keys() & self._needed(following) - pushes.keys():
+                why = self._lost[rank]
+                if rank not in self.joined:
                     return f"worker {rank} {why or 'has left the job'}"
         return ""
 

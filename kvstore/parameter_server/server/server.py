@@ -111,6 +111,7 @@ class Server:
             self._pool = None
         if kept is not None:
             self._restore(kept)
+        self._follow_views()
         scheduler.on_change = self._thread_pool.notify
 
     def _restore(self, kept: KeptMemory) -> None:
@@ -121,11 +122,12 @@ class Server:
         if settings.compression is not None:
             self._set_compression(settings.compression)
         rounds.joined.update(settings.joined)
+        self._follow_views()
         for shard in kept.restore(rounds.optimizers, self._thread_pool.size):
             self._thread_pool.assign(shard.flat.nbytes, shard.thread)
             rounds.shards[shard.number] = shard
             if not shard.pushed:  # sync mode: pushes of all workers are in the closed rounds, or come again
-                shard.pushed = dict.fromkeys(range(self._scheduler.num_workers), shard.closed)
+                shard.pushed = {rank: shard.closed for rank in rounds.ranks() if rounds.before(rank) <= shard.closed}
         rounds.is_held = kept.was_used
         if kept.was_used:
             closed = max((shard.closed for shard in rounds.shards.values()), default=0)
@@ -141,6 +143,7 @@ class Server:
                     self._thread_pool.run_callbacks()
                 for identity, frames in self._listener.receive():
                     self._receive(identity, frames)
+                self._follow_views()
                 self._fence_dead_workers()
                 self._greet_early_workers()
                 self._remove_gone_workers()
@@ -176,7 +179,7 @@ class Server:
             return
         out = [rank for role, rank in [*self._scheduler.gone, *self._scheduler.away] if role == "worker"]
         present = {worker.rank for worker in self._sessions.workers.values() if worker.identity in self._repeated}
-        if present.union(out) >= set(range(self._scheduler.num_workers)):
+        if present.union(out) >= self._rounds.ranks():
             self._rounds.is_held = False
             self._rounds.mark_changed(self._rounds.shards.values())
 
@@ -221,9 +224,10 @@ class Server:
             raise DeadNodeError(
                 f"worker {hello.rank} counts as dead, and another may have taken its place; it must end"
             )
-        is_early = self._scheduler.allows_restarts and view < hello.view and len(self._early) < _EARLY
-        is_known = 0 < hello.view <= view if self._scheduler.allows_restarts else hello.view == view
-        if not 0 <= hello.rank < self._scheduler.num_workers or not (is_known or is_early):
+        is_early = self._scheduler.keeps_positions and view < hello.view and len(self._early) < _EARLY
+        is_known = 0 < hello.view <= view if self._scheduler.keeps_positions else hello.view == view
+        workers = protocol.MAX_RANKS if self._scheduler.views else self._scheduler.num_workers
+        if not 0 <= hello.rank < workers or not (is_known or is_early):
             raise ProtocolError(f"received Hello of worker {hello.rank} of view {hello.view}; expected view {view}")
         if is_early:
             self._early[identity] = hello
@@ -385,7 +389,8 @@ class Server:
             if why:
                 lost = lost or why
                 lost_shards.append(shard.number)
-            if why or not shard.record_push(worker.rank, number):  # the round cannot close, or the push is a repeat
+            before = self._rounds.before(worker.rank)
+            if why or not shard.record_push(worker.rank, number, before):  # it cannot close, or the push is a repeat
                 use.release()
             else:
                 value = self._read(shard, worker, push, entry[2], data, use)
@@ -443,6 +448,13 @@ class Server:
                 except Exception as error:  # noqa: BLE001  as in `_receive`
                     self._reject(identity, 0, error)
 
+    def _follow_views(self) -> None:
+        """Follow the views of an elastic job, before any push of theirs can arrive."""
+        views = self._scheduler.views
+        if self._scheduler.confirmed < len(views):
+            self._rounds.set_views(views)
+            self._scheduler.confirm_views(len(views))
+
     def _remove_gone_workers(self) -> None:
         """Handle workers that have died or left."""
         if not self._scheduler.gone:
@@ -450,6 +462,11 @@ class Server:
         gone = {rank: why for (role, rank), why in list(self._scheduler.gone.items()) if role == "worker"}
         for rank in self._rounds.mark_gone(gone):
             self._sessions.end_reads(rank)
+            if self._scheduler.views:  # its rank is never given again
+                for worker in [one for one in self._sessions.workers.values() if one.rank == rank]:
+                    self._sessions.drop(worker.identity)
+                    if self._kept is not None:
+                        self._kept.settings.handled.pop(worker.identity, None)
         if self._rounds.is_broken:  # rounds may never close, so withheld acknowledgements would wait for ever
             self._sessions.max_backlog = math.inf
 

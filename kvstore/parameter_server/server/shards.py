@@ -141,9 +141,15 @@ class Shard:
             return data.ne(0)
         return typed(data, self.flat.dtype)
 
-    def record_push(self, rank: int, number: int) -> bool:
-        """Record a worker's push for a round; return False if it had been recorded before."""
-        return add_push(self.pushed, self.ahead, rank, number)
+    def record_push(self, rank: int, number: int, before: int = 0) -> bool:
+        """Record a worker's push for a round; return False if it had been recorded before.
+
+        Args:
+            rank: of the worker.
+            number: of the round.
+            before: last round before the worker's first one.
+        """
+        return add_push(self.pushed, self.ahead, rank, number, before)
 
     def resume(self, rank: int) -> None:
         """Set the last round of a worker that returns from join() to that of the others."""
@@ -196,9 +202,9 @@ class Shard:
         return out
 
 
-def add_push(pushed: dict[int, int], ahead: dict[int, set[int]], rank: int, number: int) -> bool:
-    """Add a push to `Shard.pushed` and `Shard.ahead`; return False if it is among them."""
-    last, later = pushed.get(rank, 0), ahead.setdefault(rank, set())
+def add_push(pushed: dict[int, int], ahead: dict[int, set[int]], rank: int, number: int, before: int = 0) -> bool:
+    """Add a push to `Shard.pushed` and `Shard.ahead`; return False if it is among them; see `Shard.record_push`."""
+    last, later = pushed.get(rank, before), ahead.setdefault(rank, set())
     if number <= last or number in later:
         return False
     later.add(number)

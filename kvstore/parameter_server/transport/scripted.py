@@ -24,6 +24,10 @@ from gangline.kvstore.parameter_server.protocol import (
     Register,
     Values,
     ValuesRead,
+    ViewAnswer,
+    ViewChange,
+    ViewQuery,
+    ViewRequest,
 )
 from gangline.kvstore.parameter_server.transport.client_channel import Channel, Frames, open_channel
 from gangline.kvstore.parameter_server.transport.listener import Listener
@@ -34,6 +38,10 @@ _POINTS = {
     Collective.kind: "meet",
     CollectiveResult.kind: "met",
     Leave.kind: "leave",
+    ViewRequest.kind: "view",
+    ViewQuery.kind: "view",
+    ViewAnswer.kind: "view",
+    ViewChange.kind: "view",
     Hello.kind: "hello",
     Define.kind: "define",
     Pull.kind: "pull",

@@ -83,6 +83,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "Region": st.none() | st.tuples(COUNT, COUNT).map(list),
     "Entries": st.lists(ENTRY, max_size=4),
     "Definitions": st.lists(DEFINITION, max_size=4),
+    "Views": st.lists(st.tuples(st.integers(1, 99), st.lists(st.integers(0, 9), max_size=4)).map(list), max_size=4),
 }
 # Values outside the bounds of each type, besides values of another type.
 OUTSIDE: dict[str, list[Any]] = {
@@ -124,6 +125,7 @@ OUTSIDE: dict[str, list[Any]] = {
         [[1, "float32", [2], 1, b"k", 0, 1]],
         [[1, "float32", 2, 1, b"k", 0, True]],
     ],
+    "Views": [[1], [[0, [1]]], [[1, [-1]]], [[1, [protocol.MAX_RANKS]]], [[1.0, [1]]], [[1, 1]], [[1, [True]], 2]],
 }
 
 
@@ -179,6 +181,7 @@ EXAMPLES: dict[str, Any] = {
     "Region": [64, 128],
     "Entries": [[1, 2, DENSE, 8]],
     "Definitions": [[1, "float32", [2, 3], 3, b"\xa1k", 0, True]],
+    "Views": [[1, [0, 1]], [7, [0, 2]]],
 }
 
 

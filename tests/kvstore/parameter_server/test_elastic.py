@@ -1,0 +1,356 @@
+"""Elastic jobs: workers leave and join between rounds; sums are exact, and every sample is read once an epoch."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from gangline import Module, kvstore
+from gangline.kvstore.parameter_server.store import DistStore
+from tests.kvstore.parameter_server.processes import DistJob, run_job
+from tests.kvstore.parameter_server.test_failures import digits_of
+
+pytestmark = pytest.mark.timeout(110)
+
+NUMEL = {"small": 4, "large": 200_003}
+LIMITS = {"GANGLINE_TIMEOUT": "30", "GANGLINE_HEARTBEAT": "0.2", "GANGLINE_HEARTBEAT_LIMIT": "5"}
+BATCH = 24
+Plan = dict[tuple[int, int], str]
+"""What a worker does before a step, by rank and step: "leave", "start RANK", "until RANK+RANK"."""
+
+
+def wait_for(path: Path) -> None:
+    ends = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < ends, path
+        time.sleep(0.005)
+
+
+def play(folder: str, workers: int, name: str, steps: int, plan: Plan) -> Any:
+    """Train as a worker of the start, or as one that comes when a file says so."""
+    rank = int(os.environ["DMLC_WORKER_ID"])
+    if rank >= workers:
+        wait_for(Path(folder, f"start-{rank}"))
+    kv = kvstore.create(name)
+    assert isinstance(kv, DistStore)
+    try:
+        return train(kv, Path(folder), steps, plan)
+    finally:
+        kv.close()
+
+
+def train(kv: DistStore, folder: Path, steps: int, plan: Plan) -> list[tuple[int, slice, list[int]]]:
+    """Push digit `rank` in each step; return step, share, and the digits of the sum over the step's number."""
+    kv.init(list(NUMEL), [torch.zeros(numel, dtype=torch.float64) for numel in NUMEL.values()])
+    outs = {key: torch.empty(numel, dtype=torch.float64) for key, numel in NUMEL.items()}
+    kv.pull(list(outs), list(outs.values()))
+    done = []
+    for step in range(kv.first_step, steps):
+        for words in plan.get((kv.rank, step), "").split(", "):
+            act(kv, folder, words)
+        share = kv.share(BATCH, step)
+        if share is None:
+            with suppress(RuntimeError):
+                kv.barrier()  # for which nobody would come
+                raise AssertionError("it took part in a barrier")
+            break
+        if "barrier" in os.environ:
+            kv.barrier()
+            sizes = kv.group.all_gather(share.stop - share.start, "shares")
+            assert sum(size or 0 for size in sizes) == BATCH
+        for key, out in outs.items():
+            kv.push(key, torch.full_like(out, (step + 1) * 4.0**kv.rank))
+        kv.pull(list(outs), list(outs.values()))
+        (value,) = {float(one) for out in outs.values() for one in out.unique()}
+        sums, rest = divmod(value, step + 1)
+        assert rest == 0
+        done.append((step, share, digits_of(sums)))
+        if "barrier" in os.environ:
+            kv.barrier()
+    else:
+        kv.barrier()
+    return done
+
+
+def act(kv: DistStore, folder: Path, words: str) -> None:
+    verb, _, number = words.partition(" ")
+    if verb == "leave":
+        kv.leave()
+    elif verb == "start":
+        Path(folder, f"start-{number}").touch()
+    elif verb == "until":
+        ends = time.monotonic() + 20
+        while "+".join(map(str, sorted(kv._scheduler.views[-1][1]))) != number:
+            assert time.monotonic() < ends, (number, kv._scheduler.views)
+            time.sleep(0.005)
+
+
+def run(
+    tmp_path: Path,
+    workers: int,
+    late: int,
+    plan: Plan,
+    steps: int = 8,
+    servers: int = 1,
+    bounds: str = "1:4",
+    **more: str,
+) -> list[Any]:
+    """Run a job; return the results of its workers."""
+    with patch.dict(os.environ, {**LIMITS, "GANGLINE_ELASTIC": bounds, **more}):
+        job = DistJob(play, workers, servers, str(tmp_path), workers, "dist_sync", steps, plan, successors=late)
+        with job:
+            return job.results()
+
+
+def check(told: Sequence[Any], steps: int) -> list[list[int]]:
+    """Check that in each step the shares are the whole batch, and the sums those of its workers; return these."""
+    found = []
+    for step in range(steps):
+        of_step = {rank: one for rank, done in enumerate(told) for one in done if one[0] == step}
+        ranks = sorted(of_step)
+        shares = [of_step[rank][1] for rank in ranks]
+        assert [index for share in shares for index in range(share.start, share.stop)] == list(range(BATCH))
+        expected = [int(rank in ranks) for rank in range(max(ranks) + 1)]
+        assert [digits for _, _, digits in of_step.values()] == [expected] * len(ranks), step
+        found.append(ranks)
+    return found
+
+
+def test_a_worker_leaves_and_the_others_go_on(tmp_path: Path) -> None:
+    ranks = check(run(tmp_path, 2, 0, {(1, 3): "leave"}), 8)
+    assert ranks[:3] == [[0, 1]] * 3
+    assert ranks[4:] == [[0]] * 4 or ranks[5:] == [[0]] * 3
+
+
+def test_a_new_worker_takes_part_from_the_round_that_all_know(tmp_path: Path) -> None:
+    ranks = check(run(tmp_path, 2, 1, {(0, 3): "start 2, until 0+1+2"}), 8)
+    assert ranks[:3] == [[0, 1]] * 3
+    assert ranks[5:] == [[0, 1, 2]] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("servers", [1, 2])
+def test_workers_leave_and_join_in_one_change(tmp_path: Path, servers: int) -> None:
+    plan = {(0, 2): "start 2, start 3, until 0+2+3", (1, 2): "leave", (2, 6): "leave", (3, 6): "leave"}
+    plan[0, 11] = "until 0"
+    ranks = check(run(tmp_path, 2, 2, plan, 14, servers), 14)
+    assert (ranks[1], ranks[5], ranks[13]) == ([0, 1], [0, 2, 3], [0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "ipc", "tcp"])
+def test_one_worker_then_three_then_two(tmp_path: Path, transport: str) -> None:
+    plan = {(0, 3): "start 1, start 2, until 0+1+2", (1, 8): "leave", (0, 10): "until 0+2"}
+    ranks = check(run(tmp_path, 1, 2, plan, 14, 2, GANGLINE_TRANSPORT=transport), 14)
+    assert (ranks[2], ranks[6], ranks[13]) == ([0], [0, 1, 2], [0, 2])
+
+
+@pytest.mark.slow
+def test_collectives_in_a_step_are_of_its_workers(tmp_path: Path) -> None:
+    plan = {(0, 0): "start 2", (0, 3): "until 0+1+2", (1, 5): "leave", (0, 8): "start 3", (2, 9): "leave"}
+    plan |= {(0, 10): "until 0+3"}
+    for number in range(3):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        ranks = check(run(folder, 2, 2, plan, 14, 2, barrier=""), 14)
+        assert ranks[13] == [0, 3]
+
+
+def count(folder: str, workers: int, name: str, steps: int, plan: Plan) -> Any:
+    """Push digits in a store without rounds; return the steps, the shares and the digits of all pushes."""
+    rank = int(os.environ["DMLC_WORKER_ID"])
+    if rank >= workers:
+        wait_for(Path(folder, f"start-{rank}"))
+    done = []
+    with kvstore.create(name) as kv:
+        assert isinstance(kv, DistStore)
+        out = torch.zeros(100_003, dtype=torch.float64)
+        kv.init("w", out)
+        for step in range(kv.first_step, steps):
+            for words in plan.get((kv.rank, step), "").split(", "):
+                act(kv, Path(folder), words)
+            share = kv.share(BATCH, step)
+            if share is None:
+                Path(folder, f"left-{rank}").touch()
+                return done, []
+            kv.pushpull("w", torch.full_like(out, 64.0**rank), out)
+            done.append((step, share))
+        Path(folder, f"left-{rank}").touch()
+        if rank == 0:
+            for other in range(1, workers + 1):
+                wait_for(Path(folder, f"left-{other}"))
+        kv.pull("w", out)
+        (value,) = out.unique().tolist()
+        return done, [int(value) // 64**one % 64 for one in range(workers + 1)]
+
+
+@pytest.mark.slow
+def test_async_pushes_count_once_and_every_sample_is_read_once(tmp_path: Path) -> None:
+    plan = {(0, 3): "start 2", (1, 4): "leave", (0, 12): "until 0+2"}
+    with (
+        patch.dict(os.environ, {**LIMITS, "GANGLINE_ELASTIC": "1:3"}),
+        DistJob(count, 2, 2, str(tmp_path), 2, "dist_async", 30, plan, successors=1) as job,
+    ):
+        told = job.results()
+    for step in range(30):
+        shares = [share for done, _ in told for number, share in done if number == step]
+        assert sorted(index for share in shares for index in range(share.start, share.stop)) == list(range(BATCH))
+    assert told[0][1] == [len(done) for done, _ in told]
+    assert 0 < len(told[1][0]) < 30
+
+
+_JOIN = {(0, 3): "start 2, until 0+1+2"}
+_CHANGES: list[Plan] = [{(1, 3): "leave"}, _JOIN, {(0, 3): "start 2, until 0+2", (1, 3): "leave"}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["push-taken 9", "push-taken 10", "ack 5", "pull 7"])
+@pytest.mark.parametrize("plan", _CHANGES, ids=["leave", "join", "both"])
+def test_a_slow_server_delays_the_change_for_all(tmp_path: Path, point: str, plan: Plan) -> None:
+    late = int((0, 3) in plan)
+    check(run(tmp_path, 2, late, plan, 10, 2, GANGLINE_FAULT=f"server 1 stop for 1.5 s at {point}"), 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["break", "repeat"])
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_the_last_push_of_a_leaving_worker_counts_once(tmp_path: Path, action: str, transport: str) -> None:
+    for number in range(7, 13):  # two or three messages a step on two servers, around the last one of worker 1
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        more = {"GANGLINE_FAULT": f"worker 1 {action} at push-sent {number}", "GANGLINE_TRANSPORT": transport}
+        ranks = check(run(folder, 2, 0, {(1, 3): "leave", (0, 6): "until 0"}, 9, 2, **more), 9)
+        assert (ranks[2], ranks[8]) == ([0, 1], [0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["worker 0", "worker 1", "worker 2", "scheduler", "server 0"])
+def test_connections_that_break_at_a_change_lose_nothing(tmp_path: Path, role: str) -> None:
+    points = {"worker 0": "hello 2", "scheduler": "meet 2", "server 0": "pull 5"}
+    plan = {(0, 3): "start 2, until 0+1+2", (1, 5): "leave", (0, 8): "until 0+2"}
+    more = {"GANGLINE_FAULT": f"{role} break at {points.get(role, 'push-sent 5')}"}
+    assert check(run(tmp_path, 2, 1, plan, 11, 2, **more), 11)[10] == [0, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["break", "repeat", "stop for 0.5 s"])
+@pytest.mark.parametrize("role", ["worker 0", "worker 1", "worker 2", "scheduler", "server 0"])
+def test_a_message_about_views_that_is_lost_late_or_doubled_changes_nothing(
+    tmp_path: Path, role: str, action: str
+) -> None:
+    plan = {(0, 3): "start 2, until 0+1+2", (1, 5): "leave", (0, 8): "until 0+2", (2, 9): "leave", (0, 13): "until 0"}
+    for number in range(1, 19 if role == "scheduler" else 7, 1 if action == "break" else 3):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        script = f"{role} {action} at view {number}"
+        ranks = check(run(folder, 2, 1, plan, 16, 2, GANGLINE_FAULT=script), 16)
+        assert (ranks[2], ranks[15]) == ([0, 1], [0]), script
+
+
+def one_key(kv: DistStore, *_: object) -> None:
+    kv.init("w", torch.zeros(4))
+
+
+def forget_a_key(kv: DistStore) -> None:
+    kv.init(["v", "w"], [torch.zeros(4), torch.zeros(4)])
+    kv.push("v", torch.ones(4))
+    kv.push("w", torch.ones(4))
+    kv.push("v", torch.ones(4))
+    kv.push("v", torch.ones(4))
+
+
+def push_none(kv: DistStore) -> None:
+    one_key(kv)
+    kv.share(BATCH, 0)
+    kv.share(BATCH, 1)
+
+
+def init_late(kv: DistStore) -> None:
+    one_key(kv)
+    kv.push("w", torch.ones(4))
+    kv.init("v", torch.zeros(4))
+
+
+def leave(kv: DistStore) -> None:
+    one_key(kv)
+    kv.leave()
+
+
+def clip(kv: DistStore) -> None:
+    kv.set_optimizer(("sgd", {"learning_rate": 0.1, "clip_global_norm": 1.0}))
+
+
+def compress(kv: DistStore) -> None:
+    kv.set_gradient_compression({"type": "fp16"})
+
+
+def fit(kv: DistStore) -> None:
+    data = torch.zeros(8, 2), torch.zeros(8, dtype=torch.int64)
+    Module(torch.nn.Linear(2, 2), torch.nn.CrossEntropyLoss()).fit(data, num_epoch=1, batch_size=4, kvstore=kv)
+
+
+REFUSED = {
+    forget_a_key: "RuntimeError: key 'w' was pushed 1 times before step 2; expected one push of each key in each step",
+    push_none: "RuntimeError: worker RANK begins step 1, but has pushed 0 rounds; expected one push of each key",
+    init_late: "RuntimeError: init() comes after the first push or pull; expected it before, in an elastic job",
+    DistStore.join: "RuntimeError: join() is not possible in an elastic job; use gangline launch --max-restarts",
+    clip: "RuntimeError: an optimizer with clip_global_norm is not possible in an elastic job",
+    compress: "RuntimeError: compression is not possible in an elastic job",
+    fit: "RuntimeError: training by a Module is not possible in an elastic job; use gangline launch --max-restarts",
+}
+
+
+def refuse(name: str, body: Any, workers: int) -> str:
+    del workers
+    with kvstore.create(name) as kv:
+        try:
+            body(kv)
+        except (RuntimeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    "body", [pytest.param(one, marks=pytest.mark.slow) if one is not fit else one for one in REFUSED]
+)
+def test_calls_that_need_the_same_workers_are_refused_on_all(body: Any) -> None:
+    with patch.dict(os.environ, {**LIMITS, "GANGLINE_ELASTIC": "2:3"}):
+        told = run_job(refuse, 2, 1, "dist_sync", body, 2)
+    for rank, text in enumerate(told):
+        assert text.startswith(REFUSED[body].replace("RANK", str(rank))), told
+
+
+def die(kv: DistStore) -> None:
+    one_key(kv)
+    for _ in range(3):
+        kv.pushpull("w", torch.ones(4), torch.empty(4))
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_without_having_left_fails_the_others_by_name() -> None:
+    more = {"GANGLINE_ELASTIC": "1:3", "GANGLINE_FAULT": "worker 1 kill at push-sent 2"}
+    with patch.dict(os.environ, {**LIMITS, **more}), DistJob(refuse, 2, 1, "dist_sync", die, 2) as job:
+        _, _, first, second = job.outcomes()
+    assert "worker 1 was killed or left: its process has ended" in str(first.value or first.error)
+    assert "was killed by SIGKILL" in str(second.error)
+
+
+@pytest.mark.slow
+def test_who_may_leave() -> None:
+    with patch.dict(os.environ, {**LIMITS, "GANGLINE_ELASTIC": "2:3"}):
+        told = run_job(refuse, 2, 1, "dist_sync", leave, 2)
+    assert told == [
+        "RuntimeError: worker 0 cannot leave: it defines the values and sets the learning rate",
+        "RuntimeError: worker 1 cannot leave: the job needs 2 workers or more, and has 2",
+    ]
+    with patch.dict(os.environ, LIMITS):
+        (text, _) = run_job(refuse, 2, 1, "dist_sync", leave, 2)
+    assert text.startswith("RuntimeError: a worker cannot leave this 'dist_sync' store; expected a dist_* store, and")
