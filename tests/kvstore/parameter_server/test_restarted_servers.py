@@ -136,7 +136,7 @@ def train(spec: Any, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor], 
             else:
                 for key, value in own.items():
                     kv.push(key, value, async_op=step % 3 == 1)
-                if step % 3 == 1:
+                if step % 3 == 1 and not kv.updates_wait:
                     kv.pull(list(outs), list(outs.values()))
             if kv.updates_wait:
                 kv.update()
